@@ -1,9 +1,11 @@
-"""Attention kernels over KV pages on one GPU, against what the chip can do. In: a CUDA device. Out: decode in bytes per
-second, prefill in operations per second. Run: python bench/attention_gpu.py [--record].
+"""Attention kernels over KV pages on one GPU, against what the chip can do. In: a CUDA device. Out:
+decode in bytes per second, prefill in operations per second. Run: python bench/attention_gpu.py
+[--record].
 
-Decode: 256 sequences of 1,024 to 8,192 tokens, against the speed of a copy in the same run. Prefill: one prompt of
-8,192 tokens, the causal half counted, against the speed of an 8,192³ product in the same run; with FlashAttention-4 too
-where it is installed (pages of 128 tokens). 32 heads over 8 kv heads of 128, bfloat16, pages in random order.
+Decode: 256 sequences of 1,024 to 8,192 tokens, against the speed of a copy in the same run.
+Prefill: one prompt of 8,192 tokens, the causal half counted, against the speed of an 8,192³ product
+in the same run; with FlashAttention-4 too where it is installed (pages of 128 tokens). 32 heads
+over 8 kv heads of 128, bfloat16, pages in random order.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def main() -> None:
     copy_tb_s, product_tflop_s = measure_copy(), measure_product()
     lengths = np.random.default_rng(1).integers(SHORTEST, LONGEST + 1, SEQUENCES)
     decoded = {page: decode_tb_s(lengths, page) for page in (64, 128)}
-    prefilled: dict[str, float] = {f"triton, page {page}": prefill_tflop_s(page) for page in (64, 128)}
+    prefilled: dict[str, float] = {
+        f"triton, page {page}": prefill_tflop_s(page) for page in (64, 128)
+    }
     flash4 = find_flash4()
     if flash4 is not None:
         prefilled["flash-attn-4, page 128"] = flash4_tflop_s(flash4)
@@ -45,23 +49,33 @@ def main() -> None:
         peer=None,
         limit=1.0,
         settings={
-            "heads": [HEADS, KV_HEADS, HEAD_DIM], "sequences": SEQUENCES, "context": [SHORTEST, LONGEST],
-            "prompt": PROMPT, "device": torch.cuda.get_device_name(),
+            "heads": [HEADS, KV_HEADS, HEAD_DIM],
+            "sequences": SEQUENCES,
+            "context": [SHORTEST, LONGEST],
+            "prompt": PROMPT,
+            "device": torch.cuda.get_device_name(),
             "limits_from": "a copy and a product in the same run",
             "flash_attn_4": None if flash4 is None else importlib.metadata.version("flash-attn-4"),
         },
         detail={
-            "copy_tb_s": copy_tb_s, "product_tflop_s": product_tflop_s, "decode_tb_s_by_page": decoded,
+            "copy_tb_s": copy_tb_s,
+            "product_tflop_s": product_tflop_s,
+            "decode_tb_s_by_page": decoded,
             "prefill_tflop_s": prefilled,
-            "prefill_of_product": {name: rate / product_tflop_s for name, rate in prefilled.items()},
+            "prefill_of_product": {
+                name: rate / product_tflop_s for name, rate in prefilled.items()
+            },
         },
-    )  # fmt: skip
+    )
 
 
 def seconds(work: Callable[[], Any], repeats: int = 20) -> float:
     for _ in range(3):
         work()
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    pairs = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(repeats)
+    ]
     for begun, ended in pairs:
         begun.record()
         work()
@@ -87,7 +101,9 @@ def int32(values: Any) -> torch.Tensor:
 
 def make_pages(lengths: np.ndarray, page: int) -> tuple[torch.Tensor, torch.Tensor]:
     counts = -(-lengths // page)
-    pages = torch.randn(int(counts.sum()) + 1, 2, KV_HEADS, page, HEAD_DIM, device=DEVICE, dtype=DTYPE)
+    pages = torch.randn(
+        int(counts.sum()) + 1, 2, KV_HEADS, page, HEAD_DIM, device=DEVICE, dtype=DTYPE
+    )
     table = np.zeros((len(lengths), int(counts.max())), np.int32)
     order = np.random.default_rng(0).permutation(int(counts.sum())) + 1
     for row, (count, end) in enumerate(zip(counts, np.cumsum(counts), strict=True)):
@@ -100,13 +116,21 @@ def decode_tb_s(lengths: np.ndarray, page: int) -> float:
     piece = plan_piece(int(lengths.sum()), KV_HEADS, page, pool_tokens=int(lengths.sum()))
     first, items = cut_pieces(lengths, piece)
     work = decode.DecodeWork(
-        row_B=int32(range(len(lengths))), position_B=int32(lengths - 1), first_B=int32(first), item_I=int32(items),
+        row_B=int32(range(len(lengths))),
+        position_B=int32(lengths - 1),
+        first_B=int32(first),
+        item_I=int32(items),
         size_2=int32([len(items), piece]),
-    )  # fmt: skip
+    )
     q = torch.randn(len(lengths), HEADS, HEAD_DIM, device=DEVICE, dtype=DTYPE)
-    out, scratch = torch.empty_like(q), decode.DecodeScratch.make(len(items), HEADS, HEAD_DIM, q.device)
+    out, scratch = (
+        torch.empty_like(q),
+        decode.DecodeScratch.make(len(items), HEADS, HEAD_DIM, q.device),
+    )
     programs = decode.PROGRAMS_PER_SM * torch.cuda.get_device_properties(0).multi_processor_count
-    taken = seconds(lambda: decode.decode_attention(q, pages, table, work, scratch, out, num_programs=programs))
+    taken = seconds(
+        lambda: decode.decode_attention(q, pages, table, work, scratch, out, num_programs=programs)
+    )
     return int(lengths.sum()) * 2 * KV_HEADS * HEAD_DIM * 2 / taken / 1e12
 
 

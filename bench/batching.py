@@ -1,10 +1,12 @@
-"""Three ways to batch, on the same engine, arrivals and requests. In: nothing. Out: tokens per second and seconds from
-arrival to answer, for continuous, static and dynamic batching. Run: python bench/batching.py [--record].
+"""Three ways to batch, on the same engine, arrivals and requests. In: nothing. Out: tokens per
+second and seconds from arrival to answer, for continuous, static and dynamic batching. Run: python
+bench/batching.py [--record].
 
-Requests of 8 to 128 tokens arrive at random moments (Poisson), so many that the engine is busy. Continuous: each enters
-when it comes. Static: BATCH requests are collected, run to the end of the longest, then the next. Dynamic: the same,
-but a batch goes off when it is full or its oldest request has waited WINDOW_S. The baselines live here and nowhere
-else: they are the engine, fed that way.
+Requests of 8 to 128 tokens arrive at random moments (Poisson), so many that the engine is busy.
+Continuous: each enters when it comes. Static: BATCH requests are collected, run to the end of the
+longest, then the next. Dynamic: the same, but a batch goes off when it is full or its oldest
+request has waited WINDOW_S. The baselines live here and nowhere else: they are the engine, fed that
+way.
 """
 
 from __future__ import annotations
@@ -42,7 +44,12 @@ def main() -> None:
         ours=found["continuous"]["latency_p50_s"],
         peer={"name": "static batching, same engine", "value": found["static"]["latency_p50_s"]},
         limit=None,
-        settings={"requests": REQUESTS, "batch": BATCH, "window_s": WINDOW_S, "rate_per_s": RATE_PER_S},
+        settings={
+            "requests": REQUESTS,
+            "batch": BATCH,
+            "window_s": WINDOW_S,
+            "rate_per_s": RATE_PER_S,
+        },
         detail=found,
     )
 
@@ -53,7 +60,9 @@ def make_requests() -> tuple[list[Request], np.ndarray]:
         Request(
             request_id=str(index),
             tokens=rng.integers(2, 512, rng.integers(8, 64)).astype(np.int32),
-            sampling=Sampling(temperature=1.0, max_tokens=int(rng.integers(8, 129)), ignore_eos=True),
+            sampling=Sampling(
+                temperature=1.0, max_tokens=int(rng.integers(8, 129)), ignore_eos=True
+            ),
             seed=index,
             chunk_tokens=0,
         )
@@ -67,12 +76,17 @@ async def measure(way: str) -> dict[str, float]:
     init_weights(decoder, 0)
     with ThreadPoolExecutor(1) as compute:
         engine = NativeEngine(
-            decoder, EngineConfig(num_pages=2048), compute=compute, emit=lambda kind, **fields: None,
-            device=torch.device("cpu"), dtype=torch.bfloat16,
-        )  # fmt: skip
+            decoder,
+            EngineConfig(num_pages=2048),
+            compute=compute,
+            emit=lambda kind, **fields: None,
+            device=torch.device("cpu"),
+            dtype=torch.bfloat16,
+        )
         await engine.start(dummy=False)
         requests, arrivals = make_requests()
-        await asyncio.gather(*[collect(engine.submit(request)) for request in requests[:BATCH]])  # warm
+        # warm
+        await asyncio.gather(*[collect(engine.submit(request)) for request in requests[:BATCH]])
         waits = np.zeros(REQUESTS)
         begun_s = time.perf_counter()
         arrived: asyncio.Queue[int] = asyncio.Queue(REQUESTS)

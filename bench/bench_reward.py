@@ -1,4 +1,5 @@
-"""Reward of bench/grpo_step.py: the share of digits among a completion's characters; peers/trl_grpo.py has the same."""
+"""Reward of bench/grpo_step.py: the share of digits among a completion's characters;
+peers/trl_grpo.py has the same."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Offline generation on one GPU, against vLLM and the roofline. In: a CUDA device. Out: output tokens per second of the
-native engine on dummy weights, with the time by kernel. Run: python bench/engine.py --shape 0.6b [--record].
+"""Offline generation on one GPU, against vLLM and the roofline. In: a CUDA device. Out: output
+tokens per second of the native engine on dummy weights, with the time by kernel. Run: python
+bench/engine.py --shape 0.6b [--record].
 
-The workload is nano-vllm's: 256 requests, prompts and outputs uniform 100 to 1,024 tokens, seed 0, temperature 0.6,
-no stop. The clock runs from the first submit to the last token, prefill included. Every run has prompts of its own.
+The workload is nano-vllm's: 256 requests, prompts and outputs uniform 100 to 1,024 tokens, seed 0,
+temperature 0.6, no stop. The clock runs from the first submit to the last token, prefill included.
+Every run has prompts of its own.
 """
 
 from __future__ import annotations
@@ -28,35 +30,66 @@ from record import RECORDS, parser, say
 
 COPY_BYTES_PER_S, MATMUL_FLOPS = 4.28e12, 794e12  # measured before, on another H200
 COMMON = {
-    "family": "qwen3", "vocab_size": 151_936, "num_kv_heads": 8, "head_dim": 128, "context_tokens": 4096,
-    "rope_theta": 1e6, "norm_eps": 1e-6, "qkv_bias": False, "qk_norm": True, "eos_ids": (),
-}  # fmt: skip
+    "family": "qwen3",
+    "vocab_size": 151_936,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "context_tokens": 4096,
+    "rope_theta": 1e6,
+    "norm_eps": 1e-6,
+    "qkv_bias": False,
+    "qk_norm": True,
+    "eos_ids": (),
+}
 SHAPES = {
-    "0.6b": ModelSpec(hidden_size=1024, num_layers=28, num_heads=16, mlp_size=3072, tied=True, **COMMON),
-    "8b": ModelSpec(hidden_size=4096, num_layers=36, num_heads=32, mlp_size=12_288, tied=False, **COMMON),
-}  # fmt: skip
+    "0.6b": ModelSpec(
+        hidden_size=1024, num_layers=28, num_heads=16, mlp_size=3072, tied=True, **COMMON
+    ),
+    "8b": ModelSpec(
+        hidden_size=4096, num_layers=36, num_heads=32, mlp_size=12_288, tied=False, **COMMON
+    ),
+}
 REQUESTS, SHORTEST, LONGEST = 256, 100, 1024
 
 
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--shape", choices=tuple(SHAPES), default="0.6b")
-    options.add_argument("--runs", type=int, default=3, help="measured runs after one that is not; the median counts")
+    options.add_argument(
+        "--runs", type=int, default=3, help="measured runs after one that is not; the median counts"
+    )
     options.add_argument("--token-budget", type=int, default=16_384)
-    options.add_argument("--batch-invariant", action="store_true", help="the same workload in batch-invariant mode")
-    options.add_argument("--prefix-hits", action="store_true", help="prompts share nine tenths; cache on")
+    options.add_argument(
+        "--batch-invariant", action="store_true", help="the same workload in batch-invariant mode"
+    )
+    options.add_argument(
+        "--prefix-hits", action="store_true", help="prompts share nine tenths; cache on"
+    )
     options.add_argument(
         "--streams", type=int, nargs="*", default=[], metavar="N",
         help="then 1,024 tokens in and out at these concurrencies, streamed: TTFT and ITL",
     )  # fmt: skip
-    options.add_argument("--page-tokens", type=int, default=0, help="128: FlashAttention-4 where it is installed")
-    options.add_argument("--profile", action="store_true", help="one more run under the profiler: time by kernel")
+    options.add_argument(
+        "--page-tokens", type=int, default=0, help="128: FlashAttention-4 where it is installed"
+    )
+    options.add_argument(
+        "--profile", action="store_true", help="one more run under the profiler: time by kernel"
+    )
     args = options.parse_args()
     spec = SHAPES[args.shape]
     rates, detail = asyncio.run(measure(spec, args))
-    kinds = {"invariant": args.batch_invariant, "prefix_hits": args.prefix_hits, "streams": args.streams}
+    kinds = {
+        "invariant": args.batch_invariant,
+        "prefix_hits": args.prefix_hits,
+        "streams": args.streams,
+    }
     kinds[f"pages_{args.page_tokens}"] = args.page_tokens
-    name = "_".join([f"engine_{args.shape.replace('.', '_')}", *[kind for kind, asked in kinds.items() if asked]])
+    name = "_".join(
+        [
+            f"engine_{args.shape.replace('.', '_')}",
+            *[kind for kind, asked in kinds.items() if asked],
+        ]
+    )
     say(
         args,
         name=name,
@@ -65,13 +98,18 @@ def main() -> None:
         peer=None if args.prefix_hits else peer_record(args.shape),
         limit=None if args.prefix_hits else roofline(spec, *workload(0)),
         settings={
-            "requests": REQUESTS, "tokens": f"{SHORTEST}-{LONGEST} in and out", "temperature": 0.6, "dtype": "bfloat16",
-            "token_budget": args.token_budget, "page_tokens": args.page_tokens,
-            "device": torch.cuda.get_device_name(), "triton": triton_version(),
+            "requests": REQUESTS,
+            "tokens": f"{SHORTEST}-{LONGEST} in and out",
+            "temperature": 0.6,
+            "dtype": "bfloat16",
+            "token_budget": args.token_budget,
+            "page_tokens": args.page_tokens,
+            "device": torch.cuda.get_device_name(),
+            "triton": triton_version(),
             "limit_from": f"constants: {COPY_BYTES_PER_S:.3g} B/s, {MATMUL_FLOPS:.3g} FLOP/s",
         },
         detail={"tokens_per_s_by_run": [round(rate) for rate in rates], **detail},
-    )  # fmt: skip
+    )
 
 
 def peer_record(shape: str) -> dict[str, Any] | None:
@@ -81,13 +119,20 @@ def peer_record(shape: str) -> dict[str, Any] | None:
         return None
     record = json.loads(path.read_text())
     found = record["shapes"].get(shape)
-    return None if found is None else {"name": f"vLLM {record['version']}", "kept_from": record["date"], **found}
+    return (
+        None
+        if found is None
+        else {"name": f"vLLM {record['version']}", "kept_from": record["date"], **found}
+    )
 
 
 def workload(run: int) -> tuple[list[list[int]], list[int]]:
     """Return prompts and output lengths. Lengths are the same in every run, tokens are shifted."""
     draw = random.Random(0)
-    prompts = [[draw.randint(0, 10_000) for _ in range(draw.randint(SHORTEST, LONGEST))] for _ in range(REQUESTS)]
+    prompts = [
+        [draw.randint(0, 10_000) for _ in range(draw.randint(SHORTEST, LONGEST))]
+        for _ in range(REQUESTS)
+    ]
     outputs = [draw.randint(SHORTEST, LONGEST) for _ in range(REQUESTS)]
     return [[token + run for token in prompt] for prompt in prompts], outputs
 
@@ -127,11 +172,15 @@ async def measure(spec: ModelSpec, args: Any) -> tuple[list[float], dict[str, An
         page_tokens=args.page_tokens,
     )
     with ThreadPoolExecutor(1) as compute:
-        engine = NativeEngine(decoder, config, compute=compute, emit=emit, device=device, dtype=torch.bfloat16)
+        engine = NativeEngine(
+            decoder, config, compute=compute, emit=emit, device=device, dtype=torch.bfloat16
+        )
         await engine.start(dummy=False)
         await generate(engine, [[1, 2, 3]], [1], "first")
         first_s = time.perf_counter()
-        rates = [await one_run(engine, run, shared=args.prefix_hits) for run in range(args.runs + 1)][1:]
+        rates = [
+            await one_run(engine, run, shared=args.prefix_hits) for run in range(args.runs + 1)
+        ][1:]
         detail = {
             "start_to_first_token_s": round(first_s - begun_s, 2),
             "of_that_weights_s": round(made_s - begun_s, 2),
@@ -141,7 +190,9 @@ async def measure(spec: ModelSpec, args: Any) -> tuple[list[float], dict[str, An
             "device_bytes": torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0],
         }
         detail["streams_ms"] = {count: await streamed(engine, count) for count in args.streams}
-        detail["one_stream_limit_ms"] = round(spec.weight_bytes(torch.bfloat16) / COPY_BYTES_PER_S * 1e3, 3)
+        detail["one_stream_limit_ms"] = round(
+            spec.weight_bytes(torch.bfloat16) / COPY_BYTES_PER_S * 1e3, 3
+        )
         if args.profile:
             detail["profile"] = await profile(engine, args.runs + 1)
         await engine.terminate()
@@ -152,13 +203,17 @@ async def one_run(engine: NativeEngine, run: int, *, shared: bool = False) -> fl
     prompts, outputs = workload(run)
     if shared:  # nine tenths of each prompt are the same in all, and from run to run
         common = workload(0)[0][0] * 10
-        prompts = [common[: len(prompt) * 9 // 10] + prompt[len(prompt) * 9 // 10 :] for prompt in prompts]
+        prompts = [
+            common[: len(prompt) * 9 // 10] + prompt[len(prompt) * 9 // 10 :] for prompt in prompts
+        ]
     begun_s = time.perf_counter()
     await generate(engine, prompts, outputs, str(run))
     return sum(outputs) / (time.perf_counter() - begun_s)
 
 
-async def generate(engine: NativeEngine, prompts: list[list[int]], outputs: list[int], name: str) -> None:
+async def generate(
+    engine: NativeEngine, prompts: list[list[int]], outputs: list[int], name: str
+) -> None:
     streams = [
         engine.submit(
             Request(
@@ -177,7 +232,8 @@ async def generate(engine: NativeEngine, prompts: list[list[int]], outputs: list
 
 
 async def streamed(engine: NativeEngine, concurrency: int) -> dict[str, float]:
-    """Milliseconds to the first token and between tokens, with `concurrency` requests sent at once."""
+    """Milliseconds to the first token and between tokens, with `concurrency` requests sent at
+    once."""
     rng, length = np.random.default_rng(concurrency), 1024
     arrivals: list[np.ndarray] = []
 
@@ -197,9 +253,20 @@ async def streamed(engine: NativeEngine, concurrency: int) -> dict[str, float]:
     begun_s = time.perf_counter()
     await asyncio.gather(*[one(index) for index in range(concurrency)])
     wall_s = time.perf_counter() - begun_s
-    first, gaps = np.array([times[0] for times in arrivals]), np.concatenate([np.diff(times) for times in arrivals])
-    named = {"ttft_p50": (first, 50), "ttft_p99": (first, 99), "itl_p50": (gaps, 50), "itl_p99": (gaps, 99)}
-    found = {name: round(float(np.percentile(values, rank)) * 1e3, 3) for name, (values, rank) in named.items()}
+    first, gaps = (
+        np.array([times[0] for times in arrivals]),
+        np.concatenate([np.diff(times) for times in arrivals]),
+    )
+    named = {
+        "ttft_p50": (first, 50),
+        "ttft_p99": (first, 99),
+        "itl_p50": (gaps, 50),
+        "itl_p99": (gaps, 99),
+    }
+    found = {
+        name: round(float(np.percentile(values, rank)) * 1e3, 3)
+        for name, (values, rank) in named.items()
+    }
     return {**found, "tokens_per_s": round(concurrency * length / wall_s)}
 
 
@@ -220,7 +287,9 @@ async def profile(engine: NativeEngine, run: int) -> dict[str, Any]:
     return {
         "wall_s": round(wall_s, 3),
         "kernels_s": round(busy_s, 3),
-        "by_kernel": {name[:60]: [round(seconds, 3), count] for name, seconds, count in kernels[:24]},
+        "by_kernel": {
+            name[:60]: [round(seconds, 3), count] for name, seconds, count in kernels[:24]
+        },
     }
 
 
@@ -235,11 +304,12 @@ def triton_version() -> str:
 
 
 def roofline(spec: ModelSpec, prompts: list[list[int]], outputs: list[int]) -> float:
-    """Tokens per second if decoding were one read of weights and of every sequence's KV per step, at the speed of a
-    copy, and prefill were its products at the speed of the largest ones."""
+    """Tokens per second if decoding were one read of weights and of every sequence's KV per step,
+    at the speed of a copy, and prefill were its products at the speed of the largest ones."""
     steps = max(outputs)
     kv_tokens = sum(
-        len(prompt) * count + count * (count + 1) // 2 for prompt, count in zip(prompts, outputs, strict=True)
+        len(prompt) * count + count * (count + 1) // 2
+        for prompt, count in zip(prompts, outputs, strict=True)
     )
     weights = spec.weight_bytes(torch.bfloat16)
     read_bytes = kv_tokens * spec.kv_bytes_per_token(torch.bfloat16) + steps * weights

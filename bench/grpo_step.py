@@ -1,9 +1,10 @@
-"""One GRPO step on a CPU, against TRL in the same call: rollout, rewards, reference pass, update, weights back. In: the
-first time, the package index, for the peer's environment. Out: median seconds per step, ours and TRL's on the same
-model and sizes. Run: python bench/grpo_step.py.
+"""One GRPO step on a CPU, against TRL in the same call: rollout, rewards, reference pass, update,
+weights back. In: the first time, the package index, for the peer's environment. Out: median seconds
+per step, ours and TRL's on the same model and sizes. Run: python bench/grpo_step.py.
 
-3.3 M-parameter Qwen3, 32 prompts × 8 completions of exactly 128 tokens, KL 0.04. Ours is measured by `gyre train`
-itself, from its events. The limit is the time of the matrix products alone, run one after the other at their own sizes.
+3.3 M-parameter Qwen3, 32 prompts × 8 completions of exactly 128 tokens, KL 0.04. Ours is measured
+by `gyre train` itself, from its events. The limit is the time of the matrix products alone, run one
+after the other at their own sizes.
 """
 
 from __future__ import annotations
@@ -24,17 +25,33 @@ from record import kept_peer, parser, say
 from rl_step import Step, make_model, read_steps, run_trl, train_steps
 
 SPEC = ModelSpec(
-    family="qwen3", vocab_size=512, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64,
-    mlp_size=768, tied=True, context_tokens=512, rope_theta=10_000.0, norm_eps=1e-6, qkv_bias=False, qk_norm=True,
+    family="qwen3",
+    vocab_size=512,
+    hidden_size=256,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    mlp_size=768,
+    tied=True,
+    context_tokens=512,
+    rope_theta=10_000.0,
+    norm_eps=1e-6,
+    qkv_bias=False,
+    qk_norm=True,
     eos_ids=(1,),
-)  # fmt: skip
+)
 STEP, KL = Step(prompts=32, completions=8, tokens=128), 0.04
 WARM_UP = 2  # steps left out of the median: allocations, first touches
 
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--kept-peer", action="store_true", help="measure no peer: show the record's, not comparable")
+    options.add_argument(
+        "--kept-peer",
+        action="store_true",
+        help="measure no peer: show the record's, not comparable",
+    )
     options.add_argument("--steps", type=int, default=7)
     options.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     options.add_argument("--peer-dtype", choices=("float32", "bfloat16"), default="bfloat16")
@@ -46,14 +63,20 @@ def main() -> None:
         folder = Path(scratch)
         prompts = make_model(SPEC, folder, device="cpu", dtype=torch.float32, prompts=512, words=31)
         ours = run_ours(folder, args.dtype, args.steps)
-        peer = kept_peer("grpo_step") if python is None else run_peer(python, folder, args, prompts, threads)
+        peer = (
+            kept_peer("grpo_step")
+            if python is None
+            else run_peer(python, folder, args, prompts, threads)
+        )
     say(
         args,
         name="grpo_step",
         unit="s",
         ours=ours["median_s"],
         peer=peer,
-        limit=matrix_seconds(torch.bfloat16 if ours["dtype"] == "bfloat16" else torch.float32, ours["tokens"]),
+        limit=matrix_seconds(
+            torch.bfloat16 if ours["dtype"] == "bfloat16" else torch.float32, ours["tokens"]
+        ),
         settings={**asdict(STEP), "kl": KL, "threads": threads},
         detail={**ours, "load_average_1min": round(os.getloadavg()[0], 2)},
     )
@@ -61,24 +84,37 @@ def main() -> None:
 
 def run_ours(folder: Path, dtype: str, steps: int) -> dict[str, Any]:
     sets = [f"objective.kl_coef={KL}", "trainer.tokens_per_chunk=4096", f'run.dtype="{dtype}"']
-    read = read_steps(train_steps(folder, STEP, steps=steps, sets=sets, deadline_s=600.0), STEP, warm_up=WARM_UP)
+    read = read_steps(
+        train_steps(folder, STEP, steps=steps, sets=sets, deadline_s=600.0), STEP, warm_up=WARM_UP
+    )
     metrics = read.pop("last_step")
     del read["memory_moves_s"]
     return {**read, "logprob_gap": metrics["logprob_gap"], "completion_tokens": metrics["length"]}
 
 
-def run_peer(python: Path, folder: Path, args: Any, prompts: list[str], threads: int) -> dict[str, Any]:
+def run_peer(
+    python: Path, folder: Path, args: Any, prompts: list[str], threads: int
+) -> dict[str, Any]:
     settings = {
-        "model": str(folder / "model"), "folder": str(folder / "trl"), "prompts": prompts, "threads": threads,
-        "dtype": args.peer_dtype, "prompts_per_step": STEP.prompts, "completions_per_prompt": STEP.completions,
-        "max_tokens": STEP.tokens, "kl_coef": KL, "learning_rate": 1e-6, "steps": args.steps,
+        "model": str(folder / "model"),
+        "folder": str(folder / "trl"),
+        "prompts": prompts,
+        "threads": threads,
+        "dtype": args.peer_dtype,
+        "prompts_per_step": STEP.prompts,
+        "completions_per_prompt": STEP.completions,
+        "max_tokens": STEP.tokens,
+        "kl_coef": KL,
+        "learning_rate": 1e-6,
+        "steps": args.steps,
         "micro_batches": args.peer_micro_batches,
-    }  # fmt: skip
+    }
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     answer = run_trl(str(python), folder, settings, environment, timeout_s=1800)
     versions = answer["versions"]
     return {
-        "name": f"TRL {versions['trl']} ({args.peer_dtype}, {args.peer_micro_batches} micro-batches)",
+        "name": f"TRL {versions['trl']} ({args.peer_dtype}, {args.peer_micro_batches} "
+        "micro-batches)",
         "value": statistics.median(answer["seconds"][WARM_UP:]),
         "seconds": answer["seconds"],
         "versions": versions,
@@ -86,11 +122,15 @@ def run_peer(python: Path, folder: Path, args: Any, prompts: list[str], threads:
 
 
 def matrix_seconds(dtype: torch.dtype, num_tokens: int) -> float:
-    """Seconds of the matrix products of one step: reference forward, training forward and backward (twice the forward)
-    over all tokens, and one decode product per sampled token; attention products left out."""
+    """Seconds of the matrix products of one step: reference forward, training forward and backward
+    (twice the forward) over all tokens, and one decode product per sampled token; attention
+    products left out."""
     shapes = [shape for name, shape in SPEC.parameter_shapes().items() if len(shape) == 2]
     forward = sum(_product_seconds(dtype, 8192, shape) * num_tokens / 8192 for shape in shapes)
-    decode = sum(_product_seconds(dtype, STEP.prompts * STEP.completions, shape) * STEP.tokens for shape in shapes)
+    decode = sum(
+        _product_seconds(dtype, STEP.prompts * STEP.completions, shape) * STEP.tokens
+        for shape in shapes
+    )
     return 4 * forward + decode
 
 

@@ -1,13 +1,14 @@
-"""Hand-over of weights, on several GPUs: trainer ranks that hold shards to as many engines, one process per GPU. In: a
-shape, layouts. Out: seconds per hand-over, GB/s, share of what the link does in the same run, extra memory.
-Run: python bench/handover.py --gpus 4 --shape 8b --record
+"""Hand-over of weights, on several GPUs: trainer ranks that hold shards to as many engines, one
+process per GPU. In: a shape, layouts. Out: seconds per hand-over, GB/s, share of what the link does
+in the same run, extra memory. Run: python bench/handover.py --gpus 4 --shape 8b --record
 
-It is what each worker of a cluster does, without the calls between processes: `register` for the manifest and again for
-the engine's own seat, `EngineWeights.prepare`, `commit`. With zero 3 the commit gathers all shards into the engine's
-storage; with zero 1 engine and trainer share weights, and no byte moves. Afterwards every number is compared.
+It is what each worker of a cluster does, without the calls between processes: `register` for the
+manifest and again for the engine's own seat, `EngineWeights.prepare`, `commit`. With zero 3 the
+commit gathers all shards into the engine's storage; with zero 1 engine and trainer share weights,
+and no byte moves. Afterwards every number is compared.
 
-The link: NCCL's all-gather of the same bytes, in chunks of 256 MiB, and NVLink 4's 450 GB/s per direction by its data
-sheet. Bytes are those that a GPU receives, (n - 1)/n of the weights.
+The link: NCCL's all-gather of the same bytes, in chunks of 256 MiB, and NVLink 4's 450 GB/s per
+direction by its data sheet. Bytes are those that a GPU receives, (n - 1)/n of the weights.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ BUCKETS_MIB = (64, 128, 256, 512)
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="left out, all there are")
+    options.add_argument(
+        "--gpus", type=int, default=torch.cuda.device_count(), help="left out, all there are"
+    )
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--shape", choices=tuple(SHAPES), default="8b")
     options.add_argument("--layers", type=int, default=0, help="0: as many as the shape has")
@@ -48,13 +51,24 @@ def main() -> None:
     args = options.parse_args()
     if args.record:
         circumstances(args.commit)
-    given = {"shape": args.shape, "layers": args.layers, "checkpointing": "none", "matmul": "same", "tokens": 16}
+    given = {
+        "shape": args.shape,
+        "layers": args.layers,
+        "checkpointing": "none",
+        "matmul": "same",
+        "tokens": 16,
+    }
     with Ranks(args.gpus, device=args.device, wall_s=args.wall_s) as ranks:
         for zero in args.zero:
             try:
                 found = ranks.call(measure, Row(**given, zero=zero), deadline_s=args.row_s)[0]
             except RanksFailed as error:
-                print_line({"zero": zero, "failed": {str(rank): dict(told) for rank, told in error.by_rank.items()}})
+                print_line(
+                    {
+                        "zero": zero,
+                        "failed": {str(rank): dict(told) for rank, told in error.by_rank.items()},
+                    }
+                )
                 continue
             report(args, zero, found)
 
@@ -68,11 +82,15 @@ def report(args: argparse.Namespace, zero: int, found: dict[str, Any]) -> None:
         peer=NEMO if args.shape == "8b" and not args.layers else None,
         limit=found["received_bytes"] / DATA_SHEET_BYTES_PER_S,
         settings={
-            "gpus": args.gpus, "shape": args.shape, "layers": args.layers or SHAPES[args.shape].num_layers,
-            "zero": zero, "dtype": "bfloat16", "device": args.device,
+            "gpus": args.gpus,
+            "shape": args.shape,
+            "layers": args.layers or SHAPES[args.shape].num_layers,
+            "zero": zero,
+            "dtype": "bfloat16",
+            "device": args.device,
         },
         detail=found,
-    )  # fmt: skip
+    )
 
 
 def measure(group: RankGroup, tell: Tell, row: Row) -> dict[str, Any]:
@@ -82,7 +100,9 @@ def measure(group: RankGroup, tell: Tell, row: Row) -> dict[str, Any]:
     trainer = make_trainer(group, row, [], decoder)
     shared = not trainer._models.actor.split.shards_weights
     engine = decoder if shared else Decoder(row.spec, device=device, dtype=torch.bfloat16)
-    weights = EngineWeights(engine, shared=shared, version=0, device=device, emit=lambda kind, **fields: None)
+    weights = EngineWeights(
+        engine, shared=shared, version=0, device=device, emit=lambda kind, **fields: None
+    )
     if not shared:
         for tensor in weights.tensors.values():
             tensor.fill_(float("nan"))
@@ -114,7 +134,9 @@ def measure(group: RankGroup, tell: Tell, row: Row) -> dict[str, Any]:
         return found
     assert isinstance(source, ShardSource)
     compare(group, source, weights)
-    link_s = sorted(timed(group, lambda: gather_plainly(group, size_bytes)) for _ in range(WARM_UP + TRIES))[TRIES // 2]
+    link_s = sorted(
+        timed(group, lambda: gather_plainly(group, size_bytes)) for _ in range(WARM_UP + TRIES)
+    )[TRIES // 2]
     found |= {
         "gb_per_s": round(received / seconds / 1e9, 1),
         "link_gb_per_s": round(received / link_s / 1e9, 1),
@@ -132,24 +154,33 @@ def measure(group: RankGroup, tell: Tell, row: Row) -> dict[str, Any]:
 def gather_plainly(group: RankGroup, size_bytes: int) -> None:
     """As many bytes as the weights have, with nothing written anywhere."""
     own = torch.empty(CHUNK_BYTES // group.size, dtype=torch.uint8, device=group.device)
-    chunks = [torch.empty(len(own) * group.size, dtype=torch.uint8, device=group.device) for _ in range(2)]
+    chunks = [
+        torch.empty(len(own) * group.size, dtype=torch.uint8, device=group.device) for _ in range(2)
+    ]
     left, works = size_bytes, []
     while left > 0:
         count = min(len(own), -(-left // group.size))
         chunk = chunks[len(works) % 2][: count * group.size]
-        works.append(dist.all_gather_into_tensor(chunk, own[:count], group=group.process_group, async_op=True))
+        works.append(
+            dist.all_gather_into_tensor(
+                chunk, own[:count], group=group.process_group, async_op=True
+            )
+        )
         left -= count * group.size
     for work in works:
         work.wait()
 
 
 def compare(group: RankGroup, source: ShardSource, weights: EngineWeights) -> None:
-    """This rank's own numbers lie where they belong, and every rank has the same sum of bits of each rank's run."""
+    """This rank's own numbers lie where they belong, and every rank has the same sum of bits of
+    each rank's run."""
     sums = []
     for name, tensor in weights.tensors.items():
         flat_N = tensor.view(-1)
         own = source.layout.ranks[group.rank][name]
-        assert torch.equal(flat_N[own.start : own.stop], source[name].view(-1).to(flat_N.dtype)), name
+        assert torch.equal(flat_N[own.start : own.stop], source[name].view(-1).to(flat_N.dtype)), (
+            name
+        )
         bits_N = flat_N.view(torch.int16)
         for places in source.layout.ranks:
             run_N = bits_N[places[name].start : places[name].stop]

@@ -1,9 +1,10 @@
-"""What batch-invariant training costs on one GPU: forward by the engine's own kernels, backward by recomputing. In: a
-CUDA device. Out: tokens per second of one training step at the 0.6B shape, mode on and off. Run:
-python bench/invariant_train.py [--record].
+"""What batch-invariant training costs on one GPU: forward by the engine's own kernels, backward by
+recomputing. In: a CUDA device. Out: tokens per second of one training step at the 0.6B shape, mode
+on and off. Run: python bench/invariant_train.py [--record].
 
-A batch of rollouts, prompt and completion of 100 to 1,024 tokens each, seed 0, GRPO without KL term; forward, backward
-and AdamW. The limit counts 6 operations per parameter and token (8 for the mode, which runs its layers' forward twice).
+A batch of rollouts, prompt and completion of 100 to 1,024 tokens each, seed 0, GRPO without KL
+term; forward, backward and AdamW. The limit counts 6 operations per parameter and token (8 for the
+mode, which runs its layers' forward twice).
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ def main() -> None:
     options.add_argument("--shape", choices=tuple(SHAPES), default="0.6b")
     options.add_argument("--sequences", type=int, default=64)
     options.add_argument("--tokens-per-chunk", type=int, default=16_384)
-    options.add_argument("--steps", type=int, default=3, help="measured steps after one that is not; the median counts")
+    options.add_argument(
+        "--steps",
+        type=int,
+        default=3,
+        help="measured steps after one that is not; the median counts",
+    )
     args = options.parse_args()
     batch = make_batch(args.sequences, SHAPES[args.shape].vocab_size)
     num_tokens = sum(len(sequence.tokens) for sequence in batch.sequences)
@@ -50,8 +56,12 @@ def main() -> None:
         peer=None,
         limit=MATMUL_FLOPS / (8 * spec.num_parameters),
         settings={
-            "shape": args.shape, "sequences": args.sequences, "tokens": num_tokens,
-            "tokens_per_chunk": args.tokens_per_chunk, "dtype": "bfloat16", "device": torch.cuda.get_device_name(),
+            "shape": args.shape,
+            "sequences": args.sequences,
+            "tokens": num_tokens,
+            "tokens_per_chunk": args.tokens_per_chunk,
+            "dtype": "bfloat16",
+            "device": torch.cuda.get_device_name(),
         },
         detail={
             "off_tokens_per_s": round(num_tokens / off["step_s"]),
@@ -59,7 +69,7 @@ def main() -> None:
             "off": off,
             "on": on,
         },
-    )  # fmt: skip
+    )
 
 
 def make_batch(count: int, vocab_size: int) -> TrainBatch:
@@ -101,10 +111,12 @@ def measure(args: Any, batch: TrainBatch, *, invariant: bool) -> dict[str, float
         )
         torch.cuda.reset_peak_memory_stats()
         seconds = [
-            timed(lambda step=step: trainer.step_now(replace(batch, step=step))) for step in range(args.steps + 1)
+            timed(lambda step=step: trainer.step_now(replace(batch, step=step)))
+            for step in range(args.steps + 1)
         ]
         forward = [
-            timed(lambda step=step: trainer.evaluate_now(replace(batch, step=step), "policy")) for step in (8, 9)
+            timed(lambda step=step: trainer.evaluate_now(replace(batch, step=step), "policy"))
+            for step in (8, 9)
         ]
         peak = torch.cuda.max_memory_allocated()
         asyncio.run(trainer.close())

@@ -1,10 +1,10 @@
-"""The memory plan against the allocator: a published shape trains a few steps on one GPU, and at each of the plan's
-moments the bytes predicted are set beside what was allocated at most, weights in virtual memory included. In: a CUDA
-device. Out: the error of the peak in per cent; the limit is 10.
+"""The memory plan against the allocator: a published shape trains a few steps on one GPU, and at
+each of the plan's moments the bytes predicted are set beside what was allocated at most, weights in
+virtual memory included. In: a CUDA device. Out: the error of the peak in per cent; the limit is 10.
 Run: python bench/plan_check.py --shape qwen3-0.6b --tokens 16384 --record.
 
-NativeTrainer runs as in a run; hooks on the first and last layer and on the embedding say which moment has begun. With
---device cpu it runs without measuring, which shows only that it runs.
+NativeTrainer runs as in a run; hooks on the first and last layer and on the embedding say which
+moment has begun. With --device cpu it runs without measuring, which shows only that it runs.
 """
 
 from __future__ import annotations
@@ -38,17 +38,22 @@ MIB = 1 << 20
 
 
 class Watch:
-    """The peak of each moment of a step: what was allocated at most since the moment before it ended."""
+    """The peak of each moment of a step: what was allocated at most since the moment before it
+    ended."""
 
     def __init__(self, decoder: Decoder, device: torch.device, virtual_bytes: int) -> None:
         """`virtual_bytes`: of components whose memory torch's allocator does not see."""
         self.peaks: dict[str, int] = {}
         self._device, self._virtual_bytes = device, virtual_bytes
-        decoder.layers[-1].register_forward_hook(lambda module, inputs, out: self._on_gradient(out, "loss"))
+        decoder.layers[-1].register_forward_hook(
+            lambda module, inputs, out: self._on_gradient(out, "loss")
+        )
         decoder.layers[0].register_forward_pre_hook(
             lambda module, inputs: self._on_gradient(inputs[1], "deepest layer")
         )
-        decoder.embed.weight.register_post_accumulate_grad_hook(lambda _: self._end("end of backward"))
+        decoder.embed.weight.register_post_accumulate_grad_hook(
+            lambda _: self._end("end of backward")
+        )
 
     def begin(self) -> None:
         """Before a step."""
@@ -87,7 +92,12 @@ def main() -> None:
     init_weights(decoder, 0)
     compute = ThreadPoolExecutor(1)
     trainer = NativeTrainer(
-        decoder=decoder, objective=SftConfig(), config=config, compute=compute, emit=lambda kind, **fields: None, seed=0
+        decoder=decoder,
+        objective=SftConfig(),
+        config=config,
+        compute=compute,
+        emit=lambda kind, **fields: None,
+        seed=0,
     )
     virtual = (usage for usage in trainer.measure().values() if isinstance(usage, VirtualUsage))
     watch = Watch(decoder, device, sum(usage.device_bytes for usage in virtual))
@@ -129,14 +139,17 @@ def make_batch(spec: ModelSpec, args: argparse.Namespace) -> TrainBatch:
     mask[0] = False
     sequences = tuple(
         TrainSequence(
-            tokens=random.integers(0, spec.vocab_size, args.sequence, dtype=np.int32), columns={"loss_mask": mask}
+            tokens=random.integers(0, spec.vocab_size, args.sequence, dtype=np.int32),
+            columns={"loss_mask": mask},
         )
         for _ in range(count)
     )
     return TrainBatch(sequences=sequences, step=0)
 
 
-def report(args: argparse.Namespace, spec: ModelSpec, measured: dict[str, int], device: torch.device) -> None:
+def report(
+    args: argparse.Namespace, spec: ModelSpec, measured: dict[str, int], device: torch.device
+) -> None:
     on_gpu = device.type == "cuda"
     checkpointing: Checkpointing = args.checkpointing
     layout = Layout(
@@ -167,15 +180,20 @@ def report(args: argparse.Namespace, spec: ModelSpec, measured: dict[str, int], 
         for name, size in moments.items()
     }
     peak, real = max(moments.values()), max(measured.values())
-    rows["states"] = f"{sum(state_bytes(job.model, job.dtype, layout).values()) / MIB:,.0f} MiB predicted"
+    rows["states"] = (
+        f"{sum(state_bytes(job.model, job.dtype, layout).values()) / MIB:,.0f} MiB predicted"
+    )
     if on_gpu:
         reserved = torch.cuda.max_memory_reserved(device)
         free, total = torch.cuda.mem_get_info(device)
         rows["peak"] = f"predicted {peak / MIB:,.0f} MiB, measured {real / MIB:,.0f} MiB"
         rows["reserved / allocated"] = f"{reserved / real:.3f}"
-        rows["outside torch"] = f"{(total - free - torch.cuda.memory_reserved(device)) / MIB:,.0f} MiB"
+        rows["outside torch"] = (
+            f"{(total - free - torch.cuda.memory_reserved(device)) / MIB:,.0f} MiB"
+        )
     settings = {
-        name: getattr(args, name) for name in ("shape", "layers", "sequence", "tokens", "chunks", "checkpointing")
+        name: getattr(args, name)
+        for name in ("shape", "layers", "sequence", "tokens", "chunks", "checkpointing")
     }
     say(
         args,

@@ -1,9 +1,10 @@
-"""Ranks: processes, one per GPU of this host, that a bench calls alike. In: how many, a device type. Out: what a
-function returned on every rank, and what rank 0 told meanwhile, printed at once as lines of JSON. Callers:
-bench/train_ranks.py, bench/handover.py, bench/snapshot.py.
+"""Ranks: processes, one per GPU of this host, that a bench calls alike. In: how many, a device
+type. Out: what a function returned on every rank, and what rank 0 told meanwhile, printed at once
+as lines of JSON. Callers: bench/train_ranks.py, bench/handover.py, bench/snapshot.py.
 
-Ranks that wait in a collective for one that failed never come back: a call that fails anywhere, or is late, ends all
-processes, and the next call starts fresh ones. So one measurement that runs out of memory loses no other.
+Ranks that wait in a collective for one that failed never come back: a call that fails anywhere, or
+is late, ends all processes, and the next call starts fresh ones. So one measurement that runs out
+of memory loses no other.
 """
 
 from __future__ import annotations
@@ -36,10 +37,13 @@ Tell = Callable[[Mapping[str, Any]], None]  # partial results; only those of ran
 
 
 class RanksFailed(Exception):
-    """`by_rank`: what each rank that failed said: "error", and on a GPU "allocated_gib" and "peak_gib"."""
+    """`by_rank`: what each rank that failed said: "error", and on a GPU "allocated_gib" and
+    "peak_gib"."""
 
     def __init__(self, by_rank: Mapping[int, Mapping[str, Any]]) -> None:
-        super().__init__("; ".join(f"rank {rank}: {told['error']}" for rank, told in by_rank.items()))
+        super().__init__(
+            "; ".join(f"rank {rank}: {told['error']}" for rank, told in by_rank.items())
+        )
         self.by_rank = by_rank
 
     @property
@@ -48,7 +52,8 @@ class RanksFailed(Exception):
 
 
 class Ranks:
-    """Use as a context manager, so that no process outlives the bench. All calls together end within `wall_s`."""
+    """Use as a context manager, so that no process outlives the bench. All calls together end
+    within `wall_s`."""
 
     def __init__(self, size: int, *, device: str, wall_s: float) -> None:
         self.size, self._device = size, device
@@ -64,8 +69,9 @@ class Ranks:
         self.kill()
 
     def call(self, function: Callable[..., Any], *args: Any, deadline_s: float) -> list[Any]:
-        """Results of `function(group, tell, *args)` by rank. The time to start processes, if there are none, is not in
-        `deadline_s`. RanksFailed when a rank raises, dies, or has not answered by then, or when no time is left."""
+        """Results of `function(group, tell, *args)` by rank. The time to start processes, if there
+        are none, is not in `deadline_s`. RanksFailed when a rank raises, dies, or has not answered
+        by then, or when no time is left."""
         if self.left_s() < LEAST_S:
             raise RanksFailed({0: {"error": "no time is left for it"}})
         if not self._processes:
@@ -116,11 +122,16 @@ class Ranks:
         deadline_s = min(deadline_s, max(0.0, self.left_s()))
         ends_at = time.monotonic() + deadline_s
         while len(results) + len(failures) < self.size:
-            waiting = {self._ends[r]: r for r in range(self.size) if r not in results and r not in failures}
+            waiting = {
+                self._ends[r]: r for r in range(self.size) if r not in results and r not in failures
+            }
             ready = wait(list(waiting), timeout=max(0.0, ends_at - time.monotonic()))
             if not ready:
                 if not failures:
-                    failures = {rank: {"error": f"no answer within {deadline_s:.0f} s"} for rank in waiting.values()}
+                    failures = {
+                        rank: {"error": f"no answer within {deadline_s:.0f} s"}
+                        for rank in waiting.values()
+                    }
                 break
             for end, rank in waiting.items():
                 if end not in ready:

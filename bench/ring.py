@@ -1,10 +1,12 @@
-"""The whole ring on the GPUs of a host: seconds per phase and of each switch between phases, device memory at each
-boundary. In: a config, a CUDA device or several. Out: the median step, by phase, and the proof of release.
-Run: python bench/ring.py --record; python bench/ring.py --config configs/grpo_8b_ray.toml --record.
+"""The whole ring on the GPUs of a host: seconds per phase and of each switch between phases, device
+memory at each boundary. In: a config, a CUDA device or several. Out: the median step, by phase, and
+the proof of release. Run: python bench/ring.py --record; python bench/ring.py --config
+configs/grpo_8b_ray.toml --record.
 
-`gyre train CONFIG` itself, read from its events. A switch is the time between two phases; from training to rollout the
-hand-over of weights counts too. The limit adds up what must be done: matrix work of the reference and training passes
-at the measured rate of products, and one read of the weights per decode step.
+`gyre train CONFIG` itself, read from its events. A switch is the time between two phases; from
+training to rollout the hand-over of weights counts too. The limit adds up what must be done: matrix
+work of the reference and training passes at the measured rate of products, and one read of the
+weights per decode step.
 """
 
 from __future__ import annotations
@@ -23,19 +25,27 @@ from gyre.observability.events import read_events
 from record import circumstances, parser, say
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-MATMUL_FLOPS, COPY_BYTES_PER_S = 794e12, 4.28e12  # measured on an H200: bfloat16 products, copy counted both ways
+# measured on an H200: bfloat16 products, copy counted both ways
+MATMUL_FLOPS, COPY_BYTES_PER_S = 794e12, 4.28e12
 
 
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--config", type=Path, default=CONFIGS / "arith_grpo_1gpu.toml")
     options.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    options.add_argument("--label", default="", help="behind the record's name, for a run with --set")
-    options.add_argument("--warm-up", type=int, default=2, help="steps of the main stage that are not counted")
-    options.add_argument("--read", type=Path, help="a run's folder: read what it told so far, and train nothing")
+    options.add_argument(
+        "--label", default="", help="behind the record's name, for a run with --set"
+    )
+    options.add_argument(
+        "--warm-up", type=int, default=2, help="steps of the main stage that are not counted"
+    )
+    options.add_argument(
+        "--read", type=Path, help="a run's folder: read what it told so far, and train nothing"
+    )
     args = options.parse_args()
     if args.record:
-        circumstances(args.commit)  # what a record needs and this machine lacks is told before anything is measured
+        # what a record needs and this machine lacks is told before anything is measured
+        circumstances(args.commit)
     told = {"evals": None, "goal": None}
     if args.read:
         detail = read_run(args.read, args.warm_up)
@@ -43,7 +53,9 @@ def main() -> None:
         detail, told = run(args)
     say(
         args,
-        name="_".join(filter(None, ("ring", args.config.stem, f"{torch.cuda.device_count()}x", args.label))),
+        name="_".join(
+            filter(None, ("ring", args.config.stem, f"{torch.cuda.device_count()}x", args.label))
+        ),
         unit="s",
         ours=detail["median_step_s"],
         peer=None,
@@ -60,7 +72,9 @@ def main() -> None:
 def run(args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what its events say, and what it answered."""
     sys.path.insert(0, str(Path(__file__).parent))  # for rewards of the configs
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         sets = [f"run.folder={folder}", "observe.report=false", *args.set]
         result = train(args.config, sets, resume=None, stage="all", plain=True, say_stopped=print)
@@ -71,7 +85,9 @@ def run(args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def read_run(folder: Path, warm_up: int) -> dict[str, Any]:
     rows = list(read_events(folder / "events.jsonl"))
-    main_from = next(i for i, row in enumerate(rows) if row["kind"] == "stage.started" and row["stage"] == "main")
+    main_from = next(
+        i for i, row in enumerate(rows) if row["kind"] == "stage.started" and row["stage"] == "main"
+    )
     cold, rows_main = rows[:main_from], rows[main_from:]
     warm = [row for row in rows_main if row.get("step", 0) > warm_up]
     steps = [row for row in rows_main if row["kind"] == "step.done"][warm_up:]
@@ -100,7 +116,9 @@ def read_run(folder: Path, warm_up: int) -> dict[str, Any]:
         "num_parameters": started["model"]["num_parameters"],
         "tokens_per_step": last["num_tokens"],
         "logprob_gap_by_step": [float(f"{gap:.3g}") for gap in gaps],
-        "reward_by_step": [round(row["metrics"]["reward"], 3) for row in rows_main if row["kind"] == "step.done"],
+        "reward_by_step": [
+            round(row["metrics"]["reward"], 3) for row in rows_main if row["kind"] == "step.done"
+        ],
         "last_step": last["metrics"],
         "limit_s": limit_seconds(started["model"]["num_parameters"], last),
     }
@@ -113,13 +131,15 @@ def made_seconds(rows: list[dict[str, Any]]) -> dict[str, float]:
         if row["kind"] == "stage.started":
             found = {}
         elif row["kind"] == "device.made":
-            found |= {part: max(took_s, found.get(part, 0.0)) for part, took_s in row["seconds"].items()}
+            found |= {
+                part: max(took_s, found.get(part, 0.0)) for part, took_s in row["seconds"].items()
+            }
     return found
 
 
 def switches(rows: list[dict[str, Any]], warm_up: int) -> dict[str, list[float]]:
-    """Seconds from the end of a phase to the start of the next one that is named, and what lies between and is no
-    switch taken out: [median, largest] over the steps."""
+    """Seconds from the end of a phase to the start of the next one that is named, and what lies
+    between and is no switch taken out: [median, largest] over the steps."""
     times: dict[int, dict[str, tuple[float, float]]] = {}
     for row in rows:
         if row["kind"] == "phase.ended" and row["depth"] == 0 and row.get("step", 0) > warm_up:
@@ -135,7 +155,9 @@ def switches(rows: list[dict[str, Any]], warm_up: int) -> dict[str, list[float]]
             other_s = sum(own[name][1] - own[name][0] for name in between)
             found["train_to_rollout"].append(following["rollout"][0] - own["train"][1] - other_s)
     return {
-        name: [round(statistics.median(values), 3), round(max(values), 3)] for name, values in found.items() if values
+        name: [round(statistics.median(values), 3), round(max(values), 3)]
+        for name, values in found.items()
+        if values
     }
 
 
@@ -151,8 +173,8 @@ def gates(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[int]]]:
 
 
 def boundaries(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Device bytes over the run, of all workers: as a phase begins, of owners by the ledger and of no owner; at most
-    while it lasts, planned and measured."""
+    """Device bytes over the run, of all workers: as a phase begins, of owners by the ledger and of
+    no owner; at most while it lasts, planned and measured."""
     found: dict[str, dict[str, list[int]]] = {}
     for row in rows:
         if row["kind"] == "memory":
@@ -164,9 +186,12 @@ def boundaries(rows: list[dict[str, Any]]) -> dict[str, Any]:
             }
             for name, size in told.items():
                 found.setdefault(row["phase"], {}).setdefault(name, []).append(size)
-            found.setdefault(row["left"], {}).setdefault("peak", []).append(row["device_peak_bytes"])
+            found.setdefault(row["left"], {}).setdefault("peak", []).append(
+                row["device_peak_bytes"]
+            )
     return {
-        phase: {name: [min(values), max(values)] for name, values in entry.items()} for phase, entry in found.items()
+        phase: {name: [min(values), max(values)] for name, values in entry.items()}
+        for phase, entry in found.items()
     }
 
 
@@ -174,7 +199,9 @@ def limit_seconds(num_parameters: int, step: dict[str, Any]) -> float:
     """On one GPU; of several, divided by their number."""
     products = 2 * num_parameters * step["num_tokens"] * 4 / MATMUL_FLOPS
     decode_steps = step["metrics"]["length"]  # of a mean completion; the longest takes more
-    return (products + decode_steps * 2 * num_parameters / COPY_BYTES_PER_S) / max(1, torch.cuda.device_count())
+    return (products + decode_steps * 2 * num_parameters / COPY_BYTES_PER_S) / max(
+        1, torch.cuda.device_count()
+    )
 
 
 if __name__ == "__main__":

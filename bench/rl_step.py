@@ -1,7 +1,8 @@
-"""RL step: a random model with its prompts, and `gyre train` on them for a few GRPO steps, read from its events.
+"""RL step: a random model with its prompts, and `gyre train` on them for a few GRPO steps, read
+from its events.
 
-In: a model's shape, prompts × completions × tokens of a step. Out: median seconds, by phase; TRL's on the same.
-Callers: grpo_step, rl_step_gpu.
+In: a model's shape, prompts × completions × tokens of a step. Out: median seconds, by phase; TRL's
+on the same. Callers: grpo_step, rl_step_gpu.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Step:
 def make_model(
     spec: ModelSpec, folder: Path, *, device: str, dtype: torch.dtype, prompts: int, words: int
 ) -> list[str]:
-    """Write the random model with a tokenizer and the prompts, of so many words each; return the prompts."""
+    """Write the random model with a tokenizer and the prompts, of so many words each; return the
+    prompts."""
     draw = random.Random(0)
     texts = [" ".join(str(draw.randrange(10)) for _ in range(words)) for _ in range(prompts)]
     tokenizer = train_tokenizer(texts, vocab_size=512)
@@ -63,9 +65,12 @@ def make_model(
     return texts
 
 
-def train_steps(folder: Path, step: Step, *, steps: int, sets: list[str], deadline_s: float) -> Path:
-    """Run `gyre train` on what make_model wrote until `steps` steps are done, then end it: the snapshot of a stage's
-    end is not measured, and 8B's needs 98 GB of disk. `sets` are further KEY=VALUE of the config. Return the run."""
+def train_steps(
+    folder: Path, step: Step, *, steps: int, sets: list[str], deadline_s: float
+) -> Path:
+    """Run `gyre train` on what make_model wrote until `steps` steps are done, then end it: the
+    snapshot of a stage's end is not measured, and 8B's needs 98 GB of disk. `sets` are further
+    KEY=VALUE of the config. Return the run."""
     config = folder / "bench.toml"
     config.write_text(f"""
 [run]
@@ -100,9 +105,18 @@ sample_groups_per_step = 0
 """)
     run = folder / "runs" / "run"
     paths = [str(HERE), str(Path(gyre.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, "-c", "from gyre.cli.main import main; main()", "train", str(config), "--plain"]
+    command = [
+        sys.executable,
+        "-c",
+        "from gyre.cli.main import main; main()",
+        "train",
+        str(config),
+        "--plain",
+    ]
     command += [word for key_value in sets for word in ("--set", key_value)]
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))})
+    process = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    )
     try:
         wait_for_steps(process, run / "events.jsonl", steps, deadline_s)
     finally:
@@ -111,9 +125,14 @@ sample_groups_per_step = 0
     return run
 
 
-def wait_for_steps(process: subprocess.Popen[bytes], events: Path, steps: int, deadline_s: float) -> None:
+def wait_for_steps(
+    process: subprocess.Popen[bytes], events: Path, steps: int, deadline_s: float
+) -> None:
     ends = time.monotonic() + deadline_s
-    while not events.exists() or sum(row["kind"] == "step.done" for row in read_events(events)) < steps:
+    while (
+        not events.exists()
+        or sum(row["kind"] == "step.done" for row in read_events(events)) < steps
+    ):
         if process.poll() is not None:
             raise SystemExit(f"gyre train ended with {process.returncode} before step {steps}")
         if time.monotonic() > ends:
@@ -122,12 +141,15 @@ def wait_for_steps(process: subprocess.Popen[bytes], events: Path, steps: int, d
 
 
 def read_steps(run: Path, step: Step, *, warm_up: int) -> dict[str, Any]:
-    """Seconds of the steps after the first `warm_up`, by phase; the last step's tokens and metrics; all event rows."""
+    """Seconds of the steps after the first `warm_up`, by phase; the last step's tokens and metrics;
+    all event rows."""
     rows = list(read_events(run / "events.jsonl"))
     done = [row for row in rows if row["kind"] == "step.done"][warm_up:]
     phases: dict[str, list[float]] = {}
     for row in rows:
-        counted = row["kind"] == "phase.ended" and row.get("step", 0) > warm_up and row["depth"] == 0
+        counted = (
+            row["kind"] == "phase.ended" and row.get("step", 0) > warm_up and row["depth"] == 0
+        )
         if counted and row["phase"] in ("rollout", "score", "train", "handover"):
             phases.setdefault(row["phase"], []).append(row["seconds"])
     last = done[-1]
@@ -140,15 +162,23 @@ def read_steps(run: Path, step: Step, *, warm_up: int) -> dict[str, Any]:
         "phases_s": {**parts, "between": round(median_s - sum(parts.values()), 3)},
         "tokens": last["num_tokens"],
         "last_step": last["metrics"],
-        "memory_moves_s": round(sum(row["seconds"] for row in rows if row["kind"] == "memory.move") / len(done), 3),
+        "memory_moves_s": round(
+            sum(row["seconds"] for row in rows if row["kind"] == "memory.move") / len(done), 3
+        ),
         "dtype": next(row["dtype"] for row in rows if row["kind"] == "run.started"),
     }
 
 
 def run_trl(
-    python: str, folder: Path, settings: dict[str, Any], environment: Mapping[str, str], *, timeout_s: float
+    python: str,
+    folder: Path,
+    settings: dict[str, Any],
+    environment: Mapping[str, str],
+    *,
+    timeout_s: float,
 ) -> Any:
-    """TRL's trainer in a process of its own: its seconds per step, completion tokens and versions."""
+    """TRL's trainer in a process of its own: its seconds per step, completion tokens and
+    versions."""
     path = folder / "peer.json"
     path.write_text(json.dumps(settings))
     ran = subprocess.run(

@@ -1,16 +1,18 @@
-"""Asynchronous snapshots on several GPUs: how long training stands still for one. In: shapes, a folder. Out: seconds of
-stall, of copying, of writing, and of steps meanwhile.
-Run: python bench/snapshot.py --gpus 4 --rows 8b 0.6b --to /dev/shm/snapshots --record
+"""Asynchronous snapshots on several GPUs: how long training stands still for one. In: shapes, a
+folder. Out: seconds of stall, of copying, of writing, and of steps meanwhile. Run: python
+bench/snapshot.py --gpus 4 --rows 8b 0.6b --to /dev/shm/snapshots --record
 
-What stalls is `Saver.save`, and the update that follows: in the background each rank's part is copied to pinned host
-memory beside that step's passes, and the update waits for what is left. `copies` are copies beside a step of which no
-file is written; the step after the save has the begin of the writing beside it, too. A row is SHAPE
-and any of layers=N and chunks=N, under zero 3, with a training step of 8,192 tokens per rank and chunk. Pinned memory
-is made when a run's trainer is, so how long that takes is told apart. Host memory is touched before anything is timed:
-a virtual machine may only get it then. The link is a plain copy to pinned memory on all GPUs at once, in the same run;
-the limit is what a copy at its speed takes longer than a step.
+What stalls is `Saver.save`, and the update that follows: in the background each rank's part is
+copied to pinned host memory beside that step's passes, and the update waits for what is left.
+`copies` are copies beside a step of which no file is written; the step after the save has the begin
+of the writing beside it, too. A row is SHAPE and any of layers=N and chunks=N, under zero 3, with a
+training step of 8,192 tokens per rank and chunk. Pinned memory is made when a run's trainer is, so
+how long that takes is told apart. Host memory is touched before anything is timed: a virtual
+machine may only get it then. The link is a plain copy to pinned memory on all GPUs at once, in the
+same run; the limit is what a copy at its speed takes longer than a step.
 
-Whether the write ends within --write-s or not, the stall is recorded. A snapshot that was written is read back whole.
+Whether the write ends within --write-s or not, the stall is recorded. A snapshot that was written
+is read back whole.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ from ranks import Ranks, RanksFailed, Tell, print_line, settle, timed
 from record import circumstances, parser, say
 from train_ranks import SHAPES, Row, make_batch, make_trainer
 
-TITAN = {"name": "torchtitan, 7B, 6.3 s as published; 0.02 s with a process for staging", "value": 6.3}
+TITAN = {
+    "name": "torchtitan, 7B, 6.3 s as published; 0.02 s with a process for staging",
+    "value": 6.3,
+}
 STATE_BYTES = 12  # per parameter: master weights and two moments
 STEPS, SAVES = 5, 3
 LINK_BYTES = 2 << 30
@@ -50,11 +55,20 @@ TINY_TOKENS, TOKENS = 256, 8192
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="left out, all there are")
+    options.add_argument(
+        "--gpus", type=int, default=torch.cuda.device_count(), help="left out, all there are"
+    )
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--rows", nargs="+", default=["8b", "0.6b"], metavar="SHAPE[:NAME=N]")
-    options.add_argument("--to", type=Path, required=True, help="a folder on the disk to measure; nothing stays there")
-    options.add_argument("--write-s", type=float, default=60.0, help="longest that a write is waited for")
+    options.add_argument(
+        "--to",
+        type=Path,
+        required=True,
+        help="a folder on the disk to measure; nothing stays there",
+    )
+    options.add_argument(
+        "--write-s", type=float, default=60.0, help="longest that a write is waited for"
+    )
     options.add_argument("--row-s", type=float, default=200.0, help="longest that a row may take")
     options.add_argument("--wall-s", type=float, default=480.0, help="longest that all may take")
     args = options.parse_args()
@@ -62,11 +76,21 @@ def main() -> None:
         circumstances(args.commit)
     with Ranks(args.gpus, device=args.device, wall_s=args.wall_s) as ranks:
         for text in args.rows:
-            row, folder = read_row(text), args.to / f"snapshots-{text.replace(':', '-').replace('=', '')}"
+            row, folder = (
+                read_row(text),
+                args.to / f"snapshots-{text.replace(':', '-').replace('=', '')}",
+            )
             try:
-                found = ranks.call(measure, row, str(folder), args.write_s, deadline_s=args.row_s)[0]
+                found = ranks.call(measure, row, str(folder), args.write_s, deadline_s=args.row_s)[
+                    0
+                ]
             except RanksFailed as error:
-                print_line({"row": text, "failed": {str(rank): dict(told) for rank, told in error.by_rank.items()}})
+                print_line(
+                    {
+                        "row": text,
+                        "failed": {str(rank): dict(told) for rank, told in error.by_rank.items()},
+                    }
+                )
                 continue
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -79,7 +103,9 @@ def read_row(text: str) -> Row:
     shape, *rest = text.split(":")
     tokens = TINY_TOKENS if shape == "tiny" else TOKENS
     numbers = {key: int(value) for key, _, value in (part.partition("=") for part in rest)}
-    return Row.model_validate({"shape": shape, "checkpointing": "none", "matmul": "same", "tokens": tokens, **numbers})
+    return Row.model_validate(
+        {"shape": shape, "checkpointing": "none", "matmul": "same", "tokens": tokens, **numbers}
+    )
 
 
 def report(args: argparse.Namespace, text: str, row: Row, found: dict[str, Any]) -> None:
@@ -90,13 +116,18 @@ def report(args: argparse.Namespace, text: str, row: Row, found: dict[str, Any])
         unit="s of stall",
         ours=found.pop("stall_s"),
         peer=TITAN if row.spec == SHAPES["8b"] else None,
-        limit=None if on_link is None else max(0.0, found["rank_bytes"] / on_link / 1e9 - found["step_s"]),
+        limit=None
+        if on_link is None
+        else max(0.0, found["rank_bytes"] / on_link / 1e9 - found["step_s"]),
         settings={
-            "gpus": args.gpus, **row.model_dump(), "layers": row.spec.num_layers, "folder": str(args.to),
+            "gpus": args.gpus,
+            **row.model_dump(),
+            "layers": row.spec.num_layers,
+            "folder": str(args.to),
             "device": args.device,
         },
         detail=found,
-    )  # fmt: skip
+    )
 
 
 def measure(group: RankGroup, tell: Tell, row: Row, folder: str, write_s: float) -> dict[str, Any]:
@@ -104,7 +135,9 @@ def measure(group: RankGroup, tell: Tell, row: Row, folder: str, write_s: float)
     numbers = sum(torch.Size(shape).numel() for shape in row.spec.parameter_shapes().values())
     expected = STATE_BYTES * numbers // group.size
     found: dict[str, Any] = {
-        "touch_s": round(timed(group, functools.partial(touch, expected + min(expected, CACHED_BYTES), group)), 2)
+        "touch_s": round(
+            timed(group, functools.partial(touch, expected + min(expected, CACHED_BYTES), group)), 2
+        )
     }
     tell({"row": row.name, **found})
     trainer, batch = make_trainer(group, row, []), make_batch(row, group.size)
@@ -112,7 +145,11 @@ def measure(group: RankGroup, tell: Tell, row: Row, folder: str, write_s: float)
     on_gpu, events = group.device.type == "cuda", []
     store = SnapshotStore(Path(folder), keep=1, emit=lambda kind, **fields: None)
     saver = Saver(
-        store, group, background=True, deadline_s=write_s, emit=lambda kind, **fields: events.append((kind, fields))
+        store,
+        group,
+        background=True,
+        deadline_s=write_s,
+        emit=lambda kind, **fields: events.append((kind, fields)),
     )
     found["memory_made_s"] = round(timed(group, lambda: make_memory(saver, trainer)), 2)
     steps_s = [timed(group, step) for _ in range(2 + STEPS)][2:]
@@ -126,7 +163,9 @@ def measure(group: RankGroup, tell: Tell, row: Row, folder: str, write_s: float)
     saved_at = time.monotonic()
     next_s = timed(group, step)
     save_s = max(group.share(saved_at - began))
-    held_s = max(group.share(sum(fields["seconds"] for kind, fields in events if kind == "snapshot.held")))
+    held_s = max(
+        group.share(sum(fields["seconds"] for kind, fields in events if kind == "snapshot.held"))
+    )
     found |= {
         "stall_s": save_s + max(0.0, next_s - usual_s),
         "save_s": round(save_s, 4),
@@ -153,7 +192,9 @@ def make_memory(saver: Saver, trainer: NativeTrainer) -> None:
     saver._staging.place([])
 
 
-def copy_beside(group: RankGroup, saver: Saver, trainer: NativeTrainer, step: Any) -> dict[str, float]:
+def copy_beside(
+    group: RankGroup, saver: Saver, trainer: NativeTrainer, step: Any
+) -> dict[str, float]:
     """A copy beside a training step, and no file: seconds of both on the slowest rank."""
     placed, took_s = [], []
 
@@ -176,7 +217,8 @@ def copy_beside(group: RankGroup, saver: Saver, trainer: NativeTrainer, step: An
 
 
 def touch(size_bytes: int, group: RankGroup) -> None:
-    """Use so much host memory once, by many threads, and give it back; or what is free, if that is less."""
+    """Use so much host memory once, by many threads, and give it back; or what is free, if that is
+    less."""
     free = describe_hardware()["memory_available_bytes"] or 0
     size_bytes = min(size_bytes, int(TOUCH_SHARE * free) // group.size)
     buffer, threads = (
@@ -201,7 +243,9 @@ def train_meanwhile(group: RankGroup, saver: Saver, step: Any, until: float) -> 
     times_s: list[float] = []
     while True:
         thread = saver._thread
-        writing = isinstance(thread, threading.Thread) and thread.is_alive() and time.monotonic() < until
+        writing = (
+            isinstance(thread, threading.Thread) and thread.is_alive() and time.monotonic() < until
+        )
         if not any(group.share(writing)):
             return times_s[:50]
         times_s.append(round(timed(group, step), 4))
@@ -211,7 +255,9 @@ def look_through(group: RankGroup, store: SnapshotStore) -> dict[str, Any]:
     """Read what was written, all ranks together."""
     (path,) = store.paths()
     faults: list[Any] = []
-    read_s = timed(group, lambda: faults.extend(find_faults(path, share=group.rank, num_shares=group.size)))
+    read_s = timed(
+        group, lambda: faults.extend(find_faults(path, share=group.rank, num_shares=group.size))
+    )
     assert not any(group.share([str(fault) for fault in faults])), faults
     written = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     return {"written_bytes": written, "looked_through_s": round(read_s, 2)}

@@ -1,15 +1,17 @@
-"""How fast one GPU trains: a real step (forward, loss head, backward, clip, AdamW) over packed sequences. In: a CUDA
-device. Out: tokens/s, model FLOPs used (MFU), peak memory, time by part.
-Run: python bench/train.py --shape 8b --record.
+"""How fast one GPU trains: a real step (forward, loss head, backward, clip, AdamW) over packed
+sequences. In: a CUDA device. Out: tokens/s, model FLOPs used (MFU), peak memory, time by part. Run:
+python bench/train.py --shape 8b --record.
 
-A shape is a Qwen3 of public size with random weights; `--layers` cuts it to what the device holds. The step is the
-trainer's own code: chunk, `collect_gradients`, `grad_norm`, `update`. The layers alone, forward and backward from a
-random gradient, are timed too: they are what scales to the whole model.
+A shape is a Qwen3 of public size with random weights; `--layers` cuts it to what the device holds.
+The step is the trainer's own code: chunk, `collect_gradients`, `grad_norm`, `update`. The layers
+alone, forward and backward from a random gradient, are timed too: they are what scales to the whole
+model.
 
-MFU = model FLOPs / seconds / 989e12 (dense BF16 of an H100 or H200 by its data sheet). Model FLOPs are those of
-models/flops.py, three forward passes' worth: causal attention at half, nothing that is made again. The limit is what
-matrix products reach here, 794e12, or 1,458e12 in 8 bits (`--matmul fp8`), which counts against the same 989e12.
-With `--away` state lies in pinned host memory: masters and moments, or the weights as well.
+MFU = model FLOPs / seconds / 989e12 (dense BF16 of an H100 or H200 by its data sheet). Model FLOPs
+are those of models/flops.py, three forward passes' worth: causal attention at half, nothing that is
+made again. The limit is what matrix products reach here, 794e12, or 1,458e12 in 8 bits (`--matmul
+fp8`), which counts against the same 989e12. With `--away` state lies in pinned host memory: masters
+and moments, or the weights as well.
 """
 
 # T tokens, E hidden size, N targets
@@ -47,9 +49,12 @@ from gyre.trainer.passes.forward import chunk_logprobs
 from gyre.trainer.roles.trained_model import TrainedModel
 from record import parser, say
 
-PEAK_FLOPS, MATMUL_FLOPS, FP8_FLOPS = 989e12, 794e12, 1458e12  # data sheet of BF16; measured on an H200
+# data sheet of BF16; measured on an H200
+PEAK_FLOPS, MATMUL_FLOPS, FP8_FLOPS = 989e12, 794e12, 1458e12
 SPECS = SHAPES | {
-    "4b": ModelSpec(hidden_size=2560, num_layers=36, num_heads=32, mlp_size=9728, tied=True, **COMMON),
+    "4b": ModelSpec(
+        hidden_size=2560, num_layers=36, num_heads=32, mlp_size=9728, tied=True, **COMMON
+    ),
 }
 LAYERS = {"0.6b": 28, "4b": 36, "8b": 16}  # what fits 139 GiB with optimiser state and 8 k tokens
 TITAN = "torchtitan 0.2.2, whole step on 8 H200, compiled, attention at half"
@@ -81,15 +86,25 @@ PARTS = {  # of kernel names; the first that fits counts
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--shape", choices=tuple(SPECS), default="8b")
-    options.add_argument("--layers", type=int, default=0, help="0: as many as fit one H200 with optimiser state")
+    options.add_argument(
+        "--layers", type=int, default=0, help="0: as many as fit one H200 with optimiser state"
+    )
     options.add_argument("--tokens", type=int, default=8192)
-    options.add_argument("--sequences", type=int, default=1, help="the tokens are cut into so many, of like length")
+    options.add_argument(
+        "--sequences", type=int, default=1, help="the tokens are cut into so many, of like length"
+    )
     options.add_argument("--checkpointing", choices=get_args(Checkpointing), default="none")
-    options.add_argument("--matmul", choices=get_args(Matmul), default="same", help="same: bfloat16")
+    options.add_argument(
+        "--matmul", choices=get_args(Matmul), default="same", help="same: bfloat16"
+    )
     options.add_argument("--moments", choices=get_args(Moments), default="float32", help="of AdamW")
-    options.add_argument("--away", choices=tuple(AWAY), default="nothing", help="from the device, in host memory")
+    options.add_argument(
+        "--away", choices=tuple(AWAY), default="nothing", help="from the device, in host memory"
+    )
     options.add_argument("--steps", type=int, default=10)
-    options.add_argument("--profile", action="store_true", help="print the profiler's table of one step")
+    options.add_argument(
+        "--profile", action="store_true", help="print the profiler's table of one step"
+    )
     args = options.parse_args()
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -100,7 +115,10 @@ def main() -> None:
     name += "" if args.matmul == "same" else f"_{args.matmul}"
     name += "" if args.moments == "float32" else f"_moments_{args.moments}"
     name += "" if args.away == "nothing" else f"_away_{args.away}"
-    peer, group = PEERS.get((args.shape, args.checkpointing, args.matmul)), spec.num_heads // spec.num_kv_heads
+    peer, group = (
+        PEERS.get((args.shape, args.checkpointing, args.matmul)),
+        spec.num_heads // spec.num_kv_heads,
+    )
     say(
         args,
         name=name,
@@ -109,25 +127,39 @@ def main() -> None:
         peer=None if peer is None else {"name": TITAN, "value": peer},
         limit=(FP8_FLOPS if args.matmul == "fp8" else MATMUL_FLOPS) / PEAK_FLOPS,
         settings={
-            "layers": spec.num_layers, "tokens": args.tokens, "sequences": args.sequences, "dtype": "bfloat16",
-            "checkpointing": args.checkpointing, "matmul": args.matmul, "moments": args.moments,
+            "layers": spec.num_layers,
+            "tokens": args.tokens,
+            "sequences": args.sequences,
+            "dtype": "bfloat16",
+            "checkpointing": args.checkpointing,
+            "matmul": args.matmul,
+            "moments": args.moments,
             "device": torch.cuda.get_device_name(),
             "attention": flash.choice(device, torch.bfloat16, group, spec.head_dim),
             "without_kernels": why_torch(device, torch.bfloat16),
         },
         detail=found,
-    )  # fmt: skip
+    )
 
 
 def measure(spec: ModelSpec, args: Any, device: torch.device) -> dict[str, Any]:
     decoder = Decoder(spec, device=device, dtype=torch.bfloat16)
     fill_dummy(decoder)
-    settings = {"checkpointing": args.checkpointing, "matmul": args.matmul, "moments": args.moments, **AWAY[args.away]}
-    config = TrainerConfig.model_validate({"learning_rate": 1e-6, "tokens_per_chunk": args.tokens, **settings})
+    settings = {
+        "checkpointing": args.checkpointing,
+        "matmul": args.matmul,
+        "moments": args.moments,
+        **AWAY[args.away],
+    }
+    config = TrainerConfig.model_validate(
+        {"learning_rate": 1e-6, "tokens_per_chunk": args.tokens, **settings}
+    )
     split = Splitter(alone(device), ParallelConfig()).split("actor")
     silent = {"folder": None, "emit": lambda kind, **fields: None, "progress": lambda: None}
     actor = TrainedModel("actor", decoder, None, config, split, **silent)
-    logprobs = functools.partial(chunk_logprobs, checkpointing=config.checkpointing, float8=actor.float8)
+    logprobs = functools.partial(
+        chunk_logprobs, checkpointing=config.checkpointing, float8=actor.float8
+    )
     models = Models(actor=actor, logprobs=logprobs)
     chunk = make_chunk(spec, args.tokens, args.sequences, device)
     targets = len(chunk.targets_N)
@@ -179,8 +211,12 @@ def visit(actor: TrainedModel) -> contextlib.AbstractContextManager[None]:
 
 
 def traffic(actor: TrainedModel, step: Callable[[], None]) -> dict[str, float]:
-    """What one step moves between host and device, and how long it waits for that: for weights, for state."""
-    sources = {"weights": actor.stream, "state": actor.home if actor.home.stream is not None else None}
+    """What one step moves between host and device, and how long it waits for that: for weights, for
+    state."""
+    sources = {
+        "weights": actor.stream,
+        "state": actor.home if actor.home.stream is not None else None,
+    }
     found = {}
     for again in (False, True):
         step()
@@ -198,18 +234,23 @@ def make_chunk(spec: ModelSpec, tokens: int, sequences: int, device: torch.devic
     made = []
     for ids in np.array_split(rng.integers(0, spec.vocab_size, tokens).astype(np.int32), sequences):
         made.append(TrainSequence(tokens=ids, columns={"loss_mask": np.arange(len(ids)) > 0}))
-    return build_chunk(made, range(len(made)), pairwise=False, vocab_size=spec.vocab_size, device=device)
+    return build_chunk(
+        made, range(len(made)), pairwise=False, vocab_size=spec.vocab_size, device=device
+    )
 
 
 def layers_alone(actor: TrainedModel, chunk: MicroBatch) -> Callable[[], None]:
-    """Forward and backward of the layers, with gradients into the float32 buffer, without embedding and head."""
+    """Forward and backward of the layers, with gradients into the float32 buffer, without embedding
+    and head."""
     decoder, checkpointing, float8 = actor.decoder, actor.checkpointing, actor.float8
     shape = chunk.layout.num_tokens, decoder.spec.hidden_size
     device = chunk.tokens_T.device
     x_TE, grad_TE = (torch.randn(shape, device=device).to(decoder.dtype) for _ in range(2))
     tables = rope_tables(chunk.layout.positions_T, decoder.inv_freq_F, decoder.dtype)
 
-    def attend(_: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+    def attend(
+        _: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
+    ) -> torch.Tensor:
         return varlen_attention(q_THD, k_TKD, v_TKD, chunk.layout)
 
     def pass_through() -> None:
@@ -230,7 +271,9 @@ def layers_alone(actor: TrainedModel, chunk: MicroBatch) -> Callable[[], None]:
 
 def model_flops(spec: ModelSpec, chunk: MicroBatch, *, head: bool = True) -> float:
     """Of one forward and backward pass over the chunk."""
-    return 3 * forward_flops(spec, chunk.layout.lengths, num_outputs=len(chunk.targets_N) if head else 0)
+    return 3 * forward_flops(
+        spec, chunk.layout.lengths, num_outputs=len(chunk.targets_N) if head else 0
+    )
 
 
 def median_s(run: Callable[[], None], count: int) -> float:
@@ -255,14 +298,21 @@ def by_part(run: Callable[[], None], *, table: bool) -> tuple[dict[str, float], 
         torch.cuda.synchronize()
     averages = profiled.key_averages()
     if table:
-        print(averages.table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=90))
+        print(
+            averages.table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=90)
+        )
     parts: dict[str, float] = {}
     for event in averages:
         if event.device_type != torch.autograd.DeviceType.CUDA:
             continue
-        name = next((part for part, words in PARTS.items() if any(word in event.key for word in words)), "other")
+        name = next(
+            (part for part, words in PARTS.items() if any(word in event.key for word in words)),
+            "other",
+        )
         parts[name] = parts.get(name, 0.0) + event.self_device_time_total / 1e3
-    return {name: round(ms, 2) for name, ms in sorted(parts.items(), key=lambda p: -p[1])}, sum(parts.values()) / 1e3
+    return {name: round(ms, 2) for name, ms in sorted(parts.items(), key=lambda p: -p[1])}, sum(
+        parts.values()
+    ) / 1e3
 
 
 if __name__ == "__main__":

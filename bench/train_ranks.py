@@ -1,17 +1,18 @@
-"""How fast several GPUs train together: whole steps of NativeTrainer (packing, forward, loss, backward, sums over
-ranks, clipping, AdamW), one process per GPU. In: rows to measure. Out: tokens/s per GPU, MFU, peak memory, exposed
-communication, time by part, row by row as they come.
-Run: python bench/train_ranks.py --gpus 4 --rows 8b:none:same:8192 4b:selective:same:65536:grpo --record
+"""How fast several GPUs train together: whole steps of NativeTrainer (packing, forward, loss,
+backward, sums over ranks, clipping, AdamW), one process per GPU. In: rows to measure. Out: tokens/s
+per GPU, MFU, peak memory, exposed communication, time by part, row by row as they come. Run: python
+bench/train_ranks.py --gpus 4 --rows 8b:none:same:8192 4b:selective:same:65536:grpo --record
 
-A row is SHAPE:CHECKPOINTING:MATMUL:TOKENS, TOKENS of a chunk of each rank, and then any of: sft (as without) or grpo,
-zero=0 to 3 (without: 3), sequence=TOKENS (all in one), chunks=N of an update (one), layers=N (all that the shape has),
-sum=update (chunk): when gradients are summed; once per update they travel in float32, also those of one chunk.
-A row that fails or is late loses no other. With --device cpu and the shape "tiny" everything runs over gloo, which
-shows only that it runs.
+A row is SHAPE:CHECKPOINTING:MATMUL:TOKENS, TOKENS of a chunk of each rank, and then any of: sft (as
+without) or grpo, zero=0 to 3 (without: 3), sequence=TOKENS (all in one), chunks=N of an update
+(one), layers=N (all that the shape has), sum=update (chunk): when gradients are summed; once per
+update they travel in float32, also those of one chunk. A row that fails or is late loses no other.
+With --device cpu and the shape "tiny" everything runs over gloo, which shows only that it runs.
 
-A step takes as long as its slowest rank, from a barrier to the end of the device's work; the median of the steps
-counts. MFU and its limit are those of bench/train.py. Exposed communication is the part of a traced step in which
-kernels of NCCL ran and no other did; `wait_ms` is what the trainer itself says of the steps that are not traced.
+A step takes as long as its slowest rank, from a barrier to the end of the device's work; the median
+of the steps counts. MFU and its limit are those of bench/train.py. Exposed communication is the
+part of a traced step in which kernels of NCCL ran and no other did; `wait_ms` is what the trainer
+itself says of the steps that are not traced.
 """
 
 # N numbers of a run
@@ -55,7 +56,14 @@ from record import RECORDS, circumstances, parser, say
 from train import FP8_FLOPS, MATMUL_FLOPS, PARTS, PEAK_FLOPS, SPECS
 
 TINY = replace(
-    SPECS["0.6b"], vocab_size=512, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, mlp_size=256
+    SPECS["0.6b"],
+    vocab_size=512,
+    hidden_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    mlp_size=256,
 )
 SHAPES = SPECS | {"tiny": TINY}
 OBJECTIVES: dict[str, AnyObjective] = {"sft": SftConfig(), "grpo": GrpoConfig()}
@@ -103,11 +111,19 @@ class Row(Section):
     @property
     def name(self) -> str:
         """For a file."""
-        parts = [self.shape.replace(".", "_"), self.tokens, self.checkpointing, self.matmul, self.objective]
+        parts = [
+            self.shape.replace(".", "_"),
+            self.tokens,
+            self.checkpointing,
+            self.matmul,
+            self.objective,
+        ]
         parts += [f"zero{self.zero}"] + ([f"by{self.sequence}"] if self.sequence else [])
         parts += [f"{self.chunks}chunks"] if self.chunks > 1 else []
         parts += ["summed_once"] if self.sum == "update" else []
-        return "_".join(str(part) for part in parts + ([f"{self.layers}layers"] if self.layers else []))
+        return "_".join(
+            str(part) for part in parts + ([f"{self.layers}layers"] if self.layers else [])
+        )
 
 
 def read_row(text: str) -> Row:
@@ -121,16 +137,20 @@ def read_row(text: str) -> Row:
     try:
         row = Row.model_validate(found, strict=False)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        wrong = "; ".join(
+            f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()
+        )
         raise argparse.ArgumentTypeError(f"{text}: {wrong}") from error
     if row.tokens % row.lengths[0]:
-        raise argparse.ArgumentTypeError(f"{text}: sequences of {row.sequence} tokens do not fill {row.tokens}")
+        raise argparse.ArgumentTypeError(
+            f"{text}: sequences of {row.sequence} tokens do not fill {row.tokens}"
+        )
     return row
 
 
 class Drawn:
-    """Random weights, a TensorSource that draws on the device that asks. Ranks that hold the same run get the same
-    numbers; one run does not know of another, which speed does not care for."""
+    """Random weights, a TensorSource that draws on the device that asks. Ranks that hold the same
+    run get the same numbers; one run does not know of another, which speed does not care for."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.shapes = spec.parameter_shapes()
@@ -139,21 +159,28 @@ class Drawn:
         if len(self.shapes[name]) == 1:
             out_N.fill_(1.0)
             return
-        generator = torch.Generator(device=out_N.device).manual_seed(zlib.crc32(f"{name}@{start}".encode()))
+        generator = torch.Generator(device=out_N.device).manual_seed(
+            zlib.crc32(f"{name}@{start}".encode())
+        )
         out_N.normal_(0.0, 0.02, generator=generator)
 
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="ranks; left out, all there are")
+    options.add_argument(
+        "--gpus", type=int, default=torch.cuda.device_count(), help="ranks; left out, all there are"
+    )
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options.add_argument("--rows", type=read_row, nargs="+", default=[read_row("8b:none:same:8192")], metavar="ROW")
+    options.add_argument(
+        "--rows", type=read_row, nargs="+", default=[read_row("8b:none:same:8192")], metavar="ROW"
+    )
     options.add_argument("--steps", type=int, default=8, help="timed, after some that are not")
     options.add_argument("--row-s", type=float, default=150.0, help="longest that a row may take")
     options.add_argument("--wall-s", type=float, default=540.0, help="longest that all may take")
     args = options.parse_args()
     if args.record:
-        circumstances(args.commit)  # what a record needs and this machine lacks is told before anything is measured
+        # what a record needs and this machine lacks is told before anything is measured
+        circumstances(args.commit)
     with Ranks(args.gpus, device=args.device, wall_s=args.wall_s) as ranks:
         for row in args.rows:
             budget_s = STEPS_SHARE * min(args.row_s, ranks.left_s())
@@ -161,13 +188,20 @@ def main() -> None:
                 found = ranks.call(measure, row, args.steps, budget_s, deadline_s=args.row_s)[0]
             except RanksFailed as error:
                 what = "out of memory" if error.out_of_memory else "failed"
-                print_line({"row": row.name, what: {str(rank): dict(told) for rank, told in error.by_rank.items()}})
+                print_line(
+                    {
+                        "row": row.name,
+                        what: {str(rank): dict(told) for rank, told in error.by_rank.items()},
+                    }
+                )
                 continue
             report(args, row, found)
 
 
 def report(args: argparse.Namespace, row: Row, found: dict[str, Any]) -> None:
-    limit = (FP8_FLOPS if row.matmul == "fp8" else MATMUL_FLOPS) / (step_flops(row) / row.step_tokens)
+    limit = (FP8_FLOPS if row.matmul == "fp8" else MATMUL_FLOPS) / (
+        step_flops(row) / row.step_tokens
+    )
     say(
         args,
         name=f"train_{args.gpus}x_{row.name}",
@@ -189,7 +223,8 @@ def report(args: argparse.Namespace, row: Row, found: dict[str, Any]) -> None:
 
 
 def find_peer(row: Row, gpus: int) -> dict[str, Any] | None:
-    """Its own record on as many GPUs, if there is one (bench/peers/torchtitan_gpu.py), else what was measured on 8."""
+    """Its own record on as many GPUs, if there is one (bench/peers/torchtitan_gpu.py), else what
+    was measured on 8."""
     if row.spec != SHAPES[row.shape]:
         return None
     path, key = RECORDS / "peer_torchtitan.json", (row.shape, row.matmul, row.lengths[0])
@@ -198,11 +233,16 @@ def find_peer(row: Row, gpus: int) -> dict[str, Any] | None:
         like = [
             one
             for one in record["rows"]
-            if one["gpus"] == gpus and (one["shape"], one["matmul"], one["sequence"]) == key and "tokens_per_s" in one
+            if one["gpus"] == gpus
+            and (one["shape"], one["matmul"], one["sequence"]) == key
+            and "tokens_per_s" in one
         ]
         if like:
             best = max(like, key=lambda one: one["tokens_per_s"])
-            name = f"torchtitan {record['version']} on as many GPUs, checkpointing {best['checkpointing']}"
+            name = (
+                f"torchtitan {record['version']} on as many GPUs, checkpointing "
+                f"{best['checkpointing']}"
+            )
             return {"name": name, "kept_from": record["date"], "value": best["tokens_per_s"]}
     return {"name": TITAN, "value": PEERS[key]} if key in PEERS else None
 
@@ -215,7 +255,9 @@ def measure(group: RankGroup, tell: Tell, row: Row, steps: int, budget_s: float)
     settle(group)
     tell({"row": row.name, "made_s": round(time.monotonic() - began_s, 1)})
     for _ in range(WARM_UP):
-        assert trainer.step_now(batch).num_updates == 1, "an update was left out: a gradient was not finite"
+        assert trainer.step_now(batch).num_updates == 1, (
+            "an update was left out: a gradient was not finite"
+        )
     settle(group)
     tell({"row": row.name, "warm_s": round(time.monotonic() - began_s, 1)})
     if device.type == "cuda":
@@ -242,11 +284,14 @@ def measure(group: RankGroup, tell: Tell, row: Row, steps: int, budget_s: float)
 
 
 def wait_of(report: StepReport) -> float:
-    """Seconds that the rank waited longest for collectives, by the trainer's own clock; 0 on one rank."""
+    """Seconds that the rank waited longest for collectives, by the trainer's own clock; 0 on one
+    rank."""
     return report.measured.get("communication_wait_seconds", 0.0)
 
 
-def make_trainer(group: RankGroup, row: Row, events: list, decoder: Decoder | None = None) -> NativeTrainer:
+def make_trainer(
+    group: RankGroup, row: Row, events: list, decoder: Decoder | None = None
+) -> NativeTrainer:
     """A `decoder` that is given is on the meta device."""
     config = TrainerConfig(
         learning_rate=1e-6,
@@ -298,16 +343,26 @@ def step_flops(row: Row) -> float:
 
 
 def memory(group: RankGroup, trainer: NativeTrainer) -> dict[str, Any]:
-    """By rank: what was allocated at most, weights in virtual memory included; what torch's allocator reserved; what
-    the device has given away, for NCCL and the driver too."""
+    """By rank: what was allocated at most, weights in virtual memory included; what torch's
+    allocator reserved; what the device has given away, for NCCL and the driver too."""
     if group.device.type != "cuda":
         return {}
-    virtual = sum(usage.device_bytes for usage in trainer.measure().values() if isinstance(usage, VirtualUsage))
+    virtual = sum(
+        usage.device_bytes
+        for usage in trainer.measure().values()
+        if isinstance(usage, VirtualUsage)
+    )
     free, total = torch.cuda.mem_get_info(group.device)
     own = [torch.cuda.max_memory_allocated(group.device) + virtual]
     own += [torch.cuda.max_memory_reserved(group.device), total - free]
     by_rank = [[round(size / 2**30, 2) for size in sizes] for sizes in group.share(own)]
-    return dict(zip(("peak_gib", "reserved_gib", "device_gib"), map(list, zip(*by_rank, strict=True)), strict=True))
+    return dict(
+        zip(
+            ("peak_gib", "reserved_gib", "device_gib"),
+            map(list, zip(*by_rank, strict=True)),
+            strict=True,
+        )
+    )
 
 
 def predicted_gib(row: Row, group: RankGroup) -> dict[str, float]:
@@ -334,13 +389,18 @@ def predicted_gib(row: Row, group: RankGroup) -> dict[str, float]:
         target_share=1 - prompt_tokens(row) / length,
         matmul=row.matmul,
     )
-    return {moment.name: round(moment.allocated_bytes / 2**30, 2) for moment in train_moments(job, layout)}
+    return {
+        moment.name: round(moment.allocated_bytes / 2**30, 2)
+        for moment in train_moments(job, layout)
+    }
 
 
 def traced(group: RankGroup, trainer: NativeTrainer, batch: TrainBatch) -> dict[str, Any]:
     """One more step under the profiler, on every rank."""
     on_cuda = group.device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as profiled:
+    with profile(
+        activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]
+    ) as profiled:
         wall_s = timed(group, functools.partial(trainer.step_now, batch))
     works = works_of(profiled.events() or [], on_cuda=on_cuda)
     told = summarise(works, wall_s=wall_s)
@@ -348,7 +408,9 @@ def traced(group: RankGroup, trainer: NativeTrainer, batch: TrainBatch) -> dict[
     return {
         "exposed_share": round(max(shares), 4),
         "exposed_share_by_rank": [round(share, 4) for share in shares],
-        "traced_ms": {key.removesuffix("_s"): round(seconds * 1e3, 2) for key, seconds in told.items()},
+        "traced_ms": {
+            key.removesuffix("_s"): round(seconds * 1e3, 2) for key, seconds in told.items()
+        },
         "parts_ms": parts_ms(works),
     }
 
@@ -358,9 +420,15 @@ def parts_ms(works: list[Work]) -> dict[str, float]:
     parts: dict[str, float] = {}
     for work in works:
         words = "communication" if work.communicates else None
-        name = words or next((part for part, keys in PARTS.items() if any(key in work.name for key in keys)), "other")
+        name = words or next(
+            (part for part, keys in PARTS.items() if any(key in work.name for key in keys)), "other"
+        )
         parts[name] = parts.get(name, 0.0) + (work.end_s - work.start_s) * 1e3
-    return {name: round(ms, 2) for name, ms in sorted(parts.items(), key=lambda p: -p[1]) if not math.isclose(ms, 0.0)}
+    return {
+        name: round(ms, 2)
+        for name, ms in sorted(parts.items(), key=lambda p: -p[1])
+        if not math.isclose(ms, 0.0)
+    }
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The order of test files: the longest first, so that workers that run files side by side end together. And the engines'
-accounts, looked at after every test."""
+"""The order of test files: the longest first, so that workers that run files side by side end
+together. And the engines' accounts, looked at after every test."""
 
 from __future__ import annotations
 
@@ -8,19 +8,27 @@ from collections.abc import Iterator
 
 import pytest
 
-LONGEST = ("test_objectives_learn.py", "test_cluster_runs.py", "test_kill_resume.py", "trainer/test_ranks.py")
+LONGEST = (
+    "test_objectives_learn.py",
+    "test_cluster_runs.py",
+    "test_kill_resume.py",
+    "trainer/test_ranks.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
-        return next((number for number, name in enumerate(LONGEST) if item.path.match(name)), len(LONGEST))
+        return next(
+            (number for number, name in enumerate(LONGEST) if item.path.match(name)), len(LONGEST)
+        )
 
     items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)
 def accounts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An engine that has answered everyone holds no page, slot or row; one that failed is to be restarted."""
+    """An engine that has answered everyone holds no page, slot or row; one that failed is to be
+    restarted."""
     native = sys.modules.get("gyre.engine.engine")
     if native is None:
         yield
@@ -34,8 +42,14 @@ def accounts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(native.NativeEngine, "__init__", note)
     yield
     for engine in made:
-        if engine._cycle is not None and not engine._desk.failure and engine._desk.load.completions == 0:
+        if (
+            engine._cycle is not None
+            and not engine._desk.failure
+            and engine._desk.load.completions == 0
+        ):
             roster = engine._cycle.roster
             roster.check()
-            assert roster.pages.num_used == 0 and roster.rows.num_active == 0 and not roster.requests
+            assert (
+                roster.pages.num_used == 0 and roster.rows.num_active == 0 and not roster.requests
+            )
             assert roster.slots.num_free == roster.slots.num_slots

@@ -1,14 +1,17 @@
-"""Peer of bench/train_ranks.py: torchtitan 0.2.2 trains Qwen3 shapes on the GPUs of one host, weights and tokens at
-random. In: a folder to write to. Out: peer_torchtitan.json there: tokens/s per GPU, MFU, peak memory, a row a case, and
-each row as a line at once. Runs in torchtitan's own environment. Run: python peers/torchtitan_gpu.py FOLDER [case ...].
+"""Peer of bench/train_ranks.py: torchtitan 0.2.2 trains Qwen3 shapes on the GPUs of one host,
+weights and tokens at random. In: a folder to write to. Out: peer_torchtitan.json there: tokens/s
+per GPU, MFU, peak memory, a row a case, and each row as a line at once. Runs in torchtitan's own
+environment. Run: python peers/torchtitan_gpu.py FOLDER [case ...].
 
-FSDP over all ranks, compiled blocks and loss, fused AdamW, BF16 over FP32 parameters, as its defaults have it; speed is
-by its own counters. Each case has fresh processes and a deadline; one out of memory or out of time is a result too.
-MFU = model FLOPs / seconds / 989e12 with gyre's FLOPs (models/flops.py): causal attention at half, output projection
-counted. torchtitan's own counts attention in full, and no output projection where it is tied.
+FSDP over all ranks, compiled blocks and loss, fused AdamW, BF16 over FP32 parameters, as its
+defaults have it; speed is by its own counters. Each case has fresh processes and a deadline; one
+out of memory or out of time is a result too. MFU = model FLOPs / seconds / 989e12 with gyre's FLOPs
+(models/flops.py): causal attention at half, output projection counted. torchtitan's own counts
+attention in full, and no output projection where it is tied.
 """
 
-# This file is not torchtitan.py, since a script's own folder comes first among those that Python imports from.
+# This file is not torchtitan.py, since a script's own folder comes first among those that Python
+# imports from.
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ class Case:
     sequence: int  # tokens of each
     batch: int = 1  # sequences of each GPU in a step
     checkpointing: str = "none"  # "selective": by operation, as its Qwen3 configurations have it
-    matmul: str = "same"  # "fp8": the layers' products, scaled by tensor, weights gathered in 8 bits; needs torchao
+    # "fp8": the layers' products, scaled by tensor, weights gathered in 8 bits; needs torchao
+    matmul: str = "same"
     steps: int = 12
     window: int = 3  # steps between two readings of its counters, which wait for the GPU
 
@@ -55,7 +59,8 @@ CASES = {
     "8b_batch2": Case("8B", 8192, batch=2),
     "4b_64k_selective": Case("4B", 65_536, checkpointing="selective", steps=5, window=1),
     "4b_32k": Case("4B", 32_768, checkpointing="full", steps=8, window=2),
-    "debug": Case("debugmodel", 256, batch=2, checkpointing="selective"),  # is all there? not among the default ones
+    # is all there? not among the default ones
+    "debug": Case("debugmodel", 256, batch=2, checkpointing="selective"),
 }
 WARM_UP = 2  # steps; a window that begins earlier does not count
 PEAK_FLOPS = 989e12  # dense BF16 of an H100 or H200 by its data sheet
@@ -64,8 +69,10 @@ EXIT_DEADLINE_S = 15.0  # for a case's processes to end after their answers
 ENVIRONMENT = {
     # NVLink multicast can put the GPUs of a shared host out of service
     "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1",  # as torchrun and its script have them
-    "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",  # training in 8 bits is Python; its libraries are for other versions
+    # as torchrun and its script have them
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1",
+    # training in 8 bits is Python; its libraries are for other versions
+    "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",
     "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
 
@@ -73,9 +80,16 @@ ENVIRONMENT = {
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("folder", type=Path)
-    options.add_argument("cases", nargs="*", metavar="case", help=f"of {', '.join(CASES)}; left out, all but debug")
+    options.add_argument(
+        "cases", nargs="*", metavar="case", help=f"of {', '.join(CASES)}; left out, all but debug"
+    )
     options.add_argument("--gpus", type=int, default=0, help="0: all of this host")
-    options.add_argument("--deadline", type=float, default=170.0, help="seconds of one case, start and compilation too")
+    options.add_argument(
+        "--deadline",
+        type=float,
+        default=170.0,
+        help="seconds of one case, start and compilation too",
+    )
     args = options.parse_args()
     names = args.cases or [name for name in CASES if name != "debug"]
     if unknown := sorted(set(names) - set(CASES)):
@@ -83,7 +97,12 @@ def main() -> None:
     gpus = args.gpus or count_gpus()
     args.folder.mkdir(parents=True, exist_ok=True)
     version, date = importlib.metadata.version("torchtitan"), datetime.date.today().isoformat()
-    record: dict[str, Any] = {"version": version, "date": date, "unit": "tokens/s per GPU", "versions": versions()}
+    record: dict[str, Any] = {
+        "version": version,
+        "date": date,
+        "unit": "tokens/s per GPU",
+        "versions": versions(),
+    }
     record |= {"device": "", "environment": ENVIRONMENT, "rows": []}
     for name in names:
         begun_s = time.perf_counter()
@@ -107,7 +126,11 @@ def count_gpus() -> int:
 def versions() -> dict[str, str]:
     import torch
 
-    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+    }
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
@@ -117,7 +140,10 @@ def versions() -> dict[str, str]:
 def measure_apart(name: str, gpus: int, folder: Path, deadline_s: float) -> dict[str, Any]:
     """One process a GPU, each the leader of a process group, none of which outlives this call."""
     if CASES[name].matmul == "fp8" and importlib.util.find_spec("torchao") is None:
-        return {"outcome": "not run", "error": "torchao cannot be imported; install 0.17.0 (for torch 2.11)"}
+        return {
+            "outcome": "not run",
+            "error": "torchao cannot be imported; install 0.17.0 (for torch 2.11)",
+        }
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -136,26 +162,39 @@ def measure_apart(name: str, gpus: int, folder: Path, deadline_s: float) -> dict
             workers.append(worker)
         answers = collect(ends, workers, deadline_s)
         if all(answer["outcome"] == "measured" for answer in answers):
-            for end_s, worker in ((time.monotonic() + EXIT_DEADLINE_S, worker) for worker in workers):
+            for end_s, worker in (
+                (time.monotonic() + EXIT_DEADLINE_S, worker) for worker in workers
+            ):
                 worker.join(max(0.0, end_s - time.monotonic()))
         return together(answers)
     finally:
         for worker in workers:
-            with suppress(ProcessLookupError, PermissionError):  # ended with all its children, or not yet a leader
+            # ended with all its children, or not yet a leader
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker.pid, signal.SIGKILL)
             worker.kill()
             worker.join(EXIT_DEADLINE_S)
 
 
-def collect(ends: list[Connection], workers: list[BaseProcess], deadline_s: float) -> list[dict[str, Any]]:
-    """The answer of each rank, or the one that ended the case: a rank without which the others would wait."""
+def collect(
+    ends: list[Connection], workers: list[BaseProcess], deadline_s: float
+) -> list[dict[str, Any]]:
+    """The answer of each rank, or the one that ended the case: a rank without which the others
+    would wait."""
     waiting, answers = dict(zip(ends, workers, strict=True)), []
     end_s = time.monotonic() + deadline_s
     while waiting:
         sentinels = {worker.sentinel: end for end, worker in waiting.items()}
-        ready = multiprocessing.connection.wait([*waiting, *sentinels], timeout=max(0.0, end_s - time.monotonic()))
+        ready = multiprocessing.connection.wait(
+            [*waiting, *sentinels], timeout=max(0.0, end_s - time.monotonic())
+        )
         if not ready:
-            return [{"outcome": "timed out", "error": f"{len(answers)} of {len(ends)} ranks within {deadline_s:.0f} s"}]
+            return [
+                {
+                    "outcome": "timed out",
+                    "error": f"{len(answers)} of {len(ends)} ranks within {deadline_s:.0f} s",
+                }
+            ]
         end = ready[0] if isinstance(ready[0], Connection) else sentinels[ready[0]]
         worker = waiting.pop(end)
         try:
@@ -164,7 +203,10 @@ def collect(ends: list[Connection], workers: list[BaseProcess], deadline_s: floa
             answer = None
         if answer is None:
             worker.join(1.0)
-            answer = {"outcome": "failed", "error": f"a rank ended with exit code {worker.exitcode} and no answer"}
+            answer = {
+                "outcome": "failed",
+                "error": f"a rank ended with exit code {worker.exitcode} and no answer",
+            }
         if answer["outcome"] != "measured":
             return [answer]
         answers.append(answer)
@@ -173,7 +215,9 @@ def collect(ends: list[Connection], workers: list[BaseProcess], deadline_s: floa
 
 def together(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Speed of rank 0, which runs in step with all; memory of the rank that needs most."""
-    peaks = {key: max(answer[key] for answer in answers) for key in answers[0] if key.startswith("peak_")}
+    peaks = {
+        key: max(answer[key] for answer in answers) for key in answers[0] if key.startswith("peak_")
+    }
     return {**min(answers, key=lambda answer: answer.get("rank", 0)), **peaks}
 
 
@@ -216,7 +260,9 @@ def measure(case: Case, folder: str) -> tuple[Any, dict[str, Any]]:
             self.taken[step] = metrics
 
     class RandomTokens(BaseDataLoader):
-        def __init__(self, *, dp_world_size: int, dp_rank: int, tokenizer: None, job_config: Any) -> None:
+        def __init__(
+            self, *, dp_world_size: int, dp_rank: int, tokenizer: None, job_config: Any
+        ) -> None:
             self.rank = dp_rank
 
         def __iter__(self) -> Iterator[tuple[dict[str, Any], Any]]:
@@ -237,9 +283,13 @@ def measure(case: Case, folder: str) -> tuple[Any, dict[str, Any]]:
 
     init_logger()
     spec = dataclasses.replace(
-        qwen3.get_train_spec(), build_dataloader_fn=RandomTokens, build_metrics_processor_fn=build_metrics,
-        build_tokenizer_fn=None, build_validator_fn=None, state_dict_adapter=None,
-    )  # fmt: skip
+        qwen3.get_train_spec(),
+        build_dataloader_fn=RandomTokens,
+        build_metrics_processor_fn=build_metrics,
+        build_tokenizer_fn=None,
+        build_validator_fn=None,
+        state_dict_adapter=None,
+    )
     register_train_spec("qwen3", spec)  # a registered one goes before its own of that name
     trainer = Trainer(job_config(case, folder))
     trainer.train()
@@ -274,7 +324,9 @@ def job_config(case: Case, folder: str) -> Any:
     if case.matmul == "fp8":
         config.model.converters = ["quantize.linear.float8"]
         float8 = config.quantize.linear.float8
-        float8.enable_fsdp_float8_all_gather = float8.precompute_float8_dynamic_scale_for_fsdp = True
+        float8.enable_fsdp_float8_all_gather = float8.precompute_float8_dynamic_scale_for_fsdp = (
+            True
+        )
         float8.filter_fqns = ["output"]
     return config
 
@@ -290,19 +342,30 @@ def read(case: Case, taken: dict[int, dict[str, float]], shape: Any) -> dict[str
         "tokens_per_s_by_window": [round(found, 1) for found in rates],
         "step_ms": round(1e3 * case.batch * case.sequence / rate, 1),
         "mfu": round(rate * flops_per_token(shape, case.sequence) / PEAK_FLOPS, 4),
-        "mfu_by_its_counter": round(statistics.median(row["mfu(%)"] for row in counted.values()) / 100, 4),
-        "peak_reserved_gib": round(max(row["memory/max_reserved(GiB)"] for row in counted.values()), 2),
+        "mfu_by_its_counter": round(
+            statistics.median(row["mfu(%)"] for row in counted.values()) / 100, 4
+        ),
+        "peak_reserved_gib": round(
+            max(row["memory/max_reserved(GiB)"] for row in counted.values()), 2
+        ),
         "peak_active_gib": round(max(row["memory/max_active(GiB)"] for row in counted.values()), 2),
         "allocation_retries": last["memory/num_alloc_retries"],
         "model_and_first_step_s": round(taken[1]["time_metrics/end_to_end(s)"] * case.window, 1),
-        "loss": [round(taken[1]["loss_metrics/global_avg_loss"], 3), round(last["loss_metrics/global_avg_loss"], 3)],
+        "loss": [
+            round(taken[1]["loss_metrics/global_avg_loss"], 3),
+            round(last["loss_metrics/global_avg_loss"], 3),
+        ],
     }
 
 
 def flops_per_token(shape: Any, tokens: int) -> float:
     """Model FLOPs of forward and backward, as the head of this file says."""
-    heads = (2 * shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim  # rows of query, key, value, columns of output
-    layer = 2 * shape.dim * (heads + 3 * shape.hidden_dim) + 4 * shape.n_heads * shape.head_dim * tokens / 2
+    # rows of query, key, value, columns of output
+    heads = (2 * shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
+    layer = (
+        2 * shape.dim * (heads + 3 * shape.hidden_dim)
+        + 4 * shape.n_heads * shape.head_dim * tokens / 2
+    )
     return 3.0 * (shape.n_layers * layer + 2 * shape.vocab_size * shape.dim)
 
 

@@ -1,6 +1,6 @@
-"""Peer of bench/grpo_step.py and rl_step_gpu.py: TRL's GRPOTrainer on the same model, prompts and sizes, with vLLM in
-its process where the settings give it a share of the device. In: a JSON settings file. Out: one JSON line with the
-seconds of each step. Runs in TRL's own environment.
+"""Peer of bench/grpo_step.py and rl_step_gpu.py: TRL's GRPOTrainer on the same model, prompts and
+sizes, with vLLM in its process where the settings give it a share of the device. In: a JSON
+settings file. Out: one JSON line with the seconds of each step. Runs in TRL's own environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def digit_share(completions: list[str], **_: object) -> list[float]:
 
 
 class Clock(TrainerCallback):
-    """Seconds from the end of one optimiser step to the end of the next: generation, scoring, both passes, update."""
+    """Seconds from the end of one optimiser step to the end of the next: generation, scoring, both
+    passes, update."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -47,13 +48,15 @@ class Clock(TrainerCallback):
 
 
 def hash_at_random() -> None:
-    """Name caches at random: hashing functions by content needs another release of dill than there may be."""
+    """Name caches at random: hashing functions by content needs another release of dill than there
+    may be."""
     Hasher.hash = classmethod(lambda cls, value: os.urandom(8).hex())
     Hasher.update = lambda self, value: self.m.update(os.urandom(8))
 
 
 def generation(settings: dict[str, Any]) -> dict[str, Any]:
-    """By vLLM on a share of the device, or by transformers on the CPU; completions of exactly max_tokens either way."""
+    """By vLLM on a share of the device, or by transformers on the CPU; completions of exactly
+    max_tokens either way."""
     tokens = settings["max_tokens"]
     if "vllm_memory_share" not in settings:
         return {"use_cpu": True, "bf16": False, "generation_kwargs": {"min_new_tokens": tokens}}
@@ -74,7 +77,11 @@ def main() -> None:
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings["dtype"]]
     tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype)
-    prompts, group, tokens = settings["prompts_per_step"], settings["completions_per_prompt"], settings["max_tokens"]
+    prompts, group, tokens = (
+        settings["prompts_per_step"],
+        settings["completions_per_prompt"],
+        settings["max_tokens"],
+    )
     config = GRPOConfig(
         output_dir=settings["folder"],
         per_device_train_batch_size=prompts * group // settings["micro_batches"],
@@ -105,10 +112,18 @@ def main() -> None:
         callbacks=[clock],
     )
     trainer.train()
-    versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
+    versions = {
+        "trl": trl.__version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+    }
     if "vllm_memory_share" in settings:
         versions["vllm"] = importlib.metadata.version("vllm")
-    answer = {"seconds": clock.seconds, "completion_tokens": clock.completion_tokens, "versions": versions}
+    answer = {
+        "seconds": clock.seconds,
+        "completion_tokens": clock.completion_tokens,
+        "versions": versions,
+    }
     print("\n" + json.dumps(answer))
 
 

@@ -1,5 +1,6 @@
-"""Peer of bench/engine_cpu.py: vLLM's CPU build on the same checkpoint and prompts. In: a JSON settings file. Out: a
-JSON file with tokens per second of each measured run. Runs in vLLM's own environment. Caller: bench/engine_cpu.py.
+"""Peer of bench/engine_cpu.py: vLLM's CPU build on the same checkpoint and prompts. In: a JSON
+settings file. Out: a JSON file with tokens per second of each measured run. Runs in vLLM's own
+environment. Caller: bench/engine_cpu.py.
 """
 
 from __future__ import annotations
@@ -25,16 +26,22 @@ def main() -> None:
         seed=0,
     )
     sampling = SamplingParams(
-        temperature=settings["temperature"], max_tokens=settings["tokens"], ignore_eos=True, detokenize=False
+        temperature=settings["temperature"],
+        max_tokens=settings["tokens"],
+        ignore_eos=True,
+        detokenize=False,
     )
     rates = [one_run(engine, prompts, sampling) for prompts in settings["prompts_by_run"]]
     answer = {"tokens_per_s": rates[settings["warm_up"] :], "versions": versions()}
-    Path(settings["answer"]).write_text(json.dumps(answer))  # stdout belongs to vLLM's logs, also after we end
+    # stdout belongs to vLLM's logs, also after we end
+    Path(settings["answer"]).write_text(json.dumps(answer))
 
 
 def one_run(engine: Any, prompts: list[list[int]], sampling: Any) -> float:
     begun_s = time.perf_counter()
-    outputs = engine.generate([{"prompt_token_ids": tokens} for tokens in prompts], sampling, use_tqdm=False)
+    outputs = engine.generate(
+        [{"prompt_token_ids": tokens} for tokens in prompts], sampling, use_tqdm=False
+    )
     elapsed_s = time.perf_counter() - begun_s
     counts = [len(output.outputs[0].token_ids) for output in outputs]
     assert counts == [sampling.max_tokens] * len(prompts), counts

@@ -1,6 +1,7 @@
-"""Peer of bench/engine.py: vLLM on the same GPU, shapes and workload, dummy weights. In: a folder to write to. Out:
-peer_vllm.json there: output tokens per second and seconds from start to the first token, by shape. Runs in vLLM's own
-environment, with bench/ on the path for the workload. Run: python peers/vllm_gpu.py FOLDER [shape ...].
+"""Peer of bench/engine.py: vLLM on the same GPU, shapes and workload, dummy weights. In: a folder
+to write to. Out: peer_vllm.json there: output tokens per second and seconds from start to the first
+token, by shape. Runs in vLLM's own environment, with bench/ on the path for the workload. Run:
+python peers/vllm_gpu.py FOLDER [shape ...].
 """
 
 from __future__ import annotations
@@ -17,18 +18,39 @@ from pathlib import Path
 from typing import Any
 
 COMMON = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936, "num_key_value_heads": 8,
-    "head_dim": 128, "max_position_embeddings": 4096, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-    "attention_bias": False, "torch_dtype": "bfloat16", "bos_token_id": 151_643, "eos_token_id": 151_645,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 151_643,
+    "eos_token_id": 151_645,
+}
 SHAPES = {
-    "0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072,
-             "tie_word_embeddings": True},
-    "8b": {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12_288,
-           "tie_word_embeddings": False},
-}  # fmt: skip
+    "0.6b": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "intermediate_size": 3072,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "intermediate_size": 12_288,
+        "tie_word_embeddings": False,
+    },
+}
 REQUESTS, SHORTEST, LONGEST, RUNS = 256, 100, 1024, 2
-DEADLINE_S, EXIT_DEADLINE_S = 500.0, 60.0  # for the whole of one shape; and for its process to end after its answer
+# for the whole of one shape; and for its process to end after its answer
+DEADLINE_S, EXIT_DEADLINE_S = 500.0, 60.0
 
 
 def main() -> None:
@@ -37,8 +59,14 @@ def main() -> None:
     for shape in sys.argv[2:] or SHAPES:
         measured[shape] = measure_apart(shape, folder)
         versions = measured[shape].pop("versions")
-        record = {"version": versions["vllm"], "date": datetime.date.today().isoformat(), "versions": versions}
-        (folder / "peer_vllm.json").write_text(json.dumps({**record, "shapes": measured}, indent=2) + "\n")
+        record = {
+            "version": versions["vllm"],
+            "date": datetime.date.today().isoformat(),
+            "versions": versions,
+        }
+        (folder / "peer_vllm.json").write_text(
+            json.dumps({**record, "shapes": measured}, indent=2) + "\n"
+        )
         print(json.dumps(measured[shape]), flush=True)
 
 
@@ -54,12 +82,15 @@ def measure_apart(shape: str, folder: Path) -> dict[str, Any]:
         if not ready:
             raise SystemExit(f"{shape}: no answer within {DEADLINE_S:.0f} s")
         try:
-            found = ours.recv() if ours.poll() else None  # a child of it may hold the other end after its death
+            # a child of it may hold the other end after its death
+            found = ours.recv() if ours.poll() else None
         except EOFError:
             found = None
         worker.join(EXIT_DEADLINE_S)
         if found is None:
-            raise SystemExit(f"{shape}: the process ended with exit code {worker.exitcode} and without an answer")
+            raise SystemExit(
+                f"{shape}: the process ended with exit code {worker.exitcode} and without an answer"
+            )
         return found
     finally:
         if worker.is_alive():
@@ -69,7 +100,10 @@ def measure_apart(shape: str, folder: Path) -> dict[str, Any]:
 def workload(run: int) -> tuple[list[list[int]], list[int]]:
     """The same numbers as bench/engine.py's, which cannot be imported here."""
     draw = random.Random(0)
-    prompts = [[draw.randint(0, 10_000) for _ in range(draw.randint(SHORTEST, LONGEST))] for _ in range(REQUESTS)]
+    prompts = [
+        [draw.randint(0, 10_000) for _ in range(draw.randint(SHORTEST, LONGEST))]
+        for _ in range(REQUESTS)
+    ]
     outputs = [draw.randint(SHORTEST, LONGEST) for _ in range(REQUESTS)]
     return [[token + run for token in prompt] for prompt in prompts], outputs
 
@@ -83,9 +117,16 @@ def measure(shape: str, folder: str, answer: Connection) -> None:
     import vllm
 
     engine = vllm.LLM(
-        model=str(model), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096,
-        max_num_seqs=REQUESTS, gpu_memory_utilization=0.85, enable_prefix_caching=False, seed=0,
-    )  # fmt: skip
+        model=str(model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=4096,
+        max_num_seqs=REQUESTS,
+        gpu_memory_utilization=0.85,
+        enable_prefix_caching=False,
+        seed=0,
+    )
     one = vllm.SamplingParams(temperature=0.6, max_tokens=1, ignore_eos=True, detokenize=False)
     engine.generate([{"prompt_token_ids": [1, 2, 3]}], one, use_tqdm=False)
     start_s = time.perf_counter() - begun_s
@@ -93,11 +134,15 @@ def measure(shape: str, folder: str, answer: Connection) -> None:
     for run in range(RUNS + 1):
         prompts, outputs = workload(run)
         asked = [
-            vllm.SamplingParams(temperature=0.6, max_tokens=count, ignore_eos=True, detokenize=False)
+            vllm.SamplingParams(
+                temperature=0.6, max_tokens=count, ignore_eos=True, detokenize=False
+            )
             for count in outputs
         ]
         run_begun_s = time.perf_counter()
-        answers = engine.generate([{"prompt_token_ids": tokens} for tokens in prompts], asked, use_tqdm=False)
+        answers = engine.generate(
+            [{"prompt_token_ids": tokens} for tokens in prompts], asked, use_tqdm=False
+        )
         rates.append(sum(outputs) / (time.perf_counter() - run_begun_s))
         assert [len(answer.outputs[0].token_ids) for answer in answers] == outputs
     answer.send(

@@ -1,5 +1,6 @@
-"""Run config: the tree of all rooms' config models. In: a TOML file and --set overrides. Out: a frozen RunConfig, or a
-ConfigError that names the key, what it got and what it accepts. Imports no torch.
+"""Run config: the tree of all rooms' config models. In: a TOML file and --set overrides. Out: a
+frozen RunConfig, or a ConfigError that names the key, what it got and what it accepts. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from gyre.core.errors import ConfigError
 from gyre.data.config import DataConfig
 from gyre.distributed.config import ParallelConfig
 from gyre.engine.config import EngineConfig
-from gyre.loop.config import MOST_SEQUENCES, ColdStartConfig, EvalConfig, GoalConfig, RolloutConfig, RunSection
+from gyre.loop.config import (
+    MOST_SEQUENCES,
+    ColdStartConfig,
+    EvalConfig,
+    GoalConfig,
+    RolloutConfig,
+    RunSection,
+)
 from gyre.memory.config import MemoryConfig
 from gyre.models.config import ModelConfig
 from gyre.objectives.config import (
@@ -39,16 +47,21 @@ from gyre.trainer.config import SnapshotConfig, TrainerConfig
 
 MOST_PLACES = 3  # that an error names for a key in the wrong table
 MOST_LEVELS = 64  # of tables and lists in each other, in a file and by --set
-# tomllib takes quadratic time for a key of many parts, so one with more than MOST_LEVELS is found before it: in the
-# text without its strings and comments, whose dots part no keys.
-QUOTED = re.compile(r"""\"{3}(?:\\.|[^\\])*?"{3}|'{3}.*?'{3}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*""", re.DOTALL)
+# tomllib takes quadratic time for a key of many parts, so one with more than MOST_LEVELS is found
+# before it: in the text without its strings and comments, whose dots part no keys.
+QUOTED = re.compile(
+    r"""\"{3}(?:\\.|[^\\])*?"{3}|'{3}.*?'{3}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*""", re.DOTALL
+)
 LONG_KEY = re.compile(rf"(?:\.[ \t]*+[\w-]++[ \t]*+){{{MOST_LEVELS}}}")
 
 CHECK_HINT = "`gyre plan` checks a config without running it"
 
-INVARIANT_REFUSAL = "engine.batch_invariant = true: the trainer cannot give the engine's log-probs to the bit"
+INVARIANT_REFUSAL = (
+    "engine.batch_invariant = true: the trainer cannot give the engine's log-probs to the bit"
+)
 INVARIANT_HINT = (
-    "Training in this mode needs a GPU, bfloat16, a model without sliding windows and rollouts without truncation; "
+    "Training in this mode needs a GPU, bfloat16, a model without sliding windows and rollouts "
+    "without truncation; "
     "leave it out to train, serving can use it"
 )
 
@@ -59,11 +72,15 @@ KINDS: Mapping[type, str] = MappingProxyType(
 # What pydantic's refusals mean, in the words of the TOML; values in braces come with the refusal.
 ACCEPTED: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), KINDS[int]),
+        **dict.fromkeys(
+            ("int_type", "int_parsing", "int_from_float", "int_parsing_size"), KINDS[int]
+        ),
         **dict.fromkeys(("float_type", "float_parsing"), KINDS[float]),
         **dict.fromkeys(("bool_type", "bool_parsing"), KINDS[bool]),
         **dict.fromkeys(("tuple_type", "list_type"), "a list"),
-        **dict.fromkeys(("model_type", "model_attributes_type", "dict_type", "dict_attributes_type"), "a table"),
+        **dict.fromkeys(
+            ("model_type", "model_attributes_type", "dict_type", "dict_attributes_type"), "a table"
+        ),
         "string_type": KINDS[str],
         "finite_number": "a finite number",
         "greater_than": "more than {gt}",
@@ -123,34 +140,47 @@ class RunConfig(Section):
         per_prompt = size if needs_rollouts(objective) else 2 if is_pairwise(objective) else 1
         if (sequences := self.rollout.prompts_per_step * per_prompt) > MOST_SEQUENCES:
             raise ValueError(
-                f"rollout.prompts_per_step = {self.rollout.prompts_per_step:,} with {per_prompt:,} sequences each: "
-                f"{sequences:,} sequences, and a step has {MOST_SEQUENCES:,} at most; take fewer prompts per step and "
+                f"rollout.prompts_per_step = {self.rollout.prompts_per_step:,} with "
+                f"{per_prompt:,} sequences each: "
+                f"{sequences:,} sequences, and a step has {MOST_SEQUENCES:,} at most; take fewer "
+                "prompts per step and "
                 "more steps (trainer.steps)"
             )
         if needs_rollouts(objective) and not self.rewards.parts:
             raise ValueError(
-                f"objective.kind = '{objective.kind}' learns from rewards: name at least one [[rewards.parts]]"
+                f"objective.kind = '{objective.kind}' learns from rewards: name at least one "
+                "[[rewards.parts]]"
             )
         if is_pairwise(objective) and self.trainer.sequences_per_update % 2:
             raise ValueError(
-                f"trainer.sequences_per_update = {self.trainer.sequences_per_update}: pairs stay together, "
+                f"trainer.sequences_per_update = {self.trainer.sequences_per_update}: pairs stay "
+                "together, "
                 "give an even number"
             )
         if self.trainer.offload_optimizer == "disk" and not self.memory.disk_folder:
-            raise ValueError("trainer.offload_optimizer = 'disk' needs a folder for its file: set memory.disk_folder")
+            raise ValueError(
+                "trainer.offload_optimizer = 'disk' needs a folder for its file: set "
+                "memory.disk_folder"
+            )
         if reason := self._why_no_weights_away():
             raise ValueError(reason)
         compares = isinstance(objective, GrpoConfig) and objective.baseline != "none"
         if size < 2 and (compares or (objective.kind == "dpo" and needs_rollouts(objective))):
             raise ValueError(
-                f"rollout.completions_per_prompt = {size}: objective.kind = '{objective.kind}' compares completions of "
+                f"rollout.completions_per_prompt = {size}: objective.kind = '{objective.kind}' "
+                "compares completions of "
                 "one prompt with each other, give 2 or more"
             )
-        if self.engine.batch_invariant and needs_rollouts(objective) and (reason := self._why_not_invariant()):
+        if (
+            self.engine.batch_invariant
+            and needs_rollouts(objective)
+            and (reason := self._why_not_invariant())
+        ):
             raise ValueError(f"{INVARIANT_REFUSAL}: {reason}. {INVARIANT_HINT}")
         if self.trainer.matmul == "fp8" and self.run.dtype == "float16":
             raise ValueError(
-                "trainer.matmul = 'fp8' with run.dtype = 'float16': a GPU that has the one has bfloat16, give "
+                "trainer.matmul = 'fp8' with run.dtype = 'float16': a GPU that has the one has "
+                "bfloat16, give "
                 "run.dtype = 'bfloat16', 'float32' or 'auto'"
             )
         return self
@@ -167,7 +197,10 @@ class RunConfig(Section):
         for model in self.trainer.offload_parameters:
             if not there[model]:
                 has = ", ".join(name for name, is_there in there.items() if is_there)
-                return f"trainer.offload_parameters names '{model}', this run has {has}: take it off the list"
+                return (
+                    f"trainer.offload_parameters names '{model}', this run has {has}: take it "
+                    "off the list"
+                )
         return None
 
     def _why_not_invariant(self) -> str | None:
@@ -183,7 +216,10 @@ class RunConfig(Section):
             return "trainer.matmul = 'fp8' rounds what the engine does not, need 'same'"
         for model in ("actor", "reference"):
             if model in self.trainer.offload_parameters:
-                return f"trainer.offload_parameters names '{model}', whose layers the engine's kernels read as they lie"
+                return (
+                    f"trainer.offload_parameters names '{model}', whose layers the engine's "
+                    "kernels read as they lie"
+                )
             if (zero := self.parallel.of(model)[0]) >= 2:
                 return f"parallel.zero = {zero} of the {model} keeps weights in shards, need 0 or 1"
         return None
@@ -195,16 +231,22 @@ def load_run_config(path: Path, overrides: list[str]) -> RunConfig:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The file's tables. ConfigError: no file, no TOML, or tables more than MOST_LEVELS deep in each other."""
+    """The file's tables. ConfigError: no file, no TOML, or tables more than MOST_LEVELS deep in
+    each other."""
     try:
         text = path.read_text(encoding="utf-8")
         if LONG_KEY.search(QUOTED.sub("q", text)):
             raise _too_deep(str(path))
         tree = tomllib.loads(text)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="give the path of a run's TOML file") from error
-    except (ValueError, RecursionError) as error:  # ValueError: of UTF-8, of TOML, of a number with too many digits
-        raise ConfigError(f"{path} is no TOML: {_first(error)}", hint="gyre init writes an example") from error
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}", hint="give the path of a run's TOML file"
+        ) from error
+    # ValueError: of UTF-8, of TOML, of a number with too many digits
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is no TOML: {_first(error)}", hint="gyre init writes an example"
+        ) from error
     _check_depth(tree, str(path))
     return tree
 
@@ -213,7 +255,11 @@ def _check_depth(tree: Mapping[str, Any], where: str) -> None:
     """What reads the tree later recurses; this does not."""
     level: list[Any] = [tree]
     for _ in range(MOST_LEVELS):
-        inside = (value for node in level for value in (node.values() if isinstance(node, Mapping) else node))
+        inside = (
+            value
+            for node in level
+            for value in (node.values() if isinstance(node, Mapping) else node)
+        )
         level = [value for value in inside if isinstance(value, Mapping | list)]
     if level:
         raise _too_deep(where)
@@ -221,21 +267,24 @@ def _check_depth(tree: Mapping[str, Any], where: str) -> None:
 
 def _too_deep(where: str) -> ConfigError:
     return ConfigError(
-        f"{where}: tables and lists lie more than {MOST_LEVELS} deep in each other", hint="shorten the key's path"
+        f"{where}: tables and lists lie more than {MOST_LEVELS} deep in each other",
+        hint="shorten the key's path",
     )
 
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the tree with each "a.b=c" set; c is read as TOML, or as a plain text, line breaks and all, where that
-    fails. A number in the
-    path counts the tables of a list from 0, as in "rewards.parts.1.weight=0.2". Of model.path and model.shape, which
-    exclude each other, the one that is set drops the one that the file has."""
+    """Return the tree with each "a.b=c" set; c is read as TOML, or as a plain text, line breaks and
+    all, where that fails. A number in the path counts the tables of a list from 0, as in
+    "rewards.parts.1.weight=0.2". Of model.path and model.shape, which exclude each other, the one
+    that is set drops the one that the file has."""
     changed = copy.deepcopy(dict(tree))
     for override in overrides:
         key, equals, text = override.partition("=")
         path = [name.strip() for name in key.split(".")]
         if not equals or not all(path):
-            raise ConfigError(f"--set {override}: need KEY=VALUE", hint="for example --set trainer.steps=10")
+            raise ConfigError(
+                f"--set {override}: need KEY=VALUE", hint="for example --set trainer.steps=10"
+            )
         node: Any = changed
         for name in path[:-1]:
             node = _step_into(node, name, override)
@@ -270,11 +319,15 @@ def _step_into(node: Any, name: str, override: str) -> Any:
     if isinstance(node, dict):
         return node.setdefault(name, {})
     if not isinstance(node, list):
-        raise ConfigError(f"--set {override}: no table there to hold '{name}'", hint="check the key's path")
+        raise ConfigError(
+            f"--set {override}: no table there to hold '{name}'", hint="check the key's path"
+        )
     if not name.isdecimal() or len(name) > 9 or int(name) >= len(node):
         raise ConfigError(
             f"--set {override}: '{name}' is no place in a list of {len(node)}",
-            hint=f"count from 0 to {len(node) - 1}" if node else "the list is empty: name its parts in the file",
+            hint=f"count from 0 to {len(node) - 1}"
+            if node
+            else "the list is empty: name its parts in the file",
         )
     return node[int(name)]
 
@@ -284,9 +337,11 @@ def _read_value(text: str) -> Any:
         read = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    except (ValueError, RecursionError) as error:  # a number with too many digits, lists too deep in each other
+    # a number with too many digits, lists too deep in each other
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"--set with a value that begins {text[:40]!r}: {_first(error)}", hint="give a value that the key takes"
+            f"--set with a value that begins {text[:40]!r}: {_first(error)}",
+            hint="give a value that the key takes",
         ) from error
     return read["value"] if len(read) == 1 else text
 
@@ -296,8 +351,8 @@ def _first(error: Exception) -> str:
 
 
 def _describe_faults(error: ValidationError, tree: Mapping[str, Any]) -> list[str]:
-    """One sentence per key: what it holds and what is accepted. Members of a union that refuse the same value
-    ("a whole number", "'auto'") become one sentence."""
+    """One sentence per key: what it holds and what is accepted. Members of a union that refuse the
+    same value ("a whole number", "'auto'") become one sentence."""
     sentences: list[str] = []
     refused: dict[str, tuple[Any, list[str]]] = {}
     for fault in error.errors():
@@ -324,8 +379,13 @@ def _describe_faults(error: ValidationError, tree: Mapping[str, Any]) -> list[st
 
 
 def _unknown(table: str, context: Mapping[str, Any]) -> str:
-    """What an unknown key of a table may have been meant for: the same name in other tables, or a name like it here."""
-    other = [f"{place}.{context['key']}" for place in _places_of(context["key"], RunConfig, "") if place != table]
+    """What an unknown key of a table may have been meant for: the same name in other tables, or a
+    name like it here."""
+    other = [
+        f"{place}.{context['key']}"
+        for place in _places_of(context["key"], RunConfig, "")
+        if place != table
+    ]
     meant = other if 0 < len(other) <= MOST_PLACES else context["near"]
     did_you_mean = f"; did you mean {' or '.join(repr(name) for name in meant)}?" if meant else ""
     return f"unknown key '{context['key']}'{did_you_mean} (accepted: {context['accepted']})"
@@ -336,7 +396,9 @@ def _places_of(key: str, annotation: Any, place: str) -> Iterator[str]:
     if get_origin(annotation) in (list, tuple, dict):
         return
     if not (isinstance(annotation, type) and issubclass(annotation, Section)):
-        yield from dict.fromkeys(found for part in get_args(annotation) for found in _places_of(key, part, place))
+        yield from dict.fromkeys(
+            found for part in get_args(annotation) for found in _places_of(key, part, place)
+        )
         return
     if place and key in annotation.model_fields:
         yield place
@@ -357,10 +419,15 @@ def _find_key(place: Sequence[int | str], tree: Any, *, missing: bool) -> str:
 
 
 def _look_inside(tree: Any, part: int | str) -> Any:
-    """What a table holds under a name or a list at an index; None for neither (TOML knows no None)."""
+    """What a table holds under a name or a list at an index; None for neither (TOML knows no
+    None)."""
     if isinstance(tree, Mapping):
         return tree.get(part)
-    return tree[part] if isinstance(tree, list) and isinstance(part, int) and part < len(tree) else None
+    return (
+        tree[part]
+        if isinstance(tree, list) and isinstance(part, int) and part < len(tree)
+        else None
+    )
 
 
 def _show(value: Any) -> str:
@@ -380,12 +447,15 @@ def _accepted(fault: Any) -> str:
 
 def _nearest(given: Any, expected: str) -> str:
     """ "; did you mean …" for a text that is close to one of the quoted ones."""
-    near = difflib.get_close_matches(str(given), re.findall(r"'([^']*)'", expected), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(
+        str(given), re.findall(r"'([^']*)'", expected), n=1, cutoff=0.5
+    )
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
 def _find_conversions(given: Any, made: Any, key: str) -> Iterator[str]:
-    """Values that were taken for something else than they are, such as "10" or true for a number."""
+    """Values that were taken for something else than they are, such as "10" or true for a
+    number."""
     if isinstance(given, Mapping):
         for name, value in given.items():
             inside = made[name] if isinstance(made, Mapping) else getattr(made, name)

@@ -1,6 +1,6 @@
-"""Runs all hostile programs in one mode, as whatever user it is started as. In: argv: the mode. Out: one JSON object
-{name: {"outcome", "stdout", "stderr", "detail", "wall_s", "refused", "left"}}, or {"unavailable": why}. Needs only what
-rewards.sandbox.executors imports."""
+"""Runs all hostile programs in one mode, as whatever user it is started as. In: argv: the mode.
+Out: one JSON object {name: {"outcome", "stdout", "stderr", "detail", "wall_s", "refused", "left"}},
+or {"unavailable": why}. Needs only what rewards.sandbox.executors imports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from hostile_programs import COUNTED, COUNTED_WALLED, HOSTILE, REFUSED, WALLED
 from gyre.rewards.sandbox.executors import Cell, IsolationUnavailable
 from gyre.rewards.sandbox.records import Limits, Program
 
-LIMITS = Limits(wall_s=1.5, cpu_s=1.0, memory_bytes=96 << 20, processes=8, output_bytes=1 << 16, file_bytes=2 << 20)
+LIMITS = Limits(
+    wall_s=1.5,
+    cpu_s=1.0,
+    memory_bytes=96 << 20,
+    processes=8,
+    output_bytes=1 << 16,
+    file_bytes=2 << 20,
+)
 # What ends by itself, or is ended by what it takes, must come to that on a busy machine too.
 PATIENT = replace(LIMITS, wall_s=10.0)
 CELLS = 6  # most programs sleep until their limit
@@ -26,14 +33,20 @@ def run(cell: Cell, names: list[str], programs: dict[str, str]) -> dict[str, dic
     for name in names:
         source = "import os\nprint(os.getcwd(), flush=True)\n" + programs[name]
         result = cell.run(
-            Program(source=source), limits=PATIENT if name in {*REFUSED, *COUNTED, *COUNTED_WALLED} else LIMITS
+            Program(source=source),
+            limits=PATIENT if name in {*REFUSED, *COUNTED, *COUNTED_WALLED} else LIMITS,
         )
         folder, _, stdout = result.stdout.partition("\n")
         left = folder if folder.startswith("/tmp/gyre-program-") and os.path.lexists(folder) else ""
         found[name] = {
-            "outcome": result.outcome, "stdout": stdout[:2000], "stderr": result.stderr[-500:], "detail": result.detail,
-            "wall_s": result.wall_s, "refused": dict(result.refused_calls), "left": left,
-        }  # fmt: skip
+            "outcome": result.outcome,
+            "stdout": stdout[:2000],
+            "stderr": result.stderr[-500:],
+            "detail": result.detail,
+            "wall_s": result.wall_s,
+            "refused": dict(result.refused_calls),
+            "left": left,
+        }
     return found
 
 

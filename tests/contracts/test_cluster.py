@@ -1,4 +1,5 @@
-"""Contract suite of Cluster and WorkerHandle: what whoever starts workers relies on. Ray's is slow: it starts Ray."""
+"""Contract suite of Cluster and WorkerHandle: what whoever starts workers relies on. Ray's is slow:
+it starts Ray."""
 
 from __future__ import annotations
 
@@ -31,13 +32,17 @@ def note(worker: str, kind: str, **fields: Any) -> None:
 
 
 def make_ray() -> RayCluster:
-    if importlib.util.find_spec("ray") is None:  # not imported: RayCluster must say what Ray is to read before it is
+    # not imported: RayCluster must say what Ray is to read before it is
+    if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     os.environ.setdefault("PYTHONPATH", "")
     return RayCluster(ClusterConfig(kind="ray", object_store_bytes=200 << 20), on_event=note)
 
 
-CLUSTERS: dict[str, Callable[[], Any]] = {"threads": lambda: LocalCluster(on_event=note), "ray": make_ray}
+CLUSTERS: dict[str, Callable[[], Any]] = {
+    "threads": lambda: LocalCluster(on_event=note),
+    "ray": make_ray,
+}
 
 
 @pytest.fixture(scope="module", params=["threads", pytest.param("ray", marks=pytest.mark.slow)])
@@ -100,7 +105,9 @@ def test_calls_from_several_threads_are_all_answered(cluster) -> None:
             return [handle.begin("echo", number) for number in range(first, first + 60)]
 
         begun = await asyncio.gather(*(asyncio.to_thread(call, 60 * thread) for thread in range(4)))
-        answers = [await arrive(future, handle, "echo", 20) for futures in begun for future in futures]
+        answers = [
+            await arrive(future, handle, "echo", 20) for futures in begun for future in futures
+        ]
         assert answers == list(range(240))
         await cluster.stop(handle)
 
@@ -165,7 +172,8 @@ def test_a_call_whose_arguments_cannot_be_sent_or_read_holds_up_no_other(cluster
 
 
 def test_a_worker_that_does_not_move_is_stopped_all_the_same(cluster) -> None:
-    """A process that was stopped by a signal, or hangs in a driver, keeps its device until it is gone."""
+    """A process that was stopped by a signal, or hangs in a driver, keeps its device until it is
+    gone."""
     if isinstance(cluster, LocalCluster):
         pytest.skip("a thread cannot be stopped by a signal")
 
@@ -243,5 +251,9 @@ def test_what_was_started_here_listens_on_loopback_only(cluster) -> None:
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # one that ended meanwhile
             places = process.net_connections("inet")
-            heard += [place.laddr.ip.removeprefix("::ffff:") for place in places if place.status == "LISTEN"]
+            heard += [
+                place.laddr.ip.removeprefix("::ffff:")
+                for place in places
+                if place.status == "LISTEN"
+            ]
     assert heard and set(heard) <= {"127.0.0.1", "::1"}

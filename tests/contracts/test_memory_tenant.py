@@ -1,7 +1,7 @@
 """Contract suite of MemoryTenant: what every owner of components promises the ledger.
 
-A new implementation adds its builder to IMPLEMENTATIONS; a builder returns the tenant and a function that fingerprints
-the contents of a component that is on the device.
+A new implementation adds its builder to IMPLEMENTATIONS; a builder returns the tenant and a
+function that fingerprints the contents of a component that is on the device.
 """
 
 from __future__ import annotations
@@ -45,17 +45,23 @@ class Subject:
 
 
 def build_pools(folder: Path) -> Subject:
-    """The tenant that trainer and engine are made of: a small model with its optimizer, and a cache of keys."""
+    """The tenant that trainer and engine are made of: a small model with its optimizer, and a cache
+    of keys."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 16, dtype=torch.bfloat16))
-    moments = {f"moment.{name}": torch.randn_like(value) for name, value in model.named_parameters()}
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.Linear(32, 16, dtype=torch.bfloat16)
+    )
+    moments = {
+        f"moment.{name}": torch.randn_like(value) for name, value in model.named_parameters()
+    }
     parts = {
         "actor.params": (dict(model.named_parameters()), ("device", "host", "disk")),
         "actor.optimizer": (moments, ("device", "host", "disk", "none")),
         "engine.kv": ({"pages": torch.ones(8, 4, 16)}, ("device", "none")),
     }
     pools = [
-        StoragePool(name, tensors, tiers=tiers, folder=folder, device=CPU) for name, (tensors, tiers) in parts.items()
+        StoragePool(name, tensors, tiers=tiers, folder=folder, device=CPU)
+        for name, (tensors, tiers) in parts.items()
     ]
 
     def fingerprint(name: str) -> str:
@@ -89,7 +95,9 @@ def tiny_decoder(dtype: torch.dtype = torch.float32) -> Decoder:
         tied=True,
         context_tokens=64,
     )
-    decoder = Decoder(spec_from_shape(shape, vocab_size=48, bos_id=None, eos_ids=(0,)), device=CPU, dtype=dtype)
+    decoder = Decoder(
+        spec_from_shape(shape, vocab_size=48, bos_id=None, eos_ids=(0,)), device=CPU, dtype=dtype
+    )
     init_weights(decoder, 0)
     return decoder
 
@@ -104,7 +112,9 @@ def over_pools(tenant: MemoryTenant, pools: PoolTenant) -> Subject:
     return Subject(tenant=tenant, fingerprint=fingerprint)
 
 
-def build_trainer(folder: Path, *, dtype: torch.dtype, objective: GrpoConfig | PpoConfig) -> Subject:
+def build_trainer(
+    folder: Path, *, dtype: torch.dtype, objective: GrpoConfig | PpoConfig
+) -> Subject:
     decoder = tiny_decoder(dtype)
     trainer = NativeTrainer(
         decoder=decoder,
@@ -136,8 +146,12 @@ def build_engine(folder: Path) -> Subject:
 
 IMPLEMENTATIONS: dict[str, Callable[[Path], Subject]] = {
     "pools": build_pools,
-    "trainer, grpo, float32": partial(build_trainer, dtype=torch.float32, objective=GrpoConfig(kl_coef=0.1)),
-    "trainer, ppo, bfloat16": partial(build_trainer, dtype=torch.bfloat16, objective=PpoConfig(kl_coef=0.1)),
+    "trainer, grpo, float32": partial(
+        build_trainer, dtype=torch.float32, objective=GrpoConfig(kl_coef=0.1)
+    ),
+    "trainer, ppo, bfloat16": partial(
+        build_trainer, dtype=torch.bfloat16, objective=PpoConfig(kl_coef=0.1)
+    ),
     "engine": build_engine,
     "fake_engine": build_fake_engine,
     "fake_trainer": build_fake_trainer,
@@ -198,11 +212,15 @@ def test_sizes_do_not_depend_on_the_tier(subject: Subject) -> None:
     before = {component.name: component.size_bytes for component in subject.tenant.components()}
     for component in subject.tenant.components():
         subject.tenant.move([component.name], component.tiers[-1])
-    assert {component.name: component.size_bytes for component in subject.tenant.components()} == before
+    assert {
+        component.name: component.size_bytes for component in subject.tenant.components()
+    } == before
 
 
 def test_destroyed_components_come_back_in_full_size(subject: Subject) -> None:
-    doomed = [component.name for component in subject.tenant.components() if "none" in component.tiers]
+    doomed = [
+        component.name for component in subject.tenant.components() if "none" in component.tiers
+    ]
     for _ in range(3):
         subject.tenant.move(doomed, "none")
         check_measure(subject.tenant)
@@ -239,7 +257,10 @@ def test_unknown_names_are_refused_before_anything_moves(subject: Subject) -> No
 
 
 def test_many_round_trips_leave_no_residue(subject: Subject) -> None:
-    before = {component.name: subject.fingerprint(component.name) for component in subject.tenant.components()}
+    before = {
+        component.name: subject.fingerprint(component.name)
+        for component in subject.tenant.components()
+    }
     keeping: dict[str, list[Tier]] = {
         component.name: [tier for tier in component.tiers if tier not in ("device", "none")]
         for component in subject.tenant.components()

@@ -1,4 +1,5 @@
-"""Contract suite of PolicyTrainer and MemoryTenant: what the loop relies on, for every implementation in TRAINERS."""
+"""Contract suite of PolicyTrainer and MemoryTenant: what the loop relies on, for every
+implementation in TRAINERS."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def native(objective, tmp_path) -> NativeTrainer:
 
 def fake(objective, tmp_path) -> CountingTrainer:
     config = FakeTrainerConfig(sequences_per_update=4)
-    return CountingTrainer(emit=lambda name, **fields: None, config=config, shapes=SPEC.parameter_shapes())
+    return CountingTrainer(
+        emit=lambda name, **fields: None, config=config, shapes=SPEC.parameter_shapes()
+    )
 
 
 def group(objective, tmp_path) -> TrainerGroup:
@@ -78,11 +81,17 @@ def group(objective, tmp_path) -> TrainerGroup:
     cluster = LocalCluster(on_event=lambda worker, kind, **fields: None)
     shapes = SPEC.parameter_shapes()
     specs = [
-        RoleSpec(name=f"rank-{rank}", builder="cluster_roles:fake_trainer", arguments={"rank": rank, "shapes": shapes})
+        RoleSpec(
+            name=f"rank-{rank}",
+            builder="cluster_roles:fake_trainer",
+            arguments={"rank": rank, "shapes": shapes},
+        )
         for rank in range(2)
     ]
     handles = start_workers(cluster, specs)
-    return TrainerGroup(cluster, handles, emit=lambda name, **fields: None, call_deadline_s=30.0, hang_s=30.0)
+    return TrainerGroup(
+        cluster, handles, emit=lambda name, **fields: None, call_deadline_s=30.0, hang_s=30.0
+    )
 
 
 TRAINERS: dict[str, Callable] = {"native": native, "fake": fake, "group of fakes": group}
@@ -90,7 +99,9 @@ TRAINERS: dict[str, Callable] = {"native": native, "fake": fake, "group of fakes
 
 @pytest.fixture(params=TRAINERS)
 def make(request, tmp_path):
-    return lambda objective=None: TRAINERS[request.param](objective or GrpoConfig(kl_coef=0.1), tmp_path)
+    return lambda objective=None: TRAINERS[request.param](
+        objective or GrpoConfig(kl_coef=0.1), tmp_path
+    )
 
 
 def batch(step: int = 0, num_sequences: int = 8) -> TrainBatch:
@@ -115,7 +126,9 @@ def batch(step: int = 0, num_sequences: int = 8) -> TrainBatch:
     return TrainBatch(sequences=tuple(sequences), step=step)
 
 
-@pytest.mark.parametrize("objective", [GrpoConfig(kl_coef=0.1), PpoConfig(), DpoConfig()], ids=lambda o: o.kind)
+@pytest.mark.parametrize(
+    "objective", [GrpoConfig(kl_coef=0.1), PpoConfig(), DpoConfig()], ids=lambda o: o.kind
+)
 def test_step_reports_what_it_did_and_the_version_is_final(make, objective):
     async def run() -> None:
         trainer = make(objective)
@@ -145,7 +158,9 @@ def test_evaluate_answers_in_batch_order_and_changes_nothing(make):
             for here, there in zip(evaluation.per_token, turned.per_token[::-1], strict=True):
                 np.testing.assert_allclose(here, there, atol=1e-5)
         rewards = await trainer.evaluate(asked, "reward")
-        assert rewards.per_sequence is not None and rewards.per_sequence.shape == (len(asked.sequences),)
+        assert rewards.per_sequence is not None and rewards.per_sequence.shape == (
+            len(asked.sequences),
+        )
         for name, tensor in trainer.register()[1].items():
             assert torch.equal(tensor, before[name])
         await trainer.close()
@@ -207,7 +222,10 @@ def test_components_move_and_are_measured(make):
                     continue
                 trainer.move([component.name], tier)
                 usage = trainer.measure()[component.name]
-                assert usage.device_bytes == 0 and usage.host_bytes + usage.disk_bytes >= component.size_bytes
+                assert (
+                    usage.device_bytes == 0
+                    and usage.host_bytes + usage.disk_bytes >= component.size_bytes
+                )
                 assert {c.name: c.tier for c in trainer.components()}[component.name] == tier
             trainer.move([component.name], "device")
         with pytest.raises(InputError, match="no component"):

@@ -28,12 +28,16 @@ LENGTH = 7
 
 def sequence(i: int, chosen: float = -1.0) -> TrainSequence:
     columns = {"loss_mask": np.array([False, True, True])}
-    return TrainSequence(tokens=np.array([9, 8, i], dtype=np.int32), columns=columns, scalars={"chosen": chosen})
+    return TrainSequence(
+        tokens=np.array([9, 8, i], dtype=np.int32), columns=columns, scalars={"chosen": chosen}
+    )
 
 
 def prompts(seed: int = 0, length: int = LENGTH) -> PromptSource:
     records = [
-        Prompt(prompt_id=str(i), tokens=np.array([i], dtype=np.int32), text=str(i), task={}, source="s")
+        Prompt(
+            prompt_id=str(i), tokens=np.array([i], dtype=np.int32), text=str(i), task={}, source="s"
+        )
         for i in range(length)
     ]
     return ShuffledSource(records, seed, "prompts")
@@ -44,7 +48,9 @@ def sequences(seed: int = 0, length: int = LENGTH) -> PromptSource:
 
 
 def pairs(seed: int = 0, length: int = LENGTH) -> PromptSource:
-    return PairSource([(sequence(i, 1.0), sequence(100 + i, 0.0)) for i in range(length)], seed, "pairs")
+    return PairSource(
+        [(sequence(i, 1.0), sequence(100 + i, 0.0)) for i in range(length)], seed, "pairs"
+    )
 
 
 def procedural(seed: int = 0, length: int = LENGTH) -> PromptSource:
@@ -67,7 +73,10 @@ Maker = Callable[..., PromptSource]
 def taken(source: PromptSource, *counts: int) -> list[Any]:
     """Comparable contents of what is taken."""
     records = [record for n in counts for record in source.take(n)]
-    return [(r.tokens.tolist(), getattr(r, "pair_id", None), getattr(r, "scalars", None)) for r in records]
+    return [
+        (r.tokens.tolist(), getattr(r, "pair_id", None), getattr(r, "scalars", None))
+        for r in records
+    ]
 
 
 def per_item(make: Maker) -> int:
@@ -102,7 +111,9 @@ def test_order_is_a_function_of_the_seed(make: Maker) -> None:
     st.lists(st.integers(1, 12), max_size=5),
     st.lists(st.integers(1, 12), min_size=1),
 )
-def test_state_continues_exactly_and_step_sizes_do_not_matter(make: Maker, before: list[int], after: list[int]) -> None:
+def test_state_continues_exactly_and_step_sizes_do_not_matter(
+    make: Maker, before: list[int], after: list[int]
+) -> None:
     source = make()
     taken(source, *before)
     state = json.loads(json.dumps(source.state()))
@@ -139,7 +150,9 @@ def test_state_of_other_data_is_refused(make: Maker) -> None:
 
 def test_masks_are_part_of_what_is_recognised() -> None:
     other = sequence(0)
-    changed = TrainSequence(tokens=other.tokens, columns={"loss_mask": np.array([True, True, True])})
+    changed = TrainSequence(
+        tokens=other.tokens, columns={"loss_mask": np.array([True, True, True])}
+    )
     state = ShuffledSource([other], 0, "x").state()
     with pytest.raises(SnapshotError, match="fingerprint"):
         ShuffledSource([changed], 0, "x").restore(state)

@@ -1,7 +1,7 @@
 """Contract suite of RolloutEngine and EngineLifecycle: what every engine promises the loop.
 
-A new implementation adds its builder to IMPLEMENTATIONS. A builder returns the engine, not started, and the tensors
-that a version of it consists of.
+A new implementation adds its builder to IMPLEMENTATIONS. A builder returns the engine, not started,
+and the tensors that a version of it consists of.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def build_scripted() -> Subject:
         return [derive_seed(request.seed, index, place) % VOCAB for place in range(200)]
 
     engine = ScriptedEngine(
-        recite, emit=lambda kind, **fields: None, config=FakeEngineConfig(context_tokens=128, max_running=6)
+        recite,
+        emit=lambda kind, **fields: None,
+        config=FakeEngineConfig(context_tokens=128, max_running=6),
     )
     return Subject(engine=engine, tensors={"w": torch.ones(3)}, shared=False)
 
@@ -155,7 +157,9 @@ def test_each_completion_streams_and_ends_once(subject: Subject) -> None:
     go(main)
 
 
-def test_the_same_request_gives_the_same_tokens_alone_or_not_streamed_or_not(subject: Subject) -> None:
+def test_the_same_request_gives_the_same_tokens_alone_or_not_streamed_or_not(
+    subject: Subject,
+) -> None:
     async def main() -> None:
         await subject.engine.start(dummy=False)
         alone = await read(subject, ask())
@@ -172,7 +176,9 @@ def test_the_same_request_gives_the_same_tokens_alone_or_not_streamed_or_not(sub
 def test_a_refusal_is_an_answer_for_each_completion(subject: Subject) -> None:
     async def main() -> None:
         before = await read(subject, ask())
-        assert [part.finish for part in before] == ["refused"] * 2 and all(part.reason for part in before)
+        assert [part.finish for part in before] == ["refused"] * 2 and all(
+            part.reason for part in before
+        )
         await subject.engine.start(dummy=True)
         dummy = await read(subject, ask())
         assert [part.finish for part in dummy] == ["refused"] * 2
@@ -180,7 +186,9 @@ def test_a_refusal_is_an_answer_for_each_completion(subject: Subject) -> None:
         await subject.engine.commit(1, policy="drain")
         for request in (ask(max_tokens=500), replace(ask(), grammar="root ::= x")):
             parts = await read(subject, request)
-            assert [part.finish for part in parts] == ["refused"] * 2 and all(part.reason for part in parts)
+            assert [part.finish for part in parts] == ["refused"] * 2 and all(
+                part.reason for part in parts
+            )
         assert (await read(subject, ask()))[0].finish == "length"
         assert (await subject.engine.stats()).refused == 4
 
@@ -216,11 +224,16 @@ def test_interrupted_requests_go_on_from_their_partials(subject: Subject) -> Non
     async def main() -> None:
         await subject.engine.start(dummy=False)
         whole = await read(subject, ask(chunk_tokens=0))
-        streams = [subject.engine.submit(ask(chunk_tokens=1)), subject.engine.submit(ask("late", chunk_tokens=0))]
+        streams = [
+            subject.engine.submit(ask(chunk_tokens=1)),
+            subject.engine.submit(ask("late", chunk_tokens=0)),
+        ]
         await anext(streams[0])
         partials = await subject.engine.interrupt(deadline_s=20)
         parts = await collect(streams[0])
-        assert {part.finish for part in parts} <= {"interrupted", "length"} and set(partials) >= {"r"}
+        assert {part.finish for part in parts} <= {"interrupted", "length"} and set(partials) >= {
+            "r"
+        }
         await collect(streams[1])
         assert [partial.index for partial in partials["r"]] == [0, 1]
         rest = await read(subject, replace(ask("go on"), partials=partials["r"]))
@@ -291,7 +304,9 @@ def test_destroyed_and_instantiated_again(subject: Subject) -> None:
             await subject.engine.commit(version, policy="drain")
             parts = await read(subject, ask())
             expected = expected or parts[0].tokens.tolist()
-            assert parts[0].tokens.tolist() == expected and set(parts[0].versions.tolist()) == {version}
+            assert parts[0].tokens.tolist() == expected and set(parts[0].versions.tolist()) == {
+                version
+            }
             stream = subject.engine.submit(ask(max_tokens=100))
             await subject.engine.terminate()
             assert [part.finish for part in await collect(stream)] == ["abort"] * 2

@@ -14,8 +14,22 @@ from gyre.core.errors import InputError
 from gyre.rewards.sandbox.executors import Cell, Cells, IsolationUnavailable, _probe
 from gyre.rewards.sandbox.records import Limits, Program
 
-LIMITS = Limits(wall_s=10.0, cpu_s=5.0, memory_bytes=128 << 20, processes=8, output_bytes=1 << 16, file_bytes=1 << 20)
-SHORT = Limits(wall_s=0.5, cpu_s=5.0, memory_bytes=128 << 20, processes=8, output_bytes=1 << 16, file_bytes=1 << 20)
+LIMITS = Limits(
+    wall_s=10.0,
+    cpu_s=5.0,
+    memory_bytes=128 << 20,
+    processes=8,
+    output_bytes=1 << 16,
+    file_bytes=1 << 20,
+)
+SHORT = Limits(
+    wall_s=0.5,
+    cpu_s=5.0,
+    memory_bytes=128 << 20,
+    processes=8,
+    output_bytes=1 << 16,
+    file_bytes=1 << 20,
+)
 
 
 def _available(mode: str) -> bool:
@@ -39,7 +53,9 @@ def cells(request):
     zygotes = [process for process in _below() if process not in others]
     assert zygotes
     sandbox.close()
-    assert not [process for process in zygotes if process.is_running() and process.status() != "zombie"]
+    assert not [
+        process for process in zygotes if process.is_running() and process.status() != "zombie"
+    ]
 
 
 def _below() -> list[psutil.Process]:
@@ -51,14 +67,22 @@ def _run(sandbox: Cells, source: str, *, limits: Limits = LIMITS, **fields):
 
 
 def test_says_what_isolates(cells):
-    assert cells.isolation.startswith({"strong": "namespaces", "weak": "weak", "bubblewrap": "bubblewrap"}[cells.mode])
+    assert cells.isolation.startswith(
+        {"strong": "namespaces", "weak": "weak", "bubblewrap": "bubblewrap"}[cells.mode]
+    )
     assert ("no network" in cells.isolation) == (cells.mode != "weak")
 
 
 def test_runs_as_python_would(cells):
-    source = "import sys\nname = input()\nprint('hello', name, sys.argv[1:], open('a/b.txt').read())"
+    source = (
+        "import sys\nname = input()\nprint('hello', name, sys.argv[1:], open('a/b.txt').read())"
+    )
     result = _run(cells, source, stdin="world\n", argv=("-x", "y"), files={"a/b.txt": "text"})
-    assert (result.outcome, result.stdout, result.exit_code) == ("ok", "hello world ['-x', 'y'] text\n", 0)
+    assert (result.outcome, result.stdout, result.exit_code) == (
+        "ok",
+        "hello world ['-x', 'y'] text\n",
+        0,
+    )
     assert result.stderr == "" and result.wall_s > 0.0
 
 
@@ -118,8 +142,15 @@ if os.fork() == 0:
         (IGNORE_ALL + "while True: pass", {"timeout"}),
         (IGNORE_ALL + "import time\nwhile True: time.sleep(1)", {"timeout"}),
         ("import os\nos.close(1); os.close(2)\nwhile True: pass", {"timeout"}),
-        ("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", {"timeout", "processes", "cpu"}),
-        ("import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()", None),
+        (
+            "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
+            {"timeout", "processes", "cpu"},
+        ),
+        (
+            "import threading, time\nwhile True: threading.Thread(target=time.sleep, "
+            "args=(99,)).start()",
+            None,
+        ),
         ("while True: print('x' * 1000)", {"output"}),
         ("import sys\nwhile True: sys.stderr.write('x' * 1000)", {"output"}),
         (DAEMON, {"ok"}),
@@ -155,9 +186,15 @@ def test_files_are_limited(cells):
 def test_files_are_limited_together(cells):
     """100 MiB in files of an allowed size, into a folder of 4 MiB."""
     limits = Limits(wall_s=10.0, memory_bytes=128 << 20, file_bytes=4 << 20)
-    source = "for n in range(50):\n  with open(f'f{n}', 'wb') as f: f.write(bytes(2 << 20))\nprint('written')"
+    source = (
+        "for n in range(50):\n  with open(f'f{n}', 'wb') as f: f.write(bytes(2 << "
+        "20))\nprint('written')"
+    )
     result = _run(cells, source, limits=limits)
-    assert result.outcome == ("files" if cells.mode == "weak" else "exit") and "written" not in result.stdout, result
+    assert (
+        result.outcome == ("files" if cells.mode == "weak" else "exit")
+        and "written" not in result.stdout
+    ), result
 
 
 DEEP = """
@@ -254,7 +291,8 @@ def test_undecodable_output_is_replaced(cells):
 def test_programs_in_flight_do_not_mix(cells):
     async def many():
         programs = [
-            Program(source="import time\nn = input()\ntime.sleep(0.01)\nprint(n)", stdin=str(n)) for n in range(8)
+            Program(source="import time\nn = input()\ntime.sleep(0.01)\nprint(n)", stdin=str(n))
+            for n in range(8)
         ]
         return await asyncio.gather(*(cells.run(program, limits=LIMITS) for program in programs))
 
@@ -262,7 +300,9 @@ def test_programs_in_flight_do_not_mix(cells):
 
 
 def test_a_dead_zygote_costs_one_program(cells):
-    zygotes = [process for process in _below() if "sandbox.fork_server" in " ".join(process.cmdline())]
+    zygotes = [
+        process for process in _below() if "sandbox.fork_server" in " ".join(process.cmdline())
+    ]
     assert zygotes
     for process in zygotes:
         process.kill()

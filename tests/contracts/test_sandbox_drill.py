@@ -1,4 +1,5 @@
-"""Drill: 60 hostile programs in every mode that this machine has, as root and as an ordinary user."""
+"""Drill: 60 hostile programs in every mode that this machine has, as root and as an ordinary
+user."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def _objects() -> set[tuple[str, str]]:
 def _run(mode: str, prefix: list[str], python: str) -> dict[str, dict]:
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{SOURCE}:{HERE}"}
     command = [*prefix, python, str(HERE / "drill.py"), mode]
-    done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, env=environment, cwd="/", capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0 and not done.stderr, done.stderr[-3000:]
     found = json.loads(done.stdout)
     if "unavailable" in found:
@@ -47,7 +50,12 @@ def _run(mode: str, prefix: list[str], python: str) -> dict[str, dict]:
 def _ordinary() -> tuple[list[str], str]:
     """How to become somebody else, and a Python that everybody may read."""
     python = next(
-        (p for p in ("/usr/bin/python3.13", "/usr/bin/python3.12", "/usr/bin/python3.11") if Path(p).exists()), ""
+        (
+            p
+            for p in ("/usr/bin/python3.13", "/usr/bin/python3.12", "/usr/bin/python3.11")
+            if Path(p).exists()
+        ),
+        "",
     )
     if not python or not shutil.which("setpriv"):
         pytest.skip("needs setpriv and a Python that everybody may read")
@@ -80,19 +88,24 @@ def test_hostile_programs_are_bounded_and_leave_nothing(mode, user):
         assert "opened" not in ended["stdout"] and "raised" not in ended["stdout"], (name, ended)
         assert not ended["left"], (name, ended)
     x86 = os.uname().machine == "x86_64"
-    missing = {name: call for name, call in REFUSED.items() if x86 and call not in found[name]["refused"]}
+    missing = {
+        name: call for name, call in REFUSED.items() if x86 and call not in found[name]["refused"]
+    }
     assert not missing
     held = COUNTED | (set() if mode == "weak" else COUNTED_WALLED)
     assert {name: found[name]["outcome"] for name in held} == dict.fromkeys(held, "memory")
     assert {found[name]["outcome"] for name in ("many_files", "removed_files")} <= FILES[mode]
-    assert found["scm_cycle_stdout"]["stdout"] == "sent\n" and found["fake_125"]["outcome"] == "exit"
+    assert (
+        found["scm_cycle_stdout"]["stdout"] == "sent\n" and found["fake_125"]["outcome"] == "exit"
+    )
     assert _objects() <= objects | _of_others()
     assert Path("/proc/self/mountinfo").read_text() == mounts
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= processes
 
 
 def _of_others() -> set[tuple[str, str]]:
-    """Objects of users that no program of ours runs as; other work on this machine may make them meanwhile."""
+    """Objects of users that no program of ours runs as; other work on this machine may make them
+    meanwhile."""
     found = set()
     for kind, owner in (("sem", 4), ("msg", 7), ("shm", 7)):
         path = Path("/proc/sysvipc") / kind

@@ -1,4 +1,5 @@
-"""Ordinary programs print in the sandbox what they print outside, in every mode that this machine has."""
+"""Ordinary programs print in the sandbox what they print outside, in every mode that this machine
+has."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from gyre.rewards.sandbox.records import Limits, Program
 
 LIMITS = Limits(wall_s=120.0, cpu_s=60.0, memory_bytes=1 << 30, processes=24)
 BATCH = 51
-# Runs one program after the other in a fork each, so that none meets what another left in its process.
+# Runs one program after the other in a fork each, so that none meets what another left in its
+# process.
 RUNNER = """
 import json, os, sys
 for number, source in enumerate(json.load(sys.stdin)):
@@ -46,10 +48,18 @@ def outside(tmp_path_factory):
     found = []
     for at in range(0, len(PROGRAMS), BATCH):
         done = subprocess.run(
-            [sys.executable, "-S", "-s", "-P", "-c", RUNNER], input=json.dumps(PROGRAMS[at : at + BATCH]).encode(),
-            capture_output=True, cwd=tmp_path_factory.mktemp("outside"), timeout=120,
-            env={"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "LANG": "C.UTF-8"},
-        )  # fmt: skip
+            [sys.executable, "-S", "-s", "-P", "-c", RUNNER],
+            input=json.dumps(PROGRAMS[at : at + BATCH]).encode(),
+            capture_output=True,
+            cwd=tmp_path_factory.mktemp("outside"),
+            timeout=120,
+            env={
+                "PATH": "/usr/local/bin:/usr/bin:/bin",
+                "PYTHONHASHSEED": "0",
+                "PYTHONUTF8": "1",
+                "LANG": "C.UTF-8",
+            },
+        )
         assert done.returncode == 0 and not done.stderr, done.stderr
         found.append(_parts(done.stdout.decode()))
     return found
@@ -92,12 +102,18 @@ def test_numpy_and_its_threads_need_no_refused_call(tmp_path):
     pytest.importorskip("numpy")
     ours, theirs = socket.socketpair()
     child = subprocess.Popen(
-        [sys.executable, "-c", NUMPY, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdout=subprocess.PIPE,
-        text=True, cwd=tmp_path,
-    )  # fmt: skip
+        [sys.executable, "-c", NUMPY, str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
     theirs.close()
     _, files, _, _ = socket.recv_fds(ours, 10, 1)
-    listener, ended = syscall_filter.Listener(files[0], MemoryMeter(-1, 0, 0)), os.pidfd_open(child.pid)
+    listener, ended = (
+        syscall_filter.Listener(files[0], MemoryMeter(-1, 0, 0)),
+        os.pidfd_open(child.pid),
+    )
     while ended not in (ready := select.select([listener.fd, ended], [], [], 60)[0]):
         assert ready, "numpy hangs"
         listener.answer_one()

@@ -14,11 +14,18 @@ from gyre.core.records import Prompt, Rollout, Sampling
 from gyre.rewards.config import RewardsConfig
 from gyre.rewards.score import RuleScorer
 
-PARTS = [{"kind": "answer", "forms": ["plain"], "compare": "exact"}, {"kind": "format", "weight": 0.5}]
+PARTS = [
+    {"kind": "answer", "forms": ["plain"], "compare": "exact"},
+    {"kind": "format", "weight": 0.5},
+]
 
 
 def _rule(emit):
-    return RuleScorer(RewardsConfig.model_validate({"parts": PARTS, "workers": 2}), emit=emit, clock=time.monotonic)
+    return RuleScorer(
+        RewardsConfig.model_validate({"parts": PARTS, "workers": 2}),
+        emit=emit,
+        clock=time.monotonic,
+    )
 
 
 def _table(emit):
@@ -30,7 +37,13 @@ ZEROS = np.zeros(4, np.float32)
 ROLLOUT = Rollout(
     rollout_id="",
     group_id="g",
-    prompt=Prompt(prompt_id="p", tokens=np.arange(2, dtype=np.int32), text="?", task={"answer": "5"}, source="test"),
+    prompt=Prompt(
+        prompt_id="p",
+        tokens=np.arange(2, dtype=np.int32),
+        text="?",
+        task={"answer": "5"},
+        source="test",
+    ),
     tokens=np.arange(4, dtype=np.int32),
     sampled=np.arange(4) >= 2,
     logprobs=ZEROS,
@@ -93,9 +106,17 @@ def test_never_raises_for_what_a_rollout_contains(make):
 
 
 def test_never_raises_for_what_a_task_contains(make):
-    tasks = [{}, {"answer": None}, {"answer": ["5"]}, {"answer": {"a": 1}}, {"other": "5"}, {"answer": "5" * 10_000}]
+    tasks = [
+        {},
+        {"answer": None},
+        {"answer": ["5"]},
+        {"answer": {"a": 1}},
+        {"other": "5"},
+        {"answer": "5" * 10_000},
+    ]
     rollouts = [
-        replace(ROLLOUT, rollout_id=f"r{n}", prompt=replace(ROLLOUT.prompt, task=task)) for n, task in enumerate(tasks)
+        replace(ROLLOUT, rollout_id=f"r{n}", prompt=replace(ROLLOUT.prompt, task=task))
+        for n, task in enumerate(tasks)
     ]
     assert [score.value for score in _score(make, rollouts)] == [0.0] * len(tasks)
 
@@ -110,7 +131,10 @@ def test_deadline_is_kept_with_a_score_for_each(make):
     scores = _score(make, _rollouts(["5"] * 20), deadline_s=0.0)
     assert [score.rollout_id for score in scores] == [f"r{n}" for n in range(20)]
     for score in scores:
-        assert all(part.outcome == "timeout" and part.value == 0.0 for part in score.parts) and score.value == 0.0
+        assert (
+            all(part.outcome == "timeout" and part.value == 0.0 for part in score.parts)
+            and score.value == 0.0
+        )
 
 
 def test_times_are_on_the_monotonic_clock(make):
@@ -129,7 +153,9 @@ def test_calls_overlap(make):
         return answers
 
     right, wrong, again = asyncio.run(go())
-    assert all(score.value > 0.0 for score in [*right, *again]) and all(score.value == 0.0 for score in wrong)
+    assert all(score.value > 0.0 for score in [*right, *again]) and all(
+        score.value == 0.0 for score in wrong
+    )
 
 
 def test_the_same_rollouts_score_the_same(make):

@@ -1,7 +1,8 @@
-"""What the files of GPU tests share: no test's result hangs on those before it, and the files can be dealt into parts.
+"""What the files of GPU tests share: no test's result hangs on those before it, and the files can
+be dealt into parts.
 
---part I/N runs the I-th of N parts, dealt by the seconds in seconds.json; --record-seconds measures them again;
---order SEED shuffles files, and the tests of each.
+--part I/N runs the I-th of N parts, dealt by the seconds in seconds.json; --record-seconds measures
+them again; --order SEED shuffles files, and the tests of each.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ SECONDS = Path(__file__).with_name("seconds.json")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", help="I/N: the I-th of N parts of the GPU tests, counted from 1")
-    parser.addoption("--order", type=int, help="a seed: run the files in another order, and the tests of each")
-    parser.addoption("--record-seconds", action="store_true", help="write what each file takes into seconds.json")
+    parser.addoption(
+        "--order", type=int, help="a seed: run the files in another order, and the tests of each"
+    )
+    parser.addoption(
+        "--record-seconds", action="store_true", help="write what each file takes into seconds.json"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,7 +40,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part, seed = config.getoption("--part", default=None), config.getoption("--order", default=None)
     if part is not None:
         number, parts = read_part(part)
-        mine = deal(Counter(item.path.name for item in items), json.loads(SECONDS.read_text()), parts)[number - 1]
+        mine = deal(
+            Counter(item.path.name for item in items), json.loads(SECONDS.read_text()), parts
+        )[number - 1]
         config.hook.pytest_deselected(items=[item for item in items if item.path.name not in mine])
         items[:] = [item for item in items if item.path.name in mine]
     if seed is not None:
@@ -50,7 +57,8 @@ def read_part(text: str) -> tuple[int, int]:
 
 
 def deal(tests: Counter[str], seconds: dict[str, float], parts: int) -> list[set[str]]:
-    """Deal files, the longest first, each to the part that has least. A file not measured yet counts a second a test."""
+    """Deal files, the longest first, each to the part that has least. A file not measured yet
+    counts a second a test."""
     dealt: list[set[str]] = [set() for _ in range(parts)]
     taken_s = [0.0] * parts
     cost_s = {name: seconds.get(name, float(count)) for name, count in tests.items()}
@@ -79,7 +87,9 @@ class Recorder:
         self._seconds[Path(report.location[0]).name] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        known = json.loads(SECONDS.read_text()) | {name: round(s, 1) for name, s in self._seconds.items()}
+        known = json.loads(SECONDS.read_text()) | {
+            name: round(s, 1) for name, s in self._seconds.items()
+        }
         SECONDS.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
 
 
@@ -98,7 +108,8 @@ def fresh_draws(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def allocated() -> Callable[[], int]:
-    """Device bytes of tensors that are still referred to: the garbage of this test and earlier ones is collected."""
+    """Device bytes of tensors that are still referred to: the garbage of this test and earlier ones
+    is collected."""
 
     def count() -> int:
         torch.cuda.synchronize()
@@ -111,7 +122,8 @@ def allocated() -> Callable[[], int]:
 
 @pytest.fixture
 def exact_float32() -> Iterator[None]:
-    """Products of float32 without TF32. Restored by assignment: torch keeps no entry that pytest could delete."""
+    """Products of float32 without TF32. Restored by assignment: torch keeps no entry that pytest
+    could delete."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield

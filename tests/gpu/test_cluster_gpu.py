@@ -1,4 +1,5 @@
-"""The ring on several GPUs of one host: Ray, NCCL, one worker per GPU. Needs the extra `cluster` and two GPUs."""
+"""The ring on several GPUs of one host: Ray, NCCL, one worker per GPU. Needs the extra `cluster`
+and two GPUs."""
 
 from __future__ import annotations
 
@@ -34,15 +35,24 @@ def test_a_worker_per_gpu(tmp_path: Path, zero: int) -> None:
         "cluster": {"kind": "ray"},
         "parallel.zero": zero,
     }
-    with tempfile.TemporaryDirectory(prefix="gyre-ray-", ignore_cleanup_errors=True) as ray_folder:  # sockets: short
-        answer = gyre("train", write_config(tmp_path, sets), "--plain", folder=tmp_path, env={"RAY_TMPDIR": ray_folder})
+    # sockets: short
+    with tempfile.TemporaryDirectory(prefix="gyre-ray-", ignore_cleanup_errors=True) as ray_folder:
+        answer = gyre(
+            "train",
+            write_config(tmp_path, sets),
+            "--plain",
+            folder=tmp_path,
+            env={"RAY_TMPDIR": ray_folder},
+        )
         folder = tmp_path / "runs" / "tiny"
         told = tell_cluster_run(answer, folder, Path(ray_folder))
     assert answer.code == 0 and not answer.left_behind, told
     assert len(read_story(folder).steps) == 20, told
     gates = [row for row in events_of(folder, "cluster.memory") if row["phase"] == "rollout"]
     assert len(gates[0]["device_bytes"]) == torch.cuda.device_count(), told
-    assert len({str(row["device_bytes"]) for row in gates[2:]}) == 1, f"bytes grow over phase switches\n{told}"
+    assert len({str(row["device_bytes"]) for row in gates[2:]}) == 1, (
+        f"bytes grow over phase switches\n{told}"
+    )
     copied = {row["copied_bytes"] for row in events_of(folder, "weights.published")}
     assert (copied == {0}) == (zero == 1), told
     gaps = [row["metrics"]["logprob_gap_max"] for row in events_of(folder, "step.done")]

@@ -1,4 +1,5 @@
-"""The engine on a CUDA device: the same tokens as on the CPU, and KV pages that really leave the device."""
+"""The engine on a CUDA device: the same tokens as on the CPU, and KV pages that really leave the
+device."""
 
 from __future__ import annotations
 
@@ -45,13 +46,22 @@ def make_decoder(device: torch.device, dtype: torch.dtype) -> Decoder:
     init_weights(decoder, 0)
     with torch.no_grad():
         for parameter in decoder.parameters():
-            parameter.mul_(8.0 if parameter.dim() > 1 else 1.0)  # peaked choices: rounding decides nothing
+            # peaked choices: rounding decides nothing
+            parameter.mul_(8.0 if parameter.dim() > 1 else 1.0)
     return decoder
 
 
-def make_engine(device: torch.device, dtype: torch.dtype, compute: ThreadPoolExecutor, **config) -> NativeEngine:
+def make_engine(
+    device: torch.device, dtype: torch.dtype, compute: ThreadPoolExecutor, **config
+) -> NativeEngine:
     decoder = make_decoder(device, dtype)
-    settings = {"num_pages": 600, "page_tokens": 8, "max_running": 16, "token_budget": 1024, **config}
+    settings = {
+        "num_pages": 600,
+        "page_tokens": 8,
+        "max_running": 16,
+        "token_budget": 1024,
+        **config,
+    }
     return NativeEngine(
         decoder,
         EngineConfig(**settings),
@@ -67,7 +77,12 @@ def make_requests(**sampling) -> list[Request]:
     lengths = [5, 9, 30, 31, 64, 200, 333, 12]
     rules = Sampling(**{"temperature": 0.0, "max_tokens": 24, **sampling})
     return [
-        Request(request_id=f"r{i}", tokens=generator.integers(0, VOCAB, n).astype(np.int32), sampling=rules, seed=i)
+        Request(
+            request_id=f"r{i}",
+            tokens=generator.integers(0, VOCAB, n).astype(np.int32),
+            sampling=rules,
+            seed=i,
+        )
         for i, n in enumerate(lengths)
     ]
 
@@ -86,7 +101,8 @@ def run(device: str, requests: list[Request], dtype: torch.dtype = torch.float32
 
 
 def judge(request: Request, chosen: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-prob of the best and of the chosen token at each position, by the float32 decoder on the CPU."""
+    """Return the log-prob of the best and of the chosen token at each position, by the float32
+    decoder on the CPU."""
     tokens = torch.tensor(np.concatenate([request.tokens, chosen]).astype(np.int64))
     decoder = make_decoder(torch.device("cpu"), torch.float32)
     with torch.inference_mode():
@@ -120,16 +136,23 @@ FUSED = {"page_tokens": 64, "num_pages": 200}
 
 
 def test_the_fused_runner_chooses_what_the_cpu_chooses() -> None:
-    """In bfloat16, greedily: each token is the best, but for rounding, of a float32 pass over what came before it; over
-    mixed steps, graphs, forks, preemption, overlap or not."""
+    """In bfloat16, greedily: each token is the best, but for rounding, of a float32 pass over what
+    came before it; over mixed steps, graphs, forks, preemption, overlap or not."""
     requests, seen = make_requests(n=2, max_tokens=150), []
-    for config in ({}, {"overlap": False}, {"token_budget": 64}, {"num_pages": 12, "prefix_cache": False}):
+    for config in (
+        {},
+        {"overlap": False},
+        {"token_budget": 64},
+        {"num_pages": 12, "prefix_cache": False},
+    ):
         on_device, stats = run("cuda", requests, torch.bfloat16, **{**FUSED, **config})
         assert (stats.preemptions > 0) == ("num_pages" in config)
         for request, parts in zip(requests, on_device, strict=True):
             for part in parts:
                 best, chosen = judge(request, part.tokens)
-                assert (best - chosen).max() < 0.4 and (best - chosen).mean() < 0.02, "bfloat16 on amplified weights"
+                assert (best - chosen).max() < 0.4 and (best - chosen).mean() < 0.02, (
+                    "bfloat16 on amplified weights"
+                )
                 assert part.raw_logprobs == pytest.approx(chosen.numpy(), abs=0.4)
         seen.append([part.raw_logprobs.tolist() for group in on_device for part in group])
     assert seen[0] == seen[1], "overlap changes no bit"
@@ -146,11 +169,15 @@ def test_the_fused_runner_samples_by_each_rule() -> None:
         again, _ = run("cuda", requests[:3], torch.bfloat16, **FUSED)
         alone, _ = run("cuda", requests, torch.bfloat16, **FUSED, max_running=16, overlap=False)
         for (part,), (same,) in zip(parts, alone, strict=True):
-            assert part.tokens.tolist() == same.tokens.tolist(), "the same request and seed give the same tokens"
+            assert part.tokens.tolist() == same.tokens.tolist(), (
+                "the same request and seed give the same tokens"
+            )
             assert np.isfinite(part.logprobs).all() and (part.logprobs <= 1e-6).all()
             if part.support is not None:
                 for place, token in enumerate(part.tokens):
-                    kept = part.support.ids[part.support.offsets[place] : part.support.offsets[place + 1]]
+                    kept = part.support.ids[
+                        part.support.offsets[place] : part.support.offsets[place + 1]
+                    ]
                     assert token in kept and len(kept) <= (rules.get("top_k") or VOCAB)
         assert len(again) == 3
 
@@ -158,7 +185,11 @@ def test_the_fused_runner_samples_by_each_rule() -> None:
 def test_bfloat16_runs_and_its_logprobs_are_finite() -> None:
     parts, stats = run("cuda", make_requests(temperature=1.0, n=4), torch.bfloat16)
     assert stats.generated_tokens == 8 * 4 * 24
-    assert all(np.isfinite(part.logprobs).all() and part.finish == "length" for group in parts for part in group)
+    assert all(
+        np.isfinite(part.logprobs).all() and part.finish == "length"
+        for group in parts
+        for part in group
+    )
 
 
 def test_kv_pages_leave_the_device_and_come_back() -> None:
@@ -173,7 +204,9 @@ def test_kv_pages_leave_the_device_and_come_back() -> None:
             free = torch.cuda.mem_get_info()[0]
             loop = asyncio.get_running_loop()
             for tier in ("host", "none"):
-                await loop.run_in_executor(compute, lambda tier=tier: engine.move(["engine.kv"], tier))
+                await loop.run_in_executor(
+                    compute, lambda tier=tier: engine.move(["engine.kv"], tier)
+                )
                 assert torch.cuda.mem_get_info()[0] - free >= kv.size_bytes - (4 << 20)
                 await loop.run_in_executor(compute, lambda: engine.move(["engine.kv"], "device"))
                 assert (await collect(engine.submit(request)))[0].tokens.tolist() == before
@@ -183,9 +216,14 @@ def test_kv_pages_leave_the_device_and_come_back() -> None:
 
 def test_swapped_pages_lie_in_pinned_memory_and_come_back_to_the_bit() -> None:
     pool = KvPool(
-        num_layers=3, num_pages=200, num_kv_heads=2, page_tokens=16, head_dim=32, device=torch.device("cuda"),
+        num_layers=3,
+        num_pages=200,
+        num_kv_heads=2,
+        page_tokens=16,
+        head_dim=32,
+        device=torch.device("cuda"),
         dtype=torch.bfloat16,
-    )  # fmt: skip
+    )
     host = HostKv(pool, 150, name="engine.kv_host")
     assert host._buffer.bytes.is_pinned()
     rng = np.random.default_rng(0)

@@ -1,4 +1,5 @@
-"""The Triton kernels of an inference pass against their oracles: fuzzed shapes, poisoned outputs, fresh random inputs."""
+"""The Triton kernels of an inference pass against their oracles: fuzzed shapes, poisoned outputs,
+fresh random inputs."""
 
 from __future__ import annotations
 
@@ -6,7 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 if torch.cuda.is_available():
     import reference_kernels
     from gyre.engine.runners.gpu_work import cut_tiles
@@ -33,14 +37,17 @@ def make_pages(rng, lengths, num_kv, head_dim, page_tokens, dtype):
     counts = [-(-length // page_tokens) for length in lengths]
     order = rng.permutation(sum(counts)) + 1
     table = np.zeros((len(lengths) + 1, max(counts)), np.int32)
-    pages = torch.randn(sum(counts) + 1, 2, num_kv, page_tokens, head_dim, device=DEVICE, dtype=dtype)
+    pages = torch.randn(
+        sum(counts) + 1, 2, num_kv, page_tokens, head_dim, device=DEVICE, dtype=dtype
+    )
     pages[0] = float("nan")
     at = 0
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         table[row, :count] = order[at : at + count]
         at += count
         if length % page_tokens:
-            pages[table[row, count - 1], 0, :, length % page_tokens :] = 50.0  # finite: a kernel loads and masks it
+            # finite: a kernel loads and masks it
+            pages[table[row, count - 1], 0, :, length % page_tokens :] = 50.0
             pages[table[row, count - 1], 1, :, length % page_tokens :] = 50.0
     return pages, int32(table)
 
@@ -51,14 +58,26 @@ def make_pages(rng, lengths, num_kv, head_dim, page_tokens, dtype):
 def test_decode_attention(heads, page_tokens, dtype) -> None:
     (num_heads, num_kv, head_dim), rng = heads, np.random.default_rng(page_tokens + heads[0])
     piece = 256
-    lengths = [1, 2, page_tokens, page_tokens + 1, piece - 1, piece, piece + 1, *rng.integers(1, 2000, 6).tolist()]
+    lengths = [
+        1,
+        2,
+        page_tokens,
+        page_tokens + 1,
+        piece - 1,
+        piece,
+        piece + 1,
+        *rng.integers(1, 2000, 6).tolist(),
+    ]
     pages, table = make_pages(rng, lengths, num_kv, head_dim, page_tokens, dtype)
     padded = np.array([*lengths, 0])  # the last place is padding
     first, items = cut_pieces(padded, piece)
     work = decode.DecodeWork(
-        row_B=int32(range(len(padded))), position_B=int32(padded - 1), first_B=int32(first), item_I=int32(items),
+        row_B=int32(range(len(padded))),
+        position_B=int32(padded - 1),
+        first_B=int32(first),
+        item_I=int32(items),
         size_2=int32([len(items), piece]),
-    )  # fmt: skip
+    )
     qkv = torch.randn(len(padded), num_heads + 3, head_dim, device=DEVICE, dtype=dtype)
     q, out = (
         qkv[:, :num_heads],
@@ -68,7 +87,12 @@ def test_decode_attention(heads, page_tokens, dtype) -> None:
     scratch.out_IHD.fill_(float("nan"))
     decode.decode_attention(q, pages, table, work, scratch, out, num_programs=17)
     expected = reference_kernels.paged_attention(
-        q[:-1].double(), pages.double(), table, range(len(lengths)), [n - 1 for n in lengths], [1] * len(lengths)
+        q[:-1].double(),
+        pages.double(),
+        table,
+        range(len(lengths)),
+        [n - 1 for n in lengths],
+        [1] * len(lengths),
     )
     assert (out[:-1] - expected).abs().max() < 0.02
     assert (out[-1] == 0).all(), "padding is answered with zeros"
@@ -80,17 +104,26 @@ def test_prefill_attention(heads, page_tokens) -> None:
     (num_heads, num_kv, head_dim), rng = heads, np.random.default_rng(page_tokens + heads[0])
     starts = np.array([0, 0, 1, 63, 64, 200, 500])
     counts = np.array([1, 333, 128, 129, 64, 7, 300])
-    pages, table = make_pages(rng, (starts + counts).tolist(), num_kv, head_dim, page_tokens, torch.bfloat16)
-    qkv = torch.randn(int(counts.sum()), num_heads + 2, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    pages, table = make_pages(
+        rng, (starts + counts).tolist(), num_kv, head_dim, page_tokens, torch.bfloat16
+    )
+    qkv = torch.randn(
+        int(counts.sum()), num_heads + 2, head_dim, device=DEVICE, dtype=torch.bfloat16
+    )
     q, out = (
         qkv[:, :num_heads],
         torch.full((len(qkv), num_heads, head_dim), float("nan"), device=DEVICE, dtype=qkv.dtype),
     )
     work = prefill.PrefillWork(
-        row_C=int32(range(len(counts))), first_C=int32(np.cumsum(counts) - counts), start_C=int32(starts),
-        count_C=int32(counts), item_I=int32(cut_tiles(starts, counts, prefill.TILE_QUERIES)),
-    )  # fmt: skip
-    prefill.prefill_attention(q, prefill.describe_pages(pages), table, work, out, num_kv_heads=num_kv)
+        row_C=int32(range(len(counts))),
+        first_C=int32(np.cumsum(counts) - counts),
+        start_C=int32(starts),
+        count_C=int32(counts),
+        item_I=int32(cut_tiles(starts, counts, prefill.TILE_QUERIES)),
+    )
+    prefill.prefill_attention(
+        q, prefill.describe_pages(pages), table, work, out, num_kv_heads=num_kv
+    )
     expected = reference_kernels.paged_attention(
         q.double(), pages.double(), table, range(len(counts)), starts.tolist(), counts.tolist()
     )
@@ -107,7 +140,9 @@ def test_norm_and_gate_round_as_the_decoder_does(width) -> None:
     out = torch.full_like(x, float("nan"))
     pointwise.rms_norm(x, weight, 1e-6, out)
     expected = rms_norm_forward(x, weight, 1e-6)[0]
-    assert (out != expected).float().mean() < 0.02, "a different order of addition may move a rounding, no more"
+    assert (out != expected).float().mean() < 0.02, (
+        "a different order of addition may move a rounding, no more"
+    )
     assert torch.allclose(out.float(), expected.float(), rtol=0.01, atol=0.01)
     y, summed, out = torch.randn_like(x), x.clone(), torch.full_like(x, float("nan"))
     pointwise.add_rms_norm(summed, y, weight, 1e-6, out)
@@ -130,15 +165,31 @@ def test_turn_and_write(heads, page_tokens, norms) -> None:
     num_heads, num_kv, head_dim = heads
     positions, rows = int32([0, page_tokens - 1, page_tokens, 500, -1]), int32([0, 1, 2, 3, 4])
     table = torch.arange(1, 161, dtype=torch.int32, device=DEVICE).view(5, 32)
-    pages = torch.full((161, 2, num_kv, page_tokens, head_dim), 7.0, device=DEVICE, dtype=torch.bfloat16)
+    pages = torch.full(
+        (161, 2, num_kv, page_tokens, head_dim), 7.0, device=DEVICE, dtype=torch.bfloat16
+    )
     qkv = torch.randn(5, num_heads + 2 * num_kv, head_dim, device=DEVICE, dtype=torch.bfloat16)
-    weights = [torch.randn(head_dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)] if norms else [None, None]
-    cos, sin = rope_tables(torch.arange(512, device=DEVICE), rope_frequencies(head_dim, 1e4, None, DEVICE), qkv.dtype)
+    weights = (
+        [torch.randn(head_dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+        if norms
+        else [None, None]
+    )
+    cos, sin = rope_tables(
+        torch.arange(512, device=DEVICE), rope_frequencies(head_dim, 1e4, None, DEVICE), qkv.dtype
+    )
     before, half = qkv.clone(), head_dim // 2
     pointwise.turn_and_write(
-        qkv, *weights, cos[:, 0, :half].contiguous(), sin[:, 0, half:].contiguous(), rows, positions, table, pages,
-        num_heads=num_heads, eps=1e-6,
-    )  # fmt: skip
+        qkv,
+        *weights,
+        cos[:, 0, :half].contiguous(),
+        sin[:, 0, half:].contiguous(),
+        rows,
+        positions,
+        table,
+        pages,
+        num_heads=num_heads,
+        eps=1e-6,
+    )
     real = positions[:4].long()
     heads_q, heads_k = before[:4, :num_heads], before[:4, num_heads:-num_kv]
     if norms:
@@ -161,7 +212,11 @@ def test_arrays_that_are_sent_begin_on_16_bytes() -> None:
 
     arrays = [np.arange(count) for count in (1, 3, 0, 4, 5, 17)]
     for sent, array in zip(send(DEVICE, *arrays), arrays, strict=True):
-        assert sent.data_ptr() % 16 == 0 and sent.dtype == torch.int32 and sent.tolist() == array.tolist()
+        assert (
+            sent.data_ptr() % 16 == 0
+            and sent.dtype == torch.int32
+            and sent.tolist() == array.tolist()
+        )
     (slab,) = cut_slabs(np.arange(5) % 3, np.arange(5) * 300, longest_tokens=1500, device=DEVICE)
     work = slab.work
     for sent in (work.row_B, work.position_B, work.first_B, work.item_I, work.size_2):
@@ -173,7 +228,10 @@ def test_enter_pages() -> None:
     rng = np.random.default_rng(0)
     places = rng.permutation(36)[:20]
     pointwise.enter_pages(table, int32(np.stack([places // 9, places % 9, places + 1])))
-    assert torch.equal(table.view(-1)[int32(places).long()], int32(places + 1)) and (table != 0).sum() == 20
+    assert (
+        torch.equal(table.view(-1)[int32(places).long()], int32(places + 1))
+        and (table != 0).sum() == 20
+    )
 
 
 @pytest.mark.parametrize("vocab_size", [50, 2048, 5000, 151_936])
@@ -192,13 +250,18 @@ def test_sample_chooses_as_the_sampler_does(vocab_size) -> None:
         torch.full((count,), -1, dtype=torch.int32, device=DEVICE),
         torch.full((2, count), 9.0, device=DEVICE),
     )
-    last, rows = torch.full((99,), -1, dtype=torch.int32, device=DEVICE), rng.permutation(99)[:count]
+    last, rows = (
+        torch.full((99,), -1, dtype=torch.int32, device=DEVICE),
+        rng.permutation(99)[:count],
+    )
     sampling.sample(
         logits, torch.tensor(inverse, device=DEVICE), torch.tensor(uniform, device=DEVICE),
         sampling.SampleScratch.make(count, vocab_size, DEVICE), int32(rows), last, tokens, logprobs,
     )  # fmt: skip
     same = tokens == expected.tokens_N
-    assert same.float().mean() > 0.9, "only a uniform at the very edge of a token may fall to its neighbour"
+    assert same.float().mean() > 0.9, (
+        "only a uniform at the very edge of a token may fall to its neighbour"
+    )
     assert torch.equal(last[int32(rows).long()], tokens) and (last != -1).sum() == count
     assert torch.allclose(logprobs[0][same], expected.logprobs_N[same].float(), atol=2e-4)
     assert torch.allclose(logprobs[1][same], expected.raw_logprobs_N[same], atol=2e-4)
@@ -207,12 +270,20 @@ def test_sample_chooses_as_the_sampler_does(vocab_size) -> None:
 def test_sample_marks_rows_that_are_not_finite() -> None:
     logits = torch.zeros(4, 3000, device=DEVICE, dtype=torch.bfloat16)
     logits[0, 5], logits[1, 2500], logits[2, 7] = float("nan"), float("inf"), float("-inf")
-    tokens, logprobs = torch.zeros(4, dtype=torch.int32, device=DEVICE), torch.zeros(2, 4, device=DEVICE)
+    tokens, logprobs = (
+        torch.zeros(4, dtype=torch.int32, device=DEVICE),
+        torch.zeros(2, 4, device=DEVICE),
+    )
     sampling.sample(
-        logits, torch.ones(4, device=DEVICE), torch.full((4,), 0.999, device=DEVICE, dtype=torch.float64),
-        sampling.SampleScratch.make(4, 3000, DEVICE), int32(range(4)), torch.zeros(4, dtype=torch.int32, device=DEVICE),
-        tokens, logprobs,
-    )  # fmt: skip
+        logits,
+        torch.ones(4, device=DEVICE),
+        torch.full((4,), 0.999, device=DEVICE, dtype=torch.float64),
+        sampling.SampleScratch.make(4, 3000, DEVICE),
+        int32(range(4)),
+        torch.zeros(4, dtype=torch.int32, device=DEVICE),
+        tokens,
+        logprobs,
+    )
     finite = torch.isfinite(logprobs[1]).tolist()
     assert finite == [False, False, True, True] and ((tokens >= 0) & (tokens < 3000)).all()
 
@@ -226,8 +297,12 @@ def test_flash4_reads_our_pages(heads) -> None:
         pytest.skip("flash-attn-4 is not installed")
     (num_heads, num_kv, head_dim), rng = heads, np.random.default_rng(heads[0])
     starts, counts = np.array([0, 0, 1, 127, 128, 500]), np.array([1, 333, 128, 129, 64, 300])
-    pages, table = make_pages(rng, (starts + counts).tolist(), num_kv, head_dim, PAGE_TOKENS, torch.bfloat16)
-    qkv = torch.randn(int(counts.sum()), num_heads + 2, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    pages, table = make_pages(
+        rng, (starts + counts).tolist(), num_kv, head_dim, PAGE_TOKENS, torch.bfloat16
+    )
+    qkv = torch.randn(
+        int(counts.sum()), num_heads + 2, head_dim, device=DEVICE, dtype=torch.bfloat16
+    )
     bounds = int32(np.concatenate([[0], np.cumsum(counts)]))
     q = qkv[:, :num_heads]
     out = flash4(q, pages, table[: len(counts)], bounds, int32(starts + counts), int(counts.max()))

@@ -1,5 +1,5 @@
-"""Batch-invariant mode on a CUDA device: one answer to the bit, whatever shares the batch and however it is cut; and
-with the mode off the same trials find different bits, so they can fail."""
+"""Batch-invariant mode on a CUDA device: one answer to the bit, whatever shares the batch and
+however it is cut; and with the mode off the same trials find different bits, so they can fail."""
 
 from __future__ import annotations
 
@@ -18,11 +18,26 @@ from gyre.engine.frontend.token_stream import collect
 from gyre.models.decoder import Decoder
 from gyre.models.spec import ModelSpec
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 SPEC = ModelSpec(
-    family="qwen3", vocab_size=4000, hidden_size=1024, num_layers=4, num_heads=16, num_kv_heads=8, head_dim=64,
-    mlp_size=4096, tied=True, context_tokens=2048, rope_theta=1e6, norm_eps=1e-6, qkv_bias=False, qk_norm=True,
-)  # fmt: skip
+    family="qwen3",
+    vocab_size=4000,
+    hidden_size=1024,
+    num_layers=4,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=64,
+    mlp_size=4096,
+    tied=True,
+    context_tokens=2048,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    qkv_bias=False,
+    qk_norm=True,
+)
 TRIALS = 50
 
 
@@ -31,7 +46,9 @@ def make_decoder() -> Decoder:
     generator = torch.Generator(device="cuda").manual_seed(0)
     with torch.no_grad():
         for parameter in decoder.parameters():
-            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0.0, 0.04, generator=generator)
+            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(
+                0.0, 0.04, generator=generator
+            )
     return decoder
 
 
@@ -68,16 +85,23 @@ async def one_trial(engine: NativeEngine, trial: int, count: int, temperature: f
     return part.tokens.tobytes() + part.logprobs.tobytes() + part.raw_logprobs.tobytes()
 
 
-def run_trials(settings: list[dict], *, invariant: bool, temperature: float) -> tuple[set[bytes], Counter[str]]:
-    """Spread the trials over the settings. Return the different answers, and what happened meanwhile."""
+def run_trials(
+    settings: list[dict], *, invariant: bool, temperature: float
+) -> tuple[set[bytes], Counter[str]]:
+    """Spread the trials over the settings. Return the different answers, and what happened
+    meanwhile."""
     decoder, answers, happened = make_decoder(), set(), Counter()
 
     async def under(config: EngineConfig, trials: range) -> None:
         with ThreadPoolExecutor(1) as compute:
             engine = NativeEngine(
-                decoder, config, compute=compute, emit=lambda kind, **fields: None, device=torch.device("cuda"),
+                decoder,
+                config,
+                compute=compute,
+                emit=lambda kind, **fields: None,
+                device=torch.device("cuda"),
                 dtype=torch.bfloat16,
-            )  # fmt: skip
+            )
             await engine.start(dummy=False)
             for trial in trials:
                 answers.add(await one_trial(engine, trial, [0, 1, 7, 30][trial % 4], temperature))
@@ -88,7 +112,13 @@ def run_trials(settings: list[dict], *, invariant: bool, temperature: float) -> 
     each = TRIALS // len(settings)
     for place, changes in enumerate(settings):
         config = EngineConfig(
-            **{"num_pages": 800, "max_running": 32, "token_budget": 4096, "batch_invariant": invariant, **changes}
+            **{
+                "num_pages": 800,
+                "max_running": 32,
+                "token_budget": 4096,
+                "batch_invariant": invariant,
+                **changes,
+            }
         )
         asyncio.run(under(config, range(place * each, (place + 1) * each)))
     return answers, happened
@@ -99,9 +129,11 @@ SETTINGS = [
     {"token_budget": 100},
     {"prefix_cache": False, "num_pages": 40},
     {"overlap": False, "token_budget": 777},
-    {"num_pages": 40, "token_budget": 300, "kv_host_bytes": 2**28, "prefill_tokens_per_s": 1.0},  # swapping is cheaper
+    # swapping is cheaper
+    {"num_pages": 40, "token_budget": 300, "kv_host_bytes": 2**28, "prefill_tokens_per_s": 1.0},
 ]
-HAPPEN = ("preemptions", "swaps_in", "recomputed_tokens", "prefix_hit_tokens")  # in some of the trials
+# in some of the trials
+HAPPEN = ("preemptions", "swaps_in", "recomputed_tokens", "prefix_hit_tokens")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -118,7 +150,9 @@ def test_with_the_mode_off_the_trials_differ() -> None:
 
 def test_eager_and_graph_agree() -> None:
     """A step that mixes prompt chunks in runs eagerly; one that only decodes runs as a graph."""
-    answers, _ = run_trials([{"max_running": 2}, {"max_running": 32}], invariant=True, temperature=1.0)
+    answers, _ = run_trials(
+        [{"max_running": 2}, {"max_running": 32}], invariant=True, temperature=1.0
+    )
     assert len(answers) == 1
 
 
@@ -138,4 +172,6 @@ def test_rows_of_a_product_do_not_depend_on_each_other(depth: int, width: int) -
         assert torch.equal(matmul.invariant_linear(x[:count], weight), whole[:count]), count
         assert torch.equal(matmul.invariant_linear(x[-count:], weight), whole[-count:]), count
         for tile in (matmul.SMALL, matmul.MIDDLE, matmul.LARGE):
-            assert torch.equal(matmul.invariant_linear(x[:count], weight, tile=tile), whole[:count]), (count, tile)
+            assert torch.equal(
+                matmul.invariant_linear(x[:count], weight, tile=tile), whole[:count]
+            ), (count, tile)

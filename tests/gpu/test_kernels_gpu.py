@@ -1,4 +1,5 @@
-"""Every kernel on a real CUDA device, forward and backward, against the oracles in float64 on the CPU."""
+"""Every kernel on a real CUDA device, forward and backward, against the oracles in float64 on the
+CPU."""
 
 # T tokens, H heads, K kv heads, D head dim, E hidden size, V vocabulary
 
@@ -29,10 +30,15 @@ EPS = 1e-6
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of the norm of what is compared
 
 
-def check(ours: Callable, oracle: Callable, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
+def check(
+    ours: Callable, oracle: Callable, shapes: Sequence[Sequence[int]], dtype: torch.dtype
+) -> None:
     """Compare outputs and the gradients of every input, for random inputs that `dtype` can hold."""
     generator = torch.Generator().manual_seed(0)
-    narrow = [(0.5 * torch.randn(*shape, generator=generator)).to(GPU, dtype).requires_grad_() for shape in shapes]
+    narrow = [
+        (0.5 * torch.randn(*shape, generator=generator)).to(GPU, dtype).requires_grad_()
+        for shape in shapes
+    ]
     wide = [x.detach().cpu().double().requires_grad_() for x in narrow]
     got, want = ours(*narrow), oracle(*wide)
     upstream = torch.randn(want.shape, generator=generator).to(got.dtype)
@@ -44,7 +50,10 @@ def check(ours: Callable, oracle: Callable, shapes: Sequence[Sequence[int]], dty
 
 def test_rms_norm(dtype: torch.dtype) -> None:
     check(
-        lambda x, w: rms_norm(x, w, EPS), lambda x, w: reference_kernels.rms_norm(x, w, EPS), [(33, 64), (64,)], dtype
+        lambda x, w: rms_norm(x, w, EPS),
+        lambda x, w: reference_kernels.rms_norm(x, w, EPS),
+        [(33, 64), (64,)],
+        dtype,
     )
 
 
@@ -54,12 +63,22 @@ def test_attention_inputs(dtype: torch.dtype) -> None:
     def flat(parts: Sequence[Tensor]) -> Tensor:
         return torch.cat([part.flatten() for part in parts])
 
-    def ours(x: Tensor, norm: Tensor, qkv: Tensor, bias: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
-        tables = rope_tables(torch.arange(tokens, device=GPU), rope_frequencies(head_dim, 1e4, None, GPU), dtype)
-        return flat(attention_inputs(x, norm, qkv, bias, q_norm, k_norm, *tables, heads=heads, eps=EPS))
+    def ours(
+        x: Tensor, norm: Tensor, qkv: Tensor, bias: Tensor, q_norm: Tensor, k_norm: Tensor
+    ) -> Tensor:
+        tables = rope_tables(
+            torch.arange(tokens, device=GPU), rope_frequencies(head_dim, 1e4, None, GPU), dtype
+        )
+        return flat(
+            attention_inputs(x, norm, qkv, bias, q_norm, k_norm, *tables, heads=heads, eps=EPS)
+        )
 
-    def oracle(x: Tensor, norm: Tensor, qkv: Tensor, bias: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
-        cos, sin = rope_tables(torch.arange(tokens), rope_frequencies(head_dim, 1e4, None, CPU), torch.float64)
+    def oracle(
+        x: Tensor, norm: Tensor, qkv: Tensor, bias: Tensor, q_norm: Tensor, k_norm: Tensor
+    ) -> Tensor:
+        cos, sin = rope_tables(
+            torch.arange(tokens), rope_frequencies(head_dim, 1e4, None, CPU), torch.float64
+        )
         tables = cos[:, 0, : head_dim // 2], sin[:, 0, head_dim // 2 :]
         projected = reference_kernels.rms_norm(x, norm, EPS) @ qkv.t() + bias
         q, k, v = projected.unflatten(1, (-1, head_dim)).split([4, 2, 2], dim=1)
@@ -73,10 +92,16 @@ def test_attention_inputs(dtype: torch.dtype) -> None:
 
 
 def test_layer_output(dtype: torch.dtype) -> None:
-    def oracle(x: Tensor, a: Tensor, out: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def oracle(
+        x: Tensor, a: Tensor, out: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor
+    ) -> Tensor:
         middle = x + a @ out.t()
         return (
-            middle + reference_kernels.silu_mul(reference_kernels.rms_norm(middle, norm, EPS) @ gate_up.t()) @ down.t()
+            middle
+            + reference_kernels.silu_mul(
+                reference_kernels.rms_norm(middle, norm, EPS) @ gate_up.t()
+            )
+            @ down.t()
         )
 
     shapes = [(40, 32), (40, 64), (32, 64), (32,), (96, 32), (32, 48)]
@@ -99,13 +124,20 @@ def test_varlen_attention(dtype: torch.dtype, lengths: list[int]) -> None:
 def test_token_logprobs(dtype: torch.dtype, chunk: int, truncated: bool) -> None:
     targets_T = torch.arange(30) * 7 % 256
     temperature_T = torch.linspace(0.5, 1.5, 30)
-    offsets, ids = torch.arange(31) * 2, torch.stack([targets_T // 2, targets_T // 2 + 128], 1).flatten().int()
+    offsets, ids = (
+        torch.arange(31) * 2,
+        torch.stack([targets_T // 2, targets_T // 2 + 128], 1).flatten().int(),
+    )
     targets_T = ids.view(30, 2)[:, 1].long() if truncated else targets_T
     support = (offsets, ids) if truncated else None
     there = (offsets.to(GPU), ids.to(GPU)) if truncated else None
     check(
-        lambda h, w: token_logprobs(h, w, targets_T.to(GPU), temperature_T.to(GPU), there, chunk=chunk)[0],
-        lambda h, w: reference_kernels.token_logprobs(h, w, targets_T, temperature_T.double(), support)[0],
+        lambda h, w: token_logprobs(
+            h, w, targets_T.to(GPU), temperature_T.to(GPU), there, chunk=chunk
+        )[0],
+        lambda h, w: reference_kernels.token_logprobs(
+            h, w, targets_T, temperature_T.double(), support
+        )[0],
         [(30, 32), (256, 32)],
         dtype,
     )

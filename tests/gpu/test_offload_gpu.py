@@ -1,4 +1,5 @@
-"""Optimiser state, gradients and weights away from a GPU: the same bits as on it, and less of its memory."""
+"""Optimiser state, gradients and weights away from a GPU: the same bits as on it, and less of its
+memory."""
 
 from __future__ import annotations
 
@@ -26,18 +27,31 @@ from rank_pool import RankPool
 from weight_cases import ALL, SMALL
 from zero_cases import AWAY, DEEP, away, batch_for, moved, sums_by_parts, train, trainer_on
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 CUDA = torch.device("cuda")
-SHAPES = {"a.weight": (2000, 700), "norm.weight": (1999,), "b.weight": (300, 41, 7), "b.bias": (11,)}
+SHAPES = {
+    "a.weight": (2000, 700),
+    "norm.weight": (1999,),
+    "b.weight": (300, 41, 7),
+    "b.bias": (11,),
+}
 
 
-def make(dtype: torch.dtype, home: StatePlacement | None) -> tuple[dict[str, nn.Parameter], FlatOptimizer]:
+def make(
+    dtype: torch.dtype, home: StatePlacement | None
+) -> tuple[dict[str, nn.Parameter], FlatOptimizer]:
     generator = torch.Generator().manual_seed(0)
     parameters = {
-        name: nn.Parameter(torch.randn(shape, generator=generator).to(CUDA, dtype)) for name, shape in SHAPES.items()
+        name: nn.Parameter(torch.randn(shape, generator=generator).to(CUDA, dtype))
+        for name, shape in SHAPES.items()
     }
     mesh = make_mesh(alone(CUDA), 0)
-    optimizer = FlatOptimizer(parameters, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, mesh=mesh, home=home)
+    optimizer = FlatOptimizer(
+        parameters, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, mesh=mesh, home=home
+    )
     return parameters, optimizer
 
 
@@ -64,7 +78,10 @@ def test_updates_are_the_same_to_the_bit(tmp_path, how, dtype) -> None:
         generator = torch.Generator(device=CUDA).manual_seed(1)
         for _ in range(4):
             for _ in range(2):
-                grads = {name: torch.randn(p.shape, generator=generator, device=CUDA) for name, p in parameters.items()}
+                grads = {
+                    name: torch.randn(p.shape, generator=generator, device=CUDA)
+                    for name, p in parameters.items()
+                }
                 sum((p * grads[name].to(dtype)).sum() for name, p in parameters.items()).backward()
             optimizer.reduce()
             assert all(parameter.grad is None for parameter in parameters.values())
@@ -72,7 +89,9 @@ def test_updates_are_the_same_to_the_bit(tmp_path, how, dtype) -> None:
         optimizer.settle_gradients()
         assert not optimizer.grad_N.any()
         found.append({name: p.detach().cpu() for name, p in parameters.items()})
-        found[-1] |= {f"master.{name}": m.detach().cpu().clone() for name, m in optimizer.masters().items()}
+        found[-1] |= {
+            f"master.{name}": m.detach().cpu().clone() for name, m in optimizer.masters().items()
+        }
         found[-1] |= {name: moment_N.cpu().clone() for name, moment_N in optimizer.moments.items()}
         if home is not None:
             traffic = home.take_traffic()
@@ -97,11 +116,16 @@ def test_state_away_takes_no_device_memory_but_its_cuts(tmp_path, allocated) -> 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_weights_in_host_memory_compute_as_on_the_device(mode) -> None:
-    """Forward passes to the bit, with rooms that hold NaN before each visit; attention's backward pass sums in no fixed
-    order, so what is trained lies within bounds."""
+    """Forward passes to the bit, with rooms that hold NaN before each visit; attention's backward
+    pass sums in no fixed order, so what is trained lies within bounds."""
     found = []
     for models in ((), ALL):
-        settings = {"spec": "deep", "dtype": "bfloat16", "checkpointing": mode, "tokens_per_chunk": 64}
+        settings = {
+            "spec": "deep",
+            "dtype": "bfloat16",
+            "checkpointing": mode,
+            "tokens_per_chunk": 64,
+        }
         trainer = trainer_on(alone(CUDA), "grpo", **settings, **SMALL, offload_parameters=models)
         streams, values = trainer._tenancy.streams.values(), []
         for which in ("policy", "reference", "reward"):
@@ -116,7 +140,9 @@ def test_weights_in_host_memory_compute_as_on_the_device(mode) -> None:
             assert report.num_updates == 1
         places = {parameter.device.type for parameter in trainer._models.actor.decoder.parameters()}
         assert places == {"cpu" if models else CUDA.type}
-        weights = {name: tensor.float().cpu().numpy() for name, tensor in trainer.register()[1].items()}
+        weights = {
+            name: tensor.float().cpu().numpy() for name, tensor in trainer.register()[1].items()
+        }
         found.append((values, report, weights))
     (values, report, weights), (own_values, own, own_weights) = found
     for expected, got in zip(values, own_values, strict=True):
@@ -130,7 +156,15 @@ def test_weights_in_host_memory_compute_as_on_the_device(mode) -> None:
 
 def test_a_frozen_model_in_host_memory_takes_two_layers_of_the_device(allocated) -> None:
     """While it stands and while it computes: 24 layers of 12.6 MB, of which 22 are never there."""
-    spec = replace(DEEP, num_layers=24, hidden_size=1024, mlp_size=1536, num_heads=8, num_kv_heads=4, head_dim=64)
+    spec = replace(
+        DEEP,
+        num_layers=24,
+        hidden_size=1024,
+        mlp_size=1536,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+    )
     split = Splitter(alone(CUDA), ParallelConfig()).split("reference")
     decoder = Decoder(spec, device=torch.device("meta"), dtype=torch.bfloat16)
     trainer = trainer_on(alone(CUDA), "grpo", dtype="bfloat16")
@@ -167,13 +201,16 @@ def ranks():
 @pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("how", ["host and gradients", "disk and gradients"])
 def test_ranks_train_as_without(ranks, tmp_path, layout, how) -> None:
-    """Attention's backward pass sums in no fixed order on a GPU, so the last bits may differ between any two runs."""
+    """Attention's backward pass sums in no fixed order on a GPU, so the last bits may differ
+    between any two runs."""
     expected, state = ranks.run(train, "grpo", layout=layout)[0]
     reports, own = ranks.run(away, train, "grpo", how, str(tmp_path), layout=layout)[0]
     for report, one in zip(reports, expected, strict=True):
         assert report.metrics["loss"] == pytest.approx(one.metrics["loss"], rel=1e-3, abs=1e-4)
     for name, tensor in state.items():
-        np.testing.assert_allclose(own[name], tensor, atol=2e-3 * np.abs(tensor).max(), rtol=0, err_msg=name)
+        np.testing.assert_allclose(
+            own[name], tensor, atol=2e-3 * np.abs(tensor).max(), rtol=0, err_msg=name
+        )
 
 
 def test_sums_by_parts_and_parking(ranks, tmp_path) -> None:
@@ -181,7 +218,9 @@ def test_sums_by_parts_and_parking(ranks, tmp_path) -> None:
     state = ranks.run(away, moved, "ppo", "disk and gradients", str(tmp_path), layout="zero1")[0]
     expected = ranks.run(train, "ppo", layout="zero1")[0][1]
     for name, tensor in expected.items():
-        np.testing.assert_allclose(state[name], tensor, atol=2e-3 * np.abs(tensor).max(), rtol=0, err_msg=name)
+        np.testing.assert_allclose(
+            state[name], tensor, atol=2e-3 * np.abs(tensor).max(), rtol=0, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("layout", ["zero0", "zero1"])

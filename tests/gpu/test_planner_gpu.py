@@ -1,4 +1,5 @@
-"""The plan's formulas on a real CUDA device: what a forward pass keeps, in each mode of checkpointing."""
+"""The plan's formulas on a real CUDA device: what a forward pass keeps, in each mode of
+checkpointing."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def test_a_pass_keeps_what_the_formula_says(mode: str, family: str) -> None:
             checkpointing=mode,  # pyright: ignore[reportArgumentType]
         )
         given = tokens_T[:targets].clone(), temperature_N
-        return token_logprobs(hidden_NE, decoder.head_weight, *given, keep_logits=mode == "none")[0].sum()
+        return token_logprobs(hidden_NE, decoder.head_weight, *given, keep_logits=mode == "none")[
+            0
+        ].sum()
 
     run().backward()  # workspaces and kernels are made here
     decoder.zero_grad(set_to_none=True)

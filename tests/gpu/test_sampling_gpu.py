@@ -1,5 +1,5 @@
-"""Sampling on a CUDA device: truncation and choice inside a CUDA graph, no wait for the host, the stated memory, and
-the same answers as on the CPU."""
+"""Sampling on a CUDA device: truncation and choice inside a CUDA graph, no wait for the host, the
+stated memory, and the same answers as on the CPU."""
 
 # N rows, V vocabulary
 
@@ -30,7 +30,14 @@ pytestmark = [
 ]
 CUDA = torch.device("cuda")
 WIDE = 151_936
-LIMITS = [(50, 0.9, 0.0), (0, 0.95, 0.0), (0, 1.0, 0.02), (1, 1.0, 0.0), (0, 0.3, 0.3), (2000, 0.999, 1e-5)]
+LIMITS = [
+    (50, 0.9, 0.0),
+    (0, 0.95, 0.0),
+    (0, 1.0, 0.02),
+    (1, 1.0, 0.0),
+    (0, 0.3, 0.3),
+    (2000, 0.999, 1e-5),
+]
 
 
 def cut_of(device: torch.device):
@@ -56,7 +63,9 @@ def test_bisection_in_a_graph_keeps_the_set_that_candidates_keep() -> None:
         logits_NV.copy_(scaled(seed))
         graph.replay()
         assert torch.equal(kept, keep_by_candidates(logits_NV, cut))
-        assert torch.equal(kept.cpu(), keep_by_candidates(scaled(seed), cut_of(torch.device("cpu"))))
+        assert torch.equal(
+            kept.cpu(), keep_by_candidates(scaled(seed), cut_of(torch.device("cpu")))
+        )
 
 
 def shaped_rules(count: int) -> tuple[Rules, Past, torch.Tensor]:
@@ -135,15 +144,25 @@ def test_scoring_stays_within_its_stated_memory(allocated) -> None:
         return torch.cuda.max_memory_allocated() - before
 
     def score() -> None:
-        score_targets(hidden_TE, places, targets, lambda h: h @ weight_VE.T, best=20, rows_at_once=32)
+        score_targets(
+            hidden_TE, places, targets, lambda h: h @ weight_VE.T, best=20, rows_at_once=32
+        )
 
     results = 2048 * 41 * 8 * 3
-    measured = {"prompts": peak(score), "best": peak(lambda: find_best(logits_NV, 20, rows_at_once=32))}
-    assert max(measured.values()) <= bound + results, {name: size / (32 * WIDE) for name, size in measured.items()}
+    measured = {
+        "prompts": peak(score),
+        "best": peak(lambda: find_best(logits_NV, 20, rows_at_once=32)),
+    }
+    assert max(measured.values()) <= bound + results, {
+        name: size / (32 * WIDE) for name, size in measured.items()
+    }
     uniform_N = torch.rand(64, dtype=torch.float64, device=CUDA)
     whole = peak(lambda: choose(logits_NV, rules, uniform_N, chosen_N=chosen_N, past=past))
-    model = ModelNumbers(**{**dict.fromkeys(ModelNumbers.__dataclass_fields__, 0), "vocab_size": WIDE})
-    stated = engine_bytes(model, "bfloat16", tokens=0, running=64, longest=0)  # what is left is sampling
+    model = ModelNumbers(
+        **{**dict.fromkeys(ModelNumbers.__dataclass_fields__, 0), "vocab_size": WIDE}
+    )
+    # what is left is sampling
+    stated = engine_bytes(model, "bfloat16", tokens=0, running=64, longest=0)
     assert whole <= stated, f"choosing by all rules: {whole / (64 * WIDE)} bytes per row and token"
 
 
@@ -160,7 +179,9 @@ def answers(device: torch.device, overlap: bool) -> list[Completion]:
         Request(
             request_id=f"r{i}",
             tokens=generator.integers(1, 199, 20 + 9 * i).astype(np.int32),
-            sampling=Sampling(max_tokens=24, top_logprobs=3, prompt_logprobs=2, n=1 + i % 2, **asks[i % 4]),
+            sampling=Sampling(
+                max_tokens=24, top_logprobs=3, prompt_logprobs=2, n=1 + i % 2, **asks[i % 4]
+            ),
             seed=i,
             chunk_tokens=0,
         )
@@ -171,14 +192,18 @@ def answers(device: torch.device, overlap: bool) -> list[Completion]:
         with ThreadPoolExecutor(1) as compute:
             engine = NativeEngine(
                 decoder,
-                EngineConfig(num_pages=90, page_tokens=8, max_running=8, token_budget=64, overlap=overlap),
+                EngineConfig(
+                    num_pages=90, page_tokens=8, max_running=8, token_budget=64, overlap=overlap
+                ),
                 compute=compute,
                 emit=lambda kind, **fields: None,
                 device=device,
                 dtype=torch.float32,
             )
             await engine.start(dummy=False)
-            results = await asyncio.gather(*[collect(engine.submit(request)) for request in requests])
+            results = await asyncio.gather(
+                *[collect(engine.submit(request)) for request in requests]
+            )
             await engine.terminate()
             return [part for parts in results for part in parts]
 
@@ -192,6 +217,8 @@ def test_answers_equal_those_of_the_cpu() -> None:
             assert ours.tokens.tolist() == theirs.tokens.tolist() and ours.finish == theirs.finish
             np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=5e-3)
             assert ours.prompt_logprobs is not None and theirs.prompt_logprobs is not None
-            np.testing.assert_allclose(ours.prompt_logprobs.logprobs, theirs.prompt_logprobs.logprobs, atol=5e-3)
+            np.testing.assert_allclose(
+                ours.prompt_logprobs.logprobs, theirs.prompt_logprobs.logprobs, atol=5e-3
+            )
             assert ours.top_logprobs is not None and theirs.top_logprobs is not None
             np.testing.assert_allclose(ours.top_logprobs, theirs.top_logprobs, atol=5e-3)

@@ -1,5 +1,6 @@
-"""The fused engine in service on a CUDA device: the cases of tests/support/served_cases.py (aborts, swaps, recompute, new
-weights in flight, parks, restarts), its graphs over parks, and that nothing is compiled amid traffic."""
+"""The fused engine in service on a CUDA device: the cases of tests/support/served_cases.py (aborts,
+swaps, recompute, new weights in flight, parks, restarts), its graphs over parks, and that nothing
+is compiled amid traffic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A snapshot's parts leave a CUDA device in a thread, behind what was launched before and beside what comes after."""
+"""A snapshot's parts leave a CUDA device in a thread, behind what was launched before and beside
+what comes after."""
 
 from __future__ import annotations
 
@@ -10,20 +11,28 @@ import torch
 from gyre.trainer.checkpoint.shards import Part
 from gyre.trainer.checkpoint.staging import BATCH_BYTES, StagingBuffer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 GPU = torch.device("cuda", 0)
-SIZES = (1, 4096, 3 * BATCH_BYTES // 4 + 5, 7, 100_003)  # of float32: one is three batches and a bit
+# of float32: one is three batches and a bit
+SIZES = (1, 4096, 3 * BATCH_BYTES // 4 + 5, 7, 100_003)
 CYCLES = 200_000_000  # about a tenth of a second
 
 
 def parts_of(tensors: list[torch.Tensor]) -> list[Part]:
     return [
-        Part(name=f"t{at}", shape=tuple(tensor.shape), start=0, values_N=tensor) for at, tensor in enumerate(tensors)
+        Part(name=f"t{at}", shape=tuple(tensor.shape), start=0, values_N=tensor)
+        for at, tensor in enumerate(tensors)
     ]
 
 
 def test_what_is_copied_is_what_was_launched_before_the_call() -> None:
-    tensors = [torch.zeros(size, device=GPU) for size in SIZES] + [torch.arange(1000), torch.ones(5).bfloat16()]
+    tensors = [torch.zeros(size, device=GPU) for size in SIZES] + [
+        torch.arange(1000),
+        torch.ones(5).bfloat16(),
+    ]
     staging, other = StagingBuffer(GPU, deadline_s=60.0), torch.empty(1 << 20, device=GPU)
     staging.place(parts_of(tensors))  # the buffer is made and pinned
     torch.cuda.synchronize()
@@ -39,7 +48,9 @@ def test_what_is_copied_is_what_was_launched_before_the_call() -> None:
     copying.join(60)
     assert not copying.is_alive()
     for part, tensor in zip(placed.staged, tensors, strict=True):
-        assert part.values_N.device.type == "cpu" and torch.equal(part.values_N, tensor.cpu()), part.name
+        assert part.values_N.device.type == "cpu" and torch.equal(part.values_N, tensor.cpu()), (
+            part.name
+        )
         assert part.values_N.is_pinned()
 
 

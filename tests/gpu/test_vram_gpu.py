@@ -1,4 +1,5 @@
-"""Moves and their proof on a real CUDA device: bytes come back to the driver, contents survive, owners are named."""
+"""Moves and their proof on a real CUDA device: bytes come back to the driver, contents survive,
+owners are named."""
 
 from __future__ import annotations
 
@@ -38,12 +39,22 @@ def device() -> torch.device:
     return torch.device("cuda", 0)
 
 
-def pool(name: str, size_mib: int, folder: Path, device: torch.device, tiers=("device", "host", "disk", "none")):
+def pool(
+    name: str,
+    size_mib: int,
+    folder: Path,
+    device: torch.device,
+    tiers=("device", "host", "disk", "none"),
+):
     torch.manual_seed(size_mib)
     large = torch.randn(size_mib * MIB // 4 - 1000, device=device)
     small = torch.nn.Parameter(torch.randn(2000, device=device).to(torch.bfloat16))
     return StoragePool(
-        name, {"large": large, "view": large[100:200], "small": small}, tiers=tiers, folder=folder, device=device
+        name,
+        {"large": large, "view": large[100:200], "small": small},
+        tiers=tiers,
+        folder=folder,
+        device=device,
     )
 
 
@@ -53,7 +64,11 @@ def free_bytes(device: torch.device) -> int:
 
 
 def manage(tenants, device: torch.device, events: list, **changes) -> MemoryManager:
-    numbers = {"device_budget_bytes": 8 << 30, "host_budget_bytes": 8 << 30, "disk_budget_bytes": 8 << 30}
+    numbers = {
+        "device_budget_bytes": 8 << 30,
+        "host_budget_bytes": 8 << 30,
+        "disk_budget_bytes": 8 << 30,
+    }
     config = MemoryConfig(**{**numbers, "release_deadline_s": 2.0, **changes})
     return MemoryManager(
         tenants,
@@ -65,7 +80,9 @@ def manage(tenants, device: torch.device, events: list, **changes) -> MemoryMana
 
 
 @pytest.mark.parametrize("path", [("host",), ("disk",), ("host", "disk"), ("disk", "host")])
-def test_contents_survive_and_the_driver_gets_the_bytes_back(tmp_path: Path, device, path: tuple) -> None:
+def test_contents_survive_and_the_driver_gets_the_bytes_back(
+    tmp_path: Path, device, path: tuple
+) -> None:
     moved = pool("actor.params", 512, tmp_path, device)
     tensors = {key: group[0] for key, group in enumerate(moved._sharers)}
     before = {key: tensor.detach().cpu() for key, tensor in tensors.items()}
@@ -92,8 +109,12 @@ def test_parked_bytes_are_pinned_and_given_back(tmp_path: Path, device) -> None:
 
 
 def test_pinned_pages_are_kept_between_parks(tmp_path: Path, device) -> None:
-    """Through the manager, which keeps them by itself on a GPU: the same pinned pages each time, in the account."""
-    parts = [pool("actor.params", 64, tmp_path, device), pool("actor.optimizer", 256, tmp_path, device)]
+    """Through the manager, which keeps them by itself on a GPU: the same pinned pages each time, in
+    the account."""
+    parts = [
+        pool("actor.params", 64, tmp_path, device),
+        pool("actor.optimizer", 256, tmp_path, device),
+    ]
     tenant = PoolTenant(parts)
     manager = manage([tenant], device, [], residency="phase")
     addresses = set()
@@ -124,19 +145,27 @@ def test_a_reload_that_does_not_fit_keeps_the_host_copy(tmp_path: Path, device) 
 
 
 def test_residue_is_constant_over_many_switches(tmp_path: Path, device) -> None:
-    trainer = PoolTenant([pool("actor.params", 64, tmp_path, device), pool("actor.optimizer", 256, tmp_path, device)])
+    trainer = PoolTenant(
+        [pool("actor.params", 64, tmp_path, device), pool("actor.optimizer", 256, tmp_path, device)]
+    )
     engine = PoolTenant(
-        [pool("engine.weights", 64, tmp_path, device), pool("engine.kv", 256, tmp_path, device, ("device", "none"))]
+        [
+            pool("engine.weights", 64, tmp_path, device),
+            pool("engine.kv", 256, tmp_path, device, ("device", "none")),
+        ]
     )
     events: list = []
-    manager = manage([trainer, engine], device, events, residency="phase", leave={"actor.optimizer": "disk"})
+    manager = manage(
+        [trainer, engine], device, events, residency="phase", leave={"actor.optimizer": "disk"}
+    )
     free: dict[str, set[int]] = {phase: set() for phase in RING}
     for step in range(6):
         for phase in RING:
             manager.enter(phase, step=step)
             if step >= 1:
                 free[phase].add(free_bytes(device) // (4 * MIB))
-    assert all(len(levels) <= 2 for levels in free.values()), free  # one level, give or take a block
+    # one level, give or take a block
+    assert all(len(levels) <= 2 for levels in free.values()), free
     boundary = [fields for kind, fields in events if kind == "memory"][-1]
     assert boundary["unowned_bytes"] <= 4 * MIB
 
@@ -167,12 +196,15 @@ def test_an_owner_that_does_not_let_go_is_named(tmp_path: Path, device) -> None:
 
     keeper = Keeper([pool("actor.optimizer", 256, tmp_path, device)])
     manager = manage([keeper], device, [], residency="phase")
-    with pytest.raises(MemoryBudgetError, match=r"actor\.optimizer still holds \d+ bytes on device"):
+    with pytest.raises(
+        MemoryBudgetError, match=r"actor\.optimizer still holds \d+ bytes on device"
+    ):
         manager.enter("rollout")
 
 
 def test_predicted_activations_cover_the_real_peak(device) -> None:
-    """A 0.6 B-shaped model of fewer layers: forward and backward of one chunk stay under the planner's estimate."""
+    """A 0.6 B-shaped model of fewer layers: forward and backward of one chunk stay under the
+    planner's estimate."""
     shape = ShapeConfig(
         family="qwen3",
         hidden_size=1024,
@@ -195,7 +227,9 @@ def test_predicted_activations_cover_the_real_peak(device) -> None:
     positions_T = torch.arange(1024, device=device).repeat(8)
 
     def run() -> None:
-        hidden_TE = decoder.hidden(tokens_T, positions_T, lambda _, q, k, v: varlen_attention(q, k, v, layout))
+        hidden_TE = decoder.hidden(
+            tokens_T, positions_T, lambda _, q, k, v: varlen_attention(q, k, v, layout)
+        )
         ones_T = torch.ones(len(tokens_T), device=device)
         token_logprobs(hidden_TE, decoder.head_weight, tokens_T, ones_T)[0].sum().backward()
 
@@ -206,7 +240,12 @@ def test_predicted_activations_cover_the_real_peak(device) -> None:
     run()
     torch.cuda.synchronize(device)
     real = torch.cuda.max_memory_allocated(device) - before
-    model = ModelNumbers(**{name: getattr(spec, name) for name in ModelNumbers.__dataclass_fields__})
-    guess = activation_bytes(model, "bfloat16", sum(lengths), longest=1024, saving=saving_on_cuda(device))
-    largest_gradient = 2 * spec.vocab_size * spec.hidden_size  # made beside the one that it is added to
+    model = ModelNumbers(
+        **{name: getattr(spec, name) for name in ModelNumbers.__dataclass_fields__}
+    )
+    guess = activation_bytes(
+        model, "bfloat16", sum(lengths), longest=1024, saving=saving_on_cuda(device)
+    )
+    # made beside the one that it is added to
+    largest_gradient = 2 * spec.vocab_size * spec.hidden_size
     assert real <= guess + largest_gradient <= 4 * real, (real, guess)

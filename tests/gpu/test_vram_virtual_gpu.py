@@ -1,5 +1,6 @@
-"""Virtual memory on a real CUDA device: addresses stay, the driver gets its bytes back, contents survive, and graphs
-captured before a park replay after it; in pools, in the engine, and with weights that a trainer shares."""
+"""Virtual memory on a real CUDA device: addresses stay, the driver gets its bytes back, contents
+survive, and graphs captured before a park replay after it; in pools, in the engine, and with
+weights that a trainer shares."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ from gyre.memory.config import MemoryConfig
 from gyre.memory.manager import MemoryManager
 from gyre.memory.phases import RING, default_needs
 from gyre.memory.pools import vmm_import
-from gyre.memory.pools.cuda_vmm import Driver, VirtualMemory, VirtualUsage, find_driver, memory_under, virtual_zeros
+from gyre.memory.pools.cuda_vmm import (
+    Driver,
+    VirtualMemory,
+    VirtualUsage,
+    find_driver,
+    memory_under,
+    virtual_zeros,
+)
 from gyre.memory.pools.storage import PoolTenant, StoragePool
 from gyre.memory.probe import give_back
 from gyre.objectives.config import GrpoConfig
@@ -77,8 +85,17 @@ def test_the_driver_answers(driver: Driver) -> None:
     granularity = driver.granularity(owner="test")
     assert granularity >= 1 << 16 and granularity & (granularity - 1) == 0
     handle, prop = ctypes.c_uint64(), driver.allocation_prop()
-    with pytest.raises(MemoryBudgetError, match=r"test: cuMemCreate failed on cuda:0 with CUDA_ERROR_INVALID_VALUE"):
-        driver.call("cuMemCreate", ctypes.byref(handle), granularity + 1, ctypes.byref(prop), 0, owner="test")
+    with pytest.raises(
+        MemoryBudgetError, match=r"test: cuMemCreate failed on cuda:0 with CUDA_ERROR_INVALID_VALUE"
+    ):
+        driver.call(
+            "cuMemCreate",
+            ctypes.byref(handle),
+            granularity + 1,
+            ctypes.byref(prop),
+            0,
+            owner="test",
+        )
 
 
 def test_a_range_is_mapped_written_unmapped_and_freed(device, driver: Driver) -> None:
@@ -93,20 +110,26 @@ def test_a_range_is_mapped_written_unmapped_and_freed(device, driver: Driver) ->
     for value in range(3):
         memory.map()
         assert abs(start - free_bytes(device) - memory.size_bytes) <= SLACK
-        bytes_ = torch.empty(0, dtype=torch.uint8, device=device).set_(memory.storage(0, memory.size_bytes))
+        bytes_ = torch.empty(0, dtype=torch.uint8, device=device).set_(
+            memory.storage(0, memory.size_bytes)
+        )
         assert bytes_.data_ptr() == memory.address and bytes_.device == device
         bytes_.fill_(value)
         assert int(bytes_.sum(dtype=torch.int64)) == value * memory.size_bytes
         held = free_bytes(device)
         memory.unmap()
-        assert abs(torch.cuda.mem_get_info(device)[0] - held - memory.size_bytes) <= granularity, "back at once"
+        assert abs(torch.cuda.mem_get_info(device)[0] - held - memory.size_bytes) <= granularity, (
+            "back at once"
+        )
     del bytes_, memory
     assert abs(start - free_bytes(device)) <= SLACK
 
 
 def test_forgotten_memory_is_given_back(device, driver: Driver) -> None:
     start = free_bytes(device)
-    tensor = virtual_zeros((64, MIB), device=device, dtype=torch.float32, driver=driver, owner="test")
+    tensor = virtual_zeros(
+        (64, MIB), device=device, dtype=torch.float32, driver=driver, owner="test"
+    )
     view = tensor[3]
     del tensor
     assert start - free_bytes(device) >= 256 * MIB - SLACK and not view.any()
@@ -123,11 +146,16 @@ def test_addresses_and_contents_survive(
     tensors = make_tensors(device, 256)
     before = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     pool = StoragePool("actor.params", tensors, folder=tmp_path, device=device, driver=driver)
-    assert all(torch.equal(tensors[name].detach().cpu(), before[name]) for name in tensors), "moved in whole"
+    assert all(torch.equal(tensors[name].detach().cpu(), before[name]) for name in tensors), (
+        "moved in whole"
+    )
     assert all(memory_under(t.untyped_storage()) is not None for t in tensors.values() if t.numel())
     there, start = addresses(tensors), free_bytes(device)
     usage = pool.measure()
-    assert isinstance(usage, VirtualUsage) and usage.mapped_bytes >= usage.device_bytes == pool.size_bytes
+    assert (
+        isinstance(usage, VirtualUsage)
+        and usage.mapped_bytes >= usage.device_bytes == pool.size_bytes
+    )
     for tier in path:
         pool.move(tier)
         assert abs(free_bytes(device) - start - usage.mapped_bytes) <= SLACK
@@ -145,7 +173,10 @@ def test_a_captured_graph_replays_after_parks(device, driver: Driver) -> None:
         "state": torch.zeros(1024, 1024, device=device, dtype=torch.bfloat16),
     }
     pool = StoragePool("engine.weights", tensors, folder=None, device=device, driver=driver)
-    x, out = torch.randn(1024, 1024, device=device, dtype=torch.bfloat16), torch.zeros(1024, device=device)
+    x, out = (
+        torch.randn(1024, 1024, device=device, dtype=torch.bfloat16),
+        torch.zeros(1024, device=device),
+    )
 
     def work() -> None:
         torch.mm(x, tensors["weight"], out=tensors["state"])
@@ -165,7 +196,8 @@ def test_a_captured_graph_replays_after_parks(device, driver: Driver) -> None:
     assert expected.abs().sum() > 0
     for round_number in range(3):
         pool.move("host")
-        hole = torch.full((64 * MIB,), 7, dtype=torch.uint8, device=device)  # other memory takes the physical pages
+        # other memory takes the physical pages
+        hole = torch.full((64 * MIB,), 7, dtype=torch.uint8, device=device)
         pool.move("device")
         out.zero_()
         if round_number:
@@ -182,7 +214,9 @@ def test_a_captured_graph_replays_after_parks(device, driver: Driver) -> None:
     assert not out.any(), "the weight came back as zeros"
 
 
-def test_work_in_flight_on_another_stream_ends_before_the_memory_goes(device, driver: Driver) -> None:
+def test_work_in_flight_on_another_stream_ends_before_the_memory_goes(
+    device, driver: Driver
+) -> None:
     tensors = {"state": torch.zeros(64 * MIB, device=device)}
     pool = StoragePool("engine.kv", tensors, folder=None, device=device, driver=driver)
     stream = torch.cuda.Stream(device)
@@ -198,7 +232,9 @@ def test_work_in_flight_on_another_stream_ends_before_the_memory_goes(device, dr
 def test_too_much_is_refused_by_name_and_changes_nothing(device, driver: Driver) -> None:
     free = free_bytes(device)
     memory = VirtualMemory(free + (1 << 30), driver, owner="component engine.kv")
-    with pytest.raises(MemoryBudgetError, match=r"component engine\.kv could not be placed on cuda:0"):
+    with pytest.raises(
+        MemoryBudgetError, match=r"component engine\.kv could not be placed on cuda:0"
+    ):
         memory.map()
     assert not memory.is_mapped and abs(free_bytes(device) - free) <= SLACK
     del memory
@@ -211,7 +247,11 @@ def test_too_much_is_refused_by_name_and_changes_nothing(device, driver: Driver)
     held = free_bytes(device)
     with pytest.raises(MemoryBudgetError, match=r"component actor\.params could not be placed"):
         pool.move("device")
-    assert pool.tier == "host" and pool.measure().device_bytes == 0 and abs(free_bytes(device) - held) <= SLACK
+    assert (
+        pool.tier == "host"
+        and pool.measure().device_bytes == 0
+        and abs(free_bytes(device) - held) <= SLACK
+    )
     del filler
     pool.move("device")
     assert addresses(tensors) == there and torch.equal(tensors["large"].cpu(), before)
@@ -235,7 +275,10 @@ def test_the_ledger_counts_virtual_memory(device, driver: Driver) -> None:
 
     events: list[dict] = []
     manager = MemoryManager(
-        [PoolTenant([pool("actor.params", 256)]), PoolTenant([pool("engine.kv", 512, ("device", "none"))])],
+        [
+            PoolTenant([pool("actor.params", 256)]),
+            PoolTenant([pool("engine.kv", 512, ("device", "none"))]),
+        ],
         MemoryConfig(
             device_budget_bytes=8 << 30,
             host_budget_bytes=8 << 30,
@@ -252,7 +295,9 @@ def test_the_ledger_counts_virtual_memory(device, driver: Driver) -> None:
     for step in range(3):
         for phase in RING:
             manager.enter(phase, step=step)
-    assert all(abs(event["unowned_bytes"]) <= MIB for event in events), [event["unowned_bytes"] for event in events]
+    assert all(abs(event["unowned_bytes"]) <= MIB for event in events), [
+        event["unowned_bytes"] for event in events
+    ]
     assert all(abs(event["outside_bytes"]) <= 16 * MIB for event in events)
     assert max(event["device_peak_bytes"] for event in events) >= 512 * MIB
     kept = torch.empty(300 * MIB, dtype=torch.uint8, device=device)
@@ -266,9 +311,16 @@ def test_the_ledger_counts_virtual_memory(device, driver: Driver) -> None:
 
 
 def make_engine(
-    device: torch.device, compute: ThreadPoolExecutor, events: list[str], *, decoder=None, **settings
+    device: torch.device,
+    compute: ThreadPoolExecutor,
+    events: list[str],
+    *,
+    decoder=None,
+    **settings,
 ) -> NativeEngine:
-    config = EngineConfig(**{"max_running": 16, "token_budget": 1024, **FUSED, "num_pages": 4000, **settings})
+    config = EngineConfig(
+        **{"max_running": 16, "token_budget": 1024, **FUSED, "num_pages": 4000, **settings}
+    )
     return NativeEngine(
         decoder or make_decoder(device, torch.bfloat16),
         config,
@@ -291,7 +343,8 @@ def run_on(compute: ThreadPoolExecutor, work: Callable[[], None]):
 
 @pytest.mark.parametrize("tier", ["host", "none"])
 def test_the_engines_graphs_survive_a_park(device, tier: Tier) -> None:
-    from gyre.engine.runners.gpu_runner import GpuRunner  # here, since a machine without a GPU has no Triton
+    # here, since a machine without a GPU has no Triton
+    from gyre.engine.runners.gpu_runner import GpuRunner
 
     events: list[str] = []
 
@@ -305,14 +358,20 @@ def test_the_engines_graphs_survive_a_park(device, tier: Tier) -> None:
             before = await answers(engine)
             assert await answers(engine) == before, "with what the prefix cache holds now"
             graphs = dict(runner._graphs)
-            mapped = sum(usage.mapped_bytes for usage in engine.measure().values() if isinstance(usage, VirtualUsage))
+            mapped = sum(
+                usage.mapped_bytes
+                for usage in engine.measure().values()
+                if isinstance(usage, VirtualUsage)
+            )
             start = free_bytes(device)
             for _ in range(3):
                 await run_on(compute, lambda: engine.move(["engine.kv"], tier))
                 await run_on(compute, lambda: engine.move(["engine.weights"], "host"))
                 assert abs(free_bytes(device) - start - mapped) <= SLACK
                 assert not (await engine.health()).ok
-                await run_on(compute, lambda: engine.move(["engine.weights", "engine.kv"], "device"))
+                await run_on(
+                    compute, lambda: engine.move(["engine.weights", "engine.kv"], "device")
+                )
                 assert abs(free_bytes(device) - start) <= SLACK
                 assert await answers(engine) == before
             assert graphs and runner._graphs == graphs

@@ -1,5 +1,5 @@
-"""A trainer on several GPUs, over NCCL, does what one GPU does. The cases are those of tests/unit/trainer/test_ranks.py.
-Needs two GPUs; four show the hybrid layouts."""
+"""A trainer on several GPUs, over NCCL, does what one GPU does. The cases are those of
+tests/unit/trainer/test_ranks.py. Needs two GPUs; four show the hybrid layouts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ from zero_cases import (
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA devices")]
 SIZE = 4 if NUM_GPUS >= 4 else 2
-NAMES = [name for name, config in LAYOUTS.items() if SIZE == 4 or not (config.shard_ranks or name == "mixed")]
+NAMES = [
+    name
+    for name, config in LAYOUTS.items()
+    if SIZE == 4 or not (config.shard_ranks or name == "mixed")
+]
 
 
 def by_itself(group: RankGroup, case: Callable[..., Any], *args: Any, **settings: Any) -> Any:
@@ -51,10 +55,14 @@ def ranks():
     pool.close()
 
 
-def assert_close(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], *, relative: float) -> None:
+def assert_close(
+    found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], *, relative: float
+) -> None:
     assert found.keys() == expected.keys() and any(tensor.any() for tensor in expected.values())
     for name, tensor in expected.items():
-        np.testing.assert_allclose(found[name], tensor, atol=relative * np.abs(tensor).max(), rtol=0, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], tensor, atol=relative * np.abs(tensor).max(), rtol=0, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("layout", NAMES)
@@ -74,11 +82,21 @@ def test_waits_for_a_late_gpu_are_told(ranks, layout):
     assert 0.0 < usual_s < 0.2 and 0.3 < late_s - usual_s < 1.0, (usual_s, late_s)
 
 
-@pytest.mark.skipif(NUM_GPUS and torch.cuda.get_device_capability() < CAPABILITY, reason="multiplies no 8-bit floats")
+@pytest.mark.skipif(
+    NUM_GPUS and torch.cuda.get_device_capability() < CAPABILITY,
+    reason="multiplies no 8-bit floats",
+)
 @pytest.mark.parametrize("layout", [name for name in NAMES if name != "mixed"])
 def test_8_bit_products_are_the_same_over_gpus(ranks, layout):
-    """Each sequence is a chunk, so that scales are the same; gradients of chunks are rounded before they are added."""
-    settings = {"dtype": "bfloat16", "matmul": "fp8", "tokens_per_chunk": 16, "longer_than": 8, "num_sequences": 16}
+    """Each sequence is a chunk, so that scales are the same; gradients of chunks are rounded before
+    they are added."""
+    settings = {
+        "dtype": "bfloat16",
+        "matmul": "fp8",
+        "tokens_per_chunk": 16,
+        "longer_than": 8,
+        "num_sequences": 16,
+    }
     expected, norms = ranks.run(by_itself, gradients, "ppo", **settings)[0]
     results = ranks.run(gradients, "ppo", layout=layout, **settings)
     assert_close(results[0][0], expected, relative=0.05)
@@ -86,9 +104,14 @@ def test_8_bit_products_are_the_same_over_gpus(ranks, layout):
     assert results[0][1] == pytest.approx(norms, rel=0.05)
 
 
-@pytest.mark.skipif(NUM_GPUS and torch.cuda.get_device_capability() < CAPABILITY, reason="multiplies no 8-bit floats")
+@pytest.mark.skipif(
+    NUM_GPUS and torch.cuda.get_device_capability() < CAPABILITY,
+    reason="multiplies no 8-bit floats",
+)
 def test_layers_are_gathered_in_8_bits(ranks):
-    (wide, _, wide_bytes), (before, after, narrow_bytes) = (ranks.run(gathered_dtypes, m)[0] for m in ("same", "fp8"))
+    (wide, _, wide_bytes), (before, after, narrow_bytes) = (
+        ranks.run(gathered_dtypes, m)[0] for m in ("same", "fp8")
+    )
     assert set(wide) == {"bfloat16"} and before == after and before.count("float8_e4m3fn") == 4
     assert 0.5 < narrow_bytes / wide_bytes < 0.52
 
@@ -97,18 +120,29 @@ def test_layers_are_gathered_in_8_bits(ranks):
 def test_an_overflow_in_float16_is_skipped_on_all_gpus_alike(ranks, layout):
     results = ranks.run(overflowed, layout=layout)
     rows = results[0][0]
-    assert all(result[0] == rows for result in results) and rows[1][0] == 0 and rows[1][1] == rows[0][1] / 2
+    assert (
+        all(result[0] == rows for result in results)
+        and rows[1][0] == 0
+        and rows[1][1] == rows[0][1] / 2
+    )
 
 
 @pytest.mark.parametrize("layout", NAMES)
 def test_training_equals_one_gpu(ranks, layout):
-    settings = {"epochs_per_batch": 2, "sequences_per_update": 4, "weight_decay": 0.1, "reference_moving_average": 0.5}
+    settings = {
+        "epochs_per_batch": 2,
+        "sequences_per_update": 4,
+        "weight_decay": 0.1,
+        "reference_moving_average": 0.5,
+    }
     expected, state = ranks.run(by_itself, train, "grpo", **settings)[0]
     results = ranks.run(train, "grpo", layout=layout, **settings)
     assert all(reports == results[0][0] for reports, _ in results)
     for report, one in zip(results[0][0], expected, strict=True):
         metrics = {name: value for name, value in one.metrics.items() if name != "padding_share"}
-        assert {name: report.metrics[name] for name in metrics} == pytest.approx(metrics, rel=1e-3, abs=1e-4)
+        assert {name: report.metrics[name] for name in metrics} == pytest.approx(
+            metrics, rel=1e-3, abs=1e-4
+        )
     assert_close(results[0][1], state, relative=2e-3)
 
 
@@ -120,18 +154,24 @@ def test_evaluation_and_ranks_without_work(ranks, layout):
             np.testing.assert_allclose(own, one, atol=2e-3)
 
 
-@pytest.mark.parametrize("layout", [name for name in ("zero1", "zero3", "hybrid3") if name in NAMES])
+@pytest.mark.parametrize(
+    "layout", [name for name in ("zero1", "zero3", "hybrid3") if name in NAMES]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_snapshots_fit_any_number_of_gpus(ranks, layout, dtype):
     settings = {"dtype": dtype, "reference_moving_average": 0.9, "spec": "tied"}
     state = saved(None, "ppo", steps=1, **settings)  # on the CPU
-    written = {name: t.float().numpy() for name, t in whole_tensors(state["tensors"].values()).items()}
+    written = {
+        name: t.float().numpy() for name, t in whole_tensors(state["tensors"].values()).items()
+    }
     found = ranks.run(resume, state, "ppo", steps=range(0), layout=layout, **settings)[0][1]
     for name, tensor in written.items():
         np.testing.assert_array_equal(found[name], tensor, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", [name for name in ("zero1", "zero3", "hybrid3") if name in NAMES])
+@pytest.mark.parametrize(
+    "layout", [name for name in ("zero1", "zero3", "hybrid3") if name in NAMES]
+)
 def test_every_gpu_gets_the_version_whole(ranks, layout):
     versions = ranks.run(gathered, bucket_bytes=4096, layout=layout, dtype="bfloat16")
     for _, found in versions:

@@ -1,5 +1,5 @@
-"""The test command of cosmic-ray: asks the warm Python for the tests of the tree as it is. In: a socket's path. Out: the
-exit code. Loads nothing, for it runs once a mutant."""
+"""The test command of cosmic-ray: asks the warm Python for the tests of the tree as it is. In: a
+socket's path. Out: the exit code. Loads nothing, for it runs once a mutant."""
 
 import socket
 import sys

@@ -1,9 +1,10 @@
-"""make mutants: changes operators and constants of the pure modules, one at a time, and asks whether a test notices.
+"""make mutants: changes operators and constants of the pure modules, one at a time, and asks
+whether a test notices.
 
-In: modules.toml, or some of its names as arguments; --again asks once more about what survived. Out:
-build/mutants/results.txt, with each survivor's line and change. cosmic-ray makes the changes in a copy of the tree and
-keeps a session per module, so that a run that is stopped goes on where it was. A module that changed begins anew.
-docs/mutants.md says what survives and why.
+In: modules.toml, or some of its names as arguments; --again asks once more about what survived.
+Out: build/mutants/results.txt, with each survivor's line and change. cosmic-ray makes the changes
+in a copy of the tree and keeps a session per module, so that a run that is stopped goes on where it
+was. A module that changed begins anew. docs/mutants.md says what survives and why.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ BUILD = ROOT / "build" / "mutants"
 BIN = ROOT / ".venvs" / "mutants" / "bin"
 TIMEOUT_S = 240.0
 
-# One change for each operator: to its neighbour, which hides best. No | and no exceptions: they stand in annotations
-# and messages. Names are not exchanged.
+# One change for each operator: to its neighbour, which hides best. No | and no exceptions: they
+# stand in annotations and messages. Names are not exchanged.
 KEPT = (
     r"Comparison\w+_(Lt_LtE|LtE_Lt|Gt_GtE|GtE_Gt|Eq_NotEq|NotEq_Eq|Is_IsNot|IsNot_Is)",
     r"Binary\w+_(Add_Sub|Sub_Add|Mul_Div|Div_Mul|FloorDiv_Mul|Mod_Mul|Pow_Mul|BitAnd_BitOr)",
@@ -48,22 +49,30 @@ def main() -> None:
     if unknown := set(asked.modules) - set(table):
         parser.error(f"{', '.join(sorted(unknown))}: modules.toml has {', '.join(table)}")
     for module in asked.modules or table:
-        tree = BUILD / session_of(module).stem  # a copy for each, so that two runs can share the work
+        # a copy for each, so that two runs can share the work
+        tree = BUILD / session_of(module).stem
         copy_tree(tree)
         session = begin(module, tree, again=asked.again)
         tests = [f"tests/unit/{name}" for name in table[module]["tests"]]
         with serving(tree, module, tests) as address:
             ask(address, wanted=0)  # the tests pass where nothing is changed
             write_config(module, address)
-            subprocess.run([BIN / "cosmic-ray", "exec", session.with_suffix(".toml"), session], cwd=tree, check=True)
-            ask(address, wanted=0)  # a server that died would have passed for a catch of all that followed
+            subprocess.run(
+                [BIN / "cosmic-ray", "exec", session.with_suffix(".toml"), session],
+                cwd=tree,
+                check=True,
+            )
+            # a server that died would have passed for a catch of all that followed
+            ask(address, wanted=0)
         write_results(list(table))
 
 
 def copy_tree(tree: Path) -> None:
     shutil.rmtree(tree, ignore_errors=True)
     for name in ("src", "tests"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        shutil.copytree(
+            ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+        )
     for name in ("pyproject.toml", "README.md", "Makefile"):
         shutil.copy(ROOT / name, tree / name)
     shutil.copytree(ROOT / "configs", tree / "configs")
@@ -92,9 +101,12 @@ def begin(module: str, tree: Path, *, again: bool) -> Path:
 
 
 def leave_out(session: Path, lines: list[str]) -> None:
-    """Forget changes of decorators, of the * of a signature, and of zip's strict=True, which is an assertion."""
+    """Forget changes of decorators, of the * of a signature, and of zip's strict=True, which is an
+    assertion."""
     with sqlite3.connect(session) as base:
-        places = base.execute("SELECT job_id, start_pos_row, start_pos_col FROM mutation_specs").fetchall()
+        places = base.execute(
+            "SELECT job_id, start_pos_row, start_pos_col FROM mutation_specs"
+        ).fetchall()
         for job, row, column in places:
             before, rest = lines[row - 1][:column], lines[row - 1][column:]
             star = rest.startswith("*") and (before.rstrip() + " ")[-2:] in (", ", "( ", " ")
@@ -127,7 +139,13 @@ def serving(tree: Path, module: str, tests: list[str]) -> Iterator[str]:
     """Start the warm Python; it ends with the context."""
     with tempfile.TemporaryDirectory() as folder:
         address = f"{folder}/socket"
-        command = [sys.executable, ROOT / "tests" / "mutants" / "serve.py", address, f"src/gyre/{module}", *tests]
+        command = [
+            sys.executable,
+            ROOT / "tests" / "mutants" / "serve.py",
+            address,
+            f"src/gyre/{module}",
+            *tests,
+        ]
         env = {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
         with (tree / "tests.log").open("w") as log:
             server = subprocess.Popen(command, cwd=tree, env=env, stdout=log, stderr=log)
@@ -159,16 +177,27 @@ def write_results(modules: list[str]) -> None:
             continue
         with sqlite3.connect(session_of(module)) as base:
             rows = base.execute(
-                "SELECT s.start_pos_row, s.operator_name, s.occurrence, r.test_outcome, r.worker_outcome, r.diff "
-                "FROM mutation_specs s LEFT JOIN work_results r ON s.job_id = r.job_id ORDER BY s.start_pos_row"
+                "SELECT s.start_pos_row, s.operator_name, s.occurrence, r.test_outcome, "
+                "r.worker_outcome, r.diff "
+                "FROM mutation_specs s LEFT JOIN work_results r ON s.job_id = r.job_id ORDER BY "
+                "s.start_pos_row"
             ).fetchall()
         rows = [row for row in rows if row[4] != "SKIPPED"]
         done = [row for row in rows if row[3] is not None]
         lived = [row for row in done if row[3] == "SURVIVED"]
-        table.append(f"{module:<28}{len(done):>8}{len(done) - len(lived):>8}{len(rows) - len(done):>8}")
+        table.append(
+            f"{module:<28}{len(done):>8}{len(done) - len(lived):>8}{len(rows) - len(done):>8}"
+        )
         for line, operator, occurrence, _, _, diff in lived:
-            change = [text for text in (diff or "").splitlines() if text[:1] in "+-" and text[:3] not in ("+++", "---")]
-            survivors.append(f"{module}:{line} {operator.removeprefix('core/')} {occurrence}\n  " + "\n  ".join(change))
+            change = [
+                text
+                for text in (diff or "").splitlines()
+                if text[:1] in "+-" and text[:3] not in ("+++", "---")
+            ]
+            survivors.append(
+                f"{module}:{line} {operator.removeprefix('core/')} {occurrence}\n  "
+                + "\n  ".join(change)
+            )
     (BUILD / "results.txt").write_text("\n".join([*table, "", *survivors]) + "\n")
     print("\n".join(table))
 

@@ -1,10 +1,13 @@
-"""A warm Python that asks whether the tests notice a mutant: gyre and the tests are imported once, forked for each one.
+"""A warm Python that asks whether the tests notice a mutant: gyre and the tests are imported once,
+forked for each one.
 
-In: a socket's path, a module, test files. Each connection is answered with one byte: 0 when the tests pass, else 1. A
-client that leaves ends its child. Started by run.py, in the folder of the copied tree.
+In: a socket's path, a module, test files. Each connection is answered with one byte: 0 when the
+tests pass, else 1. A client that leaves ends its child. Started by run.py, in the folder of the
+copied tree.
 
-The changed functions' code is exchanged in a child, and the tests that call them run, the quickest first. Where more
-than functions changed, or an import called them, or no test does, another child imports everything anew.
+The changed functions' code is exchanged in a child, and the tests that call them run, the quickest
+first. Where more than functions changed, or an import called them, or no test does, another child
+imports everything anew.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ Place = tuple[str, int]  # a function's qualified name and first line
 
 
 class Warm:
-    """The module as it is, its functions, and the tests that call each. Made once, in the parent."""
+    """The module as it is, its functions, and the tests that call each. Made once, in the
+    parent."""
 
     def __init__(self, module: Path, tests: list[str]):
         self.module, self.tests = module, tests
@@ -52,14 +56,18 @@ class Warm:
         places = set(functions_of(compile(self.source, str(module), "exec")))
         self.live: dict[Place, list[FunctionType]] = {}
         for one in gc.get_objects():
-            if isinstance(one, FunctionType) and Path(one.__code__.co_filename).resolve() == module.resolve():
+            if (
+                isinstance(one, FunctionType)
+                and Path(one.__code__.co_filename).resolve() == module.resolve()
+            ):
                 place = place_of(one.__code__)
                 if place in places:
                     self.live.setdefault(place, []).append(one)
         self.calls = self._observe_calls()
 
     def _observe_calls(self) -> dict[str, tuple[float, set[str]]]:
-        """Run the tests once in a child: for each its seconds and the functions of the module that it called."""
+        """Run the tests once in a child: for each its seconds and the functions of the module that
+        it called."""
         with tempfile.NamedTemporaryFile("r", suffix=".json") as told:
             child = os.fork()
             if child == 0:
@@ -69,10 +77,13 @@ class Warm:
                 end(passed)
             _, status = os.waitpid(child, 0)
             assert status == 0, "the tests fail before anything is changed"
-            return {test: (seconds, set(names)) for test, (seconds, names) in json.load(told).items()}
+            return {
+                test: (seconds, set(names)) for test, (seconds, names) in json.load(told).items()
+            }
 
     def changed(self) -> dict[Place, CodeType] | None:
-        """The functions whose code differs on disk; None where exchanging their code would not be the same."""
+        """The functions whose code differs on disk; None where exchanging their code would not be
+        the same."""
         before = compile(self.source, str(self.module), "exec")
         try:
             after = compile(self.module.read_text(), str(self.module), "exec")
@@ -82,12 +93,16 @@ class Warm:
         if outline(before) != outline(after) or ours.keys() != theirs.keys():
             return None
         changed = {place: theirs[place] for place in ours if ours[place] != theirs[place]}
-        known = changed.keys() <= self.live.keys() and not self.imported & {name for name, _ in changed}
+        known = changed.keys() <= self.live.keys() and not self.imported & {
+            name for name, _ in changed
+        }
         return changed if changed and known else None
 
     def tests_of(self, changed: dict[Place, CodeType]) -> list[str]:
         names = {name for name, _ in changed}
-        calling = [(seconds, test) for test, (seconds, called) in self.calls.items() if called & names]
+        calling = [
+            (seconds, test) for test, (seconds, called) in self.calls.items() if called & names
+        ]
         return [test for _, test in sorted(calling)]
 
 
@@ -135,7 +150,10 @@ class Chosen:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = sorted((one for one in items if one.nodeid in self._rank), key=lambda one: self._rank[one.nodeid])
+        items[:] = sorted(
+            (one for one in items if one.nodeid in self._rank),
+            key=lambda one: self._rank[one.nodeid],
+        )
 
 
 def place_of(code: CodeType) -> Place:
@@ -155,13 +173,17 @@ def functions_of(code: CodeType) -> dict[Place, CodeType]:
 
 
 def is_class_body(code: CodeType) -> bool:
-    return "__module__" in code.co_names and "__qualname__" in code.co_names and not code.co_argcount
+    return (
+        "__module__" in code.co_names and "__qualname__" in code.co_names and not code.co_argcount
+    )
 
 
 def outline(code: CodeType) -> tuple[object, ...]:
     """A module's own code, without its functions."""
     parts = [
-        outline(one) if is_class_body(one) else place_of(one) for one in code.co_consts if isinstance(one, CodeType)
+        outline(one) if is_class_body(one) else place_of(one)
+        for one in code.co_consts
+        if isinstance(one, CodeType)
     ]
     constants = [(type(one), one) for one in code.co_consts if not isinstance(one, CodeType)]
     return (code.co_code, code.co_names, tuple(map(repr, constants)), tuple(parts))
@@ -169,7 +191,9 @@ def outline(code: CodeType) -> tuple[object, ...]:
 
 def main(path: str, module: str, tests: list[str]) -> None:
     sys.dont_write_bytecode = True  # two mutants of one second and size would look alike
-    settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate), database=None, deadline=None)
+    settings.register_profile(
+        "mutants", phases=(Phase.explicit, Phase.generate), database=None, deadline=None
+    )
     here, there = socket.socketpair()
     warm = os.fork()
     if warm == 0:
@@ -198,7 +222,8 @@ def passes(client: socket.socket, warm: socket.socket, tests: list[str]) -> bool
 
 
 def serve_patched(asked: socket.socket, warm: Warm) -> None:
-    """Answer 1 where a test fails with the changed functions, 0 where all pass, ? where that is not known."""
+    """Answer 1 where a test fails with the changed functions, 0 where all pass, ? where that is not
+    known."""
     settings.load_profile("mutants")  # a failure is enough, a small example of it takes long
     asked.sendall(b"!")
     while asked.recv(1):
@@ -235,7 +260,9 @@ def run_child(work: Callable[[], bool], client: socket.socket | None = None) -> 
         os.setsid()
         end(work())
     watch = os.pidfd_open(child)
-    ready, _, _ = select.select([watch] if client is None else [watch, client], [], [], WHOLE_LIMIT_S)
+    ready, _, _ = select.select(
+        [watch] if client is None else [watch, client], [], [], WHOLE_LIMIT_S
+    )
     if watch not in ready:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)

@@ -1,8 +1,10 @@
-"""What verl's and TRL's own functions give on padded data. In: {"data": {...}, "rows": [[name, peer, call, args, data]]}.
-Out: {name: {"loss": x, "grads": {leaf: …}}} or {name: {"advantages": …, "returns": …}}.
+"""What verl's and TRL's own functions give on padded data. In: {"data": {...}, "rows": [[name,
+peer, call, args, data]]}. Out: {name: {"loss": x, "grads": {leaf: …}}} or {name: {"advantages": …,
+"returns": …}}.
 
-Started by `environment.ask` in the peers' environment. TRL's losses are methods of trainers: they are called with an
-object that holds the settings that they read, and TRL's weights are the lines of its trainer that compute them.
+Started by `environment.ask` in the peers' environment. TRL's losses are methods of trainers: they
+are called with an object that holds the settings that they read, and TRL's weights are the lines of
+its trainer that compute them.
 """
 
 from __future__ import annotations
@@ -34,10 +36,17 @@ NO_DUAL_CLIP = 1e30
 def verl_policy(data: Data, args: dict[str, Any]) -> torch.Tensor:
     """Actor loss as verl's actor adds it up: policy, minus the entropy, plus the KL."""
     mask, agg = data["mask"], args["agg"]
-    whole = {"dp_size": 1, "batch_num_tokens": mask.sum().item(), "global_batch_size": (mask.sum(1) > 0).sum().item()}
+    whole = {
+        "dp_size": 1,
+        "batch_num_tokens": mask.sum().item(),
+        "global_batch_size": (mask.sum(1) > 0).sum().item(),
+    }
     if "scale" in args:
         whole["loss_scale_factor"] = args["scale"]
-    correction = {"rollout_is": args.get("is"), "rollout_is_threshold": args.get("is_threshold", 2.0)}
+    correction = {
+        "rollout_is": args.get("is"),
+        "rollout_is_threshold": args.get("is_threshold", 2.0),
+    }
     correction |= {"rollout_rs": args.get("rs"), "rollout_rs_threshold": args.get("rs_threshold")}
     config = ActorConfig(
         strategy="fsdp",
@@ -46,7 +55,9 @@ def verl_policy(data: Data, args: dict[str, Any]) -> torch.Tensor:
         clip_ratio_low=args.get("low", 0.2),
         clip_ratio_high=args.get("high", 0.2),
         clip_ratio_c=args.get("c", NO_DUAL_CLIP),
-        policy_loss=PolicyLossConfig(rollout_correction={**correction, "loss_type": args.get("loss_type", "ppo_clip")}),
+        policy_loss=PolicyLossConfig(
+            rollout_correction={**correction, "loss_type": args.get("loss_type", "ppo_clip")}
+        ),
     )
     config.global_batch_info.update(whole)
     old, weights = data["old"], None
@@ -61,7 +72,9 @@ def verl_policy(data: Data, args: dict[str, Any]) -> torch.Tensor:
     call = core_algos.get_policy_loss_fn(mode)
     loss, _ = call(old, data["logprobs"], data["advantages"], mask, agg, config, weights)
     if "entropy" in args:
-        loss = loss - args["entropy"] * core_algos.agg_loss(data["entropy"], data["mask"], agg, **whole)
+        loss = loss - args["entropy"] * core_algos.agg_loss(
+            data["entropy"], data["mask"], agg, **whole
+        )
     if "kl" in args:
         kl = core_algos.kl_penalty(data["logprobs"], data["reference"], args["kl"])
         loss = loss + args["kl_coef"] * core_algos.agg_loss(kl, data["mask"], agg, **whole)
@@ -69,12 +82,20 @@ def verl_policy(data: Data, args: dict[str, Any]) -> torch.Tensor:
 
 
 def verl_value(data: Data, args: dict[str, Any]) -> torch.Tensor:
-    given = data["values"], data["returns"], data["old_values"], data["mask"], args["clip"], args["agg"]
+    given = (
+        data["values"],
+        data["returns"],
+        data["old_values"],
+        data["mask"],
+        args["clip"],
+        args["agg"],
+    )
     return core_algos.compute_value_loss(*given)[0]
 
 
 def verl_advantage(data: Data, args: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Scores at each completion's last token, less the KL of each token where it is in the reward."""
+    """Scores at each completion's last token, less the KL of each token where it is in the
+    reward."""
     mask = data["mask"]
     rewards = torch.zeros_like(mask)
     last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
@@ -89,10 +110,16 @@ def verl_advantage(data: Data, args: dict[str, Any]) -> dict[str, torch.Tensor]:
         given = rewards, data["old_values"], mask, args["gamma"], args["lam"]
         advantages, returns = core_algos.compute_gae_advantage_return(*given)
         return {"advantages": advantages * mask, "returns": returns * mask}
-    more: dict[str, Any] = {"config": SimpleNamespace(gamma=1.0)} if name == "reinforce_plus_plus" else {"index": index}
+    more: dict[str, Any] = (
+        {"config": SimpleNamespace(gamma=1.0)}
+        if name == "reinforce_plus_plus"
+        else {"index": index}
+    )
     if "std" in args:
         more["norm_adv_by_std_in_grpo"] = args["std"]
-    advantages, _ = core_algos.get_adv_estimator_fn(name)(token_level_rewards=rewards, response_mask=mask, **more)
+    advantages, _ = core_algos.get_adv_estimator_fn(name)(
+        token_level_rewards=rewards, response_mask=mask, **more
+    )
     return {"advantages": advantages * mask}
 
 
@@ -124,18 +151,25 @@ def trl_weights(data: Data, args: dict[str, Any]) -> torch.Tensor:
     """The lines of GRPOTrainer that compute `vllm_importance_sampling_ratio`."""
     source = inspect.getsource(grpo_trainer)
     begin = source.index(
-        "                per_token_logps_diff = (old_per_token_logps - sampling_per_token_logps) * mask"
+        "                per_token_logps_diff = (old_per_token_logps - sampling_per_token_logps) "
+        "* mask"
     )
-    end = source.index("            # Compute the per-token log probabilities for the reference model", begin)
+    end = source.index(
+        "            # Compute the per-token log probabilities for the reference model", begin
+    )
     settings = SimpleNamespace(
         vllm_importance_sampling_mode=args["is"],
         vllm_importance_sampling_clip_min=args.get("is_min"),
         vllm_importance_sampling_clip_max=args.get("is_max"),
     )
     names: dict[str, Any] = {
-        "self": settings, "torch": torch, "math": math, "mask": data["mask"], "old_per_token_logps": data["old"],
+        "self": settings,
+        "torch": torch,
+        "math": math,
+        "mask": data["mask"],
+        "old_per_token_logps": data["old"],
         "sampling_per_token_logps": data["behaviour"],
-    }  # fmt: skip
+    }
     exec(textwrap.dedent(source[begin:end]), names)
     return names["vllm_importance_sampling_ratio"]
 
@@ -143,14 +177,20 @@ def trl_weights(data: Data, args: dict[str, Any]) -> torch.Tensor:
 def trl_policy(data: Data, args: dict[str, Any]) -> torch.Tensor:
     mask = data["mask"]
     trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (data["logprobs"], data["entropy"], None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            data["logprobs"],
+            data["entropy"],
+            None,
+        ),
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         importance_sampling_level=args.get("level", "token"),
         beta=args.get("beta", 0.0),
         args=SimpleNamespace(
-            use_bias_correction_kl=args.get("bias_correction", False), delta=args.get("delta"), steps_per_generation=1
+            use_bias_correction_kl=args.get("bias_correction", False),
+            delta=args.get("delta"),
+            steps_per_generation=1,
         ),
         loss_type=args["loss_type"],
         epsilon_low=args.get("low", 0.2),
@@ -181,7 +221,10 @@ def trl_dpo(data: Data, args: dict[str, Any]) -> torch.Tensor:
     mask = data["mask"]
     nothing = torch.zeros_like(mask)
     outputs = SimpleNamespace(
-        log_probs=data["logprobs"] * mask, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool()
+        log_probs=data["logprobs"] * mask,
+        entropy=nothing,
+        mean_logits=nothing,
+        is_top1=nothing.bool(),
     )
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True),
@@ -201,9 +244,12 @@ def trl_dpo(data: Data, args: dict[str, Any]) -> torch.Tensor:
     chosen, rejected = (data["reference"] * mask).sum(1).chunk(2)
     widened = torch.cat([torch.zeros(len(mask), 1), mask], dim=1)
     inputs = {
-        "completion_mask": widened, "input_ids": widened, "attention_mask": widened, "ref_chosen_logps": chosen,
+        "completion_mask": widened,
+        "input_ids": widened,
+        "attention_mask": widened,
+        "ref_chosen_logps": chosen,
         "ref_rejected_logps": rejected,
-    }  # fmt: skip
+    }
     return DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, False)
 
 
@@ -216,8 +262,12 @@ def trl_rm(data: Data, args: dict[str, Any]) -> torch.Tensor:
         _total_train_tokens=0,
         _tp_size=1,
     )
-    inputs = {"attention_mask": data["mask"]} | ({"margin": data["margins"]} if args.get("margin") else {})
-    return RewardTrainer.compute_loss(trainer, lambda **_: SimpleNamespace(logits=data["scores"][:, None]), inputs)
+    inputs = {"attention_mask": data["mask"]} | (
+        {"margin": data["margins"]} if args.get("margin") else {}
+    )
+    return RewardTrainer.compute_loss(
+        trainer, lambda **_: SimpleNamespace(logits=data["scores"][:, None]), inputs
+    )
 
 
 CALLS = {
@@ -245,6 +295,7 @@ if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     with contextlib.redirect_stdout(sys.stderr):
         told = {
-            name: answer(CALLS[peer][call], asked["data"][data], args) for name, peer, call, args, data in asked["rows"]
+            name: answer(CALLS[peer][call], asked["data"][data], args)
+            for name, peer, call, args, data in asked["rows"]
         }
     Path(sys.argv[2]).write_text(json.dumps(told))

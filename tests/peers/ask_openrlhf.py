@@ -1,10 +1,13 @@
-"""What OpenRLHF's own functions give: as `ask_losses.py`, with the folder of a checkout as third argument.
+"""What OpenRLHF's own functions give: as `ask_losses.py`, with the folder of a checkout as third
+argument.
 
-OpenRLHF needs DeepSpeed and a CUDA compiler to install, so its values are kept in `losses.json`, with their commit:
+OpenRLHF needs DeepSpeed and a CUDA compiler to install, so its values are kept in `losses.json`,
+with their commit:
 
     git clone https://github.com/OpenRLHF/OpenRLHF && python tests/peers/make_losses.py OpenRLHF
 
-Its loss and utility modules are loaded from the checkout as they are; of DeepSpeed they need the name alone.
+Its loss and utility modules are loaded from the checkout as they are; of DeepSpeed they need the
+name alone.
 """
 
 from __future__ import annotations
@@ -43,8 +46,12 @@ def policy(data: Data, args: dict[str, Any]) -> torch.Tensor:
     given = data["logprobs"], data["old"], data["advantages"], data["mask"], data["behaviour"]
     loss = made(*given)[0]
     if "kl" in args:
-        kl = helpers.compute_approx_kl(data["logprobs"].float(), data["reference"].float(), args["kl"])
-        loss = loss + args["kl_coef"] * losses.aggregate_loss(kl, data["mask"], args["agg"] == "token")
+        kl = helpers.compute_approx_kl(
+            data["logprobs"].float(), data["reference"].float(), args["kl"]
+        )
+        loss = loss + args["kl_coef"] * losses.aggregate_loss(
+            kl, data["mask"], args["agg"] == "token"
+        )
     return loss
 
 
@@ -73,5 +80,8 @@ CALLS = {"policy": policy, "value": value, "dpo": dpo, "rm": pair, "sft": sft}
 if __name__ == "__main__":
     asked = json.loads(Path(sys.argv[1]).read_text())
     torch.set_default_dtype(torch.float64)
-    told = {name: answer(CALLS[call], asked["data"][data], args) for name, _, call, args, data in asked["rows"]}
+    told = {
+        name: answer(CALLS[call], asked["data"][data], args)
+        for name, _, call, args, data in asked["rows"]
+    }
     Path(sys.argv[2]).write_text(json.dumps(told))

@@ -1,11 +1,13 @@
-"""Environment of the peers: TRL and verl beside the torch of `.venv`. In: a script and its cases. Out: its answer.
+"""Environment of the peers: TRL and verl beside the torch of `.venv`. In: a script and its cases.
+Out: its answer.
 
     python tests/peers/environment.py FOLDER      makes it (`make peers`, part of `make test-all`; about 10 seconds)
     ask(script, cases)                            runs a script in it, from a test
 
-The environment holds the packages named here and nothing else. All other modules are those of `.venv`, seen through a
-.pth file: there is one torch, and both sides of a comparison compute with it. Tests never import TRL or verl
-themselves; what calls them is a script `ask_*.py`, started as `python -P SCRIPT CASES.json ANSWER.json`.
+The environment holds the packages named here and nothing else. All other modules are those of
+`.venv`, seen through a .pth file: there is one torch, and both sides of a comparison compute with
+it. Tests never import TRL or verl themselves; what calls them is a script `ask_*.py`, started as
+`python -P SCRIPT CASES.json ANSWER.json`.
 """
 
 from __future__ import annotations
@@ -34,30 +36,48 @@ FOLDER = Path(__file__).parents[2] / ".venvs" / "peers"
 
 
 def build(folder: Path) -> None:
-    """Make the environment in `folder`, from scratch. A command that fails raises CalledProcessError."""
-    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
+    """Make the environment in `folder`, from scratch. A command that fails raises
+    CalledProcessError."""
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True
+    )
     python = str(folder / "bin" / "python")
-    where = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True)
+    where = subprocess.check_output(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+    )
     (Path(where.strip()) / "gyre_venv.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = [sys.executable, "-m", "pip", "--python", python, "--quiet", "--disable-pip-version-check"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
     subprocess.run([*pip, "install", "--no-deps", *PEERS, *NEEDS], check=True)
 
 
 def ask(script: Path, cases: Any, *, more: tuple[str, ...] = (), limit_s: float = 240.0) -> Any:
-    """Run `script` in the environment: `cases` go in and its answer comes out as JSON files. `more` are arguments
-    after these two.
+    """Run `script` in the environment: `cases` go in and its answer comes out as JSON files. `more`
+    are arguments after these two.
 
     Fails with AssertionError when there is no environment or the script fails.
     """
     python = FOLDER / "bin" / "python"
-    missing = f"no environment of the peers in {FOLDER.parent.name}/{FOLDER.name}: run `make peers` with the package index in reach"
+    missing = (
+        f"no environment of the peers in {FOLDER.parent.name}/{FOLDER.name}: run `make "
+        "peers` with the package index in reach"
+    )
     assert (FOLDER / ".installed").exists(), missing
     with tempfile.TemporaryDirectory() as folder:
         given, answer = Path(folder, "cases.json"), Path(folder, "answer.json")
         given.write_text(json.dumps(cases))
         command = [str(python), "-P", str(script), str(given), str(answer), *more]
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
-        assert done.returncode == 0, f"{script.name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, (
+            f"{script.name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        )
         return json.loads(answer.read_text())
 
 

@@ -1,5 +1,6 @@
-"""Every objective and every option of one beside a peer's own function: loss and gradient in float64 on ragged, perforated
-masks. The table is in loss_cases.py, the peers' answers in losses.json. A config field without a row fails here."""
+"""Every objective and every option of one beside a peer's own function: loss and gradient in
+float64 on ragged, perforated masks. The table is in loss_cases.py, the peers' answers in
+losses.json. A config field without a row fails here."""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ from pydantic import TypeAdapter
 from gyre.core.records import Evaluation, Group, Prompt, Rollout, Sampling, Score, ScorePart
 from gyre.loop.accuracy import AccuracyMetric
 from gyre.loop.assemble import Passes, assemble
-from gyre.objectives.api import LossInputs, ObjectiveConfig, Sample, denominator, estimate, loss_sum, rank_pairs
+from gyre.objectives.api import (
+    LossInputs,
+    ObjectiveConfig,
+    Sample,
+    denominator,
+    estimate,
+    loss_sum,
+    rank_pairs,
+)
 from gyre.objectives.config import (
     VARIANTS,
     DpoConfig,
@@ -36,19 +45,28 @@ from gyre.objectives.config import (
 HERE = Path(__file__).parent
 KEPT = json.loads((HERE / "losses.json").read_text())
 CONFIG = TypeAdapter(ObjectiveConfig)
-COLUMNS = {"old_logprobs_N": "old", "behaviour_logprobs_N": "behaviour", "advantages_N": "advantages",
-           "entropy_N": "entropy", "old_values_N": "old_values", "returns_N": "returns"}  # fmt: skip
+COLUMNS = {
+    "old_logprobs_N": "old",
+    "behaviour_logprobs_N": "behaviour",
+    "advantages_N": "advantages",
+    "entropy_N": "entropy",
+    "old_values_N": "old_values",
+    "returns_N": "returns",
+}
 
 
 def tensors(name: str) -> dict[str, torch.Tensor]:
-    data = {key: torch.tensor(values, dtype=torch.float64) for key, values in KEPT["data"][name].items()}
+    data = {
+        key: torch.tensor(values, dtype=torch.float64) for key, values in KEPT["data"][name].items()
+    }
     for leaf in ("logprobs", "entropy", "values", "scores"):
         data[leaf].requires_grad_(True)
     return data
 
 
 def inputs(config: Any, data: dict[str, torch.Tensor], row: Row) -> LossInputs:
-    """The masked tokens of the padded data, flat. The first half of the sequences is chosen, the second rejected."""
+    """The masked tokens of the padded data, flat. The first half of the sequences is chosen, the
+    second rejected."""
     mask, half = data["mask"].bool(), len(data["mask"]) // 2
     given = {column: data[name][mask] for column, name in COLUMNS.items()}
     if not trains_scores(config) and row.call != "value":
@@ -75,14 +93,22 @@ def inputs(config: Any, data: dict[str, torch.Tensor], row: Row) -> LossInputs:
 
 def our_loss(row: Row) -> dict[str, Any]:
     config, data = CONFIG.validate_python(row.ours), tensors(row.data)
-    loss = loss_sum(config, inputs(config, data, row))[0] / denominator(config, data["mask"].sum(1).long().numpy())
+    loss = loss_sum(config, inputs(config, data, row))[0] / denominator(
+        config, data["mask"].sum(1).long().numpy()
+    )
     loss.backward()
     leaves = ("logprobs", "entropy", "values", "scores")
-    return {"loss": loss.item(), "grads": {leaf: data[leaf].grad for leaf in leaves if data[leaf].grad is not None}}
+    return {
+        "loss": loss.item(),
+        "grads": {leaf: data[leaf].grad for leaf in leaves if data[leaf].grad is not None},
+    }
 
 
 def our_advantages(row: Row) -> dict[str, np.ndarray]:
-    config, data = CONFIG.validate_python(row.ours), {k: np.array(v) for k, v in KEPT["data"][row.data].items()}
+    config, data = (
+        CONFIG.validate_python(row.ours),
+        {k: np.array(v) for k, v in KEPT["data"][row.data].items()},
+    )
     masks = data["mask"].astype(bool)
     made = estimate(
         config,
@@ -98,7 +124,9 @@ def our_advantages(row: Row) -> dict[str, np.ndarray]:
             for i, mask in enumerate(masks)
         ],
     )
-    padded = {"advantages": made.advantages} | ({} if made.returns is None else {"returns": made.returns})
+    padded = {"advantages": made.advantages} | (
+        {} if made.returns is None else {"returns": made.returns}
+    )
     found = {}
     for name, values in padded.items():
         found[name] = np.zeros(masks.shape)
@@ -116,22 +144,37 @@ def test_loss_and_gradient_equal_the_peers(row: Row):
         found = our_advantages(row)
         assert found.keys() == kept.keys()
         for name, values in found.items():
-            np.testing.assert_allclose(values, kept[name], rtol=row.rtol, atol=row.rtol, err_msg=name)
+            np.testing.assert_allclose(
+                values, kept[name], rtol=row.rtol, atol=row.rtol, err_msg=name
+            )
         return
     found = our_loss(row)
     assert found["loss"] == pytest.approx(kept["loss"], rel=row.rtol)
     live = {leaf for leaf, grad in kept["grads"].items() if np.any(grad)}
     assert live and live <= found["grads"].keys()
     for leaf, grad in found["grads"].items():
-        np.testing.assert_allclose(grad, kept["grads"].get(leaf, 0.0), rtol=row.rtol, atol=1e-9, err_msg=leaf)
+        np.testing.assert_allclose(
+            grad, kept["grads"].get(leaf, 0.0), rtol=row.rtol, atol=1e-9, err_msg=leaf
+        )
 
 
-OFF = {"dual_clip": 0.0, "entropy_coef": 0.0, "kl_coef": 0.0, "kl_ratio_weighted": False, "rejection_level": "none",
-       "importance_level": "token", "value_clip": 0.0, "label_smoothing": 0.0, "average_logprobs": False,
-       "center_coef": 0.0}  # fmt: skip
+OFF = {
+    "dual_clip": 0.0,
+    "entropy_coef": 0.0,
+    "kl_coef": 0.0,
+    "kl_ratio_weighted": False,
+    "rejection_level": "none",
+    "importance_level": "token",
+    "value_clip": 0.0,
+    "label_smoothing": 0.0,
+    "average_logprobs": False,
+    "center_coef": 0.0,
+}
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.ours.keys() & OFF.keys()], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.ours.keys() & OFF.keys()], ids=lambda row: row.name
+)
 def test_every_option_of_a_row_changes_its_answer(row: Row):
     """A row whose data never reach an option would compare nothing."""
     found = our_advantages(row) if row.call == "advantage" else our_loss(row)["grads"]
@@ -139,12 +182,16 @@ def test_every_option_of_a_row_changes_its_answer(row: Row):
         if row.ours[name] == OFF[name]:
             continue
         without = {
-            key: value for key, value in row.ours.items() if (name, key) != ("rejection_level", "rejection_band")
+            key: value
+            for key, value in row.ours.items()
+            if (name, key) != ("rejection_level", "rejection_band")
         }
         plain = replace(row, ours={**without, name: OFF[name]})
         other = our_advantages(plain) if row.call == "advantage" else our_loss(plain)["grads"]
         leaves = found.keys() | other.keys()
-        assert any(not np.array_equal(found.get(leaf, 0.0), other.get(leaf, 0.0)) for leaf in leaves), name
+        assert any(
+            not np.array_equal(found.get(leaf, 0.0), other.get(leaf, 0.0)) for leaf in leaves
+        ), name
 
 
 @pytest.mark.slow
@@ -153,7 +200,10 @@ def test_the_peers_still_say_what_is_kept():
     found = ask(HERE / "ask_losses.py", asked)
     assert found.keys() == {row[0] for row in asked["rows"]}
     for name, answer in found.items():
-        flat = [np.concatenate([np.ravel(v) for v in _leaves(one)]) for one in (answer, KEPT["answers"][name])]
+        flat = [
+            np.concatenate([np.ravel(v) for v in _leaves(one)])
+            for one in (answer, KEPT["answers"][name])
+        ]
         np.testing.assert_allclose(flat[0], flat[1], rtol=1e-12, atol=1e-14, err_msg=name)
 
 
@@ -170,8 +220,12 @@ def sample_groups(*groups: list[tuple[float, str]], tokens: int = 3) -> list[Gro
     """Groups of (score, how the completion ended)."""
     made = []
     for g, members in enumerate(groups):
-        rollouts = tuple(_rollout(f"{g}", i, finish, tokens) for i, (_, finish) in enumerate(members))
-        scores = tuple(_score(r.rollout_id, value) for r, (value, _) in zip(rollouts, members, strict=True))
+        rollouts = tuple(
+            _rollout(f"{g}", i, finish, tokens) for i, (_, finish) in enumerate(members)
+        )
+        scores = tuple(
+            _score(r.rollout_id, value) for r, (value, _) in zip(rollouts, members, strict=True)
+        )
         made.append(Group(group_id=f"{g}", rollouts=rollouts, scores=scores))
     return made
 
@@ -186,7 +240,9 @@ def _rollout(group: str, number: int, finish: Any, tokens: int) -> Rollout:
     return Rollout(
         rollout_id=f"{group}.{number}",
         group_id=group,
-        prompt=Prompt(prompt_id="p", tokens=np.array([7], dtype=np.int32), text="", task={}, source="test"),
+        prompt=Prompt(
+            prompt_id="p", tokens=np.array([7], dtype=np.int32), text="", task={}, source="test"
+        ),
         tokens=np.arange(1 + tokens, dtype=np.int32),
         sampled=chosen,
         logprobs=np.zeros(1 + tokens, np.float32),
@@ -205,7 +261,11 @@ def check_every_baseline_and_scale() -> None:
         for scale in ("group_std", "batch_std", "none"):
             groups = [np.array(s) for s in scores]
             others = [(s.sum() - s) / 2 for s in groups]
-            minus = {"group_mean": [s.mean() for s in groups], "leave_one_out": others, "none": [0.0, 0.0]}[baseline]
+            minus = {
+                "group_mean": [s.mean() for s in groups],
+                "leave_one_out": others,
+                "none": [0.0, 0.0],
+            }[baseline]
             expected = [s - m for s, m in zip(groups, minus, strict=True)]
             if scale == "group_std":
                 expected = [e / s.std(ddof=1) for e, s in zip(expected, groups, strict=True)]
@@ -213,7 +273,11 @@ def check_every_baseline_and_scale() -> None:
                 flat = np.concatenate(expected)
                 expected = [(e - flat.mean()) / flat.std() for e in expected]
             config = GrpoConfig(baseline=baseline, scale=scale)  # type: ignore[arg-type]
-            samples = [Sample(group_id=str(g), score=score, num_tokens=2) for g, s in enumerate(scores) for score in s]
+            samples = [
+                Sample(group_id=str(g), score=score, num_tokens=2)
+                for g, s in enumerate(scores)
+                for score in s
+            ]
             found = [values[0] for values in estimate(config, samples).advantages]
             np.testing.assert_allclose(found, np.concatenate(expected), rtol=1e-5, atol=1e-6)
 
@@ -221,7 +285,9 @@ def check_every_baseline_and_scale() -> None:
 def check_one_sample_alone_has_no_advantage() -> None:
     """verl and TRL give it its raw score; there is nothing to compare it with."""
     for variant in ("grpo", "rloo"):
-        made = estimate(GrpoConfig(variant=variant), [Sample(group_id="a", score=0.7, num_tokens=2)])
+        made = estimate(
+            GrpoConfig(variant=variant), [Sample(group_id="a", score=0.7, num_tokens=2)]
+        )
         assert made.advantages[0].tolist() == [0.0, 0.0]
 
 
@@ -240,7 +306,9 @@ def check_filter_metric() -> None:
     right = AccuracyMetric(part="answer", threshold=1.0)
     for metric, left in (("accuracy", 0), ("score", 2)):
         config = GrpoConfig(equal_groups="drop", filter_metric=metric)  # type: ignore[arg-type]
-        assert len(assemble(config, groups, Passes(), step=1, accuracy=right).batch.sequences) == left
+        assert (
+            len(assemble(config, groups, Passes(), step=1, accuracy=right).batch.sequences) == left
+        )
 
 
 def check_mask_truncated() -> None:
@@ -253,9 +321,14 @@ def check_mask_truncated() -> None:
 
 
 def check_bootstrap_truncated() -> None:
-    """One-step returns: the last token's is its reward plus gamma times the critic's value after it."""
+    """One-step returns: the last token's is its reward plus gamma times the critic's value after
+    it."""
     groups = sample_groups([(0.25, "length")])
-    critic = Evaluation(which="critic", per_token=(np.zeros(4, np.float32),), per_sequence=np.array([0.8], np.float32))
+    critic = Evaluation(
+        which="critic",
+        per_token=(np.zeros(4, np.float32),),
+        per_sequence=np.array([0.8], np.float32),
+    )
     for bootstrap, last in ((True, 0.25 + 0.9 * 0.8), (False, 0.25)):
         config = PpoConfig(bootstrap_truncated=bootstrap, gamma=0.9, lam=0.0, whiten=False)
         made = assemble(config, groups, Passes(critic=critic), step=1)
@@ -264,13 +337,15 @@ def check_bootstrap_truncated() -> None:
 
 def check_no_whitening() -> None:
     made = estimate(
-        PpoConfig(whiten=False, lam=1.0), [Sample(group_id="a", score=2.0, num_tokens=2, values_C=np.array([0.5, 1.0]))]
+        PpoConfig(whiten=False, lam=1.0),
+        [Sample(group_id="a", score=2.0, num_tokens=2, values_C=np.array([0.5, 1.0]))],
     )
     assert made.advantages[0].tolist() == [1.5, 1.0]
 
 
 def check_vf_coef() -> None:
-    """The whole loss is the policy's plus vf_coef times the value's: verl and OpenRLHF train two models apart."""
+    """The whole loss is the policy's plus vf_coef times the value's: verl and OpenRLHF train two
+    models apart."""
     data = tensors("ragged")
     row = Row(name="", ours={}, peer="none", call="policy", args={})
     losses = {}
@@ -284,7 +359,8 @@ def check_vf_coef() -> None:
 
 
 def check_sft_coef() -> None:
-    """Pang et al. 2024, eq. 1, each pair by its own chosen length; TRL averages over all chosen tokens."""
+    """Pang et al. 2024, eq. 1, each pair by its own chosen length; TRL averages over all chosen
+    tokens."""
     data = tensors("ragged")
     row = Row(name="", ours={}, peer="none", call="dpo", args={})
     losses = []
@@ -300,14 +376,21 @@ def check_online_pairs() -> None:
     rewards = np.array([0.1, 0.9, 0.4, 0.5])
     assert rank_pairs(DpoConfig(pairs="online"), rewards) == [(1, 0)]
     assert rank_pairs(DpoConfig(pairs="online", pairs_per_group=2), rewards) == [(1, 0), (3, 2)]
-    assert rank_pairs(DpoConfig(pairs="online", pairs_per_group=2, min_reward_gap=0.2), rewards) == [(1, 0)]
-    made = assemble(DpoConfig(pairs="online"), sample_groups([(0.0, "stop"), (1.0, "stop")]), Passes(), step=1)
-    assert [(s.scalars["score"], s.scalars["chosen"]) for s in made.batch.sequences] == [(1.0, 1.0), (0.0, 0.0)]
+    assert rank_pairs(
+        DpoConfig(pairs="online", pairs_per_group=2, min_reward_gap=0.2), rewards
+    ) == [(1, 0)]
+    made = assemble(
+        DpoConfig(pairs="online"), sample_groups([(0.0, "stop"), (1.0, "stop")]), Passes(), step=1
+    )
+    assert [(s.scalars["score"], s.scalars["chosen"]) for s in made.batch.sequences] == [
+        (1.0, 1.0),
+        (0.0, 0.0),
+    ]
 
 
 def check_rloo_and_one_action_per_sequence() -> None:
-    """TRL's RLOO clips one ratio per sequence and takes the mean over sequences. On policy its gradient is ours times
-    the mean length; off policy it is another objective."""
+    """TRL's RLOO clips one ratio per sequence and takes the mean over sequences. On policy its
+    gradient is ours times the mean length; off policy it is another objective."""
     data = tensors("ragged")
     mask = data["mask"]
     data["old"] = data["logprobs"].detach().clone()
@@ -318,14 +401,22 @@ def check_rloo_and_one_action_per_sequence() -> None:
     data["logprobs"].grad = None
     sums_S = ((data["logprobs"] - data["old"]) * mask).sum(1)
     (-(sums_S.exp() * data["advantages"][:, 0])).mean().backward()
-    np.testing.assert_allclose(data["logprobs"].grad, ours * float(mask.sum()) / len(mask), rtol=1e-12)
+    np.testing.assert_allclose(
+        data["logprobs"].grad, ours * float(mask.sum()) / len(mask), rtol=1e-12
+    )
 
 
 NONE: dict[str, tuple[str, Callable[[], None]]] = {
-    "baseline": ("peers have the baselines, not every baseline with every scale", check_every_baseline_and_scale),
+    "baseline": (
+        "peers have the baselines, not every baseline with every scale",
+        check_every_baseline_and_scale,
+    ),
     "scale": ("as baseline", check_every_baseline_and_scale),
     "a group of one": ("verl and TRL keep the raw score", check_one_sample_alone_has_no_advantage),
-    "rloo off policy": ("TRL takes a sequence as one action", check_rloo_and_one_action_per_sequence),
+    "rloo off policy": (
+        "TRL takes a sequence as one action",
+        check_rloo_and_one_action_per_sequence,
+    ),
     "equal_groups": ("verl drops in its trainer's loop, not in a function", check_equal_groups),
     "filter_metric": ("as equal_groups", check_filter_metric),
     "mask_truncated": ("TRL masks where it generates", check_mask_truncated),
@@ -356,7 +447,9 @@ def test_every_field_and_choice_of_an_objective_has_a_row(config: type[Any]):
             continue
         shared = name in PolicyConfig.model_fields
         rows = [
-            row.ours for row in ROWS if row.ours["kind"] == kind or (shared and row.ours["kind"] in ("grpo", "ppo"))
+            row.ours
+            for row in ROWS
+            if row.ours["kind"] == kind or (shared and row.ours["kind"] in ("grpo", "ppo"))
         ]
         given = [ours[name] for ours in rows if name in ours]
         choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()

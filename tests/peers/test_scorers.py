@@ -1,4 +1,5 @@
-"""Answers that we and the peers' scorers judge: every verdict is kept in answers.tsv, and none of ours is a false right."""
+"""Answers that we and the peers' scorers judge: every verdict is kept in answers.tsv, and none of
+ours is a false right."""
 
 from __future__ import annotations
 
@@ -66,6 +67,8 @@ def test_verdicts_of_the_peers():
     found = ask(HERE / "ask_scorers.py", [(case.label, case.answer) for case in CASES])
     kept = [dict(zip(PEERS, case.peers, strict=True)) for case in CASES]
     changed = [
-        (case.label, case.answer, now, was) for case, now, was in zip(CASES, found, kept, strict=True) if now != was
+        (case.label, case.answer, now, was)
+        for case, now, was in zip(CASES, found, kept, strict=True)
+        if now != was
     ]
     assert changed == []

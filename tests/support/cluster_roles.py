@@ -1,5 +1,6 @@
-"""Roles for the cluster's tests: workers' objects made of the shipped fakes or of tiny real parts. In: a Context, plain
-arguments. Out: an object with seats. Workers import it by name: "cluster_roles:FUNCTION"."""
+"""Roles for the cluster's tests: workers' objects made of the shipped fakes or of tiny real parts.
+In: a Context, plain arguments. Out: an object with seats. Workers import it by name:
+"cluster_roles:FUNCTION"."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ class Frozen(ScriptedEngine):
         return replace(await super().stats(), steps=7)
 
 
-def fake_engine(context: Context, *, token_delay_s: float = 0.002, stalled: tuple[str, ...] = ()) -> Any:
+def fake_engine(
+    context: Context, *, token_delay_s: float = 0.002, stalled: tuple[str, ...] = ()
+) -> Any:
     engine = (Frozen if stalled else ScriptedEngine)(
         recite,
         emit=context.emit,
@@ -77,7 +80,9 @@ def fake_trainer(
     trainer = CountingTrainer(
         emit=context.emit, config=FakeTrainerConfig(sequences_per_update=4), shapes=shapes, **fields
     )
-    return SimpleNamespace(trainer=TrainerEndpoint(trainer, rank=rank, compute=ThreadPoolExecutor(1)))
+    return SimpleNamespace(
+        trainer=TrainerEndpoint(trainer, rank=rank, compute=ThreadPoolExecutor(1))
+    )
 
 
 class Odd:
@@ -144,7 +149,9 @@ class Stuck(CountingTrainer):
 
 def stuck_trainer(context: Context, *, rank: int, stuck: bool = False, slow_s: float = 0.0) -> Any:
     trainer = Stuck(context, stuck=stuck, slow_s=slow_s)
-    return SimpleNamespace(trainer=TrainerEndpoint(trainer, rank=rank, compute=ThreadPoolExecutor(1)))
+    return SimpleNamespace(
+        trainer=TrainerEndpoint(trainer, rank=rank, compute=ThreadPoolExecutor(1))
+    )
 
 
 class FullDisk(CountingTrainer):
@@ -156,11 +163,14 @@ class FullDisk(CountingTrainer):
 
 def full_disk_trainer(context: Context, *, rank: int) -> Any:
     trainer = FullDisk(emit=context.emit)
-    return SimpleNamespace(trainer=TrainerEndpoint(trainer, rank=rank, compute=ThreadPoolExecutor(1)))
+    return SimpleNamespace(
+        trainer=TrainerEndpoint(trainer, rank=rank, compute=ThreadPoolExecutor(1))
+    )
 
 
 class Gated:
-    """A worker's memory: no room for `score` on the second one, and broken at `handover` on the first."""
+    """A worker's memory: no room for `score` on the second one, and broken at `handover` on the
+    first."""
 
     def __init__(self, rank: int, held_bytes: int) -> None:
         self._rank, self._held_bytes = rank, held_bytes

@@ -1,6 +1,6 @@
-"""A cluster of engines that do nothing by themselves: every answer, loss and notice of one comes when a test says so.
-In: engine names, what is answered at once. Out: handles whose calls a test looks at and answers. Callers: tests of the
-pool's races."""
+"""A cluster of engines that do nothing by themselves: every answer, loss and notice of one comes
+when a test says so. In: engine names, what is answered at once. Out: handles whose calls a test
+looks at and answers. Callers: tests of the pool's races."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ class SimEngine:
     """One life of an engine, as a handle. A call is performed when a test says so, or at once where
     `at_once(method)` is true."""
 
-    def __init__(self, name: str, pool_version: Callable[[], int], at_once: Callable[[str], bool]) -> None:
+    def __init__(
+        self, name: str, pool_version: Callable[[], int], at_once: Callable[[str], bool]
+    ) -> None:
         self.name, self.place = name, f"sim {name}"
         self._pool_version, self._at_once = pool_version, at_once
         self.open: list[Call] = []
@@ -66,7 +68,8 @@ class SimEngine:
         self.cause = ""  # of its death
         self.version: int | None = None
         self.prepared: int | None = None
-        self.running: dict[str, tuple[Request, dict[int, int]]] = {}  # places of the open completions
+        # places of the open completions
+        self.running: dict[str, tuple[Request, dict[int, int]]] = {}
         self.news: tuple[list[TokenChunk], list[str]] = ([], [])
         self.steps = 0
         self.stale: list[str] = []  # requests that came while it held older weights than the pool
@@ -165,7 +168,9 @@ class SimEngine:
                 self.version = self.version or 0
             begun = {partial.index: len(partial.tokens) for partial in request.partials}
             for partial in request.partials:
-                wanted = [token_at(request, partial.index, place) for place in range(len(partial.tokens))]
+                wanted = [
+                    token_at(request, partial.index, place) for place in range(len(partial.tokens))
+                ]
                 assert partial.tokens.tolist() == wanted
             self.running[request.request_id] = (
                 request,
@@ -212,7 +217,8 @@ class SimEngine:
 
     def _health(self, call: Call) -> Health:
         return Health(
-            ok=self.version is not None, reason="" if self.version is not None else f"{self.name} is on dummies"
+            ok=self.version is not None,
+            reason="" if self.version is not None else f"{self.name} is on dummies",
         )
 
 
@@ -225,7 +231,9 @@ class SimCluster:
         self.pool_version: Callable[[], int] = lambda: 0
 
     def make(self, name: str) -> SimEngine:
-        engine = SimEngine(name, lambda: self.pool_version(), lambda method: method not in self.held)
+        engine = SimEngine(
+            name, lambda: self.pool_version(), lambda method: method not in self.held
+        )
         self.lives.setdefault(name, []).append(engine)
         return engine
 

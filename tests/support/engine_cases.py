@@ -1,4 +1,5 @@
-"""An engine on a tiny random model, with its events and its compute thread, for tests of its life."""
+"""An engine on a tiny random model, with its events and its compute thread, for tests of its
+life."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def make_decoder_of(*, vocab_size: int, context_tokens: int, seed: int = 0) -> D
     init_weights(decoder, seed)
     with torch.no_grad():
         for parameter in decoder.parameters():
-            parameter.mul_(8.0 if parameter.dim() > 1 else 1.0)  # peaked choices, so that versions differ visibly
+            # peaked choices, so that versions differ visibly
+            parameter.mul_(8.0 if parameter.dim() > 1 else 1.0)
     return decoder
 
 
@@ -55,14 +57,22 @@ def tensors_of(decoder: Decoder) -> dict[str, torch.Tensor]:
 class Bench:
     """One engine, its events and its compute thread."""
 
-    def __init__(self, *, shared: bool, folder: Path | None = None, seed: int = 1, **config) -> None:
+    def __init__(
+        self, *, shared: bool, folder: Path | None = None, seed: int = 1, **config
+    ) -> None:
         self.events: list[tuple[str, dict]] = []
         self.decoder = make_decoder(seed)
         self.compute = ThreadPoolExecutor(1)
         self.engine = NativeEngine(
             self.decoder,
             EngineConfig(
-                **{"num_pages": 60, "page_tokens": 4, "max_running": 8, "token_budget": 64, **config},
+                **{
+                    "num_pages": 60,
+                    "page_tokens": 4,
+                    "max_running": 8,
+                    "token_budget": 64,
+                    **config,
+                },
                 disk_folder=str(folder) if folder else None,
             ),
             compute=self.compute,
@@ -73,14 +83,22 @@ class Bench:
         )
 
     async def ask(self, count: int = 3, **fields) -> list[tuple[Completion, ...]]:
-        return list(await asyncio.gather(*[collect(self.engine.submit(one)) for one in ask(count, **fields)]))
+        return list(
+            await asyncio.gather(
+                *[collect(self.engine.submit(one)) for one in ask(count, **fields)]
+            )
+        )
 
     async def move(self, names: list[str], tier) -> None:
-        await asyncio.get_running_loop().run_in_executor(self.compute, lambda: self.engine.move(names, tier))
+        await asyncio.get_running_loop().run_in_executor(
+            self.compute, lambda: self.engine.move(names, tier)
+        )
 
     async def publish(self, version: int, source: Decoder, *, shared: bool, policy="drain") -> None:
         tensors = tensors_of(source)
-        await self.engine.prepare(make_manifest(version, tensors, shared=shared, checksums=not shared), tensors)
+        await self.engine.prepare(
+            make_manifest(version, tensors, shared=shared, checksums=not shared), tensors
+        )
         await self.engine.commit(version, policy=policy)
 
     def check(self) -> None:

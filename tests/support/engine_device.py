@@ -1,6 +1,7 @@
-"""A device without arithmetic: it keeps, for every slot of every page, which token of whom was written there, and its
-next token is a hash of what a row's pages hold. So a wrong page, a stale page, a missing write or a token that came
-from the wrong place changes an answer, and most fail at once. It works in order and knows only what a launch tells it.
+"""A device without arithmetic: it keeps, for every slot of every page, which token of whom was
+written there, and its next token is a hash of what a row's pages hold. So a wrong page, a stale
+page, a missing write or a token that came from the wrong place changes an answer, and most fail at
+once. It works in order and knows only what a launch tells it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def next_token(known: np.ndarray) -> int:
 
 
 def answer(request: Request, window: int | None = None) -> list[int]:
-    """What one completion must be, computed without an engine. The model sees the newest `window` tokens, or all."""
+    """What one completion must be, computed without an engine. The model sees the newest `window`
+    tokens, or all."""
     known = request.tokens.tolist()
     for _ in range(request.sampling.max_tokens):
         known.append(next_token(np.asarray(known[-window:] if window else known)))
@@ -116,24 +118,36 @@ class FakeDevice:
                 written.add(slot)
                 token = self.last_token[row] if decoding else int(rows.tokens_RW[row, position])
                 self.pool.slots[slot] = (self._salt(rows, row), token, position, step.version)
-        past = {row: self._read(rows, row, start, start + count, step) for row, (start, count) in spans.items()}
+        past = {
+            row: self._read(rows, row, start, start + count, step)
+            for row, (start, count) in spans.items()
+        }
         for source, target in step.copies:
             self.pool.copy(source, target)
         return FakeFlight(self, self._choose(step, rows, past))
 
     def _choose(self, step: Step, rows: InputBatch, past: dict[int, np.ndarray]) -> SampledTokens:
-        sources = [*step.decode_rows.tolist(), *(step.chunks[i].row for i in step.sample_chunks.tolist())]
+        sources = [
+            *step.decode_rows.tolist(),
+            *(step.chunks[i].row for i in step.sample_chunks.tolist()),
+        ]
         tokens = [next_token(past[source]) for source in sources]
         for row, at, token in zip(step.sample_rows, step.sample_positions, tokens, strict=True):
             assert at == rows.length_R[row]
-            assert rows.tenure_R[row] == step.sample_tenures[step.sample_rows.tolist().index(row)] > 0
+            assert (
+                rows.tenure_R[row] == step.sample_tenures[step.sample_rows.tolist().index(row)] > 0
+            )
             self.last_token[int(row)] = token
-            rows.tokens_RW[row, at] = rows.tokens_RW[row, at - 1]  # plausible garbage: nobody may use it yet
+            # plausible garbage: nobody may use it yet
+            rows.tokens_RW[row, at] = rows.tokens_RW[row, at - 1]
         zeros = np.zeros(len(tokens), np.float32)
-        return SampledTokens(tokens=np.asarray(tokens, np.int32), logprobs=zeros, raw_logprobs=zeros, supports={})
+        return SampledTokens(
+            tokens=np.asarray(tokens, np.int32), logprobs=zeros, raw_logprobs=zeros, supports={}
+        )
 
     def _read(self, rows: InputBatch, row: int, start: int, end: int, step: Step) -> np.ndarray:
-        """Return the tokens that the row's last token sees. What any of its tokens sees must be its own past."""
+        """Return the tokens that the row's last token sees. What any of its tokens sees must be its
+        own past."""
         first = max(0, start - self.window + 1) if self.window else 0
         held = [self.pool.slots[self._slot(rows, row, position)] for position in range(first, end)]
         assert [content[2] for content in held] == list(range(first, end))
@@ -161,7 +175,8 @@ def make_cycle(
     depth: int = 0,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> EngineCore:
-    """A cycle of weights 0 over the device, whose pages may go to the host; no token ends an answer."""
+    """A cycle of weights 0 over the device, whose pages may go to the host; no token ends an
+    answer."""
     return EngineCore(
         roster,
         device,  # type: ignore[arg-type]

@@ -22,9 +22,11 @@ from trainer_cases import make_trainer
 from zero_cases import BIG, LAYOUTS
 
 
-def exported_slowly(group: RankGroup, folder: str, *, sync_s: float, deadline_s: float, fails: bool) -> tuple[int, str]:
-    """An export at whose end the disk takes `sync_s` to sync, and then fails or not. (this rank's signs of progress,
-    what it was told)."""
+def exported_slowly(
+    group: RankGroup, folder: str, *, sync_s: float, deadline_s: float, fails: bool
+) -> tuple[int, str]:
+    """An export at whose end the disk takes `sync_s` to sync, and then fails or not. (this rank's
+    signs of progress, what it was told)."""
     decoder = Decoder(BIG, device=group.device, dtype=torch.float32)
     init_weights(decoder, 1)
     trainer = make_trainer("sft", decoder=decoder, group=group, parallel=LAYOUTS["zero3"])
@@ -44,7 +46,9 @@ def exported_slowly(group: RankGroup, folder: str, *, sync_s: float, deadline_s:
     machine = Machine(device=group.device, dtype=torch.float32, compute=ThreadPoolExecutor(1))
     given = {"deadline_s": deadline_s, "progress": lambda: signs.append(None)}
     try:
-        export_shards(BIG, None, source, group, Path(folder) / "export", machine, tokenizer, **given)
+        export_shards(
+            BIG, None, source, group, Path(folder) / "export", machine, tokenizer, **given
+        )
     except GyreError as error:
         return len(signs), f"{type(error).__name__}: {error}"
     finally:

@@ -1,5 +1,5 @@
-"""The shipped fakes as tests ask for them: an engine on a table of answers, requests, rollouts; and a limit on every
-wait."""
+"""The shipped fakes as tests ask for them: an engine on a table of answers, requests, rollouts; and
+a limit on every wait."""
 
 from __future__ import annotations
 
@@ -36,13 +36,17 @@ class Events:
 
 def request(request_id: str = "r", text: str = "1+2=", **sampling: Any) -> Request:
     fields = {
-        key: sampling.pop(key) for key in ("chunk_tokens", "deadline_s", "priority", "grammar") if key in sampling
+        key: sampling.pop(key)
+        for key in ("chunk_tokens", "deadline_s", "priority", "grammar")
+        if key in sampling
     }
     tokens = TOKENIZER.encode(text)
     return Request(request_id=request_id, tokens=tokens, sampling=Sampling(**sampling), **fields)
 
 
-def engine_of(table: dict[str, list[str]] | None = None, *, emit: Events | None = None, **more: Any) -> ScriptedEngine:
+def engine_of(
+    table: dict[str, list[str]] | None = None, *, emit: Events | None = None, **more: Any
+) -> ScriptedEngine:
     script = table_script(table or {"1+2=": ["3", "four"]}, TOKENIZER)
     return ScriptedEngine(script, emit=emit or Events(), eos_ids=TOKENIZER.eos_ids, **more)
 

@@ -1,4 +1,5 @@
-"""Cases of what FSDP2 exchanges and frees, for trainers on several ranks, as zero_cases.py has them."""
+"""Cases of what FSDP2 exchanges and frees, for trainers on several ranks, as zero_cases.py has
+them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from zero_cases import batch_for, trainer_on
 
 
 def gathered_dtypes(group: RankGroup, matmul: str) -> tuple[list[str], list[str], int]:
-    """What FSDP2 exchanges of a layer: dtypes after a step and after the next; and bytes of the whole layer."""
+    """What FSDP2 exchanges of a layer: dtypes after a step and after the next; and bytes of the
+    whole layer."""
     trainer, found = trainer_on(group, "sft", layout="zero3", dtype="bfloat16", matmul=matmul), []
     layer = trainer._models.actor.decoder.layers[0]
     inputs: list[torch.Tensor] = []
@@ -30,8 +32,9 @@ def gathered_dtypes(group: RankGroup, matmul: str) -> tuple[list[str], list[str]
 
 
 def freed_between_passes(group: RankGroup) -> tuple[list[int], list[int], bool]:
-    """Bytes under each layer's gathered weights as its forward pass sees them, and when the forward pass of all layers
-    is over; and whether backward then gave a gradient. What backward saved is those weights."""
+    """Bytes under each layer's gathered weights as its forward pass sees them, and when the forward
+    pass of all layers is over; and whether backward then gave a gradient. What backward saved is
+    those weights."""
     trainer = trainer_on(group, "sft", layout="zero3")
     decoder, seen = trainer._models.actor.decoder, []
     for layer in decoder.layers:
@@ -58,7 +61,8 @@ def order_of_collectives(group: RankGroup, spec: str) -> list[str]:
 
 
 def note_collectives(decoder: Decoder, told: list[str]) -> dict[str, Any]:
-    """Write each into `told`, with the group that it is of, from now on; returns FSDP2's state of each group."""
+    """Write each into `told`, with the group that it is of, from now on; returns FSDP2's state of
+    each group."""
     names, states = {module: name or "root" for name, module in decoder.named_modules()}, {}
     for module in sharded_parts(decoder):
         state = states[names[module]] = module._get_fsdp_state()._fsdp_param_group
@@ -97,8 +101,8 @@ class Pairs:
 
 
 def waits(group: RankGroup, layout: str, spec: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """FSDP2's collectives of a chunk, its own waits for weights, and the marks around them, as on a GPU; which marks are
-    the two ends of a wait."""
+    """FSDP2's collectives of a chunk, its own waits for weights, and the marks around them, as on a
+    GPU; which marks are the two ends of a wait."""
     told, pairs = [], Pairs()
     kept, computing = fsdp.make_exposed, Numbered(told, "computing")
     fsdp.make_exposed = lambda *_: Exposed(pairs, computing, lambda: Numbered(told, "beside"))  # pyright: ignore
@@ -116,8 +120,8 @@ def waits(group: RankGroup, layout: str, spec: str) -> tuple[list[str], list[tup
 
 
 def waited_for_a_late_device(group: RankGroup, layout: str) -> tuple[float, float]:
-    """Seconds of a step as the trainer says them, that all ranks are told: the longest wait, without and with one
-    device that begins about half a second late."""
+    """Seconds of a step as the trainer says them, that all ranks are told: the longest wait,
+    without and with one device that begins about half a second late."""
     trainer = trainer_on(group, "sft", layout=layout, dtype="bfloat16")
     trainer.step_now(batch_for(8, seed=0))
     found = []
@@ -131,14 +135,16 @@ def waited_for_a_late_device(group: RankGroup, layout: str) -> tuple[float, floa
 def held_between_chunks(
     group: RankGroup, *, tokens_per_chunk: int, **settings: Any
 ) -> tuple[list[int], dict[str, float]]:
-    """Bytes of gradients that wait on this rank to be summed, as each chunk of an update begins; what was sent."""
+    """Bytes of gradients that wait on this rank to be summed, as each chunk of an update begins;
+    what was sent."""
     trainer = trainer_on(group, "sft", tokens_per_chunk=tokens_per_chunk, **settings)
     learner, held = trainer._models.actor, []
     begin = learner.begin_chunk
 
     def count_and_begin(*, last: bool) -> None:
         cut: list[Any] = [
-            part._get_fsdp_state()._fsdp_param_group.fsdp_params for part in sharded_parts(learner.decoder)
+            part._get_fsdp_state()._fsdp_param_group.fsdp_params
+            for part in sharded_parts(learner.decoder)
         ]
         waiting = [p.unsharded_accumulated_grad for parameters in cut for p in parameters]
         held.append(sum(grad.nbytes for grad in waiting if grad is not None))
@@ -146,4 +152,8 @@ def held_between_chunks(
 
     learner.begin_chunk = count_and_begin
     report = trainer.step_now(batch_for(12, seed=0))
-    return held, {name.removeprefix("sent_bytes/"): size for name, size in report.measured.items() if "sent_" in name}
+    return held, {
+        name.removeprefix("sent_bytes/"): size
+        for name, size in report.measured.items()
+        if "sent_" in name
+    }

@@ -1,9 +1,10 @@
-"""The engine against transformers, on any device: random checkpoints of each family, and sampling rules by an oracle of
-their own, in float64. In: a device, a dtype, bounds. Out: assertions. Callers: test_engine_hub (CPU, float32),
-tests/gpu/test_transformers_gpu and tests/gpu/test_rules_gpu (BF16).
+"""The engine against transformers, on any device: random checkpoints of each family, and sampling
+rules by an oracle of their own, in float64. In: a device, a dtype, bounds. Out: assertions.
+Callers: test_engine_hub (CPU, float32), tests/gpu/test_transformers_gpu and
+tests/gpu/test_rules_gpu (BF16).
 
-The oracle reads transformers' float32 logits along what the engine chose, and knows the engine's draws by seed. Logits
-may differ by `bound`; every judgement below allows for that and for no more.
+The oracle reads transformers' float32 logits along what the engine chose, and knows the engine's
+draws by seed. Logits may differ by `bound`; every judgement below allows for that and for no more.
 """
 
 # C chosen tokens, P prompt tokens, V vocabulary
@@ -34,7 +35,8 @@ VOCAB, CONTEXT = 320, 512
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """By how much the engine's logits may differ from transformers' in float32: anywhere, and on average."""
+    """By how much the engine's logits may differ from transformers' in float32: anywhere, and on
+    average."""
 
     most: float
     mean: float
@@ -53,8 +55,8 @@ class Where:
 
 
 def save_random(folder: Path, family: str, *, hidden_size: int = 128, head_dim: int = 32) -> Path:
-    """A checkpoint of this family as transformers saves it, every weight random, norms and biases too. Logits spread
-    alike at any width."""
+    """A checkpoint of this family as transformers saves it, every weight random, norms and biases
+    too. Logits spread alike at any width."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": hidden_size,
@@ -79,16 +81,25 @@ def save_random(folder: Path, family: str, *, hidden_size: int = 128, head_dim: 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
-                parameter.copy_(torch.randn_like(parameter) * 0.1 + (0.0 if name.endswith("bias") else 1.0))
+                parameter.copy_(
+                    torch.randn_like(parameter) * 0.1 + (0.0 if name.endswith("bias") else 1.0)
+                )
             parameter.copy_(parameter.bfloat16())  # so that every dtype here holds the same weights
     model.save_pretrained(folder)
     return folder
 
 
-def answer(folder: Path, where: Where, requests: Sequence[Request], **config: Any) -> list[Completion]:
+def answer(
+    folder: Path, where: Where, requests: Sequence[Request], **config: Any
+) -> list[Completion]:
     """What the engine answers; nothing is held afterwards."""
     _, decoder = load_hub(folder, device=where.device, dtype=where.dtype)
-    settings = {"num_pages": 4096 // where.page_tokens, "max_running": 12, "token_budget": 128, **config}
+    settings = {
+        "num_pages": 4096 // where.page_tokens,
+        "max_running": 12,
+        "token_budget": 128,
+        **config,
+    }
 
     async def main() -> list[Completion]:
         with ThreadPoolExecutor(1) as compute:
@@ -101,7 +112,9 @@ def answer(folder: Path, where: Where, requests: Sequence[Request], **config: An
                 dtype=where.dtype,
             )
             await engine.start(dummy=False)
-            answers = await asyncio.gather(*[collect(engine.submit(request)) for request in requests])
+            answers = await asyncio.gather(
+                *[collect(engine.submit(request)) for request in requests]
+            )
             assert (await engine.stats()).pages_used == 0
             await engine.terminate()
             return [part for parts in answers for part in parts]
@@ -126,7 +139,11 @@ class Oracle:
     def greedy(self, prompt: np.ndarray, count: int) -> list[int]:
         ids = torch.tensor(prompt.astype(np.int64), device=self.model.device)[None]
         made = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
         )
         return made[0, len(prompt) :].tolist()
 
@@ -140,8 +157,9 @@ def log_softmax(values: np.ndarray) -> np.ndarray:
 
 
 def check_greedy(folder: Path, where: Where, **config: Any) -> None:
-    """Each token is the best that transformers knows there, but for the bound; where the second best is further away
-    it is the same token; and log-probs are transformers' within the bounds. In float32 the texts are equal."""
+    """Each token is the best that transformers knows there, but for the bound; where the second
+    best is further away it is the same token; and log-probs are transformers' within the bounds. In
+    float32 the texts are equal."""
     generator = np.random.default_rng(0)
     requests = [
         Request(
@@ -165,9 +183,16 @@ def check_greedy(folder: Path, where: Where, **config: Any) -> None:
         assert (chosen == best)[best - second > 2 * where.bounds.most].all()
         gaps.append(np.abs(part.raw_logprobs - chosen))
         assert part.prompt_logprobs is not None
-        gaps.append(np.abs(part.prompt_logprobs.logprobs[1:] - raw[np.arange(prompt - 1), request.tokens[1:]]))
+        gaps.append(
+            np.abs(
+                part.prompt_logprobs.logprobs[1:] - raw[np.arange(prompt - 1), request.tokens[1:]]
+            )
+        )
     found = np.concatenate(gaps)
-    assert found.max() <= 2 * where.bounds.most and found.mean() <= where.bounds.mean, (found.max(), found.mean())
+    assert found.max() <= 2 * where.bounds.most and found.mean() <= where.bounds.mean, (
+        found.max(),
+        found.mean(),
+    )
 
 
 # -- rules of sampling
@@ -182,7 +207,11 @@ RULES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "repetition": {"repetition_penalty": 1.3},
     "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4, "temperature": 0.7},
-    "greedy with penalties": {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    "greedy with penalties": {
+        "temperature": 0.0,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.5,
+    },
     "bias": {"logit_bias": ((5, 6.0), (9, -100.0), (17, 3.0)), "top_k": 20},
     "stop ids": {"stop_ids": tuple(range(120)), "min_tokens": 6},
     "told": {"top_logprobs": 5, "prompt_logprobs": 4},
@@ -204,7 +233,8 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def rule_requests() -> list[Request]:
-    """Each rule, beside all the others in one batch; each with siblings, so that seeds are told apart."""
+    """Each rule, beside all the others in one batch; each with siblings, so that seeds are told
+    apart."""
     generator = np.random.default_rng(3)
     return [
         Request(
@@ -231,12 +261,19 @@ def check_rules(folder: Path, where: Where, **config: Any) -> None:
         "siblings have draws of their own"
     )
     again = answer(folder, where, requests, **config)
-    assert {(part.request_id, part.index): part.tokens.tolist() for part in again} == texts, "seeds decide"
-    others = answer(folder, where, [replace(request, seed=request.seed + 100) for request in requests], **config)
-    alone = where.bounds is EXACT or config.get("batch_invariant", False)  # else company moves roundings, and near-ties
+    assert {(part.request_id, part.index): part.tokens.tolist() for part in again} == texts, (
+        "seeds decide"
+    )
+    others = answer(
+        folder, where, [replace(request, seed=request.seed + 100) for request in requests], **config
+    )
+    # else company moves roundings, and near-ties
+    alone = where.bounds is EXACT or config.get("batch_invariant", False)
     for part in others:
         if part.request_id in drawn or alone:
-            assert (part.tokens.tolist() != texts[part.request_id, part.index]) == (part.request_id in drawn)
+            assert (part.tokens.tolist() != texts[part.request_id, part.index]) == (
+                part.request_id in drawn
+            )
 
 
 def check_completion(request: Request, part: Completion, oracle: Oracle, bound: float) -> None:
@@ -249,7 +286,9 @@ def check_completion(request: Request, part: Completion, oracle: Oracle, bound: 
     assert part.finish == "stop" or count == rules.max_tokens
     assert not any(int(token) in stops for token in part.tokens[:-1])
     assert part.finish == "length" or count > rules.min_tokens
-    draws = uniforms(np.full(count, draw_key(request.seed, part.index), np.uint64), np.arange(count))
+    draws = uniforms(
+        np.full(count, draw_key(request.seed, part.index), np.uint64), np.arange(count)
+    )
     for at, token in enumerate(part.tokens.tolist()):
         here = raw[prompt - 1 + at]
         assert abs(part.raw_logprobs[at] - here[token]) <= 2 * bound
@@ -262,13 +301,25 @@ def check_completion(request: Request, part: Completion, oracle: Oracle, bound: 
             assert shaped[token] >= shaped.max() - 2 * error and part.logprobs[at] == 0.0
             continue
         kept = (
-            None if part.support is None else part.support.ids[part.support.offsets[at] : part.support.offsets[at + 1]]
+            None
+            if part.support is None
+            else part.support.ids[part.support.offsets[at] : part.support.offsets[at + 1]]
         )
-        check_draw(shaped / rules.temperature, token, kept, rules, float(part.logprobs[at]), draws[at], error)
+        check_draw(
+            shaped / rules.temperature,
+            token,
+            kept,
+            rules,
+            float(part.logprobs[at]),
+            draws[at],
+            error,
+        )
     if rules.prompt_logprobs is not None:
         told = part.prompt_logprobs
         assert (
-            told is not None and len(told.logprobs) == prompt and told.top_ids.shape == (prompt, rules.prompt_logprobs)
+            told is not None
+            and len(told.logprobs) == prompt
+            and told.top_ids.shape == (prompt, rules.prompt_logprobs)
         )
         expected = raw[np.arange(prompt - 1), request.tokens[1:]]
         assert np.abs(told.logprobs[1:] - expected).max(initial=0.0) <= 2 * bound
@@ -276,7 +327,9 @@ def check_completion(request: Request, part: Completion, oracle: Oracle, bound: 
             check_told(told.top_ids[place], told.top_logprobs[place], raw[place - 1], bound)
 
 
-def shape(logits: np.ndarray, rules: Sampling, prompt: np.ndarray, before: np.ndarray) -> np.ndarray:
+def shape(
+    logits: np.ndarray, rules: Sampling, prompt: np.ndarray, before: np.ndarray
+) -> np.ndarray:
     """What the rules make of one position's logits before temperature, from their definitions."""
     shaped = logits.copy()
     if len(before) < rules.min_tokens:
@@ -284,7 +337,9 @@ def shape(logits: np.ndarray, rules: Sampling, prompt: np.ndarray, before: np.nd
     for token, bias in rules.logit_bias:
         shaped[token] += bias
     for token in {*prompt.tolist(), *before.tolist()}:
-        shaped[token] *= 1 / rules.repetition_penalty if shaped[token] > 0 else rules.repetition_penalty
+        shaped[token] *= (
+            1 / rules.repetition_penalty if shaped[token] > 0 else rules.repetition_penalty
+        )
     for token in before.tolist():
         shaped[token] -= rules.frequency_penalty
     for token in set(before.tolist()):
@@ -309,7 +364,8 @@ def check_draw(
     uniform: float,
     error: float,
 ) -> None:
-    """The token is where the uniform falls in the distribution over what truncation keeps, in token order."""
+    """The token is where the uniform falls in the distribution over what truncation keeps, in token
+    order."""
     slack = 2 * error / rules.temperature
     surely, perhaps = truncate(scaled, rules, slack)
     if kept is None:
@@ -323,11 +379,14 @@ def check_draw(
     upto = np.cumsum(np.exp(expected))
     place = int(np.flatnonzero(kept == token)[0])
     low, high = upto[place] - np.exp(expected[place]), upto[place]
-    assert low - slack <= uniform <= high + slack, "the draw of this seed and position falls elsewhere"
+    assert low - slack <= uniform <= high + slack, (
+        "the draw of this seed and position falls elsewhere"
+    )
 
 
 def truncate(scaled: np.ndarray, rules: Sampling, slack: float) -> tuple[np.ndarray, np.ndarray]:
-    """Which tokens truncation keeps whatever the error, and which it may keep: min-p, then top-k, then top-p."""
+    """Which tokens truncation keeps whatever the error, and which it may keep: min-p, then top-k,
+    then top-p."""
     floor = -np.inf if rules.min_p == 0.0 else scaled.max() + np.log(rules.min_p)
     top_k = rules.top_k or len(scaled)
     order = np.sort(scaled[np.isfinite(scaled)])[::-1]
@@ -338,7 +397,9 @@ def truncate(scaled: np.ndarray, rules: Sampling, slack: float) -> tuple[np.ndar
         """With everybody else's logits worse (better) than known by the allowance."""
         own = int(allowance < 0)  # it is among those that it is compared with
         first = (order > value + allowance).sum() - own < top_k
-        before = mass[nominal > value + allowance].sum() - own * mass[0] * np.exp(value - nominal[0])
+        before = mass[nominal > value + allowance].sum() - own * mass[0] * np.exp(
+            value - nominal[0]
+        )
         return bool(
             np.isfinite(value)
             and value >= floor - allowance

@@ -1,5 +1,6 @@
-"""Local cluster: workers as threads of this process, each with an event loop of its own. In: RoleSpecs. Out: handles.
-Implements Cluster. For tests and for looking at a role in a debugger: no devices, no environments, no isolation.
+"""Local cluster: workers as threads of this process, each with an event loop of its own. In:
+RoleSpecs. Out: handles. Implements Cluster. For tests and for looking at a role in a debugger: no
+devices, no environments, no isolation.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class LocalHandle:
         return out
 
     def kill(self, cause: str) -> None:
-        """From here on nothing is answered. Work that runs in other threads of the worker is not stopped."""
+        """From here on nothing is answered. Work that runs in other threads of the worker is not
+        stopped."""
         with self._lock:
             if self.gone.done():
                 return

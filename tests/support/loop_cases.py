@@ -1,4 +1,5 @@
-"""Cases for the loop's tests: a whole ring on the shipped fakes, which notes who was called in which phase."""
+"""Cases for the loop's tests: a whole ring on the shipped fakes, which notes who was called in
+which phase."""
 
 from __future__ import annotations
 
@@ -36,7 +37,12 @@ TOKENIZER = byte_tokenizer()
 ENGINE = FakeEngineConfig(start_accuracy=0.3, gain_per_version=0.1)
 TRAIN, HELD_OUT = sum_prompts(FakeSourceConfig(num_prompts=40), TOKENIZER)
 GROUPS_OF_4 = RolloutConfig(
-    prompts_per_step=4, completions_per_prompt=4, max_refills=0, max_tokens=16, deadline_s=20.0, reward_deadline_s=20.0
+    prompts_per_step=4,
+    completions_per_prompt=4,
+    max_refills=0,
+    max_tokens=16,
+    deadline_s=20.0,
+    reward_deadline_s=20.0,
 )
 
 
@@ -59,7 +65,8 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def digits_script(request: Request, index: int, version: int) -> Sequence[int]:
-    """1 to 12 digits and the end: a pure function of the request's seed, the index and the place."""
+    """1 to 12 digits and the end: a pure function of the request's seed, the index and the
+    place."""
     seed = derive_seed(request.seed, "digits", index)
     chosen = [derive_seed(seed, place) % 10 for place in range(1 + seed % 12)]
     return [*TOKENIZER.encode("".join(map(str, chosen))).tolist(), TOKENIZER.end_id]
@@ -105,7 +112,8 @@ class WatchedTrainer(CountingTrainer):
 
 
 class WatchedEngine(ScriptedEngine):
-    """Notes (phase, what) of each call of its life, and the phases in which it was asked for tokens."""
+    """Notes (phase, what) of each call of its life, and the phases in which it was asked for
+    tokens."""
 
     def __init__(self, gate: Gate, script: Script, **more: Any) -> None:
         super().__init__(script, **more)
@@ -149,12 +157,15 @@ class Shelf:
         self._trainer = trainer
         self.kept: dict[int, tuple[str, dict[str, bytes], Mapping[str, Any]]] = {}
 
-    async def save(self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
+    async def save(
+        self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]
+    ) -> None:
         self.kept[step] = (json.dumps(state), dict(blobs), self._trainer.snapshot())
 
 
 class Bench:
-    """One attempt at a stage on fakes. `folder` holds its log; another bench on it is the next attempt."""
+    """One attempt at a stage on fakes. `folder` holds its log; another bench on it is the next
+    attempt."""
 
     def __init__(
         self,
@@ -215,7 +226,10 @@ class Bench:
             gate=self.gate,
             snapshots=self.shelf,
             observers=Observers(
-                events=self.events, samples=self.samples, spans=Spans(emit), sample_groups_per_step=100
+                events=self.events,
+                samples=self.samples,
+                spans=Spans(emit),
+                sample_groups_per_step=100,
             ),
             text=TOKENIZER,
             engine=self.engine,
@@ -225,7 +239,9 @@ class Bench:
             stop=self.stop,
         )
         self.ring = Ring(
-            StageSpec(name="main", objective=objective or GrpoConfig(variant="dapo"), steps=steps, seed=11),
+            StageSpec(
+                name="main", objective=objective or GrpoConfig(variant="dapo"), steps=steps, seed=11
+            ),
             parts,
             RingConfig(
                 rollout=rollout,
@@ -272,7 +288,10 @@ class Bench:
 
     def sample_rows(self) -> list[dict[str, Any]]:
         rows = read_samples(self.log.with_name("samples.jsonl"), read_events(self.log).lineage)
-        return [{name: value for name, value in row.items() if name not in ("seq", "attempt")} for row in rows]
+        return [
+            {name: value for name, value in row.items() if name not in ("seq", "attempt")}
+            for row in rows
+        ]
 
     def close(self) -> None:
         self.samples.close()

@@ -1,4 +1,5 @@
-"""Tensors of every kind that a storage pool must keep: with a shared storage, odd sizes and none at all."""
+"""Tensors of every kind that a storage pool must keep: with a shared storage, odd sizes and none at
+all."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import torch
 
 
 def make_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """A Parameter, a bf16 tensor, two views of one storage, a non-contiguous one, an integer one, an empty one."""
+    """A Parameter, a bf16 tensor, two views of one storage, a non-contiguous one, an integer one,
+    an empty one."""
     generator = torch.Generator().manual_seed(seed)
     fused = torch.randn(64, 32, generator=generator)
     return {

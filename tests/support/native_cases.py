@@ -1,5 +1,5 @@
-"""Cases of the native engine: random models in hub layout, requests, a fresh engine that runs them, and transformers'
-answers. Tests: tests/unit/engine/test_engine.py."""
+"""Cases of the native engine: random models in hub layout, requests, a fresh engine that runs them,
+and transformers' answers. Tests: tests/unit/engine/test_engine.py."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def save_tiny(folder: Path, family: str, *, seed: int = 0) -> transformers.PreTr
 def run(
     folder: Path, requests: list[Request], *, waves: int = 1, tokenizer=None, **config
 ) -> list[tuple[Completion, ...]]:
-    """All requests at once (or one wave after another) on a fresh engine; asserts that nothing leaks or fails."""
+    """All requests at once (or one wave after another) on a fresh engine; asserts that nothing
+    leaks or fails."""
     results, _ = run_with_stats(folder, requests, waves=waves, tokenizer=tokenizer, **config)
     return results
 
@@ -74,7 +75,10 @@ def run_with_stats(
 
 def prompts(count: int, seed: int = 0, low: int = 3, high: int = 40) -> list[np.ndarray]:
     generator = np.random.default_rng(seed)
-    return [generator.integers(1, VOCAB - 1, generator.integers(low, high)).astype(np.int32) for _ in range(count)]
+    return [
+        generator.integers(1, VOCAB - 1, generator.integers(low, high)).astype(np.int32)
+        for _ in range(count)
+    ]
 
 
 def make_requests(count: int, *, seed: int = 0, high: int = 40, **sampling) -> list[Request]:
@@ -89,13 +93,17 @@ def tokens_of(results: list[tuple[Completion, ...]]) -> dict[str, list[list[int]
     return {parts[0].request_id: [part.tokens.tolist() for part in parts] for parts in results}
 
 
-def by_transformers(model: transformers.PreTrainedModel, requests: list[Request]) -> dict[str, list[list[int]]]:
+def by_transformers(
+    model: transformers.PreTrainedModel, requests: list[Request]
+) -> dict[str, list[list[int]]]:
     """Greedy completions, one request at a time."""
     found = {}
     for request in requests:
         ids = torch.tensor(request.tokens[None], dtype=torch.int64)
         count = request.sampling.max_tokens
         with torch.no_grad():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+            )
         found[request.request_id] = [out[0, len(request.tokens) :].tolist()]
     return found

@@ -1,7 +1,9 @@
-"""Cases for the objectives' tests: random sequences, their chunks as LossInputs, and slow loss functions written as
-loops over sequences and tokens, straight from the papers, in float64. In: a seed. Out: tensors and scalars.
+"""Cases for the objectives' tests: random sequences, their chunks as LossInputs, and slow loss
+functions written as loops over sequences and tokens, straight from the papers, in float64. In: a
+seed. Out: tensors and scalars.
 
-The slow functions share no code with `gyre.objectives`: they follow each paper's own equation, sequence by sequence.
+The slow functions share no code with `gyre.objectives`: they follow each paper's own equation,
+sequence by sequence.
 """
 
 from __future__ import annotations
@@ -44,11 +46,16 @@ class Sequence:
 
     def grads(self) -> np.ndarray:
         return np.concatenate(
-            [(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).numpy().reshape(-1) for leaf in self.leaves]
+            [
+                (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).numpy().reshape(-1)
+                for leaf in self.leaves
+            ]
         )
 
 
-def random_sequences(seed: int, lengths: list[int], *, per_token: bool = False, spread: float = 0.4) -> list[Sequence]:
+def random_sequences(
+    seed: int, lengths: list[int], *, per_token: bool = False, spread: float = 0.4
+) -> list[Sequence]:
     rng = np.random.default_rng(seed)
     made = []
     for length in lengths:
@@ -79,7 +86,9 @@ def chunk_inputs(sequences: list[Sequence], *, old: bool = True) -> LossInputs:
     cat = lambda name: torch.cat([getattr(s, name) for s in sequences])  # noqa: E731
     return LossInputs(
         num_sequences=len(sequences),
-        sequence_index_N=torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor(lengths)),
+        sequence_index_N=torch.repeat_interleave(
+            torch.arange(len(sequences)), torch.tensor(lengths)
+        ),
         target_counts_S=torch.tensor(lengths),
         logprobs_N=cat("logprobs"),
         entropy_N=cat("entropy"),
@@ -106,16 +115,22 @@ def constant(value: float) -> Tensor:
 
 
 def slow_clip(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
-    """PPO eq. 7 for one ratio, written as cases: no gradient where the clipped branch is the smaller one."""
+    """PPO eq. 7 for one ratio, written as cases: no gradient where the clipped branch is the
+    smaller one."""
     if advantage >= 0:
-        objective = ratio * advantage if number(ratio) <= 1.0 + high else constant((1.0 + high) * advantage)
+        objective = (
+            ratio * advantage if number(ratio) <= 1.0 + high else constant((1.0 + high) * advantage)
+        )
     else:
-        objective = ratio * advantage if number(ratio) >= 1.0 - low else constant((1.0 - low) * advantage)
+        objective = (
+            ratio * advantage if number(ratio) >= 1.0 - low else constant((1.0 - low) * advantage)
+        )
     return -objective
 
 
 def slow_kl(estimator: str, logprob: Tensor, reference: float) -> Tensor:
-    """Schulman's three estimators for one token; k3_plus by its definition: value of k3, gradient of k2."""
+    """Schulman's three estimators for one token; k3_plus by its definition: value of k3, gradient
+    of k2."""
     log_r = reference - logprob
     k2, k3 = log_r**2 / 2, torch.exp(log_r) - 1 - log_r
     if estimator == "k3_plus":
@@ -140,12 +155,17 @@ def slow_average(per_sequence: list[list[Tensor]], aggregation: str, fixed_lengt
         flat = [loss for tokens in live for loss in tokens]
         return torch.stack(flat).sum() / len(flat)
     if aggregation == "sequence":
-        return torch.stack([torch.stack(tokens).sum() / len(tokens) for tokens in live]).sum() / len(live)
-    return torch.stack([torch.stack(tokens).sum() / fixed_length for tokens in live]).sum() / len(live)
+        return torch.stack(
+            [torch.stack(tokens).sum() / len(tokens) for tokens in live]
+        ).sum() / len(live)
+    return torch.stack([torch.stack(tokens).sum() / fixed_length for tokens in live]).sum() / len(
+        live
+    )
 
 
 def slow_weight(config, s: Sequence, t: int) -> float:
-    """Truncated importance weight of a token, 0 outside the band; the engine's log-probs are `behaviour`."""
+    """Truncated importance weight of a token, 0 outside the band; the engine's log-probs are
+    `behaviour`."""
     gaps = [number(gap) for gap in s.old - s.behaviour]
     ratios = {
         "token": math.exp(gaps[t]),
@@ -159,8 +179,9 @@ def slow_weight(config, s: Sequence, t: int) -> float:
 
 
 def slow_policy(config, sequences: list[Sequence]) -> Tensor:
-    """GRPO (2402.03300 eq. 3), DAPO (2503.14476 eq. 8), Dr. GRPO (2503.20783), GSPO (2507.18071 eq. 5), CISPO
-    (2506.13585 eq. 4), REINFORCE; truncated importance weights, KL in the loss, entropy bonus."""
+    """GRPO (2402.03300 eq. 3), DAPO (2503.14476 eq. 8), Dr. GRPO (2503.20783), GSPO (2507.18071 eq.
+    5), CISPO (2506.13585 eq. 4), REINFORCE; truncated importance weights, KL in the loss, entropy
+    bonus."""
     per_sequence: list[list[Tensor]] = []
     corrects = config.tis_cap > 0.0 or config.rejection_level != "none"
     for s in sequences:
@@ -173,14 +194,19 @@ def slow_policy(config, sequences: list[Sequence]) -> Tensor:
             token_ratio = torch.exp(s.logprobs[t] - s.old[t])
             if config.ratio == "sequence" and alike:  # eq. 5
                 ratio = whole
-            elif config.ratio == "sequence":  # eq. 14, GSPO-token, where tokens of a sequence differ
+            # eq. 14, GSPO-token, where tokens of a sequence differ
+            elif config.ratio == "sequence":
                 ratio = number(whole) * torch.exp(s.logprobs[t] - number(s.logprobs[t]))
             else:
                 ratio = token_ratio
             low, high = config.clip_low, config.clip_high
             if config.surrogate == "clip":
                 loss = slow_clip(ratio, advantage, low, high)
-                if config.dual_clip and advantage < 0 and number(loss) > config.dual_clip * -advantage:
+                if (
+                    config.dual_clip
+                    and advantage < 0
+                    and number(loss) > config.dual_clip * -advantage
+                ):
                     loss = constant(config.dual_clip * -advantage)
             elif config.surrogate == "cispo":
                 loss = -min(max(number(ratio), 1 - low), 1 + high) * advantage * s.logprobs[t]
@@ -189,7 +215,8 @@ def slow_policy(config, sequences: list[Sequence]) -> Tensor:
             loss = loss * slow_weight(config, s, t)
             if config.kl_coef and config.kl_in == "loss":
                 kl = slow_bounded_kl(config, s.logprobs[t], number(s.reference[t]))
-                if config.kl_ratio_weighted:  # 2512.02556: the plain ratio, whose gradient counts, but not at a bound
+                # 2512.02556: the plain ratio, whose gradient counts, but not at a bound
+                if config.kl_ratio_weighted:
                     weight = whole if config.ratio == "sequence" else token_ratio
                     kl = kl * (weight if kl.requires_grad else number(weight))
                 loss = loss + config.kl_coef * kl
@@ -210,14 +237,19 @@ def slow_values(config, sequences: list[Sequence]) -> Tensor:
             moved = number(s.values[t] - s.old_values[t])
             if config.value_clip and abs(moved) > config.value_clip:
                 held = s.old_values[t] + math.copysign(config.value_clip, moved)
-                plain = plain if number(plain) >= number((held - s.returns[t]) ** 2) else (held - s.returns[t]) ** 2
+                plain = (
+                    plain
+                    if number(plain) >= number((held - s.returns[t]) ** 2)
+                    else (held - s.returns[t]) ** 2
+                )
             tokens.append(plain / 2)
         per_sequence.append(tokens)
     return slow_average(per_sequence, config.aggregation, config.fixed_length_tokens)
 
 
 def slow_dpo(config, sequences: list[Sequence]) -> Tensor:
-    """DPO (2305.18290 eq. 7), cDPO, IPO (2310.12036 eq. 17), with the chosen answer's likelihood (2404.19733 eq. 1)."""
+    """DPO (2305.18290 eq. 7), cDPO, IPO (2310.12036 eq. 17), with the chosen answer's likelihood
+    (2404.19733 eq. 1)."""
     losses = []
     for chosen, rejected in zip(sequences[::2], sequences[1::2], strict=True):
         ratios = []
@@ -239,7 +271,10 @@ def slow_rm(config, sequences: list[Sequence]) -> Tensor:
     losses = []
     for chosen, rejected in zip(sequences[::2], sequences[1::2], strict=True):
         gap = chosen.score - rejected.score
-        losses.append(torch.log(1 + torch.exp(-gap)) + config.center_coef * (chosen.score + rejected.score) ** 2)
+        losses.append(
+            torch.log(1 + torch.exp(-gap))
+            + config.center_coef * (chosen.score + rejected.score) ** 2
+        )
     return torch.stack(losses).sum() / len(losses)
 
 

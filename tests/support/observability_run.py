@@ -1,4 +1,5 @@
-"""A made-up but lifelike run folder for the tests of the report: cold start, then GRPO, killed once and resumed."""
+"""A made-up but lifelike run folder for the tests of the report: cold start, then GRPO, killed once
+and resumed."""
 
 from __future__ import annotations
 
@@ -35,7 +36,14 @@ kl_coef = 1e-3
 """
 
 MIB = 1 << 20
-OWNERS = ("engine.weights", "engine.kv", "actor.params", "actor.grads", "actor.optimizer", "reference")
+OWNERS = (
+    "engine.weights",
+    "engine.kv",
+    "actor.params",
+    "actor.grads",
+    "actor.optimizer",
+    "reference",
+)
 
 
 class Clock:
@@ -58,7 +66,9 @@ class Writer:
         self.spans = Spans(self.log.emit, clock=clock)
         self.stage = ""
 
-    def phase(self, name: str, seconds: float, step: int, inner: dict[str, float] | None = None) -> None:
+    def phase(
+        self, name: str, seconds: float, step: int, inner: dict[str, float] | None = None
+    ) -> None:
         with self.spans.phase(name, step=step, stage=self.stage):
             for child, child_s in (inner or {}).items():
                 with self.spans.phase(child, step=step, stage=self.stage):
@@ -67,10 +77,19 @@ class Writer:
         self.memory(name, step)
 
     def memory(self, phase: str, step: int) -> None:
-        away = {"rollout": ("actor.grads", "actor.optimizer", "reference"), "score": ("engine.kv", "actor.optimizer"),
-                "train": ("engine.kv", "engine.weights", "reference")}.get(phase, ())  # fmt: skip
-        sizes = {"engine.weights": 13, "engine.kv": 64, "actor.params": 13, "actor.grads": 13, "actor.optimizer": 26,
-                 "reference": 13}  # fmt: skip
+        away = {
+            "rollout": ("actor.grads", "actor.optimizer", "reference"),
+            "score": ("engine.kv", "actor.optimizer"),
+            "train": ("engine.kv", "engine.weights", "reference"),
+        }.get(phase, ())
+        sizes = {
+            "engine.weights": 13,
+            "engine.kv": 64,
+            "actor.params": 13,
+            "actor.grads": 13,
+            "actor.optimizer": 26,
+            "reference": 13,
+        }
         table = {}
         for owner in OWNERS:
             size = sizes[owner] * MIB if self.stage == "main" or owner.startswith("actor") else 0
@@ -81,21 +100,43 @@ class Writer:
                             "disk": kept if disk else 0}  # fmt: skip
         used = sum(tiers["device"] for tiers in table.values())
         self.log.emit(
-            "memory", phase=phase, step=step, stage=self.stage, owners=table, device_free_bytes=192 * MIB - used
+            "memory",
+            phase=phase,
+            step=step,
+            stage=self.stage,
+            owners=table,
+            device_free_bytes=192 * MIB - used,
         )
 
     def evaluate(self, step: int, accuracy: float) -> None:
         self.phase("evaluate", 1.6, step)
-        self.log.emit("eval.done", name="held_out", accuracy=round(accuracy, 4), n=512, step=step, stage=self.stage)
+        self.log.emit(
+            "eval.done",
+            name="held_out",
+            accuracy=round(accuracy, 4),
+            n=512,
+            step=step,
+            stage=self.stage,
+        )
 
     def sft_step(self, step: int, steps: int) -> None:
         self.phase("train", 0.32, step, {"forward_backward": 0.16, "optimizer": 0.03})
         loss = 5.8 * math.exp(-step / (steps / 4)) + 0.42 + self.rng.gauss(0, 0.03)
-        self.log.emit("step.done", step=step, stage=self.stage, metrics={
-            "loss": loss, "token_nll": loss, "grad_norm": 2.4 * math.exp(-step / 40) + self.rng.uniform(0.3, 0.6),
-            "learning_rate": 1e-3 * min(1, step / 10) * (1 - 0.9 * step / steps), "tokens": 4096.0,
-            "tokens_per_second": 8600 + self.rng.gauss(0, 260), "skipped_updates": 0.0, "padding_share": 0.04,
-        })  # fmt: skip
+        self.log.emit(
+            "step.done",
+            step=step,
+            stage=self.stage,
+            metrics={
+                "loss": loss,
+                "token_nll": loss,
+                "grad_norm": 2.4 * math.exp(-step / 40) + self.rng.uniform(0.3, 0.6),
+                "learning_rate": 1e-3 * min(1, step / 10) * (1 - 0.9 * step / steps),
+                "tokens": 4096.0,
+                "tokens_per_second": 8600 + self.rng.gauss(0, 260),
+                "skipped_updates": 0.0,
+                "padding_share": 0.04,
+            },
+        )
 
     def grpo_step(self, step: int, steps: int, groups: int) -> None:
         skill = learned(step, steps)
@@ -105,31 +146,64 @@ class Writer:
         self.phase("handover", 0.02, step)
         rule_s = self.rng.uniform(0.5, 0.8)
         rollout_s, reference_s = rule_s * 0.72, rule_s * self.rng.uniform(0.14, 0.27)
-        self.log.emit("reward.window", step=step, rule_s=rule_s, rollout_s=rollout_s, reference_s=reference_s,
-                      hidden_s=rollout_s + reference_s)  # fmt: skip
-        answer, form = skill + self.rng.gauss(0, 0.03), min(1.0, 0.93 + 0.07 * skill + self.rng.gauss(0, 0.006))
-        self.log.emit("step.done", step=step, stage=self.stage, metrics={
-            "reward": 0.9 * answer + 0.1 * form, "reward/answer": answer, "reward/format": form, "accuracy": answer,
-            "length": 46 - 14 * skill + self.rng.gauss(0, 0.8),
-            "entropy": 0.5 * (1 - 0.7 * skill) + self.rng.gauss(0, 0.01),
-            "kl_reference": 0.02 * step / steps + abs(self.rng.gauss(0, 0.001)), "kl_old": abs(self.rng.gauss(0, 2e-4)),
-            "clip_fraction": abs(self.rng.gauss(0.012, 0.004)), "clip_low_fraction": abs(self.rng.gauss(0.005, 0.002)),
-            "clip_high_fraction": abs(self.rng.gauss(0.007, 0.002)), "logprob_gap": abs(self.rng.gauss(2.1e-7, 2e-8)),
-            "logprob_gap_max": 3.1e-6, "loss": self.rng.gauss(0, 0.004), "grad_norm": self.rng.uniform(0.18, 0.5),
-            "learning_rate": 3e-4, "tokens_per_second": 3900 + self.rng.gauss(0, 150),
-            "ratio": 1 + self.rng.gauss(0, 3e-4), "tokens": 11800 + self.rng.gauss(0, 300), "skipped_updates": 0.0,
-            "padding_share": abs(self.rng.gauss(0.05, 0.01)),
-        })  # fmt: skip
+        self.log.emit(
+            "reward.window",
+            step=step,
+            rule_s=rule_s,
+            rollout_s=rollout_s,
+            reference_s=reference_s,
+            hidden_s=rollout_s + reference_s,
+        )
+        answer, form = (
+            skill + self.rng.gauss(0, 0.03),
+            min(1.0, 0.93 + 0.07 * skill + self.rng.gauss(0, 0.006)),
+        )
+        self.log.emit(
+            "step.done",
+            step=step,
+            stage=self.stage,
+            metrics={
+                "reward": 0.9 * answer + 0.1 * form,
+                "reward/answer": answer,
+                "reward/format": form,
+                "accuracy": answer,
+                "length": 46 - 14 * skill + self.rng.gauss(0, 0.8),
+                "entropy": 0.5 * (1 - 0.7 * skill) + self.rng.gauss(0, 0.01),
+                "kl_reference": 0.02 * step / steps + abs(self.rng.gauss(0, 0.001)),
+                "kl_old": abs(self.rng.gauss(0, 2e-4)),
+                "clip_fraction": abs(self.rng.gauss(0.012, 0.004)),
+                "clip_low_fraction": abs(self.rng.gauss(0.005, 0.002)),
+                "clip_high_fraction": abs(self.rng.gauss(0.007, 0.002)),
+                "logprob_gap": abs(self.rng.gauss(2.1e-7, 2e-8)),
+                "logprob_gap_max": 3.1e-6,
+                "loss": self.rng.gauss(0, 0.004),
+                "grad_norm": self.rng.uniform(0.18, 0.5),
+                "learning_rate": 3e-4,
+                "tokens_per_second": 3900 + self.rng.gauss(0, 150),
+                "ratio": 1 + self.rng.gauss(0, 3e-4),
+                "tokens": 11800 + self.rng.gauss(0, 300),
+                "skipped_updates": 0.0,
+                "padding_share": abs(self.rng.gauss(0.05, 0.01)),
+            },
+        )
         for group in range(groups):
             self.group(step, group, skill)
         if step % 17 == 5:
-            self.log.emit("retry.sandbox", counted=True, reason="worker did not answer within 2.0 s", attempt=1)
+            self.log.emit(
+                "retry.sandbox",
+                counted=True,
+                reason="worker did not answer within 2.0 s",
+                attempt=1,
+            )
         if step == 31:
             self.log.emit("drop.rollout", reason="deadline of 20 s", rollout_id="r31-4-2", count=2)
 
     def group(self, step: int, number: int, skill: float) -> None:
         numbers = [self.rng.randint(10, 99) for _ in range(3)]
-        prompt = f"<|user|>\nCalculate {numbers[0]} + {numbers[1]} - {numbers[2]}.<|end|>\n<|assistant|>\n"
+        prompt = (
+            f"<|user|>\nCalculate {numbers[0]} + {numbers[1]} - "
+            f"{numbers[2]}.<|end|>\n<|assistant|>\n"
+        )
         for member in range(8):
             self.samples.write(self.sample(step, number, member, numbers, prompt, skill))
 
@@ -139,25 +213,46 @@ class Writer:
         a, b, c = numbers
         right = self.rng.random() < skill
         result = a + b - c + (0 if right else self.rng.choice([-10, -1, 1, 9, 10]))
-        text = f"<think>{a} + {b} = {a + b}\n{a + b} - {c} = {result}</think>\n<answer>{result}</answer><|end|>"
+        text = (
+            f"<think>{a} + {b} = {a + b}\n{a + b} - {c} = "
+            f"{result}</think>\n<answer>{result}</answer><|end|>"
+        )
         pieces = split_pieces(text)
         logprobs = [round(-abs(self.rng.gauss(0, 0.02)), 4) for _ in pieces]
         for at, piece in enumerate(pieces):
             if piece.isdigit():
                 logprobs[at] = round(-self.rng.expovariate(1.2 if not right else 6), 4)
         return {
-            "step": step, "stage": self.stage, "rollout_id": f"r{step}-{group}-{member}",
+            "step": step,
+            "stage": self.stage,
+            "rollout_id": f"r{step}-{group}-{member}",
             "group_id": f"g{step}-{group}",
-            "prompt": prompt, "completion": text, "tokens": [hash_id(piece) for piece in pieces], "pieces": pieces,
-            "logprobs": logprobs, "score": 1.0 if right else 0.1,
+            "prompt": prompt,
+            "completion": text,
+            "tokens": [hash_id(piece) for piece in pieces],
+            "pieces": pieces,
+            "logprobs": logprobs,
+            "score": 1.0 if right else 0.1,
             "finish": "stop" if self.rng.random() > 0.04 else "length",
             "parts": [
-                {"name": "answer", "value": float(right), "weight": 0.9, "outcome": "ok",
-                 "reason": f"found {result}, wanted {a + b - c}" if not right else f"{result} equals the answer"},
-                {"name": "format", "value": 1.0, "weight": 0.1, "outcome": "ok",
-                 "reason": "think and answer tags in order"},
+                {
+                    "name": "answer",
+                    "value": float(right),
+                    "weight": 0.9,
+                    "outcome": "ok",
+                    "reason": f"found {result}, wanted {a + b - c}"
+                    if not right
+                    else f"{result} equals the answer",
+                },
+                {
+                    "name": "format",
+                    "value": 1.0,
+                    "weight": 0.1,
+                    "outcome": "ok",
+                    "reason": "think and answer tags in order",
+                },
             ],
-        }  # fmt: skip
+        }
 
 
 def learned(step: int, steps: int) -> float:
@@ -177,20 +272,35 @@ def split_pieces(text: str) -> list[str]:
     return pieces
 
 
-def write_run(folder: Path, *, sft_steps: int = 120, grpo_steps: int = 80, groups: int = 6, seed: int = 0) -> Path:
-    """Write a whole run into `folder`: two stages; the second is killed at two thirds and resumed."""
+def write_run(
+    folder: Path, *, sft_steps: int = 120, grpo_steps: int = 80, groups: int = 6, seed: int = 0
+) -> Path:
+    """Write a whole run into `folder`: two stages; the second is killed at two thirds and
+    resumed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(CONFIG)
-    plan = {"batch": {"prompts_per_step": 32, "completions_per_prompt": 8, "sequences_per_update": 256,
-                      "tokens_per_chunk": 8192}, "memory": {"device_budget_bytes": 192 * MIB}}  # fmt: skip
+    plan = {
+        "batch": {
+            "prompts_per_step": 32,
+            "completions_per_prompt": 8,
+            "sequences_per_update": 256,
+            "tokens_per_chunk": 8192,
+        },
+        "memory": {"device_budget_bytes": 192 * MIB},
+    }
     (folder / "plan.json").write_text(json.dumps(plan, indent=2))
     clock = Clock()
     first = Writer(folder, clock, 1, seed)
     first.log.emit(
-        "run.started", name="arith_grpo_cpu", objective="grpo", seed=seed, gyre="0.1.0", hardware=describe_hardware(),
+        "run.started",
+        name="arith_grpo_cpu",
+        objective="grpo",
+        seed=seed,
+        gyre="0.1.0",
+        hardware=describe_hardware(),
         model={"family": "qwen3", "num_parameters": 2_100_000},
         stages=[{"name": "cold_start", "steps": sft_steps}, {"name": "main", "steps": grpo_steps}],
-    )  # fmt: skip
+    )
     run_cold_start(first, sft_steps)
     killed_at, saved_at = grpo_steps * 2 // 3, grpo_steps // 2
     position = run_grpo(first, 1, killed_at, grpo_steps, groups, save_at=saved_at)
@@ -216,7 +326,9 @@ def run_cold_start(writer: Writer, steps: int) -> None:
     writer.evaluate(steps, 0.459)
 
 
-def run_grpo(writer: Writer, start: int, stop: int, steps: int, groups: int, *, save_at: int) -> dict[str, int]:
+def run_grpo(
+    writer: Writer, start: int, stop: int, steps: int, groups: int, *, save_at: int
+) -> dict[str, int]:
     position: dict[str, int] = {}
     if start == 1:
         writer.stage = "main"

@@ -41,10 +41,14 @@ def make_spec(vocab_size: int = 512, **changes: Any) -> ModelSpec:
         "tied": True,
         "context_tokens": 4096,
     }
-    return spec_from_shape(ShapeConfig(**{**shape, **changes}), vocab_size=vocab_size, bos_id=None, eos_ids=(1,))
+    return spec_from_shape(
+        ShapeConfig(**{**shape, **changes}), vocab_size=vocab_size, bos_id=None, eos_ids=(1,)
+    )
 
 
-def make_job(shape: str = "qwen3-8b", *, longest: int = 8192, update: int = 524_288, **changes: Any) -> TrainingJob:
+def make_job(
+    shape: str = "qwen3-8b", *, longest: int = 8192, update: int = 524_288, **changes: Any
+) -> TrainingJob:
     base: dict[str, Any] = {
         "model": model_numbers(find_shape(shape)),
         "dtype": "bfloat16",
@@ -58,7 +62,8 @@ def make_job(shape: str = "qwen3-8b", *, longest: int = 8192, update: int = 524_
 
 
 class Storages(TorchDispatchMode):
-    """Every storage that is made under it, for as long as it lives; views of what was there before are none."""
+    """Every storage that is made under it, for as long as it lives; views of what was there before
+    are none."""
 
     def __init__(self, before: Iterable[Tensor]) -> None:
         super().__init__()
@@ -88,8 +93,8 @@ def kept_bytes(
     attention: Attention = varlen_attention,
     **how: Any,
 ) -> int:
-    """Bytes that live after the forward pass of one chunk because its backward pass wants them. `num_targets` as the
-    trainer does it: the last layer goes on with these rows only."""
+    """Bytes that live after the forward pass of one chunk because its backward pass wants them.
+    `num_targets` as the trainer does it: the last layer goes on with these rows only."""
     decoder = Decoder(spec, device=device, dtype=dtype)
     init_weights(decoder, 0)
     layout = PackedLayout.of(lengths, device)
@@ -116,9 +121,11 @@ def kept_bytes(
 def assert_planned(
     found: Sequence[Component], inputs: PlanInputs, dtype: Dtype, *, relative: float, pages: int
 ) -> dict[str, Component]:
-    """A trainer's components are those that the plan has, on the same tiers, and as large within both bounds; returns
-    them by name."""
-    planned = {c.name: c for c in predict_components(inputs, dtype=dtype, page_tokens=16, kv_pages=0)}
+    """A trainer's components are those that the plan has, on the same tiers, and as large within
+    both bounds; returns them by name."""
+    planned = {
+        c.name: c for c in predict_components(inputs, dtype=dtype, page_tokens=16, kv_pages=0)
+    }
     by_name = {component.name: component for component in found}
     assert planned.keys() == by_name.keys()
     for name, component in by_name.items():

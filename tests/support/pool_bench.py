@@ -1,5 +1,5 @@
-"""A pool of simulated engines whose every answer and notice a test places. In: engines by name, settings. Out: a Bench,
-requests, and what their readers found. Callers: tests of the pool."""
+"""A pool of simulated engines whose every answer and notice a test places. In: engines by name,
+settings. Out: a Bench, requests, and what their readers found. Callers: tests of the pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ A, B = "engine-0", "engine-1"
 
 class Bench:
     def __init__(
-        self, names: tuple[str, ...] = (A, B), *, vital: tuple[str, ...] = (), revive: bool = True, **settings: Any
+        self,
+        names: tuple[str, ...] = (A, B),
+        *,
+        vital: tuple[str, ...] = (),
+        revive: bool = True,
+        **settings: Any,
     ) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.full_disk_at = ""  # kind of event that cannot be written
@@ -27,7 +32,13 @@ class Bench:
             self.sim,  # type: ignore[arg-type]
             [self.sim.make(name) for name in names],
             settings=PoolSettings(
-                **{"call_deadline_s": 60.0, "hang_s": 60.0, "progress_tokens": 2, "max_restarts": 3, **settings}
+                **{
+                    "call_deadline_s": 60.0,
+                    "hang_s": 60.0,
+                    "progress_tokens": 2,
+                    "max_restarts": 3,
+                    **settings,
+                }
             ),
             emit=self.note,
             vital=frozenset(vital),
@@ -75,7 +86,8 @@ class Bench:
 
     def read(self, request: Request) -> asyncio.Task[dict[int, list[TokenChunk]]]:
         task = asyncio.create_task(read(self.pool.submit(request)))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # some are not read to their end
+        # some are not read to their end
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
 
     async def settle(self) -> None:
@@ -99,7 +111,9 @@ def go(work: Callable[[Bench], Awaitable[None]], *args: Any, **settings: Any) ->
 def ask(name: str, *, n: int = 1, max_tokens: int = 8, **fields: Any) -> Request:
     sampling = Sampling(max_tokens=max_tokens, n=n)
     tokens = np.arange(1, 6, dtype=np.int32)
-    return Request(request_id=name, tokens=tokens, sampling=sampling, seed=len(name), chunk_tokens=1, **fields)
+    return Request(
+        request_id=name, tokens=tokens, sampling=sampling, seed=len(name), chunk_tokens=1, **fields
+    )
 
 
 async def read(stream: Any) -> dict[int, list[TokenChunk]]:

@@ -1,5 +1,6 @@
-"""Rank pool: real processes that are the ranks of a group, for tests. In: how many, a back end, a device type. Out:
-`run(function, …)` calls `function(group, …)` on every rank and returns the results by rank."""
+"""Rank pool: real processes that are the ranks of a group, for tests. In: how many, a back end, a
+device type. Out: `run(function, …)` calls `function(group, …)` on every rank and returns the
+results by rank."""
 
 from __future__ import annotations
 
@@ -22,17 +23,22 @@ class RankFailed(Exception):
     """`errors`: what each rank raised, None where it returned."""
 
     def __init__(self, errors: list[tuple[str, str] | None]) -> None:
-        super().__init__("\n\n".join(f"rank {rank}: {e[1]}" for rank, e in enumerate(errors) if e is not None))
+        super().__init__(
+            "\n\n".join(f"rank {rank}: {e[1]}" for rank, e in enumerate(errors) if e is not None)
+        )
         self.errors = errors
 
 
 class RankPool:
     """Starts the processes at once; `close` ends them."""
 
-    def __init__(self, size: int, *, backend: str = "gloo", device: str = "cpu", timeout_s: float = 90.0) -> None:
+    def __init__(
+        self, size: int, *, backend: str = "gloo", device: str = "cpu", timeout_s: float = 90.0
+    ) -> None:
         self.size = size
         self._store = hold_store()
-        context = multiprocessing.get_context("forkserver")  # which imports torch once for all ranks of all pools
+        # which imports torch once for all ranks of all pools
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["zero_cases", "torch.distributed.fsdp"])
         pipes = [context.Pipe() for _ in range(size)]
         self._ends = [ours for ours, _ in pipes]
@@ -59,7 +65,9 @@ class RankPool:
             raise RankFailed(errors)
         return [value for _, value in results]
 
-    def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[bool, Any]]:
+    def attempt(
+        self, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> list[tuple[bool, Any]]:
         """(whether it raised, result or (type, text)) by rank."""
         self.send(function, *args, **kwargs)
         return [self.answer(rank) for rank in range(self.size)]
@@ -87,7 +95,9 @@ class RankPool:
                 process.join(10.0)
 
 
-def _serve(end: Connection, rank: int, size: int, port: int, backend: str, device: str, timeout_s: float) -> None:
+def _serve(
+    end: Connection, rank: int, size: int, port: int, backend: str, device: str, timeout_s: float
+) -> None:
     os.environ.update(child_environment())
     torch.set_num_threads(1)
     seat = RankSpec(

@@ -1,4 +1,5 @@
-"""Reference: the plain PyTorch version of every kernel. Slow and obvious; the oracle in tests. Any dtype, float64 too."""
+"""Reference: the plain PyTorch version of every kernel. Slow and obvious; the oracle in tests. Any
+dtype, float64 too."""
 
 # T packed tokens, E hidden, M mlp, H heads, K kv heads, D head dim, F = D/2, N rows, V vocabulary
 
@@ -35,7 +36,9 @@ def varlen_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, lengths: Seque
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(future, float("-inf")).softmax(-1), v))
+        outs.append(
+            torch.einsum("hqk,khd->qhd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
+        )
     return torch.cat(outs) if outs else torch.empty_like(q_THD)
 
 
@@ -46,7 +49,8 @@ def token_logprobs(
     temperature_N: Tensor,
     support: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (log-prob of each target, entropy), both of the distribution after temperature and truncation."""
+    """Return (log-prob of each target, entropy), both of the distribution after temperature and
+    truncation."""
     logits_NV = (hidden_NE @ head_weight_VE.t()) / temperature_N[:, None]
     if support is not None:
         offsets, ids = support
@@ -67,17 +71,23 @@ def paged_attention(
     start_C: Sequence[int],
     count_C: Sequence[int],
 ) -> Tensor:
-    """Attend chunk by chunk: query i of a chunk stands at position start + i and sees the row's keys up to there.
-    `pages` is [page, 2, K, page_tokens, D]."""
+    """Attend chunk by chunk: query i of a chunk stands at position start + i and sees the row's
+    keys up to there. `pages` is [page, 2, K, page_tokens, D]."""
     outs, first = [], 0
     group = q_THD.shape[1] // pages.shape[2]
     for row, start, count in zip(row_C, start_C, count_C, strict=True):
         q = q_THD[first : first + count]
         first += count
         held = pages[table_RP[row, : -(-(start + count) // pages.shape[3])].long()]
-        k, v = held.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : start + count].repeat_interleave(group, dim=2)
+        k, v = (
+            held.permute(1, 0, 3, 2, 4)
+            .flatten(1, 2)[:, : start + count]
+            .repeat_interleave(group, dim=2)
+        )
         scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
         position = torch.arange(start, start + count, device=q.device)
         hidden = torch.arange(start + count, device=q.device) > position[:, None]
-        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v))
+        outs.append(
+            torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+        )
     return torch.cat(outs)

@@ -13,7 +13,11 @@ def rollout(number: int, text: str, task: dict[str, Any], *, num_tokens: int = 5
     """One rollout with `num_tokens` sampled tokens after a prompt of three."""
     total = 3 + num_tokens
     prompt = Prompt(
-        prompt_id=str(number), tokens=np.arange(3, dtype=np.int32), text="What is it?", task=task, source="test"
+        prompt_id=str(number),
+        tokens=np.arange(3, dtype=np.int32),
+        text="What is it?",
+        task=task,
+        source="test",
     )
     zeros = np.zeros(total, np.float32)
     return Rollout(

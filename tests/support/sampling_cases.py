@@ -1,4 +1,5 @@
-"""A tiny model of the hub's kind, and an engine on it that runs requests and is checked for leaks."""
+"""A tiny model of the hub's kind, and an engine on it that runs requests and is checked for
+leaks."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def save_tiny(folder: Path, family: str) -> Path:
         config = transformers.Qwen3Config(**shared, head_dim=16, tie_word_embeddings=True)
     else:
         config = transformers.LlamaConfig(**shared)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -76,7 +79,13 @@ def with_engine(
 ) -> Any:
     """Run `await use(engine)` on a fresh engine; then nothing may be held or have failed."""
     _, decoder = load_hub(folder, device=CPU, dtype=torch.float32)
-    settings = {"num_pages": 400, "page_tokens": 8, "max_running": 16, "token_budget": 256, **config}
+    settings = {
+        "num_pages": 400,
+        "page_tokens": 8,
+        "max_running": 16,
+        "token_budget": 256,
+        **config,
+    }
     told = Events() if events is None else events
 
     async def main() -> Any:
@@ -104,7 +113,9 @@ def with_engine(
     return asyncio.run(main())
 
 
-async def answer_all(engine: NativeEngine, requests: Sequence[Request]) -> list[tuple[Completion, ...]]:
+async def answer_all(
+    engine: NativeEngine, requests: Sequence[Request]
+) -> list[tuple[Completion, ...]]:
     return list(await asyncio.gather(*[collect(engine.submit(request)) for request in requests]))
 
 

@@ -1,4 +1,5 @@
-"""Cases for snapshots by several ranks; functions here run in rank processes (rank_pool), or in the test's own."""
+"""Cases for snapshots by several ranks; functions here run in rank processes (rank_pool), or in the
+test's own."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def saver_on(
 
 
 def part_of(name: str, whole: torch.Tensor, start: int = 0, stop: int | None = None) -> Part:
-    return Part(name=name, shape=tuple(whole.shape), start=start, values_N=whole.reshape(-1)[start:stop])
+    return Part(
+        name=name, shape=tuple(whole.shape), start=start, values_N=whole.reshape(-1)[start:stop]
+    )
 
 
 def parts_of(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -59,11 +62,18 @@ def thirds(group: RankGroup, value: float) -> dict[str, Any]:
     """A tensor of which each rank has a run, as long as its number + 1 in units."""
     sizes = [1000 * (rank + 1) for rank in range(group.size)]
     start = sum(sizes[: group.rank])
-    own = Part(name="weights", shape=(sum(sizes),), start=start, values_N=torch.full((sizes[group.rank],), value))
+    own = Part(
+        name="weights",
+        shape=(sum(sizes),),
+        start=start,
+        values_N=torch.full((sizes[group.rank],), value),
+    )
     return {"tensors": {own.key: own}, "state": {}}
 
 
-def save_trained(group: RankGroup | None, folder: str, kind: str, *, steps: range, **settings: Any) -> dict[str, Any]:
+def save_trained(
+    group: RankGroup | None, folder: str, kind: str, *, steps: range, **settings: Any
+) -> dict[str, Any]:
     """Train some steps and save; the whole state, on rank 0, as it was saved."""
     trainer = trainer_on(group, kind, **settings)
     for step in steps:
@@ -90,7 +100,9 @@ def load_and_save(
     return _save(group, Path(target), trainer, found.step + len(steps))
 
 
-def _save(group: RankGroup | None, folder: Path, trainer: NativeTrainer, step: int) -> dict[str, Any]:
+def _save(
+    group: RankGroup | None, folder: Path, trainer: NativeTrainer, step: int
+) -> dict[str, Any]:
     made, _, _ = saver_on(group, folder, background=True)
     made.save(step, parts=trainer.live_snapshot, state={"step": step}, blobs={"b": b"12"})
     made.finish()
@@ -107,8 +119,11 @@ def written_by(folder: Path) -> dict[str, int]:
     return found
 
 
-def fail_on(group: RankGroup, folder: str, how: str, *, victim: int, background: bool) -> dict[str, Any]:
-    """A good save, then one that fails on one rank, then a good one. Returns what each rank was told, and when."""
+def fail_on(
+    group: RankGroup, folder: str, how: str, *, victim: int, background: bool
+) -> dict[str, Any]:
+    """A good save, then one that fails on one rank, then a good one. Returns what each rank was
+    told, and when."""
     made, store, _ = saver_on(group, Path(folder), background=background)
     made.save(1, parts=lambda _: thirds(group, 1.0), state={}, blobs={})
     made.finish()
@@ -126,7 +141,14 @@ def fail_on(group: RankGroup, folder: str, how: str, *, victim: int, background:
     group.barrier()
     made.save(3, parts=lambda _: thirds(group, 3.0), state={}, blobs={})
     made.finish()
-    return {"told": told, "hint": hint, "seconds": seconds, "steps": steps, "left": left, "after": store.steps()}
+    return {
+        "told": told,
+        "hint": hint,
+        "seconds": seconds,
+        "steps": steps,
+        "left": left,
+        "after": store.steps(),
+    }
 
 
 def _breaking(group: RankGroup, how: str, victim: int) -> dict[str, Any]:
@@ -163,8 +185,10 @@ def _raise(*_: object) -> None:
 
 
 def die_in_a_save(group: RankGroup, folder: str, *, victim: int, background: bool) -> str:
-    """A rank is killed while it writes its file; what the others are told by the save, or by the step after it."""
-    failure_detector.LIFE_S = 6.0  # a wait for notes ends no sooner than the dead rank's signs of life
+    """A rank is killed while it writes its file; what the others are told by the save, or by the
+    step after it."""
+    # a wait for notes ends no sooner than the dead rank's signs of life
+    failure_detector.LIFE_S = 6.0
     made, _, _ = saver_on(group, Path(folder), background=background)
     trainer = trainer_on(group, "sft", layout="zero3")
     made.save(1, parts=trainer.live_snapshot, state={}, blobs={})
@@ -187,7 +211,9 @@ def die_in_a_save(group: RankGroup, folder: str, *, victim: int, background: boo
 
 
 def shares_of_faults(group: RankGroup, path: str) -> list[str]:
-    return [str(fault) for fault in find_faults(Path(path), share=group.rank, num_shares=group.size)]
+    return [
+        str(fault) for fault in find_faults(Path(path), share=group.rank, num_shares=group.size)
+    ]
 
 
 def bytes_read_to_restore(group: RankGroup | None, path: str, kind: str, **settings: Any) -> int:
@@ -215,10 +241,16 @@ def bytes_read_to_restore(group: RankGroup | None, path: str, kind: str, **setti
 
 
 def wait_for_a_slow_copy(group: RankGroup, folder: str, *, victim: int, what: str) -> str:
-    """A step behind a save whose copy does not end on one rank (-1: takes 8 s on all), or a save whose memory does not
-    come there."""
-    made, _, _ = saver_on(group, Path(folder), background=True, deadline_s=9.0 if what == "memory" else 60.0)
-    trainer, never, honest = trainer_on(group, "sft", layout="zero1"), threading.Event(), made._staging.fill
+    """A step behind a save whose copy does not end on one rank (-1: takes 8 s on all), or a save
+    whose memory does not come there."""
+    made, _, _ = saver_on(
+        group, Path(folder), background=True, deadline_s=9.0 if what == "memory" else 60.0
+    )
+    trainer, never, honest = (
+        trainer_on(group, "sft", layout="zero1"),
+        threading.Event(),
+        made._staging.fill,
+    )
     if group.rank == victim and what == "copy":
         made._staging.fill = lambda placed: never.wait(60)  # type: ignore[assignment]
     if victim == -1:
@@ -236,7 +268,9 @@ def wait_for_a_slow_copy(group: RankGroup, folder: str, *, victim: int, what: st
     return ""
 
 
-def save_behind_a_stuck_disk(group: RankGroup, folder: str, *, victim: int, pause_s: float, deadline_s: float) -> str:
+def save_behind_a_stuck_disk(
+    group: RankGroup, folder: str, *, victim: int, pause_s: float, deadline_s: float
+) -> str:
     """A save, `pause_s` after one whose file one rank cannot get written."""
     saver_module.LAST_WORDS_S = 0.5
     made, _, _ = saver_on(group, Path(folder), background=True, deadline_s=deadline_s)

@@ -1,6 +1,7 @@
-"""An engine in service, on any device: aborts, swaps, recompute, new weights in flight, parks, restarts. Each case runs a
-tiny model in batch-invariant mode, so every answer must be, to the bit, what a quiet engine gives. In: a Place. Out:
-assertions, and what the engine told. Callers: test_engine_served (CPU), tests/gpu/test_served_gpu.
+"""An engine in service, on any device: aborts, swaps, recompute, new weights in flight, parks,
+restarts. Each case runs a tiny model in batch-invariant mode, so every answer must be, to the bit,
+what a quiet engine gives. In: a Place. Out: assertions, and what the engine told. Callers:
+test_engine_served (CPU), tests/gpu/test_served_gpu.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Place:
         return {"num_pages": 16 * CONTEXT // self.page_tokens}
 
     def tight(self, way: Way) -> dict[str, Any]:
-        """Pages for little more than one sequence at full length; what is preempted is swapped or computed again."""
+        """Pages for little more than one sequence at full length; what is preempted is swapped or
+        computed again."""
         swap = {"kv_host_bytes": 1 << 22, "prefill_tokens_per_s": 1e-3} if way == "swap" else {}
         return {"num_pages": CONTEXT // self.page_tokens + 3, **swap}
 
@@ -74,7 +76,9 @@ def make_decoder(place: Place, seed: int) -> Decoder:
 class Served:
     """A started engine with weights of its own, its compute thread and what it told."""
 
-    def __init__(self, place: Place, compute: ThreadPoolExecutor, seed: int, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, place: Place, compute: ThreadPoolExecutor, seed: int, settings: dict[str, Any]
+    ) -> None:
         self.place, self.compute = place, compute
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.engine = NativeEngine(
@@ -96,10 +100,14 @@ class Served:
 
     async def prepare(self, version: int, source: Decoder) -> None:
         tensors = tensors_of(source)
-        await self.engine.prepare(make_manifest(version, tensors, shared=False, checksums=False), tensors)
+        await self.engine.prepare(
+            make_manifest(version, tensors, shared=False, checksums=False), tensors
+        )
 
     async def move(self, names: list[str], tier: Tier) -> None:
-        await asyncio.get_running_loop().run_in_executor(self.compute, lambda: self.engine.move(names, tier))
+        await asyncio.get_running_loop().run_in_executor(
+            self.compute, lambda: self.engine.move(names, tier)
+        )
 
     async def check_empty(self) -> None:
         """Nobody is there, and every page, slot and row is free."""
@@ -134,9 +142,9 @@ def some_requests(count: int, *, max_tokens: int, **fields: Any) -> list[Request
     return [
         Request(
             request_id=f"r{i}",
-            tokens=np.concatenate([shared[: 40 * (i % 2)], generator.integers(0, VOCAB, 5 + 7 * (i % 4))]).astype(
-                np.int32
-            ),
+            tokens=np.concatenate(
+                [shared[: 40 * (i % 2)], generator.integers(0, VOCAB, 5 + 7 * (i % 4))]
+            ).astype(np.int32),
             sampling=rules[i % 2],
             seed=i,
             **{"chunk_tokens": 0, **fields},
@@ -155,7 +163,8 @@ def same(ours: Completion, theirs: Completion, count: int | None = None) -> bool
 
 
 async def soak(place: Place, way: Way, *, num_requests: int) -> None:
-    """Random requests and random aborts in too little memory: each is answered once, and nothing leaks."""
+    """Random requests and random aborts in too little memory: each is answered once, and nothing
+    leaks."""
     generator = np.random.default_rng(7)
     requests = [
         replace(one, sampling=replace(one.sampling, n=1 + i % 3 // 2), priority=i % 3 - 1)
@@ -172,7 +181,9 @@ async def soak(place: Place, way: Way, *, num_requests: int) -> None:
             if generator.random() < 0.3:
                 await bench.engine.abort(str(generator.choice(sorted(open_))))
             while len(open_) >= 10:
-                done, _ = await asyncio.wait(open_.values(), timeout=LONGEST_S, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    open_.values(), timeout=LONGEST_S, return_when=asyncio.FIRST_COMPLETED
+                )
                 assert done, "nobody was answered"
                 finished += [part for task in done for part in task.result()]
                 open_ = {name: task for name, task in open_.items() if task not in done}
@@ -180,19 +191,23 @@ async def soak(place: Place, way: Way, *, num_requests: int) -> None:
             finished += parts
         stats = await bench.engine.stats()
         await bench.check_empty()
-    assert stats.preemptions > 0 and (stats.swaps_out > 0) == (stats.swaps_in > 0) == (way == "swap")
+    assert stats.preemptions > 0 and (stats.swaps_out > 0) == (stats.swaps_in > 0) == (
+        way == "swap"
+    )
     assert len(finished) == sum(one.sampling.n for one in requests)
     assert {part.finish for part in finished} == {"length", "abort"}
     async with served(place, **place.roomy) as quiet:
         expected = {(part.request_id, part.index): part for part in await quiet.ask(requests)}
     for part in finished:
         assert part.finish == "abort" or len(part.tokens) == 90
-        assert same(part, expected[part.request_id, part.index]), "company, preemption and aborts change no bit"
+        assert same(part, expected[part.request_id, part.index]), (
+            "company, preemption and aborts change no bit"
+        )
 
 
 async def new_weights(place: Place, policy: CommitPolicy, way: Way) -> None:
-    """Tokens carry the version that chose them. Those of the old one are the old engine's; with keep_prefix the others
-    are what an engine of new weights chooses from there."""
+    """Tokens carry the version that chose them. Those of the old one are the old engine's; with
+    keep_prefix the others are what an engine of new weights chooses from there."""
     longest = 150
     requests = some_requests(4, max_tokens=longest, chunk_tokens=1)
     async with served(place, **place.roomy) as old:
@@ -200,23 +215,37 @@ async def new_weights(place: Place, policy: CommitPolicy, way: Way) -> None:
     async with served(place, burst_steps=1, **place.tight(way)) as bench:
         await bench.prepare(1, make_decoder(place, 2))
         streams = [bench.engine.submit(one) for one in requests]
-        heads = [[await anext(stream) for _ in range(12 if at < 2 else 1)] for at, stream in enumerate(streams)]
+        heads = [
+            [await anext(stream) for _ in range(12 if at < 2 else 1)]
+            for at, stream in enumerate(streams)
+        ]
         await bench.engine.commit(1, policy=policy)
         rests = [[chunk async for chunk in stream] for stream in streams]
         results = [complete([*head, *rest]) for head, rest in zip(heads, rests, strict=True)]
-        later = await bench.ask([replace(one, request_id=f"later {one.request_id}") for one in requests])
+        later = await bench.ask(
+            [replace(one, request_id=f"later {one.request_id}") for one in requests]
+        )
         stats = await bench.engine.stats()
         await bench.check_empty()
     counts = [int((part.versions == 0).sum()) for part in results]
-    assert all(len(part.tokens) == longest and (np.diff(part.versions) >= 0).all() for part in results)
-    assert all(same(part, first, count) for part, first, count in zip(results, of_old, counts, strict=True))
+    assert all(
+        len(part.tokens) == longest and (np.diff(part.versions) >= 0).all() for part in results
+    )
+    assert all(
+        same(part, first, count) for part, first, count in zip(results, of_old, counts, strict=True)
+    )
     assert counts == [longest] * 4 if policy == "drain" else 0 < max(counts) < longest
     assert stats.version == 1 and stats.preemptions > 0 and (stats.swaps_out > 0) == (way == "swap")
     async with served(place, seed=2, **place.roomy) as new:
         from_there = await new.ask(
-            [begin(one, part, count) for one, part, count in zip(requests, results, counts, strict=True)]
+            [
+                begin(one, part, count)
+                for one, part, count in zip(requests, results, counts, strict=True)
+            ]
         )
-        assert all(same(part, first) for part, first in zip(later, await new.ask(requests), strict=True))
+        assert all(
+            same(part, first) for part, first in zip(later, await new.ask(requests), strict=True)
+        )
     if policy != "continue":  # there the KV is of both
         for part, rest, count in zip(results, from_there, counts, strict=True):
             assert part.tokens[count:].tolist() == rest.tokens.tolist()
@@ -225,12 +254,16 @@ async def new_weights(place: Place, policy: CommitPolicy, way: Way) -> None:
 
 def begin(request: Request, part: Completion, count: int) -> Request:
     """The request again, with the completion's first tokens given."""
-    columns = {name: getattr(part, name)[:count] for name in ("tokens", "logprobs", "raw_logprobs", "versions")}
+    columns = {
+        name: getattr(part, name)[:count]
+        for name in ("tokens", "logprobs", "raw_logprobs", "versions")
+    }
     return replace(request, chunk_tokens=0, partials=(Partial(index=0, **columns),))
 
 
 async def parks_in_flight(place: Place, tier: Tier) -> list[str]:
-    """KV and weights leave amid traffic, more than once; what was under way goes on. Returns the events' kinds."""
+    """KV and weights leave amid traffic, more than once; what was under way goes on. Returns the
+    events' kinds."""
     requests = some_requests(4, max_tokens=120, chunk_tokens=1)
     async with served(place, **place.roomy) as quiet:
         expected = await quiet.ask(requests)
@@ -254,8 +287,8 @@ async def parks_in_flight(place: Place, tier: Tier) -> list[str]:
 
 
 async def restarts(place: Place) -> None:
-    """Destroyed amid traffic and made again on dummy weights: everyone is answered, the new one answers as the first
-    did, and nothing stays behind."""
+    """Destroyed amid traffic and made again on dummy weights: everyone is answered, the new one
+    answers as the first did, and nothing stays behind."""
     requests, source = some_requests(4, max_tokens=30), make_decoder(place, 3)
     expected: list[Completion] = []
     left: list[int] = []
@@ -269,9 +302,15 @@ async def restarts(place: Place) -> None:
             results = await bench.ask(requests)
             expected = expected or results
             assert all(same(part, first) for part, first in zip(results, expected, strict=True))
-            pending = [bench.engine.submit(replace(one, request_id=f"late {one.request_id}")) for one in requests]
+            pending = [
+                bench.engine.submit(replace(one, request_id=f"late {one.request_id}"))
+                for one in requests
+            ]
             await bench.engine.terminate()
-            assert {part.finish for stream in pending for part in await collect(stream)} <= {"abort", "length"}
+            assert {part.finish for stream in pending for part in await collect(stream)} <= {
+                "abort",
+                "length",
+            }
             assert all(usage.device_bytes == 0 for usage in bench.engine.measure().values())
             left.append(free_bytes(place.device))
     assert max(left[1:]) - min(left[1:]) <= 8 << 20, f"free device bytes after each life: {left}"

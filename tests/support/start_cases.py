@@ -1,4 +1,5 @@
-"""Cases for the start of a trainer: functions that run in rank processes (rank_pool), or in the test's own."""
+"""Cases for the start of a trainer: functions that run in rank processes (rank_pool), or in the
+test's own."""
 
 from __future__ import annotations
 
@@ -61,7 +62,10 @@ def started(
     """A trainer that begins with blank models."""
     group, extra = group or alone(), {}
     if reward is not None:
-        extra["reward_model"] = (blank(spec, dtype), ScalarHead(spec.hidden_size, device=group.device))
+        extra["reward_model"] = (
+            blank(spec, dtype),
+            ScalarHead(spec.hidden_size, device=group.device),
+        )
     return make_trainer(
         kind,
         decoder=blank(spec, dtype),
@@ -77,13 +81,18 @@ def started(
 def from_folder(
     group: RankGroup | None, kind: str, folder: Path, **settings: Any
 ) -> tuple[dict[str, np.ndarray], dict[str, int], dict[str, int], np.ndarray]:
-    """What a snapshot holds after a start from a hub folder (and a reward model from it), the numbers that this rank
-    read of each tensor, those that it holds of the actor, and what the reward model says of a batch."""
+    """What a snapshot holds after a start from a hub folder (and a reward model from it), the
+    numbers that this rank read of each tensor, those that it holds of the actor, and what the
+    reward model says of a batch."""
     with closing(Checkpoint(folder)) as checkpoint:
         counted, reward = Counting(checkpoint), Counting(checkpoint)
-        trainer = started(group, kind, weights=counted, reward=reward, spec=checkpoint.spec, **settings)
+        trainer = started(
+            group, kind, weights=counted, reward=reward, spec=checkpoint.spec, **settings
+        )
     optimizer = trainer._models.actor.optimizer
-    held = {name: optimizer.places[name].stop - optimizer.places[name].start for name in counted.shapes}
+    held = {
+        name: optimizer.places[name].stop - optimizer.places[name].start for name in counted.shapes
+    }
     reward_model = trainer._evaluator._reward_model
     assert reward_model is not None
     with torch.no_grad():
@@ -93,9 +102,13 @@ def from_folder(
     return whole(trainer), counted.read_numbers, held, scores
 
 
-def from_seed(group: RankGroup | None, kind: str, *, spec: str, **settings: Any) -> dict[str, np.ndarray]:
+def from_seed(
+    group: RankGroup | None, kind: str, *, spec: str, **settings: Any
+) -> dict[str, np.ndarray]:
     """What a snapshot holds after a start from drawn numbers, and a step."""
-    trainer = started(group, kind, weights=FreshWeights(SPECS[spec], 5), spec=SPECS[spec], **settings)
+    trainer = started(
+        group, kind, weights=FreshWeights(SPECS[spec], 5), spec=SPECS[spec], **settings
+    )
     before = whole(trainer)
     trainer.step_now(batch_for(8, seed=0))
     return before
@@ -110,15 +123,26 @@ def peak_bytes(group: RankGroup, spec: ModelSpec, **settings: Any) -> tuple[int,
     return peak, sum(component.size_bytes for component in trainer.components())
 
 
-def resumed(group: RankGroup | None, state: dict[str, Any], kind: str, *, spec: str, **settings: Any) -> Any:
-    """What a blank trainer holds once it is restored, and whether it took part in anything before, or after a restore
-    that failed."""
-    parked = {"actor.grads": "none", "actor.params": "host", "actor.optimizer": "host", "reference": "host"}
+def resumed(
+    group: RankGroup | None, state: dict[str, Any], kind: str, *, spec: str, **settings: Any
+) -> Any:
+    """What a blank trainer holds once it is restored, and whether it took part in anything before,
+    or after a restore that failed."""
+    parked = {
+        "actor.grads": "none",
+        "actor.params": "host",
+        "actor.optimizer": "host",
+        "reference": "host",
+    }
     trainer = started(group, kind, weights=None, spec=SPECS[spec], parked=parked, **settings)
     refused = [is_refused(trainer)]
     held = f"{trainer._models.learners[-1].name}.exp_avg."
     for change in ({"objective": "other"}, {}):
-        tensors = {name: tensor for name, tensor in state["tensors"].items() if change or not name.startswith(held)}
+        tensors = {
+            name: tensor
+            for name, tensor in state["tensors"].items()
+            if change or not name.startswith(held)
+        }
         try:
             trainer.restore({"tensors": tensors, "state": state["state"] | change})
         except Exception as error:  # noqa: BLE001  the test reads it

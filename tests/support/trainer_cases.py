@@ -1,4 +1,5 @@
-"""Cases for the trainer's tests: a tiny model, random batches for every objective, a trainer on the calling thread."""
+"""Cases for the trainer's tests: a tiny model, random batches for every objective, a trainer on the
+calling thread."""
 
 from __future__ import annotations
 
@@ -48,20 +49,24 @@ OBJECTIVES = {
 }
 
 
-OF_THE_MACHINE = ("trainer.torch_kernels", "trainer.c_kernels")  # what a processor lacks is no news of a test
+# what a processor lacks is no news of a test
+OF_THE_MACHINE = ("trainer.torch_kernels", "trainer.c_kernels")
 
 
 def make_decoder(dtype: torch.dtype = torch.float32, seed: int = 0) -> Decoder:
     decoder = Decoder(SPEC, device=CPU, dtype=dtype)
     init_weights(decoder, seed)
-    with torch.no_grad():  # larger than at the start of a real run, so that every path of the gradient matters
+    # larger than at the start of a real run, so that every path of the gradient matters
+    with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             if not name.endswith("norm.weight"):
                 parameter.mul_(5.0)
     return decoder
 
 
-def make_trainer(kind: str = "grpo", *, dtype: torch.dtype = torch.float32, **settings: Any) -> NativeTrainer:
+def make_trainer(
+    kind: str = "grpo", *, dtype: torch.dtype = torch.float32, **settings: Any
+) -> NativeTrainer:
     """`settings` that TrainerConfig knows go there, the rest to the constructor."""
     known = {key: settings.pop(key) for key in list(settings) if key in TrainerConfig.model_fields}
     events: list = settings.pop("events", [])
@@ -70,7 +75,9 @@ def make_trainer(kind: str = "grpo", *, dtype: torch.dtype = torch.float32, **se
         "objective": OBJECTIVES[kind],
         "config": TrainerConfig(**{"learning_rate": 1e-2, "tokens_per_chunk": 64, **known}),
         "compute": ThreadPoolExecutor(1),
-        "emit": lambda name, **fields: None if name in OF_THE_MACHINE else events.append((name, fields)),
+        "emit": lambda name, **fields: (
+            None if name in OF_THE_MACHINE else events.append((name, fields))
+        ),
         "seed": 0,
     }
     return NativeTrainer(**{**arguments, **settings})
@@ -93,14 +100,18 @@ def random_sequence(rng: np.random.Generator, length: int, **extra: Any) -> Trai
         "values": column(1.0),
         "returns": column(1.0),
     }
-    return TrainSequence(tokens=rng.integers(0, SPEC.vocab_size, length).astype(np.int32), columns=columns, **extra)
+    return TrainSequence(
+        tokens=rng.integers(0, SPEC.vocab_size, length).astype(np.int32), columns=columns, **extra
+    )
 
 
 def make_batch(num_sequences: int = 12, *, seed: int = 0, step: int = 0) -> TrainBatch:
     """Sequences of 3 to 30 tokens; neighbours are siblings of a pair."""
     rng = np.random.default_rng(seed)
     sequences = tuple(
-        random_sequence(rng, int(rng.integers(3, 31)), pair_id=i // 2, scalars={"chosen": float(i % 2)})
+        random_sequence(
+            rng, int(rng.integers(3, 31)), pair_id=i // 2, scalars={"chosen": float(i % 2)}
+        )
         for i in range(num_sequences)
     )
     return TrainBatch(sequences=sequences, step=step)

@@ -1,9 +1,11 @@
-"""A CUDA driver for virtual memory without a GPU: the same C functions over host memory, with strict accounts.
+"""A CUDA driver for virtual memory without a GPU: the same C functions over host memory, with
+strict accounts.
 
-Every call is checked against the rules of the real one: whole granules, one mapping per range, no mapping without
-physical memory, access before use, nothing unmapped while streams may run, nothing released or freed twice. Memory
-behind a range is garbage when it comes and is overwritten when it goes, as it may be on a device. Without access rights
-or mapping, a range is inaccessible to the process: a touch ends it.
+Every call is checked against the rules of the real one: whole granules, one mapping per range, no
+mapping without physical memory, access before use, nothing unmapped while streams may run, nothing
+released or freed twice. Memory behind a range is garbage when it comes and is overwritten when it
+goes, as it may be on a device. Without access rights or mapping, a range is inaccessible to the
+process: a touch ends it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ GRANULE = 1 << 14
 ORDINAL = 3
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mmap.restype = ctypes.c_void_p
-LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+LIBC.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 NO_ACCESS, ACCESS, PRIVATE_ANONYMOUS, FIXED = 0, 3, 0x22, 0x10
@@ -33,8 +42,8 @@ class Range:
 
 
 class FakeLibrary:
-    """The functions that `virtual.SIGNATURES` names. `fail` maps a function to the CUresult that its next call gives;
-    it then does nothing."""
+    """The functions that `virtual.SIGNATURES` names. `fail` maps a function to the CUresult that
+    its next call gives; it then does nothing."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -66,7 +75,9 @@ class FakeLibrary:
         size._obj.value = GRANULE
         return self._enter("cuMemGetAllocationGranularity")
 
-    def cuMemAddressReserve(self, pointer, size: int, alignment: int, address: int, flags: int) -> int:
+    def cuMemAddressReserve(
+        self, pointer, size: int, alignment: int, address: int, flags: int
+    ) -> int:
         assert size > 0 and size % GRANULE == 0 and (alignment, address, flags) == (0, 0, 0)
         if code := self._enter("cuMemAddressReserve"):
             return code
@@ -99,7 +110,9 @@ class FakeLibrary:
 
     def cuMemRelease(self, handle: int) -> int:
         assert handle in self.handles, "released twice"
-        assert all(found.handle != handle for found in self.ranges.values()), "released while mapped"
+        assert all(found.handle != handle for found in self.ranges.values()), (
+            "released while mapped"
+        )
         if code := self._enter("cuMemRelease"):
             return code
         del self.handles[handle]
@@ -156,7 +169,12 @@ def check_prop(prop: AllocationProp) -> None:
     flags = prop.allocFlags
     assert (prop.type, prop.requestedHandleTypes, prop.win32HandleMetaData) == (1, 0, None)
     assert (prop.location.type, prop.location.id) == (1, ORDINAL)
-    assert (flags.compressionType, flags.gpuDirectRDMACapable, flags.usage, bytes(flags.reserved)) == (
+    assert (
+        flags.compressionType,
+        flags.gpuDirectRDMACapable,
+        flags.usage,
+        bytes(flags.reserved),
+    ) == (
         0,
         0,
         0,

@@ -1,4 +1,5 @@
-"""Cases for trainers on several ranks; functions here run in rank processes (rank_pool), or in the test's own."""
+"""Cases for trainers on several ranks; functions here run in rank processes (rank_pool), or in the
+test's own."""
 
 from __future__ import annotations
 
@@ -36,7 +37,16 @@ from gyre.weights.gather import ShardSource, gather_runs
 from trainer_cases import OF_THE_MACHINE, SPEC, make_batch, make_trainer, whole_tensors
 
 # No size divides by 4: shards are uneven, and the last rank has no row of some tensors.
-ODD = replace(SPEC, vocab_size=50, mlp_size=23, tied=False, qkv_bias=True, num_layers=3, head_dim=10, hidden_size=18)
+ODD = replace(
+    SPEC,
+    vocab_size=50,
+    mlp_size=23,
+    tied=False,
+    qkv_bias=True,
+    num_layers=3,
+    head_dim=10,
+    hidden_size=18,
+)
 # Rows of whole blocks of 8-bit moments, but for `out`; ranks share out no matrix evenly.
 BLOCKS = replace(SPEC, hidden_size=256, mlp_size=256, vocab_size=50)
 DEEP = replace(SPEC, num_layers=5)
@@ -52,7 +62,12 @@ LAYOUTS = {
     "hybrid3": ParallelConfig(zero=3, shard_ranks=2),
     "hybrid3_once": ParallelConfig(zero=3, shard_ranks=2, sum_gradients="update"),
     "mixed": ParallelConfig.model_validate(
-        {"zero": 1, "critic": {"zero": 3}, "reference": {"zero": 2, "shard_ranks": 2}, "reward": {"zero": 3}}
+        {
+            "zero": 1,
+            "critic": {"zero": 3},
+            "reference": {"zero": 2, "shard_ranks": 2},
+            "reward": {"zero": 3},
+        }
     ),
 }
 
@@ -67,10 +82,14 @@ def decoder_on(device: torch.device, dtype: torch.dtype, *, spec: str, seed: int
     return decoder
 
 
-def scored_model(device: torch.device, dtype: torch.dtype, *, spec: str, seed: int) -> tuple[Decoder, ScalarHead]:
+def scored_model(
+    device: torch.device, dtype: torch.dtype, *, spec: str, seed: int
+) -> tuple[Decoder, ScalarHead]:
     head = ScalarHead(SPECS[spec].hidden_size, device=device)
     with torch.no_grad():
-        head.weight.copy_(torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed)))
+        head.weight.copy_(
+            torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
+        )
     return decoder_on(device, dtype, spec=spec, seed=seed), head
 
 
@@ -92,15 +111,20 @@ def trainer_on(
         extra["head"] = scored_model(group.device, kept, spec=spec, seed=5)[1]
     decoder = decoder_on(group.device, kept, spec=spec)
     settings = {"learning_rate": 1e-3, **settings}
-    return make_trainer(kind, decoder=decoder, group=group, parallel=LAYOUTS[layout], **extra, **settings)
+    return make_trainer(
+        kind, decoder=decoder, group=group, parallel=LAYOUTS[layout], **extra, **settings
+    )
 
 
 def batch_for(num_sequences: int, seed: int) -> TrainBatch:
-    """A batch that brings reference log-probs of another model, so that KL and DPO have a gradient."""
+    """A batch that brings reference log-probs of another model, so that KL and DPO have a
+    gradient."""
     batch, rng = make_batch(num_sequences, seed=seed, step=seed), np.random.default_rng(seed + 100)
     sequences = []
     for sequence in batch.sequences:
-        values = np.where(sequence.columns["loss_mask"], rng.normal(-3.8, 0.3, len(sequence.tokens)), 0.0)
+        values = np.where(
+            sequence.columns["loss_mask"], rng.normal(-3.8, 0.3, len(sequence.tokens)), 0.0
+        )
         columns = {**sequence.columns, "reference_logprobs": values.astype(np.float32)}
         sequences.append(replace(sequence, columns=columns))
     return replace(batch, sequences=tuple(sequences))
@@ -118,7 +142,9 @@ def gathered_parts(group: RankGroup, own: dict[str, Any]) -> dict[str, Any]:
         return dict(own)
     found: list[Any] = [None] * group.size
     torch.distributed.all_gather_object(found, own, group=group.process_group)
-    assert sum(len(parts) for parts in found) == len({key for parts in found for key in parts}), "saved twice"
+    assert sum(len(parts) for parts in found) == len({key for parts in found for key in parts}), (
+        "saved twice"
+    )
     return {key: part for parts in found for key, part in parts.items()} if group.rank == 0 else {}
 
 
@@ -138,12 +164,19 @@ def train(
 
 
 def gradients(
-    group: RankGroup | None, kind: str, *, num_sequences: int = 12, longer_than: int = 0, **settings: Any
+    group: RankGroup | None,
+    kind: str,
+    *,
+    num_sequences: int = 12,
+    longer_than: int = 0,
+    **settings: Any,
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The summed gradient of one update by parameter (on rank 0), and the norms."""
     trainer = trainer_on(group, kind, **settings)
     batch = batch_for(num_sequences, seed=0)
-    batch = replace(batch, sequences=tuple(s for s in batch.sequences if len(s.tokens) > longer_than))
+    batch = replace(
+        batch, sequences=tuple(s for s in batch.sequences if len(s.tokens) > longer_than)
+    )
     (update,) = trainer._evaluator.complete(batch)[1].updates
     collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
     found, norms = {}, {}
@@ -156,7 +189,9 @@ def gradients(
             low, step = optimizer._low, optimizer._slice
             own_N = torch.cat([own_N[low : low + step], own_N[optimizer._whole :]])
         joined = {name: torch.empty(shape) for name, shape in optimizer.shapes.items()}
-        runs = gather_runs(optimizer.layout, optimizer.runs(own_N), group=optimizer.mesh.shard, dtype=torch.float32)
+        runs = gather_runs(
+            optimizer.layout, optimizer.runs(own_N), group=optimizer.mesh.shard, dtype=torch.float32
+        )
         for run in runs:
             joined[run.name].view(-1)[run.start : run.stop].copy_(run.values_N)
         found |= {f"{learner.name}.{name}": tensor.numpy() for name, tensor in joined.items()}
@@ -166,7 +201,8 @@ def gradients(
 def evaluate(
     group: RankGroup | None, kind: str, which: Which, *, num_sequences: int = 9, **settings: Any
 ) -> list[np.ndarray]:
-    """What a model says of a batch, before and after a step, which must not have left old weights behind."""
+    """What a model says of a batch, before and after a step, which must not have left old weights
+    behind."""
     trainer, found = trainer_on(group, kind, **settings), []
     for _ in range(2):
         evaluation = trainer.evaluate_now(batch_for(num_sequences, seed=1), which)
@@ -176,7 +212,9 @@ def evaluate(
     return found
 
 
-def gathered(group: RankGroup | None, *, bucket_bytes: int, **settings: Any) -> tuple[Any, dict[str, np.ndarray]]:
+def gathered(
+    group: RankGroup | None, *, bucket_bytes: int, **settings: Any
+) -> tuple[Any, dict[str, np.ndarray]]:
     """The version that `register` hands out after a step, written into tensors of an engine's."""
     trainer = trainer_on(group, "grpo", **settings)
     trainer.step_now(batch_for(8, seed=0))
@@ -185,7 +223,9 @@ def gathered(group: RankGroup | None, *, bucket_bytes: int, **settings: Any) -> 
         return manifest, {name: tensor.float().cpu().numpy() for name, tensor in source.items()}
     device = group.device if group else torch.device("cpu")
     engine = {
-        entry.name: torch.full(entry.shape, float("nan"), dtype=getattr(torch, entry.dtype), device=device)
+        entry.name: torch.full(
+            entry.shape, float("nan"), dtype=getattr(torch, entry.dtype), device=device
+        )
         for entry in manifest.entries
     }
     source.gather_into(engine, bucket_bytes=bucket_bytes)
@@ -195,14 +235,17 @@ def gathered(group: RankGroup | None, *, bucket_bytes: int, **settings: Any) -> 
 def resume(
     group: RankGroup | None, state: dict[str, Any], kind: str, *, steps: range, **settings: Any
 ) -> tuple[list[StepReport], dict[str, np.ndarray], dict[str, Any]]:
-    """Go on from a snapshot of any number of ranks; with no steps, what is read back is what was written."""
+    """Go on from a snapshot of any number of ranks; with no steps, what is read back is what was
+    written."""
     trainer = trainer_on(group, kind, **settings)
     trainer.restore(state)
     reports = [trainer.step_now(batch_for(12, seed=step)) for step in steps]
     return reports, whole(trainer), taken(trainer)
 
 
-def resume_first(group: RankGroup | None, kind: str, *, state: dict[str, Any], **settings: Any) -> Any:
+def resume_first(
+    group: RankGroup | None, kind: str, *, state: dict[str, Any], **settings: Any
+) -> Any:
     return resume(group, state, kind, **settings)
 
 
@@ -237,7 +280,14 @@ AWAY = {
 }
 
 
-def away(group: RankGroup | None, case: Callable[..., Any], kind: str, how: str, folder: str, **settings: Any) -> Any:
+def away(
+    group: RankGroup | None,
+    case: Callable[..., Any],
+    kind: str,
+    how: str,
+    folder: str,
+    **settings: Any,
+) -> Any:
     """A case with state away from the device, in cuts that are far smaller than the model."""
     rank = group.rank if group is not None else 0
     return case(
@@ -251,31 +301,59 @@ def away(group: RankGroup | None, case: Callable[..., Any], kind: str, how: str,
     )
 
 
-def equal_away(group: RankGroup | None, kind: str, hows: Sequence[str], folder: str, **settings: Any) -> list[str]:
-    """What differs, in any bit, of the metrics or of a snapshot, between training with state away and without."""
+def equal_away(
+    group: RankGroup | None, kind: str, hows: Sequence[str], folder: str, **settings: Any
+) -> list[str]:
+    """What differs, in any bit, of the metrics or of a snapshot, between training with state away
+    and without."""
     settings = {"sequences_per_update": 6, "weight_decay": 0.1, "grad_clip": 0.5, **settings}
     reports, state = train(group, kind, **settings)
     wrong = []
     for how in hows:
         own_reports, own_state = away(group, train, kind, how, f"{folder}/{how}", **settings)
         for report, own in zip(reports, own_reports, strict=True):
-            wrong += [] if own.metrics == report.metrics else [f"{how}: metrics {own.metrics} {report.metrics}"]
-            assert own.measured["offload_in_bytes"] > 0 and own.measured["offload_wait_seconds"] >= 0.0
+            wrong += (
+                []
+                if own.metrics == report.metrics
+                else [f"{how}: metrics {own.metrics} {report.metrics}"]
+            )
+            assert (
+                own.measured["offload_in_bytes"] > 0 and own.measured["offload_wait_seconds"] >= 0.0
+            )
         assert own_state.keys() == state.keys()
-        wrong += [f"{how}: {name}" for name, tensor in state.items() if not np.array_equal(tensor, own_state[name])]
+        wrong += [
+            f"{how}: {name}"
+            for name, tensor in state.items()
+            if not np.array_equal(tensor, own_state[name])
+        ]
     return wrong
 
 
 def coded_updates(
-    group: RankGroup | None, *, layout: str = "zero0", dtype: str, how: str | None = None, folder: str = ""
+    group: RankGroup | None,
+    *,
+    layout: str = "zero0",
+    dtype: str,
+    how: str | None = None,
+    folder: str = "",
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """What a snapshot holds after updates with 8-bit moments from gradients that are the same in every layout, and which
-    moments this rank has."""
-    settings: dict[str, Any] = {"spec": "blocks", "dtype": dtype, "layout": layout, "moments": "8_bit"}
+    """What a snapshot holds after updates with 8-bit moments from gradients that are the same in
+    every layout, and which moments this rank has."""
+    settings: dict[str, Any] = {
+        "spec": "blocks",
+        "dtype": dtype,
+        "layout": layout,
+        "moments": "8_bit",
+    }
     if how is not None:
         rank = group.rank if group is not None else 0
         place = Path(folder) / f"{layout}-{how}-{dtype}" / f"rank-{rank}"
-        settings |= {"disk_folder": place, "offload_cut_bytes": 16_384, "offload_deadline_s": 60.0, **AWAY[how]}
+        settings |= {
+            "disk_folder": place,
+            "offload_cut_bytes": 16_384,
+            "offload_deadline_s": 60.0,
+            **AWAY[how],
+        }
     trainer = trainer_on(group, "sft", weight_decay=0.1, **settings)
     optimizer = trainer._models.actor.optimizer
     for step in range(3):
@@ -284,11 +362,15 @@ def coded_updates(
         for name in sorted(optimizer.shapes):
             whole_N = torch.randn(int(np.prod(optimizer.shapes[name])), generator=generator)
             place = optimizer.places[name]
-            state_N[place.at : place.at + place.stop - place.start] = whole_N[place.start : place.stop]
+            state_N[place.at : place.at + place.stop - place.start] = whole_N[
+                place.start : place.stop
+            ]
         optimizer.settle_gradients()
         for span in optimizer.spans():
             span.grad_N.copy_(state_N[span.first : span.last])
-            assert not span.weight_N.requires_grad, "the library's kernel is an operator that autograd knows"
+            assert not span.weight_N.requires_grad, (
+                "the library's kernel is an operator that autograd knows"
+            )
         optimizer.update(learning_rate=1e-2, grad_scale=0.5)
     found = whole(trainer)
     trainer._close()
@@ -296,11 +378,13 @@ def coded_updates(
 
 
 def sums_by_parts(group: RankGroup, *, layout: str) -> float:
-    """How far sums over ranks are from those on the device, as a part of the largest, when gradients in host memory go
-    through it a part at a time."""
+    """How far sums over ranks are from those on the device, as a part of the largest, when
+    gradients in host memory go through it a part at a time."""
     found = []
     for by_parts in (False, True):
-        trainer = trainer_on(group, "rm", layout=layout, dtype="bfloat16", offload_gradients=by_parts)
+        trainer = trainer_on(
+            group, "rm", layout=layout, dtype="bfloat16", offload_gradients=by_parts
+        )
         (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
         collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
         optimizer = trainer._models.actor.optimizer
@@ -312,16 +396,22 @@ def sums_by_parts(group: RankGroup, *, layout: str) -> float:
 
 
 def held_bytes(group: RankGroup | None, kind: str, **settings: Any) -> dict[str, int]:
-    return {component.name: component.size_bytes for component in trainer_on(group, kind, **settings).components()}
+    return {
+        component.name: component.size_bytes
+        for component in trainer_on(group, kind, **settings).components()
+    }
 
 
 def broken_step(group: RankGroup, how: str, *, victim: int, layout: str) -> tuple[float, str]:
-    """A step in which one rank fails; returns after how many seconds this rank knew, and what it was told."""
+    """A step in which one rank fails; returns after how many seconds this rank knew, and what it
+    was told."""
     trainer = trainer_on(group, "grpo", layout=layout)
     trainer.step_now(batch_for(8, seed=0))
     batch = batch_for(8, seed=1)
     if how == "all":
-        batch = replace(batch, sequences=tuple(replace(s, temperature=0.0) for s in batch.sequences))
+        batch = replace(
+            batch, sequences=tuple(replace(s, temperature=0.0) for s in batch.sequences)
+        )
     elif group.rank == victim:
         if how == "raise":
             hook = trainer._models.actor.optimizer
@@ -346,9 +436,11 @@ def steps_again(group: RankGroup) -> int:
     return trainer_on(group, "sft", layout="zero3").step_now(batch_for(8, seed=0)).num_updates
 
 
-def with_a_bad_number(group: RankGroup | None, kind: str, **settings: Any) -> tuple[list[Any], list[str], bool]:
-    """A step whose gradient is not finite where one sequence lies, then a step of fewer sequences than ranks: updates
-    of both, what was told, and whether the first left the weights alone."""
+def with_a_bad_number(
+    group: RankGroup | None, kind: str, **settings: Any
+) -> tuple[list[Any], list[str], bool]:
+    """A step whose gradient is not finite where one sequence lies, then a step of fewer sequences
+    than ranks: updates of both, what was told, and whether the first left the weights alone."""
     events: list = []
     trainer = trainer_on(group, kind, events=events, **settings)
     before, batch = whole(trainer), batch_for(9, seed=0)
@@ -361,20 +453,24 @@ def with_a_bad_number(group: RankGroup | None, kind: str, **settings: Any) -> tu
 
 
 def overflowed(group: RankGroup | None, **settings: Any) -> tuple[list[Any], dict[str, np.ndarray]]:
-    """Steps in float16, the second with an advantage whose gradient is beyond its range; what a snapshot holds."""
+    """Steps in float16, the second with an advantage whose gradient is beyond its range; what a
+    snapshot holds."""
     trainer, reports = trainer_on(group, "grpo", dtype="float16", **settings), []
     for step in range(3):
         batch = batch_for(8, seed=step)
         batch.sequences[3].columns["advantages"][-1] *= 1e9 if step == 1 else 1.0
         reports.append(trainer.step_now(batch))
-    return [(r.num_updates, r.metrics["loss_scale"], r.metrics.get("grad_norm")) for r in reports], whole(trainer)
+    return [
+        (r.num_updates, r.metrics["loss_scale"], r.metrics.get("grad_norm")) for r in reports
+    ], whole(trainer)
 
 
 BIG = replace(SPEC, vocab_size=4000, hidden_size=128, mlp_size=512, tied=False)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that operations make while it is active, and the most that live together."""
+    """Counts the bytes of tensors that operations make while it is active, and the most that live
+    together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -384,7 +480,11 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        given = {
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
         for tensor in tree_leaves(found):
             if isinstance(tensor, torch.Tensor):
                 self._watch(tensor, given)
@@ -406,7 +506,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def exported(group: RankGroup, folder: str, *, layout: str) -> dict[str, Any]:
-    """Train a step with the weights in shards, export them; the bytes that this took beside them, on this rank."""
+    """Train a step with the weights in shards, export them; the bytes that this took beside them,
+    on this rank."""
     hub_tensors.BLOCK_BYTES = 1 << 14
     decoder = Decoder(BIG, device=group.device, dtype=torch.float32)
     init_weights(decoder, 1)
@@ -421,7 +522,9 @@ def exported(group: RankGroup, folder: str, *, layout: str) -> dict[str, Any]:
     tracemalloc.start()
     with LiveBytes() as live:
         if group.rank == 0:
-            export_runs(BIG, runs, folder, dtype=torch.float32, tokenizer_files=None, shard_bytes=1_500_000)
+            export_runs(
+                BIG, runs, folder, dtype=torch.float32, tokenizer_files=None, shard_bytes=1_500_000
+            )
             verify_runs(folder, BIG, runs())
         else:
             for _ in range(2):
@@ -435,27 +538,35 @@ def exported(group: RankGroup, folder: str, *, layout: str) -> dict[str, Any]:
     return {"tensors": tensors, "tensor_bytes": live.peak_bytes, "python_bytes": python_bytes}
 
 
-def measures(group: RankGroup | None, kind: str, *, folder: str = "", **settings: Any) -> dict[str, Any]:
-    """What this rank counted in a step of 12 sequences, what all were told, and what was traced where."""
+def measures(
+    group: RankGroup | None, kind: str, *, folder: str = "", **settings: Any
+) -> dict[str, Any]:
+    """What this rank counted in a step of 12 sequences, what all were told, and what was traced
+    where."""
     if folder:
         settings |= {"trace_folder": Path(folder) / "traces", "trace_steps": (1,)}
     events: list = []
     trainer = trainer_on(group, kind, events=events, peak_flops=1e12, **settings)
     meter, counted = trainer._meter, {}
-    take, meter.take = meter.take, lambda **given: counted.update(flops=meter._flops) or take(**given)
+    take, meter.take = (
+        meter.take,
+        lambda **given: counted.update(flops=meter._flops) or take(**given),
+    )
     report = trainer.step_now(replace(batch_for(12, seed=0), step=1))
     return {**counted, "measured": dict(report.measured), "events": events}
 
 
 def alive_bytes(group: RankGroup | None, kind: str, **settings: Any) -> tuple[dict[str, int], int]:
-    """Bytes of a trainer between two steps: by component, and of all tensors alive that were not before."""
+    """Bytes of a trainer between two steps: by component, and of all tensors alive that were not
+    before."""
     gc.collect()
     before = storages_alive()  # held, so that no new storage takes the place of one of these
     trainer = trainer_on(group, kind, **settings)
     for step in range(2):
         trainer.step_now(batch_for(12, seed=step))
     told = {name: usage.device_bytes for name, usage in trainer.measure().items()}
-    ends = time.monotonic() + 3.0  # by then the back end's threads have let go of the last collectives' tensors
+    # by then the back end's threads have let go of the last collectives' tensors
+    ends = time.monotonic() + 3.0
     while (alive := _bytes_beside(before)) > sum(told.values()) + 1024 and time.monotonic() < ends:
         time.sleep(0.05)
     return told, alive
@@ -463,20 +574,29 @@ def alive_bytes(group: RankGroup | None, kind: str, **settings: Any) -> tuple[di
 
 def _bytes_beside(before: dict[int, torch.Tensor]) -> int:
     gc.collect()
-    return sum(tensor.untyped_storage().nbytes() for key, tensor in storages_alive().items() if key not in before)
+    return sum(
+        tensor.untyped_storage().nbytes()
+        for key, tensor in storages_alive().items()
+        if key not in before
+    )
 
 
 def storages_alive() -> dict[int, torch.Tensor]:
     """A tensor of every storage on the CPU that this process holds, by the storage's identity."""
     kinds = torch.Tensor, torch.nn.Parameter
-    tensors = [thing for thing in gc.get_objects() if type(thing) in kinds and thing.device.type == "cpu"]
+    tensors = [
+        thing for thing in gc.get_objects() if type(thing) in kinds and thing.device.type == "cpu"
+    ]
     return {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
 
 
 def refused_mixture(group: RankGroup, names: list[str]) -> str:
     """What ranks say whose devices have these names."""
     record = DeviceRecord(
-        host=f"node-{group.rank // 2}", name=names[group.rank], capability="9.0", memory_bytes=1 << 30
+        host=f"node-{group.rank // 2}",
+        name=names[group.rank],
+        capability="9.0",
+        memory_bytes=1 << 30,
     )
     try:
         refuse_mixture(group, record)
@@ -495,4 +615,7 @@ def warmed(group: RankGroup) -> float:
 
 def shared(group: RankGroup, sizes: list[int]) -> list[Any]:
     """What ranks share when one has so much to say and the others little."""
-    return [group.share({"text": "é" * (size if group.rank == 1 else 1), "rank": group.rank}) for size in sizes]
+    return [
+        group.share({"text": "é" * (size if group.rank == 1 else 1), "rank": group.rank})
+        for size in sizes
+    ]

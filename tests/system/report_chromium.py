@@ -1,6 +1,8 @@
-"""Headless Chromium over its debugging pipe: opens a page, runs script in it, presses keys, takes pictures.
+"""Headless Chromium over its debugging pipe: opens a page, runs script in it, presses keys, takes
+pictures.
 
-The pipe needs no port and no websocket: JSON messages that end in a zero byte, on file descriptors 3 and 4.
+The pipe needs no port and no websocket: JSON messages that end in a zero byte, on file descriptors
+3 and 4.
 """
 
 from __future__ import annotations
@@ -16,8 +18,17 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = Path("/usr/bin/chromium")
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-         "--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe")  # fmt: skip
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--remote-debugging-pipe",
+)
 
 
 class Chromium:
@@ -33,7 +44,15 @@ class Chromium:
         self._read, replies_write = os.pipe()
         shell = f'exec "$0" "$@" 3<&{commands_read} 4>&{replies_write}'
         self._process = subprocess.Popen(
-            ["bash", "-c", shell, str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            [
+                "bash",
+                "-c",
+                shell,
+                str(CHROMIUM),
+                *FLAGS,
+                f"--user-data-dir={profile}",
+                "about:blank",
+            ],
             pass_fds=(commands_read, replies_write),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -42,7 +61,9 @@ class Chromium:
         os.close(commands_read)
         os.close(replies_write)
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.page(f"{domain}.enable")
 
@@ -55,9 +76,16 @@ class Chromium:
         os.close(self._write)
         os.close(self._read)
 
-    def open(self, path: Path, *, width: int, height: int, dark: bool = False, scale: float = 1.0) -> None:
-        self.page("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale,
-                  mobile=width < 600)  # fmt: skip
+    def open(
+        self, path: Path, *, width: int, height: int, dark: bool = False, scale: float = 1.0
+    ) -> None:
+        self.page(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=width < 600,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.page("Emulation.setEmulatedMedia", features=[scheme])
         self.page("Page.navigate", url=path.resolve().as_uri())
@@ -66,12 +94,17 @@ class Chromium:
 
     def settle(self) -> None:
         """Return when what was asked to be drawn has been."""
-        frame = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 60))))"
+        frame = (
+            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => "
+            "setTimeout(done, 60))))"
+        )
         self.script(frame)
 
     def script(self, expression: str) -> Any:
         """Return the value of an expression, promises awaited."""
-        answer = self.page("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.page(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -94,8 +127,16 @@ class Chromium:
         more: dict[str, Any] = {"captureBeyondViewport": whole}
         if whole:
             size = self.page("Page.getLayoutMetrics")["cssContentSize"]
-            more["clip"] = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        path.write_bytes(base64.b64decode(self.page("Page.captureScreenshot", format="png", **more)["data"]))
+            more["clip"] = {
+                "x": 0,
+                "y": 0,
+                "width": size["width"],
+                "height": size["height"],
+                "scale": 1,
+            }
+        path.write_bytes(
+            base64.b64decode(self.page("Page.captureScreenshot", format="png", **more)["data"])
+        )
 
     def page(self, method: str, **params: Any) -> dict[str, Any]:
         return self.call(method, session=self._session, **params)

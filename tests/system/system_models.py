@@ -1,4 +1,5 @@
-"""Small checkpoints in hub layout, as transformers saves them, with tokenizers of their kind, and GSM8K-shaped data."""
+"""Small checkpoints in hub layout, as transformers saves them, with tokenizers of their kind, and
+GSM8K-shaped data."""
 
 from __future__ import annotations
 
@@ -11,12 +12,15 @@ Family = Literal["llama", "qwen2", "qwen3"]
 
 LLAMA_CHAT = (
     "{{- bos_token }}{%- for m in messages %}"
-    "{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim + '<|eot_id|>' }}"
+    "{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim + "
+    "'<|eot_id|>' }}"
     "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' "
+    "}}{%- endif %}"
 )
 QWEN_CHAT = (
-    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' "
+    "}}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
@@ -24,7 +28,14 @@ QWEN_CHAT = (
 def save_checkpoint(folder: Path, family: Family, *, context_tokens: int = 256) -> Path:
     """A random model of this family, written by transformers."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
 
     vocab_size, eos_id = save_tokenizer(folder, family)
     numbers = {
@@ -51,11 +62,13 @@ def save_checkpoint(folder: Path, family: Family, *, context_tokens: int = 256) 
 
 
 def save_tokenizer(folder: Path, family: Family) -> tuple[int, int]:
-    """Byte-level BPE of this family's kind, trained on the data below. Returns its size and its end token."""
+    """Byte-level BPE of this family's kind, trained on the data below. Returns its size and its end
+    token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-    pattern = Qwen2Tokenizer()._tokenizer  # what the class puts before BPE, and what it will put there again on loading
+    # what the class puts before BPE, and what it will put there again on loading
+    pattern = Qwen2Tokenizer()._tokenizer
     backend = Tokenizer(models.BPE())
     backend.normalizer, backend.pre_tokenizer = pattern.normalizer, pattern.pre_tokenizer
     backend.decoder = decoders.ByteLevel()
@@ -63,9 +76,17 @@ def save_tokenizer(folder: Path, family: Family) -> tuple[int, int]:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(texts, trainer)
-    llama = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    llama = [
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ]
     specials = llama if family == "llama" else ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in specials])
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in specials]
+    )
     names = {"eos_token": specials[-1], "pad_token": specials[1 if family == "llama" else 0]}
     if family == "llama":
         names["bos_token"] = specials[0]
@@ -74,7 +95,9 @@ def save_tokenizer(folder: Path, family: Family) -> tuple[int, int]:
     tokenizer.save_pretrained(folder)
     if family != "llama":
         path = folder / "tokenizer_config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": "Qwen2Tokenizer"}))
+        path.write_text(
+            json.dumps({**json.loads(path.read_text()), "tokenizer_class": "Qwen2Tokenizer"})
+        )
     return len(tokenizer), tokenizer.eos_token_id
 
 
@@ -85,7 +108,8 @@ def gsm8k_rows(number: int) -> list[dict[str, str]]:
         a, b = draws.randint(2, 99), draws.randint(2, 99)
         rows.append(
             {
-                "question": f"Anna has {a} apples and buys {b} more. How many apples does she have?",
+                "question": f"Anna has {a} apples and buys {b} more. How many apples does she "
+                "have?",
                 "answer": f"She has {a} + {b} = <<{a}+{b}={a + b}>>{a + b} apples.\n#### {a + b}",
             }
         )

@@ -29,7 +29,8 @@ def no_number(task, completion):
 
 
 def fails_later(task, completion, *, flag):
-    """Fine until the file FLAG exists, then it raises, returns NaN, hangs or dies, as the completion has it."""
+    """Fine until the file FLAG exists, then it raises, returns NaN, hangs or dies, as the
+    completion has it."""
     if not Path(flag).exists():
         return varied(task, completion)
     way = sum(completion.encode("utf-8", "replace")) % 5
@@ -64,5 +65,6 @@ def breaks_later(task, completion, *, flag, way):
     if not Path(flag).exists():
         return varied(task, completion)
     if way == "raises":
-        raise RuntimeError(f"no service for {len(completion)} characters")  # the line that a person wants to see
+        # the line that a person wants to see
+        raise RuntimeError(f"no service for {len(completion)} characters")
     return float("nan")

@@ -1,7 +1,9 @@
-"""Runs for the system tests: tiny configs, the real command in real processes, faults at exact points, and what a run
-left behind. In: config keys to change, argv. Out: exit code, stdout, stderr; a run's story.
+"""Runs for the system tests: tiny configs, the real command in real processes, faults at exact
+points, and what a run left behind. In: config keys to change, argv. Out: exit code, stdout, stderr;
+a run's story.
 
-Processes are forked from one server that has loaded torch already, so that a run that is killed ten times costs seconds.
+Processes are forked from one server that has loaded torch already, so that a run that is killed ten
+times costs seconds.
 """
 
 from __future__ import annotations
@@ -66,7 +68,10 @@ TINY: dict[str, Any] = {
     "rollout": {"prompts_per_step": 4, "completions_per_prompt": 4, "max_tokens": 16},
     "rewards": {
         "workers": 1,
-        "parts": [{"kind": "function", "path": "system_rewards:varied"}, {"kind": "format", "weight": 0.1}],
+        "parts": [
+            {"kind": "function", "path": "system_rewards:varied"},
+            {"kind": "format", "weight": 0.1},
+        ],
     },
     "eval": {"num_problems": 8, "metric": {"part": "function", "threshold": 1.0}},
     "snapshot": {"every_steps": 2, "keep": 2},
@@ -77,8 +82,11 @@ TINY: dict[str, Any] = {
 # ---- configs
 
 
-def write_config(folder: Path, sets: Mapping[str, Any] | None = None, *, base: Mapping[str, Any] = TINY) -> Path:
-    """Write base with "a.b" keys changed (None removes one) as RUN.toml; runs land in FOLDER/runs."""
+def write_config(
+    folder: Path, sets: Mapping[str, Any] | None = None, *, base: Mapping[str, Any] = TINY
+) -> Path:
+    """Write base with "a.b" keys changed (None removes one) as RUN.toml; runs land in
+    FOLDER/runs."""
     tree = json.loads(json.dumps(base))
     for key, value in {"run.folder": str(folder / "runs"), **(sets or {})}.items():
         *tables, last = key.split(".")
@@ -90,13 +98,19 @@ def write_config(folder: Path, sets: Mapping[str, Any] | None = None, *, base: M
         else:
             table[last] = value
     path = folder / "run.toml"
-    path.write_text("".join(f"{name} = {as_toml(value)}\n" for name, value in tree.items()), encoding="utf-8")
+    path.write_text(
+        "".join(f"{name} = {as_toml(value)}\n" for name, value in tree.items()), encoding="utf-8"
+    )
     return path
 
 
 def as_toml(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{json.dumps(name)} = {as_toml(item)}" for name, item in value.items()) + " }"
+        return (
+            "{ "
+            + ", ".join(f"{json.dumps(name)} = {as_toml(item)}" for name, item in value.items())
+            + " }"
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(as_toml(item) for item in value) + "]"
     return json.dumps(value)
@@ -111,11 +125,19 @@ class Fault:
 
     point: Literal["event", "line", "fsync", "rename", "copy", "burst"]
     number: int = 1  # the how-manieth time the point is passed
-    match: str = ""  # event, line: pattern that "kind phase" must begin with; rename, copy: one in the target's path
+    # event, line: pattern that "kind phase" must begin with; rename, copy: one in the target's path
+    match: str = ""
     action: Literal[
-        "kill", "interrupt", "interrupt_group", "interrupt_busy", "terminate", "hang_up", "kill_worker", "stop_worker",
+        "kill",
+        "interrupt",
+        "interrupt_group",
+        "interrupt_busy",
+        "terminate",
+        "hang_up",
+        "kill_worker",
+        "stop_worker",
         "kill_raylet",
-    ] = "kill"  # fmt: skip
+    ] = "kill"
     worker: str = ""  # whose process is killed or stopped (SIGSTOP), of a run on a cluster
 
 
@@ -146,12 +168,17 @@ class Command:
     ) -> None:
         """`file_bytes` is the size past which no file may grow (0: no limit)."""
         self._mark = uuid.uuid4().hex
-        self._logs = tempfile.TemporaryDirectory(prefix="gyre-logs-")  # not in `folder`, which may be a full disk
+        # not in `folder`, which may be a full disk
+        self._logs = tempfile.TemporaryDirectory(prefix="gyre-logs-")
         self._out, self._err = Path(self._logs.name) / "out", Path(self._logs.name) / "err"
         self.process = SERVER.Process(
             target=_child,
             args=([str(word) for word in argv], str(folder), str(self._out), str(self._err)),
-            kwargs={"fault": fault, "file_bytes": file_bytes, "env": {**(env or {}), MARK: self._mark}},
+            kwargs={
+                "fault": fault,
+                "file_bytes": file_bytes,
+                "env": {**(env or {}), MARK: self._mark},
+            },
         )
         self.process.start()
 
@@ -164,10 +191,15 @@ class Command:
         self.process.join(timeout_s)
         if self.process.exitcode is None:
             self.kill()
-            raise AssertionError(f"still running after {timeout_s} s; stderr: {self._err.read_text()[-3000:]}")
+            raise AssertionError(
+                f"still running after {timeout_s} s; stderr: {self._err.read_text()[-3000:]}"
+            )
         left = processes_with(self._mark, gone_within_s=20.0)
         return Answer(
-            code=self.process.exitcode, out=self._out.read_text(), err=self._err.read_text(), left_behind=left
+            code=self.process.exitcode,
+            out=self._out.read_text(),
+            err=self._err.read_text(),
+            left_behind=left,
         )
 
 
@@ -194,7 +226,14 @@ def _marked(mark: str) -> Iterator[str]:
 
 
 def _child(
-    argv: list[str], cwd: str, out: str, err: str, *, fault: Fault | None, file_bytes: int, env: Mapping[str, str]
+    argv: list[str],
+    cwd: str,
+    out: str,
+    err: str,
+    *,
+    fault: Fault | None,
+    file_bytes: int,
+    env: Mapping[str, str],
 ) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -227,13 +266,19 @@ def _arm(fault: Fault) -> None:
             if fault.action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault.action in ("kill_worker", "stop_worker"):
-                os.kill(pids[fault.worker], signal.SIGKILL if fault.action == "kill_worker" else signal.SIGSTOP)
+                os.kill(
+                    pids[fault.worker],
+                    signal.SIGKILL if fault.action == "kill_worker" else signal.SIGSTOP,
+                )
             elif fault.action == "kill_raylet":
-                (raylet,) = (child for child in psutil.Process().children() if child.name() == "raylet")
+                (raylet,) = (
+                    child for child in psutil.Process().children() if child.name() == "raylet"
+                )
                 raylet.kill()
             elif fault.action in SIGNALS:
                 os.kill(os.getpid(), SIGNALS[fault.action])
-                if fault.action == "interrupt_busy":  # in the middle of something that looks at nothing
+                # in the middle of something that looks at nothing
+                if fault.action == "interrupt_busy":
                     time.sleep(600.0)
             else:
                 os.killpg(os.getpid(), signal.SIGINT)
@@ -243,7 +288,12 @@ def _arm(fault: Fault) -> None:
         def emit(self: EventLog, kind: str, /, **fields: Any) -> None:
             plain_emit(self, kind, **fields)
             if kind == "cluster.started":
-                pids.update({name: int(place.rpartition(" ")[2]) for name, place in fields["workers"].items()})
+                pids.update(
+                    {
+                        name: int(place.rpartition(" ")[2])
+                        for name, place in fields["workers"].items()
+                    }
+                )
             strike(f"{kind} {fields.get('phase', '')}")
 
         plain_emit, EventLog.emit = EventLog.emit, emit
@@ -304,8 +354,13 @@ def read_story(run: Path) -> Story:
     rows = read_events(run / "events.jsonl")
     steps = [
         {
-            **{name: row[name] for name in ("stage", "step", "version", "num_tokens", "num_updates")},
-            "metrics": {name: value for name, value in row["metrics"].items() if not is_measured(name)},
+            **{
+                name: row[name]
+                for name in ("stage", "step", "version", "num_tokens", "num_updates")
+            },
+            "metrics": {
+                name: value for name, value in row["metrics"].items() if not is_measured(name)
+            },
         }
         for row in rows
         if row["kind"] == "step.done"
@@ -313,7 +368,9 @@ def read_story(run: Path) -> Story:
     places = [(step["stage"], step["step"]) for step in steps]
     assert len(places) == len(set(places)), f"a step is told twice: {places}"
     evals = [without(row, "seq", "t", "attempt") for row in rows if row["kind"] == "eval.done"]
-    samples = [without(row, "seq", "attempt") for row in read_samples(run / "samples.jsonl", rows.lineage)]
+    samples = [
+        without(row, "seq", "attempt") for row in read_samples(run / "samples.jsonl", rows.lineage)
+    ]
     return Story(
         steps=steps,
         evals=evals,
@@ -327,13 +384,21 @@ def read_story(run: Path) -> Story:
 def tell_cluster_run(
     answer: Answer, run: Path, ray_folder: Path, *, num_events: int = 60, num_chars: int = 4000
 ) -> str:
-    """What a run on Ray left to read, for the message of a failed assertion: its answer, its last events, and what its
-    workers and Ray itself wrote under `ray_folder`, which the run was given as RAY_TMPDIR."""
-    parts = [f"exit code {answer.code}, left behind: {answer.left_behind or 'nothing'}", f"== stderr\n{answer.err}"]
+    """What a run on Ray left to read, for the message of a failed assertion: its answer, its last
+    events, and what its workers and Ray itself wrote under `ray_folder`, which the run was given as
+    RAY_TMPDIR."""
+    parts = [
+        f"exit code {answer.code}, left behind: {answer.left_behind or 'nothing'}",
+        f"== stderr\n{answer.err}",
+    ]
     rows = events_of(run) if (run / "events.jsonl").is_file() else []
     parts.append("== events\n" + "\n".join(json.dumps(row)[:1000] for row in rows[-num_events:]))
     for path in sorted(ray_folder.glob("**/session_2*/logs/*")):
-        text = path.read_text(errors="replace") if path.is_file() and path.name.startswith(RAY_LOGS) else ""
+        text = (
+            path.read_text(errors="replace")
+            if path.is_file() and path.name.startswith(RAY_LOGS)
+            else ""
+        )
         if text.strip():
             parts.append(f"== {path.name}\n{text[-num_chars:]}")
     return "\n".join(parts)

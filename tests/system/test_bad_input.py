@@ -1,5 +1,5 @@
-"""What users get wrong: refused before anything expensive, in words that say what was got, what is accepted, what to do.
-A reward that breaks later costs labelled scores and nothing else."""
+"""What users get wrong: refused before anything expensive, in words that say what was got, what is
+accepted, what to do. A reward that breaks later costs labelled scores and nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ import system_rewards
 from system_models import gsm8k_rows, save_checkpoint, save_rows
 from system_runs import Answer, Command, events_of, gyre, read_story, write_config
 
-JSONL = {"source": "jsonl", "prompt_field": "question", "answer_pattern": "#### (.+)", "held_out_fraction": 0.2}
+JSONL = {
+    "source": "jsonl",
+    "prompt_field": "question",
+    "answer_pattern": "#### (.+)",
+    "held_out_fraction": 0.2,
+}
 
 
 def refused(folder: Path, sets: Mapping[str, Any], *, kind: str, words: tuple[str, ...]) -> Answer:
@@ -95,7 +100,10 @@ def test_missing_data_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"query": "1 + 1?", "answer": "#### 2"}', ("rows.jsonl:7", "question", "query", "data.prompt_field")),
+        (
+            '{"query": "1 + 1?", "answer": "#### 2"}',
+            ("rows.jsonl:7", "question", "query", "data.prompt_field"),
+        ),
         ('{"question": "1 + 1?"}', ("rows.jsonl:7", "answer")),
         ('{"question": "1 + 1?", "answer": "two"}', ("rows.jsonl:7", "answer_pattern")),
         ('{"question": "1 + 1?", ', ("rows.jsonl:7",)),
@@ -124,14 +132,21 @@ def test_prompt_longer_than_the_context(tmp_path: Path) -> None:
 
 
 def test_prompt_and_completion_together_longer_than_the_context(tmp_path: Path) -> None:
-    answer = gyre("train", write_config(tmp_path, {"rollout.max_tokens": 500}), "--json", folder=tmp_path)
+    answer = gyre(
+        "train", write_config(tmp_path, {"rollout.max_tokens": 500}), "--json", folder=tmp_path
+    )
     assert answer.code == 2, answer.err
     assert "Traceback" not in answer.err
     assert "128" in answer.json["error"]["message"] and "max_tokens" in str(answer.json["error"])
 
 
 def test_fewer_held_out_problems_than_asked_for(tmp_path: Path) -> None:
-    refused(tmp_path, {"eval.num_problems": 100_000}, kind="config", words=("eval.num_problems", "held_out_fraction"))
+    refused(
+        tmp_path,
+        {"eval.num_problems": 100_000},
+        kind="config",
+        words=("eval.num_problems", "held_out_fraction"),
+    )
 
 
 # ---- keys
@@ -157,7 +172,9 @@ def test_bad_keys(tmp_path: Path, key: str, value: Any, words: tuple[str, ...]) 
 
 
 def test_bad_override(tmp_path: Path) -> None:
-    answer = gyre("train", write_config(tmp_path), "--set", "trainer.steps", "--json", folder=tmp_path)
+    answer = gyre(
+        "train", write_config(tmp_path), "--set", "trainer.steps", "--json", folder=tmp_path
+    )
     assert answer.code == 2 and "KEY=VALUE" in answer.json["error"]["message"]
 
 
@@ -171,7 +188,9 @@ def test_resume_of_a_folder_that_is_no_run(tmp_path: Path) -> None:
 
 def test_resume_while_it_still_runs(tmp_path: Path) -> None:
     """Two processes must not write one run."""
-    first = Command("train", write_config(tmp_path, {"trainer.steps": 2000}), "--plain", folder=tmp_path)
+    first = Command(
+        "train", write_config(tmp_path, {"trainer.steps": 2000}), "--plain", folder=tmp_path
+    )
     run = tmp_path / "runs" / "tiny"
     try:
         wait_for(run, b'"step.done"', first)
@@ -187,7 +206,11 @@ def test_resume_while_it_still_runs(tmp_path: Path) -> None:
 
 
 def with_reward(name: str, **more: Any) -> dict[str, Any]:
-    return {"rewards.parts": [{"kind": "function", "path": f"system_rewards:{name}", "limit_s": 1.0, **more}]}
+    return {
+        "rewards.parts": [
+            {"kind": "function", "path": f"system_rewards:{name}", "limit_s": 1.0, **more}
+        ]
+    }
 
 
 @pytest.mark.parametrize(
@@ -211,9 +234,15 @@ def test_bad_reward_function_is_refused_before_the_cold_start(tmp_path: Path) ->
 @pytest.mark.slow
 def test_reward_that_starts_failing_costs_labelled_scores(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
-    sets = {**with_reward("fails_later", options={"flag": str(flag)}), "cold_start": None, "eval.num_problems": 0}
+    sets = {
+        **with_reward("fails_later", options={"flag": str(flag)}),
+        "cold_start": None,
+        "eval.num_problems": 0,
+    }
     sets["rewards.max_failed_share"] = 1.0
-    command = Command("train", write_config(tmp_path, {**sets, "trainer.steps": 6}), "--plain", folder=tmp_path)
+    command = Command(
+        "train", write_config(tmp_path, {**sets, "trainer.steps": 6}), "--plain", folder=tmp_path
+    )
     run = tmp_path / "runs" / "tiny"
     wait_for(run, b'"weights.published"', command)
     flag.touch()
@@ -227,7 +256,11 @@ def test_reward_that_starts_failing_costs_labelled_scores(tmp_path: Path) -> Non
     for sample in story.samples:
         for part in sample["parts"]:
             assert part["outcome"] == "ok" or (part["value"] <= 0.0 and part["reason"])
-    assert {row["what"].split()[-1] for row in events_of(run, "warn.reward_failed")} >= {"error", "invalid", "timeout"}
+    assert {row["what"].split()[-1] for row in events_of(run, "warn.reward_failed")} >= {
+        "error",
+        "invalid",
+        "timeout",
+    }
 
 
 @pytest.mark.parametrize(
@@ -237,9 +270,14 @@ def test_reward_that_starts_failing_costs_labelled_scores(tmp_path: Path) -> Non
         ("nan", ("system_rewards:breaks_later returned nan",)),
     ],
 )
-def test_reward_that_breaks_stops_the_run_and_says_where(tmp_path: Path, way: str, words: tuple[str, ...]) -> None:
+def test_reward_that_breaks_stops_the_run_and_says_where(
+    tmp_path: Path, way: str, words: tuple[str, ...]
+) -> None:
     flag = tmp_path / "flag"
-    sets = {**with_reward("breaks_later", options={"flag": str(flag), "way": way}), "cold_start": None}
+    sets = {
+        **with_reward("breaks_later", options={"flag": str(flag), "way": way}),
+        "cold_start": None,
+    }
     sets |= {"eval.num_problems": 0, "trainer.steps": 500, "observe.report": True}
     command = Command("train", write_config(tmp_path, sets), "--plain", "--json", folder=tmp_path)
     run = tmp_path / "runs" / "tiny"
@@ -254,7 +292,9 @@ def test_reward_that_breaks_stops_the_run_and_says_where(tmp_path: Path, way: st
     place = re.search(r"system_rewards\.py:(\d+)", error["message"])
     assert place is not None
     line = Path(system_rewards.__file__).read_text().splitlines()[int(place[1]) - 1]
-    assert ("the line that a person wants to see" if way == "raises" else "def breaks_later") in line
+    assert (
+        "the line that a person wants to see" if way == "raises" else "def breaks_later"
+    ) in line
     page = [] if way == "nan" else [(run / "report.html").read_text(encoding="utf-8")]
     assert len(events_of(run, "warn.report_not_written")) == 1 - len(page)
     for said in (error["message"], answer.err, *page):

@@ -1,5 +1,6 @@
-"""Runs on Ray: two trainer ranks and two engines give what one process gives; a worker that is killed or hangs costs a
-restart and nothing else; an engine that is killed costs its rollouts; several nodes on one machine."""
+"""Runs on Ray: two trainer ranks and two engines give what one process gives; a worker that is
+killed or hangs costs a restart and nothing else; an engine that is killed costs its rollouts;
+several nodes on one machine."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ from typing import Any
 
 import psutil
 import pytest
-from system_runs import Answer, Fault, Story, events_of, gyre, read_story, tell_cluster_run, write_config
+from system_runs import (
+    Answer,
+    Fault,
+    Story,
+    events_of,
+    gyre,
+    read_story,
+    tell_cluster_run,
+    write_config,
+)
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
@@ -42,9 +52,12 @@ ON_RAY: Mapping[str, Any] = {
 
 def run(folder: Path, sets: Mapping[str, Any], *, code: int = 0, **options: Any) -> Answer:
     folder.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="gyre-ray-", ignore_cleanup_errors=True) as ray_folder:  # sockets: short
+    # sockets: short
+    with tempfile.TemporaryDirectory(prefix="gyre-ray-", ignore_cleanup_errors=True) as ray_folder:
         env = {"RAY_TMPDIR": ray_folder, **options.pop("env", {})}
-        answer = gyre("train", write_config(folder, sets), "--plain", folder=folder, env=env, **options)
+        answer = gyre(
+            "train", write_config(folder, sets), "--plain", folder=folder, env=env, **options
+        )
         told = tell_cluster_run(answer, folder / "runs" / "tiny", Path(ray_folder))
     assert not answer.left_behind, told
     assert answer.code == code, told
@@ -74,7 +87,9 @@ def test_two_workers_give_what_one_process_gives(tmp_path: Path, undisturbed: St
             there["num_tokens"],
         )
         for name in ("loss", "grad_norm", "reward", "length", "entropy"):
-            assert here["metrics"][name] == pytest.approx(there["metrics"][name], rel=1e-3, abs=1e-4), name
+            assert here["metrics"][name] == pytest.approx(
+                there["metrics"][name], rel=1e-3, abs=1e-4
+            ), name
         assert here["metrics"]["logprob_gap_max"] < 1e-4
 
 
@@ -82,7 +97,10 @@ def test_two_workers_learn(tmp_path: Path) -> None:
     sets = {
         **ON_RAY,
         "snapshot.every_steps": 0,
-        "rewards": {"workers": 1, "parts": [{"kind": "function", "path": "system_rewards:digit_share"}]},
+        "rewards": {
+            "workers": 1,
+            "parts": [{"kind": "function", "path": "system_rewards:digit_share"}],
+        },
         "trainer.steps": 30,
         "trainer.learning_rate": 1e-2,
         "rollout.prompts_per_step": 8,
@@ -97,7 +115,13 @@ def test_two_workers_learn(tmp_path: Path) -> None:
 def test_a_killed_worker_costs_a_restart_and_nothing_else(
     tmp_path: Path, undisturbed: Story, phase: str, background: bool
 ) -> None:
-    fault = Fault(point="event", match=f"phase.started {phase}", number=3, action="kill_worker", worker="worker-1")
+    fault = Fault(
+        point="event",
+        match=f"phase.started {phase}",
+        number=3,
+        action="kill_worker",
+        worker="worker-1",
+    )
     story = finished(tmp_path, {**ON_RAY, "snapshot.background": background}, fault=fault)
     assert story == undisturbed
     assert story.num_attempts == 2
@@ -112,34 +136,70 @@ def test_a_worker_that_hangs_is_noticed_and_costs_a_restart(
     tmp_path: Path, undisturbed: Story, phase: str, at: str
 ) -> None:
     """Wherever it stops: within hang_s, with what the other one was at."""
-    fault = Fault(point="event", match=f"phase.started {phase}", number=2, action="stop_worker", worker="worker-0")
+    fault = Fault(
+        point="event",
+        match=f"phase.started {phase}",
+        number=2,
+        action="stop_worker",
+        worker="worker-0",
+    )
     sets = {**ON_RAY, "cluster": {**ON_RAY["cluster"], "hang_s": 6.0}}
     story = finished(tmp_path, sets, fault=fault)
     assert story == undisturbed
     (restart,) = events_of(tmp_path / "runs" / "tiny", "retry.run_restarted")
     error = restart["error"]
-    assert "hangs" in error and "worker-0 answers nothing" in error and "== worker-1" in error and at in error
+    assert (
+        "hangs" in error
+        and "worker-0 answers nothing" in error
+        and "== worker-1" in error
+        and at in error
+    )
 
 
-def test_a_rank_killed_at_a_random_moment_changes_nothing(tmp_path: Path, undisturbed: Story) -> None:
+def test_a_rank_killed_at_a_random_moment_changes_nothing(
+    tmp_path: Path, undisturbed: Story
+) -> None:
     """At some event of the run, as a seed has it."""
     number = random.Random(14).randrange(1, 60)
-    fault = Fault(point="event", match="phase|step|memory", number=number, action="kill_worker", worker="worker-1")
+    fault = Fault(
+        point="event",
+        match="phase|step|memory",
+        number=number,
+        action="kill_worker",
+        worker="worker-1",
+    )
     story = finished(tmp_path, ON_RAY, fault=fault)
     assert story == undisturbed and story.num_attempts == 2
 
 
 def test_restarts_are_bounded_and_the_last_error_names_the_worker(tmp_path: Path) -> None:
-    fault = Fault(point="event", match="phase.started rollout", number=2, action="kill_worker", worker="worker-0")
-    answer = run(tmp_path, {**ON_RAY, "cluster": {**ON_RAY["cluster"], "max_restarts": 0}}, fault=fault, code=2)
+    fault = Fault(
+        point="event",
+        match="phase.started rollout",
+        number=2,
+        action="kill_worker",
+        worker="worker-0",
+    )
+    answer = run(
+        tmp_path,
+        {**ON_RAY, "cluster": {**ON_RAY["cluster"], "max_restarts": 0}},
+        fault=fault,
+        code=2,
+    )
     assert "worker-0" in answer.err and "Traceback" not in answer.err
 
 
 def test_a_killed_engine_costs_its_rollouts_only_and_comes_back(tmp_path: Path) -> None:
-    """Scores of the step in which it is lost wait until it is back, so the steps after that have it."""
+    """Scores of the step in which it is lost wait until it is back, so the steps after that have
+    it."""
     folder = tmp_path / "runs" / "tiny"
     options = {"events": str(folder / "events.jsonl")}
-    part = {"kind": "function", "path": "system_rewards:varied_once_back", "options": options, "limit_s": 100.0}
+    part = {
+        "kind": "function",
+        "path": "system_rewards:varied_once_back",
+        "options": options,
+        "limit_s": 100.0,
+    }
     sets = {
         **ON_RAY,
         "trainer.steps": 5,
@@ -148,7 +208,13 @@ def test_a_killed_engine_costs_its_rollouts_only_and_comes_back(tmp_path: Path) 
         "rollout.ignore_eos": True,
         "cluster": {**ON_RAY["cluster"], "num_workers": 1, "engine_workers": 1},
     }
-    fault = Fault(point="event", match="phase.started rollout", number=2, action="kill_worker", worker="engine-0")
+    fault = Fault(
+        point="event",
+        match="phase.started rollout",
+        number=2,
+        action="kill_worker",
+        worker="engine-0",
+    )
     story = finished(tmp_path, sets, fault=fault)
     assert story.num_attempts == 1 and len(story.steps) == 5
     (lost,) = events_of(folder, "engine.lost")
@@ -157,13 +223,19 @@ def test_a_killed_engine_costs_its_rollouts_only_and_comes_back(tmp_path: Path) 
     assert len(again) == lost["requests"] > 0
     (back,) = events_of(folder, "engine.rejoined")
     assert (back["engine"], back["version"]) == ("engine-0", 1)
-    taken = [row["version"] for row in events_of(folder, "engine.committed") if row.get("worker") == "engine-0"]
+    taken = [
+        row["version"]
+        for row in events_of(folder, "engine.committed")
+        if row.get("worker") == "engine-0"
+    ]
     assert taken == [0, 1, 1, 2, 3, 4, 5], "versions before and after it was lost"
     assert all(step["metrics"]["logprob_gap_max"] < 1e-4 for step in story.steps), story.steps
     assert not events_of(folder, "retry.run_restarted")
 
 
-def test_ctrl_c_leaves_nothing_behind_and_the_run_goes_on(tmp_path: Path, undisturbed: Story) -> None:
+def test_ctrl_c_leaves_nothing_behind_and_the_run_goes_on(
+    tmp_path: Path, undisturbed: Story
+) -> None:
     fault = Fault(point="event", match="phase.started rollout", number=3, action="interrupt_group")
     run(tmp_path, ON_RAY, fault=fault, code=130)
     answer = gyre("train", "--resume", tmp_path / "runs" / "tiny", "--plain", folder=tmp_path)
@@ -176,21 +248,32 @@ def test_a_lost_raylet_costs_a_restart_and_nothing_else(tmp_path: Path, undistur
     answer = run(tmp_path, ON_RAY, fault=fault)
     assert read_story(tmp_path / "runs" / "tiny") == undisturbed
     (restart,) = events_of(tmp_path / "runs" / "tiny", "retry.run_restarted")
-    assert "raylet" in restart["error"] and answer.err.count("retry.run_restarted: number=1") == 1, answer.err
+    assert (
+        "raylet" in restart["error"] and answer.err.count("retry.run_restarted: number=1") == 1
+    ), answer.err
     assert "Traceback" not in answer.err, answer.err
 
 
 def test_a_raylet_lost_once_too_often_ends_with_one_message(tmp_path: Path) -> None:
     fault = Fault(point="event", match="phase.started rollout", number=2, action="kill_raylet")
-    answer = run(tmp_path, {**ON_RAY, "cluster": {**ON_RAY["cluster"], "max_restarts": 0}}, fault=fault, code=2)
-    assert answer.err.count("error: Ray ended the driver") == 1 and "--resume" in answer.err, answer.err
+    answer = run(
+        tmp_path,
+        {**ON_RAY, "cluster": {**ON_RAY["cluster"], "max_restarts": 0}},
+        fault=fault,
+        code=2,
+    )
+    assert answer.err.count("error: Ray ended the driver") == 1 and "--resume" in answer.err, (
+        answer.err
+    )
 
 
 def test_a_killed_driver_leaves_nothing_behind(tmp_path: Path) -> None:
     fault = Fault(point="event", match="phase.started rollout", number=2)
     answer = run(tmp_path, ON_RAY, fault=fault, code=2)
     assert "ended by signal 9" in answer.err and "--resume" in answer.err, answer.err
-    assert not events_of(tmp_path / "runs" / "tiny", "retry.run_restarted"), "somebody wanted it gone"
+    assert not events_of(tmp_path / "runs" / "tiny", "retry.run_restarted"), (
+        "somebody wanted it gone"
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a PID namespace of one's own takes root")
@@ -204,13 +287,17 @@ def test_a_killed_command_leaves_nothing_behind_where_no_init_reaps(tmp_path: Pa
         env["PYTHONPATH"] = os.pathsep.join(sys.path)
         script = f"{command} & echo $! > {tmp_path}/pid; exec sleep 1000"
         shell = ["unshare", "--pid", "--fork", "--mount-proc", "bash", "-c", script]
-        outer = subprocess.Popen(shell, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        outer = subprocess.Popen(
+            shell, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             wait_until(lambda: events.exists() and b'"phase":"train"' in events.read_bytes(), 120.0)
             init = psutil.Process(outer.pid).children()[0]
             assert init.name() == "sleep"
             (front,) = init.children()
-            assert len(front.children(recursive=True)) > 4, "guard, driver, Ray's processes, workers"
+            assert len(front.children(recursive=True)) > 4, (
+                "guard, driver, Ray's processes, workers"
+            )
             front.kill()
             wait_until(lambda: not alive_below(init), 20.0)
         finally:
@@ -244,27 +331,44 @@ def test_shards_and_engines_alone_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_weights_go_from_shards_into_the_engines(tmp_path: Path, undisturbed: Story, zero: int) -> None:
-    """Sharded weights are float32 masters here, so that the numbers are those of the other runs; also where phases take
-    turns, and a restarted trainer begins with blank models that are parked."""
+def test_weights_go_from_shards_into_the_engines(
+    tmp_path: Path, undisturbed: Story, zero: int
+) -> None:
+    """Sharded weights are float32 masters here, so that the numbers are those of the other runs;
+    also where phases take turns, and a restarted trainer begins with blank models that are
+    parked."""
     sets, fault = {**ON_RAY, "parallel.zero": zero}, None
     if zero == 3:
         sets["memory.residency"] = "phase"
-        fault = Fault(point="event", match="phase.started train", number=3, action="kill_worker", worker="worker-1")
+        fault = Fault(
+            point="event",
+            match="phase.started train",
+            number=3,
+            action="kill_worker",
+            worker="worker-1",
+        )
     story = finished(tmp_path, sets, fault=fault)
     gathered = events_of(tmp_path / "runs" / "tiny", "weights.gathered")
     assert {row["worker"] for row in gathered} == {"worker-0", "worker-1"}
     for here, there in zip(story.steps, undisturbed.steps, strict=True):
         assert here["version"] == there["version"]
         for name in ("loss", "grad_norm", "reward", "length"):
-            assert here["metrics"][name] == pytest.approx(there["metrics"][name], rel=1e-3, abs=1e-4), name
+            assert here["metrics"][name] == pytest.approx(
+                there["metrics"][name], rel=1e-3, abs=1e-4
+            ), name
         assert here["metrics"]["logprob_gap_max"] < 1e-4
 
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_a_second_stage_begins_with_the_shards_of_the_first(tmp_path: Path, alike: bool) -> None:
     """No rank has the model whole between two stages, unless a reference is cut in another way."""
-    sets = {**ON_RAY, "cold_start.steps": 3, "trainer.steps": 2, "objective.kl_coef": 0.1, "snapshot.every_steps": 0}
+    sets = {
+        **ON_RAY,
+        "cold_start.steps": 3,
+        "trainer.steps": 2,
+        "objective.kl_coef": 0.1,
+        "snapshot.every_steps": 0,
+    }
     del sets["cold_start"]
     alone = finished(tmp_path / "alone", {**sets, "cluster": None})
     own = {"parallel.zero": 3} | ({} if alike else {"parallel.reference": {"zero": 0}})
@@ -274,7 +378,9 @@ def test_a_second_stage_begins_with_the_shards_of_the_first(tmp_path: Path, alik
     assert len(story.steps) == len(alone.steps) == 5
     for here, there in zip(story.steps, alone.steps, strict=True):
         for name in set(here["metrics"]) & {"loss", "grad_norm", "reward", "kl_reference"}:
-            assert here["metrics"][name] == pytest.approx(there["metrics"][name], rel=1e-3, abs=1e-4), name
+            assert here["metrics"][name] == pytest.approx(
+                there["metrics"][name], rel=1e-3, abs=1e-4
+            ), name
 
 
 def test_several_nodes(tmp_path: Path, undisturbed: Story, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""What each command says about a finished run, in words and as JSON; and that the export is what transformers reads."""
+"""What each command says about a finished run, in words and as JSON; and that the export is what
+transformers reads."""
 
 from __future__ import annotations
 
@@ -52,7 +53,14 @@ def test_eval_agrees_with_the_run(finished: Path) -> None:
 def test_eval_of_a_model_folder_with_a_config(finished: Path) -> None:
     config = write_config(finished.parent.parent)
     answer = gyre(
-        "eval", finished / "export", "--config", config, "--problems", "5", "--json", folder=finished.parent.parent
+        "eval",
+        finished / "export",
+        "--config",
+        config,
+        "--problems",
+        "5",
+        "--json",
+        folder=finished.parent.parent,
     )
     assert answer.code == 0, answer.err
     assert answer.json["n"] == 5
@@ -61,7 +69,16 @@ def test_eval_of_a_model_folder_with_a_config(finished: Path) -> None:
 def test_eval_says_which_problems_and_what_failed(finished: Path) -> None:
     folder = finished.parent.parent
     reward = '[{kind="function", path="system_rewards:gives_nan"}]'
-    answer = gyre("eval", finished, "--problems", "4", "--set", f"rewards.parts={reward}", "--json", folder=folder)
+    answer = gyre(
+        "eval",
+        finished,
+        "--problems",
+        "4",
+        "--set",
+        f"rewards.parts={reward}",
+        "--json",
+        folder=folder,
+    )
     assert answer.code == 0, answer.err
     assert answer.json["source"] == "reasoning_gym/chain_sum" and answer.json["value"] == 0.0
     assert answer.json["counted"]["warn.reward_failed"] == 4
@@ -76,7 +93,9 @@ def test_eval_says_which_problems_and_what_failed(finished: Path) -> None:
         (("--set", "rewards.parts=[]", "--set", 'objective={kind="sft"}'), "no rule reward"),
     ],
 )
-def test_eval_refuses_what_it_cannot_measure(finished: Path, more: tuple[str, ...], words: str) -> None:
+def test_eval_refuses_what_it_cannot_measure(
+    finished: Path, more: tuple[str, ...], words: str
+) -> None:
     answer = gyre("eval", finished, *more, "--json", folder=finished)
     assert answer.code == 2, answer.err
     assert words in answer.json["error"]["message"] and answer.json["error"]["hint"]
@@ -94,37 +113,52 @@ def test_a_reward_model_is_not_asked_for_answers(finished: Path, tmp_path: Path)
 def test_a_folder_with_quotes_in_its_name(finished: Path, tmp_path: Path) -> None:
     model = tmp_path / 'a "b" \\c'
     shutil.copytree(finished / "export", model)
-    answer = gyre("chat", model, "--prompt", QUESTION, "--max-tokens", "2", "--json", folder=tmp_path)
+    answer = gyre(
+        "chat", model, "--prompt", QUESTION, "--max-tokens", "2", "--json", folder=tmp_path
+    )
     assert answer.code == 0, answer.err
 
 
 def test_a_place_that_holds_no_run_folder(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     config = write_config(tmp_path)
-    answer = gyre("train", config, "--set", f"run.folder={tmp_path / 'taken'}", "--json", folder=tmp_path)
+    answer = gyre(
+        "train", config, "--set", f"run.folder={tmp_path / 'taken'}", "--json", folder=tmp_path
+    )
     assert answer.code == 2, answer.err
-    assert "taken" in answer.json["error"]["message"] and "run.folder" in answer.json["error"]["hint"]
+    assert (
+        "taken" in answer.json["error"]["message"] and "run.folder" in answer.json["error"]["hint"]
+    )
 
 
 def test_chat_is_what_transformers_generates(finished: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    answer = gyre("chat", finished, "--prompt", QUESTION, "--max-tokens", "24", "--json", folder=finished)
+    answer = gyre(
+        "chat", finished, "--prompt", QUESTION, "--max-tokens", "24", "--json", folder=finished
+    )
     assert answer.code == 0, answer.err
     tokenizer = AutoTokenizer.from_pretrained(finished / "export")
     model = AutoModelForCausalLM.from_pretrained(finished / "export", dtype=torch.float32)
     rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": QUESTION}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
     with torch.inference_mode():
-        generated = model.generate(**rendered, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+        generated = model.generate(
+            **rendered, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.eos_token_id
+        )
     chosen = generated[0, rendered["input_ids"].shape[1] :]
     words = tokenizer.decode(chosen, skip_special_tokens=True)
     assert answer.json["answers"] == [words]
 
 
 def test_chat_shows_words_as_they_come(finished: Path) -> None:
-    quiet = gyre("chat", finished, "--prompt", QUESTION, "--max-tokens", "8", "--json", folder=finished)
+    quiet = gyre(
+        "chat", finished, "--prompt", QUESTION, "--max-tokens", "8", "--json", folder=finished
+    )
     shown = gyre("chat", finished, "--prompt", QUESTION, "--max-tokens", "8", folder=finished)
     assert shown.out.rstrip("\n") == quiet.json["answers"][0].rstrip("\n")
 
@@ -132,7 +166,10 @@ def test_chat_shows_words_as_they_come(finished: Path) -> None:
 def test_chat_refuses_what_does_not_fit(finished: Path) -> None:
     answer = gyre("chat", finished, "--prompt", QUESTION * 60, "--json", folder=finished)
     assert answer.code == 2, answer.err
-    assert answer.json["error"]["kind"] in ("input", "refused") and "context" in answer.json["error"]["message"]
+    assert (
+        answer.json["error"]["kind"] in ("input", "refused")
+        and "context" in answer.json["error"]["message"]
+    )
 
 
 def test_report(finished: Path) -> None:
@@ -162,8 +199,11 @@ def test_plan_as_json(finished: Path) -> None:
     sizes = answer.json["stages"]["main"]["sizes"]
     rollout, trainer = TINY["rollout"], TINY["trainer"]
     assert [sizes[name] for name in SIZES] == [
-        rollout["prompts_per_step"], rollout["completions_per_prompt"], 16, trainer["tokens_per_chunk"]
-    ]  # fmt: skip
+        rollout["prompts_per_step"],
+        rollout["completions_per_prompt"],
+        16,
+        trainer["tokens_per_chunk"],
+    ]
     assert answer.json["stages"]["main"] == {
         **json.loads((finished / "plan.json").read_text()),
         "hardware": answer.json["stages"]["main"]["hardware"],
@@ -216,8 +256,15 @@ def test_stages_run_alone(tmp_path: Path) -> None:
     assert cold.json["goal"]["reached"] is None and "main stage" in cold.json["goal"]["verdict"]
     export = Path(cold.json["export"])
     main = gyre(
-        "train", config, "--stage", "main", "--set", f'model={{path="{export}"}}', "--json", folder=tmp_path
-    )  # fmt: skip
+        "train",
+        config,
+        "--stage",
+        "main",
+        "--set",
+        f'model={{path="{export}"}}',
+        "--json",
+        folder=tmp_path,
+    )
     assert main.code == 0, main.err
     assert main.json["step"] == 5 and main.json["run"].endswith("tiny-2")
     assert main.json["goal"]["reached"] is True
@@ -228,11 +275,15 @@ def test_stages_run_alone(tmp_path: Path) -> None:
 def test_help_lists_commands(tmp_path: Path) -> None:
     answer = gyre("--help", folder=tmp_path)
     assert answer.code == 0
-    assert all(command in answer.out for command in ("train", "plan", "eval", "chat", "report", "doctor"))
+    assert all(
+        command in answer.out for command in ("train", "plan", "eval", "chat", "report", "doctor")
+    )
 
 
 def test_plan_for_gpus_that_are_not_here(tmp_path: Path) -> None:
-    answer = gyre("plan", write_config(tmp_path), "--gpus", "8", "--gpu", "h200", "--json", folder=tmp_path)
+    answer = gyre(
+        "plan", write_config(tmp_path), "--gpus", "8", "--gpu", "h200", "--json", folder=tmp_path
+    )
     assert answer.code == 0, answer.err
     for stage in answer.json["stages"].values():
         assert stage["best"]["short_device_bytes"] == 0 and stage["best"]["layout"]["gpus"] == 8
@@ -240,4 +291,8 @@ def test_plan_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     refused = gyre("plan", "--shape", "llama-3-70b", "--gpu", "l4", "--json", folder=tmp_path)
     assert refused.code == 2
     error = refused.json["error"]
-    assert error["kind"] == "memory" and "bytes too little" in error["message"] and "GPUs" in error["hint"]
+    assert (
+        error["kind"] == "memory"
+        and "bytes too little" in error["message"]
+        and "GPUs" in error["hint"]
+    )

@@ -1,4 +1,5 @@
-"""Disks that fill up and bytes that flip: a clear error, the snapshot before it whole, and going on afterwards."""
+"""Disks that fill up and bytes that flip: a clear error, the snapshot before it whole, and going on
+afterwards."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     mount = tmp_path / "small"
     mount.mkdir()
     try:
-        made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", mount], capture_output=True)
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", mount], capture_output=True
+        )
     except FileNotFoundError:
         pytest.skip("there is no mount command")
     if made.returncode:
@@ -47,7 +50,9 @@ def snapshots_of(run: Path) -> list[Path]:
 
 def begin(folder: Path) -> Path:
     """A run that was killed with snapshots of steps 1 and 2 on disk."""
-    answer = gyre("train", write_config(folder, EVERY_STEP), "--plain", folder=folder, fault=AFTER_STEP_2)
+    answer = gyre(
+        "train", write_config(folder, EVERY_STEP), "--plain", folder=folder, fault=AFTER_STEP_2
+    )
     assert answer.code == -9, answer.err
     run = folder / "runs" / "tiny"
     assert [path.name for path in snapshots_of(run)] == ["step-00000001", "step-00000002"]
@@ -154,17 +159,23 @@ def flip_a_byte(path: Path) -> None:
         ),
     ],
 )
-def test_a_damaged_snapshot_is_passed_over(tmp_path: Path, run: Path, whole: Story, name: str) -> None:
+def test_a_damaged_snapshot_is_passed_over(
+    tmp_path: Path, run: Path, whole: Story, name: str
+) -> None:
     flip_a_byte(snapshots_of(run)[-1] / name)
     answer = go_on(run, tmp_path)
     assert answer.code == 0, answer.err
     skipped = events_of(run, "snapshot.skipped")
-    assert [row["path"] for row in skipped] == ["step-00000002"] and name.split("/")[0] in skipped[0]["reason"]
+    assert [row["path"] for row in skipped] == ["step-00000002"] and name.split("/")[0] in skipped[
+        0
+    ]["reason"]
     assert read_story(run) == whole
 
 
 @pytest.mark.slow
-def test_without_a_whole_snapshot_it_goes_back_to_the_stage_before(tmp_path: Path, run: Path, whole: Story) -> None:
+def test_without_a_whole_snapshot_it_goes_back_to_the_stage_before(
+    tmp_path: Path, run: Path, whole: Story
+) -> None:
     for snapshot in snapshots_of(run):
         (snapshot / "state.json").unlink()
     answer = go_on(run, tmp_path)
@@ -179,8 +190,15 @@ def test_without_any_whole_snapshot_the_run_says_what_to_do(tmp_path: Path, run:
     answer = go_on(run, tmp_path, "--json")
     assert answer.code == 2, answer.err
     error = answer.json["error"]
-    assert error["kind"] == "snapshot" and "snapshots" in error["message"] and "is whole" in error["message"]
-    assert "rank-00000.safetensors, actor." in error["message"] and "put the damaged files back" in error["hint"]
+    assert (
+        error["kind"] == "snapshot"
+        and "snapshots" in error["message"]
+        and "is whole" in error["message"]
+    )
+    assert (
+        "rank-00000.safetensors, actor." in error["message"]
+        and "put the damaged files back" in error["hint"]
+    )
 
 
 def old_report(folder: Path) -> Path:
@@ -199,7 +217,10 @@ def check_report_refusal(answer: Answer, run: Path, reason: str) -> None:
     assert "hint: free space there" in answer.err and f"gyre report {run}" in answer.err
     assert answer.json["error"]["kind"] == "input"
     assert (run / "report.html").read_text(encoding="utf-8") == "as it was"
-    assert sorted(path.name for path in run.iterdir() if path.name != "fill") == ["events.jsonl", "report.html"]
+    assert sorted(path.name for path in run.iterdir() if path.name != "fill") == [
+        "events.jsonl",
+        "report.html",
+    ]
 
 
 def test_a_report_that_a_disk_has_no_room_for(small_disk: Path, tmp_path: Path) -> None:
@@ -207,7 +228,9 @@ def test_a_report_that_a_disk_has_no_room_for(small_disk: Path, tmp_path: Path) 
     with (run / "fill").open("wb") as fill:
         size = os.statvfs(run).f_bavail * os.statvfs(run).f_frsize
         fill.write(bytes(size - 8192))
-    check_report_refusal(gyre("report", run, "--json", folder=tmp_path), run, "No space left on device")
+    check_report_refusal(
+        gyre("report", run, "--json", folder=tmp_path), run, "No space left on device"
+    )
 
 
 def test_a_report_past_the_largest_file(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""Drills: processes of a run are killed at random moments, from outside, and its end is bit for bit the same. The
-moments follow from a seed; what the run was doing then does not. Ranks have theirs in test_cluster_runs."""
+"""Drills: processes of a run are killed at random moments, from outside, and its end is bit for bit
+the same. The moments follow from a seed; what the run was doing then does not. Ranks have theirs in
+test_cluster_runs."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ import psutil
 import pytest
 from system_runs import Command, Story, gyre, read_story, write_config
 
-SETS = {"trainer.steps": 8, "snapshot.every_steps": 2, "eval.num_problems": 4, "cold_start.steps": 2}
+SETS = {
+    "trainer.steps": 8,
+    "snapshot.every_steps": 2,
+    "eval.num_problems": 4,
+    "cold_start.steps": 2,
+}
 KILLS = 5
 
 
@@ -26,7 +32,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def reward_processes(command: Command) -> dict[str, list[psutil.Process]]:
-    """The guard of the rewards, the nursery that it forked, and the nursery's workers, as far as they are there."""
+    """The guard of the rewards, the nursery that it forked, and the nursery's workers, as far as
+    they are there."""
     with contextlib.suppress(psutil.NoSuchProcess):
         children = psutil.Process(command.process.pid).children()
         guards = [child for child in children if "gyre.rewards.pool.guard" in child.cmdline()]
@@ -40,9 +47,14 @@ def reward_processes(command: Command) -> dict[str, list[psutil.Process]]:
 
 
 @pytest.mark.slow
-def test_the_ring_and_the_rewards_processes_are_killed_at_random(tmp_path: Path, whole: Story) -> None:
+def test_the_ring_and_the_rewards_processes_are_killed_at_random(
+    tmp_path: Path, whole: Story
+) -> None:
     draws, run = random.Random(14), tmp_path / "runs" / "tiny"
-    command, killed = Command("train", write_config(tmp_path, SETS), "--plain", folder=tmp_path), Counter[str]()
+    command, killed = (
+        Command("train", write_config(tmp_path, SETS), "--plain", folder=tmp_path),
+        Counter[str](),
+    )
     while killed.total() < KILLS and command.process.exitcode is None:
         time.sleep(draws.uniform(0.1, 1.0))
         victim = draws.choice(["ring", "guard", "nursery", "worker"])

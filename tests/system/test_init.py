@@ -1,5 +1,5 @@
-"""gyre init, as a user of the wheel meets it: the wheel is built and installed into a fresh folder, and every kind of run
-that it writes trains as it is."""
+"""gyre init, as a user of the wheel meets it: the wheel is built and installed into a fresh folder,
+and every kind of run that it writes trains as it is."""
 
 from __future__ import annotations
 
@@ -36,19 +36,26 @@ def begin(folder: Path, *words: str) -> Answer:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What pip installs of the wheel that it builds; the packages that Gyre needs are those of this Python."""
+    """What pip installs of the wheel that it builds; the packages that Gyre needs are those of this
+    Python."""
     folder = tmp_path_factory.mktemp("wheel")
     (folder / "source").mkdir()
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(REPOSITORY / name, folder / "source" / name)
     shutil.copytree(
-        REPOSITORY / "src", folder / "source" / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__")
+        REPOSITORY / "src",
+        folder / "source" / "src",
+        ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"),
     )
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     alone = ["--no-deps", "--no-index"]
-    subprocess.run([*pip, "wheel", *alone, "--no-build-isolation", "-w", folder, folder / "source"], check=True)
+    subprocess.run(
+        [*pip, "wheel", *alone, "--no-build-isolation", "-w", folder, folder / "source"], check=True
+    )
     (wheel,) = folder.glob("*.whl")
-    subprocess.run([*pip, "install", *alone, "--no-compile", "--target", folder / "site", wheel], check=True)
+    subprocess.run(
+        [*pip, "install", *alone, "--no-compile", "--target", folder / "site", wheel], check=True
+    )
     return folder / "site"
 
 
@@ -63,13 +70,17 @@ def test_a_wheel_is_enough_to_begin(installed: Path, tmp_path: Path) -> None:
         return done.stdout
 
     find = [sys.executable, "-c", "import gyre; print(gyre.__file__)"]
-    assert subprocess.check_output(find, env=env, cwd=tmp_path, text=True).startswith(str(installed))
+    assert subprocess.check_output(find, env=env, cwd=tmp_path, text=True).startswith(
+        str(installed)
+    )
     (number,) = [path.name.split("-")[1] for path in installed.glob("gyre_rl-*.dist-info")]
     assert run("--version").split() == ["gyre", number.removesuffix(".dist")]
     for kind in KINDS:
         assert (tmp_path / f"{kind}.toml").name in run("init", kind, "--from", kind)
     said = run("init").splitlines()
-    assert {"my_run.toml", "my_run.jsonl", "my_run_rewards.py"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"my_run.toml", "my_run.jsonl", "my_run_rewards.py"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
     (typed,) = [line.split("#")[0].split() for line in said if "gyre train" in line]
     result = json.loads(run(*typed[1:], *short("grpo"), "--json").splitlines()[-1])
     assert (tmp_path / result["run"] / "export" / "model.safetensors").is_file()
@@ -106,12 +117,15 @@ def test_a_link_to_nowhere_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_takes_no_files_is_an_error_with_nothing_left(tmp_path: Path) -> None:
-    answer = gyre("init", "--json", folder=tmp_path, file_bytes=8192)  # the config fits, the data does not
+    # the config fits, the data does not
+    answer = gyre("init", "--json", folder=tmp_path, file_bytes=8192)
     assert answer.code == 2 and "my_run.jsonl" in answer.err and "File too large" in answer.err
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["../up", "sub/run", "a.b", "", "3rd", "-x y", "ß" * 3, "n" * 65, "a\n"])
+@pytest.mark.parametrize(
+    "name", ["../up", "sub/run", "a.b", "", "3rd", "-x y", "ß" * 3, "n" * 65, "a\n"]
+)
 def test_a_name_is_one_of_a_file(name: str, tmp_path: Path) -> None:
     answer = gyre("init", "--json", "--", name, folder=tmp_path)
     assert answer.code == 2 and answer.json["error"]["kind"] == "config"
@@ -120,4 +134,8 @@ def test_a_name_is_one_of_a_file(name: str, tmp_path: Path) -> None:
 
 def test_an_objective_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     answer = begin(tmp_path, "--from", "grp0")
-    assert answer.code == 2 and all(kind in answer.err for kind in KINDS) and not list(tmp_path.iterdir())
+    assert (
+        answer.code == 2
+        and all(kind in answer.err for kind in KINDS)
+        and not list(tmp_path.iterdir())
+    )

@@ -1,4 +1,5 @@
-"""kill -9 at any moment, then --resume: the run tells the story that it would have told uninterrupted, bit for bit."""
+"""kill -9 at any moment, then --resume: the run tells the story that it would have told
+uninterrupted, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,23 +14,43 @@ from typing import Any
 import pytest
 from system_runs import Command, Fault, Story, events_of, gyre, read_story, write_config
 
-LONG_SYSTEM = "Think about it in steps, one number after the other, and then say what the result of the problem is."
+LONG_SYSTEM = (
+    "Think about it in steps, one number after the other, and then say what the result "
+    "of the problem is."
+)
 
 REFILLED = {
     "objective.variant": "dapo",
     "rollout.max_refills": 2,
-    "eval.metric": {"part": "function", "threshold": 0.8},  # right in one of seven: half of the groups teach nothing
+    # right in one of seven: half of the groups teach nothing
+    "eval.metric": {"part": "function", "threshold": 0.8},
     "engine.max_running": 3,
     "engine.max_queued": 3,  # of the sixteen completions of a step only six fit
 }
 VARIANTS: dict[str, Mapping[str, Any]] = {
     "grpo": {},
     "bf16": {"run.dtype": "bfloat16"},
-    "partial": {"rollout.max_tokens_per_iteration": 5, "trainer.steps": 7, "snapshot.every_steps": 1},
-    "partial_bf16": {"rollout.max_tokens_per_iteration": 6, "run.dtype": "bfloat16", "rollout.top_k": 40},
+    "partial": {
+        "rollout.max_tokens_per_iteration": 5,
+        "trainer.steps": 7,
+        "snapshot.every_steps": 1,
+    },
+    "partial_bf16": {
+        "rollout.max_tokens_per_iteration": 6,
+        "run.dtype": "bfloat16",
+        "rollout.top_k": 40,
+    },
     "kl": {"objective.kl_coef": 0.05, "trainer.reference_refresh_steps": 2},
-    "kl_moving": {"objective.kl_coef": 0.05, "trainer.reference_moving_average": 0.9, "run.dtype": "bfloat16"},
-    "ppo": {"objective.kind": "ppo", "trainer.sequences_per_update": 8, "trainer.epochs_per_batch": 2},
+    "kl_moving": {
+        "objective.kl_coef": 0.05,
+        "trainer.reference_moving_average": 0.9,
+        "run.dtype": "bfloat16",
+    },
+    "ppo": {
+        "objective.kind": "ppo",
+        "trainer.sequences_per_update": 8,
+        "trainer.epochs_per_batch": 2,
+    },
     "ppo_bf16": {"objective.kind": "ppo", "objective.kl_coef": 0.05, "run.dtype": "bfloat16"},
     "dpo": {"objective.kind": "dpo", "objective.pairs": "online"},
     "cached_prefixes": {
@@ -71,7 +92,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     def run_of(name: str) -> Path:
         folder = tmp_path_factory.mktemp("whole")
         sets = {**VARIANTS, **OFFLINE}[name]
-        answer = gyre("train", write_config(folder, {**sets, "run.name": "whole"}), "--plain", folder=folder)
+        answer = gyre(
+            "train", write_config(folder, {**sets, "run.name": "whole"}), "--plain", folder=folder
+        )
         assert answer.code == 0, answer.err
         return folder / "runs" / "whole"
 
@@ -79,11 +102,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 def begin(folder: Path, sets: Mapping[str, Any], fault: Fault | None = None) -> Command:
-    return Command("train", write_config(folder, {**sets, "run.name": "killed"}), "--plain", folder=folder, fault=fault)
+    return Command(
+        "train",
+        write_config(folder, {**sets, "run.name": "killed"}),
+        "--plain",
+        folder=folder,
+        fault=fault,
+    )
 
 
 def resume(folder: Path, fault: Fault | None = None) -> Command:
-    return Command("train", "--resume", folder / "runs" / "killed", "--plain", folder=folder, fault=fault)
+    return Command(
+        "train", "--resume", folder / "runs" / "killed", "--plain", folder=folder, fault=fault
+    )
 
 
 def go_on_to_the_end(folder: Path) -> Story:
@@ -144,7 +175,8 @@ def test_killed_twice_without_rollouts(tmp_path: Path, finished: Finished, name:
 
 @pytest.mark.slow
 def test_partial_rollouts_cross_the_snapshot(finished: Finished) -> None:
-    """The property that the comparison above needs: something was in flight when the run was killed."""
+    """The property that the comparison above needs: something was in flight when the run was
+    killed."""
     run = finished("partial")
     assert len(events_of(run, "rollouts.carried")) >= 4
     samples = read_story(run).samples
@@ -153,8 +185,11 @@ def test_partial_rollouts_cross_the_snapshot(finished: Finished) -> None:
 
 @pytest.mark.slow
 def test_groups_are_refilled_through_a_narrow_queue(tmp_path: Path) -> None:
-    """The property that the comparison above needs: groups were replaced, and no request of the loop was refused."""
-    answer = gyre("train", write_config(tmp_path, {**REFILLED, **NO_COLD_START}), "--plain", folder=tmp_path)
+    """The property that the comparison above needs: groups were replaced, and no request of the
+    loop was refused."""
+    answer = gyre(
+        "train", write_config(tmp_path, {**REFILLED, **NO_COLD_START}), "--plain", folder=tmp_path
+    )
     assert answer.code == 0, answer.err
     run = tmp_path / "runs" / "tiny"
     assert events_of(run, "rollouts.refilled") and not events_of(run, "engine.refused")
@@ -228,13 +263,17 @@ def test_killed_at_random_moments(tmp_path: Path, whole: Story, seed: int) -> No
             break
         command.kill()
         command.wait()
-        command = resume(tmp_path) if (tmp_path / "runs" / "killed").exists() else begin(tmp_path, {})
+        command = (
+            resume(tmp_path) if (tmp_path / "runs" / "killed").exists() else begin(tmp_path, {})
+        )
     answer = command.wait()
     assert answer.code == 0, answer.err
     assert read_story(tmp_path / "runs" / "killed") == whole
 
 
-def test_resume_of_a_finished_run_changes_nothing(tmp_path: Path, finished: Finished, whole: Story) -> None:
+def test_resume_of_a_finished_run_changes_nothing(
+    tmp_path: Path, finished: Finished, whole: Story
+) -> None:
     run = shutil.copytree(finished("grpo"), tmp_path / "whole")
     again = gyre("train", "--resume", run, "--plain", "--json", folder=tmp_path)
     assert again.code == 0, again.err

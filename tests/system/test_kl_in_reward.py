@@ -1,5 +1,6 @@
-"""KL in the reward, through the real run: it is between the trainer's own log-probs, so that a policy that is its
-reference still has none, whatever the engine rounds otherwise, while memory moves between the phases."""
+"""KL in the reward, through the real run: it is between the trainer's own log-probs, so that a
+policy that is its reference still has none, whatever the engine rounds otherwise, while memory
+moves between the phases."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ OBJECTIVES: dict[str, Mapping[str, Any]] = {
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_it_is_exactly_0_before_the_first_update(tmp_path: Path, name: str) -> None:
-    answer = gyre("train", write_config(tmp_path, {**BASE, **OBJECTIVES[name]}), "--plain", folder=tmp_path)
+    answer = gyre(
+        "train", write_config(tmp_path, {**BASE, **OBJECTIVES[name]}), "--plain", folder=tmp_path
+    )
     assert answer.code == 0, answer.err
     run = tmp_path / "runs" / "tiny"
     first, second = (row["metrics"] for row in events_of(run, "step.done"))

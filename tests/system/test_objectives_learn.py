@@ -1,8 +1,9 @@
-"""Every objective learns: each config of configs/ is run as a user runs it and must reach its own [goal], which names the
-metric, the margin and n. One cold start serves all that begin with a policy (--stage main --set model.path=…).
+"""Every objective learns: each config of configs/ is run as a user runs it and must reach its own
+[goal], which names the metric, the margin and n. One cold start serves all that begin with a policy
+(--stage main --set model.path=…).
 
-The goal of arith_grpo_cpu is the demo's, that of arith_grpo_1gpu a GPU's; gsm8k_grpo_1gpu needs a hub too: its path is run on stand-ins.
-grpo_8b_ray has none: it is what bench/ring.py measures.
+The goal of arith_grpo_cpu is the demo's, that of arith_grpo_1gpu a GPU's; gsm8k_grpo_1gpu needs a
+hub too: its path is run on stand-ins. grpo_8b_ray has none: it is what bench/ring.py measures.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from gyre.runconfig import RunConfig, load_run_config
 CONFIGS = Path(__file__).parents[2] / "configs"
 FRESH = ("sft_cpu",)  # begins with random weights
 POLICY = ("dpo_cpu", "dpo_online_cpu", "ppo_cpu")  # begin with the cold start's policy
-CHAINED = ("rm_cpu", "grpo_reward_model_cpu")  # the second one's reward is what the first one exports
+# the second one's reward is what the first one exports
+CHAINED = ("rm_cpu", "grpo_reward_model_cpu")
 FEWEST = 200  # problems or pairs that a goal is judged on
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
-def train(name: str, folder: Path, *sets: str, model: Path | None = None, stage: str = "main") -> dict[str, Any]:
+def train(
+    name: str, folder: Path, *sets: str, model: Path | None = None, stage: str = "main"
+) -> dict[str, Any]:
     """Run a config; all of it, or one stage that begins with `model`."""
     changes = [f"run.folder={folder}", "snapshot.every_steps=0", *sets]
     words: list[str | Path] = ["train", CONFIGS / f"{name}.toml", "--json", "--stage", stage]
@@ -40,14 +44,19 @@ def train(name: str, folder: Path, *sets: str, model: Path | None = None, stage:
 def check_goal(name: str, result: dict[str, Any]) -> None:
     """The run says that it reached its goal; the goal is one that says something."""
     config = load_run_config(CONFIGS / f"{name}.toml", [])
-    assert config.goal is not None and config.goal.at_least_after is not None and config.goal.margin is not None
+    assert (
+        config.goal is not None
+        and config.goal.at_least_after is not None
+        and config.goal.margin is not None
+    )
     assert result["goal"]["reached"], result["goal"]["verdict"]
     assert result["evals"][config.goal.metric]["n"] == config.eval.num_problems >= FEWEST
 
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cold-started policy of the main job: knows the format, answers right less than half the time."""
+    """The cold-started policy of the main job: knows the format, answers right less than half the
+    time."""
     result = train("arith_grpo_cpu", tmp_path_factory.mktemp("cold"), stage="cold_start")
     return Path(result["export"])
 
@@ -58,7 +67,15 @@ def reward_model(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 def test_no_config_is_forgotten() -> None:
-    named = {*FRESH, *POLICY, *CHAINED, "arith_variants_cpu", "arith_grpo_cpu", "arith_grpo_1gpu", "gsm8k_grpo_1gpu"}
+    named = {
+        *FRESH,
+        *POLICY,
+        *CHAINED,
+        "arith_variants_cpu",
+        "arith_grpo_cpu",
+        "arith_grpo_1gpu",
+        "gsm8k_grpo_1gpu",
+    }
     assert {path.stem for path in CONFIGS.glob("*.toml")} == named | {"grpo_8b_ray"}
 
 
@@ -90,8 +107,11 @@ def test_a_stage_begins_at_its_reference_and_leaves_it(policy: Path, tmp_path: P
 
 
 def check_ratios(variant: str, steps: list[dict[str, float]]) -> None:
-    """A step's second update is one step off its samples: ratios leave 1, and the clip acts where there is one."""
-    assert any(step["kl_old"] > 0.0 for step in steps), "the policy moved between the two updates of a step"
+    """A step's second update is one step off its samples: ratios leave 1, and the clip acts where
+    there is one."""
+    assert any(step["kl_old"] > 0.0 for step in steps), (
+        "the policy moved between the two updates of a step"
+    )
     clipped = [step["clip_fraction"] for step in steps]
     row = VARIANTS[variant]
     if row["surrogate"] == "clip":
@@ -99,7 +119,9 @@ def check_ratios(variant: str, steps: list[dict[str, float]]) -> None:
         sides = [sum(step[f"clip_{side}_fraction"] for step in steps) for side in ("low", "high")]
         assert all(side > 0.0 for side in sides), "on both sides"
     else:
-        assert row["clip_low"] == 1.0 and row["clip_high"] >= 4.0, "cispo's bounds are for ratios that have run away"
+        assert row["clip_low"] == 1.0 and row["clip_high"] >= 4.0, (
+            "cispo's bounds are for ratios that have run away"
+        )
         assert max(clipped) < 0.01
     assert max(clipped) < 1.0
 
@@ -109,12 +131,18 @@ def test_reward_model_tells_right_from_wrong(reward_model: dict[str, Any]) -> No
     assert reward_model["evals"]["pair_accuracy"]["after"] >= 0.9
 
 
-def test_learnt_reward_lifts_the_true_accuracy(reward_model: dict[str, Any], policy: Path, tmp_path: Path) -> None:
+def test_learnt_reward_lifts_the_true_accuracy(
+    reward_model: dict[str, Any], policy: Path, tmp_path: Path
+) -> None:
     config = load_run_config(CONFIGS / "grpo_reward_model_cpu.toml", [])
     weights = {part.kind: part.weight for part in config.rewards.parts}
-    assert weights["answer"] == 0.0 < weights["model"], "the true answer is measured and teaches nothing"
+    assert weights["answer"] == 0.0 < weights["model"], (
+        "the true answer is measured and teaches nothing"
+    )
     path = f"rewards.parts.{place_of_model(config)}.path={reward_model['run']}"
-    check_goal("grpo_reward_model_cpu", train("grpo_reward_model_cpu", tmp_path, path, model=policy))
+    check_goal(
+        "grpo_reward_model_cpu", train("grpo_reward_model_cpu", tmp_path, path, model=policy)
+    )
 
 
 def place_of_model(config: RunConfig) -> int:

@@ -1,4 +1,5 @@
-"""Resume: what may change, what was edited, what a damaged run folder is told, and how many steps were lost."""
+"""Resume: what may change, what was edited, what a damaged run folder is told, and how many steps
+were lost."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def contents(run: Path) -> dict[str, str]:
     """Files and links by name; the log and the lock belong to any attempt."""
     own = ("events.jsonl", "lock", "samples.jsonl")
     return {
-        str(path.relative_to(run)): f"link to {os.readlink(path)}" if path.is_symlink() else path.read_bytes().hex()
+        str(path.relative_to(run)): f"link to {os.readlink(path)}"
+        if path.is_symlink()
+        else path.read_bytes().hex()
         for path in sorted(run.rglob("*"))
         if (path.is_symlink() or path.is_file()) and path.name not in own
     }
@@ -116,7 +119,11 @@ QUICK_DAMAGES = (
 
 
 @pytest.mark.parametrize(
-    "damage", [pytest.param(name, marks=() if name in QUICK_DAMAGES else pytest.mark.slow) for name in DAMAGES]
+    "damage",
+    [
+        pytest.param(name, marks=() if name in QUICK_DAMAGES else pytest.mark.slow)
+        for name in DAMAGES
+    ],
 )
 def test_a_damaged_run_folder_is_told_in_a_sentence(run: Path, damage: str) -> None:
     name, break_it = DAMAGES[damage]
@@ -138,13 +145,36 @@ def test_a_read_only_disk_is_told(run: Path) -> None:
     """The run's folder is mounted read-only in a namespace of the command's own."""
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap, which mounts the folder read-only, is not installed")
-    mounted = ["bwrap", "--die-with-parent", "--dev-bind", "/", "/", "--ro-bind", str(run), str(run)]
+    mounted = [
+        "bwrap",
+        "--die-with-parent",
+        "--dev-bind",
+        "/",
+        "/",
+        "--ro-bind",
+        str(run),
+        str(run),
+    ]
     if subprocess.run([*mounted, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("no namespace can be made here")
-    words = [sys.executable, "-c", "from gyre.cli.main import main; main()", "train", "--resume", str(run), "--plain"]
-    ran = subprocess.run([*mounted, *words], capture_output=True, text=True, cwd=run.parent, timeout=120, check=False)
+    words = [
+        sys.executable,
+        "-c",
+        "from gyre.cli.main import main; main()",
+        "train",
+        "--resume",
+        str(run),
+        "--plain",
+    ]
+    ran = subprocess.run(
+        [*mounted, *words], capture_output=True, text=True, cwd=run.parent, timeout=120, check=False
+    )
     assert ran.returncode == 2, ran.stderr
-    assert "Read-only file system" in ran.stderr and " hint: " in ran.stderr and "Traceback" not in ran.stderr
+    assert (
+        "Read-only file system" in ran.stderr
+        and " hint: " in ran.stderr
+        and "Traceback" not in ran.stderr
+    )
 
 
 def test_samples_that_are_gone_are_told_and_the_run_goes_on(run: Path) -> None:
@@ -168,21 +198,31 @@ def test_lost_steps_are_counted(tmp_path: Path, run: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_is_lengthened(tmp_path: Path, run: Path) -> None:
-    """The same numbers as a run that was to be so long from the start, since its learning rate is constant."""
-    whole = gyre("train", write_config(tmp_path, {**QUICK, "trainer.steps": 6}), "--plain", folder=tmp_path)
+    """The same numbers as a run that was to be so long from the start, since its learning rate is
+    constant."""
+    whole = gyre(
+        "train", write_config(tmp_path, {**QUICK, "trainer.steps": 6}), "--plain", folder=tmp_path
+    )
     assert whole.code == 0, whole.err
     assert resume(run).code == 0
     answer = resume(run, "--set", "trainer.steps=5", "--set", "observe.sample_groups_per_step=4")
     assert answer.code == 0, answer.err
     assert resume(run, "--set", "trainer.steps=6", "--json").json["step"] == 6
-    assert resume(run, "--json").json["step"] == 6, "what an attempt changed holds for those after it"
+    assert resume(run, "--json").json["step"] == 6, (
+        "what an attempt changed holds for those after it"
+    )
     straight, lengthened = read_story(tmp_path / "runs" / "tiny"), read_story(run)
     assert (lengthened.steps, lengthened.samples) == (straight.steps, straight.samples)
     assert lengthened.weights == straight.weights == digest_of(run / "export" / "model.safetensors")
     kept = {path.name: json.loads(path.read_text()) for path in (run / "attempts").iterdir()}
-    assert kept["3.json"]["changed"] == {"trainer.steps": [3, 5]} and kept["3.json"]["config"]["trainer"]["steps"] == 5
+    assert (
+        kept["3.json"]["changed"] == {"trainer.steps": [3, 5]}
+        and kept["3.json"]["config"]["trainer"]["steps"] == 5
+    )
     assert kept["4.json"]["set"] == ["trainer.steps=6"] and len(kept) == 2
-    assert [row["changed"] for row in events_of(run, "run.resumed") if row["changed"]][-1] == {"trainer.steps": [5, 6]}
+    assert [row["changed"] for row in events_of(run, "run.resumed") if row["changed"]][-1] == {
+        "trainer.steps": [5, 6]
+    }
 
 
 @pytest.mark.slow
@@ -201,14 +241,19 @@ def test_a_schedule_that_is_stretched_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("trainer.learning_rate=0.5", ("trainer.learning_rate = 0.001, given 0.5", "trainer.steps")),
+        (
+            "trainer.learning_rate=0.5",
+            ("trainer.learning_rate = 0.001, given 0.5", "trainer.steps"),
+        ),
         ("run.seed=4", ("run.seed = 3, given 4",)),
         ("goal.margin=0.1", ("goal",)),
         ("trainer.steps=1", ("trainer.steps = 1", "2 or more")),
         ("trainer.stepz=9", ("trainer", "stepz", "steps")),
     ],
 )
-def test_what_a_run_may_not_change_is_refused_by_name(run: Path, override: str, words: tuple[str, ...]) -> None:
+def test_what_a_run_may_not_change_is_refused_by_name(
+    run: Path, override: str, words: tuple[str, ...]
+) -> None:
     refused(run, *words, more=("--set", override))
     assert not (run / "attempts").exists()
 

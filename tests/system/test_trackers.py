@@ -1,4 +1,5 @@
-"""TensorBoard and W&B (offline) through the real run: their files hold the curves of events.jsonl."""
+"""TensorBoard and W&B (offline) through the real run: their files hold the curves of
+events.jsonl."""
 
 from __future__ import annotations
 
@@ -12,15 +13,24 @@ from system_runs import Fault, gyre, read_story, write_config
 
 def test_tensorboard_has_the_curves(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    answer = gyre("train", write_config(tmp_path, {"observe.tensorboard": True}), "--plain", folder=tmp_path)
+    answer = gyre(
+        "train", write_config(tmp_path, {"observe.tensorboard": True}), "--plain", folder=tmp_path
+    )
     assert answer.code == 0, answer.err
     run = tmp_path / "runs" / "tiny"
     stages = ("cold_start", "main")
-    curves = {stage: accumulator.EventAccumulator(str(run / "tensorboard" / stage)).Reload() for stage in stages}
+    curves = {
+        stage: accumulator.EventAccumulator(str(run / "tensorboard" / stage)).Reload()
+        for stage in stages
+    }
     story = read_story(run)
     for stage, metric in (("cold_start", "loss"), ("main", "reward"), ("main", "grad_norm")):
         points = [(point.step, point.value) for point in curves[stage].Scalars(metric)]
-        told = [(step["step"], step["metrics"][metric]) for step in story.steps if step["stage"] == stage]
+        told = [
+            (step["step"], step["metrics"][metric])
+            for step in story.steps
+            if step["stage"] == stage
+        ]
         assert points == [(step, pytest.approx(value, rel=1e-6)) for step, value in told]
     accuracy = curves["main"].Scalars("eval/accuracy/accuracy")
     assert [point.step for point in accuracy] == [0, 5]
@@ -31,19 +41,29 @@ def test_tensorboard_of_a_resumed_run_tells_each_step_once(tmp_path: Path) -> No
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = write_config(tmp_path, {"observe.tensorboard": True})
     killed = gyre(
-        "train", config, "--plain", folder=tmp_path, fault=Fault(point="event", match="phase.started train", number=8)
+        "train",
+        config,
+        "--plain",
+        folder=tmp_path,
+        fault=Fault(point="event", match="phase.started train", number=8),
     )
     assert killed.code == -9
     run = tmp_path / "runs" / "tiny"
     assert gyre("train", "--resume", run, "--plain", folder=tmp_path).code == 0
-    for stage, metric, steps in (("main", "reward", [1, 2, 3, 4, 5]), ("cold_start", "loss", [1, 2, 3, 4])):
+    for stage, metric, steps in (
+        ("main", "reward", [1, 2, 3, 4, 5]),
+        ("cold_start", "loss", [1, 2, 3, 4]),
+    ):
         curves = accumulator.EventAccumulator(str(run / "tensorboard" / stage)).Reload()
         assert [point.step for point in curves.Scalars(metric)] == steps
 
 
 def test_wandb_offline_keeps_the_curves(tmp_path: Path) -> None:
     records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    home = {name: str(tmp_path / "home") for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR")}
+    home = {
+        name: str(tmp_path / "home")
+        for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR")
+    }
     config = write_config(tmp_path, {"observe.wandb": "offline"})
     answer = gyre("train", config, "--json", folder=tmp_path, env=home)
     assert answer.code == 0, answer.err
@@ -55,10 +75,16 @@ def test_wandb_offline_keeps_the_curves(tmp_path: Path) -> None:
     for body in read_wandb(files[0].read_bytes()):
         record = records.Record()
         record.ParseFromString(body)
-        items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+        items = {
+            item.key or ".".join(item.nested_key): item.value_json for item in record.history.item
+        }
         if "main/reward" in items:
             rewards.append(float(items["main/reward"]))
-    told = [s["metrics"]["reward"] for s in read_story(tmp_path / "runs" / "tiny").steps if s["stage"] == "main"]
+    told = [
+        s["metrics"]["reward"]
+        for s in read_story(tmp_path / "runs" / "tiny").steps
+        if s["stage"] == "main"
+    ]
     assert rewards == pytest.approx(told)
 
 

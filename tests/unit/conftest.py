@@ -14,7 +14,8 @@ from gyre.kernels.cpu.library import load_decoder
 from rank_pool import RankPool
 from zero_cases import LAYOUTS
 
-hypothesis.settings.register_profile("gyre", deadline=None)  # a busy machine says nothing of an example
+# a busy machine says nothing of an example
+hypothesis.settings.register_profile("gyre", deadline=None)
 hypothesis.settings.load_profile("gyre")
 
 
@@ -23,7 +24,8 @@ QUICK_LAYOUTS = ("zero1", "zero3")  # whole weights, and weights in shards
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test of several layouts of ranks, make test runs those that differ most, and make test-all every one."""
+    """Of a test of several layouts of ranks, make test runs those that differ most, and make
+    test-all every one."""
     for item in items:
         layout = item.callspec.params.get("layout") if hasattr(item, "callspec") else None
         if isinstance(layout, str) and layout in LAYOUTS and layout not in QUICK_LAYOUTS:
@@ -32,7 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=["c", pytest.param("avx2", marks=pytest.mark.slow), "torch"])
 def both_kernels(request, monkeypatch) -> str:
-    """Run the test on the C kernels, and again without them; where there is time, also on those for AVX2."""
+    """Run the test on the C kernels, and again without them; where there is time, also on those for
+    AVX2."""
     library = load_decoder(torch.float32)
     if request.param == "avx2":
         narrow = load_decoder(torch.float32, INSTRUCTION_SETS[-1])
@@ -40,11 +43,13 @@ def both_kernels(request, monkeypatch) -> str:
         if isinstance(narrow, Unavailable) or narrow.instructions is best:
             pytest.skip("there are no AVX2 kernels here beside the best ones")
         monkeypatch.setattr(
-            "gyre.engine.runners.cpu_step.load_decoder", lambda dtype: load_decoder(dtype, INSTRUCTION_SETS[-1])
+            "gyre.engine.runners.cpu_step.load_decoder",
+            lambda dtype: load_decoder(dtype, INSTRUCTION_SETS[-1]),
         )
     elif request.param == "torch":
         monkeypatch.setattr(
-            "gyre.engine.runners.cpu_step.load_decoder", lambda dtype: Unavailable(reason="not for this test")
+            "gyre.engine.runners.cpu_step.load_decoder",
+            lambda dtype: Unavailable(reason="not for this test"),
         )
     elif isinstance(library, Unavailable):
         pytest.skip(library.reason)
@@ -58,9 +63,15 @@ def instructions(request) -> Iterator[InstructionSet]:
     if isinstance(found, Unavailable):
         pytest.skip(found.reason)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gyre.engine.runners.cpu_step.load_decoder", lambda dtype: load_decoder(dtype, request.param))
+        patch.setattr(
+            "gyre.engine.runners.cpu_step.load_decoder",
+            lambda dtype: load_decoder(dtype, request.param),
+        )
         for module in ("cpu.chunks", "dispatch"):
-            patch.setattr(f"gyre.kernels.{module}.load_chunks", lambda dtype: load_chunks(dtype, request.param))
+            patch.setattr(
+                f"gyre.kernels.{module}.load_chunks",
+                lambda dtype: load_chunks(dtype, request.param),
+            )
         yield request.param
 
 

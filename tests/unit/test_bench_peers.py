@@ -1,5 +1,5 @@
-"""The benches' peers: a kept figure is marked as not comparable, and an environment is made again when its recipe or
-the packages that it sees are others."""
+"""The benches' peers: a kept figure is marked as not comparable, and an environment is made again
+when its recipe or the packages that it sees are others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def shown(record: ModuleType, peer: dict, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_kept_figure_is_not_comparable(
-    record: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    record: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     peer = {"name": "other", "value": 2.0}
     assert "ours / peer = 0.500" in shown(record, peer, capsys)
@@ -45,10 +48,14 @@ def test_a_kept_figure_is_not_comparable(
     text = shown(record, kept, capsys)
     assert "not comparable: kept from 2026-01-02" in text and "ours / peer" not in text
     (tmp_path / "a.json").write_text(json.dumps({"date": "2026-03-04", "peer": kept}))
-    assert record.kept_peer("a")["kept_from"] == "2026-01-02", "a kept figure that is kept again keeps its date"
+    assert record.kept_peer("a")["kept_from"] == "2026-01-02", (
+        "a kept figure that is kept again keeps its date"
+    )
 
 
-def test_an_environment_is_made_once_for_a_recipe(environment: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_is_made_once_for_a_recipe(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[str] = []
 
     def make(folder: Path, recipe: object) -> None:
@@ -63,13 +70,25 @@ def test_an_environment_is_made_once_for_a_recipe(environment: ModuleType, monke
     assert made == ["bench_trl"] * 2
 
 
-def test_without_the_package_index_it_is_said(environment: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(environment.RECIPES, "trl", environment.Recipe(("--no-index", "no-such-package-of-ours")))
-    with pytest.raises(SystemExit, match=r"(?s)needs the package index.*no-such-package-of-ours.*--kept-peer"):
+def test_without_the_package_index_it_is_said(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        environment.RECIPES, "trl", environment.Recipe(("--no-index", "no-such-package-of-ours"))
+    )
+    with pytest.raises(
+        SystemExit, match=r"(?s)needs the package index.*no-such-package-of-ours.*--kept-peer"
+    ):
         environment.peer_python("trl")
     assert not (environment.FOLDER / "bench_trl" / environment.STAMP).exists()
 
 
 def test_torchs_packages_and_extras_are_left_out(environment: ModuleType) -> None:
-    needs = ["torch==2.13.0", "torchvision; platform_machine != 'x'", "regex", 'pandas; extra == "bench"', "six>=1"]
+    needs = [
+        "torch==2.13.0",
+        "torchvision; platform_machine != 'x'",
+        "regex",
+        'pandas; extra == "bench"',
+        "six>=1",
+    ]
     assert [need for need in needs if environment.is_plain_need(need)] == ["regex", "six>=1"]

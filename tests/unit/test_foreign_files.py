@@ -1,5 +1,5 @@
-"""Files from elsewhere, damaged or made to harm: what comes out is a model, or an error of gyre that names the key. The
-last test mutates whole files at random."""
+"""Files from elsewhere, damaged or made to harm: what comes out is a model, or an error of gyre
+that names the key. The last test mutates whole files at random."""
 
 from __future__ import annotations
 
@@ -29,13 +29,19 @@ from unit.text.test_hub import hub_folder
 from unit.text.test_tokenizer import TOKENIZER
 
 CPU = torch.device("cpu")
-SHAPE = ShapeConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_size=16, tied=False)
+SHAPE = ShapeConfig(
+    hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_size=16, tied=False
+)
 
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "sharded"
-    decoder = Decoder(spec_from_shape(SHAPE, vocab_size=32, bos_id=None, eos_ids=(1,)), device=CPU, dtype=torch.float32)
+    decoder = Decoder(
+        spec_from_shape(SHAPE, vocab_size=32, bos_id=None, eos_ids=(1,)),
+        device=CPU,
+        dtype=torch.float32,
+    )
     init_weights(decoder, 0)
     export_hub(decoder, folder, dtype=torch.float32, tokenizer_files=None, shard_bytes=4000)
     return folder
@@ -82,10 +88,14 @@ def test_a_bad_key_of_config_json_is_named(key: str, model: Path) -> None:
         load_hub(model, device=CPU, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("key", ["num_layers", "hidden_size", "num_heads", "mlp_size", "vocab_size", "context_tokens"])
+@pytest.mark.parametrize(
+    "key", ["num_layers", "hidden_size", "num_heads", "mlp_size", "vocab_size", "context_tokens"]
+)
 def test_absurd_sizes_of_a_shape_are_config_errors(key: str) -> None:
     with pytest.raises(ConfigError, match=key):
-        parse_run_config({"model": {"shape": {key: 10**12}}, "objective": {"kind": "sft"}}, where="run.toml")
+        parse_run_config(
+            {"model": {"shape": {key: 10**12}}, "objective": {"kind": "sft"}}, where="run.toml"
+        )
 
 
 @pytest.mark.parametrize("shard", [7, None, ["a"], {"a": 1}])
@@ -95,7 +105,9 @@ def test_an_index_of_another_form_is_refused(shard: Any, model: Path) -> None:
         load_hub(model, device=CPU, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("escape", ["../out.safetensors", "{}/out.safetensors", "sub/../../out.safetensors", "..", "."])
+@pytest.mark.parametrize(
+    "escape", ["../out.safetensors", "{}/out.safetensors", "sub/../../out.safetensors", "..", "."]
+)
 def test_shards_lie_in_the_folder(escape: str, model: Path, tmp_path: Path) -> None:
     index = model / "model.safetensors.index.json"
     weight_map = json.loads(index.read_text())["weight_map"]
@@ -128,7 +140,9 @@ def test_weights_that_are_no_floats_are_refused(dtype: torch.dtype, model: Path)
         load_hub(model, device=CPU, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "[1]", "", "\0", '{"a": 1', "\ud800"])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "[1]", "", "\0", '{"a": 1', "\ud800"]
+)
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
 def test_json_that_is_none_names_its_file(name: str, text: str, model: Path) -> None:
     (model / name).write_bytes(text.encode("utf-8", errors="surrogatepass"))
@@ -150,19 +164,27 @@ BAD_TOKENIZER = [
     ("config.json", {"rope_scaling": "yarn", "rms_norm_eps": None}, "no tokenizer could be loaded"),
     ("tokenizer.json", {"model": 3}, "model"),
     ("tokenizer.json", {"added_tokens": {}}, "added_tokens"),
-    ("tokenizer.json", {"model": {"type": "BPE", "vocab": 3, "merges": 4}}, "no tokenizer could be loaded"),
+    (
+        "tokenizer.json",
+        {"model": {"type": "BPE", "vocab": 3, "merges": 4}},
+        "no tokenizer could be loaded",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "keys", "words"), BAD_TOKENIZER)
-def test_a_bad_key_of_a_tokenizer_is_named(name: str, keys: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_bad_key_of_a_tokenizer_is_named(
+    name: str, keys: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     folder = hub_folder(tmp_path, "llama")
     change(folder / name, **keys)
     with pytest.raises(InputError, match=words):
         load_tokenizer(folder)
 
 
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json", "generation_config.json", "config.json"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "tokenizer.json", "generation_config.json", "config.json"]
+)
 @pytest.mark.parametrize("text", ["[" * 100_000, "[1]", "{", '{"a": ' + "9" * 5000 + "}"])
 def test_tokenizer_files_that_are_no_json_are_refused(name: str, text: str, tmp_path: Path) -> None:
     (hub_folder(tmp_path, "qwen") / name).write_text(text)
@@ -176,7 +198,9 @@ def test_toml_that_is_nested_too_deep_is_a_config_error(deep: str, tmp_path: Pat
     with pytest.raises(ConfigError):
         parse_run_config(read_toml(tmp_path / "run.toml"), where="run.toml")
     with pytest.raises(ConfigError):
-        parse_run_config(apply_overrides({}, [f"model.path={deep}", "run.seed=x"]), where="run.toml")
+        parse_run_config(
+            apply_overrides({}, [f"model.path={deep}", "run.seed=x"]), where="run.toml"
+        )
     with pytest.raises(ConfigError):
         parse_run_config(apply_overrides({}, [".".join(["a"] * 20_000) + "=1"]), where="run.toml")
 
@@ -205,16 +229,31 @@ def test_toml_of_deep_keys_is_a_config_error(what: str, tmp_path: Path) -> None:
 # -- at random
 
 VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.just(10**30), st.floats(), st.text(max_size=5), st.just([]),
-    st.lists(st.integers(), max_size=3), st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.just(10**30),
+    st.floats(),
+    st.text(max_size=5),
+    st.just([]),
+    st.lists(st.integers(), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
 PLACES = (  # file of which folder
-    ("model", "config.json"), ("model", "model.safetensors.index.json"), ("words", "tokenizer.json"),
-    ("words", "tokenizer_config.json"), ("words", "generation_config.json"), ("words", "config.json"),
-)  # fmt: skip
-ROWS = b'{"prompt": [{"role": "user", "content": "a"}], "answer": 1}\n{"prompt": "b", "answer": [1, {"c": null}]}\n'
+    ("model", "config.json"),
+    ("model", "model.safetensors.index.json"),
+    ("words", "tokenizer.json"),
+    ("words", "tokenizer_config.json"),
+    ("words", "generation_config.json"),
+    ("words", "config.json"),
+)
+ROWS = (
+    b'{"prompt": [{"role": "user", "content": "a"}], "answer": 1}\n{"prompt": "b", "answer": '
+    b'[1, {"c": null}]}\n'
+)
 TOML = (
-    b'[model]\npath = "m"\n[data]\nsource = "jsonl"\npath = "rows"\n[objective]\nkind = "sft"\n[trainer]\nsteps = 2\n'
+    b'[model]\npath = "m"\n[data]\nsource = "jsonl"\npath = "rows"\n[objective]\nkind = '
+    b'"sft"\n[trainer]\nsteps = 2\n'
 )
 
 
@@ -260,7 +299,9 @@ def test_only_errors_of_gyre_come_out(
         if kind == "rows":
             (base / name).write_bytes(spoil(data, ROWS))
             load_prompts(
-                DataConfig(source="jsonl", path=str(base / name), held_out_fraction=0), TOKENIZER, emit=Events()
+                DataConfig(source="jsonl", path=str(base / name), held_out_fraction=0),
+                TOKENIZER,
+                emit=Events(),
             )
         elif kind == "toml":
             (base / name).write_bytes(spoil(data, TOML))

@@ -19,7 +19,10 @@ from gyre.runconfig import RunConfig, apply_overrides, load_run_config, parse_ru
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 MODEL = {"model": {"path": "somewhere"}}
-JARGON = re.compile(r"pydantic|validation|\[type=|https?://|dictionary|instance of|Input|tuple|NoneType|discriminator")
+JARGON = re.compile(
+    r"pydantic|validation|\[type=|https?://|dictionary|instance "
+    r"of|Input|tuple|NoneType|discriminator"
+)
 
 
 def refusal(**tables: Any) -> str:
@@ -34,7 +37,9 @@ def refusal(**tables: Any) -> str:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_that_we_ship_parses(path):
     config = load_run_config(path, [])
-    assert parse_run_config(config.model_dump(mode="json", exclude_none=True), where="again") == config
+    assert (
+        parse_run_config(config.model_dump(mode="json", exclude_none=True), where="again") == config
+    )
 
 
 def test_there_are_configs_to_ship():
@@ -43,18 +48,36 @@ def test_there_are_configs_to_ship():
 
 def test_a_model_is_all_that_is_needed():
     config = parse_run_config(MODEL, where="run.toml")
-    assert config.objective.kind == "grpo" and [part.name for part in config.rewards.parts] == ["answer"]
+    assert config.objective.kind == "grpo" and [part.name for part in config.rewards.parts] == [
+        "answer"
+    ]
 
 
 @pytest.mark.parametrize(
     ("tables", "key", "near"),
     [
         ({"trainr": {}}, "unknown key 'trainr'", "trainer"),
-        ({"trainer": {"learning_rte": 1.0}}, "trainer: unknown key 'learning_rte'", "learning_rate"),
-        ({"model": {"shape": {"num_layer": 2}}}, "model.shape: unknown key 'num_layer'", "num_layers"),
+        (
+            {"trainer": {"learning_rte": 1.0}},
+            "trainer: unknown key 'learning_rte'",
+            "learning_rate",
+        ),
+        (
+            {"model": {"shape": {"num_layer": 2}}},
+            "model.shape: unknown key 'num_layer'",
+            "num_layers",
+        ),
         ({"objective": {"kind": "ppo", "gama": 1.0}}, "objective: unknown key 'gama'", "gamma"),
-        ({"rewards": {"parts": [{"kind": "format", "wieght": 1}]}}, "rewards.parts.0: unknown key", "weight"),
-        ({"rewards": {"parts": [{"kind": "code", "limits": {"walls": 1}}]}}, "parts.0.limits: unknown", "wall_s"),
+        (
+            {"rewards": {"parts": [{"kind": "format", "wieght": 1}]}},
+            "rewards.parts.0: unknown key",
+            "weight",
+        ),
+        (
+            {"rewards": {"parts": [{"kind": "code", "limits": {"walls": 1}}]}},
+            "parts.0.limits: unknown",
+            "wall_s",
+        ),
         ({"memory": {"residensy": "spill"}}, "memory: unknown key 'residensy'", "residency"),
         ({"parallel": {"shard_rank": 2}}, "parallel: unknown key 'shard_rank'", "shard_ranks"),
         ({"parallel": {"critic": {"zeros": 2}}}, "parallel.critic: unknown key 'zeros'", "zero"),
@@ -90,7 +113,9 @@ def sections(kind: type[Section], place: tuple[str, ...] = ()) -> list[tuple[str
     found = [place]
     for name, field in kind.model_fields.items():
         inner = [
-            each for each in (field.annotation, *getattr(field.annotation, "__args__", ())) if isinstance(each, type)
+            each
+            for each in (field.annotation, *getattr(field.annotation, "__args__", ()))
+            if isinstance(each, type)
         ]
         for each in inner:
             if issubclass(each, Section) and name not in ("objective", "rewards"):
@@ -121,7 +146,10 @@ def test_an_unknown_key_at_any_depth_is_refused(place):
         ({"trainer": {"steps": 0}}, "trainer.steps = 0: need 1 or more"),
         ({"trainer": {"learning_rate": "fast"}}, "trainer.learning_rate = 'fast': need a number"),
         ({"trainer": {"learning_rate": True}}, "trainer.learning_rate = true: need a number"),
-        ({"trainer": {"learning_rate": float("nan")}}, "trainer.learning_rate = nan: need a finite number"),
+        (
+            {"trainer": {"learning_rate": float("nan")}},
+            "trainer.learning_rate = nan: need a finite number",
+        ),
         ({"trainer": {"betas": [0.9]}}, "trainer.betas.1 is missing"),
         ({"trainer": {"betas": [0.9, 0.9, 0.9]}}, "trainer.betas: need a list of 2 at most"),
         ({"trainer": {"betas": [0.9, "x"]}}, "trainer.betas.1 = 'x': need a number"),
@@ -129,14 +157,23 @@ def test_an_unknown_key_at_any_depth_is_refused(place):
         ({"trainer": {"betas": [1.0, 0.95]}}, "trainer.betas.0 = 1.0: need less than 1.0"),
         ({"trainer": {"betas": [-3.0, 0.9]}}, "trainer.betas.0 = -3.0: need 0.0 or more"),
         ({"trainer": {"weight_decay": -0.1}}, "trainer.weight_decay = -0.1: need 0.0 or more"),
-        ({"trainer": {"schedule": "cosin"}}, "need 'constant', 'cosine' or 'linear'; did you mean 'cosine'?"),
+        (
+            {"trainer": {"schedule": "cosin"}},
+            "need 'constant', 'cosine' or 'linear'; did you mean 'cosine'?",
+        ),
         ({"trainer": 3}, "trainer = 3: need a table"),
         ({"trainer": [1]}, "trainer: need a table"),
         ({"run": {"name": 5}}, "run.name = 5: need a text in quotes"),
         ({"observe": {"report": "yes"}}, "observe.report = 'yes': need true or false"),
         ({"observe": {"report": 1}}, "observe.report = 1: need true or false"),
-        ({"memory": {"device_budget_bytes": "lots"}}, "device_budget_bytes = 'lots': need a whole number or 'auto'"),
-        ({"memory": {"device_budget_bytes": -1}}, "device_budget_bytes = -1: need more than 0 or 'auto'"),
+        (
+            {"memory": {"device_budget_bytes": "lots"}},
+            "device_budget_bytes = 'lots': need a whole number or 'auto'",
+        ),
+        (
+            {"memory": {"device_budget_bytes": -1}},
+            "device_budget_bytes = -1: need more than 0 or 'auto'",
+        ),
         ({"memory": {"leave": {"engine": "destory"}}}, "memory.leave.engine = 'destory': need"),
         ({"model": {"shape": {"head_dim": 3}}}, "model.shape.head_dim = 3: need a multiple of 2"),
         ({"objective": {"kind": "grop"}}, "objective.kind = 'grop': need"),
@@ -145,10 +182,16 @@ def test_an_unknown_key_at_any_depth_is_refused(place):
         ({"rewards": {"parts": {"kind": "answer"}}}, "rewards.parts: need a list"),
         ({"rewards": {"parts": [{"kind": "anser"}]}}, "rewards.parts.0.kind = 'anser': need"),
         ({"rewards": {"parts": [{"kind": "length"}]}}, "rewards.parts.0.soft_tokens is missing"),
-        ({"rewards": {"parts": [{"kind": "answer", "weight": "x"}]}}, "rewards.parts.0.weight = 'x': need a number"),
+        (
+            {"rewards": {"parts": [{"kind": "answer", "weight": "x"}]}},
+            "rewards.parts.0.weight = 'x': need a number",
+        ),
         ({"rewards": {"parts": [{"kind": "answer"}] * 2}}, "rewards.parts: two parts are named"),
         ({"rollout": {"presence_penalty": 0.5}}, "rollout: presence_penalty is for serving only"),
-        ({"rollout": {"logit_bias": []}}, "leave it out, or use temperature, top_p, top_k or min_p"),
+        (
+            {"rollout": {"logit_bias": []}},
+            "leave it out, or use temperature, top_p, top_k or min_p",
+        ),
         ({"goal": {"metric": "acuracy"}}, "goal.metric = 'acuracy': need"),
         ({"goal": {}}, "goal: give at least one of"),
     ],
@@ -169,30 +212,42 @@ def test_each_fault_is_named_once():
 def test_a_missing_or_ambiguous_model_is_said():
     with pytest.raises(ConfigError, match=r"run\.toml: model is missing"):
         parse_run_config({}, where="run.toml")
-    assert "path" in refusal(model={}) and "[model.shape]" in refusal(model={"path": "x", "shape": {}})
+    assert "path" in refusal(model={}) and "[model.shape]" in refusal(
+        model={"path": "x", "shape": {}}
+    )
 
 
 def test_pairs_need_an_even_number_of_sequences():
     for kind in ("rm", "dpo"):
         message = refusal(objective={"kind": kind}, trainer={"sequences_per_update": 7})
         assert message.startswith("trainer.sequences_per_update = 7") and "even" in message
-    parse_run_config({**MODEL, "objective": {"kind": "sft"}, "trainer": {"sequences_per_update": 7}}, where="")
+    parse_run_config(
+        {**MODEL, "objective": {"kind": "sft"}, "trainer": {"sequences_per_update": 7}}, where=""
+    )
 
 
-@pytest.mark.parametrize("objective", [{"kind": "grpo"}, {"kind": "ppo"}, {"kind": "dpo", "pairs": "online"}])
+@pytest.mark.parametrize(
+    "objective", [{"kind": "grpo"}, {"kind": "ppo"}, {"kind": "dpo", "pairs": "online"}]
+)
 def test_objectives_that_learn_from_rewards_need_some(objective):
     assert f"objective.kind = '{objective['kind']}' learns from rewards" in refusal(
         objective=objective, rewards={"parts": []}
     )
     parse_run_config({**MODEL, "objective": {"kind": "sft"}, "rewards": {"parts": []}}, where="")
-    assert parse_run_config({**MODEL, "objective": objective}, where="").rewards.parts, "the default is one part"
+    assert parse_run_config({**MODEL, "objective": objective}, where="").rewards.parts, (
+        "the default is one part"
+    )
 
 
 def test_groups_of_one_cannot_be_compared():
     alone = {"completions_per_prompt": 1}
     for objective in ({"kind": "grpo", "variant": "dapo"}, {"kind": "dpo", "pairs": "online"}):
         assert "rollout.completions_per_prompt = 1" in refusal(objective=objective, rollout=alone)
-    for objective in ({"kind": "grpo", "variant": "reinforce_pp"}, {"kind": "ppo"}, {"kind": "sft"}):
+    for objective in (
+        {"kind": "grpo", "variant": "reinforce_pp"},
+        {"kind": "ppo"},
+        {"kind": "sft"},
+    ):
         parse_run_config({**MODEL, "objective": objective, "rollout": alone}, where="")
 
 
@@ -201,17 +256,26 @@ def test_groups_of_one_cannot_be_compared():
     [
         ({"rollout": {"prompts_per_step": 1_000_000}}, "8,000,000 sequences"),
         ({"rollout": {"completions_per_prompt": 1_000_000}}, "32,000,000 sequences"),
-        ({"rollout": {"prompts_per_step": 2**18 + 1}, "objective": {"kind": "sft"}}, "262,145 sequences"),
-        ({"rollout": {"prompts_per_step": 2**17 + 1}, "objective": {"kind": "rm"}}, "262,146 sequences"),
+        (
+            {"rollout": {"prompts_per_step": 2**18 + 1}, "objective": {"kind": "sft"}},
+            "262,145 sequences",
+        ),
+        (
+            {"rollout": {"prompts_per_step": 2**17 + 1}, "objective": {"kind": "rm"}},
+            "262,146 sequences",
+        ),
     ],
 )
 def test_a_step_that_nothing_could_hold_is_refused_at_once(tables, sequences):
     message = refusal(**tables)
     assert sequences in message and "262,144 at most" in message and "trainer.steps" in message
-    parse_run_config({**MODEL, "rollout": {"prompts_per_step": 2**15, "completions_per_prompt": 8}}, where="")
+    parse_run_config(
+        {**MODEL, "rollout": {"prompts_per_step": 2**15, "completions_per_prompt": 8}}, where=""
+    )
 
 
-# --set ---------------------------------------------------------------------------------------------------------------
+# --set
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -233,7 +297,10 @@ def test_a_step_that_nothing_could_hold_is_refused_at_once(tables, sequences):
     ],
 )
 def test_set_changes_one_key(override, place, value):
-    tree = {"trainer": {"steps": 1, "eps": 2.0}, "rewards": {"parts": [{"kind": "answer"}, {"kind": "format"}]}}
+    tree = {
+        "trainer": {"steps": 1, "eps": 2.0},
+        "rewards": {"parts": [{"kind": "answer"}, {"kind": "format"}]},
+    }
     before = repr(tree)
     changed: Any = apply_overrides(tree, [override])
     for name in place:
@@ -254,16 +321,29 @@ def test_later_overrides_win():
         ({"rollout": {"top_p": 0.9}}, "rollout.top_p = 0.9 truncates, need 1.0"),
         ({"rollout": {"top_k": 50}}, "rollout.top_k = 50 truncates, need 0"),
         ({"rollout": {"min_p": 0.1}}, "rollout.min_p = 0.1 truncates, need 0.0"),
-        ({"parallel": {"zero": 3}}, "parallel.zero = 3 of the actor keeps weights in shards, need 0 or 1"),
-        ({"parallel": {"reference": {"zero": 2}}}, "parallel.zero = 2 of the reference keeps weights in shards"),
-        ({"trainer": {"matmul": "fp8"}}, "trainer.matmul = 'fp8' rounds what the engine does not, need 'same'"),
+        (
+            {"parallel": {"zero": 3}},
+            "parallel.zero = 3 of the actor keeps weights in shards, need 0 or 1",
+        ),
+        (
+            {"parallel": {"reference": {"zero": 2}}},
+            "parallel.zero = 2 of the reference keeps weights in shards",
+        ),
+        (
+            {"trainer": {"matmul": "fp8"}},
+            "trainer.matmul = 'fp8' rounds what the engine does not, need 'same'",
+        ),
     ],
 )
 def test_batch_invariant_training_is_refused_where_the_config_rules_it_out(tables, words):
     """The engine alone may be in the mode, and a trainer that learns from data does not care."""
     mode = {"engine": {"batch_invariant": True}}
     told = refusal(**mode, **tables)
-    assert told.startswith("engine.batch_invariant = true: ") and words in told and "leave it out to train" in told
+    assert (
+        told.startswith("engine.batch_invariant = true: ")
+        and words in told
+        and "leave it out to train" in told
+    )
     parse_run_config({**MODEL, **mode, **tables, "objective": {"kind": "sft"}}, where="run.toml")
     parse_run_config({**MODEL, **tables}, where="run.toml")
     parse_run_config({**MODEL, **mode, "rollout": {"temperature": 0.7}}, where="run.toml")
@@ -324,7 +404,8 @@ def test_a_bad_override_is_refused_as_the_file_would_be(tmp_path):
             load_run_config(path, [override])
 
 
-# Files ---------------------------------------------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_state_on_disk_needs_a_folder():
@@ -336,15 +417,32 @@ def test_state_on_disk_needs_a_folder():
 def test_weights_in_host_memory_are_refused_of_models_that_are_not_there_or_cannot():
     offline = {"objective": {"kind": "sft"}}
     told = refusal(**offline, trainer={"offload_parameters": ["reference"]})
-    assert told == "trainer.offload_parameters names 'reference', this run has actor: take it off the list"
+    assert (
+        told
+        == "trainer.offload_parameters names 'reference', this run has actor: take it off the list"
+    )
     told = refusal(trainer={"offload_parameters": ["critic"], "offload_optimizer": "host"})
-    assert told == "trainer.offload_parameters names 'critic', this run has actor: take it off the list"
+    assert (
+        told
+        == "trainer.offload_parameters names 'critic', this run has actor: take it off the list"
+    )
     compares = {"objective": {"kind": "grpo", "kl_coef": 0.1}}
-    assert "the larger state goes first" in refusal(**offline, trainer={"offload_parameters": ["actor"]})
-    assert "'actor', 'critic', 'reference' or 'reward'" in refusal(trainer={"offload_parameters": ["engine"]})
-    told = refusal(**compares, engine={"batch_invariant": True}, trainer={"offload_parameters": ["reference"]})
-    assert "trainer.offload_parameters names 'reference', whose layers the engine's kernels read" in told
-    parse_run_config({**MODEL, **compares, "trainer": {"offload_parameters": ["reference"]}}, where="run.toml")
+    assert "the larger state goes first" in refusal(
+        **offline, trainer={"offload_parameters": ["actor"]}
+    )
+    assert "'actor', 'critic', 'reference' or 'reward'" in refusal(
+        trainer={"offload_parameters": ["engine"]}
+    )
+    told = refusal(
+        **compares, engine={"batch_invariant": True}, trainer={"offload_parameters": ["reference"]}
+    )
+    assert (
+        "trainer.offload_parameters names 'reference', whose layers the engine's kernels read"
+        in told
+    )
+    parse_run_config(
+        {**MODEL, **compares, "trainer": {"offload_parameters": ["reference"]}}, where="run.toml"
+    )
 
 
 def test_files_that_cannot_be_used(tmp_path):
@@ -370,10 +468,20 @@ def test_keys_may_be_64_deep_and_texts_may_have_any_number_of_dots(tmp_path):
         f"t = '''\n{dots}'''\nf = [{'0.5, ' * 99}]\n"
     )
     tree = read_toml(path)
-    assert tree == {"x": f'{dots} "{dots}', "y": dots, "z": f'{dots}\n"{dots}\\', "t": dots, "f": [0.5] * 99}
+    assert tree == {
+        "x": f'{dots} "{dots}',
+        "y": dots,
+        "z": f'{dots}\n"{dots}\\',
+        "t": dots,
+        "f": [0.5] * 99,
+    }
     for num_parts, refused in ((64, False), (65, True)):
         key = ".".join(["a"] * num_parts)
-        for text, overrides in ((f"{key} = 1", []), ("", [f"{key}=1"]), ("", [f"a={{{key[2:]}=1}}"])):
+        for text, overrides in (
+            (f"{key} = 1", []),
+            ("", [f"{key}=1"]),
+            ("", [f"a={{{key[2:]}=1}}"]),
+        ):
             path.write_text(text)
             if refused:
                 with pytest.raises(ConfigError, match="more than 64 deep"):
@@ -382,21 +490,32 @@ def test_keys_may_be_64_deep_and_texts_may_have_any_number_of_dots(tmp_path):
                 assert apply_overrides(read_toml(path), overrides)
 
 
-# Imports -------------------------------------------------------------------------------------------------------------
+# Imports
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("module", ["gyre", "gyre.runconfig", "gyre.cli.main"])
 def test_it_loads_no_torch(module):
     code = (
-        f"import {module}, sys; print(sorted(sys.modules.keys() & {{'torch', 'transformers', 'tokenizers', 'wandb'}}))"
+        f"import {module}, sys; print(sorted(sys.modules.keys() & {{'torch', 'transformers', "
+        f"'tokenizers', 'wandb'}}))"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
 def test_parallel_settings_are_inherited():
-    tables = {"parallel": {"zero": 3, "shard_ranks": 8, "reference": {"zero": 0}, "critic": {"shard_ranks": 2}}}
+    tables = {
+        "parallel": {
+            "zero": 3,
+            "shard_ranks": 8,
+            "reference": {"zero": 0},
+            "critic": {"shard_ranks": 2},
+        }
+    }
     parallel = parse_run_config({**MODEL, **tables}, where="run.toml").parallel
     assert [parallel.of(model) for model in ("actor", "critic", "reference", "reward")] == [
         (3, 8),

@@ -1,6 +1,7 @@
-"""Answer: runs a command's body and turns what happens into an exit code. In: a function that returns a JSON-able
-mapping. Out: its JSON on stdout when asked for; a GyreError as one sentence and a hint, exit 2 (1 for a reward that
-broke during a run); Ctrl-C, exit 130, and other signals that a run was stopped by 128 + their number.
+"""Answer: runs a command's body and turns what happens into an exit code. In: a function that
+returns a JSON-able mapping. Out: its JSON on stdout when asked for; a GyreError as one sentence and
+a hint, exit 2 (1 for a reward that broke during a run); Ctrl-C, exit 130, and other signals that a
+run was stopped by 128 + their number.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ def answer(body: Callable[[], Mapping[str, Any]], *, as_json: bool) -> None:
     try:
         result = body()
     except GyreError as error:
-        print(f"error: {error.message}" + (f"\n hint: {error.hint}" if error.hint else ""), file=sys.stderr)
+        print(
+            f"error: {error.message}" + (f"\n hint: {error.hint}" if error.hint else ""),
+            file=sys.stderr,
+        )
         if as_json:
             print(json.dumps({"error": error.as_dict()}))
         raise SystemExit(error.exit_code) from error
@@ -40,4 +44,8 @@ def say_stopped(stopped: RunStopped, *, as_json: bool) -> None:
     with suppress(OSError):
         print(f"{stopped}" + (f"\n hint: {stopped.hint}" if stopped.hint else ""), file=sys.stderr)
         if as_json:
-            print(json.dumps({"error": {"kind": "stopped", "message": str(stopped), "hint": stopped.hint}}))
+            print(
+                json.dumps(
+                    {"error": {"kind": "stopped", "message": str(stopped), "hint": stopped.hint}}
+                )
+            )

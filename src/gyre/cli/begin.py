@@ -1,5 +1,5 @@
-"""gyre init. In: a name and an objective. Out: a commented config, sample data and, for objectives that learn from
-rewards, a reward file, all in the working folder and ready for `gyre train`.
+"""gyre init. In: a name and an objective. Out: a commented config, sample data and, for objectives
+that learn from rewards, a reward file, all in the working folder and ready for `gyre train`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,24 @@ THINGS = ("apples", "books", "coins", "cards", "marbles", "pens", "stamps", "she
 
 
 def run_init(name: str, objective: str, *, quiet: bool) -> Mapping[str, Any]:
-    """Write the files in the working folder. ConfigError or InputError, and nothing written, where that cannot be."""
+    """Write the files in the working folder. ConfigError or InputError, and nothing written, where
+    that cannot be."""
     if objective not in get_args(Objective):
-        raise ConfigError(f"--from {objective}: accepted are {', '.join(get_args(Objective))}", hint="grpo is usual")
+        raise ConfigError(
+            f"--from {objective}: accepted are {', '.join(get_args(Objective))}",
+            hint="grpo is usual",
+        )
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]{0,63}", name):
         raise ConfigError(
-            f"gyre init {name!r}: need a name of at most 64 letters, digits, _ and -, beginning with a letter or _",
+            f"gyre init {name!r}: need a name of at most 64 letters, digits, _ and -, beginning "
+            "with a letter or _",
             hint="files are written in the working folder: for another one go there first",
         )
     contents = make_files(name, objective)
     if there := [file for file in contents if Path(file).exists() or Path(file).is_symlink()]:
         raise InputError(
-            f"{', '.join(there)} {'is' if len(there) == 1 else 'are'} here already, and nothing is overwritten",
+            f"{', '.join(there)} {'is' if len(there) == 1 else 'are'} here already, and nothing "
+            "is overwritten",
             hint="give another name (gyre init NAME), or move what is here",
         )
     _write(contents)
@@ -51,17 +57,23 @@ def make_files(name: str, objective: str) -> dict[str, str]:
     """File name to text."""
     module = f"{name.replace('-', '_')}_rewards"
     folder = resources.files("gyre.cli") / "templates"
-    config = Template((folder / f"{objective}.toml").read_text(encoding="utf-8")).substitute(name=name, module=module)
+    config = Template((folder / f"{objective}.toml").read_text(encoding="utf-8")).substitute(
+        name=name, module=module
+    )
     guessed_share = GUESSED_SHARE if objective in WITH_REWARD else 0.0
     rows = sample_pairs() if objective in WITH_PAIRS else sample_problems(guessed_share)
-    files = {f"{name}.toml": config, f"{name}.jsonl": "".join(json.dumps(row) + "\n" for row in rows)}
+    files = {
+        f"{name}.toml": config,
+        f"{name}.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+    }
     if objective in WITH_REWARD:
         files[f"{module}.py"] = (folder / "rewards.py").read_text(encoding="utf-8")
     return files
 
 
 def sample_problems(guessed_share: float) -> Iterator[dict[str, str]]:
-    """Word problems, the same ones every time. A response works the answer out, or states it: `guessed_share` of them.
+    """Word problems, the same ones every time. A response works the answer out, or states it:
+    `guessed_share` of them.
 
     Reinforcement learning has something to find then: only working it out pays.
     """
@@ -70,10 +82,15 @@ def sample_problems(guessed_share: float) -> Iterator[dict[str, str]]:
         name, things, totals = draw.choice(NAMES), draw.choice(THINGS), [draw.randint(1, 9)]
         changes = []
         for _ in range(NUM_CHANGES):
-            changes.append(draw.choice([n for n in range(-9, 10) if n and 0 <= totals[-1] + n <= MOST]))
+            changes.append(
+                draw.choice([n for n in range(-9, 10) if n and 0 <= totals[-1] + n <= MOST])
+            )
             totals.append(totals[-1] + changes[-1])
         told = [f"gets {n}" if n > 0 else f"gives away {-n}" for n in changes]
-        prompt = f"{name} has {totals[0]} {things}, {', '.join(told[:-1])} and {told[-1]}. How many {things} are left?"
+        prompt = (
+            f"{name} has {totals[0]} {things}, {', '.join(told[:-1])} and {told[-1]}. How "
+            f"many {things} are left?"
+        )
         guessed = draw.random() < guessed_share
         yield {
             "prompt": prompt,
@@ -83,12 +100,21 @@ def sample_problems(guessed_share: float) -> Iterator[dict[str, str]]:
 
 
 def sample_pairs() -> Iterator[dict[str, str]]:
-    """The same problems, worked out; the rejected response errs by one to three in its last step."""
+    """The same problems, worked out; the rejected response errs by one to three in its last
+    step."""
     draw = random.Random(1)
     for row in sample_problems(0.0):
         right, wrong = int(row["answer"]), int(row["answer"]) + draw.randint(1, 3)
-        rejected = row["response"].removesuffix(f"{right}, {_answer(right)}") + f"{wrong}, {_answer(wrong)}"
-        yield {"prompt": row["prompt"], "chosen": row["response"], "rejected": rejected, "answer": row["answer"]}
+        rejected = (
+            row["response"].removesuffix(f"{right}, {_answer(right)}")
+            + f"{wrong}, {_answer(wrong)}"
+        )
+        yield {
+            "prompt": row["prompt"],
+            "chosen": row["response"],
+            "rejected": rejected,
+            "answer": row["answer"],
+        }
 
 
 def _work(total: int, changes: Iterable[int]) -> str:
@@ -115,5 +141,6 @@ def _write(contents: Mapping[str, str]) -> None:
         for path in made:
             path.unlink(missing_ok=True)
         raise InputError(
-            f"cannot write {file} in {Path.cwd()}: {error.strerror}", hint="run it in a folder that takes new files"
+            f"cannot write {file} in {Path.cwd()}: {error.strerror}",
+            hint="run it in a folder that takes new files",
         ) from error

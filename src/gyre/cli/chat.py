@@ -1,5 +1,5 @@
-"""gyre chat. In: a run or model folder, and what a person types. Out: the model's words as they come.
-Caller: cli.main."""
+"""gyre chat. In: a run or model folder, and what a person types. Out: the model's words as they
+come. Caller: cli.main."""
 
 from __future__ import annotations
 
@@ -41,10 +41,14 @@ def run_chat(
 
 
 def _typed() -> Iterator[str]:
-    """Yield what is typed until the end of input. The prompt goes to stderr: stdout has nothing but answers."""
+    """Yield what is typed until the end of input. The prompt goes to stderr: stdout has nothing but
+    answers."""
     at_terminal = sys.stdin.isatty()
     if at_terminal:
-        print("type a question; /new begins again, Ctrl-C ends an answer, Ctrl-D the chat", file=sys.stderr)
+        print(
+            "type a question; /new begins again, Ctrl-C ends an answer, Ctrl-D the chat",
+            file=sys.stderr,
+        )
     while True:
         if at_terminal:
             print("\n> ", end="", file=sys.stderr, flush=True)

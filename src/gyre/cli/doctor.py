@@ -1,4 +1,5 @@
-"""gyre doctor. In: this machine. Out: a line per thing that Gyre can use: there or not, why, and what to do about it."""
+"""gyre doctor. In: this machine. Out: a line per thing that Gyre can use: there or not, why, and
+what to do about it."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def _hardware() -> list[Finding]:
         Finding(
             what="bfloat16 on CPU",
             verdict="ok" if bf16 else "weaker",
-            detail="multiplied by the hardware" if bf16 else "not in this processor; runs use float32",
+            detail="multiplied by the hardware"
+            if bf16
+            else "not in this processor; runs use float32",
         ),
         Finding(
             what="memory",
@@ -59,7 +62,11 @@ def _hardware() -> list[Finding]:
             detail=f"{memory / 2**30:.1f} GiB available",
             advice="" if memory > 4 << 30 else "the examples under configs/ need about 2 GiB",
         ),
-        Finding(what="disk", verdict="ok", detail=f"{shutil.disk_usage('.').free / 2**30:.0f} GiB free here"),
+        Finding(
+            what="disk",
+            verdict="ok",
+            detail=f"{shutil.disk_usage('.').free / 2**30:.0f} GiB free here",
+        ),
     ]
 
 
@@ -77,10 +84,19 @@ def _torch() -> list[Finding]:
             found.append(Finding(what=f"cuda:{index}", verdict="ok", detail=detail))
         return found
     built = torch.version.cuda
-    why = f"torch is built for CUDA {built}, but no driver or device answers" if built else "this torch is a CPU build"
+    why = (
+        f"torch is built for CUDA {built}, but no driver or device answers"
+        if built
+        else "this torch is a CPU build"
+    )
     return [
         *found,
-        Finding(what="cuda", verdict="missing", detail=why, advice="runs use the CPU; nothing to do for it"),
+        Finding(
+            what="cuda",
+            verdict="missing",
+            detail=why,
+            advice="runs use the CPU; nothing to do for it",
+        ),
     ]
 
 
@@ -92,10 +108,16 @@ def _c_kernels() -> Finding:
     for source in build.LIBRARIES:
         built = build.load(source, bf16=describe_hardware()["flags"]["bf16"])
         if isinstance(built, build.Unavailable):
-            advice = "runs on the CPU take torch's kernels, several times slower; gcc 12 or clang builds ours"
+            advice = (
+                "runs on the CPU take torch's kernels, several times slower; gcc 12 or "
+                "clang builds ours"
+            )
             return Finding(what="C kernels", verdict="weaker", detail=built.reason, advice=advice)
         names.add(built.instructions.name)
-    detail = f"built for {' and '.join(names)} by {build.find_compiler()}, kept in {build.cache_folder()}"
+    detail = (
+        f"built for {' and '.join(names)} by {build.find_compiler()}, kept in "
+        f"{build.cache_folder()}"
+    )
     return Finding(what="C kernels", verdict="ok", detail=detail)
 
 
@@ -105,8 +127,17 @@ def _sandbox() -> Finding:
     said: dict[str, Any] = {}
     mode = choose_mode("auto", emit=lambda kind, **fields: said.update(fields))
     weak = mode == "weak"
-    advice = f"{said['reason']}; rewards.sandbox = 'strong' refuses to run code like this" if weak else ""
-    return Finding(what="code sandbox", verdict="weaker" if weak else "ok", detail=said["isolation"], advice=advice)
+    advice = (
+        f"{said['reason']}; rewards.sandbox = 'strong' refuses to run code like this"
+        if weak
+        else ""
+    )
+    return Finding(
+        what="code sandbox",
+        verdict="weaker" if weak else "ok",
+        detail=said["isolation"],
+        advice=advice,
+    )
 
 
 def _packages() -> list[Finding]:
@@ -114,7 +145,11 @@ def _packages() -> list[Finding]:
     for package, (extra, used_by) in EXTRAS.items():
         if importlib.util.find_spec(package) is None:
             advice = f"for {used_by}: pip install 'gyre-rl[{extra}]'"
-            found.append(Finding(what=package, verdict="missing", detail="not installed", advice=advice))
+            found.append(
+                Finding(what=package, verdict="missing", detail="not installed", advice=advice)
+            )
         else:
-            found.append(Finding(what=package, verdict="ok", detail=importlib.metadata.version(package)))
+            found.append(
+                Finding(what=package, verdict="ok", detail=importlib.metadata.version(package))
+            )
     return found

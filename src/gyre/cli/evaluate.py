@@ -1,4 +1,5 @@
-"""gyre eval. In: a run or model folder. Out: accuracy or mean reward on held-out problems. Caller: cli.main."""
+"""gyre eval. In: a run or model folder. Out: accuracy or mean reward on held-out problems. Caller:
+cli.main."""
 
 from __future__ import annotations
 
@@ -34,8 +35,11 @@ def run_eval(
 def headline(result: Mapping[str, Any]) -> str:
     """What was measured, its 95 % interval and its meaning."""
     metric, interval = result["metric"], result["interval"]
-    around = " to ".join(show_measure(metric, bound) for bound in interval) if interval else "not known"
+    around = (
+        " to ".join(show_measure(metric, bound) for bound in interval) if interval else "not known"
+    )
     return (
-        f"{metric} {show_measure(metric, result['value'])} (95 % interval {around}) on {result['n']} held-out problems "
+        f"{metric} {show_measure(metric, result['value'])} (95 % interval {around}) on "
+        f"{result['n']} held-out problems "
         f"of {result['source']}\n  {metric}: {result['meaning']}"
     )

@@ -1,5 +1,5 @@
-"""gyre: the command. In: argv. Out: an exit code; with --json, one JSON object as the last line of stdout, logs on
-stderr. Heavy imports wait until a command runs, so that --help answers at once.
+"""gyre: the command. In: argv. Out: an exit code; with --json, one JSON object as the last line of
+stdout, logs on stderr. Heavy imports wait until a command runs, so that --help answers at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from gyre.core.errors import RunStopped
 
 
 class Commands(typer.core.TyperGroup):
-    """All commands. Ctrl-C while one is imported, before it answers for itself, is told in the same words."""
+    """All commands. Ctrl-C while one is imported, before it answers for itself, is told in the same
+    words."""
 
     def invoke(self, ctx: typer.Context) -> Any:
         try:
@@ -37,11 +38,16 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Target = Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run folder, or a model folder in hub layout.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key, as in --set trainer.steps=10.")
+Target = Annotated[
+    Path, typer.Argument(metavar="RUN|MODEL", help="A run folder, or a model folder in hub layout.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key, as in --set trainer.steps=10."),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")
+]
 
 
 def print_version(asked: bool) -> None:
@@ -53,7 +59,10 @@ def print_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=print_version)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and leave.", is_eager=True, callback=print_version
+        ),
     ] = False,
 ) -> None:
     """Train a language model by reinforcement learning, and use what comes out."""
@@ -61,8 +70,12 @@ def options(
 
 @app.command(name="init")
 def begin(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Of the run and its files.")] = "my_run",
-    objective: Annotated[str, typer.Option("--from", metavar="OBJECTIVE", help="sft, grpo, ppo, dpo or rm.")] = "grpo",
+    name: Annotated[
+        str, typer.Argument(metavar="[NAME]", help="Of the run and its files.")
+    ] = "my_run",
+    objective: Annotated[
+        str, typer.Option("--from", metavar="OBJECTIVE", help="sft, grpo, ppo, dpo or rm.")
+    ] = "grpo",
     json: AsJson = False,
 ) -> None:
     """Write a config, sample data and a reward to start from.
@@ -76,13 +89,22 @@ def begin(
 @app.command()
 def train(
     config: Annotated[
-        Path | None, typer.Argument(metavar="RUN.toml", help="The run's config; gyre init writes one.")
+        Path | None,
+        typer.Argument(metavar="RUN.toml", help="The run's config; gyre init writes one."),
     ] = None,
     set_: Overrides = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with a stopped run, exactly.")] = None,
-    stage: Annotated[str, typer.Option(help="Which stages to run: all, cold_start or main.")] = "all",
-    check_goal: Annotated[bool, typer.Option("--check-goal", help="Fail when the run misses its [goal].")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="One line per step instead of the live panel.")] = False,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Go on with a stopped run, exactly.")
+    ] = None,
+    stage: Annotated[
+        str, typer.Option(help="Which stages to run: all, cold_start or main.")
+    ] = "all",
+    check_goal: Annotated[
+        bool, typer.Option("--check-goal", help="Fail when the run misses its [goal].")
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="One line per step instead of the live panel.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Run the stages of a config: cold start, then its objective."""
@@ -90,7 +112,13 @@ def train(
 
     answer(
         lambda: run_train(
-            config, set_ or [], resume=resume, stage=stage, check_goal=check_goal, plain=plain or json, quiet=json
+            config,
+            set_ or [],
+            resume=resume,
+            stage=stage,
+            check_goal=check_goal,
+            plain=plain or json,
+            quiet=json,
         ),
         as_json=json,
     )
@@ -99,17 +127,32 @@ def train(
 @app.command()
 def plan(
     config: Annotated[
-        Path | None, typer.Argument(metavar="RUN.toml", help="The run's config; gyre init writes one.")
+        Path | None,
+        typer.Argument(metavar="RUN.toml", help="The run's config; gyre init writes one."),
     ] = None,
     set_: Overrides = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to plan for; with --gpu.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="Their kind, such as h200; they need not be here.")] = None,
-    host_bytes: Annotated[int | None, typer.Option(min=0, help="Memory of one host; left out: the usual one.")] = None,
-    shape: Annotated[str | None, typer.Option(help="A published shape, such as qwen3-8b, as the model.")] = None,
-    sequence_tokens: Annotated[int | None, typer.Option(min=1, help="Without RUN.toml: tokens per sequence.")] = None,
-    update_tokens: Annotated[int | None, typer.Option(min=1, help="Without RUN.toml: tokens per update.")] = None,
-    zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage; left out: the best.")] = None,
-    shard_ranks: Annotated[int | None, typer.Option(min=1, help="Ranks that split the states; left out: best.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Their kind, such as h200; they need not be here.")
+    ] = None,
+    host_bytes: Annotated[
+        int | None, typer.Option(min=0, help="Memory of one host; left out: the usual one.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="A published shape, such as qwen3-8b, as the model.")
+    ] = None,
+    sequence_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Without RUN.toml: tokens per sequence.")
+    ] = None,
+    update_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Without RUN.toml: tokens per update.")
+    ] = None,
+    zero: Annotated[
+        int | None, typer.Option(min=0, max=3, help="ZeRO stage; left out: the best.")
+    ] = None,
+    shard_ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that split the states; left out: best.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Print sizes and memory of a config, here or on named GPUs.
@@ -118,9 +161,15 @@ def plan(
     from gyre.cli.plan import run_plan
 
     given = {
-        "gpus": gpus, "gpu": gpu, "host_bytes": host_bytes, "shape": shape, "sequence_tokens": sequence_tokens,
-        "update_tokens": update_tokens, "zero": zero, "shard_ranks": shard_ranks,
-    }  # fmt: skip
+        "gpus": gpus,
+        "gpu": gpu,
+        "host_bytes": host_bytes,
+        "shape": shape,
+        "sequence_tokens": sequence_tokens,
+        "update_tokens": update_tokens,
+        "zero": zero,
+        "shard_ranks": shard_ranks,
+    }
     options = {name: value for name, value in given.items() if value is not None}
     answer(lambda: run_plan(config, set_ or [], options=options, quiet=json), as_json=json)
 
@@ -128,22 +177,33 @@ def plan(
 @app.command(name="eval")
 def evaluate(
     target: Target,
-    config: Annotated[Path | None, typer.Option(help="Config with data and rewards, for a model folder.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Config with data and rewards, for a model folder.")
+    ] = None,
     set_: Overrides = None,
-    problems: Annotated[int, typer.Option(min=0, help="Held-out problems; 0 takes the config's number.")] = 0,
+    problems: Annotated[
+        int, typer.Option(min=0, help="Held-out problems; 0 takes the config's number.")
+    ] = 0,
     json: AsJson = False,
 ) -> None:
     """Measure accuracy, or the mean reward, on held-out problems."""
     from gyre.cli.evaluate import run_eval
 
-    answer(lambda: run_eval(target, config, set_ or [], num_problems=problems, quiet=json), as_json=json)
+    answer(
+        lambda: run_eval(target, config, set_ or [], num_problems=problems, quiet=json),
+        as_json=json,
+    )
 
 
 @app.command()
 def chat(
     target: Target,
-    prompt: Annotated[str | None, typer.Option(help="Ask this once and leave, instead of a conversation.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=0, help="Tokens per answer at most; 0 is all the context.")] = 0,
+    prompt: Annotated[
+        str | None, typer.Option(help="Ask this once and leave, instead of a conversation.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens per answer at most; 0 is all the context.")
+    ] = 0,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Decides every draw.")] = 0,
     json: AsJson = False,
@@ -152,14 +212,17 @@ def chat(
     from gyre.cli.chat import run_chat
 
     answer(
-        lambda: run_chat(target, prompt, max_tokens=max_tokens, temperature=temperature, seed=seed, quiet=json),
+        lambda: run_chat(
+            target, prompt, max_tokens=max_tokens, temperature=temperature, seed=seed, quiet=json
+        ),
         as_json=json,
     )
 
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, finished or not.")], json: AsJson = False
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, finished or not.")],
+    json: AsJson = False,
 ) -> None:
     """Write RUN/report.html: curves, phases, memory, rollouts, counts."""
     from gyre.cli.report import run_report
@@ -169,9 +232,14 @@ def report(
 
 @app.command()
 def score(
-    target: Annotated[Path, typer.Argument(metavar="RUN.toml|RUN", help="A config, or a run folder.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="RUN.toml|RUN", help="A config, or a run folder.")
+    ],
     completions: Annotated[
-        Path, typer.Argument(metavar="COMPLETIONS.jsonl", help='Rows of {"completion": …, "answer": …, …}.')
+        Path,
+        typer.Argument(
+            metavar="COMPLETIONS.jsonl", help='Rows of {"completion": …, "answer": …, …}.'
+        ),
     ],
     set_: Overrides = None,
     json: AsJson = False,

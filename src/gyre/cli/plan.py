@@ -1,5 +1,5 @@
-"""gyre plan. In: a config, or a shape and GPUs by name. Out: sizes, batch numbers and the memory plan, with nothing
-started. Caller: cli.main."""
+"""gyre plan. In: a config, or a shape and GPUs by name. Out: sizes, batch numbers and the memory
+plan, with nothing started. Caller: cli.main."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from gyre.launch.names import refuse_missing_names
 from gyre.runconfig import load_run_config
 
 SHAPE_ONLY = ("sequence_tokens", "update_tokens")  # a config says these itself
-FOLDED, UNFOLDED = 72, 120  # columns: no text is folded below the first; the second where there is no terminal
+# columns: no text is folded below the first; the second where there is no terminal
+FOLDED, UNFOLDED = 72, 120
 
 
-def run_plan(config: Path | None, overrides: list[str], *, options: Mapping[str, Any], quiet: bool) -> dict[str, Any]:
-    """`options` are those of the command that were given, by the names of launch.plan_command.Request."""
+def run_plan(
+    config: Path | None, overrides: list[str], *, options: Mapping[str, Any], quiet: bool
+) -> dict[str, Any]:
+    """`options` are those of the command that were given, by the names of
+    launch.plan_command.Request."""
     settings = load_run_config(config, overrides) if config is not None else None
     check_options(config, overrides, options)
     if settings is not None:
@@ -43,11 +47,13 @@ def check_options(config: Path | None, overrides: list[str], options: Mapping[st
     """Refuse what would say nothing: no option is passed over."""
     if not options and config is None:
         raise ConfigError(
-            "gyre plan needs RUN.toml, or --shape with --gpu", hint="gyre plan --shape qwen3-8b --gpu h200"
+            "gyre plan needs RUN.toml, or --shape with --gpu",
+            hint="gyre plan --shape qwen3-8b --gpu h200",
         )
     if options and "gpu" not in options:
         raise ConfigError(
-            f"--{next(iter(options)).replace('_', '-')} is about GPUs that are named: --gpu is missing",
+            f"--{next(iter(options)).replace('_', '-')} is about GPUs that are named: --gpu is "
+            "missing",
             hint="for example --gpus 8 --gpu h200; without these the plan is for this machine",
         )
     if config is None and overrides:
@@ -58,7 +64,8 @@ def check_options(config: Path | None, overrides: list[str], options: Mapping[st
     given = [name for name in SHAPE_ONLY if name in options]
     if config is not None and given:
         raise ConfigError(
-            f"--{given[0].replace('_', '-')} is for a shape without RUN.toml: {config} says how long sequences and "
+            f"--{given[0].replace('_', '-')} is for a shape without RUN.toml: {config} says how "
+            "long sequences and "
             "updates are",
             hint="leave it out, or leave RUN.toml out",
         )

@@ -1,5 +1,5 @@
-"""gyre score. In: a config or run folder, and a JSONL file of completions. Out: what each reward gave each of them, why
-and how fast. Caller: cli.main."""
+"""gyre score. In: a config or run folder, and a JSONL file of completions. Out: what each reward
+gave each of them, why and how fast. Caller: cli.main."""
 
 from __future__ import annotations
 
@@ -22,10 +22,15 @@ MOST_TEXT_CHARS = 300  # of a completion that is shown
 COLOURS = {"ok": "green", "timeout": "yellow", "error": "red", "invalid": "red"}
 
 
-def run_score(target: Path, completions: Path, overrides: list[str], *, quiet: bool) -> Mapping[str, Any]:
+def run_score(
+    target: Path, completions: Path, overrides: list[str], *, quiet: bool
+) -> Mapping[str, Any]:
     if not completions.is_file():
         state = "is no file" if completions.exists() else "does not exist"
-        raise InputError(f"{completions} {state}", hint='give a JSONL file of {"completion": …, "answer": …, …} rows')
+        raise InputError(
+            f"{completions} {state}",
+            hint='give a JSONL file of {"completion": …, "answer": …, …} rows',
+        )
     from gyre.launch.score import read_score_order, score_file
 
     config, tokenizer = read_score_order(target, overrides)
@@ -39,16 +44,30 @@ def run_score(target: Path, completions: Path, overrides: list[str], *, quiet: b
 
 def show(scored: Scored, console: Console) -> None:
     """One block per completion."""
-    for where, completion, score in zip(scored.wheres, scored.completions, scored.scores, strict=True):
-        console.rule(Text(f"{where}  total {score.value:.4g}", style="bold"), align="left", characters="─")
-        text = completion if len(completion) <= MOST_TEXT_CHARS else f"{completion[:MOST_TEXT_CHARS]}…"
+    for where, completion, score in zip(
+        scored.wheres, scored.completions, scored.scores, strict=True
+    ):
+        console.rule(
+            Text(f"{where}  total {score.value:.4g}", style="bold"), align="left", characters="─"
+        )
+        text = (
+            completion if len(completion) <= MOST_TEXT_CHARS else f"{completion[:MOST_TEXT_CHARS]}…"
+        )
         console.print(Text(text or "(empty)", style="dim"))
         console.print(_table(score))
         console.print()
     mean = sum(score.value for score in scored.scores) / len(scored.scores)
     failed = sum(part.outcome != "ok" for score in scored.scores for part in score.parts)
-    said = f"{len(scored.scores)} completion{'s' if len(scored.scores) > 1 else ''}, mean total {mean:.4g}"
-    console.print(Text(said + (f", {failed} check{'s' if failed > 1 else ''} failed" if failed else ""), style="bold"))
+    said = (
+        f"{len(scored.scores)} completion{'s' if len(scored.scores) > 1 else ''}, mean total "
+        f"{mean:.4g}"
+    )
+    console.print(
+        Text(
+            said + (f", {failed} check{'s' if failed > 1 else ''} failed" if failed else ""),
+            style="bold",
+        )
+    )
 
 
 def _table(score: Score) -> Table:
@@ -60,7 +79,9 @@ def _table(score: Score) -> Table:
     table.add_column("reason", overflow="fold")
     for part in score.parts:
         outcome = Text(part.outcome, style=COLOURS[part.outcome])
-        seconds = f"{part.seconds:.2f} s" if part.seconds >= 1.0 else f"{part.seconds * 1000:.1f} ms"
+        seconds = (
+            f"{part.seconds:.2f} s" if part.seconds >= 1.0 else f"{part.seconds * 1000:.1f} ms"
+        )
         numbers = f"{part.value:.4g}", f"{part.weight:.4g}", seconds
         table.add_row(Text(part.name), *numbers, outcome, Text(part.reason))
     return table
@@ -71,4 +92,9 @@ def _parts(score: Score) -> dict[str, Any]:
 
 
 def _part(part: ScorePart) -> dict[str, Any]:
-    return {"value": part.value, "outcome": part.outcome, "reason": part.reason, "seconds": round(part.seconds, 6)}
+    return {
+        "value": part.value,
+        "outcome": part.outcome,
+        "reason": part.reason,
+        "seconds": round(part.seconds, 6),
+    }

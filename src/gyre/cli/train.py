@@ -1,4 +1,5 @@
-"""gyre train. In: a config or a run folder to go on with. Out: what the run came to. Caller: cli.main."""
+"""gyre train. In: a config or a run folder to go on with. Out: what the run came to. Caller:
+cli.main."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ def run_train(
     quiet: bool,
 ) -> Mapping[str, Any]:
     if stage not in STAGES:
-        raise ConfigError(f"--stage {stage}: accepted are {', '.join(STAGES)}", hint="leave it out to run them all")
+        raise ConfigError(
+            f"--stage {stage}: accepted are {', '.join(STAGES)}",
+            hint="leave it out to run them all",
+        )
     if (config is None) == (resume is None):
         raise ConfigError(
             "gyre train needs a config, or --resume RUN, and not both",
@@ -35,14 +39,16 @@ def run_train(
         )
     if resume is not None and stage != "all":
         raise ConfigError(
-            f"--stage {stage}: --resume goes on with the stages that the run was begun with", hint="leave out --stage"
+            f"--stage {stage}: --resume goes on with the stages that the run was begun with",
+            hint="leave out --stage",
         )
     order = read_order(config, overrides, resume=resume, stage=stage, check_goal=check_goal)
     refuse_missing_names(order.config)  # before torch is loaded
     guarded = None
     if order.config.cluster.kind == "ray":
         guarded = guard_driver(order.config.cluster.max_restarts)
-        if guarded.folder is not None and resume is None:  # it was begun before Ray ended the driver
+        # it was begun before Ray ended the driver
+        if guarded.folder is not None and resume is None:
             config, overrides, resume, stage = None, [], guarded.folder, "all"
     try:
         with loading():
@@ -57,5 +63,6 @@ def run_train(
     goal = result.get("goal")
     if goal is not None and not quiet:
         print(goal["verdict"], file=sys.stderr)
-    missed = check_goal and (goal is None or not goal["reached"])  # what nobody judges was refused above
+    # what nobody judges was refused above
+    missed = check_goal and (goal is None or not goal["reached"])
     return {**result, "goal_missed": True} if missed else result

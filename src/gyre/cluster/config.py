@@ -1,5 +1,5 @@
-"""Cluster config: on which devices a run works, and what happens when one fails. In: the TOML table `[cluster]`.
-Out: a frozen section. No torch, no ray here."""
+"""Cluster config: on which devices a run works, and what happens when one fails. In: the TOML table
+`[cluster]`. Out: a frozen section. No torch, no ray here."""
 
 from __future__ import annotations
 
@@ -11,37 +11,43 @@ from gyre.core.config import Section
 
 
 class ClusterConfig(Section):
-    """Where the trainer ranks and the engines of a training run live. Evaluation, chat and plans use one device."""
+    """Where the trainer ranks and the engines of a training run live. Evaluation, chat and plans
+    use one device."""
 
     kind: Literal["inline", "ray"] = "inline"
-    """inline: all in this process, on one device. ray: one worker process per device, each with a trainer rank and an
-    engine; needs the extra `cluster`."""
+    """inline: all in this process, on one device. ray: one worker process per device, each with a
+    trainer rank and an engine; needs the extra `cluster`."""
     num_workers: int = Field(default=0, ge=0)
-    """Workers, each with a trainer rank and an engine; 0 takes one per GPU of the cluster, or one on a CPU."""
+    """Workers, each with a trainer rank and an engine; 0 takes one per GPU of the cluster, or one
+    on a CPU."""
     engine_workers: int = Field(default=0, ge=0)
-    """Further workers with an engine alone, on devices of their own. Their weights go through host memory."""
+    """Further workers with an engine alone, on devices of their own. Their weights go through host
+    memory."""
     address: str = ""
-    """Of a running Ray cluster, "host:port" or "auto"; without it Ray is started here, on loopback alone."""
+    """Of a running Ray cluster, "host:port" or "auto"; without it Ray is started here, on loopback
+    alone."""
     cpus_per_worker: float = Field(default=1.0, gt=0.0)
     """Cores that each worker asks Ray for."""
     object_store_bytes: int = Field(default=512 << 20, ge=100 << 20)
     """Shared memory for batches on their way, of a Ray that is started here."""
     max_restarts: int = Field(default=2, ge=0)
-    """How often a run restarts by itself from its newest snapshot after a rank died, hung or raised; and how often each
-    engine worker is started again."""
+    """How often a run restarts by itself from its newest snapshot after a rank died, hung or
+    raised; and how often each engine worker is started again."""
     start_deadline_s: float = Field(default=300.0, gt=0.0)
     """Longest wait for a worker to start: its process and the group of all ranks."""
     call_deadline_s: float = Field(default=300.0, gt=0.0)
-    """Longest wait for a worker's answer about weights, memory or requests, which come without signs of progress."""
+    """Longest wait for a worker's answer about weights, memory or requests, which come without
+    signs of progress."""
     hang_s: float = Field(default=45.0, gt=0.0)
-    """A rank or an engine that has sequences to work on and makes no progress for so long is taken for hung, and so is
-    a rank whose process answers nothing, whatever it is at. Progress is a layer of a model run forward, a cut of
-    offloaded state updated or waited for (trainer.offload_deadline_s), a part of a trace written, a look whether a
-    snapshot is copied (snapshot.deadline_s), a block of one written between two steps, so long steps are
-    fine; a single one of these, or an update of what is not offloaded, that takes this long is not."""
+    """A rank or an engine that has sequences to work on and makes no progress for so long is taken
+    for hung, and so is a rank whose process answers nothing, whatever it is at. Progress is a layer
+    of a model run forward, a cut of offloaded state updated or waited for
+    (trainer.offload_deadline_s), a part of a trace written, a look whether a snapshot is copied
+    (snapshot.deadline_s), a block of one written between two steps, so long steps are fine; a
+    single one of these, or an update of what is not offloaded, that takes this long is not."""
     progress_tokens: int = Field(default=64, ge=0)
-    """Engines report rollouts every so many tokens, so that a lost engine's work is gone on with from there; 0 only
-    when a completion ends."""
+    """Engines report rollouts every so many tokens, so that a lost engine's work is gone on with
+    from there; 0 only when a completion ends."""
     multicast: bool = False
     """Let NCCL use NVLink multicast. It can put the GPUs of a shared host out of service."""
 
@@ -49,7 +55,8 @@ class ClusterConfig(Section):
     def refuse_workers_inline(self) -> ClusterConfig:
         if self.kind == "inline" and (self.num_workers > 1 or self.engine_workers or self.address):
             raise ValueError(
-                "kind = 'inline' works on one device in this process: give kind = 'ray' for num_workers, "
+                "kind = 'inline' works on one device in this process: give kind = 'ray' for "
+                "num_workers, "
                 "engine_workers or address"
             )
         return self

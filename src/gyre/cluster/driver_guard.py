@@ -1,14 +1,15 @@
-"""Guard: the processes around a driver on Ray. In: how often to start it again. Out: a driver that can be lost, and no
-process of it that stays. Ray ends its driver from C++, without a word, when the raylet is gone; and a driver that is
-killed leaves Ray's processes behind. No torch, no ray here: it forks before they are loaded.
+"""Guard: the processes around a driver on Ray. In: how often to start it again. Out: a driver that
+can be lost, and no process of it that stays. Ray ends its driver from C++, without a word, when the
+raylet is gone; and a driver that is killed leaves Ray's processes behind. No torch, no ray here: it
+forks before they are loaded.
 
     front ──▶ guard ──▶ driver ──▶ Ray's processes, workers, rewards
       │         │          └─ report: its run folder, its end in good order
       │         └─ ends all below it when the driver or the front is gone; starts the driver again when Ray ended it
       └─ what the shell started: passes signals on, ends as the driver did; ends all when the guard is killed
 
-Front and guard are subreapers: whatever loses its parent below them becomes theirs, so that they find and reap it also
-where no init does. They end descendants of their own and nothing else.
+Front and guard are subreapers: whatever loses its parent below them becomes theirs, so that they
+find and reap it also where no init does. They end descendants of their own and nothing else.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ class Guarded:
 
 
 def guard_driver(max_restarts: int) -> Guarded:
-    """Returns in the driver, once for each time that it is started. The caller's own process and the guard end in here
-    with SystemExit, as the driver did. RankError, in the guard, when Ray has ended it once too often."""
+    """Returns in the driver, once for each time that it is started. The caller's own process and
+    the guard end in here with SystemExit, as the driver did. RankError, in the guard, when Ray has
+    ended it once too often."""
     alive, held = os.pipe()  # the guard reads the end of the front
     _become_subreaper()
     pid = _fork()
@@ -70,7 +72,8 @@ def guard_driver(max_restarts: int) -> Guarded:
     if code < 0:
         end_descendants()
         raise RankError(
-            f"the guard of the driver was ended by signal {-code}", hint="go on with gyre train --resume RUN"
+            f"the guard of the driver was ended by signal {-code}",
+            hint="go on with gyre train --resume RUN",
         )
     raise SystemExit(code)
 
@@ -105,7 +108,9 @@ def _guard(alive: int, max_restarts: int) -> Guarded:
         )
     if code < 0:
         hint = f"go on with: gyre train --resume {folder}" if folder else ""
-        raise RankError(f"the driver was ended by signal {-code}; its processes were ended with it", hint=hint)
+        raise RankError(
+            f"the driver was ended by signal {-code}; its processes were ended with it", hint=hint
+        )
     raise SystemExit(code)
 
 
@@ -139,7 +144,9 @@ def end_descendants() -> None:
                 process.kill()
         time.sleep(LOOK_S)
     names = ", ".join(f"{process.pid}" for process in me.children(recursive=True))
-    print(f"warning: processes that stay {END_S:g} s after they were killed: {names}", file=sys.stderr)
+    print(
+        f"warning: processes that stay {END_S:g} s after they were killed: {names}", file=sys.stderr
+    )
 
 
 def _become_driver(*not_mine: int) -> None:
@@ -150,7 +157,9 @@ def _become_driver(*not_mine: int) -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
 
 
 def _pass_on(to: list[int], passed: list[int] | None = None) -> None:

@@ -1,7 +1,9 @@
-"""Ray cluster: workers as Ray actors, one process each. In: RoleSpecs. Out: handles. Implements Cluster.
+"""Ray cluster: workers as Ray actors, one process each. In: RoleSpecs. Out: handles. Implements
+Cluster.
 
-A Ray that is started here listens on loopback only, has no dashboard and tells nobody of it; it ends with `close`. With
-an address the workers are started on the nodes of that cluster, where gyre must be installed.
+A Ray that is started here listens on loopback only, has no dashboard and tells nobody of it; it
+ends with `close`. With an address the workers are started on the nodes of that cluster, where gyre
+must be installed.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ LEAVE_S = 3.0  # for a killed worker to go by Ray's hand
 STOP_S = 20.0  # longest wait for a killed worker to be gone
 MOST_CALLS = 1000  # at a time, per worker
 TYPE_PREFIX = "accelerator_type:"  # of the resource by which Ray names the GPUs of a node
-# Read by Ray when it is imported. The second one is what keeps a local Ray on 127.0.0.1: it means "local only".
+# Read by Ray when it is imported. The second one is what keeps a local Ray on 127.0.0.1: it means
+# "local only".
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
 LOOPBACK = "127.0.0.1"
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -38,7 +41,8 @@ INSTALL = "pip install 'gyre-rl[cluster]'"
 
 
 class Actor:
-    """What runs in the worker's process. Calls start in the order in which they were given numbers."""
+    """What runs in the worker's process. Calls start in the order in which they were given
+    numbers."""
 
     def __init__(self, spec: RoleSpec) -> None:
         self._host = WorkerServer(spec)
@@ -64,7 +68,8 @@ class Actor:
             self._end_turn()
 
     async def _turn(self, number: int) -> None:
-        if number != self._next:  # large arguments may have come later than a call that was made after
+        # large arguments may have come later than a call that was made after
+        if number != self._next:
             await self._turns.setdefault(number, asyncio.Event()).wait()
 
     def _end_turn(self) -> None:
@@ -88,7 +93,8 @@ class RayHandle:
         self.process: psutil.Process | None = None  # on this machine
         self.actor, self._on_event = actor, on_event
         self._number = 0
-        self._sending = threading.Lock()  # the worker waits for every number: none may be taken twice or left out
+        # the worker waits for every number: none may be taken twice or left out
+        self._sending = threading.Lock()
         self.stopped = ""
 
     def begin(self, method: str, *args: Any) -> Future[Any]:
@@ -111,7 +117,9 @@ class RayHandle:
         return self._follow(self.actor.build.remote(), settle)
 
     def until_end(self) -> Future[Any]:
-        return self._follow(self.actor.until_end.options(concurrency_group=WATCH).remote(), _pass_on)
+        return self._follow(
+            self.actor.until_end.options(concurrency_group=WATCH).remote(), _pass_on
+        )
 
     def _settle(self, out: Future[Any], reply: Reply) -> None:
         settle_reply(out, reply, self.name, self._on_event)
@@ -123,8 +131,8 @@ class RayHandle:
         *,
         on_fault: Callable[[], Any] = lambda: None,
     ) -> Future[Any]:
-        """The answer to be, with Ray's words for a dead process and for a call that never reached its object made
-        ours; `on_fault` comes before the latter."""
+        """The answer to be, with Ray's words for a dead process and for a call that never reached
+        its object made ours; `on_fault` comes before the latter."""
         out: Future[Any] = Future()
         out.set_running_or_notify_cancel()  # whoever stops waiting for it does not end it
 
@@ -134,10 +142,16 @@ class RayHandle:
             try:
                 value = answer.result()
             except RayActorError as error:
-                out.set_exception(WorkerLost(f"worker {self.name} ({self.place}) is gone: {self._cause(error)}"))
+                out.set_exception(
+                    WorkerLost(f"worker {self.name} ({self.place}) is gone: {self._cause(error)}")
+                )
             except Exception as error:  # noqa: BLE001  it belongs to whoever waits
                 on_fault()
-                out.set_exception(WorkerFault(f"worker {self.name} ({self.place}): {type(error).__name__}: {error}"))
+                out.set_exception(
+                    WorkerFault(
+                        f"worker {self.name} ({self.place}): {type(error).__name__}: {error}"
+                    )
+                )
             else:
                 settle(out, value)
 
@@ -147,7 +161,9 @@ class RayHandle:
     def _cause(self, error: Exception) -> str:
         told = [line.strip() for line in str(error).splitlines() if line.strip()]
         wanted = [
-            line for line in told if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:"))
+            line
+            for line in told
+            if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:", "ip:"))
         ]
         return self.stopped or " ".join(wanted)[:600]
 
@@ -156,15 +172,17 @@ def _find_process(pid: int) -> psutil.Process | None:
     """A worker's process, when it is one of this machine's."""
     try:
         process = psutil.Process(pid)
-        return process if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::") else None
+        return (
+            process if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::") else None
+        )
     except psutil.Error:
         return None
 
 
 def _end_process(process: psutil.Process) -> bool:
-    """Ray calls an actor dead as soon as it was told to kill it. One that hangs or was stopped by a signal is still
-    there then, with its device. Others are about to go: killed now, Ray would warn of a worker that died. Blocks; says
-    whether it is gone."""
+    """Ray calls an actor dead as soon as it was told to kill it. One that hangs or was stopped by a
+    signal is still there then, with its device. Others are about to go: killed now, Ray would warn
+    of a worker that died. Blocks; says whether it is gone."""
     try:
         with suppress(psutil.TimeoutExpired):
             process.wait(LEAVE_S)
@@ -185,7 +203,8 @@ class RayCluster:
     """Actors as workers."""
 
     def __init__(self, config: ClusterConfig, *, on_event: OnEvent) -> None:
-        """Start Ray, or join the cluster at `config.address`. ConfigError when neither can be done."""
+        """Start Ray, or join the cluster at `config.address`. ConfigError when neither can be
+        done."""
         self._on_event = on_event
         self._handles: set[RayHandle] = set()
         self._numbers = itertools.count()  # a name is not free as soon as its actor is killed
@@ -193,7 +212,10 @@ class RayCluster:
         import ray
 
         if ray.is_initialized():
-            raise ConfigError("this process is part of a Ray cluster already", hint="train in a process of its own")
+            raise ConfigError(
+                "this process is part of a Ray cluster already",
+                hint="train in a process of its own",
+            )
         try:
             if config.address:
                 ray.init(address=config.address, log_to_driver=False, configure_logging=False)
@@ -206,21 +228,29 @@ class RayCluster:
                     configure_logging=False,
                 )
         except (ConnectionError, ValueError, RuntimeError) as error:
-            where = f"no Ray cluster answers at cluster.address = '{config.address}'" if config.address else "Ray"
+            where = (
+                f"no Ray cluster answers at cluster.address = '{config.address}'"
+                if config.address
+                else "Ray"
+            )
             raise ConfigError(
                 f"{where}: {str(error).splitlines()[0]}",
-                hint="leave cluster.address out to start Ray here, or start it with `ray start --head`",
+                hint="leave cluster.address out to start Ray here, or start it with `ray start "
+                "--head`",
             ) from error
         self._ray = ray
         if not config.address and (heard := ray.util.get_node_ip_address()) != LOOPBACK:
             ray.shutdown()
             raise ConfigError(
-                f"Ray was imported before gyre could keep it on {LOOPBACK}, and would listen on {heard}",
-                hint="set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 in the environment, or do not import ray in this process",
+                f"Ray was imported before gyre could keep it on {LOOPBACK}, and would listen on "
+                f"{heard}",
+                hint="set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 in the environment, or do not "
+                "import ray in this process",
             )
         options: dict[str, Any] = {"max_concurrency": MOST_CALLS, "concurrency_groups": {WATCH: 8}}
         self._remote: Any = ray.remote(**options)
-        self.address = ray.util.get_node_ip_address()  # where this process can be reached by workers
+        # where this process can be reached by workers
+        self.address = ray.util.get_node_ip_address()
 
     @property
     def num_gpus(self) -> int:
@@ -228,7 +258,8 @@ class RayCluster:
 
     @property
     def gpus_by_type(self) -> dict[str, int]:
-        """GPUs of the nodes that are alive, by the type that Ray found ("H200"); "unknown" where it found none."""
+        """GPUs of the nodes that are alive, by the type that Ray found ("H200"); "unknown" where it
+        found none."""
         return count_types([node["Resources"] for node in self._ray.nodes() if node["Alive"]])
 
     @property
@@ -254,7 +285,9 @@ class RayCluster:
         self._handles.add(handle)
         build = handle.build()
         try:
-            await arrive(build, handle, f"build on {self._offer(spec)}", spec.deadline_s, key=STARTS)
+            await arrive(
+                build, handle, f"build on {self._offer(spec)}", spec.deadline_s, key=STARTS
+            )
         except BaseException:
             await self.stop(handle)
             raise
@@ -297,14 +330,19 @@ class RayCluster:
     def _offer(self, spec: RoleSpec) -> str:
         """What was asked for and what there is, for an error."""
         total = self._ray.cluster_resources()
-        return f"{spec.cpus:g} of {total.get('CPU', 0):g} cores and {spec.gpus:g} of {total.get('GPU', 0):g} GPUs"
+        return (
+            f"{spec.cpus:g} of {total.get('CPU', 0):g} cores and {spec.gpus:g} of "
+            f"{total.get('GPU', 0):g} GPUs"
+        )
 
 
 def count_types(nodes: Sequence[Mapping[str, float]]) -> dict[str, int]:
     """GPUs by type, from the resources of each node. Pure."""
     found: dict[str, int] = {}
     for resources in nodes:
-        names = [name.removeprefix(TYPE_PREFIX) for name in resources if name.startswith(TYPE_PREFIX)]
+        names = [
+            name.removeprefix(TYPE_PREFIX) for name in resources if name.startswith(TYPE_PREFIX)
+        ]
         if gpus := int(resources.get("GPU", 0)):
             kind = " and ".join(sorted(names)) or "unknown"
             found[kind] = found.get(kind, 0) + gpus

@@ -1,9 +1,9 @@
-"""Trainer group: many ranks as one PolicyTrainer. In: global batches. Out: the first rank's answer, once all have
-answered. Implements PolicyTrainer and MemoryTenant.
+"""Trainer group: many ranks as one PolicyTrainer. In: global batches. Out: the first rank's answer,
+once all have answered. Implements PolicyTrainer and MemoryTenant.
 
-Every rank gets every call with the same arguments (SPMD); a batch is sent once. The first rank that fails ends the call
-with one error that names it. A watchdog looks at all ranks while a call runs, and ends one that hangs with all their
-stacks. After either the group is of no use any more.
+Every rank gets every call with the same arguments (SPMD); a batch is sent once. The first rank that
+fails ends the call with one error that names it. A watchdog looks at all ranks while a call runs,
+and ends one that hangs with all their stacks. After either the group is of no use any more.
 """
 
 from __future__ import annotations
@@ -19,17 +19,28 @@ from gyre.cluster.worker.endpoints import add_usage
 from gyre.cluster.worker.rpc import CALLS, LOSSES
 from gyre.core.contracts import Cluster, WorkerHandle
 from gyre.core.errors import InputError, RankError, WorkerLate, WorkerLost
-from gyre.core.records import Component, Evaluation, Manifest, StepReport, Tier, TrainBatch, Usage, Which
+from gyre.core.records import (
+    Component,
+    Evaluation,
+    Manifest,
+    StepReport,
+    Tier,
+    TrainBatch,
+    Usage,
+    Which,
+)
 
 GRACE_S = 8.0  # how long the other ranks have to say what they saw, once one has failed
 BLOCK_BYTES = 256 << 20  # of tensors fetched at a time
 
 
 class VersionTensors(Mapping[str, Any]):
-    """A version's tensors, fetched from the first rank when they are looked at. `homes` are the workers whose own
-    trainer rank has them, so that nothing need be fetched there."""
+    """A version's tensors, fetched from the first rank when they are looked at. `homes` are the
+    workers whose own trainer rank has them, so that nothing need be fetched there."""
 
-    def __init__(self, manifest: Manifest, homes: frozenset[str], fetch: Callable[[Sequence[str]], list[Any]]) -> None:
+    def __init__(
+        self, manifest: Manifest, homes: frozenset[str], fetch: Callable[[Sequence[str]], list[Any]]
+    ) -> None:
         self.manifest, self.homes, self._fetch = manifest, homes, fetch
 
     def __getitem__(self, name: str) -> Any:
@@ -76,20 +87,28 @@ class TrainerGroup:
         look_s: float = LOOK_S,
         grace_s: float = GRACE_S,
     ) -> None:
-        self._cluster, self._handles, self._emit, self._grace_s = cluster, tuple(handles), emit, grace_s
+        self._cluster, self._handles, self._emit, self._grace_s = (
+            cluster,
+            tuple(handles),
+            emit,
+            grace_s,
+        )
         self._calls = Patience(key=CALLS, seconds=call_deadline_s)
         self._watchdog = Watchdog(handles, emit=emit, hang_s=hang_s, clock=clock, look_s=look_s)
         self._failed: RankError | None = None
         self.version = version
 
-    # PolicyTrainer ---------------------------------------------------------------------------------------------------
+    # PolicyTrainer
+    # ----------------------------------------------------------------------------------------------
 
     async def step(self, batch: TrainBatch) -> StepReport:
         reports = await self.run(f"step {batch.step}", "trainer.step", self._cluster.share(batch))
         first = reports[0]
         for rank, report in enumerate(reports):
             mine, other = (first.version, first.num_updates), (report.version, report.num_updates)
-            assert mine == other, f"rank {rank} is at (version, updates) {other}, the first at {mine}"
+            assert mine == other, (
+                f"rank {rank} is at (version, updates) {other}, the first at {mine}"
+            )
         self.version = first.version
         return first
 
@@ -98,15 +117,20 @@ class TrainerGroup:
         return (await self.run(f"evaluation of '{which}'", "trainer.evaluate", share, which))[0]
 
     def register(self) -> tuple[Manifest, VersionTensors]:
-        """Blocks; not for the event loop's thread unless the workers are other processes. The tensors are fetched when
-        they are looked at."""
+        """Blocks; not for the event loop's thread unless the workers are other processes. The
+        tensors are fetched when they are looked at."""
         manifests = self._now("trainer.register")
-        assert len({manifest.version for manifest in manifests}) == 1, "the ranks are at different versions"
+        assert len({manifest.version for manifest in manifests}) == 1, (
+            "the ranks are at different versions"
+        )
         homes = frozenset(handle.name for handle in self._handles)
-        return manifests[0], VersionTensors(manifests[0], homes, self._fetcher(manifests[0].version))
+        return manifests[0], VersionTensors(
+            manifests[0], homes, self._fetcher(manifests[0].version)
+        )
 
     def snapshot(self) -> Mapping[str, Any]:
-        """Blocks. The ranks' parts go through this process; `wire` has the ranks write them themselves."""
+        """Blocks. The ranks' parts go through this process; `wire` has the ranks write them
+        themselves."""
         taken = self._now("trainer.snapshot")
         tensors = {key: part for own in taken for key, part in own["tensors"].items()}
         return {"tensors": tensors, "state": taken[0]["state"]}
@@ -120,7 +144,8 @@ class TrainerGroup:
         if self._failed is None:
             await self.run("close", "trainer.close", patience=self._calls)
 
-    # MemoryTenant: sums over the ranks -------------------------------------------------------------------------------
+    # MemoryTenant: sums over the ranks
+    # ----------------------------------------------------------------------------------------------
 
     def components(self) -> Sequence[Component]:
         first, *others = self._now("trainer.components")
@@ -141,28 +166,42 @@ class TrainerGroup:
     def measure(self) -> Mapping[str, Usage]:
         return add_usage(self._now("trainer.measure"))
 
-    # SPMD calls ------------------------------------------------------------------------------------------------------
+    # SPMD calls
+    # ----------------------------------------------------------------------------------------------
 
     async def run(
-        self, what: str, method: str, *args: Any, patience: Patience | None = None, num_ranks: int | None = None
+        self,
+        what: str,
+        method: str,
+        *args: Any,
+        patience: Patience | None = None,
+        num_ranks: int | None = None,
     ) -> list[Any]:
-        """Call `method` on every rank, or the first `num_ranks`, and return the answers by rank. RankError names the
-        rank that failed or hangs; an error that a user can act on comes as it is. `patience` is for calls that run no
-        model, and so may show no progress: how long one may take."""
+        """Call `method` on every rank, or the first `num_ranks`, and return the answers by rank.
+        RankError names the rank that failed or hangs; an error that a user can act on comes as it
+        is. `patience` is for calls that run no model, and so may show no progress: how long one may
+        take."""
         if self._failed is not None:
             raise self._failed
         handles = self._handles[:num_ranks]
         tasks = [asyncio.wrap_future(handle.begin(method, *args)) for handle in handles]
         calls = {handle.name: task for handle, task in zip(handles, tasks, strict=True)}
         try:
-            await self._watchdog.settle(what, calls, patience or self._watchdog.hang, grace_s=self._grace_s)
+            await self._watchdog.settle(
+                what, calls, patience or self._watchdog.hang, grace_s=self._grace_s
+            )
             ended = {rank: task for rank, task in enumerate(tasks) if not task.cancelled()}
-            errors = {rank: error for rank, task in ended.items() if (error := task.exception()) is not None}
+            errors = {
+                rank: error
+                for rank, task in ended.items()
+                if (error := task.exception()) is not None
+            }
             if errors:
                 self._raise_verdict(what, errors)
             return [task.result() for task in tasks]
         except RankError as error:
-            if num_ranks is None:  # what one rank alone did not do in time may hold up whoever asked, and no other
+            # what one rank alone did not do in time may hold up whoever asked, and no other
+            if num_ranks is None:
                 self._failed = error
             raise
 
@@ -170,15 +209,27 @@ class TrainerGroup:
         rank, error = find_cause(errors)
         handle = self._handles[rank]
         place = handle.place
-        if not isinstance(error, InputError):  # which a rank that is well may say, of a version that is over
-            self._emit("rank.failed", rank=rank, worker=handle.name, place=place, what=what, error=str(error)[:4000])
+        # which a rank that is well may say, of a version that is over
+        if not isinstance(error, InputError):
+            self._emit(
+                "rank.failed",
+                rank=rank,
+                worker=handle.name,
+                place=place,
+                what=what,
+                error=str(error)[:4000],
+            )
         if not isinstance(error, (*LOSSES, RankError)):
             raise error
-        raise RankError(f"{what}: rank {rank} ({handle.name}, {place}) failed: {error}", hint=HINT) from error
+        raise RankError(
+            f"{what}: rank {rank} ({handle.name}, {place}) failed: {error}", hint=HINT
+        ) from error
 
-    def _now(self, method: str, *args: Any, what: str = "", num_ranks: int | None = None) -> list[Any]:
-        """The same for a caller that may block, which must not be the thread that delivers answers. It has a thread
-        of its own to wait in, since the caller's may have an event loop at work."""
+    def _now(
+        self, method: str, *args: Any, what: str = "", num_ranks: int | None = None
+    ) -> list[Any]:
+        """The same for a caller that may block, which must not be the thread that delivers answers.
+        It has a thread of its own to wait in, since the caller's may have an event loop at work."""
         call = self.run(what or method, method, *args, patience=self._calls, num_ranks=num_ranks)
         with ThreadPoolExecutor(1, thread_name_prefix=method) as aside:
             return aside.submit(asyncio.run, call).result()
@@ -192,8 +243,9 @@ class TrainerGroup:
 
 
 def find_cause(errors: Mapping[int, BaseException]) -> tuple[int, BaseException]:
-    """Of the ranks' errors the one that began it: a rank that is gone, then one with an error of its own, then one that
-    only saw another rank fail, then one that has not answered; the lowest rank among equals."""
+    """Of the ranks' errors the one that began it: a rank that is gone, then one with an error of
+    its own, then one that only saw another rank fail, then one that has not answered; the lowest
+    rank among equals."""
 
     def order(item: tuple[int, BaseException]) -> tuple[int, int]:
         rank, error = item

@@ -1,1 +1,2 @@
-"""What every room agrees on: records, contracts, errors, seeds. Standard library, numpy and pydantic only."""
+"""What every room agrees on: records, contracts, errors, seeds. Standard library, numpy and
+pydantic only."""

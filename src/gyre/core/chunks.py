@@ -1,5 +1,5 @@
-"""Chunks: pieces of a completion joined to one. In: TokenChunks and Partials, in order. Out: a TokenChunk or a Partial.
-Pure.
+"""Chunks: pieces of a completion joined to one. In: TokenChunks and Partials, in order. Out: a
+TokenChunk or a Partial. Pure.
 
 C tokens of the whole, c of one piece.
 """
@@ -30,7 +30,9 @@ def join_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
         reason=last.reason,
         top_ids=_join_arrays([chunk.top_ids for chunk in chunks]),
         top_logprobs=_join_arrays([chunk.top_logprobs for chunk in chunks]),
-        prompt_logprobs=next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None),
+        prompt_logprobs=next(
+            (chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None
+        ),
     )
 
 
@@ -47,7 +49,8 @@ def as_partial(index: int, parts: Sequence[Partial | TokenChunk]) -> Partial:
 
 
 def join_supports(supports: Sequence[Support | None]) -> Support | None:
-    """Choices that were open, piece after piece; a piece without any was not truncated or has no tokens."""
+    """Choices that were open, piece after piece; a piece without any was not truncated or has no
+    tokens."""
     parts = [support for support in supports if support is not None]
     if not parts:
         return None

@@ -1,5 +1,6 @@
-"""Codec: records to bytes and back, for snapshots and between processes. In: a frozen record of `core.records` (or one
-built of them). Out: versioned MessagePack with raw array buffers; never pickle.
+"""Codec: records to bytes and back, for snapshots and between processes. In: a frozen record of
+`core.records` (or one built of them). Out: versioned MessagePack with raw array buffers; never
+pickle.
 """
 
 from __future__ import annotations
@@ -24,18 +25,23 @@ def encode(record: Any) -> bytes:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Return the record. SnapshotError if the bytes are of another codec version or of no record of this kind."""
+    """Return the record. SnapshotError if the bytes are of another codec version or of no record of
+    this kind."""
     if data[:4] != _MAGIC:
         raise SnapshotError(
-            f"record bytes begin with {data[:4]!r}, need {_MAGIC!r} (codec version {CODEC_VERSION})",
+            f"record bytes begin with {data[:4]!r}, need {_MAGIC!r} (codec version "
+            f"{CODEC_VERSION})",
             hint="the file was written by another version of Gyre; resume with that version",
         )
     name = getattr(kind, "__name__", str(kind))
     try:
         record = cast(T, msgspec.msgpack.decode(data[4:], type=kind, dec_hook=_to_array))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise SnapshotError(f"record bytes are no {name}: {error}", hint="use an earlier snapshot") from error
-    # Decoding skips fields that a record lacks and fills in defaults; what comes back must be all that was written.
+        raise SnapshotError(
+            f"record bytes are no {name}: {error}", hint="use an earlier snapshot"
+        ) from error
+    # Decoding skips fields that a record lacks and fills in defaults; what comes back must be all
+    # that was written.
     if encode(record) != data:
         raise SnapshotError(
             f"record bytes hold other fields than a {name} has",

@@ -1,4 +1,5 @@
-"""Config base: what every room's `config.py` derives from. In: a mapping from TOML. Out: a frozen, checked section.
+"""Config base: what every room's `config.py` derives from. In: a mapping from TOML. Out: a frozen,
+checked section.
 
 Unknown keys are refused with the nearest valid key; pydantic checks types.
 """
@@ -11,20 +12,26 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-UNKNOWN_KEY = "unknown_key"  # an error's type; its context has the key, the nearest one and all that are accepted
+# an error's type; its context has the key, the nearest one and all that are accepted
+UNKNOWN_KEY = "unknown_key"
 
 
 class Section(BaseModel):
-    """One table of the TOML. Frozen; a key that it does not know is an error that names the nearest one."""
+    """One table of the TOML. Frozen; a key that it does not know is an error that names the nearest
+    one."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     @model_validator(mode="before")
     @classmethod
     def refuse_unknown_keys(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        known = set(cls.model_fields) | {field.alias for field in cls.model_fields.values() if field.alias}
+        known = set(cls.model_fields) | {
+            field.alias for field in cls.model_fields.values() if field.alias
+        }
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)

@@ -1,7 +1,9 @@
-"""Contracts: the Protocols between rooms. In and out: records only. The loop sees these and never a room.
+"""Contracts: the Protocols between rooms. In and out: records only. The loop sees these and never a
+room.
 
-Rules of all: coroutines; each wait ends by its deadline with DeadlineError naming what was awaited; an operation
-with an `operation_id` is idempotent: a second call with the same id changes nothing and answers the same. Suites: tests/contracts/, which every implementation passes.
+Rules of all: coroutines; each wait ends by its deadline with DeadlineError naming what was awaited;
+an operation with an `operation_id` is idempotent: a second call with the same id changes nothing
+and answers the same. Suites: tests/contracts/, which every implementation passes.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ CommitPolicy = Literal["drain", "keep_prefix", "continue"]
 
 
 class PromptSource(Protocol):
-    """Yields records (Prompt for online objectives, TrainSequence for offline ones) in an order that is a pure
-    function of its seed and state."""
+    """Yields records (Prompt for online objectives, TrainSequence for offline ones) in an order
+    that is a pure function of its seed and state."""
 
     def take(self, n: int) -> Sequence[Any]:
         """Return the next n records; wraps over epochs with a new order. n > 0."""
@@ -50,11 +52,13 @@ class PromptSource(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """Tokens in, tokens out. A refusal is an answer: a chunk with finish "refused" and a reason, never silence."""
+    """Tokens in, tokens out. A refusal is an answer: a chunk with finish "refused" and a reason,
+    never silence."""
 
     def submit(self, request: Request) -> AsyncIterator[TokenChunk]:
-        """Enqueue at once (before the first await) and stream chunks; each of the n completions ends with a chunk
-        that carries `finish`. Requests submitted without an await between them enter the queue together, in order."""
+        """Enqueue at once (before the first await) and stream chunks; each of the n completions
+        ends with a chunk that carries `finish`. Requests submitted without an await between them
+        enter the queue together, in order."""
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -62,7 +66,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
-        """Stop everything in flight (finish "interrupted") and return by request id what each had."""
+        """Stop everything in flight (finish "interrupted") and return by request id what each
+        had."""
         ...
 
     async def stats(self) -> EngineStats: ...
@@ -82,12 +87,14 @@ class EngineLifecycle(Protocol):
         ...
 
     async def prepare(self, manifest: Manifest, source: Mapping[str, Any]) -> None:
-        """Receive all tensors of a version beside the running one and verify them. Nothing served changes."""
+        """Receive all tensors of a version beside the running one and verify them. Nothing served
+        changes."""
         ...
 
     async def commit(self, version: int, *, policy: CommitPolicy) -> None:
-        """Swap to the prepared version. drain: wait for requests first; keep_prefix: cached blocks of the old version
-        stay but only match the old version; continue: running requests go on, tokens carry their version."""
+        """Swap to the prepared version. drain: wait for requests first; keep_prefix: cached blocks
+        of the old version stay but only match the old version; continue: running requests go on,
+        tokens carry their version."""
         ...
 
     async def rollback(self) -> None:
@@ -100,13 +107,15 @@ class EngineLifecycle(Protocol):
 
 
 class MemoryTenant(Protocol):
-    """Owner of components. Asked by the ledger; bytes are measured from storages, not remembered."""
+    """Owner of components. Asked by the ledger; bytes are measured from storages, not
+    remembered."""
 
     def components(self) -> Sequence[Component]: ...
 
     def move(self, names: Sequence[str], tier: Tier) -> None:
-        """Move whole components, in order. Contents survive device ↔ host ↔ disk; "none" forgets them.
-        Runs on the compute thread. InputError for a tier that the component does not allow."""
+        """Move whole components, in order. Contents survive device ↔ host ↔ disk; "none" forgets
+        them. Runs on the compute thread. InputError for a tier that the component does not
+        allow."""
         ...
 
     def measure(self) -> Mapping[str, Usage]: ...
@@ -116,8 +125,8 @@ class Scorer(Protocol):
     """Text to numbers with reasons, in killable processes."""
 
     async def score(self, rollouts: Sequence[Rollout], *, deadline_s: float) -> Sequence[Score]:
-        """Same length and order. Never raises for what a rollout contains; past the deadline the parts that are
-        missing come back with outcome "timeout"."""
+        """Same length and order. Never raises for what a rollout contains; past the deadline the
+        parts that are missing come back with outcome "timeout"."""
         ...
 
     async def close(self) -> None: ...
@@ -131,16 +140,18 @@ class PolicyTrainer(Protocol):
         ...
 
     async def evaluate(self, batch: TrainBatch, which: Which) -> Evaluation:
-        """Forward only. "policy" gives the log-probs that the trainer computes for the given tokens."""
+        """Forward only. "policy" gives the log-probs that the trainer computes for the given
+        tokens."""
         ...
 
     def register(self) -> tuple[Manifest, Mapping[str, Any]]:
-        """Manifest of the current version and its tensors by name (borrowed until the next step)."""
+        """Manifest of the current version and its tensors by name (borrowed until the next
+        step)."""
         ...
 
     def snapshot(self) -> Mapping[str, Any]:
-        """Resumable state: "tensors" by key, and "state", JSON-able. One rank gives its part; the tensors of all ranks
-        together are the whole."""
+        """Resumable state: "tensors" by key, and "state", JSON-able. One rank gives its part; the
+        tensors of all ranks together are the whole."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
@@ -149,7 +160,8 @@ class PolicyTrainer(Protocol):
 
 
 class Sandbox(Protocol):
-    """Runs one untrusted program in a fresh, isolated process. What isolates it is in `isolation`."""
+    """Runs one untrusted program in a fresh, isolated process. What isolates it is in
+    `isolation`."""
 
     isolation: str
 
@@ -157,25 +169,28 @@ class Sandbox(Protocol):
 
 
 class WorkerHandle(Protocol):
-    """A started worker, seen from the process that started it. Any thread may call it. Calls reach the worker in the
-    order of `begin`."""
+    """A started worker, seen from the process that started it. Any thread may call it. Calls reach
+    the worker in the order of `begin`."""
 
     name: str
     place: str  # node and process id, for people
 
     def begin(self, method: str, *args: Any) -> Future[Any]:
-        """Call `method` ("step", or "engine.submit" for a part) of the object that the builder made; return its answer
-        to be. It ends with the error that the method raised, or with WorkerLost. Callers set the deadline."""
+        """Call `method` ("step", or "engine.submit" for a part) of the object that the builder
+        made; return its answer to be. It ends with the error that the method raised, or with
+        WorkerLost. Callers set the deadline."""
         ...
 
     def look(self, what: Literal["pulse", "stacks"]) -> Future[Any]:
-        """Ask the process and not the object: answered by a thread of its own while the object is busy or stuck.
-        pulse: a count that grows while work goes on; stacks: what every thread is at, as text."""
+        """Ask the process and not the object: answered by a thread of its own while the object is
+        busy or stuck. pulse: a count that grows while work goes on; stacks: what every thread is
+        at, as text."""
         ...
 
 
 class Cluster(Protocol):
-    """Starts workers on devices. A worker that dies stays dead: whoever started it decides what follows."""
+    """Starts workers on devices. A worker that dies stays dead: whoever started it decides what
+    follows."""
 
     async def start(self, spec: RoleSpec) -> WorkerHandle:
         """Start a process and build its object; by `spec.deadline_s`, or it is stopped again."""
@@ -190,7 +205,8 @@ class Cluster(Protocol):
         ...
 
     def share(self, value: Any) -> Any:
-        """Something to give to `begin` in place of a large value that several workers get: it is sent once."""
+        """Something to give to `begin` in place of a large value that several workers get: it is
+        sent once."""
         ...
 
     async def close(self) -> None:

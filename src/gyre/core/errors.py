@@ -1,4 +1,5 @@
-"""Errors: the one tree that users and programs see. In: the parts of what went wrong. Out: one sentence and a hint.
+"""Errors: the one tree that users and programs see. In: the parts of what went wrong. Out: one
+sentence and a hint.
 
     GyreError
     ├── ConfigError       a key, type or value in the TOML or on the command line
@@ -13,8 +14,8 @@
     │   └── WorkerLost    the process of a worker is gone
     └── EngineRefused     a request that the engine will not run, with the reason
 
-Each carries `kind` (for programs), the message (what we got, what we accept) and `hint` (what to do next).
-Faults of ours are assertions, never a GyreError.
+Each carries `kind` (for programs), the message (what we got, what we accept) and `hint` (what to do
+next). Faults of ours are assertions, never a GyreError.
 """
 
 from __future__ import annotations

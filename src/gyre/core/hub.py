@@ -1,6 +1,6 @@
-"""Hub names: whether the hub can be asked, and the local folder of a repository. In: a name such as "owner/model".
-Out: a folder of the hub's cache, or an InputError within two seconds when there is no network and no cached copy.
-Imports nothing heavy.
+"""Hub names: whether the hub can be asked, and the local folder of a repository. In: a name such as
+"owner/model". Out: a folder of the hub's cache, or an InputError within two seconds when there is
+no network and no cached copy. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def is_offline() -> bool:
 
 
 def is_reachable(timeout_s: float = REACH_TIMEOUT_S) -> bool:
-    """Whether a connection to the hub, or to the proxy in front of it, opens in time. False with HF_HUB_OFFLINE."""
+    """Whether a connection to the hub, or to the proxy in front of it, opens in time. False with
+    HF_HUB_OFFLINE."""
     from huggingface_hub import constants
 
     if is_offline():
@@ -60,20 +61,25 @@ def is_reachable(timeout_s: float = REACH_TIMEOUT_S) -> bool:
 
 
 def hub_folder(name: str, patterns: Sequence[str], *, what: str) -> Path:
-    """Return the folder of a model repository, downloaded as far as `patterns` say, or from the cache when the hub
-    cannot be reached. `what` is "model" or "tokenizer". InputError: no such repository, or neither network nor copy."""
+    """Return the folder of a model repository, downloaded as far as `patterns` say, or from the
+    cache when the hub cannot be reached. `what` is "model" or "tokenizer". InputError: no such
+    repository, or neither network nor copy."""
     from huggingface_hub import snapshot_download  # deferred: only hub names need it
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     reachable = is_reachable()
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns), local_files_only=not reachable))
+        return Path(
+            snapshot_download(name, allow_patterns=list(patterns), local_files_only=not reachable)
+        )
     except LocalEntryNotFoundError as fault:
         raise InputError(no_copy(name, what), hint=offline_hint(what)) from fault
     except (HfHubHTTPError, HFValidationError, OSError) as fault:
         raise InputError(
-            f"{name} is neither a folder here nor a {what} that the hub gave us: {_first_line(fault)}",
-            hint="check the name, the network, and HF_TOKEN for gated repositories; or point at a local folder",
+            f"{name} is neither a folder here nor a {what} that the hub gave us: "
+            f"{_first_line(fault)}",
+            hint="check the name, the network, and HF_TOKEN for gated repositories; or point at a "
+            "local folder",
         ) from fault
 
 
@@ -86,7 +92,8 @@ def has_copy(name: str, *, kind: str = "model") -> bool:
 
 
 def refuse_unknown(name: str, what: str) -> None:
-    """InputError when a hub name cannot be had: neither network nor copy in the cache. Downloads nothing."""
+    """InputError when a hub name cannot be had: neither network nor copy in the cache. Downloads
+    nothing."""
     if not has_copy(name) and not is_reachable():
         raise InputError(no_copy(name, what), hint=offline_hint(what))
 
@@ -94,12 +101,18 @@ def refuse_unknown(name: str, what: str) -> None:
 def no_copy(name: str, what: str) -> str:
     """The sentence for a name that is no folder and cannot be fetched."""
     why = "HF_HUB_OFFLINE is set" if is_offline() else "the hub cannot be reached"
-    return f"{what} {name}: there is no such folder here, {why}, and the hub's cache has no copy of that name"
+    return (
+        f"{what} {name}: there is no such folder here, {why}, and the hub's cache has no copy "
+        "of that name"
+    )
 
 
 def offline_hint(what: str) -> str:
     command = "hf download NAME" + (" --repo-type dataset" if what == "data set" else "")
-    return f"check the path or the network; where there is none, download it elsewhere first (`{command}`)"
+    return (
+        "check the path or the network; where there is none, download it elsewhere first "
+        f"(`{command}`)"
+    )
 
 
 def near_folders(path: Path) -> str:

@@ -1,5 +1,5 @@
-"""JSON files of others: read within bounds. In: a path, or bytes and where they came from. Out: a mapping, or an
-InputError that names the file.
+"""JSON files of others: read within bounds. In: a path, or bytes and where they came from. Out: a
+mapping, or an InputError that names the file.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ MAX_FILE_BYTES = 256 << 20  # the largest index.json of a published model is bel
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
-    """Return the mapping that a file holds. InputError: no regular file, too large, no UTF-8, no JSON, nested too
-    deep, an integer with too many digits, or no mapping."""
+    """Return the mapping that a file holds. InputError: no regular file, too large, no UTF-8, no
+    JSON, nested too deep, an integer with too many digits, or no mapping."""
     again = "restore the file, or copy it again from its source"
     try:
         if not path.is_file():
@@ -25,7 +25,8 @@ def read_json(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
         content = json.loads(path.read_bytes().decode("utf-8"))
     except RecursionError as fault:
         raise InputError(f"{path} is not readable JSON: nested too deep", hint=again) from fault
-    except (OSError, ValueError) as fault:  # ValueError: of UTF-8, of JSON, of an integer with too many digits
+    # ValueError: of UTF-8, of JSON, of an integer with too many digits
+    except (OSError, ValueError) as fault:
         raise InputError(f"{path} is not readable JSON: {fault}", hint=again) from fault
     if not isinstance(content, dict):
         raise InputError(f"{path} holds {type(content).__name__}, not a mapping", hint=again)

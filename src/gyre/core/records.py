@@ -20,10 +20,13 @@ Finish = Literal["stop", "length", "abort", "deadline", "refused", "interrupted"
 Tier = Literal["device", "host", "disk", "none"]
 Phase = Literal["idle", "rollout", "score", "train", "handover", "evaluate"]
 Which = Literal["policy", "reference", "critic", "reward"]
-Checkpointing = Literal["none", "selective", "full"]  # what a training pass keeps of each layer: least with "full"
+# what a training pass keeps of each layer: least with "full"
+Checkpointing = Literal["none", "selective", "full"]
 Projection = Literal["qkv", "out", "gate_up", "down"]  # the matrices of a decoder layer
-Moments = Literal["float32", "8_bit"]  # what the optimiser keeps of its two moments: floats, or a code and a scale
-Matmul = Literal["same", "fp8"]  # what a layer's matrix products multiply: the compute dtype, or 8-bit floats
+# what the optimiser keeps of its two moments: floats, or a code and a scale
+Moments = Literal["float32", "8_bit"]
+# what a layer's matrix products multiply: the compute dtype, or 8-bit floats
+Matmul = Literal["same", "fp8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,26 +53,37 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()  # token ids, beside the tokenizer's end-of-text
     ignore_eos: bool = False
     n: int = 1  # completions per request
-    # What follows bends the logits before temperature. The trainer does not know of it: serving may, rollouts may not.
-    repetition_penalty: float = 1.0  # of tokens in prompt or completion: positive logits ÷ it, negative × it
+    # What follows bends the logits before temperature. The trainer does not know of it: serving
+    # may, rollouts may not.
+    # of tokens in prompt or completion: positive logits ÷ it, negative × it
+    repetition_penalty: float = 1.0
     presence_penalty: float = 0.0  # taken off the logit of each token chosen before
     frequency_penalty: float = 0.0  # taken off once for each time it was chosen
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
-    min_tokens: int = 0  # no stop id is chosen, and no stop string looked for, before this many tokens
-    # What is told besides the tokens; always of the plain softmax ("raw"), whatever the rules above.
+    # no stop id is chosen, and no stop string looked for, before this many tokens
+    min_tokens: int = 0
+    # What is told besides the tokens; always of the plain softmax ("raw"), whatever the rules
+    # above.
     top_logprobs: int = 0  # best tokens told beside each chosen one
-    prompt_logprobs: int | None = None  # None tells nothing, 0 the prompt tokens' own, k also the best k at each place
+    # None tells nothing, 0 the prompt tokens' own, k also the best k at each place
+    prompt_logprobs: int | None = None
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether the processed log-probs need more than temperature and truncation to be computed again."""
-        plain = self.repetition_penalty == 1.0 and self.presence_penalty == 0.0 and self.frequency_penalty == 0.0
+        """Whether the processed log-probs need more than temperature and truncation to be computed
+        again."""
+        plain = (
+            self.repetition_penalty == 1.0
+            and self.presence_penalty == 0.0
+            and self.frequency_penalty == 0.0
+        )
         return not (plain and not self.logit_bias and self.min_tokens == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobs:
-    """Log-probs of a prompt's own tokens under the plain softmax. Entry 0 is never a target: 0.0, version -1, ids 0."""
+    """Log-probs of a prompt's own tokens under the plain softmax. Entry 0 is never a target: 0.0,
+    version -1, ids 0."""
 
     logprobs: np.ndarray  # float32 [P]
     versions: np.ndarray  # int32 [P], policy version that gave each
@@ -120,15 +134,18 @@ class TokenChunk:
     request_id: str
     index: int  # which of the request's n completions
     tokens: np.ndarray  # int32 [c], new since the last chunk
-    logprobs: np.ndarray  # float32 [c], processed: after penalties, bias, temperature and truncation
+    # float32 [c], processed: after penalties, bias, temperature and truncation
+    logprobs: np.ndarray
     raw_logprobs: np.ndarray  # float32 [c], of the plain softmax
     versions: np.ndarray  # int32 [c]
     support: Support | None = None
     finish: Finish | None = None
     reason: str = ""  # why refused, aborted or past the deadline
-    top_ids: np.ndarray | None = None  # int32 [c, K], best first, equals by id; K = sampling.top_logprobs; None when 0
+    # int32 [c, K], best first, equals by id; K = sampling.top_logprobs; None when 0
+    top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None  # float32 [c, K], raw
-    prompt_logprobs: PromptLogprobs | None = None  # when asked for, in a completion's first chunk with a token
+    # when asked for, in a completion's first chunk with a token
+    prompt_logprobs: PromptLogprobs | None = None
 
     @staticmethod
     def end(request_id: str, index: int, finish: Finish, reason: str) -> TokenChunk:
@@ -188,7 +205,8 @@ class ScorePart:
     name: str
     value: float
     weight: float
-    reason: str  # why this value, in words a person can check; of a failure, what is before ": " names its kind
+    # why this value, in words a person can check; of a failure, what is before ": " names its kind
+    reason: str
     outcome: Literal["ok", "timeout", "error", "invalid"] = "ok"
     seconds: float = field(default=0.0, compare=False)  # of wall time, as far as known
 
@@ -205,8 +223,8 @@ class Score:
 
     @property
     def is_scored(self) -> bool:
-        """Whether some part that counts could be judged; parts of weight 0 are only watched, unless all are. A sample
-        without is left out of its group and of the loss."""
+        """Whether some part that counts could be judged; parts of weight 0 are only watched, unless
+        all are. A sample without is left out of its group and of the loss."""
         counting = [part for part in self.parts if part.weight] or self.parts
         return not counting or any(part.outcome == "ok" for part in counting)
 
@@ -224,9 +242,9 @@ class Group:
 class TrainSequence:
     """One sequence to train on or to evaluate, unpacked.
 
-    `columns` are per-token arrays of length T by the column convention, for example loss_mask (bool),
-    advantages, logprobs (behaviour), policy_logprobs (the trainer's, before the step), reference_logprobs, values,
-    returns. `scalars` are per sequence.
+    `columns` are per-token arrays of length T by the column convention, for example loss_mask
+    (bool), advantages, logprobs (behaviour), policy_logprobs (the trainer's, before the step),
+    reference_logprobs, values, returns. `scalars` are per sequence.
     """
 
     tokens: np.ndarray  # int32 [T]
@@ -251,7 +269,8 @@ class Evaluation:
     """Result of a forward pass, one entry per sequence of the batch, in its order."""
 
     which: Which
-    per_token: tuple[np.ndarray, ...] = ()  # float32 [T] each: log-probs (policy, reference) or values (critic)
+    # float32 [T] each: log-probs (policy, reference) or values (critic)
+    per_token: tuple[np.ndarray, ...] = ()
     per_sequence: np.ndarray | None = None  # float32 [sequences]: scores (reward)
 
 
@@ -264,7 +283,8 @@ class StepReport:
     metrics: Mapping[str, float]
     num_tokens: int  # tokens trained on, padding not counted
     num_updates: int  # optimiser steps taken
-    measured: Mapping[str, float] = field(default_factory=dict, compare=False)  # metrics that the machine decides
+    # metrics that the machine decides
+    measured: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +309,8 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """A policy version: n is the number of optimiser updates since the run began, cold start included."""
+    """A policy version: n is the number of optimiser updates since the run began, cold start
+    included."""
 
     number: int
     step: int
@@ -347,7 +368,9 @@ class RoleSpec:
     """A worker to be started: one process with its devices."""
 
     name: str  # unique among the workers of a cluster
-    builder: str  # "module:function"; called there as function(context, **arguments), gives the object that is asked
+    # "module:function"; called there as function(context, **arguments), gives the object that is
+    # asked
+    builder: str
     arguments: Mapping[str, Any] = field(default_factory=dict)  # plain values
     environment: Mapping[str, str] = field(default_factory=dict)  # set before the process starts
     gpus: float = 0.0

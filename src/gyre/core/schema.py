@@ -1,5 +1,5 @@
-"""Schemas of files that others wrote. In: a mapping and its schema. Out: the mapping as it was, or an InputError that
-names the file and the key. Keys that a schema does not name are left alone.
+"""Schemas of files that others wrote. In: a mapping and its schema. Out: the mapping as it was, or
+an InputError that names the file and the key. Keys that a schema does not name are left alone.
 """
 
 from __future__ import annotations
@@ -15,22 +15,31 @@ SHOWN_CHARS = 60  # of a value in a message
 
 
 class Foreign(BaseModel):
-    """Base of a schema: no conversion (true is no number, "1" neither, 2.0 is no whole number), no NaN."""
+    """Base of a schema: no conversion (true is no number, "1" neither, 2.0 is no whole number), no
+    NaN."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        strict=True, extra="ignore", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
 
 
 S = TypeVar("S", bound=Foreign)
 
 
 def check(content: Mapping[str, Any], schema: type[S], where: str) -> S:
-    """Return what the schema reads out of `content`. InputError names the first key at fault, its value, the rule."""
+    """Return what the schema reads out of `content`. InputError names the first key at fault, its
+    value, the rule."""
     try:
         return schema.model_validate(dict(content))
     except ValidationError as error:
         first = error.errors()[0]["loc"][:1]
-        placed = [(_in_file(fault["loc"], content), fault) for fault in error.errors() if fault["loc"][:1] == first]
-        key = max((place for place, _ in placed), key=len)  # members of a union are refused at different depths
+        placed = [
+            (_in_file(fault["loc"], content), fault)
+            for fault in error.errors()
+            if fault["loc"][:1] == first
+        ]
+        # members of a union are refused at different depths
+        key = max((place for place, _ in placed), key=len)
         faults = [fault for place, fault in placed if place == key]
         rules = " or ".join(dict.fromkeys(_rule(fault["msg"]) for fault in faults))
         got = "is missing" if faults[0]["type"] == "missing" else f"= {_show(faults[0]['input'])}"
@@ -56,12 +65,19 @@ def _in_file(place: tuple[int | str, ...], content: Any) -> list[int | str]:
 
 def _rule(message: str) -> str:
     return (
-        message.removeprefix("Input should be ").removeprefix("Value error, ").lower().replace("field required", "it")
+        message.removeprefix("Input should be ")
+        .removeprefix("Value error, ")
+        .lower()
+        .replace("field required", "it")
     )
 
 
 def _show(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
         return f"a number of {value.bit_length()} bits"
-    text = repr(value) if not isinstance(value, (dict, list)) else f"a {type(value).__name__} of {len(value)}"
+    text = (
+        repr(value)
+        if not isinstance(value, (dict, list))
+        else f"a {type(value).__name__} of {len(value)}"
+    )
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…"

@@ -1,5 +1,6 @@
-"""Scores: what a part that failed is worth. In: scores of completions that are compared. Out: the same scores, in which
-no failed part is worth more than what the part gave to any other completion. Pure.
+"""Scores: what a part that failed is worth. In: scores of completions that are compared. Out: the
+same scores, in which no failed part is worth more than what the part gave to any other completion.
+Pure.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from gyre.core.records import Score
 
 
 def lower_failed_parts(scores: Sequence[Score]) -> list[Score]:
-    """Let a part that timed out, raised or gave no number contribute at most the least that it contributed elsewhere.
+    """Let a part that timed out, raised or gave no number contribute at most the least that it
+    contributed elsewhere.
 
-    A contribution is weight × value, so the part of a penalty counts in full. The least value of a reward function is
-    not known beforehand; without this rule a crash at 0 would beat a wrong answer at -1. Idempotent, and applying it
-    to some of the scores first changes nothing.
+    A contribution is weight × value, so the part of a penalty counts in full. The least value of a
+    reward function is not known beforehand; without this rule a crash at 0 would beat a wrong
+    answer at -1. Idempotent, and applying it to some of the scores first changes nothing.
     """
     least: dict[str, float] = {}  # value with the least contribution, by part
     for score in scores:
@@ -27,7 +29,10 @@ def lower_failed_parts(scores: Sequence[Score]) -> list[Score]:
 
 
 def _lowered(score: Score, least: dict[str, float]) -> Score:
-    parts = tuple(part if part.outcome == "ok" else replace(part, value=least[part.name]) for part in score.parts)
+    parts = tuple(
+        part if part.outcome == "ok" else replace(part, value=least[part.name])
+        for part in score.parts
+    )
     if parts == score.parts:
         return score
     return replace(score, parts=parts, value=float(sum(part.weight * part.value for part in parts)))

@@ -1,7 +1,8 @@
-"""Examples: supervised sequences from rows with a response, or from the worked traces of a procedural task.
+"""Examples: supervised sequences from rows with a response, or from the worked traces of a
+procedural task.
 
-In: DataConfig and a tokenizer. Out: `ExampleSet` of TrainSequences with column loss_mask (True on the response and its
-end token).
+In: DataConfig and a tokenizer. Out: `ExampleSet` of TrainSequences with column loss_mask (True on
+the response and its end token).
 """
 
 from __future__ import annotations
@@ -32,28 +33,42 @@ class ExampleSet:
 
 
 def load_examples(config: DataConfig, tokenizer: Tokenizer, *, emit: Emit) -> ExampleSet:
-    """Read or generate, split, write responses, encode. A trace that its task's scorer refuses is dropped, counted."""
+    """Read or generate, split, write responses, encode. A trace that its task's scorer refuses is
+    dropped, counted."""
     responder = Responder(config)
     split = read_split(config, emit=emit, identity=responder.identity)
     overlong = Overlong(config)
     halves = []
     for problems in (split.train, split.held_out):
         encoded = encode_prompts(problems, config, tokenizer, overlong)
-        built = (_build(problem, prompt, tokenizer, responder, overlong) for problem, prompt in encoded)
+        built = (
+            _build(problem, prompt, tokenizer, responder, overlong) for problem, prompt in encoded
+        )
         halves.append(tuple(sequence for sequence in built if sequence is not None))
     report_loaded(
-        config, split, overlong, train=halves[0], held_out=halves[1], emit=emit, untraced=responder.num_untraced
+        config,
+        split,
+        overlong,
+        train=halves[0],
+        held_out=halves[1],
+        emit=emit,
+        untraced=responder.num_untraced,
     )
     return ExampleSet(source=source_name(config), train=halves[0], held_out=halves[1])
 
 
 def tokenizer_texts(config: DataConfig, *, num_texts: int, emit: Emit) -> list[str]:
-    """Training prompts with their responses, where there are any, as our own tokenizer will meet them."""
+    """Training prompts with their responses, where there are any, as our own tokenizer will meet
+    them."""
     procedural = config.source == "reasoning_gym"
     split = read_split(config, emit=emit)
     texts = []
     for problem in split.train[:num_texts]:
-        messages = [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else problem.prompt
+        messages = (
+            [{"role": "user", "content": problem.prompt}]
+            if isinstance(problem.prompt, str)
+            else problem.prompt
+        )
         system = [{"role": "system", "content": config.system}] if config.system else []
         response = problem.fields.get(config.response_field, "")
         if procedural:
@@ -61,9 +76,15 @@ def tokenizer_texts(config: DataConfig, *, num_texts: int, emit: Emit) -> list[s
             response = r1_response(trace.think, trace.answer) if trace else ""
         elif isinstance(response, list):
             response = read_response(
-                problem.fields, config.response_field, problem.where, "response_field", problem.prompt
+                problem.fields,
+                config.response_field,
+                problem.where,
+                "response_field",
+                problem.prompt,
             )
-        texts.append(plain_chat([*system, *messages]) + (response if isinstance(response, str) else ""))
+        texts.append(
+            plain_chat([*system, *messages]) + (response if isinstance(response, str) else "")
+        )
     return texts
 
 
@@ -97,14 +118,19 @@ class Responder:
 
     def _response_of_row(self, problem: Problem) -> str:
         return read_response(
-            problem.fields, self._config.response_field, problem.where, "response_field", problem.prompt
+            problem.fields,
+            self._config.response_field,
+            problem.where,
+            "response_field",
+            problem.prompt,
         )
 
 
 def need_traces(config: DataConfig) -> None:
     if config.task not in traced_tasks():
         raise InputError(
-            f"data.task = {config.task!r} has no worked traces to learn from; these have: {', '.join(traced_tasks())}",
+            f"data.task = {config.task!r} has no worked traces to learn from; these have: "
+            f"{', '.join(traced_tasks())}",
             hint='use one of them, or data.source = "jsonl" with a response a row',
         )
 

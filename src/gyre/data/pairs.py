@@ -1,8 +1,8 @@
-"""Pairs: preference pairs from rows with a better and a worse response, or a worked trace against one with a slip or,
-for answer_only_share of the problems, against a wrong answer without working.
+"""Pairs: preference pairs from rows with a better and a worse response, or a worked trace against
+one with a slip or, for answer_only_share of the problems, against a wrong answer without working.
 
-In: DataConfig and a tokenizer. Out: `PairSet`; each pair is (chosen, rejected), both with column loss_mask, a shared
-pair_id and scalars["chosen"] 1.0 and 0.0. `sources.PairSource` deals them.
+In: DataConfig and a tokenizer. Out: `PairSet`; each pair is (chosen, rejected), both with column
+loss_mask, a shared pair_id and scalars["chosen"] 1.0 and 0.0. `sources.PairSource` deals them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from gyre.text.tokenizer import Tokenizer
 
 Pair = tuple[TrainSequence, TrainSequence]
 
-_SLIP_TRIES = 8  # a slip can leave the answer right (0 * 5, a palindrome); then another one is drawn
+# a slip can leave the answer right (0 * 5, a palindrome); then another one is drawn
+_SLIP_TRIES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +46,19 @@ def load_pairs(config: DataConfig, tokenizer: Tokenizer, *, emit: Emit) -> PairS
     halves: list[tuple[Pair, ...]] = []
     for problems in (split.train, split.held_out):
         encoded = encode_prompts(problems, config, tokenizer, overlong)
-        built = (_build(problem, prompt, tokenizer, writer, overlong) for problem, prompt in encoded)
+        built = (
+            _build(problem, prompt, tokenizer, writer, overlong) for problem, prompt in encoded
+        )
         kept = [pair for pair in built if pair is not None]
         halves.append(tuple(_number(pair, index) for index, pair in enumerate(kept)))
     report_loaded(
-        config, split, overlong, train=halves[0], held_out=halves[1], emit=emit, no_difference=writer.num_equal
+        config,
+        split,
+        overlong,
+        train=halves[0],
+        held_out=halves[1],
+        emit=emit,
+        no_difference=writer.num_equal,
     )
     return PairSet(source=source_name(config), train=halves[0], held_out=halves[1])
 
@@ -84,20 +93,25 @@ class PairWriter:
         chosen, rejected = self._config.chosen_field, self._config.rejected_field
         return (
             read_response(problem.fields, chosen, problem.where, "chosen_field", problem.prompt),
-            read_response(problem.fields, rejected, problem.where, "rejected_field", problem.prompt),
+            read_response(
+                problem.fields, rejected, problem.where, "rejected_field", problem.prompt
+            ),
         )
 
     def _traced(self, problem: Problem, check: Check) -> tuple[str, str] | None:
         right = write_trace(problem.task)
         if right is None or check(right.answer, dict(problem.task)) < 1.0:
             return None
-        # The seed follows the prompt, not its place: the same problem gets the same wrong answer in any selection.
+        # The seed follows the prompt, not its place: the same problem gets the same wrong answer in
+        # any selection.
         rng = random.Random(derive_seed(self._config.seed, "slip", prompt_key(problem.prompt)))
         for _ in range(_SLIP_TRIES):
             wrong = corrupt_trace(problem.task, rng)
             if wrong is not None and check(wrong.answer, dict(problem.task)) < 1.0:
                 stated = states_answer_only(self._config, problem)
-                return trace_text(right), r1_response("", wrong.answer) if stated else trace_text(wrong)
+                return trace_text(right), r1_response("", wrong.answer) if stated else trace_text(
+                    wrong
+                )
         return None
 
 
@@ -105,7 +119,9 @@ def _build(
     problem: Problem, prompt: Prompt, tokenizer: Tokenizer, writer: PairWriter, overlong: Overlong
 ) -> Pair | None:
     responses = writer.responses(problem)
-    if responses is None or not all(overlong.keeps_response(response, tokenizer, problem) for response in responses):
+    if responses is None or not all(
+        overlong.keeps_response(response, tokenizer, problem) for response in responses
+    ):
         return None
     chosen, rejected = (to_sequence(prompt, response, tokenizer) for response in responses)
     longest = max(chosen.tokens.size, rejected.tokens.size)

@@ -1,7 +1,9 @@
-"""Problem: one row or one procedural problem before it is rendered, and the split into training and held-out (pure).
+"""Problem: one row or one procedural problem before it is rendered, and the split into training and
+held-out (pure).
 
-In: problems in file order. Out: `Split`. The split looks at the prompt's text alone: not at the seed, the order, the
-tokenizer or the template, so that no run and no objective trains on a prompt that another one is tested on.
+In: problems in file order. Out: `Split`. The split looks at the prompt's text alone: not at the
+seed, the order, the tokenizer or the template, so that no run and no objective trains on a prompt
+that another one is tested on.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Problem:
     where: str  # "file:line" or "task:index", for messages
     prompt: Prompting
     task: Mapping[str, Any]  # becomes Prompt.task; JSON-able
-    fields: Mapping[str, Any]  # the whole row, for responses and pairs; empty for procedural problems
+    # the whole row, for responses and pairs; empty for procedural problems
+    fields: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +45,15 @@ class Split:
 
 def prompt_key(prompt: Prompting) -> str:
     """The prompt's text without differences of white space: equal keys are the same prompt."""
-    text = prompt if isinstance(prompt, str) else json.dumps([dict(m) for m in prompt], sort_keys=True)
+    text = (
+        prompt if isinstance(prompt, str) else json.dumps([dict(m) for m in prompt], sort_keys=True)
+    )
     return " ".join(piece for piece in (" ".join(part.split()) for part in _parts(text)) if piece)
 
 
 def _parts(text: str) -> Iterator[str]:
-    """The text cut at white space about every CUT_CHARS: splitting a long one whole takes many times its memory."""
+    """The text cut at white space about every CUT_CHARS: splitting a long one whole takes many
+    times its memory."""
     start = 0
     while len(text) - start > CUT_CHARS and (found := _SPACE.search(text, start + CUT_CHARS)):
         yield text[start : found.start()]
@@ -65,7 +71,9 @@ def by_prompt(problem: Problem) -> Hashable:
     return prompt_key(problem.prompt)
 
 
-def split_by_hash(problems: Iterable[Problem], fraction: float, identity: Callable[[Problem], Hashable]) -> Split:
+def split_by_hash(
+    problems: Iterable[Problem], fraction: float, identity: Callable[[Problem], Hashable]
+) -> Split:
     """Drop repeated ones, then divide by the hash of the prompt."""
     kept, num_duplicates = _without_repeats(problems, identity)
     flags = [is_held_out(prompt_key(problem.prompt), fraction) for problem in kept]
@@ -93,7 +101,9 @@ def split_by_file(
     )
 
 
-def _without_repeats(problems: Iterable[Problem], identity: Callable[[Problem], Hashable]) -> tuple[list[Problem], int]:
+def _without_repeats(
+    problems: Iterable[Problem], identity: Callable[[Problem], Hashable]
+) -> tuple[list[Problem], int]:
     first: dict[Hashable, Problem] = {}
     count = 0
     for problem in problems:

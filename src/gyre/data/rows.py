@@ -1,7 +1,8 @@
-"""Rows: JSONL, parquet and `datasets` become problems. In: a path and field names. Out: `Problem`s, or an InputError
-that names file and line, what the row has and what was needed.
+"""Rows: JSONL, parquet and `datasets` become problems. In: a path and field names. Out: `Problem`s,
+or an InputError that names file and line, what the row has and what was needed.
 
-Every field of a row that is not the prompt, the answer or a response lands in `Problem.task` (tests, level, …).
+Every field of a row that is not the prompt, the answer or a response lands in `Problem.task`
+(tests, level, …).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ MAX_DEPTH = 64  # lists and tables in each other; as_json, the codec and Python'
 
 
 def read_rows(config: DataConfig, *, held_out: bool = False) -> Iterator[Row]:
-    """Yield (where, row) in file order. `held_out` reads held_out_path or held_out_split instead."""
+    """Yield (where, row) in file order. `held_out` reads held_out_path or held_out_split
+    instead."""
     if config.source == "datasets":
         return _dataset_rows(config, config.held_out_split if held_out else config.split)
     key = "held_out_path" if held_out else "path"
@@ -36,7 +38,9 @@ def read_rows(config: DataConfig, *, held_out: bool = False) -> Iterator[Row]:
     return _jsonl_rows(path) if config.source == "jsonl" else _parquet_rows(path)
 
 
-def to_problems(rows: Iterable[Row], config: DataConfig, *, with_answers: bool) -> Iterator[Problem]:
+def to_problems(
+    rows: Iterable[Row], config: DataConfig, *, with_answers: bool
+) -> Iterator[Problem]:
     """Take the prompt, and with `with_answers` the answer, out of each row."""
     try:
         pattern = re.compile(config.answer_pattern) if config.answer_pattern else None
@@ -51,13 +55,16 @@ def to_problems(rows: Iterable[Row], config: DataConfig, *, with_answers: bool) 
         check_values(row, where)
         task = {name: as_json(value) for name, value in row.items() if name not in taken}
         if with_answers and config.answer_field:
-            answer = need(row, config.answer_field, where, "answer_field", '; "" if no reward needs an answer')
+            answer = need(
+                row, config.answer_field, where, "answer_field", '; "" if no reward needs an answer'
+            )
             task["answer"] = _extract(answer, pattern, where, config)
         yield Problem(where=where, prompt=take_prompt(row, where, config), task=task, fields=row)
 
 
 def check_values(row: Mapping[str, Any], where: str) -> None:
-    """InputError for a row nested deeper than MAX_DEPTH: what holds rows later walks them by recursion."""
+    """InputError for a row nested deeper than MAX_DEPTH: what holds rows later walks them by
+    recursion."""
     level: list[Any] = [row]
     for _ in range(MAX_DEPTH):
         level = [inside for value in level for inside in _inside(value)]
@@ -73,13 +80,15 @@ def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return (item for item in value.values() if isinstance(item, (Mapping, list, tuple)))
     return (
-        (item for item in value if isinstance(item, (Mapping, list, tuple))) if isinstance(value, list | tuple) else ()
+        (item for item in value if isinstance(item, (Mapping, list, tuple)))
+        if isinstance(value, list | tuple)
+        else ()
     )
 
 
 def as_json(value: Any) -> Any:
-    """The value as JSON and records have it: tuples become lists, numpy numbers plain ones, an integer past 64 bits its
-    digits, anything else its text."""
+    """The value as JSON and records have it: tuples become lists, numpy numbers plain ones, an
+    integer past 64 bits its digits, anything else its text."""
     if isinstance(value, Mapping):
         return {str(name): as_json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -96,10 +105,15 @@ def _extract(answer: Any, pattern: re.Pattern[str] | None, where: str, config: D
     if pattern is None:
         return as_json(answer)
     group = 1 if pattern.groups else 0
-    found = [match.group(group) for match in pattern.finditer(str(answer)) if match.group(group) is not None]
+    found = [
+        match.group(group)
+        for match in pattern.finditer(str(answer))
+        if match.group(group) is not None
+    ]
     if not found:
         raise InputError(
-            f"{where}: data.answer_pattern {config.answer_pattern!r} is not found in field '{config.answer_field}', "
+            f"{where}: data.answer_pattern {config.answer_pattern!r} is not found in field "
+            f"'{config.answer_field}', "
             f"which holds {short(answer)}",
             hint=r"correct the pattern ('#### (.+)' for GSM8K) or the row",
         )
@@ -115,17 +129,20 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                     yield f"{path}:{number}", _parse_line(line, f"{path}:{number}")
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(
-            f"{path}: unreadable after line {number}: {error}", hint="the file is cut, damaged or not yours to read"
+            f"{path}: unreadable after line {number}: {error}",
+            hint="the file is cut, damaged or not yours to read",
         ) from error
 
 
 def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # ValueError: of UTF-8, of JSON, of an integer with too many digits
+    # ValueError: of UTF-8, of JSON, of an integer with too many digits
+    except (ValueError, RecursionError) as error:
         raise InputError(
             f"{where}: not a JSON object in UTF-8: {error}; the line begins {line[:60]!r}",
-            hint="JSONL has one JSON object a line; a JSON array or a pretty-printed file must be converted",
+            hint="JSONL has one JSON object a line; a JSON array or a pretty-printed file must be "
+            "converted",
         ) from error
     if b"\\ud" in line.lower():  # half of a surrogate pair is valid JSON and no text
         try:
@@ -137,14 +154,16 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
             ) from error
     if not isinstance(row, dict):
         raise InputError(
-            f"{where}: need a JSON object with named fields, got {short(row)}", hint="JSONL has one object a line"
+            f"{where}: need a JSON object with named fields, got {short(row)}",
+            hint="JSONL has one object a line",
         )
     return row
 
 
 @contextmanager
 def _without_retries(datasets: Any, *, local: bool) -> Iterator[None]:
-    """Where the hub cannot be reached, the library's own switch for that, so that it takes its cache at once."""
+    """Where the hub cannot be reached, the library's own switch for that, so that it takes its
+    cache at once."""
     before = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = before or (not local and not is_reachable())
     try:
@@ -158,7 +177,9 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise InputError("parquet files need pyarrow", hint='pip install "gyre-rl[data]"') from error
+        raise InputError(
+            "parquet files need pyarrow", hint='pip install "gyre-rl[data]"'
+        ) from error
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -168,7 +189,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                     yield f"{path}:{number}", row
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(
-            f"{path}: not readable as parquet after row {number}: {error}", hint="the file is cut or of another format"
+            f"{path}: not readable as parquet after row {number}: {error}",
+            hint="the file is cut or of another format",
         ) from error
 
 
@@ -186,7 +208,8 @@ def _data_file(value: str, key: str) -> Path:
     path = Path(value).expanduser()
     if not path.is_file():
         raise InputError(
-            f"data file {path} {'is not a file' if path.exists() else 'does not exist'}{near_folders(path)}",
+            f"data file {path} "
+            f"{'is not a file' if path.exists() else 'does not exist'}{near_folders(path)}",
             hint=f"check data.{key}; it is relative to where gyre was started",
         )
     return path
@@ -205,7 +228,8 @@ def _refuse_what_is_no_set(name: str) -> None:
     if not is_hub_name(name):
         raise InputError(
             f"data set {name} does not exist{near_folders(path)}",
-            hint="check data.path: a folder written by save_to_disk, or a hub name such as openai/gsm8k",
+            hint="check data.path: a folder written by save_to_disk, or a hub name such as "
+            "openai/gsm8k",
         )
     if not _has_built_copy(name) and not is_reachable():
         raise InputError(no_copy(name, "data set"), hint=offline_hint("data set"))
@@ -230,7 +254,9 @@ def _dataset_rows(config: DataConfig, split: str) -> Iterator[Row]:
         import datasets
         from datasets.exceptions import DatasetsError
     except ImportError as error:
-        raise InputError('data.source = "datasets" needs the library', hint='pip install "gyre-rl[data]"') from error
+        raise InputError(
+            'data.source = "datasets" needs the library', hint='pip install "gyre-rl[data]"'
+        ) from error
     try:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             found = datasets.load_from_disk(str(path))
@@ -246,7 +272,8 @@ def _dataset_rows(config: DataConfig, split: str) -> Iterator[Row]:
     if isinstance(found, dict):
         if split not in found:
             raise InputError(
-                f"data set {config.path} has no split '{split}'; it has {', '.join(map(str, found))}",
+                f"data set {config.path} has no split '{split}'; it has "
+                f"{', '.join(map(str, found))}",
                 hint="set data.split or data.held_out_split to one of these",
             )
         found = found[split]

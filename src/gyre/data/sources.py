@@ -1,8 +1,9 @@
-"""Sources: problems become prompts, and records become an endless, resumable order. In: DataConfig and a tokenizer.
-Out: `PromptSet`, and `ShuffledSource`, which implements PromptSource for prompts and for training sequences.
+"""Sources: problems become prompts, and records become an endless, resumable order. In: DataConfig
+and a tokenizer. Out: `PromptSet`, and `ShuffledSource`, which implements PromptSource for prompts
+and for training sequences.
 
-Everything dropped is counted in one event, data.loaded, and so are conversations whose last turn, the assistant's, is
-no part of the prompt (split_turns).
+Everything dropped is counted in one event, data.loaded, and so are conversations whose last turn,
+the assistant's, is no part of the prompt (split_turns).
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, emit: Emit) -> Pro
     overlong = Overlong(config)
     halves = []
     for problems in (split.train, split.held_out):
-        halves.append(tuple(prompt for _, prompt in encode_prompts(problems, config, tokenizer, overlong)))
+        halves.append(
+            tuple(prompt for _, prompt in encode_prompts(problems, config, tokenizer, overlong))
+        )
     report_loaded(config, split, overlong, train=halves[0], held_out=halves[1], emit=emit)
     return PromptSet(source=source, train=halves[0], held_out=halves[1])
 
@@ -61,11 +64,17 @@ def source_name(config: DataConfig) -> str:
 
 
 def read_split(
-    config: DataConfig, *, emit: Emit, identity: Callable[[Problem], Hashable] = by_prompt, with_answers: bool = False
+    config: DataConfig,
+    *,
+    emit: Emit,
+    identity: Callable[[Problem], Hashable] = by_prompt,
+    with_answers: bool = False,
 ) -> Split:
     """All problems, divided. `identity` says which of them are repeats."""
     if config.source == "reasoning_gym":
-        return split_by_hash(generate_problems(config, emit=emit), config.held_out_fraction, identity)
+        return split_by_hash(
+            generate_problems(config, emit=emit), config.held_out_fraction, identity
+        )
     problems = to_problems(read_rows(config), config, with_answers=with_answers)
     if config.held_out_path or config.held_out_split:
         held_out = to_problems(read_rows(config, held_out=True), config, with_answers=with_answers)
@@ -76,13 +85,20 @@ def read_split(
 def encode_prompts(
     problems: Iterable[Problem], config: DataConfig, tokenizer: Tokenizer, overlong: Overlong
 ) -> Iterator[tuple[Problem, Prompt]]:
-    """Render and encode; prompts that are too long are left out, or an error, before they are encoded whole."""
+    """Render and encode; prompts that are too long are left out, or an error, before they are
+    encoded whole."""
     check_template(config.template, config.system)
     checked, source, template = False, source_name(config), config.template
     for batch in _batches(
-        problem for problem in problems if overlong.keeps_text(_last_text(problem), tokenizer, problem)
+        problem
+        for problem in problems
+        if overlong.keeps_text(_last_text(problem), tokenizer, problem)
     ):
-        if template == "chat" and not checked and (config.system or any(_has_system(problem) for problem in batch)):
+        if (
+            template == "chat"
+            and not checked
+            and (config.system or any(_has_system(problem) for problem in batch))
+        ):
             check_system(tokenizer, config.template_options)
             checked = True
         for problem, text in zip(batch, _render(batch, config, tokenizer), strict=True):
@@ -93,7 +109,9 @@ def encode_prompts(
             except InputError as error:
                 raise InputError(f"{problem.where}: {error.message}", hint=error.hint) from error
             prompt_id = f"{derive_seed(source, prompt_key(problem.prompt)):016x}"
-            prompt = Prompt(prompt_id=prompt_id, tokens=tokens, text=text, task=problem.task, source=source)
+            prompt = Prompt(
+                prompt_id=prompt_id, tokens=tokens, text=text, task=problem.task, source=source
+            )
             if overlong.keeps_prompt(prompt, problem):
                 yield problem, prompt
 
@@ -104,7 +122,11 @@ def _render(batch: Sequence[Problem], config: DataConfig, tokenizer: Tokenizer) 
     def render(problems: Sequence[Problem]) -> list[str]:
         prompts, system = [problem.prompt for problem in problems], config.system
         return render_texts(
-            tokenizer, prompts, template=config.template, system=system, options=config.template_options
+            tokenizer,
+            prompts,
+            template=config.template,
+            system=system,
+            options=config.template_options,
         )
 
     try:
@@ -139,44 +161,58 @@ def _last_text(problem: Problem) -> str:
 
 
 def _has_system(problem: Problem) -> bool:
-    return not isinstance(problem.prompt, str) and any(message["role"] == "system" for message in problem.prompt)
+    return not isinstance(problem.prompt, str) and any(
+        message["role"] == "system" for message in problem.prompt
+    )
 
 
 class Overlong:
-    """Applies max_prompt_tokens and max_sequence_tokens: an error that says where, or a counted drop."""
+    """Applies max_prompt_tokens and max_sequence_tokens: an error that says where, or a counted
+    drop."""
 
     def __init__(self, config: DataConfig) -> None:
         self._config = config
         self.num_dropped = 0
 
     def keeps_text(self, text: str, tokenizer: Tokenizer, problem: Problem) -> bool:
-        """Whether a prompt's text may have few enough tokens. Looks at a text before it is encoded whole, which takes
-        many times its size in memory."""
-        return self._keeps_text(text, tokenizer, self._config.max_prompt_tokens, "prompt", problem.where)
+        """Whether a prompt's text may have few enough tokens. Looks at a text before it is encoded
+        whole, which takes many times its size in memory."""
+        return self._keeps_text(
+            text, tokenizer, self._config.max_prompt_tokens, "prompt", problem.where
+        )
 
     def keeps_response(self, text: str, tokenizer: Tokenizer, problem: Problem) -> bool:
         """As `keeps_text`, of a response."""
-        return self._keeps_text(text, tokenizer, self._config.max_sequence_tokens, "sequence", problem.where)
+        return self._keeps_text(
+            text, tokenizer, self._config.max_sequence_tokens, "sequence", problem.where
+        )
 
     def keeps_prompt(self, prompt: Prompt, problem: Problem) -> bool:
-        return self._keeps(prompt.tokens.size, self._config.max_prompt_tokens, "prompt", problem.where)
+        return self._keeps(
+            prompt.tokens.size, self._config.max_prompt_tokens, "prompt", problem.where
+        )
 
     def keeps_sequence(self, num_tokens: int, problem: Problem) -> bool:
         return self._keeps(num_tokens, self._config.max_sequence_tokens, "sequence", problem.where)
 
-    def _keeps_text(self, text: str, tokenizer: Tokenizer, limit: int, what: str, where: str) -> bool:
+    def _keeps_text(
+        self, text: str, tokenizer: Tokenizer, limit: int, what: str, where: str
+    ) -> bool:
         if limit == 0 or len(text) <= LONG_CHARS or not tokenizer.is_longer(text, limit):
             return True
         return self._refuse(f"more than {limit}", limit, what, where)
 
     def _keeps(self, num_tokens: int, limit: int, what: str, where: str) -> bool:
-        return limit == 0 or num_tokens <= limit or self._refuse(str(num_tokens), limit, what, where)
+        return (
+            limit == 0 or num_tokens <= limit or self._refuse(str(num_tokens), limit, what, where)
+        )
 
     def _refuse(self, num_tokens: str, limit: int, what: str, where: str) -> bool:
         if self._config.overlong == "error":
             raise InputError(
                 f"{where}: the {what} has {num_tokens} tokens; data.max_{what}_tokens = {limit}",
-                hint=f'shorten the row, set data.overlong = "drop", or raise data.max_{what}_tokens; '
+                hint='shorten the row, set data.overlong = "drop", or raise '
+                f"data.max_{what}_tokens; "
                 "left open, it is what the model's context has room for",
             )
         self.num_dropped += 1
@@ -202,25 +238,42 @@ def report_loaded(
     }
     source = source_name(config)
     num_split = sum(is_split(p.fields, p.prompt, config) for p in (*split.train, *split.held_out))
-    emit("data.loaded", source=source, train=len(train), held_out=len(held_out), dropped=reasons, split_turns=num_split)
+    emit(
+        "data.loaded",
+        source=source,
+        train=len(train),
+        held_out=len(held_out),
+        dropped=reasons,
+        split_turns=num_split,
+    )
     if count := sum(reasons.values()):
-        emit("drop.rows", source=source, count=count, **{reason: n for reason, n in reasons.items() if n})
+        emit(
+            "drop.rows",
+            source=source,
+            count=count,
+            **{reason: n for reason, n in reasons.items() if n},
+        )
     wants_held_out = config.held_out_fraction > 0 or config.held_out_path or config.held_out_split
     for half, records in (("train", train), ("held-out", held_out)):
         if not records and (half == "train" or wants_held_out):
             raise InputError(
                 f"{source_name(config)}: the {half} half is empty "
-                f"({len(train)} to train on, {len(held_out)} held out, {overlong.num_dropped} overlong)",
+                f"({len(train)} to train on, {len(held_out)} held out, {overlong.num_dropped} "
+                "overlong)",
                 hint="give more rows, or change data.held_out_fraction (0 holds nothing out)",
             )
 
 
 class ShuffledSource(Generic[Record]):
-    """PromptSource over records in memory: each epoch is a new order, a pure function of seed, name and epoch."""
+    """PromptSource over records in memory: each epoch is a new order, a pure function of seed, name
+    and epoch."""
 
     def __init__(self, records: Sequence[Record], seed: int, name: str) -> None:
         if not records:
-            raise InputError(f"source '{name}' holds no records", hint="check the data section that it is made from")
+            raise InputError(
+                f"source '{name}' holds no records",
+                hint="check the data section that it is made from",
+            )
         self._records = tuple(records)
         self._seed = seed
         self._name = name
@@ -250,8 +303,10 @@ class ShuffledSource(Generic[Record]):
         for key in ("name", "seed", "fingerprint"):
             if state.get(key) != mine[key]:
                 raise SnapshotError(
-                    f"the snapshot's data cursor has {key} {state.get(key)!r}, the data given now has {mine[key]!r}",
-                    hint="resume with the data, tokenizer and seed that the run began with, or start a new run",
+                    f"the snapshot's data cursor has {key} {state.get(key)!r}, the data given now "
+                    f"has {mine[key]!r}",
+                    hint="resume with the data, tokenizer and seed that the run began with, or "
+                    "start a new run",
                 )
         position = state.get("position")
         if not isinstance(position, int) or position < 0:
@@ -269,7 +324,8 @@ class ShuffledSource(Generic[Record]):
         return self._records[self._order[offset]]
 
     def _shuffled(self, epoch: int) -> np.ndarray:
-        # Raw PCG64 output is stable over numpy versions; Generator.permutation is not promised to be.
+        # Raw PCG64 output is stable over numpy versions; Generator.permutation is not promised to
+        # be.
         bits = np.random.PCG64(derive_seed(self._seed, "order", self._name, epoch))
         return np.argsort(bits.random_raw(len(self._records)), kind="stable")
 
@@ -277,7 +333,8 @@ class ShuffledSource(Generic[Record]):
 class PairSource(ShuffledSource[tuple[TrainSequence, TrainSequence]]):
     """Preference pairs: take(n) returns n pairs as 2n sequences, chosen before rejected.
 
-    pair_id is the pair's number since the beginning of the run: unique in any batch, also over epochs.
+    pair_id is the pair's number since the beginning of the run: unique in any batch, also over
+    epochs.
     """
 
     def take(self, n: int) -> Sequence[Any]:

@@ -1,5 +1,6 @@
-"""Tasks: procedural problems from reasoning-gym. In: task name, options, seed. Out: different problems whose `task`
-carries {"task", "question", "answer", "metadata"}: all that the task's own scorer needs.
+"""Tasks: procedural problems from reasoning-gym. In: task name, options, seed. Out: different
+problems whose `task` carries {"task", "question", "answer", "metadata"}: all that the task's own
+scorer needs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Check = Callable[[str, dict[str, Any]], float]  # answer, Problem.task → 1.0 w
 def generate_problems(config: DataConfig, *, emit: Emit) -> Iterator[Problem]:
     """Yield `num_problems` problems, all with different prompts, in an order that the seed decides.
 
-    Small tasks run out: drawing ends after 20 draws per problem asked for, with the event data.exhausted.
+    Small tasks run out: drawing ends after 20 draws per problem asked for, with the event
+    data.exhausted.
     """
     max_draws = 20 * config.num_problems + 1000
     dataset = _make_dataset(config, size=max_draws)
@@ -34,7 +36,13 @@ def generate_problems(config: DataConfig, *, emit: Emit) -> Iterator[Problem]:
             seen.add(by_prompt(problem))
             yield problem
     if len(seen) < config.num_problems:
-        emit("data.exhausted", task=config.task, asked=config.num_problems, found=len(seen), draws=draws)
+        emit(
+            "data.exhausted",
+            task=config.task,
+            asked=config.num_problems,
+            found=len(seen),
+            draws=draws,
+        )
 
 
 def answer_checker(config: DataConfig) -> Check:
@@ -50,7 +58,9 @@ def _to_problem(task: str, index: int, entry: dict[str, Any]) -> Problem:
         "answer": as_json(entry["answer"]),
         "metadata": as_json(entry["metadata"]),
     }
-    return Problem(where=f"{task}:{index}", prompt=entry["question"].strip(), task=content, fields={})
+    return Problem(
+        where=f"{task}:{index}", prompt=entry["question"].strip(), task=content, fields={}
+    )
 
 
 def _make_dataset(config: DataConfig, *, size: int) -> Any:
@@ -61,7 +71,9 @@ def _make_dataset(config: DataConfig, *, size: int) -> Any:
         near = difflib.get_close_matches(config.task, DATASETS, n=3, cutoff=0.4)
         raise ConfigError(
             f"data.task = {config.task!r} is not a reasoning-gym task",
-            hint=f"the nearest are {', '.join(near)}" if near else "see the gallery of reasoning-gym",
+            hint=f"the nearest are {', '.join(near)}"
+            if near
+            else "see the gallery of reasoning-gym",
         )
     options = DATASETS[config.task][1].__dataclass_fields__
     for name in config.task_options:
@@ -70,10 +82,13 @@ def _make_dataset(config: DataConfig, *, size: int) -> Any:
                 f"data.task_options.{name} is not an option of {config.task}",
                 hint=f"it takes {', '.join(o for o in options if o not in ('seed', 'size'))}",
             )
-    # Problem i of seed s is problem i + 1 of seed s - 1 in reasoning-gym, so seeds are spread far apart.
+    # Problem i of seed s is problem i + 1 of seed s - 1 in reasoning-gym, so seeds are spread far
+    # apart.
     seed = derive_seed("reasoning_gym", config.task, config.seed) % 2**31
     try:
-        return reasoning_gym.create_dataset(config.task, seed=seed, size=size, **config.task_options)
+        return reasoning_gym.create_dataset(
+            config.task, seed=seed, size=size, **config.task_options
+        )
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(
             f"data.task_options = {config.task_options} is refused by {config.task}: {error}",

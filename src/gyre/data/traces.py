@@ -1,5 +1,6 @@
-"""Traces: worked solutions of procedural problems, right ones and wrong ones (pure). In: task name and metadata.
-Out: a `Trace` whose thinking ends with its answer, or None when no short mechanical one exists.
+"""Traces: worked solutions of procedural problems, right ones and wrong ones (pure). In: task name
+and metadata. Out: a `Trace` whose thinking ends with its answer, or None when no short mechanical
+one exists.
 
 A wrong trace looks like a right one: one step of it slips and what follows is consistent.
 """
@@ -20,7 +21,8 @@ class Trace:
 
 
 def write_trace(task: Mapping[str, Any]) -> Trace | None:
-    """A worked solution of a `Problem.task`. Its answer is computed, not copied: callers check it with the scorer."""
+    """A worked solution of a `Problem.task`. Its answer is computed, not copied: callers check it
+    with the scorer."""
     writer = _WRITERS.get(task["task"])
     return writer(task) if writer else None
 
@@ -39,10 +41,15 @@ def corrupt_trace(task: Mapping[str, Any], rng: random.Random) -> Trace | None:
     if right is None:
         return None
     wrong = _wrong_answer(right.answer, rng)
-    return None if wrong is None else Trace(think=right.think.removesuffix(right.answer) + wrong, answer=wrong)
+    return (
+        None
+        if wrong is None
+        else Trace(think=right.think.removesuffix(right.answer) + wrong, answer=wrong)
+    )
 
 
-# --- chains of + - *, worked from the left -------------------------------------------------------------------------
+# --- chains of + - *, worked from the left
+# --------------------------------------------------------------------------------------------------
 
 
 def _chain(expression: str, rng: random.Random | None = None) -> Trace:
@@ -74,8 +81,17 @@ def _apply(operator: str, left: int, right: int) -> int:
 
 
 def _slips(value: int, rng: random.Random) -> list[int]:
-    """Numbers that a learner could have written instead: a little off, a wrong digit, the wrong sign."""
-    near = [value + 1, value - 1, value + 2, value - 2, value + 10, value - 10, _other_digit(value, rng)]
+    """Numbers that a learner could have written instead: a little off, a wrong digit, the wrong
+    sign."""
+    near = [
+        value + 1,
+        value - 1,
+        value + 2,
+        value - 2,
+        value + 10,
+        value - 10,
+        _other_digit(value, rng),
+    ]
     return [*near, -value] if value else near
 
 
@@ -87,11 +103,13 @@ def _other_digit(value: int, rng: random.Random) -> int:
 
 
 def _wrong_answer(answer: str, rng: random.Random) -> str | None:
-    """Another number for a number; two different neighbours (list items, else letters) swapped for anything else."""
+    """Another number for a number; two different neighbours (list items, else letters) swapped for
+    anything else."""
     if answer.removeprefix("-").isdecimal():
         value = int(answer)
         options = _slips(value, rng)
-        return str(rng.choice(options if value < 0 else [o for o in options if o >= 0]))  # counts are never negative
+        # counts are never negative
+        return str(rng.choice(options if value < 0 else [o for o in options if o >= 0]))
     separator = ", " if answer.startswith("[") else ""
     items = answer[1:-1].split(separator) if separator else list(answer)
     places = [i for i in range(len(items) - 1) if items[i] != items[i + 1]]
@@ -102,7 +120,8 @@ def _wrong_answer(answer: str, rng: random.Random) -> str | None:
     return f"[{separator.join(items)}]" if separator else "".join(items)
 
 
-# --- one writer per task -------------------------------------------------------------------------------------------
+# --- one writer per task
+# --------------------------------------------------------------------------------------------------
 
 
 def _chain_task(task: Mapping[str, Any]) -> Trace:
@@ -110,9 +129,11 @@ def _chain_task(task: Mapping[str, Any]) -> Trace:
 
 
 def _basic_arithmetic(task: Mapping[str, Any]) -> Trace | None:
-    """Operations in the order that precedence and parentheses ask for; "/" rounds down, as the task's answers do.
+    """Operations in the order that precedence and parentheses ask for; "/" rounds down, as the
+    task's answers do.
 
-    None for a division by zero: without parentheses the task writes some, since its answers ignore precedence.
+    None for a division by zero: without parentheses the task writes some, since its answers ignore
+    precedence.
     """
     lines: list[str] = []
     tree = ast.parse(task["metadata"]["expression"].strip(), mode="eval").body
@@ -157,7 +178,9 @@ def _count_bits(task: Mapping[str, Any]) -> Trace:
 
 def _spell_backward(task: Mapping[str, Any]) -> Trace:
     word = str(task["metadata"]["word"])
-    return Trace(think="\n".join([" ".join(word), " ".join(word[::-1]), word[::-1]]), answer=word[::-1])
+    return Trace(
+        think="\n".join([" ".join(word), " ".join(word[::-1]), word[::-1]]), answer=word[::-1]
+    )
 
 
 def _letter_counting(task: Mapping[str, Any]) -> Trace:
@@ -172,7 +195,9 @@ def _letter_counting(task: Mapping[str, Any]) -> Trace:
 def _number_sorting(task: Mapping[str, Any]) -> Trace:
     """The next number in order, one a line, then the list as the task wants it."""
     metadata = task["metadata"]
-    ordered = sorted(metadata["original_numbers"], key=float, reverse=metadata["direction"] == "descending")
+    ordered = sorted(
+        metadata["original_numbers"], key=float, reverse=metadata["direction"] == "descending"
+    )
     return Trace(think="\n".join([*ordered, str(ordered)]), answer=str(ordered))
 
 
@@ -200,4 +225,7 @@ _WRITERS: dict[str, Callable[[Mapping[str, Any]], Trace | None]] = {
     "gcd": _gcd,
 }
 
-_SLIPPING: dict[str, Callable[[str, random.Random], Trace]] = {"chain_sum": _chain, "products": _chain}
+_SLIPPING: dict[str, Callable[[str, random.Random], Trace]] = {
+    "chain_sum": _chain,
+    "products": _chain,
+}

@@ -1,5 +1,6 @@
-"""Turns: where the prompt of a row ends and the response begins (pure). In: a row and the names of its fields. Out: the
-prompt without the response that is to be learnt, or an InputError that says why no such place is sure.
+"""Turns: where the prompt of a row ends and the response begins (pure). In: a row and the names of
+its fields. Out: the prompt without the response that is to be learnt, or an InputError that says
+why no such place is sure.
 
     prompt field                     prompt
     a text                           the text; refused when the same field is read as answer or response
@@ -18,7 +19,16 @@ from gyre.data.config import DataConfig
 from gyre.data.problems import Prompting
 
 MODEL = "assistant"
-ASKING = ("user", "system", "developer", "tool", "function", "ipython", "environment", "observation")
+ASKING = (
+    "user",
+    "system",
+    "developer",
+    "tool",
+    "function",
+    "ipython",
+    "environment",
+    "observation",
+)
 CALLS = ("tool_calls", "function_call")  # of a message; only its role and content are rendered
 REASONING = ("reasoning_content", "reasoning", "thinking")
 SHOWN_CHARS = 60
@@ -30,26 +40,36 @@ def take_prompt(row: Mapping[str, Any], where: str, config: DataConfig) -> Promp
     """The row's prompt. InputError: no prompt, or none that is surely without the response."""
     field = config.prompt_field
     pair = (config.chosen_field, config.rejected_field)
-    if all(row.get(name) is not None for name in pair) and (field in pair or row.get(field) is None):
+    if all(row.get(name) is not None for name in pair) and (
+        field in pair or row.get(field) is None
+    ):
         return _shared_turns(row, where, pair, field)
     prompt = read_prompt(need(row, field, where, "prompt_field"), where, field)
     if isinstance(prompt, str):
         if field in (config.response_field, config.answer_field):
             key = "response_field" if field == config.response_field else "answer_field"
             raise InputError(
-                f"{where}: data.prompt_field and data.{key} are both '{field}', which holds a text: the prompt would "
+                f"{where}: data.prompt_field and data.{key} are both '{field}', which holds a "
+                "text: the prompt would "
                 "show what is to be learnt",
-                hint="name two fields, or give a conversation: its last assistant turn is the response",
+                hint="name two fields, or give a conversation: its last assistant turn is the "
+                "response",
             )
         return prompt
     if prompt[-1]["role"] != MODEL:
         return prompt
-    others = [name for name in (config.response_field, *pair) if name != field and row.get(name) is not None]
+    others = [
+        name
+        for name in (config.response_field, *pair)
+        if name != field and row.get(name) is not None
+    ]
     if others:
         raise InputError(
-            f"{where}: field '{field}' ends with the assistant's turn, and field '{others[0]}' holds a response too: "
+            f"{where}: field '{field}' ends with the assistant's turn, and field '{others[0]}' "
+            "holds a response too: "
             "where the prompt ends is not sure",
-            hint=f"end '{field}' with the user's turn, or set data.response_field = \"{field}\" to learn its last turn",
+            hint=f"end '{field}' with the user's turn, or set data.response_field = \"{field}\" "
+            "to learn its last turn",
         )
     return _asking(prompt[:-1], where, field)
 
@@ -74,36 +94,46 @@ def read_prompt(value: Any, where: str, field: str) -> Prompting:
     )
 
 
-def read_response(row: Mapping[str, Any], field: str, where: str, key: str, prompt: Prompting) -> str:
-    """A response: a text, or a conversation whose last message is the assistant's. What comes before that message must
-    be nothing, or the prompt."""
+def read_response(
+    row: Mapping[str, Any], field: str, where: str, key: str, prompt: Prompting
+) -> str:
+    """A response: a text, or a conversation whose last message is the assistant's. What comes
+    before that message must be nothing, or the prompt."""
     value = need(row, field, where, key)
     if isinstance(value, str):
         return value
     is_conversation = isinstance(value, list) and value and all(is_message(item) for item in value)
     if not is_conversation or value[-1]["role"] != MODEL:
         raise InputError(
-            f"{where}: field '{field}' holds {short(value)}; need a text or messages that end with the assistant's",
+            f"{where}: field '{field}' holds {short(value)}; need a text or messages that end "
+            "with the assistant's",
             hint=f"set data.{key} to the field with the response, or repair the row",
         )
     _refuse_left_out(value[-1:], CALLS + REASONING, where, field)
     before = [{"role": item["role"], "content": item["content"].strip()} for item in value[:-1]]
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if before and before != [{"role": item["role"], "content": item["content"].strip()} for item in asked]:
+    if before and before != [
+        {"role": item["role"], "content": item["content"].strip()} for item in asked
+    ]:
         raise InputError(
             f"{where}: the turns before the last one in field '{field}' are not the prompt",
-            hint=f'set data.prompt_field = "{field}" to take the prompt from there, or leave only the last turn in it',
+            hint=f'set data.prompt_field = "{field}" to take the prompt from there, or leave only '
+            "the last turn in it",
         )
     return value[-1]["content"]
 
 
-def _refuse_left_out(messages: Sequence[Mapping[str, Any]], names: Sequence[str], where: str, field: str) -> None:
+def _refuse_left_out(
+    messages: Sequence[Mapping[str, Any]], names: Sequence[str], where: str, field: str
+) -> None:
     """InputError for what a model said outside of a message's content."""
     left_out = next((name for message in messages for name in names if message.get(name)), None)
     if left_out:
         raise InputError(
-            f"{where}: a message of field '{field}' has '{left_out}', and only its content would be rendered",
-            hint=f"write it into the content as the model's chat template does, and take '{left_out}' out",
+            f"{where}: a message of field '{field}' has '{left_out}', and only its content would "
+            "be rendered",
+            hint="write it into the content as the model's chat template does, and take "
+            f"'{left_out}' out",
         )
 
 
@@ -119,7 +149,11 @@ def need(row: Mapping[str, Any], field: str, where: str, key: str, also: str = "
 
 
 def is_message(item: Any) -> bool:
-    return isinstance(item, dict) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str)
+    return (
+        isinstance(item, dict)
+        and isinstance(item.get("role"), str)
+        and isinstance(item.get("content"), str)
+    )
 
 
 def short(value: Any) -> str:
@@ -127,31 +161,43 @@ def short(value: Any) -> str:
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…"
 
 
-def _shared_turns(row: Mapping[str, Any], where: str, pair: tuple[str, str], field: str) -> Prompting:
+def _shared_turns(
+    row: Mapping[str, Any], where: str, pair: tuple[str, str], field: str
+) -> Prompting:
     """The turns before the last of two whole conversations, which must be the same."""
-    chosen, rejected = (read_prompt(need(row, name, where, "prompt_field"), where, name) for name in pair)
+    chosen, rejected = (
+        read_prompt(need(row, name, where, "prompt_field"), where, name) for name in pair
+    )
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise InputError(
-            f"{where}: there is no prompt beside '{pair[0]}' and '{pair[1]}', which hold texts: where the prompt in "
+            f"{where}: there is no prompt beside '{pair[0]}' and '{pair[1]}', which hold texts: "
+            "where the prompt in "
             "them ends is not sure",
-            hint="set data.prompt_field to a field with the prompt, or give whole conversations in both fields",
+            hint="set data.prompt_field to a field with the prompt, or give whole conversations "
+            "in both fields",
         )
     if chosen[-1]["role"] != MODEL or rejected[-1]["role"] != MODEL or chosen[:-1] != rejected[:-1]:
         raise InputError(
-            f"{where}: '{pair[0]}' and '{pair[1]}' are no two answers to one conversation: need the same turns, and a "
+            f"{where}: '{pair[0]}' and '{pair[1]}' are no two answers to one conversation: need "
+            "the same turns, and a "
             "last one of the assistant",
-            hint=f"set data.prompt_field to a field with the prompt (it is '{field}'), or repair the row",
+            hint=f"set data.prompt_field to a field with the prompt (it is '{field}'), or repair "
+            "the row",
         )
     return _asking(chosen[:-1], where, pair[0])
 
 
-def _asking(turns: tuple[Mapping[str, str], ...], where: str, field: str) -> tuple[Mapping[str, str], ...]:
+def _asking(
+    turns: tuple[Mapping[str, str], ...], where: str, field: str
+) -> tuple[Mapping[str, str], ...]:
     """Turns that the model can answer."""
     last = turns[-1]["role"] if turns else None
     if last in ASKING:
         return turns
     got = f"a turn of '{last}'" if turns else "nothing"
     raise InputError(
-        f"{where}: before the response, field '{field}' ends with {got}; need the turn of one of {', '.join(ASKING)}",
-        hint='a message is {"role": "user", "content": "…"}, and what the model said has the role "assistant"',
+        f"{where}: before the response, field '{field}' ends with {got}; need the turn of one of "
+        f"{', '.join(ASKING)}",
+        hint='a message is {"role": "user", "content": "…"}, and what the model said has the role '
+        '"assistant"',
     )

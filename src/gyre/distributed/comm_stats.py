@@ -1,12 +1,14 @@
-"""Traffic: what the collectives of this rank send, and how long they make it wait. In: each collective, by its kind and
-tensors. Out: bytes by kind, seconds.
+"""Traffic: what the collectives of this rank send, and how long they make it wait. In: each
+collective, by its kind and tensors. Out: bytes by kind, seconds.
 
-Bytes are those of the ring algorithms, by n ranks: a gather or a scatter of W bytes in all sends (n - 1)/n · W, an
-all-reduce of W twice that, a broadcast W. The planner predicts the same (`planner.search.speed.sent_bytes`).
+Bytes are those of the ring algorithms, by n ranks: a gather or a scatter of W bytes in all sends (n
+- 1)/n · W, an all-reduce of W twice that, a broadcast W. The planner predicts the same
+(`planner.search.speed.sent_bytes`).
 
-On a CPU a collective makes the rank wait from the call to its end, the wait for ranks that come later included. On a
-GPU the compute stream waits: between two events around the collective, or, where that runs beside the computation, from
-the event at which it came to the wait to the one behind the collective. Events are read when the device is idle anyway.
+On a CPU a collective makes the rank wait from the call to its end, the wait for ranks that come
+later included. On a GPU the compute stream waits: between two events around the collective, or,
+where that runs beside the computation, from the event at which it came to the wait to the one
+behind the collective. Events are read when the device is idle anyway.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class Sent:
 
 
 def ring_bytes(kind: Kind, whole_bytes: int, ranks: int) -> int:
-    """Bytes that one rank sends. `whole_bytes`: of the tensor that is reduced or broadcast, of all slices together
-    where it is gathered or scattered."""
+    """Bytes that one rank sends. `whole_bytes`: of the tensor that is reduced or broadcast, of all
+    slices together where it is gathered or scattered."""
     if ranks <= 1:
         return 0
     if kind == "broadcast":
@@ -43,7 +45,8 @@ def ring_bytes(kind: Kind, whole_bytes: int, ranks: int) -> int:
 
 
 class Traffic:
-    """Counter of one rank, shared by all of its groups. For the thread that runs the collectives."""
+    """Counter of one rank, shared by all of its groups. For the thread that runs the
+    collectives."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, int] = {}
@@ -52,7 +55,9 @@ class Traffic:
         self._beside: list[tuple[Any, Any]] = []  # likewise, of two streams
 
     @contextlib.contextmanager
-    def collective(self, kind: Kind, whole_bytes: int, ranks: int, device: torch.device) -> Iterator[None]:
+    def collective(
+        self, kind: Kind, whole_bytes: int, ranks: int, device: torch.device
+    ) -> Iterator[None]:
         """Around one whose result is waited for inside."""
         self.count(kind, whole_bytes, ranks)
         with self.waiting(device):
@@ -77,13 +82,13 @@ class Traffic:
         self._bytes[kind] = self._bytes.get(kind, 0) + ring_bytes(kind, whole_bytes, ranks)
 
     def awaited(self, reached: Any, done: Any) -> None:
-        """The computation came to a wait at the event `reached`, for what was done on another stream at `done`, which
-        may have been before."""
+        """The computation came to a wait at the event `reached`, for what was done on another
+        stream at `done`, which may have been before."""
         self._beside.append((reached, done))
 
     def take(self) -> Sent:
-        """What came together since the last call. On a GPU the streams must have passed the last collective, or this
-        waits for it."""
+        """What came together since the last call. On a GPU the streams must have passed the last
+        collective, or this waits for it."""
         wait_s = self._wait_s
         for begin, end in self._events + self._beside:
             end.synchronize()

@@ -1,5 +1,6 @@
-"""Parallel config: how the state of each trained or frozen model lies over ranks. In: TOML tables `[parallel]`,
-`[parallel.critic]`, `[parallel.reference]`, `[parallel.reward]`. Out: frozen sections. No torch here."""
+"""Parallel config: how the state of each trained or frozen model lies over ranks. In: TOML tables
+`[parallel]`, `[parallel.critic]`, `[parallel.reference]`, `[parallel.reward]`. Out: frozen
+sections. No torch here."""
 
 from __future__ import annotations
 
@@ -26,16 +27,19 @@ class ParallelConfig(Section):
     """Over the ranks of the trainer. One process alone holds everything whatever stands here."""
 
     zero: Zero = 1
-    """What is sharded: 0 nothing, 1 optimizer state, 2 also gradients and, between updates, weights, 3 also weights
-    during an update. A frozen model has weights only: it is whole with 0 and 1."""
+    """What is sharded: 0 nothing, 1 optimizer state, 2 also gradients and, between updates,
+    weights, 3 also weights during an update. A frozen model has weights only: it is whole with 0
+    and 1."""
     shard_ranks: int = Field(default=0, ge=0)
-    """Ranks that share one copy of the state; must divide the number of ranks. 0 takes all; less makes several copies
-    that are kept equal (hybrid sharding)."""
+    """Ranks that share one copy of the state; must divide the number of ranks. 0 takes all; less
+    makes several copies that are kept equal (hybrid sharding)."""
     sum_gradients: SumGradients = "chunk"
-    """With zero 2 and 3, when gradients are summed over ranks: after each chunk (4 bytes per parameter, sharded), or
-    once per update (4 more bytes per parameter on every rank while an update has several chunks, less traffic)."""
+    """With zero 2 and 3, when gradients are summed over ranks: after each chunk (4 bytes per
+    parameter, sharded), or once per update (4 more bytes per parameter on every rank while an
+    update has several chunks, less traffic)."""
     timeout_s: float = Field(default=120.0, gt=0.0)
-    """Longest that a rank waits for the others in one collective; then the step ends and names who was missing."""
+    """Longest that a rank waits for the others in one collective; then the step ends and names who
+    was missing."""
     critic: SplitConfig = Field(default_factory=SplitConfig)
     """The critic."""
     reference: SplitConfig = Field(default_factory=SplitConfig)

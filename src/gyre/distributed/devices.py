@@ -1,8 +1,9 @@
-"""Devices: what each rank computes on, and that all have the same. In: a rank's device. Out: nothing, or a ConfigError
-that lists who has what.
+"""Devices: what each rank computes on, and that all have the same. In: a rank's device. Out:
+nothing, or a ConfigError that lists who has what.
 
-Ranks wait for the slowest of them and hold equal parts, so one slower or smaller GPU would slow down or starve them
-all; and kernels that differ by GPU type would give ranks that hold copies different bits.
+Ranks wait for the slowest of them and hold equal parts, so one slower or smaller GPU would slow
+down or starve them all; and kernels that differ by GPU type would give ranks that hold copies
+different bits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 from gyre.core.errors import ConfigError
 from gyre.distributed.process_group import RankGroup
 
-SAME_MEMORY_SHARE = 0.02  # by which GPUs of one type may differ: firmware and error correction reserve a little
+# by which GPUs of one type may differ: firmware and error correction reserve a little
+SAME_MEMORY_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,9 @@ class DeviceRecord:
     memory_bytes: int
 
     def is_like(self, other: DeviceRecord) -> bool:
-        near = abs(self.memory_bytes - other.memory_bytes) <= SAME_MEMORY_SHARE * max(self.memory_bytes, 1)
+        near = abs(self.memory_bytes - other.memory_bytes) <= SAME_MEMORY_SHARE * max(
+            self.memory_bytes, 1
+        )
         return near and (self.name, self.capability) == (other.name, other.capability)
 
 
@@ -68,7 +72,8 @@ def refuse_mixture(group: RankGroup, record: DeviceRecord) -> None:
     if mixture:
         raise ConfigError(
             f"the ranks have different devices: {mixture}; a group needs one kind",
-            hint="run on nodes of one GPU type: choose them in the scheduler, or hide the others with "
+            hint="run on nodes of one GPU type: choose them in the scheduler, or hide the others "
+            "with "
             "CUDA_VISIBLE_DEVICES",
         )
 
@@ -78,4 +83,6 @@ def _words(kind: DeviceRecord, ranks: Sequence[int], records: Sequence[DeviceRec
     memory = f" with {kind.memory_bytes / 2**30:.1f} GiB" if kind.memory_bytes else ""
     capability = f", compute capability {kind.capability}" if kind.capability else ""
     numbers = ", ".join(str(rank) for rank in ranks)
-    return f"rank{'s' if len(ranks) > 1 else ''} {numbers} ({hosts}): {kind.name}{memory}{capability}"
+    return (
+        f"rank{'s' if len(ranks) > 1 else ''} {numbers} ({hosts}): {kind.name}{memory}{capability}"
+    )

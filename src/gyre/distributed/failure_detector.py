@@ -1,11 +1,12 @@
-"""Fault board: which rank broke an operation, told to all ranks in time. In: a store that all ranks reach.
-Out: `broken`, why no collective may run any more, which frees a main thread that waits in one over gloo; and a call to
-`abort`, which frees it over NCCL.
+"""Fault board: which rank broke an operation, told to all ranks in time. In: a store that all ranks
+reach. Out: `broken`, why no collective may run any more, which frees a main thread that waits in
+one over gloo; and a call to `abort`, which frees it over NCCL.
 
-Every rank counts its guarded operations (a step, an evaluation), so the number means the same everywhere. A rank that
-fails reports under the number; a thread on each other rank reads that, lets its own main thread fail by itself for a
-moment (a bad batch is refused by all ranks alike, and nothing is broken), and else aborts the collectives. The threads
-also give signs of life; each watches the next rank's, and reports for it when they end: NCCL does not notice a death.
+Every rank counts its guarded operations (a step, an evaluation), so the number means the same
+everywhere. A rank that fails reports under the number; a thread on each other rank reads that, lets
+its own main thread fail by itself for a moment (a bad batch is refused by all ranks alike, and
+nothing is broken), and else aborts the collectives. The threads also give signs of life; each
+watches the next rank's, and reports for it when they end: NCCL does not notice a death.
 """
 
 from __future__ import annotations
@@ -28,19 +29,29 @@ LIFE_S = 15.0  # without one a rank is dead; no call may hold Python's lock for 
 class FailureDetector:
     """One rank's view. `store` is a connection of its own: nothing else waits on it."""
 
-    def __init__(self, store: Store, *, rank: int, size: int, grace_s: float, abort: Callable[[], None]) -> None:
-        self._store, self._rank, self._size, self._grace_s, self._abort = store, rank, size, grace_s, abort
+    def __init__(
+        self, store: Store, *, rank: int, size: int, grace_s: float, abort: Callable[[], None]
+    ) -> None:
+        self._store, self._rank, self._size, self._grace_s, self._abort = (
+            store,
+            rank,
+            size,
+            grace_s,
+            abort,
+        )
         self._lock = threading.Lock()  # over the connection
         self._operation, self._inside = 0, False
         self._beat, self._next_beat = 0, 0.0
-        self._neighbour, self._neighbour_until = "", math.inf  # its last sign of life, and when the next is overdue
+        # its last sign of life, and when the next is overdue
+        self._neighbour, self._neighbour_until = "", math.inf
         self.broken = ""  # why no collective of this group may run any more
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="fault-board", daemon=True)
         self._thread.start()
 
     def enter(self) -> None:
-        """A guarded operation begins. Learns here if the others have broken off without this rank."""
+        """A guarded operation begins. Learns here if the others have broken off without this
+        rank."""
         self._operation += 1
         with self._lock:
             if not self.broken and self._store.check(["broken"]):
@@ -51,14 +62,16 @@ class FailureDetector:
         self._inside = False
 
     def report(self, message: str, *, own: bool) -> None:
-        """Tell the others that this operation failed here; `own` says that the cause was not another rank."""
+        """Tell the others that this operation failed here; `own` says that the cause was not
+        another rank."""
         entry = json.dumps({"message": message, "own": own})
         with self._lock:
             self._store.set(f"{self._operation}/{self._rank}", entry)
             self._store.set(f"{self._operation}", "failed")
 
     def blame(self) -> str:
-        """Who broke this operation: a rank that reported a cause of its own, or, after a grace, one that is silent."""
+        """Who broke this operation: a rank that reported a cause of its own, or, after a grace, one
+        that is silent."""
         until = time.monotonic() + self._grace_s
         while True:
             reports = self._reports()
@@ -93,7 +106,9 @@ class FailureDetector:
                     if self._store.check([key]):
                         found[rank] = json.loads(self._store.get(key))
         except RuntimeError as error:
-            self.broken = self.broken or f"the process that holds the store is gone ({str(error)[:80]})"
+            self.broken = (
+                self.broken or f"the process that holds the store is gone ({str(error)[:80]})"
+            )
         return found
 
     def _watch(self) -> None:
@@ -109,7 +124,12 @@ class FailureDetector:
             except RuntimeError as error:
                 self.broken = f"the process that holds the store is gone ({str(error)[:80]})"
                 failed = True
-            if failed and not self._end.wait(OWN_FAULT_S) and self._inside and self._operation == operation:
+            if (
+                failed
+                and not self._end.wait(OWN_FAULT_S)
+                and self._inside
+                and self._operation == operation
+            ):
                 self.broken = self.broken or "another rank failed"
                 self._abort()
 
@@ -124,11 +144,17 @@ class FailureDetector:
         """Report for the next rank when it has given no sign of life for too long."""
         rank = (self._rank + 1) % self._size
         with self._lock:
-            seen = self._store.get(f"life/{rank}").decode() if self._store.check([f"life/{rank}"]) else ""
+            seen = (
+                self._store.get(f"life/{rank}").decode()
+                if self._store.check([f"life/{rank}"])
+                else ""
+            )
         if seen != self._neighbour or self._neighbour_until == math.inf:
             self._neighbour, self._neighbour_until = seen, time.monotonic() + LIFE_S
         elif time.monotonic() > self._neighbour_until:
-            entry = json.dumps({"message": f"no sign of life for {LIFE_S:g} s; its process is gone", "own": True})
+            entry = json.dumps(
+                {"message": f"no sign of life for {LIFE_S:g} s; its process is gone", "own": True}
+            )
             with self._lock:
                 self._store.set(f"{operation}/{rank}", entry)
                 self._store.set(f"{operation}", "failed")

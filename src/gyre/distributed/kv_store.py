@@ -1,5 +1,6 @@
-"""Notes: short texts that ranks leave for each other outside collectives. In: a store that all ranks reach. Out: what
-other ranks left, or None. Safe from any thread, and never waits for another rank.
+"""Notes: short texts that ranks leave for each other outside collectives. In: a store that all
+ranks reach. Out: what other ranks left, or None. Safe from any thread, and never waits for another
+rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Mesh: the ranks along named axes. In: the group of all ranks, the config. Out: a Mesh with a group per axis, and the
-Split of each model.
+"""Mesh: the ranks along named axes. In: the group of all ranks, the config. Out: a Mesh with a
+group per axis, and the Split of each model.
 
-Axes now: "replica" × "shard"; neighbours share a copy, so that the bulk of the traffic stays inside a host. Tensor,
-pipeline, context and expert parallelism add axes to the right of these.
+Axes now: "replica" × "shard"; neighbours share a copy, so that the bulk of the traffic stays inside
+a host. Tensor, pipeline, context and expert parallelism add axes to the right of these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ AXES = ("replica", "shard")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """`replica`: ranks that hold the same part of the state; `shard`: ranks that hold one copy together."""
+    """`replica`: ranks that hold the same part of the state; `shard`: ranks that hold one copy
+    together."""
 
     world: RankGroup
     replica: RankGroup
@@ -53,7 +54,8 @@ class ModelSharding:
 
 
 class Splitter:
-    """Makes the splits of a trainer's models; models that are cut alike share a mesh. Collective."""
+    """Makes the splits of a trainer's models; models that are cut alike share a mesh.
+    Collective."""
 
     def __init__(self, world: RankGroup, config: ParallelConfig) -> None:
         self._world, self._config = world, config
@@ -64,7 +66,9 @@ class Splitter:
         size = shard_size(self._world.size, shard_ranks) if zero else 1
         if size not in self._meshes:
             self._meshes[size] = make_mesh(self._world, size)
-        return ModelSharding(mesh=self._meshes[size], zero=zero, sum_gradients=self._config.sum_gradients)
+        return ModelSharding(
+            mesh=self._meshes[size], zero=zero, sum_gradients=self._config.sum_gradients
+        )
 
 
 def shard_size(world_size: int, shard_ranks: int) -> int:
@@ -73,7 +77,8 @@ def shard_size(world_size: int, shard_ranks: int) -> int:
     if size > world_size or world_size % size:
         divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
         raise ConfigError(
-            f"parallel.shard_ranks = {shard_ranks}: {world_size} ranks do not divide into copies of {size}",
+            f"parallel.shard_ranks = {shard_ranks}: {world_size} ranks do not divide into copies "
+            f"of {size}",
             hint=f"choose one of {', '.join(divisors)}, or 0 for all ranks",
         )
     return size

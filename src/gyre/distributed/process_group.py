@@ -1,9 +1,10 @@
-"""Group: ranks that compute as one. In: flat tensors. Out: sums, slices and joins of them over the ranks, or a
-RankError that names collective, group and rank.
+"""Group: ranks that compute as one. In: flat tensors. Out: sums, slices and joins of them over the
+ranks, or a RankError that names collective, group and rank.
 
-A group of one, `alone()`, does nothing and needs no torch.distributed. Every collective has the deadline that the group
-was joined with; what a rank that fails does to the others is `distributed.failure_detector`. Gloo cannot be aborted, so on a CPU
-whoever waits looks at the fault board meanwhile.
+A group of one, `alone()`, does nothing and needs no torch.distributed. Every collective has the
+deadline that the group was joined with; what a rank that fails does to the others is
+`distributed.failure_detector`. Gloo cannot be aborted, so on a CPU whoever waits looks at the fault
+board meanwhile.
 """
 
 # B bytes, N numbers of a flat tensor, S ranks of the group
@@ -29,7 +30,8 @@ from gyre.distributed.failure_detector import FailureDetector
 from gyre.distributed.kv_store import KVStore, LocalKVStore
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-FRAME_BYTES, HEAD_BYTES = 2048, 4  # of `share`: what fits into a frame is shared by one collective; text's length first
+# of `share`: what fits into a frame is shared by one collective; text's length first
+FRAME_BYTES, HEAD_BYTES = 2048, 4
 SLICE = timedelta(seconds=0.1)  # between two looks at the fault board
 LOOK_S = 0.05  # between two looks for what ranks leave each other outside collectives
 PATIENCE = 0.8  # the rest is for ranks that came to the wait earlier
@@ -38,7 +40,8 @@ LOST = ("gloo", "NCCL", "nccl", "ProcessGroup", "onnection", "imed out", "imeout
 
 
 class RankGroup:
-    """`rank` of `size`. Every rank calls the same methods in the same order, with tensors of the same size."""
+    """`rank` of `size`. Every rank calls the same methods in the same order, with tensors of the
+    same size."""
 
     def __init__(
         self,
@@ -54,7 +57,13 @@ class RankGroup:
         timeout_s: float = math.inf,
     ) -> None:
         """`timeout_s`: longest that a rank waits for the others in one collective."""
-        self.name, self.rank, self.size, self.device, self.timeout_s = name, rank, size, device, timeout_s
+        self.name, self.rank, self.size, self.device, self.timeout_s = (
+            name,
+            rank,
+            size,
+            device,
+            timeout_s,
+        )
         self.notes: KVStore = notes or LocalKVStore()
         self._group, self._board = process_group, board
         self.traffic = traffic or Traffic()  # of all groups of this rank
@@ -65,7 +74,8 @@ class RankGroup:
         return self._group
 
     def part(self, name: str, process_group: dist.ProcessGroup) -> RankGroup:
-        """Some of these ranks as a group of their own, under the same fault board and with the same notes."""
+        """Some of these ranks as a group of their own, under the same fault board and with the same
+        notes."""
         return RankGroup(
             name=name,
             rank=process_group.rank(),
@@ -80,22 +90,28 @@ class RankGroup:
 
     @property
     def patience_s(self) -> float:
-        """Longest that one rank may wait by itself while others are in a collective, if its own error is to come before
-        theirs."""
+        """Longest that one rank may wait by itself while others are in a collective, if its own
+        error is to come before theirs."""
         return PATIENCE * self.timeout_s
 
     def all_reduce(self, x_N: Tensor, op: Literal["sum", "max"] = "sum") -> None:
         """Sum (or largest) over the ranks, in place."""
         if self.size > 1:
-            self._run("all_reduce", x_N, lambda: dist.all_reduce(x_N, OPS[op], group=self._group, async_op=True))
+            self._run(
+                "all_reduce",
+                x_N,
+                lambda: dist.all_reduce(x_N, OPS[op], group=self._group, async_op=True),
+            )
 
     def reduce_scatter(self, x_SN: Tensor) -> Tensor:
-        """Make this rank's slice of `x_SN` the sum of all ranks' slices there, and return it; the rest is scratch."""
+        """Make this rank's slice of `x_SN` the sum of all ranks' slices there, and return it; the
+        rest is scratch."""
         step = len(x_SN) // self.size
         own_N = x_SN[self.rank * step : (self.rank + 1) * step]
 
         def start() -> dist.Work | None:
-            if x_SN.device.type == "cpu":  # what gloo's own does, too, but a wait for that cannot be cut in slices
+            # what gloo's own does, too, but a wait for that cannot be cut in slices
+            if x_SN.device.type == "cpu":
                 return dist.all_reduce(x_SN, group=self._group, async_op=True)
             return dist.reduce_scatter_tensor(own_N, x_SN, group=self._group, async_op=True)
 
@@ -108,8 +124,11 @@ class RankGroup:
         if self.size == 1:
             return x_SN
         out_SN = torch.empty_like(x_SN)
-        start = functools.partial(dist.all_to_all_single, out_SN, x_SN, group=self._group, async_op=True)
-        self._run("reduce_scatter", x_SN, start)  # whose half it is: gradients of layers (trainer.parallelize.fsdp)
+        start = functools.partial(
+            dist.all_to_all_single, out_SN, x_SN, group=self._group, async_op=True
+        )
+        # whose half it is: gradients of layers (trainer.parallelize.fsdp)
+        self._run("reduce_scatter", x_SN, start)
         return out_SN
 
     def all_gather(self, x_SN: Tensor, own_N: Tensor) -> None:
@@ -117,19 +136,25 @@ class RankGroup:
         self.begin_all_gather(x_SN, own_N)()
 
     def begin_all_gather(self, x_SN: Tensor, own_N: Tensor) -> Callable[[], None]:
-        """An `all_gather` that runs beside what this rank does next. Whoever reads `x_SN` or writes `own_N` first calls
-        what this returns, once; every rank calls it."""
+        """An `all_gather` that runs beside what this rank does next. Whoever reads `x_SN` or writes
+        `own_N` first calls what this returns, once; every rank calls it."""
         if self.size == 1:
             x_SN.copy_(own_N)
             return lambda: None
         return self._begin(
-            "all_gather", x_SN, lambda: dist.all_gather_into_tensor(x_SN, own_N, group=self._group, async_op=True)
+            "all_gather",
+            x_SN,
+            lambda: dist.all_gather_into_tensor(x_SN, own_N, group=self._group, async_op=True),
         )
 
     def broadcast(self, x_N: Tensor, source: int) -> None:
         """Rank `source`'s numbers to all, in place."""
         if self.size > 1:
-            self._run("broadcast", x_N, lambda: dist.broadcast(x_N, group=self._group, group_src=source, async_op=True))
+            self._run(
+                "broadcast",
+                x_N,
+                lambda: dist.broadcast(x_N, group=self._group, group_src=source, async_op=True),
+            )
 
     def barrier(self) -> None:
         """Return when every rank is here."""
@@ -138,8 +163,9 @@ class RankGroup:
             here.cpu()  # on a GPU the collective itself is only queued
 
     def warm_up(self, *, largest: int = 4 << 20) -> None:
-        """Run each collective once, small and large. NCCL takes its buffers, some hundred megabytes, at the first one
-        of a kind; whoever measures the device's memory wants them there before. All ranks call it."""
+        """Run each collective once, small and large. NCCL takes its buffers, some hundred
+        megabytes, at the first one of a kind; whoever measures the device's memory wants them there
+        before. All ranks call it."""
         for size in (1, largest):  # numbers per rank
             x_SN = torch.zeros(size * self.size, dtype=torch.float32, device=self.device)
             own_N = x_SN[self.rank * size : (self.rank + 1) * size]
@@ -164,14 +190,17 @@ class RankGroup:
 
     def _gather_bytes(self, own: bytes, size: int) -> list[bytes]:
         """Every rank's bytes, padded to `size`."""
-        own_B = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8).to(self.device)
+        own_B = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8).to(
+            self.device
+        )
         joined_B = torch.empty(size * self.size, dtype=torch.uint8, device=self.device)
         self.all_gather(joined_B, own_B)
         return [bytes(row_B.numpy()) for row_B in joined_B.cpu().view(self.size, size)]
 
     @contextlib.contextmanager
     def guard(self, what: str) -> Iterator[None]:
-        """Around an operation of all ranks: one that fails ends it on all, with an error that names the rank."""
+        """Around an operation of all ranks: one that fails ends it on all, with an error that names
+        the rank."""
         if self._board is None:
             yield
             return
@@ -200,10 +229,14 @@ class RankGroup:
             raise _Lost(f"{what}: {self._board.broken}")
 
     def look_for(
-        self, what: str, look: Callable[[], Found | None], within_s: float, progress: Callable[[], None] = lambda: None
+        self,
+        what: str,
+        look: Callable[[], Found | None],
+        within_s: float,
+        progress: Callable[[], None] = lambda: None,
     ) -> Found | None:
-        """What `look` finds, asked again and again outside of collectives; None if there is nothing `within_s`. Ends
-        early when the group breaks. Any thread may wait so."""
+        """What `look` finds, asked again and again outside of collectives; None if there is nothing
+        `within_s`. Ends early when the group breaks. Any thread may wait so."""
         until = time.monotonic() + within_s
         while (found := look()) is None and time.monotonic() <= until:
             self.check(what)
@@ -212,7 +245,8 @@ class RankGroup:
         return found
 
     def _finish(self, work: dist.Work | None) -> None:
-        """Wait for a collective: a GPU's stream does; on a CPU this thread, until the group breaks."""
+        """Wait for a collective: a GPU's stream does; on a CPU this thread, until the group
+        breaks."""
         if work is None:
             return
         if self.device.type != "cpu":
@@ -220,7 +254,8 @@ class RankGroup:
             return
         while not work.is_completed():
             self.check("collective")
-            with contextlib.suppress(RuntimeError):  # over, or what broke it, which the next wait raises
+            # over, or what broke it, which the next wait raises
+            with contextlib.suppress(RuntimeError):
                 work.wait(SLICE)
         work.wait()
 
@@ -228,7 +263,9 @@ class RankGroup:
         """`whole`: the tensor that all ranks make together."""
         self._begin(what, whole, start)()
 
-    def _begin(self, what: Kind, whole: Tensor, start: Callable[[], dist.Work | None]) -> Callable[[], None]:
+    def _begin(
+        self, what: Kind, whole: Tensor, start: Callable[[], dist.Work | None]
+    ) -> Callable[[], None]:
         """Start it; what is returned waits for it: on a GPU the compute stream does."""
         self.check(what)
         self.traffic.count(what, whole.numel() * whole.element_size(), self.size)
@@ -246,10 +283,13 @@ class RankGroup:
         try:
             yield
         except RuntimeError as error:
-            raise _Lost(f"{what} in group '{self.name}' ({self.size} ranks): {str(error).splitlines()[0]}") from error
+            raise _Lost(
+                f"{what} in group '{self.name}' ({self.size} ranks): {str(error).splitlines()[0]}"
+            ) from error
 
     def _verdict(self, what: str, error: BaseException) -> BaseException:
-        """The error to raise here: this rank's own, or one that names the rank which broke the operation."""
+        """The error to raise here: this rank's own, or one that names the rank which broke the
+        operation."""
         assert self._board is not None
         own = not _is_lost(error)
         text = f"{type(error).__name__}: {error}" if own else str(error)

@@ -1,4 +1,5 @@
-"""Engine settings, `[engine]` in the TOML. Pure data; imports no torch. Callers: runconfig, planner, memory, native."""
+"""Engine settings, `[engine]` in the TOML. Pure data; imports no torch. Callers: runconfig,
+planner, memory, native."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ PAGE_TOKENS = {"cpu": 16, "cuda": 64}  # on a GPU a page is a tile of the attent
 
 
 class EngineConfig(Section):
-    """The native rollout engine. KV memory is `num_pages`, else `kv_bytes`, else `kv_fraction` of what is free, else
-    enough for `max_running` sequences of full context within a quarter of what is free."""
+    """The native rollout engine. KV memory is `num_pages`, else `kv_bytes`, else `kv_fraction` of
+    what is free, else enough for `max_running` sequences of full context within a quarter of what
+    is free."""
 
     page_tokens: int = Field(
         default=0,
@@ -23,7 +25,9 @@ class EngineConfig(Section):
     )
     num_pages: int = Field(default=0, ge=0, description="KV pages; 0 derives them from kv_bytes.")
     kv_bytes: int = Field(
-        default=0, ge=0, description="Bytes of device memory for KV pages; 0 derives them from kv_fraction."
+        default=0,
+        ge=0,
+        description="Bytes of device memory for KV pages; 0 derives them from kv_fraction.",
     )
     kv_fraction: float = Field(
         default=0.0,
@@ -32,68 +36,91 @@ class EngineConfig(Section):
         description="Fraction of the free device memory for KV pages; 0 sizes them by max_running.",
     )
     kv_host_bytes: int = Field(
-        default=0, ge=0, description="Bytes of host memory (pinned beside a GPU) for KV of preempted ones; 0: none."
+        default=0,
+        ge=0,
+        description="Bytes of host memory (pinned beside a GPU) for KV of preempted ones; 0: none.",
     )
     swap_bytes_per_s: float = Field(
         default=0.0,
         ge=0.0,
-        description="Bytes per second between device and host that preemption reckons with; 0: 5e10 on a GPU (PCIe 5 "
+        description="Bytes per second between device and host that preemption reckons with; 0: "
+        "5e10 on a GPU (PCIe 5 "
         "x16), 5e9 on a CPU.",
     )
     prefill_tokens_per_s: float = Field(
         default=0.0,
         ge=0.0,
-        description="Prompt tokens per second that preemption reckons with; 0: from 4e14 FLOP/s on a GPU, 1e11 on a "
+        description="Prompt tokens per second that preemption reckons with; 0: from 4e14 FLOP/s "
+        "on a GPU, 1e11 on a "
         "CPU, and the model's FLOPs per token.",
     )
-    max_running: int = Field(default=256, ge=1, description="Completions that hold KV pages at the same time, at most.")
-    max_queued: int = Field(default=16_384, ge=1, description="Completions that wait, at most; more are refused.")
+    max_running: int = Field(
+        default=256, ge=1, description="Completions that hold KV pages at the same time, at most."
+    )
+    max_queued: int = Field(
+        default=16_384, ge=1, description="Completions that wait, at most; more are refused."
+    )
     max_queued_tokens: int = Field(
         default=16_777_216,
         ge=1,
         description="Tokens of given prompts and beginnings that wait, at most; more are refused.",
     )
     token_budget: int = Field(
-        default=2048, ge=1, description="Tokens of one step at most: decoding ones and prefill chunks."
+        default=2048,
+        ge=1,
+        description="Tokens of one step at most: decoding ones and prefill chunks.",
     )
     rows_at_once: int = Field(
         default=64,
         ge=1,
-        description="Rows of logits looked at together for prompt log-probs, alternatives and penalties; bounds their "
+        description="Rows of logits looked at together for prompt log-probs, alternatives and "
+        "penalties; bounds their "
         "memory, see scoring_bytes.",
     )
     prompt_logprob_bytes: int = Field(
         default=64 * 2**20,
         ge=0,
-        description="Host memory for prompt log-probs of cached pages, which a prefix hit must else compute again.",
+        description="Host memory for prompt log-probs of cached pages, which a prefix hit must "
+        "else compute again.",
     )
     prefix_cache: bool = Field(
         default=True, description="Reuse KV pages of equal beginnings (same version and tenant)."
     )
     overlap: bool | None = Field(
         default=None,
-        description="Launch a step before the tokens of the one before it are read; left out: on a GPU, not on a CPU.",
+        description="Launch a step before the tokens of the one before it are read; left out: on "
+        "a GPU, not on a CPU.",
     )
     batch_invariant: bool = Field(
         default=False,
-        description="Same bits for a request whatever shares its batch, however cut, cached or preempted. Refused "
-        "where torch would serve, and on a CPU where rollouts are trained on: the trainer must give the same bits.",
+        description="Same bits for a request whatever shares its batch, however cut, cached or "
+        "preempted. Refused "
+        "where torch would serve, and on a CPU where rollouts are trained on: the trainer must "
+        "give the same bits.",
     )
     burst_steps: int = Field(
-        default=16, ge=1, description="Steps run between two looks at the event loop when nothing came out or in."
+        default=16,
+        ge=1,
+        description="Steps run between two looks at the event loop when nothing came out or in.",
     )
     c_kernels: bool = Field(
         default=True,
-        description="On a CPU, run steps through C kernels where a C compiler is there; false always takes torch.",
+        description="On a CPU, run steps through C kernels where a C compiler is there; false "
+        "always takes torch.",
     )
     step_deadline_s: float = Field(
-        default=120.0, gt=0.0, description="Seconds that the host waits for a step on a GPU; then the engine fails."
+        default=120.0,
+        gt=0.0,
+        description="Seconds that the host waits for a step on a GPU; then the engine fails.",
     )
     drain_deadline_s: float = Field(
-        default=600.0, gt=0.0, description="Seconds that a commit with policy drain waits for requests in flight."
+        default=600.0,
+        gt=0.0,
+        description="Seconds that a commit with policy drain waits for requests in flight.",
     )
     disk_folder: str | None = Field(
-        default=None, description="Folder for the disk tier of the engine's memory; without it there is none."
+        default=None,
+        description="Folder for the disk tier of the engine's memory; without it there is none.",
     )
 
     @model_validator(mode="after")
@@ -107,8 +134,8 @@ class EngineConfig(Section):
 
 
 def plan_engine(config: EngineConfig, *, device_type: str) -> EngineConfig:
-    """Decide what the config leaves open: nothing is open afterwards. A CPU computes while it launches, so overlapping
-    steps hide nothing there."""
+    """Decide what the config leaves open: nothing is open afterwards. A CPU computes while it
+    launches, so overlapping steps hide nothing there."""
     on_gpu = device_type == "cuda"
     return config.model_copy(
         update={
@@ -118,18 +145,22 @@ def plan_engine(config: EngineConfig, *, device_type: str) -> EngineConfig:
     )
 
 
-def plan_rates(config: EngineConfig, *, page_bytes: int, flops_per_token: int, device_type: str) -> SwapRates:
+def plan_rates(
+    config: EngineConfig, *, page_bytes: int, flops_per_token: int, device_type: str
+) -> SwapRates:
     """Return what the choice between swapping and computing again goes by."""
     on_gpu = device_type == "cuda"
     return SwapRates(
         page_bytes=page_bytes,
         swap_bytes_per_s=config.swap_bytes_per_s or (5e10 if on_gpu else 5e9),
-        prefill_tokens_per_s=config.prefill_tokens_per_s or (4e14 if on_gpu else 1e11) / flops_per_token,
+        prefill_tokens_per_s=config.prefill_tokens_per_s
+        or (4e14 if on_gpu else 1e11) / flops_per_token,
     )
 
 
 def plan_num_slots(kv_host_bytes: int, *, page_bytes: int) -> int:
-    """Return the number of page slots in host memory; pure, so that the planner and the engine agree."""
+    """Return the number of page slots in host memory; pure, so that the planner and the engine
+    agree."""
     slots = kv_host_bytes // page_bytes
     if kv_host_bytes and not slots:
         raise ConfigError(
@@ -140,12 +171,15 @@ def plan_num_slots(kv_host_bytes: int, *, page_bytes: int) -> int:
 
 
 def scoring_bytes(config: EngineConfig, *, vocab_size: int) -> int:
-    """Return the most device memory that prompt log-probs, alternatives or penalties take beside a step's own logits:
-    logits, float32 logits, 8-byte sort keys and what makes them, or counts, for `rows_at_once` rows. Pure."""
+    """Return the most device memory that prompt log-probs, alternatives or penalties take beside a
+    step's own logits: logits, float32 logits, 8-byte sort keys and what makes them, or counts, for
+    `rows_at_once` rows. Pure."""
     return config.rows_at_once * vocab_size * 36
 
 
-def plan_num_pages(config: EngineConfig, *, page_bytes: int, context_tokens: int, free_bytes: int) -> int:
+def plan_num_pages(
+    config: EngineConfig, *, page_bytes: int, context_tokens: int, free_bytes: int
+) -> int:
     """Return the number of KV pages; pure, so that the planner and the engine agree. At least 1."""
     if config.num_pages:
         return config.num_pages

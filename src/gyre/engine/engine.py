@@ -1,5 +1,6 @@
-"""NativeEngine: the engine's three contracts on one object. In: Requests, manifests, moves. Out: TokenChunks.
-Implements RolloutEngine, EngineLifecycle and MemoryTenant out of the parts of this room.
+"""NativeEngine: the engine's three contracts on one object. In: Requests, manifests, moves. Out:
+TokenChunks. Implements RolloutEngine, EngineLifecycle and MemoryTenant out of the parts of this
+room.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ import torch
 
 from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import InputError
-from gyre.core.records import Component, EngineStats, Health, Manifest, Partial, Request, Tier, TokenChunk, Usage
+from gyre.core.records import (
+    Component,
+    EngineStats,
+    Health,
+    Manifest,
+    Partial,
+    Request,
+    Tier,
+    TokenChunk,
+    Usage,
+)
 from gyre.engine.config import EngineConfig, plan_engine, plan_rates, scoring_bytes
 from gyre.engine.frontend.admission import Load, RequestLimits, find_overload, find_refusal
 from gyre.engine.frontend.async_frontend import Admitted, AsyncFrontend, CycleBroke, by_deadline
@@ -33,7 +44,8 @@ from gyre.observability.refusals import Refusals
 
 
 class NativeEngine:
-    """Tokens in, tokens out, on a given decoder. `shared_weights` says that the decoder is the trainer's own."""
+    """Tokens in, tokens out, on a given decoder. `shared_weights` says that the decoder is the
+    trainer's own."""
 
     def __init__(
         self,
@@ -52,8 +64,12 @@ class NativeEngine:
         config = plan_engine(config, device_type=device.type)
         self._decoder, self._config, self._tokenizer = decoder, config, tokenizer
         self._emit, self._clock, self._device, self._dtype = emit, clock, device, dtype
-        self._weights = EngineWeights(decoder, shared=shared_weights, version=version, device=device, emit=emit)
-        self._memory = EngineMemory(decoder, config, shared_weights=shared_weights, device=device, dtype=dtype)
+        self._weights = EngineWeights(
+            decoder, shared=shared_weights, version=version, device=device, emit=emit
+        )
+        self._memory = EngineMemory(
+            decoder, config, shared_weights=shared_weights, device=device, dtype=dtype
+        )
         self._desk = AsyncFrontend(
             compute=compute, burst=self._burst, blocked=self._why_blocked, emit=emit, clock=clock
         )
@@ -81,10 +97,12 @@ class NativeEngine:
     # -- RolloutEngine
 
     def submit(self, request: Request) -> TokenStream:
-        """Enqueue at once and return the stream. Must be called on a running event loop. A request for an impossible
-        number of completions gets one answer, its refusal."""
+        """Enqueue at once and return the stream. Must be called on a running event loop. A request
+        for an impossible number of completions gets one answer, its refusal."""
         n, most = request.sampling.n, self._limits.most_completions
-        stream = TokenStream(request.request_id, n if isinstance(n, int) and 1 <= n <= most else 1, self.abort)
+        stream = TokenStream(
+            request.request_id, n if isinstance(n, int) and 1 <= n <= most else 1, self.abort
+        )
         reason = self._why_refuse(request)
         if reason is None:
             deadline_at = None if request.deadline_s is None else self._clock() + request.deadline_s
@@ -97,9 +115,15 @@ class NativeEngine:
 
     async def abort(self, request_id: str) -> None:
         cycle = self._cycle
-        if cycle is not None and self._desk.knows(request_id) and not self._desk.withdraw(request_id):
+        if (
+            cycle is not None
+            and self._desk.knows(request_id)
+            and not self._desk.withdraw(request_id)
+        ):
             with suppress(CycleBroke):  # then everyone is answered
-                await self._desk.between_steps(self._add, lambda: ((), cycle.abort(request_id, WITHDRAWN)))
+                await self._desk.between_steps(
+                    self._add, lambda: ((), cycle.abort(request_id, WITHDRAWN))
+                )
 
     async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
         """Nothing is in flight in an engine that failed: everyone was answered "abort" then."""
@@ -142,7 +166,8 @@ class NativeEngine:
     # -- EngineLifecycle
 
     async def start(self, *, dummy: bool) -> None:
-        """Allocate KV. With `dummy` no work is taken until a commit; shared weights are left as they are."""
+        """Allocate KV. With `dummy` no work is taken until a commit; shared weights are left as
+        they are."""
         await self._desk.at_rest(lambda: self._start(dummy))
 
     async def prepare(self, manifest: Manifest, source: Mapping[str, Any]) -> None:
@@ -150,13 +175,16 @@ class NativeEngine:
         await self._desk.on_compute(lambda: self._weights.prepare(manifest, source))
 
     async def commit(self, version: int, *, policy: CommitPolicy) -> None:
-        """drain: requests in flight end first, later ones wait. keep_prefix: those in flight are computed again under
-        the new version. continue: they go on with the KV that they have. The latter two change between two steps."""
+        """drain: requests in flight end first, later ones wait. keep_prefix: those in flight are
+        computed again under the new version. continue: they go on with the KV that they have. The
+        latter two change between two steps."""
         self._need_started("commit")
         if not self._weights.is_prepared(version):
             if version == self._weights.version and not self._weights.is_dummy:
                 return  # committed before
-            raise InputError(f"version {version} is not prepared", hint="call prepare with its manifest first")
+            raise InputError(
+                f"version {version} is not prepared", hint="call prepare with its manifest first"
+            )
         if policy != "drain":
             await self._desk.on_compute(lambda: self._commit(version, policy))
             return
@@ -168,7 +196,8 @@ class NativeEngine:
         await self._desk.on_compute(self._weights.rollback)
 
     async def terminate(self) -> None:
-        """Free everything. Requests in flight end with finish "abort". `start` makes it whole again."""
+        """Free everything. Requests in flight end with finish "abort". `start` makes it whole
+        again."""
         cycle = self._cycle
         if cycle is None or self._terminating:
             return
@@ -176,7 +205,9 @@ class NativeEngine:
         try:
             why = "the engine was terminated"
             with suppress(CycleBroke):  # then everyone is answered
-                await self._desk.between_steps(self._add, lambda: ((), cycle.abort_all(why)), held_too=True)
+                await self._desk.between_steps(
+                    self._add, lambda: ((), cycle.abort_all(why)), held_too=True
+                )
             await self._desk.at_rest(self._terminate)
         finally:
             self._terminating = False
@@ -187,8 +218,8 @@ class NativeEngine:
         return self._memory.components()
 
     def move(self, names: Sequence[str], tier: Tier) -> None:
-        """Move components in order. KV that goes to "none" is computed again by whoever runs; weights that come back
-        from "none" are dummies until a commit."""
+        """Move components in order. KV that goes to "none" is computed again by whoever runs;
+        weights that come back from "none" are dummies until a commit."""
         self._memory.refuse_unknown(names)
         for name in names:
             before = self._memory.tier(name)
@@ -201,7 +232,10 @@ class NativeEngine:
             self._memory.move(name, tier)
             if name == KV_HOST and before != tier and cycle is not None:
                 with self._desk.watch():
-                    cycle.change_host(self._memory.host, 0 if self._memory.host is None else self._memory.num_slots)
+                    cycle.change_host(
+                        self._memory.host,
+                        0 if self._memory.host is None else self._memory.num_slots,
+                    )
             if name == WEIGHTS and before == "none" and tier == "device":
                 self._weights.forget()  # they are zeros
         self._desk.poke_from_compute()
@@ -223,9 +257,13 @@ class NativeEngine:
         if self._cycle is not None and not self._desk.failure:
             if self._weights.is_dummy == dummy:
                 return
-            raise InputError("the engine runs already", hint="terminate it before starting it another way")
+            raise InputError(
+                "the engine runs already", hint="terminate it before starting it another way"
+            )
         if not self._weights.shared and self._memory.tier(WEIGHTS) == "none" and not dummy:
-            raise InputError("the engine's weights were freed", hint="start(dummy=True), then prepare and commit")
+            raise InputError(
+                "the engine's weights were freed", hint="start(dummy=True), then prepare and commit"
+            )
         tiers = {component.name: component.tier for component in self._memory.components()}
         try:
             if not self._weights.shared and tiers[WEIGHTS] == "none":
@@ -269,7 +307,9 @@ class NativeEngine:
         )
         return EngineCore(
             roster,
-            choose_runner(self._decoder, pool, config, capture=self._memory.provide_capture(), emit=self._emit),
+            choose_runner(
+                self._decoder, pool, config, capture=self._memory.provide_capture(), emit=self._emit
+            ),
             token_budget=config.token_budget,
             version=self._weights.version,
             eos_ids=self._limits.eos_ids,
@@ -301,13 +341,20 @@ class NativeEngine:
         self._emit("engine.terminated", version=self._weights.version)
 
     def _add(self, batch: Sequence[Admitted]) -> list[TokenChunk]:
-        assert self._cycle is not None or not batch, "terminate answers every request before the cycle goes"
+        assert self._cycle is not None or not batch, (
+            "terminate answers every request before the cycle goes"
+        )
         if self._cycle is None:
             return []
-        return [chunk for admitted in batch for chunk in self._cycle.add(admitted.request, admitted.deadline_at)]
+        return [
+            chunk
+            for admitted in batch
+            for chunk in self._cycle.add(admitted.request, admitted.deadline_at)
+        ]
 
     def _burst(self, batch: Sequence[Admitted]) -> list[TokenChunk]:
-        """Take in the batch and run steps until something comes out, somebody waits, or enough were run."""
+        """Take in the batch and run steps until something comes out, somebody waits, or enough were
+        run."""
         cycle = self._cycle
         if cycle is None:
             return []

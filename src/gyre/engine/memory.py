@@ -1,9 +1,10 @@
-"""Engine memory: `engine.kv` and, unless shared, `engine.weights`, as components that move between tiers; and
-`engine.kv_host`, the slots for swapped KV, which lives in host memory or nowhere.
+"""Engine memory: `engine.kv` and, unless shared, `engine.weights`, as components that move between
+tiers; and `engine.kv_host`, the slots for swapped KV, which lives in host memory or nowhere.
 
-In: config, decoder. Out: the KV pool, and the MemoryTenant's three answers.
-The KV pool's tensor is made once; leaving the device frees its bytes and keeps its identity. On a CUDA device both lie
-in virtual memory, so addresses stay as well: graphs captured over them are valid again when they are back.
+In: config, decoder. Out: the KV pool, and the MemoryTenant's three answers. The KV pool's tensor is
+made once; leaving the device frees its bytes and keeps its identity. On a CUDA device both lie in
+virtual memory, so addresses stay as well: graphs captured over them are valid again when they are
+back.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ class EngineMemory:
     """Sizes and places of what the engine holds."""
 
     def __init__(
-        self, decoder: Decoder, config: EngineConfig, *, shared_weights: bool, device: torch.device, dtype: torch.dtype
+        self,
+        decoder: Decoder,
+        config: EngineConfig,
+        *,
+        shared_weights: bool,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self._decoder, self._config, self._device, self._dtype = decoder, config, device, dtype
         self._folder = Path(config.disk_folder) if config.disk_folder else None
@@ -59,7 +66,11 @@ class EngineMemory:
         self._driver = find_driver(device)
         if not shared_weights:
             weights = dict(decoder.named_parameters())
-            self._tenant.add(StoragePool(WEIGHTS, weights, folder=self._folder, device=device, driver=self._driver))
+            self._tenant.add(
+                StoragePool(
+                    WEIGHTS, weights, folder=self._folder, device=device, driver=self._driver
+                )
+            )
 
     def provide_kv(self) -> KvPool:
         """Return the KV pool with its bytes on the device, made on the first call."""
@@ -73,10 +84,14 @@ class EngineMemory:
                 head_dim=spec.head_dim,
                 device=self._device,
                 dtype=self._dtype,
-                zeros=torch.zeros if driver is None else partial(virtual_zeros, driver=driver, owner=f"component {KV}"),
+                zeros=torch.zeros
+                if driver is None
+                else partial(virtual_zeros, driver=driver, owner=f"component {KV}"),
             )
             pages = {"kv": self._pool.tensor}
-            self._tenant.add(StoragePool(KV, pages, folder=self._folder, device=self._device, driver=driver))
+            self._tenant.add(
+                StoragePool(KV, pages, folder=self._folder, device=self._device, driver=driver)
+            )
         self._tenant.move([KV], "device")
         return self._pool
 
@@ -87,8 +102,9 @@ class EngineMemory:
         return self.host
 
     def provide_capture(self) -> torch.cuda.Stream | None:
-        """Return the stream on which graphs are captured; None without a GPU. One for all graphs and all starts: torch
-        keeps freed blocks by stream, and on another one they would be taken from the device anew."""
+        """Return the stream on which graphs are captured; None without a GPU. One for all graphs
+        and all starts: torch keeps freed blocks by stream, and on another one they would be taken
+        from the device anew."""
         if self._capture is None and self._device.type == "cuda":
             self._capture = torch.cuda.Stream(self._device)
         return self._capture
@@ -100,15 +116,22 @@ class EngineMemory:
         known = [component.name for component in self.components()]
         for name in names:
             if name not in known:
-                raise InputError(f"the engine has no component '{name}' (accepted: {', '.join(known)})")
+                raise InputError(
+                    f"the engine has no component '{name}' (accepted: {', '.join(known)})"
+                )
 
     def components(self) -> Sequence[Component]:
         made = list(self._tenant.components())
         if self._pool is None:
-            tiers: tuple[Tier, ...] = ("device", "host", "disk", "none") if self._folder else ("device", "host", "none")
+            tiers: tuple[Tier, ...] = (
+                ("device", "host", "disk", "none") if self._folder else ("device", "host", "none")
+            )
             made.append(Component(name=KV, size_bytes=self._kv_bytes, tier="none", tiers=tiers))
         if self.num_slots:
-            size_bytes, tier = self.num_slots * self.page_bytes, "none" if self.host is None else "host"
+            size_bytes, tier = (
+                self.num_slots * self.page_bytes,
+                "none" if self.host is None else "host",
+            )
             made.append(Component(name=KV_HOST, size_bytes=size_bytes, tier=tier, tiers=HOST_TIERS))
         return made
 
@@ -133,7 +156,10 @@ class EngineMemory:
 
     def _move_host(self, tier: Tier) -> None:
         if tier not in HOST_TIERS:
-            raise InputError(f"component {KV_HOST} may not live on tier '{tier}' (accepted: {', '.join(HOST_TIERS)})")
+            raise InputError(
+                f"component {KV_HOST} may not live on tier '{tier}' (accepted: "
+                f"{', '.join(HOST_TIERS)})"
+            )
         if tier == "none":
             if self.host is not None:
                 self.host.wait()

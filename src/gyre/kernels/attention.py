@@ -1,15 +1,15 @@
-"""Causal attention within each of the sequences packed into one row. In: q, k, v over packed tokens, a PackedLayout.
-Out: attended values.
+"""Causal attention within each of the sequences packed into one row. In: q, k, v over packed
+tokens, a PackedLayout. Out: attended values.
 
-CPU: C kernels attend where the tokens lie. Without them the scores of a padded bucket are plain batched products and
-one softmax, by blocks of queries so that they stay small; in bfloat16 that is several times faster than torch's fused
-CPU kernel, forward and backward. CUDA: the kernels of flash.py,
-or those products where a device is too old for them. Padding follows its sequence, so causality
-keeps real tokens from seeing it.
+CPU: C kernels attend where the tokens lie. Without them the scores of a padded bucket are plain
+batched products and one softmax, by blocks of queries so that they stay small; in bfloat16 that is
+several times faster than torch's fused CPU kernel, forward and backward. CUDA: the kernels of
+flash.py, or those products where a device is too old for them. Padding follows its sequence, so
+causality keeps real tokens from seeing it.
 """
 
-# T packed tokens, H heads, K kv heads, G = H/K, D head dim, B sequences of a bucket, L its padded length, P slots,
-# S = B·K, X = G·queries of a block, C keys that the block sees
+# T packed tokens, H heads, K kv heads, G = H/K, D head dim, B sequences of a bucket, L its padded
+# length, P slots, S = B·K, X = G·queries of a block, C keys that the block sees
 
 from __future__ import annotations
 
@@ -32,30 +32,39 @@ __all__ = ["PackedLayout", "varlen_attention"]
 def varlen_attention(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout, window: int | None = None
 ) -> Tensor:
-    """Attend causally, each sequence to itself only; scale 1/√D. With `window` a token sees the newest so many tokens
-    up to and with itself."""
+    """Attend causally, each sequence to itself only; scale 1/√D. With `window` a token sees the
+    newest so many tokens up to and with itself."""
     assert len(q_THD) == layout.num_tokens, (len(q_THD), layout.num_tokens)
     if layout.num_tokens == 0:
         return q_THD
     if q_THD.is_cuda and q_THD.dtype in CUDA_DTYPES and why_too_old(q_THD.device) is None:
         return flash_attention(q_THD, k_TKD, v_TKD, layout, window)
     sees_all = window is None or window >= max(layout.lengths)
-    if sees_all and chunks_for(q_THD, q_THD.shape[2], unit=WHOLE_HEAD) and q_THD.dtype == k_TKD.dtype == v_TKD.dtype:
+    if (
+        sees_all
+        and chunks_for(q_THD, q_THD.shape[2], unit=WHOLE_HEAD)
+        and q_THD.dtype == k_TKD.dtype == v_TKD.dtype
+    ):
         return PackedAttention.apply(q_THD, k_TKD, v_TKD, layout)
     return BucketedAttention.apply(q_THD, k_TKD, v_TKD, layout, window)
 
 
 class PackedAttention(torch.autograd.Function):
-    """By the C kernels, where the tokens lie. Keeps one number per query and head for the backward pass."""
+    """By the C kernels, where the tokens lie. Keeps one number per query and head for the backward
+    pass."""
 
     @staticmethod
-    def forward(ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout) -> Tensor:
+    def forward(
+        ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout
+    ) -> Tensor:
         kernels = chunks_for(q_THD)
         assert kernels is not None
         q_THD, k_TKD = q_THD.contiguous(), k_TKD.contiguous()
         if v_TKD.stride()[1:] != (v_TKD.shape[2], 1):
             v_TKD = v_TKD.contiguous()
-        out_THD, log_total_TH = kernels.attention(q_THD, k_TKD, v_TKD, layout.offsets, max(layout.lengths))
+        out_THD, log_total_TH = kernels.attention(
+            q_THD, k_TKD, v_TKD, layout.offsets, max(layout.lengths)
+        )
         ctx.layout = layout
         ctx.save_for_backward(q_THD, k_TKD, v_TKD, out_THD, log_total_TH)
         return out_THD
@@ -67,14 +76,21 @@ class PackedAttention(torch.autograd.Function):
         assert kernels is not None
         q_THD, k_TKD, v_TKD, out_THD, log_total_TH = ctx.saved_tensors
         offsets, longest = ctx.layout.offsets, max(ctx.layout.lengths)
-        found = kernels.attention_backward(grads[0], q_THD, k_TKD, v_TKD, out_THD, log_total_TH, offsets, longest)
+        found = kernels.attention_backward(
+            grads[0], q_THD, k_TKD, v_TKD, out_THD, log_total_TH, offsets, longest
+        )
         return *found, None
 
 
 class BucketedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout, window: int | None
+        ctx: Any,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        layout: PackedLayout,
+        window: int | None,
     ) -> Tensor:
         q_PHD, k_PKD, v_PKD = (into_slots(x, layout) for x in (q_THD, k_TKD, v_TKD))
         out_PHD = torch.empty_like(q_PHD)
@@ -100,18 +116,28 @@ class BucketedAttention(torch.autograd.Function):
         for (slots, batch), count in zip(bucket_slices(layout), ctx.counts, strict=True):
             q_SGLD, k_SLD, v_SLD, *probabilities = itertools.islice(saved, count)
             grad_out_SGLD = heads_first(grad_out_PHD[slots], batch, len(k_SLD) // batch)
-            grads_SLD = attend_backward(grad_out_SGLD, q_SGLD, k_SLD, v_SLD, probabilities, ctx.window)
+            grads_SLD = attend_backward(
+                grad_out_SGLD, q_SGLD, k_SLD, v_SLD, probabilities, ctx.window
+            )
             parts.append([heads_last(grad, batch).flatten(0, 1) for grad in grads_SLD])
-        return *(out_of_slots(torch.cat(columns), layout) for columns in zip(*parts, strict=True)), None, None
+        return (
+            *(out_of_slots(torch.cat(columns), layout) for columns in zip(*parts, strict=True)),
+            None,
+            None,
+        )
 
 
-def attend(q_SGLD: Tensor, k_SLD: Tensor, v_SLD: Tensor, window: int | None) -> tuple[Tensor, list[Tensor]]:
-    """Return the attended values of one bucket, and its probabilities by block where they are small enough to keep
-    for the backward pass."""
+def attend(
+    q_SGLD: Tensor, k_SLD: Tensor, v_SLD: Tensor, window: int | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the attended values of one bucket, and its probabilities by block where they are small
+    enough to keep for the backward pass."""
     out_SGLD = torch.empty_like(q_SGLD)
     probabilities: list[Tensor] = []
     for start, stop in query_blocks(q_SGLD.shape[2]):
-        probabilities_SXC = attention_probabilities(q_SGLD[:, :, start:stop], k_SLD[:, :stop], start, window)
+        probabilities_SXC = attention_probabilities(
+            q_SGLD[:, :, start:stop], k_SLD[:, :stop], start, window
+        )
         out_SXD = probabilities_SXC @ v_SLD[:, :stop]
         out_SGLD[:, :, start:stop] = out_SXD.view(len(k_SLD), q_SGLD.shape[1], stop - start, -1)
         if q_SGLD.shape[2] <= KEEP_TOKENS:
@@ -127,35 +153,52 @@ def attend_backward(
     probabilities: list[Tensor],
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q_SGLD, k_SLD and v_SLD. Without kept probabilities they are computed again."""
-    grad_q_SGLD, grad_k_SLD, grad_v_SLD = torch.empty_like(q_SGLD), torch.empty_like(k_SLD), torch.empty_like(v_SLD)
+    """Return the gradients of q_SGLD, k_SLD and v_SLD. Without kept probabilities they are computed
+    again."""
+    grad_q_SGLD, grad_k_SLD, grad_v_SLD = (
+        torch.empty_like(q_SGLD),
+        torch.empty_like(k_SLD),
+        torch.empty_like(v_SLD),
+    )
     scale, num_keys = q_SGLD.shape[-1] ** -0.5, k_SLD.shape[1]
-    # The last block sees all keys and so writes the whole of grad_k and grad_v; those before it add to their keys.
+    # The last block sees all keys and so writes the whole of grad_k and grad_v; those before it add
+    # to their keys.
     for number, (start, stop) in reversed(list(enumerate(query_blocks(num_keys)))):
         beta = 0 if stop == num_keys else 1
-        q_SXD, grad_SXD = q_SGLD[:, :, start:stop].flatten(1, 2), grad_out_SGLD[:, :, start:stop].flatten(1, 2)
+        q_SXD, grad_SXD = (
+            q_SGLD[:, :, start:stop].flatten(1, 2),
+            grad_out_SGLD[:, :, start:stop].flatten(1, 2),
+        )
         k_SCD, v_SCD = k_SLD[:, :stop], v_SLD[:, :stop]
         if probabilities:
             p_SXC = probabilities[number]
         else:
             p_SXC = attention_probabilities(q_SGLD[:, :, start:stop], k_SCD, start, window)
         grad_v_SLD[:, :stop].baddbmm_(p_SXC.mT, grad_SXD, beta=beta)
-        grad_s_SXC = torch.ops.aten._softmax_backward_data(grad_SXD @ v_SCD.mT, p_SXC, -1, p_SXC.dtype)
+        grad_s_SXC = torch.ops.aten._softmax_backward_data(
+            grad_SXD @ v_SCD.mT, p_SXC, -1, p_SXC.dtype
+        )
         grad_k_SLD[:, :stop].baddbmm_(grad_s_SXC.mT, q_SXD, beta=beta, alpha=scale)
         grad_q_SXD = torch.baddbmm(q_SXD, grad_s_SXC, k_SCD, beta=0, alpha=scale)
         grad_q_SGLD[:, :, start:stop] = grad_q_SXD.view_as(grad_q_SGLD[:, :, start:stop])
     return grad_q_SGLD, grad_k_SLD, grad_v_SLD
 
 
-def attention_probabilities(q_SGQD: Tensor, k_SCD: Tensor, start: int, window: int | None) -> Tensor:
+def attention_probabilities(
+    q_SGQD: Tensor, k_SCD: Tensor, start: int, window: int | None
+) -> Tensor:
     """Return the softmax over keys of queries that begin at position `start`."""
     group, num_queries = q_SGQD.shape[1:3]
-    hidden_QC = torch.full((num_queries, k_SCD.shape[1]), float("-inf"), dtype=k_SCD.dtype, device=k_SCD.device)
+    hidden_QC = torch.full(
+        (num_queries, k_SCD.shape[1]), float("-inf"), dtype=k_SCD.dtype, device=k_SCD.device
+    )
     mask_QC = hidden_QC.triu(start + 1)
     if window is not None:
         mask_QC += hidden_QC.tril_(start - window)
     mask_1XC = mask_QC.repeat(group, 1)[None]
-    scores_SXC = torch.baddbmm(mask_1XC, q_SGQD.flatten(1, 2), k_SCD.mT, alpha=q_SGQD.shape[-1] ** -0.5)
+    scores_SXC = torch.baddbmm(
+        mask_1XC, q_SGQD.flatten(1, 2), k_SCD.mT, alpha=q_SGQD.shape[-1] ** -0.5
+    )
     return torch.softmax(scores_SXC, -1)
 
 
@@ -175,21 +218,29 @@ def bucket_slices(layout: PackedLayout) -> Iterator[tuple[slice, int]]:
 
 
 def into_slots(x_THD: Tensor, layout: PackedLayout) -> Tensor:
-    return x_THD if layout.token_of_slot_P is None else x_THD.index_select(0, layout.token_of_slot_P)
+    return (
+        x_THD if layout.token_of_slot_P is None else x_THD.index_select(0, layout.token_of_slot_P)
+    )
 
 
 def into_slots_or_zero(x_THD: Tensor, layout: PackedLayout) -> Tensor:
     """Like into_slots, with zeros in the padding: padding has no say in a gradient."""
     if layout.token_of_slot_P is None or layout.slot_of_token_T is None:
         return x_THD
-    return x_THD.new_zeros(len(layout.token_of_slot_P), *x_THD.shape[1:]).index_copy_(0, layout.slot_of_token_T, x_THD)
+    return x_THD.new_zeros(len(layout.token_of_slot_P), *x_THD.shape[1:]).index_copy_(
+        0, layout.slot_of_token_T, x_THD
+    )
 
 
 def out_of_slots(x_PHD: Tensor, layout: PackedLayout) -> Tensor:
-    return x_PHD if layout.slot_of_token_T is None else x_PHD.index_select(0, layout.slot_of_token_T)
+    return (
+        x_PHD if layout.slot_of_token_T is None else x_PHD.index_select(0, layout.slot_of_token_T)
+    )
 
 
-def arrange(q_PHD: Tensor, k_PKD: Tensor, v_PKD: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+def arrange(
+    q_PHD: Tensor, k_PKD: Tensor, v_PKD: Tensor, batch: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v of a bucket with heads before tokens, contiguous."""
     num_kv_heads = k_PKD.shape[1]
     k_SLD, v_SLD = (heads_first(x, batch, num_kv_heads).squeeze(1) for x in (k_PKD, v_PKD))

@@ -1,6 +1,6 @@
-"""Choose: whose kernels do the work between matrix products. In: a tensor, the widths of its rows. Out: the C kernels
-on a CPU, the Triton kernels on a CUDA device that they run on, or None: then the caller's own torch operations, the
-oracle of both.
+"""Choose: whose kernels do the work between matrix products. In: a tensor, the widths of its rows.
+Out: the C kernels on a CPU, the Triton kernels on a CUDA device that they run on, or None: then the
+caller's own torch operations, the oracle of both.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 
 WHOLE_HEAD = 32  # of these features each half of a head is whole vectors
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
-LEAST_CAPABILITY = (8, 0)  # compute capability that Triton compiles for, and torch's flash attention is made for
+# compute capability that Triton compiles for, and torch's flash attention is made for
+LEAST_CAPABILITY = (8, 0)
 
 
-def kernels_for(tensor: Tensor, *widths: int, head_dim: int = WHOLE_HEAD) -> ChunkKernels | TrainingKernels | None:
-    """The kernels for rows like these. On a CPU widths must be whole vectors, on a GPU a head a power of two."""
+def kernels_for(
+    tensor: Tensor, *widths: int, head_dim: int = WHOLE_HEAD
+) -> ChunkKernels | TrainingKernels | None:
+    """The kernels for rows like these. On a CPU widths must be whole vectors, on a GPU a head a
+    power of two."""
     if head_dim % WHOLE_HEAD:
         return None
     if tensor.device.type == "cpu":
@@ -40,7 +44,8 @@ def kernels_for(tensor: Tensor, *widths: int, head_dim: int = WHOLE_HEAD) -> Chu
 @functools.cache
 def load_triton() -> TrainingKernels | Unavailable:
     try:
-        from gyre.kernels.gpu.training import TrainingKernels  # imports Triton, which a CPU has no use for
+        # imports Triton, which a CPU has no use for
+        from gyre.kernels.gpu.training import TrainingKernels
     except ImportError as error:
         return Unavailable(reason=f"Triton cannot be imported: {error}")
     return TrainingKernels()
@@ -48,7 +53,8 @@ def load_triton() -> TrainingKernels | Unavailable:
 
 @functools.cache
 def why_too_old(device: torch.device) -> str | None:
-    """Why no fused kernel runs on this CUDA device, or None: a V100 has capability 7.0, a T4 7.5."""
+    """Why no fused kernel runs on this CUDA device, or None: a V100 has capability 7.0, a T4
+    7.5."""
     found = torch.cuda.get_device_capability(device)
     if found >= LEAST_CAPABILITY:
         return None
@@ -58,7 +64,11 @@ def why_too_old(device: torch.device) -> str | None:
 
 def has_triton(device: torch.device) -> bool:
     """Whether Triton compiles kernels for the device."""
-    return device.type == "cuda" and why_too_old(device) is None and not isinstance(load_triton(), Unavailable)
+    return (
+        device.type == "cuda"
+        and why_too_old(device) is None
+        and not isinstance(load_triton(), Unavailable)
+    )
 
 
 def load_adamw(device: torch.device) -> Callable[..., Tensor | None] | None:
@@ -71,17 +81,23 @@ def load_adamw(device: torch.device) -> Callable[..., Tensor | None] | None:
 
 
 def why_torch(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a trainer of this type on this device works by torch operations alone; None when it has kernels."""
+    """Why a trainer of this type on this device works by torch operations alone; None when it has
+    kernels."""
     if device.type == "cuda":
         if (reason := why_too_old(device)) is not None:
             return reason
-        found = load_triton() if dtype in CUDA_DTYPES else Unavailable(reason=f"there are none for {dtype} on CUDA")
+        found = (
+            load_triton()
+            if dtype in CUDA_DTYPES
+            else Unavailable(reason=f"there are none for {dtype} on CUDA")
+        )
     else:
         found = load_chunks(dtype)
     return found.reason if isinstance(found, Unavailable) else None
 
 
 def c_instructions(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The instruction set that a trainer's C kernels were built for; None where it works without them."""
+    """The instruction set that a trainer's C kernels were built for; None where it works without
+    them."""
     found = load_chunks(dtype) if device.type == "cpu" else None
     return found.instructions.name if isinstance(found, ChunkKernels) else None

@@ -1,10 +1,10 @@
-"""Flash: attention of a training pass on a CUDA device, forward and backward, by kernels of others. In: q, k, v over
-packed tokens in BF16 or FP16, a PackedLayout. Out: attended values.
+"""Flash: attention of a training pass on a CUDA device, forward and backward, by kernels of others.
+In: q, k, v over packed tokens in BF16 or FP16, a PackedLayout. Out: attended values.
 
-FlashAttention-4 is taken where it is installed, the device and head dim are its own, and a small pass agrees with
-torch's kernel: tried once per process and shape of heads. Torch's serves the rest, sliding windows among it. Both read
-grouped keys as they are. Neither adds the gradient of queries up in a fixed order, so its last bits may differ from run
-to run.
+FlashAttention-4 is taken where it is installed, the device and head dim are its own, and a small
+pass agrees with torch's kernel: tried once per process and shape of heads. Torch's serves the rest,
+sliding windows among it. Both read grouped keys as they are. Neither adds the gradient of queries
+up in a fixed order, so its last bits may differ from run to run.
 """
 
 # T packed tokens, H heads, K kv heads, D head dim
@@ -23,7 +23,8 @@ from gyre.kernels.cpu.build import Unavailable
 from gyre.kernels.dispatch import why_too_old
 from gyre.kernels.layout import PackedLayout
 
-LEAST_BOUND = 512  # tokens. Flash-attn-4 compiles other kernels, for seconds, where the bound is below its tiles
+# tokens. Flash-attn-4 compiles other kernels, for seconds, where the bound is below its tiles
+LEAST_BOUND = 512
 PROBE_LENGTHS = (130, 1, 257)
 PROBE_TOLERANCE = 2e-2  # of the norm of what is compared
 
@@ -36,7 +37,9 @@ def flash_attention(
 ) -> Tensor:
     longest = max(layout.lengths)
     if window is None or window >= longest:
-        flash4 = training_flash4(q_THD.device, q_THD.dtype, q_THD.shape[1] // k_TKD.shape[1], q_THD.shape[2])
+        flash4 = training_flash4(
+            q_THD.device, q_THD.dtype, q_THD.shape[1] // k_TKD.shape[1], q_THD.shape[2]
+        )
         if not isinstance(flash4, Unavailable):
             return flash4(q_THD, k_TKD, v_TKD, layout.offsets, max(longest, LEAST_BOUND))
     return TorchFlash.apply(q_THD, k_TKD, v_TKD, layout.offsets, longest, window)
@@ -47,13 +50,17 @@ class Broken(Unavailable):
 
 
 def choice(device: torch.device, dtype: torch.dtype, group: int, head_dim: int) -> dict[str, Any]:
-    """The kernel for heads like these, and why; `counted` if it is there instead of one that broke."""
+    """The kernel for heads like these, and why; `counted` if it is there instead of one that
+    broke."""
     if (reason := why_too_old(device)) is not None:
         return {"kernel": "products and a softmax", "reason": reason, "counted": False}
     found = training_flash4(device, dtype, group, head_dim)
     if isinstance(found, Unavailable):
         return {"kernel": "torch", "reason": found.reason, "counted": isinstance(found, Broken)}
-    return {"kernel": "flash-attn-4", "reason": "it is installed, fits, and agrees with torch's kernel"}
+    return {
+        "kernel": "flash-attn-4",
+        "reason": "it is installed, fits, and agrees with torch's kernel",
+    }
 
 
 @functools.cache
@@ -67,9 +74,13 @@ def training_flash4(
     if not flash4.is_installed():
         return Unavailable(reason="flash-attn-4 is not installed")
     if head_dim not in flash4.HEAD_DIMS or major not in flash4.TRAINING_CAPABILITIES:
-        return Unavailable(reason=f"flash-attn-4 is not used for head dim {head_dim} on compute capability {major}.x")
+        return Unavailable(
+            reason=f"flash-attn-4 is not used for head dim {head_dim} on compute capability "
+            f"{major}.x"
+        )
     try:
-        # A thread of its own has neither the grad mode nor the saved-tensor hooks of the pass that asks.
+        # A thread of its own has neither the grad mode nor the saved-tensor hooks of the pass that
+        # asks.
         with ThreadPoolExecutor(1) as pool:
             attend = pool.submit(flash4.make_training_flash4).result()
             gap = pool.submit(_gap, attend, device, dtype, group, head_dim).result()
@@ -80,14 +91,19 @@ def training_flash4(
     return attend
 
 
-def _gap(attend: TrainingFlash4, device: torch.device, dtype: torch.dtype, group: int, head_dim: int) -> float:
-    """Return the largest relative difference of its output and gradients from those of torch's kernel."""
+def _gap(
+    attend: TrainingFlash4, device: torch.device, dtype: torch.dtype, group: int, head_dim: int
+) -> float:
+    """Return the largest relative difference of its output and gradients from those of torch's
+    kernel."""
     with torch.cuda.device(device):
         generator = torch.Generator(device).manual_seed(0)
         layout, tokens = PackedLayout.of(PROBE_LENGTHS, device), sum(PROBE_LENGTHS)
 
         def draw(heads: int) -> Tensor:
-            return torch.randn(tokens, heads, head_dim, device=device, generator=generator).to(dtype)
+            return torch.randn(tokens, heads, head_dim, device=device, generator=generator).to(
+                dtype
+            )
 
         upstream, q_THD, k_TKD, v_TKD = draw(2 * group), draw(2 * group), draw(2), draw(2)
         inputs = [leaf.requires_grad_() for leaf in (q_THD, k_TKD, v_TKD)]
@@ -95,19 +111,30 @@ def _gap(attend: TrainingFlash4, device: torch.device, dtype: torch.dtype, group
         mine = attend(q_THD, k_TKD, v_TKD, *bounds)
         theirs = TorchFlash.apply(q_THD, k_TKD, v_TKD, *bounds, None)
         pairs = ([out, *torch.autograd.grad(out, inputs, upstream)] for out in (mine, theirs))
-        return max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(*pairs, strict=True))
+        return max(
+            float((a - b).float().norm() / b.float().norm()) for a, b in zip(*pairs, strict=True)
+        )
 
 
 class TorchFlash(torch.autograd.Function):
-    """Torch's own variable-length kernel. `varlen_attn` of torch before 2.13 asks for as many key heads as query heads;
-    the operators beneath it do not."""
+    """Torch's own variable-length kernel. `varlen_attn` of torch before 2.13 asks for as many key
+    heads as query heads; the operators beneath it do not."""
 
     @staticmethod
     def forward(
-        ctx: Any, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, offsets: Tensor, longest: int, window: int | None
+        ctx: Any,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        offsets: Tensor,
+        longest: int,
+        window: int | None,
     ) -> Tensor:
         ctx.bounds, ctx.causal = (offsets, offsets, longest, longest), window is None
-        ctx.window = {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+        ctx.window = {
+            "window_size_left": -1 if window is None else window - 1,
+            "window_size_right": 0,
+        }
         out_THD, log_total, random_state, unused, _ = torch.ops.aten._flash_attention_forward(
             q_THD, k_TKD, v_TKD, *ctx.bounds, 0.0, ctx.causal, False, **ctx.window
         )
@@ -119,6 +146,13 @@ class TorchFlash(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *parts, random_state, unused = ctx.saved_tensors
         found = torch.ops.aten._flash_attention_backward(
-            grads[0].contiguous(), *parts, *ctx.bounds, 0.0, ctx.causal, random_state, unused, **ctx.window
+            grads[0].contiguous(),
+            *parts,
+            *ctx.bounds,
+            0.0,
+            ctx.causal,
+            random_state,
+            unused,
+            **ctx.window,
         )
         return *found, None, None, None

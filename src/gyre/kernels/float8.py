@@ -1,10 +1,10 @@
-"""Float8: matrix products of two 8-bit operands. In: rows in a wider dtype. Out: the rows in 8 bits with the one number
-that undoes their scaling; products in the wider dtype.
+"""Float8: matrix products of two 8-bit operands. In: rows in a wider dtype. Out: the rows in 8 bits
+with the one number that undoes their scaling; products in the wider dtype.
 
-Each operand is scaled as a whole, so that its largest number becomes the format's largest: E4M3 for inputs and weights
-(3 bits of mantissa, up to 448), E5M2 for gradients (2 bits, up to 57,344). These are the numbers of torchao's recipe
-"tensorwise" with dynamic scales, which the tests compare with (Micikevicius et al. 2022, "FP8 formats for deep
-learning", arXiv 2209.05433).
+Each operand is scaled as a whole, so that its largest number becomes the format's largest: E4M3 for
+inputs and weights (3 bits of mantissa, up to 448), E5M2 for gradients (2 bits, up to 57,344). These
+are the numbers of torchao's recipe "tensorwise" with dynamic scales, which the tests compare with
+(Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv 2209.05433).
 """
 
 # N rows, K features of a row, M rows padded with zeros to a multiple of 16
@@ -41,8 +41,9 @@ class Quantised:
 
 
 class Amax:
-    """The largest absolute number of an operand that is about to be made. A kernel that writes the operand finds it on
-    its way; `found` stays None where none does, and then the operand is read for it."""
+    """The largest absolute number of an operand that is about to be made. A kernel that writes the
+    operand finds it on its way; `found` stays None where none does, and then the operand is read
+    for it."""
 
     def __init__(self, found: Tensor | None = None) -> None:
         self.found = found  # float32, no axes
@@ -54,15 +55,17 @@ class Amax:
 
 
 class Float8Weight(torch.Tensor):
-    """A weight that came in 8 bits, where a wider one is expected: it says that it is of the wider dtype, and its
-    gradient is. Only kernels.linear reads it."""
+    """A weight that came in 8 bits, where a wider one is expected: it says that it is of the wider
+    dtype, and its gradient is. Only kernels.linear reads it."""
 
     data_OI: Tensor
     amax: Tensor
     inverse: Tensor
 
     @staticmethod
-    def __new__(cls, data_OI: Tensor, amax: Tensor, inverse: Tensor, dtype: torch.dtype) -> Float8Weight:
+    def __new__(
+        cls, data_OI: Tensor, amax: Tensor, inverse: Tensor, dtype: torch.dtype
+    ) -> Float8Weight:
         return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls, data_OI.size(), strides=data_OI.stride(), dtype=dtype, device=data_OI.device
         )
@@ -76,10 +79,16 @@ class Float8Weight(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What FSDP2 and autograd do to a parameter; nothing computes with it this way."""
-        kept = (torch.ops.aten.detach.default, torch.ops.aten.as_strided.default, torch.ops.aten.view.default)
+        kept = (
+            torch.ops.aten.detach.default,
+            torch.ops.aten.as_strided.default,
+            torch.ops.aten.view.default,
+        )
         assert func in kept, f"{func} of a weight in 8 bits"
         weight, *rest = args
-        return cls(func(weight.data_OI, *rest, **(kwargs or {})), weight.amax, weight.inverse, weight.dtype)
+        return cls(
+            func(weight.data_OI, *rest, **(kwargs or {})), weight.amax, weight.inverse, weight.dtype
+        )
 
 
 def fits(shape: tuple[int, ...]) -> bool:
@@ -90,10 +99,16 @@ def fits(shape: tuple[int, ...]) -> bool:
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a trainer there cannot multiply 8-bit floats; None when it can."""
     if dtype not in (torch.bfloat16, torch.float32):
-        return f"the rest would be computed in {str(dtype).removeprefix('torch.')}, need bfloat16 or float32"
+        return (
+            f"the rest would be computed in {str(dtype).removeprefix('torch.')}, need "
+            "bfloat16 or float32"
+        )
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < CAPABILITY:
         name = torch.cuda.get_device_name(device)
-        return f"{name} has compute capability {found[0]}.{found[1]}, need {CAPABILITY[0]}.{CAPABILITY[1]} or more"
+        return (
+            f"{name} has compute capability {found[0]}.{found[1]}, need "
+            f"{CAPABILITY[0]}.{CAPABILITY[1]} or more"
+        )
     return None
 
 
@@ -108,14 +123,23 @@ def largest(x_NK: Tensor) -> Tensor:
 
 
 def quantise(
-    x_NK: Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False, amax: Tensor | None = None
+    x_NK: Tensor,
+    dtype: torch.dtype,
+    *,
+    rows: bool = False,
+    columns: bool = False,
+    amax: Tensor | None = None,
 ) -> Quantised:
-    """Scale by format's largest / amax and round, as rows, as columns or both. `amax` where it is known already."""
+    """Scale by format's largest / amax and round, as rows, as columns or both. `amax` where it is
+    known already."""
     amax = largest(x_NK) if amax is None else amax
     if (kernels := _kernels(x_NK)) and x_NK.numel():
-        return Quantised(*kernels.quantise(x_NK.contiguous(), amax, dtype, rows=rows, columns=columns), amax)
+        return Quantised(
+            *kernels.quantise(x_NK.contiguous(), amax, dtype, rows=rows, columns=columns), amax
+        )
     most, scale = torch.finfo(dtype).max, scale_of(amax, dtype)
-    x_NK = (x_NK.float() * scale).clamp_(-most, most).to(dtype)  # the clamp is for torch < 2.12, whose cast does not
+    # the clamp is for torch < 2.12, whose cast does not
+    x_NK = (x_NK.float() * scale).clamp_(-most, most).to(dtype)
     columns_KM = None
     if columns:
         columns_KM = x_NK.new_zeros(x_NK.shape[1], padded(len(x_NK)))
@@ -124,26 +148,40 @@ def quantise(
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """By what operands with these largest numbers are multiplied before they are rounded, float32."""
+    """By what operands with these largest numbers are multiplied before they are rounded,
+    float32."""
     return (torch.finfo(dtype).max / amax.double().clamp(min=SMALLEST_AMAX)).float()
 
 
-def product(a: Quantised, b: Quantised, *, over: str, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """a · bᵀ over the operands' features ("rows"), or aᵀ · b over their rows ("columns"). `fast` adds up in fewer bits
-    where the device has that, as torchao does in the forward pass."""
+def product(
+    a: Quantised, b: Quantised, *, over: str, dtype: torch.dtype, fast: bool = False
+) -> Tensor:
+    """a · bᵀ over the operands' features ("rows"), or aᵀ · b over their rows ("columns"). `fast`
+    adds up in fewer bits where the device has that, as torchao does in the forward pass."""
     left, right = (a.rows_NK, b.rows_NK) if over == "rows" else (a.columns_KM, b.columns_KM)
     assert left is not None and right is not None
     return multiply(left, right, a.inverse, b.inverse, dtype=dtype, fast=fast)
 
 
 def multiply(
-    left: Tensor, right: Tensor, left_inverse: Tensor, right_inverse: Tensor, *, dtype: torch.dtype, fast: bool = False
+    left: Tensor,
+    right: Tensor,
+    left_inverse: Tensor,
+    right_inverse: Tensor,
+    *,
+    dtype: torch.dtype,
+    fast: bool = False,
 ) -> Tensor:
     """left · rightᵀ of two row-major 8-bit matrices, unscaled."""
     if not (left.numel() and right.numel()):
         return torch.zeros(len(left), len(right), dtype=dtype, device=left.device)
     return torch._scaled_mm(
-        left, right.t(), scale_a=left_inverse, scale_b=right_inverse, out_dtype=dtype, use_fast_accum=fast
+        left,
+        right.t(),
+        scale_a=left_inverse,
+        scale_b=right_inverse,
+        out_dtype=dtype,
+        use_fast_accum=fast,
     )
 
 

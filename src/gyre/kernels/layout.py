@@ -1,8 +1,10 @@
-"""PackedLayout: where each sequence of a packed chunk lies, and how sequences of like length share padded buckets.
-In: lengths in tokens. Out: index tensors, made once per chunk and used by every layer.
+"""PackedLayout: where each sequence of a packed chunk lies, and how sequences of like length share
+padded buckets. In: lengths in tokens. Out: index tensors, made once per chunk and used by every
+layer.
 """
 
-# T packed tokens, B sequences of a bucket, L its padded length, P padded slots of all buckets together
+# T packed tokens, B sequences of a bucket, L its padded length, P padded slots of all buckets
+# together
 
 from __future__ import annotations
 
@@ -13,9 +15,12 @@ import torch
 from torch import Tensor
 
 QUERY_BLOCK = 128  # queries of a sequence whose scores exist at a time
-KEEP_TOKENS = 256  # buckets up to this length keep their probabilities for the backward pass; longer ones redo them
-MOST_SCORES = 2**19  # of one head of a bucket at a time; keeps them in the processor's cache at common head counts
-SHORTEST_SHARE = 0.7  # of a bucket's longest sequence; below it padding costs more than another bucket
+# buckets up to this length keep their probabilities for the backward pass; longer ones redo them
+KEEP_TOKENS = 256
+# of one head of a bucket at a time; keeps them in the processor's cache at common head counts
+MOST_SCORES = 2**19
+# of a bucket's longest sequence; below it padding costs more than another bucket
+SHORTEST_SHARE = 0.7
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,7 +40,9 @@ class PackedLayout:
         starts = [0]
         for n in counts:
             starts.append(starts[-1] + n)
-        positions_T = torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(n) for n in counts)])
+        positions_T = torch.cat(
+            [torch.empty(0, dtype=torch.int64), *(torch.arange(n) for n in counts)]
+        )
         buckets = plan_buckets(counts)
         token_of_slot_P, slot_of_token_T = padded_slots(counts, starts, buckets)
         in_place = torch.equal(token_of_slot_P, torch.arange(len(positions_T)))
@@ -54,8 +61,8 @@ class PackedLayout:
 
 
 def plan_buckets(lengths: Sequence[int]) -> list[list[int]]:
-    """Return indices of sequences by bucket, longest first in each; empty sequences are in none. Equal lengths keep
-    their order, so that a chunk of them needs no gathering."""
+    """Return indices of sequences by bucket, longest first in each; empty sequences are in none.
+    Equal lengths keep their order, so that a chunk of them needs no gathering."""
     order = sorted((i for i, n in enumerate(lengths) if n > 0), key=lambda i: -lengths[i])
     buckets: list[list[int]] = []
     for i in order:
@@ -72,8 +79,8 @@ def plan_buckets(lengths: Sequence[int]) -> list[list[int]]:
 def padded_slots(
     lengths: Sequence[int], starts: Sequence[int], buckets: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor]:
-    """Return for each slot the token that fills it (padding repeats the last token of its own sequence), and for each
-    token its slot."""
+    """Return for each slot the token that fills it (padding repeats the last token of its own
+    sequence), and for each token its slot."""
     token_of_slot = [torch.empty(0, dtype=torch.int64)]
     slot_of_token_T = torch.empty(sum(lengths), dtype=torch.int64)
     base = 0

@@ -1,9 +1,10 @@
-"""Linear: the products of a linear layer, forward and backward, in the dtype of its operands or in 8 bits. In: rows,
-a weight. Out: rows, gradients.
+"""Linear: the products of a linear layer, forward and backward, in the dtype of its operands or in
+8 bits. In: rows, a weight. Out: rows, gradients.
 
-In 8 bits the backward pass scales input and weight by the same numbers as the forward pass: their largest absolute
-numbers are what it is given. Nothing in 8 bits is kept between the passes: inputs that attention or a norm keeps anyway
-are rounded again, which costs one reading of them, and weights too.
+In 8 bits the backward pass scales input and weight by the same numbers as the forward pass: their
+largest absolute numbers are what it is given. Nothing in 8 bits is kept between the passes: inputs
+that attention or a norm keeps anyway are rounded again, which costs one reading of them, and
+weights too.
 """
 
 # T tokens, I input features, O output features
@@ -27,7 +28,8 @@ from gyre.kernels.float8 import (
     transposed,
 )
 
-Amaxes = tuple[Tensor | None, Tensor | None]  # of input and weight; None for products that are not in 8 bits
+# of input and weight; None for products that are not in 8 bits
+Amaxes = tuple[Tensor | None, Tensor | None]
 
 
 def linear(
@@ -39,8 +41,9 @@ def linear(
     float8: bool,
     amax: Amax | None = None,
 ) -> tuple[Tensor, Amaxes]:
-    """Return x · weightᵀ plus the bias or `onto_TO`, and what `OutputGradient` wants to know. `amax` is of x, here and
-    below of what is about to be rounded: who made that may have found it."""
+    """Return x · weightᵀ plus the bias or `onto_TO`, and what `OutputGradient` wants to know.
+    `amax` is of x, here and below of what is about to be rounded: who made that may have found
+    it."""
     if not float8:
         if onto_TO is not None:
             return torch.addmm(onto_TO, x_TI, weight_OI.t()), (None, None)
@@ -74,7 +77,9 @@ class OutputGradient:
             return self._grad_TO @ weight_OI
         assert self._grad.rows_NK is not None and self._weight_amax is not None
         columns_IO, inverse = _weight_columns(weight_OI, self._weight_amax)
-        return multiply(self._grad.rows_NK, columns_IO, self._grad.inverse, inverse, dtype=self._grad_TO.dtype)
+        return multiply(
+            self._grad.rows_NK, columns_IO, self._grad.inverse, inverse, dtype=self._grad_TO.dtype
+        )
 
     def of_weight(self, x_TI: Tensor) -> Tensor:
         if self._grad is None:

@@ -1,14 +1,16 @@
-"""Log-probs of given tokens. In: hidden rows, head weight, targets, temperatures, optional truncation support.
-Out: logprobs_N and entropy_N, both with a hand-written backward.
+"""Log-probs of given tokens. In: hidden rows, head weight, targets, temperatures, optional
+truncation support. Out: logprobs_N and entropy_N, both with a hand-written backward.
 
-The vocabulary is taken in blocks, so that logits never exist whole when it is large: a block's gradient of the head is
-then complete at once, and only that of the hidden rows is summed over blocks. The softmax is float32 (float64 for
-float64 rows) whatever the weights are. With Triton kernels logits stay as the product made them, are read once for all
-that the forward pass wants, and become their own gradient in place.
+The vocabulary is taken in blocks, so that logits never exist whole when it is large: a block's
+gradient of the head is then complete at once, and only that of the hidden rows is summed over
+blocks. The softmax is float32 (float64 for float64 rows) whatever the weights are. With Triton
+kernels logits stay as the product made them, are read once for all that the forward pass wants, and
+become their own gradient in place.
 
-With p the distribution after temperature T and truncation, x its logits before T and H its entropy, the gradients are
-d log p_t / dx_j = (1[j = t] - p_j) / T and dH / dx_j = -p_j (log p_j + H) / T. The second costs a backward pass
-nothing where nobody uses the entropy: its upstream gradient is None.
+With p the distribution after temperature T and truncation, x its logits before T and H its entropy,
+the gradients are d log p_t / dx_j = (1[j = t] - p_j) / T and dH / dx_j = -p_j (log p_j + H) / T.
+The second costs a backward pass nothing where nobody uses the entropy: its upstream gradient is
+None.
 """
 
 # N rows, E hidden size, V vocabulary, W tokens of a vocabulary block, Z entries of the support
@@ -30,12 +32,16 @@ BLOCK_LOGITS = 2**24  # logits alive at a time
 FUSED_BLOCK_LOGITS = 2**27  # likewise with Triton kernels, which make no copies: 256 MiB
 FEWEST_COLUMNS = 1024  # of a vocabulary block: below it products are too thin to be fast
 WHOLE_COLUMNS = (
-    128  # blocks are multiples of: rows of logits that begin at odd addresses cost products half their speed
+    # blocks are multiples of: rows of logits that begin at odd addresses cost products half their
+    # speed
+    128
 )
-FORBIDDEN = -1e30  # logit outside the support: far below any other, and 0 · FORBIDDEN is 0, unlike with -inf
+# logit outside the support: far below any other, and 0 · FORBIDDEN is 0, unlike with -inf
+FORBIDDEN = -1e30
 
 Support = tuple[Tensor, Tensor]
-Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # hidden_NE, targets_N → logprobs, total, entropy
+# hidden_NE, targets_N → logprobs, total, entropy
+Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def token_logprobs(
@@ -48,47 +54,63 @@ def token_logprobs(
     chunk: int = 0,
     keep_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return (logprobs_N, entropy_N) of the distribution after temperature and truncation, entropy in nats.
+    """Return (logprobs_N, entropy_N) of the distribution after temperature and truncation, entropy
+    in nats.
 
-    temperature_N is above 0. `support` is (offsets int64 [N + 1], ids int64 [Z]): row n may only choose
-    ids[offsets[n]:offsets[n + 1]], among which its target must be. `chunk` is the columns of a vocabulary block; 0
-    chooses by the number of rows. `keep_logits` lets Triton's path keep them all for the backward pass, which else
-    makes each block again.
+    temperature_N is above 0. `support` is (offsets int64 [N + 1], ids int64 [Z]): row n may only
+    choose ids[offsets[n]:offsets[n + 1]], among which its target must be. `chunk` is the columns of
+    a vocabulary block; 0 chooses by the number of rows. `keep_logits` lets Triton's path keep them
+    all for the backward pass, which else makes each block again.
     """
     fused = hidden_NE.is_cuda and support is None and kernels_for(hidden_NE) is not None
     vocab_size = len(head_weight_VE)
     if fused:
         columns = vocab_size if keep_logits and not chunk else chunk
         blocks = cut_vocabulary(vocab_size, len(hidden_NE), columns, limit=FUSED_BLOCK_LOGITS)
-        return FusedLogprobs.apply(hidden_NE, head_weight_VE, targets_N.long(), temperature_N.float(), blocks)
+        return FusedLogprobs.apply(
+            hidden_NE, head_weight_VE, targets_N.long(), temperature_N.float(), blocks
+        )
     blocks = cut_vocabulary(vocab_size, len(hidden_NE), chunk)
     rows_Z = ids_Z = None
     if support is not None:
         offsets, ids_Z = support
-        rows_Z = torch.repeat_interleave(torch.arange(len(hidden_NE), device=ids_Z.device), offsets.diff())
-    return TokenLogprobs.apply(hidden_NE, head_weight_VE, targets_N.long(), temperature_N, rows_Z, ids_Z, blocks)
+        rows_Z = torch.repeat_interleave(
+            torch.arange(len(hidden_NE), device=ids_Z.device), offsets.diff()
+        )
+    return TokenLogprobs.apply(
+        hidden_NE, head_weight_VE, targets_N.long(), temperature_N, rows_Z, ids_Z, blocks
+    )
 
 
 def logprobs_by(
-    forward: Forward, hidden_NE: Tensor, head_weight_VE: Tensor, targets_N: Tensor, temperature_N: Tensor
+    forward: Forward,
+    hidden_NE: Tensor,
+    head_weight_VE: Tensor,
+    targets_N: Tensor,
+    temperature_N: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return (logprobs_N, entropy_N) as `forward` computes them; the gradient is that of `token_logprobs`."""
+    """Return (logprobs_N, entropy_N) as `forward` computes them; the gradient is that of
+    `token_logprobs`."""
     return GivenLogprobs.apply(forward, hidden_NE, head_weight_VE, targets_N.long(), temperature_N)
 
 
 def cut_vocabulary(
     vocab_size: int, num_rows: int, columns: int = 0, *, limit: int = BLOCK_LOGITS
 ) -> tuple[tuple[int, int], ...]:
-    """Return (start, stop) of vocabulary blocks; where not given their columns follow from the number of rows, so that
-    `limit` logits exist at a time."""
-    columns = columns or max(FEWEST_COLUMNS, limit // max(1, num_rows) // WHOLE_COLUMNS * WHOLE_COLUMNS)
-    return tuple((start, min(start + columns, vocab_size)) for start in range(0, vocab_size, columns))
+    """Return (start, stop) of vocabulary blocks; where not given their columns follow from the
+    number of rows, so that `limit` logits exist at a time."""
+    columns = columns or max(
+        FEWEST_COLUMNS, limit // max(1, num_rows) // WHOLE_COLUMNS * WHOLE_COLUMNS
+    )
+    return tuple(
+        (start, min(start + columns, vocab_size)) for start in range(0, vocab_size, columns)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slopes:
-    """What the gradient of a row's logits is made from: -p (scale + bonus (log p + entropy)), and at_target at its
-    target. Without a gradient of the entropy, bonus and entropy are None."""
+    """What the gradient of a row's logits is made from: -p (scale + bonus (log p + entropy)), and
+    at_target at its target. Without a gradient of the entropy, bonus and entropy are None."""
 
     total_N: Tensor  # log Σ exp of the logits after temperature
     scale_N: Tensor  # upstream gradient of the log-prob / temperature
@@ -98,19 +120,32 @@ class Slopes:
 
     @classmethod
     def of(
-        cls, grads: Sequence[Tensor | None], temperature_N: Tensor, total_N: Tensor, logprobs_N: Tensor,
+        cls,
+        grads: Sequence[Tensor | None],
+        temperature_N: Tensor,
+        total_N: Tensor,
+        logprobs_N: Tensor,
         entropy_N: Tensor,
-    ) -> Slopes:  # fmt: skip
+    ) -> Slopes:
         """`grads`: of the log-probs and of the entropies; None where nobody uses them."""
         of_logprobs_N, of_entropy_N = grads
-        scale_N = torch.zeros_like(logprobs_N) if of_logprobs_N is None else of_logprobs_N / temperature_N
-        # 1 - p of the target from the log-prob: p itself, rounded to bfloat16, would lose it when p is near 1.
+        scale_N = (
+            torch.zeros_like(logprobs_N) if of_logprobs_N is None else of_logprobs_N / temperature_N
+        )
+        # 1 - p of the target from the log-prob: p itself, rounded to bfloat16, would lose it when p
+        # is near 1.
         at_target_N = -scale_N * torch.expm1(logprobs_N)
         if of_entropy_N is None:
             return cls(total_N=total_N, scale_N=scale_N, at_target_N=at_target_N)
         bonus_N = of_entropy_N / temperature_N
         at_target_N = at_target_N - bonus_N * logprobs_N.exp() * (logprobs_N + entropy_N)
-        return cls(total_N=total_N, scale_N=scale_N, at_target_N=at_target_N, bonus_N=bonus_N, entropy_N=entropy_N)
+        return cls(
+            total_N=total_N,
+            scale_N=scale_N,
+            at_target_N=at_target_N,
+            bonus_N=bonus_N,
+            entropy_N=entropy_N,
+        )
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """In the order of the kernels' arguments."""
@@ -129,24 +164,47 @@ class TokenLogprobs(torch.autograd.Function):
         ids_Z: Tensor | None,
         blocks: tuple[tuple[int, int], ...],
     ) -> tuple[Tensor, Tensor]:
-        kernels = kernels_for(hidden_NE, len(head_weight_VE)) if rows_Z is None and len(blocks) == 1 else None
+        kernels = (
+            kernels_for(hidden_NE, len(head_weight_VE))
+            if rows_Z is None and len(blocks) == 1
+            else None
+        )
         if isinstance(kernels, ChunkKernels):
             logits_NV = hidden_NE @ head_weight_VE.t()
-            logprobs_N, entropy_N, total_N = kernels.logprobs(logits_NV, temperature_N.float(), targets_N)
+            logprobs_N, entropy_N, total_N = kernels.logprobs(
+                logits_NV, temperature_N.float(), targets_N
+            )
             return keep(
-                ctx, None, hidden_NE, head_weight_VE, targets_N, temperature_N, total_N, logprobs_N, entropy_N,
-                None, None, logits_NV,
-            )  # fmt: skip
+                ctx,
+                None,
+                hidden_NE,
+                head_weight_VE,
+                targets_N,
+                temperature_N,
+                total_N,
+                logprobs_N,
+                entropy_N,
+                None,
+                None,
+                logits_NV,
+            )
         totals, means, kept_NV = [], [], None
         target_N = None
         for start, stop in blocks:
-            logits_NW = block_logits(hidden_NE, head_weight_VE, temperature_N, rows_Z, ids_Z, start, stop)
+            logits_NW = block_logits(
+                hidden_NE, head_weight_VE, temperature_N, rows_Z, ids_Z, start, stop
+            )
             probs_NW = torch.softmax(logits_NW, -1)
-            # The largest probability never underflows, so log of it and its logit give the log of the sum.
+            # The largest probability never underflows, so log of it and its logit give the log of
+            # the sum.
             totals.append(logits_NW.amax(-1) - probs_NW.amax(-1).log())
             means.append(torch.linalg.vecdot(probs_NW, logits_NW))
-            found_N = logits_NW.gather(1, (targets_N - start).clamp(0, stop - start - 1)[:, None]).squeeze(1)
-            target_N = found_N if target_N is None else torch.where(targets_N < start, target_N, found_N)
+            found_N = logits_NW.gather(
+                1, (targets_N - start).clamp(0, stop - start - 1)[:, None]
+            ).squeeze(1)
+            target_N = (
+                found_N if target_N is None else torch.where(targets_N < start, target_N, found_N)
+            )
             if len(blocks) == 1:
                 kept_NV = probs_NW.to(hidden_NE.dtype)
         assert target_N is not None
@@ -155,14 +213,26 @@ class TokenLogprobs(torch.autograd.Function):
         entropy_N = total_N - ((totals_BN - total_N).exp() * torch.stack(means)).sum(0)
         logprobs_N = target_N - total_N
         return keep(
-            ctx, blocks, hidden_NE, head_weight_VE, targets_N, temperature_N, total_N, logprobs_N, entropy_N,
-            rows_Z, ids_Z, kept_NV,
-        )  # fmt: skip
+            ctx,
+            blocks,
+            hidden_NE,
+            head_weight_VE,
+            targets_N,
+            temperature_N,
+            total_N,
+            logprobs_N,
+            entropy_N,
+            rows_Z,
+            ids_Z,
+            kept_NV,
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_NE, weight_VE, targets_N, temperature_N, *found, rows_Z, ids_Z, kept_NV = ctx.saved_tensors
+        hidden_NE, weight_VE, targets_N, temperature_N, *found, rows_Z, ids_Z, kept_NV = (
+            ctx.saved_tensors
+        )
         slopes = Slopes.of(grads, temperature_N, *found)
         if ctx.blocks is None:
             kernels, grad_NV = kernels_for(hidden_NE), kept_NV.clone()
@@ -171,25 +241,43 @@ class TokenLogprobs(torch.autograd.Function):
             return grad_NV @ weight_VE, grad_NV.t() @ hidden_NE, None, None, None, None, None
 
         def log_probabilities(start: int, stop: int) -> Tensor:
-            logits_NW = block_logits(hidden_NE, weight_VE, temperature_N, rows_Z, ids_Z, start, stop)
+            logits_NW = block_logits(
+                hidden_NE, weight_VE, temperature_N, rows_Z, ids_Z, start, stop
+            )
             return logits_NW.sub_(slopes.total_N[:, None])
 
-        pair = logprobs_backward(hidden_NE, weight_VE, targets_N, slopes, ctx.blocks, log_probabilities, kept_NV)
+        pair = logprobs_backward(
+            hidden_NE, weight_VE, targets_N, slopes, ctx.blocks, log_probabilities, kept_NV
+        )
         return *pair, None, None, None, None, None
 
 
 class GivenLogprobs(torch.autograd.Function):
-    """The caller's forward pass; backward as that of TokenLogprobs, with probabilities made again."""
+    """The caller's forward pass; backward as that of TokenLogprobs, with probabilities made
+    again."""
 
     @staticmethod
     def forward(
-        ctx: Any, forward: Forward, hidden_NE: Tensor, head_weight_VE: Tensor, targets_N: Tensor, temperature_N: Tensor
+        ctx: Any,
+        forward: Forward,
+        hidden_NE: Tensor,
+        head_weight_VE: Tensor,
+        targets_N: Tensor,
+        temperature_N: Tensor,
     ) -> tuple[Tensor, Tensor]:
         logprobs_N, total_N, entropy_N = forward(hidden_NE, targets_N)
         blocks = cut_vocabulary(len(head_weight_VE), len(hidden_NE))
         return keep(
-            ctx, blocks, hidden_NE, head_weight_VE, targets_N, temperature_N, total_N, logprobs_N, entropy_N
-        )  # fmt: skip
+            ctx,
+            blocks,
+            hidden_NE,
+            head_weight_VE,
+            targets_N,
+            temperature_N,
+            total_N,
+            logprobs_N,
+            entropy_N,
+        )
 
     @staticmethod
     @once_differentiable
@@ -201,17 +289,28 @@ class GivenLogprobs(torch.autograd.Function):
             logits_NW = block_logits(hidden_NE, weight_VE, temperature_N, None, None, start, stop)
             return logits_NW.sub_(slopes.total_N[:, None])
 
-        pair = logprobs_backward(hidden_NE, weight_VE, targets_N, slopes, ctx.blocks, log_probabilities)
+        pair = logprobs_backward(
+            hidden_NE, weight_VE, targets_N, slopes, ctx.blocks, log_probabilities
+        )
         return None, *pair, None, None
 
 
 def keep(
-    ctx: Any, blocks: tuple[tuple[int, int], ...] | None, hidden_NE: Tensor, weight_VE: Tensor, targets_N: Tensor,
-    temperature_N: Tensor, total_N: Tensor, logprobs_N: Tensor, entropy_N: Tensor, *more: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Keep for the backward pass what all paths need, in this order, and then `more`. `blocks` is None where the C
-    kernels have the whole logits. Return what a forward pass returns."""
-    ctx.set_materialize_grads(False)  # an output that nobody uses has the gradient None, and costs nothing
+    ctx: Any,
+    blocks: tuple[tuple[int, int], ...] | None,
+    hidden_NE: Tensor,
+    weight_VE: Tensor,
+    targets_N: Tensor,
+    temperature_N: Tensor,
+    total_N: Tensor,
+    logprobs_N: Tensor,
+    entropy_N: Tensor,
+    *more: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Keep for the backward pass what all paths need, in this order, and then `more`. `blocks` is
+    None where the C kernels have the whole logits. Return what a forward pass returns."""
+    # an output that nobody uses has the gradient None, and costs nothing
+    ctx.set_materialize_grads(False)
     ctx.blocks = blocks
     ctx.save_for_backward(
         hidden_NE, weight_VE, targets_N, temperature_N, total_N, logprobs_N, entropy_N, *more
@@ -228,8 +327,9 @@ def logprobs_backward(
     log_probabilities: Callable[[int, int], Tensor],
     probs_NV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the hidden rows and of the head. `log_probabilities` makes those of a vocabulary block;
-    without a gradient of the entropy, `probs_NV` in the hidden rows' dtype spare it where they were kept."""
+    """Return the gradients of the hidden rows and of the head. `log_probabilities` makes those of a
+    vocabulary block; without a gradient of the entropy, `probs_NV` in the hidden rows' dtype spare
+    it where they were kept."""
     at_target_N = slopes.at_target_N.to(hidden_NE.dtype)
     grad_weight_VE = torch.empty_like(weight_VE)
     grad_hidden_NE = None
@@ -237,7 +337,11 @@ def logprobs_backward(
         if slopes.bonus_N is not None:
             grad_NW = with_entropy(log_probabilities(start, stop), slopes).to(hidden_NE.dtype)
         else:
-            probs_NW = log_probabilities(start, stop).exp_().to(hidden_NE.dtype) if probs_NV is None else probs_NV
+            probs_NW = (
+                log_probabilities(start, stop).exp_().to(hidden_NE.dtype)
+                if probs_NV is None
+                else probs_NV
+            )
             grad_NW = probs_NW * -slopes.scale_N[:, None].to(hidden_NE.dtype)
         inside_M = ((targets_N >= start) & (targets_N < stop)).nonzero().squeeze(1)
         grad_NW[inside_M, targets_N[inside_M] - start] = at_target_N[inside_M]
@@ -251,16 +355,19 @@ def logprobs_backward(
 
 
 def with_entropy(log_probs_NW: Tensor, slopes: Slopes) -> Tensor:
-    """Return -p (scale + bonus (log p + H)), over the log-probs in place. p comes first into the product: outside a
-    support it is 0, and log p the finite FORBIDDEN."""
+    """Return -p (scale + bonus (log p + H)), over the log-probs in place. p comes first into the
+    product: outside a support it is 0, and log p the finite FORBIDDEN."""
     assert slopes.bonus_N is not None and slopes.entropy_N is not None
     probs_NW = log_probs_NW.exp()
-    surplus_NW = log_probs_NW.add_(slopes.entropy_N[:, None]).mul_(probs_NW).mul_(slopes.bonus_N[:, None])
+    surplus_NW = (
+        log_probs_NW.add_(slopes.entropy_N[:, None]).mul_(probs_NW).mul_(slopes.bonus_N[:, None])
+    )
     return surplus_NW.addcmul_(probs_NW, slopes.scale_N[:, None]).neg_()
 
 
 class FusedLogprobs(torch.autograd.Function):
-    """By Triton kernels, without a support. One block is kept for the backward pass; several are made again."""
+    """By Triton kernels, without a support. One block is kept for the backward pass; several are
+    made again."""
 
     @staticmethod
     def forward(
@@ -283,14 +390,25 @@ class FusedLogprobs(torch.autograd.Function):
         logprobs_N = found_BN.sum(0) - total_N  # a target lies in one block; the others say 0
         ctx.kept_is_gradient = False
         return keep(
-            ctx, blocks, hidden_NE, head_weight_VE, targets_N, temperature_N, total_N, logprobs_N, entropy_N, kept_NV
-        )  # fmt: skip
+            ctx,
+            blocks,
+            hidden_NE,
+            head_weight_VE,
+            targets_N,
+            temperature_N,
+            total_N,
+            logprobs_N,
+            entropy_N,
+            kept_NV,
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NE, weight_VE, targets_N, temperature_N, *found, kept_NV = ctx.saved_tensors
-        assert not ctx.kept_is_gradient, "the kept logits became their gradient: one backward pass per forward pass"
+        assert not ctx.kept_is_gradient, (
+            "the kept logits became their gradient: one backward pass per forward pass"
+        )
         ctx.kept_is_gradient = kept_NV is not None
         kernels = kernels_for(hidden_NE)
         assert kernels is not None and not isinstance(kernels, ChunkKernels)
@@ -317,7 +435,8 @@ def block_logits(
     start: int,
     stop: int,
 ) -> Tensor:
-    """Return float logits_NW of tokens [start, stop), after temperature; FORBIDDEN outside the support."""
+    """Return float logits_NW of tokens [start, stop), after temperature; FORBIDDEN outside the
+    support."""
     logits_NW = hidden_NE @ weight_VE[start:stop].t()
     wide = torch.promote_types(logits_NW.dtype, torch.float32)
     logits_NW = logits_NW.to(wide).div_(temperature_N.to(wide)[:, None])

@@ -1,9 +1,10 @@
-"""Keep: what a backward pass makes again instead of keeping it. In: a way to make tensors again. Out: hooks under which
-autograd keeps a number in place of a tensor.
+"""Keep: what a backward pass makes again instead of keeping it. In: a way to make tensors again.
+Out: hooks under which autograd keeps a number in place of a tensor.
 
-`RecomputeQK` is for q and k of a layer: attention's backward pass wants them, and they follow from the projection, which is
-kept anyway. `RecomputeLayer` is for a whole layer: its forward pass is run again, once, when the first of its tensors is
-wanted. Both make the very bits again: the same kernels over the same numbers.
+`RecomputeQK` is for q and k of a layer: attention's backward pass wants them, and they follow from
+the projection, which is kept anyway. `RecomputeLayer` is for a whole layer: its forward pass is run
+again, once, when the first of its tensors is wanted. Both make the very bits again: the same
+kernels over the same numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class RecomputeQK:
             place = places.get(_identity(tensor))
             return tensor.detach() if place is None else place
 
-        return saved_tensors_hooks(pack, lambda kept: kept if isinstance(kept, Tensor) else self._again(kept))
+        return saved_tensors_hooks(
+            pack, lambda kept: kept if isinstance(kept, Tensor) else self._again(kept)
+        )
 
     def _again(self, place: int) -> Tensor:
         if place not in self._made:
@@ -41,7 +44,8 @@ class RecomputeQK:
 
 
 class RecomputeLayer:
-    """The tensors that autograd keeps of a pass that runs under `hooks`; `run` is the same pass again."""
+    """The tensors that autograd keeps of a pass that runs under `hooks`; `run` is the same pass
+    again."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._run = run
@@ -69,7 +73,9 @@ class RecomputeLayer:
 
         with torch.enable_grad(), saved_tensors_hooks(pack, made.__getitem__):
             self._run()
-        assert len(made) == self._count, f"{self._count} tensors were kept at first and {len(made)} when run again"
+        assert len(made) == self._count, (
+            f"{self._count} tensors were kept at first and {len(made)} when run again"
+        )
         return made
 
 

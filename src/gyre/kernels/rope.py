@@ -1,5 +1,5 @@
-"""Rotary position embedding, hub convention: features d and d + D/2 of a head turn together. In: heads, tables of the
-positions. Out: turned heads.
+"""Rotary position embedding, hub convention: features d and d + D/2 of a head turn together. In:
+heads, tables of the positions. Out: turned heads.
 """
 
 # T tokens, H heads, D head dim, F = D/2 frequencies
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: Mapping[str, float] | None, device: torch.device) -> Tensor:
-    """Return inv_freq_F in float32, with Llama 3's scaling when given: long waves are slowed by `factor`, short ones
-    are kept, those between are blended."""
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: Mapping[str, float] | None, device: torch.device
+) -> Tensor:
+    """Return inv_freq_F in float32, with Llama 3's scaling when given: long waves are slowed by
+    `factor`, short ones are kept, those between are blended."""
     exponents_F = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
     inv_freq_F = 1.0 / (theta**exponents_F)
     if scaling is None:
@@ -27,12 +29,16 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Mapping[str, float] |
     return (1 - keep_F) * inv_freq_F / factor + keep_F * inv_freq_F
 
 
-def rope_tables(positions_T: Tensor, inv_freq_F: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos_T1D and sin_T1D; angles in float32, then rounded to `dtype`. The first half of sin is negated, so
-    that turning is x · cos + swap(x) · sin."""
+def rope_tables(
+    positions_T: Tensor, inv_freq_F: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return cos_T1D and sin_T1D; angles in float32, then rounded to `dtype`. The first half of sin
+    is negated, so that turning is x · cos + swap(x) · sin."""
     angles_TF = positions_T.float()[:, None] * inv_freq_F
     cos_TF, sin_TF = angles_TF.cos().to(dtype), angles_TF.sin().to(dtype)
-    return torch.cat([cos_TF, cos_TF], dim=-1)[:, None], torch.cat([-sin_TF, sin_TF], dim=-1)[:, None]
+    return torch.cat([cos_TF, cos_TF], dim=-1)[:, None], torch.cat([-sin_TF, sin_TF], dim=-1)[
+        :, None
+    ]
 
 
 def turn(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:

@@ -14,14 +14,17 @@ from gyre.kernels.float8 import Amax
 
 
 def keeps_product(gate_up_T2M: Tensor) -> bool:
-    """Whether the backward pass wants anything kept besides gate_up. On a GPU it makes the product again as it goes."""
+    """Whether the backward pass wants anything kept besides gate_up. On a GPU it makes the product
+    again as it goes."""
     kernels = kernels_for(gate_up_T2M, gate_up_T2M.shape[1] // 2)
     return kernels is None or isinstance(kernels, ChunkKernels)
 
 
-def silu_mul_forward(gate_up_T2M: Tensor, amax: Amax | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return silu(gate) · up, and what the backward pass wants kept besides gate_up: the product and, without kernels,
-    silu(gate). Triton's kernels find `amax` of the product."""
+def silu_mul_forward(
+    gate_up_T2M: Tensor, amax: Amax | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return silu(gate) · up, and what the backward pass wants kept besides gate_up: the product
+    and, without kernels, silu(gate). Triton's kernels find `amax` of the product."""
     if kernels := kernels_for(gate_up_T2M, gate_up_T2M.shape[1] // 2):
         product_TM = kernels.silu(gate_up_T2M, amax)
         return product_TM, (product_TM,) if keeps_product(gate_up_T2M) else ()

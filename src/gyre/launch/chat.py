@@ -1,6 +1,8 @@
-"""Chat: a conversation with a model. In: a model folder, turns as they are typed. Out: words as they are chosen.
+"""Chat: a conversation with a model. In: a model folder, turns as they are typed. Out: words as
+they are chosen.
 
-The event loop runs only while an answer is made: between two of them the terminal belongs to who types, Ctrl-C and all.
+The event loop runs only while an answer is made: between two of them the terminal belongs to who
+types, Ctrl-C and all.
 """
 
 from __future__ import annotations
@@ -14,7 +16,14 @@ from gyre.core.errors import EngineRefused
 from gyre.core.records import Request, Sampling
 from gyre.core.seeds import derive_seed
 from gyre.engine.engine import NativeEngine
-from gyre.launch.factories import Emit, Policy, load_policy, make_engine, make_machine, refuse_reward_model
+from gyre.launch.factories import (
+    Emit,
+    Policy,
+    load_policy,
+    make_engine,
+    make_machine,
+    refuse_reward_model,
+)
 from gyre.runconfig import RunConfig
 from gyre.text.detokenizer import Detokeniser
 from gyre.text.render import render_prompt
@@ -34,9 +43,10 @@ def chat(
     temperature: float,
     seed: int,
 ) -> Any:
-    """Answer each turn; "/new" begins again. `max_tokens` 0 lets an answer fill the context. What is no answer goes to
-    `note`. With `interactive` a conversation goes on after a turn that was refused (EngineRefused otherwise) or an
-    answer that Ctrl-C ended; Ctrl-C while nothing is answered ends the chat."""
+    """Answer each turn; "/new" begins again. `max_tokens` 0 lets an answer fill the context. What
+    is no answer goes to `note`. With `interactive` a conversation goes on after a turn that was
+    refused (EngineRefused otherwise) or an answer that Ctrl-C ended; Ctrl-C while nothing is
+    answered ends the chat."""
     refuse_reward_model(model)
     machine = make_machine(config)
     policy = load_policy(model, machine, end_token=config.tokenizer.end_token)
@@ -45,7 +55,9 @@ def chat(
     with asyncio.Runner() as runner:
         engine = make_engine(config.engine, policy, machine, emit)
         runner.run(engine.start(dummy=False))
-        talk = Conversation(engine, policy, config, write, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        talk = Conversation(
+            engine, policy, config, write, max_tokens=max_tokens, temperature=temperature, seed=seed
+        )
         try:
             for turn in turns:
                 if talk.is_command(turn):
@@ -69,8 +81,8 @@ def chat(
 
 
 class Conversation:
-    """Messages so far, and an engine that goes on with them. A data.template that is no chat template holds one
-    question, so there every turn stands alone."""
+    """Messages so far, and an engine that goes on with them. A data.template that is no chat
+    template holds one question, so there every turn stands alone."""
 
     def __init__(
         self,
@@ -102,11 +114,13 @@ class Conversation:
         return notes
 
     async def answer(self, turn: str) -> str:
-        """Write the answer while it is chosen, and return it. Of an answer that is cancelled the conversation keeps
-        what was said."""
+        """Write the answer while it is chosen, and return it. Of an answer that is cancelled the
+        conversation keeps what was said."""
         asked = [*self._messages, {"role": "user", "content": turn}]
         tokens = self._render(asked)
-        sampling = Sampling(max_tokens=self._room(len(tokens)), temperature=self._temperature, stop=self._stop)
+        sampling = Sampling(
+            max_tokens=self._room(len(tokens)), temperature=self._temperature, stop=self._stop
+        )
         self._number += 1
         seed = derive_seed(self._seed, self._number)
         request = Request(request_id=str(self._number), tokens=tokens, sampling=sampling, seed=seed)
@@ -116,7 +130,9 @@ class Conversation:
             async for chunk in stream:
                 if chunk.finish not in (None, "stop", "length"):
                     why = chunk.reason or f"the engine ended it with '{chunk.finish}'"
-                    raise EngineRefused(f"the model cannot answer: {why}", hint="ask something shorter, or /new")
+                    raise EngineRefused(
+                        f"the model cannot answer: {why}", hint="ask something shorter, or /new"
+                    )
                 pieces.append(words.push(chunk.tokens))
                 self._write(pieces[-1])
                 if chunk.finish == "length" and sampling.max_tokens != self._max_tokens:
@@ -136,12 +152,16 @@ class Conversation:
         if data.template != "chat" and self._number == 1:
             self._notes.append("data.template holds one question: every turn stands alone")
         tokens, _ = render_prompt(
-            self._policy.tokenizer, prompt, template=data.template, system=data.system, options=data.template_options
+            self._policy.tokenizer,
+            prompt,
+            template=data.template,
+            system=data.system,
+            options=data.template_options,
         )
         return tokens
 
     def _room(self, prompt_tokens: int) -> int:
-        """Tokens that an answer may have: as asked for, and no more than context and KV cache hold. At least one, so
-        that the engine says why when there is none."""
+        """Tokens that an answer may have: as asked for, and no more than context and KV cache hold.
+        At least one, so that the engine says why when there is none."""
         room = min(self._policy.spec.context_tokens, self._engine.cache_tokens + 1) - prompt_tokens
         return max(1, min(room, self._max_tokens or room))

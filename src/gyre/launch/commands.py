@@ -1,4 +1,5 @@
-"""Commands: what each command of the command line does, as a function. In: configs, paths. Out: a JSON-able result."""
+"""Commands: what each command of the command line does, as a function. In: configs, paths. Out: a
+JSON-able result."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ from gyre.launch.plan_command import PlanRequest, plan_shape, plan_stages_for, r
 from gyre.launch.run import Run
 from gyre.launch.run_folder.run_folder import make_run_folder, refuse_unusable
 from gyre.launch.signals import StopSignals
-from gyre.launch.stages import check_answers_fit, expected_ranks, load_problems, plan_run, take_held_out
+from gyre.launch.stages import (
+    check_answers_fit,
+    expected_ranks,
+    load_problems,
+    plan_run,
+    take_held_out,
+)
 from gyre.launch.train_args import TrainArgs, read_order
 from gyre.loop.evaluate import Outcome
 from gyre.loop.stopping import StopRequest
@@ -45,8 +52,9 @@ def train(
     say_stopped: Callable[[RunStopped], None],
     guarded: Guarded | None = None,
 ) -> dict[str, Any]:
-    """Make a run folder (or go on with one), run the stages, export, report. RunStopped when a signal ended it;
-    `say_stopped` prints that where the process ends at once. `guarded`: of a driver on Ray, its guard."""
+    """Make a run folder (or go on with one), run the stages, export, report. RunStopped when a
+    signal ended it; `say_stopped` prints that where the process ends at once. `guarded`: of a
+    driver on Ray, its guard."""
     order = read_order(config_path, overrides, resume=resume, stage=stage)
     signals = StopSignals(StopRequest(deadline_s=order.config.run.stop_deadline_s), say=say_stopped)
     signals.install()
@@ -83,8 +91,8 @@ def _attempt(
     signals: StopSignals,
     ended: RankError | None,
 ) -> dict[str, Any]:
-    """Run to the end. When a rank fails, again from the newest snapshot, as often as `cluster.max_restarts` says.
-    `ended`: what the driver before this one ended with."""
+    """Run to the end. When a rank fails, again from the newest snapshot, as often as
+    `cluster.max_restarts` says. `ended`: what the driver before this one ended with."""
     for number in range(order.config.cluster.max_restarts + 1):
         run = Run(order, folder, plain=plain, fleet=fleet, signals=signals)
         try:
@@ -112,11 +120,13 @@ def _make_folder(config: RunConfig, config_path: Path, overrides: list[str], sta
 
 
 def evaluate(model: Path, config: RunConfig, *, num_problems: int) -> dict[str, Any]:
-    """Accuracy or mean reward of a model folder on held-out problems; "counted": what fell back or was dropped."""
+    """Accuracy or mean reward of a model folder on held-out problems; "counted": what fell back or
+    was dropped."""
     refuse_reward_model(model)
     if all(part.kind == "model" for part in config.rewards.parts):
         raise ConfigError(
-            "gyre eval scores generated answers, and the config has no rule reward to score them by",
+            "gyre eval scores generated answers, and the config has no rule reward to score them "
+            "by",
             hint='add one: [[rewards.parts]] kind = "answer"',
         )
     machine = make_machine(config)
@@ -156,8 +166,8 @@ def evaluate(model: Path, config: RunConfig, *, num_problems: int) -> dict[str, 
 
 
 def plan(config: RunConfig, *, columns: int) -> dict[str, Any]:
-    """Sizes, batch numbers and memory of each stage, as text of so many columns and as JSON. Starts nothing; reads data
-    and tokenizer."""
+    """Sizes, batch numbers and memory of each stage, as text of so many columns and as JSON. Starts
+    nothing; reads data and tokenizer."""
     machine = make_machine(config)
     machine.compute.shutdown()
     spec, stages = read_stages(config)
@@ -175,14 +185,17 @@ def plan(config: RunConfig, *, columns: int) -> dict[str, Any]:
         check_invariant(config, stage, spec, machine, made.page_tokens)
         plans[stage.name] = made
     return {
-        "text": "\n".join(f"== {name} ==\n\n{explain(made, columns)}" for name, made in plans.items()),
+        "text": "\n".join(
+            f"== {name} ==\n\n{explain(made, columns)}" for name, made in plans.items()
+        ),
         "stages": {name: json.loads(made.to_json()) for name, made in plans.items()},
         "model": {"family": spec.family, "num_parameters": spec.num_parameters},
     }
 
 
 def plan_for_gpus(config: RunConfig | None, request: PlanRequest) -> dict[str, Any]:
-    """The layout of each stage on GPUs that need not be here, with the checklists. Starts nothing."""
+    """The layout of each stage on GPUs that need not be here, with the checklists. Starts
+    nothing."""
     if config is None:
         return plan_shape(request)
     spec, stages = read_stages(config)

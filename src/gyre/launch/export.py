@@ -1,9 +1,9 @@
-"""Export: the trained policy in hub layout, written and compared. In: a policy on one device, or its shards over ranks.
-Out: a folder that is the model to the bit.
+"""Export: the trained policy in hub layout, written and compared. In: a policy on one device, or
+its shards over ranks. Out: a folder that is the model to the bit.
 
-Of shards the first rank writes what all send it, twice: to write and to compare. Before each pass it works at the disk
-by itself, for minutes if the model is large: checksums, syncs. The others wait for its note then and not in a
-collective, which ends after `parallel.timeout_s`.
+Of shards the first rank writes what all send it, twice: to write and to compare. Before each pass
+it works at the disk by itself, for minutes if the model is large: checksums, syncs. The others wait
+for its note then and not in a collective, which ends after `parallel.timeout_s`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ from gyre.weights.gather import ShardSource, TensorRun
 def export_policy(
     policy: Policy, head: ScalarHead | None, folder: Path, machine: Machine, tokenizer_files: Path
 ) -> None:
-    export_hub(policy.decoder, folder, dtype=machine.dtype, tokenizer_files=tokenizer_files, scalar_head=head)
+    export_hub(
+        policy.decoder,
+        folder,
+        dtype=machine.dtype,
+        tokenizer_files=tokenizer_files,
+        scalar_head=head,
+    )
     verify_export(folder, policy.decoder)
 
 
@@ -45,9 +51,9 @@ def export_shards(
     deadline_s: float,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """As `export_policy`, of weights that lie in shards. All ranks call it; the first one writes, bucket by bucket.
-    `deadline_s`: longest that the others wait for it to begin a pass. `progress` is called at each run that has come
-    and at each look for the first rank's note."""
+    """As `export_policy`, of weights that lie in shards. All ranks call it; the first one writes,
+    bucket by bucket. `deadline_s`: longest that the others wait for it to begin a pass. `progress`
+    is called at each run that has come and at each look for the first rank's note."""
     with group.guard("export"):
         passes = _Passes(source, group, folder, deadline_s, progress)
         if group.rank:
@@ -66,14 +72,21 @@ def export_shards(
 
 
 class _Passes:
-    """All ranks' passes over the shards. Notes stay: a rank of another replica may read one late."""
+    """All ranks' passes over the shards. Notes stay: a rank of another replica may read one
+    late."""
 
     def __init__(
-        self, source: ShardSource, group: RankGroup, folder: Path, deadline_s: float, progress: Callable[[], None]
+        self,
+        source: ShardSource,
+        group: RankGroup,
+        folder: Path,
+        deadline_s: float,
+        progress: Callable[[], None],
     ) -> None:
         self._source, self._group, self._folder = source, group, folder
         self._deadline_s, self._progress = deadline_s, progress
-        self._key = f"export/{group.share(uuid.uuid4().hex)[0]}"  # differs from that of an export before
+        # differs from that of an export before
+        self._key = f"export/{group.share(uuid.uuid4().hex)[0]}"
 
     def lead(self, what: str) -> Iterator[TensorRun]:
         """On the first rank, from when the first run is asked for."""
@@ -83,8 +96,8 @@ class _Passes:
             yield run
 
     def follow(self, what: str) -> None:
-        """On another rank. The host waits for each bucket: a GPU would queue the gathers of both passes, each with the
-        deadline that it has from there."""
+        """On another rank. The host waits for each bucket: a GPU would queue the gathers of both
+        passes, each with the deadline that it has from there."""
         self._wait_for(what)
         device = self._group.device
         for _ in self._source.gather_buckets():
@@ -97,6 +110,8 @@ class _Passes:
         begun = partial(self._group.notes.get, f"{self._key}/{what}")
         if self._group.look_for("export", begun, self._deadline_s, self._progress) is None:
             raise DeadlineError(
-                f"rank 0 has not begun to {what} the export {self._folder} after {self._deadline_s:g} s",
-                hint="the disk is slow or stuck: raise snapshot.deadline_s, or point the run folder elsewhere",
+                f"rank 0 has not begun to {what} the export {self._folder} after "
+                f"{self._deadline_s:g} s",
+                hint="the disk is slow or stuck: raise snapshot.deadline_s, or point the run "
+                "folder elsewhere",
             )

@@ -1,4 +1,5 @@
-"""Make: one object each from the config. In: a RunConfig. Out: machine, policy, engine, scorer, judge, sinks.
+"""Make: one object each from the config. In: a RunConfig. Out: machine, policy, engine, scorer,
+judge, sinks.
 
 With launch.stage, the only place that names concrete classes.
 """
@@ -74,13 +75,14 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """A model with its tokenizer. Until a trainer begins with it the decoder of a new run is on the meta device, and so
-    is that of a stage that begins with shards."""
+    """A model with its tokenizer. Until a trainer begins with it the decoder of a new run is on the
+    meta device, and so is that of a stage that begins with shards."""
 
     decoder: Decoder
     tokenizer: Tokenizer
     spec: ModelSpec
-    weights: Checkpoint | FreshWeights | ShardSource | None = None  # what fills a decoder of the meta device
+    # what fills a decoder of the meta device
+    weights: Checkpoint | FreshWeights | ShardSource | None = None
 
 
 def make_machine(config: RunConfig) -> Machine:
@@ -90,7 +92,8 @@ def make_machine(config: RunConfig) -> Machine:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "run.device = 'cuda': torch sees no CUDA device here",
-            hint="`gyre doctor` says why; `gyre plan RUN.toml --gpu h200` plans for a GPU that is not here",
+            hint="`gyre doctor` says why; `gyre plan RUN.toml --gpu h200` plans for a GPU that is "
+            "not here",
         )
     asked = config.run.dtype
     dtype = DTYPES[best_dtype(name, bf16=has_fast_bf16(name)) if asked == "auto" else asked]
@@ -98,7 +101,11 @@ def make_machine(config: RunConfig) -> Machine:
         torch.set_num_threads(config.run.threads)
     if name == "cpu":
         keep_freed_memory()
-    return Machine(device=torch.device(name), dtype=dtype, compute=ThreadPoolExecutor(1, thread_name_prefix="compute"))
+    return Machine(
+        device=torch.device(name),
+        dtype=dtype,
+        compute=ThreadPoolExecutor(1, thread_name_prefix="compute"),
+    )
 
 
 def dtype_name(machine: Machine) -> Dtype:
@@ -113,7 +120,8 @@ def has_fast_bf16(device: str) -> bool:
 
 
 def make_tokenizer(config: RunConfig, kept: Path, emit: Emit) -> Tokenizer:
-    """The tokenizer of the config, the model's, or one trained on the data; kept in the run folder for a resume."""
+    """The tokenizer of the config, the model's, or one trained on the data; kept in the run folder
+    for a resume."""
     source = config.tokenizer.path or config.model.path
     if kept.is_dir():
         return load_tokenizer(kept)
@@ -121,7 +129,8 @@ def make_tokenizer(config: RunConfig, kept: Path, emit: Emit) -> Tokenizer:
         tokenizer = load_tokenizer(source, end_token=config.tokenizer.end_token)
     elif config.tokenizer.end_token:
         raise ConfigError(
-            f"tokenizer.end_token = {config.tokenizer.end_token!r}: a tokenizer that is trained here has its own",
+            f"tokenizer.end_token = {config.tokenizer.end_token!r}: a tokenizer that is trained "
+            "here has its own",
             hint="leave it out, or set tokenizer.path",
         )
     else:
@@ -129,7 +138,9 @@ def make_tokenizer(config: RunConfig, kept: Path, emit: Emit) -> Tokenizer:
         texts = tokenizer_texts(data, num_texts=config.tokenizer.num_texts, emit=emit)
         shape, wanted = config.model.shape, config.tokenizer
         style = "qwen2" if shape is not None and shape.family == "qwen2" else "clauses"
-        tokenizer = train_tokenizer(texts, vocab_size=wanted.vocab_size, min_share=wanted.min_share, style=style)
+        tokenizer = train_tokenizer(
+            texts, vocab_size=wanted.vocab_size, min_share=wanted.min_share, style=style
+        )
     aside = kept.with_name(f".{kept.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     tokenizer.save(aside)
@@ -138,14 +149,16 @@ def make_tokenizer(config: RunConfig, kept: Path, emit: Emit) -> Tokenizer:
 
 
 def make_policy(config: RunConfig, tokenizer: Tokenizer, machine: Machine) -> Policy:
-    """The model's shapes and where its weights are. Of a checkpoint names and shapes are checked now; no weight is read
-    before a trainer knows which ones its rank holds."""
+    """The model's shapes and where its weights are. Of a checkpoint names and shapes are checked
+    now; no weight is read before a trainer knows which ones its rank holds."""
     spec = make_facts(config, tokenizer).spec
     if config.model.path:
         weights = Checkpoint(config.model.path)
     else:
         weights = FreshWeights(spec, derive_seed(config.run.seed, "model", config.model.init_seed))
-    return Policy(decoder=blank_decoder(spec, machine), tokenizer=tokenizer, spec=spec, weights=weights)
+    return Policy(
+        decoder=blank_decoder(spec, machine), tokenizer=tokenizer, spec=spec, weights=weights
+    )
 
 
 def blank_decoder(spec: ModelSpec, machine: Machine) -> Decoder:
@@ -158,7 +171,8 @@ def make_facts(config: RunConfig, tokenizer: Tokenizer) -> Facts:
     spec = find_spec(config, tokenizer)
     if spec.vocab_size < tokenizer.vocab_size:
         raise InputError(
-            f"the tokenizer has {tokenizer.vocab_size} entries, the model's vocabulary {spec.vocab_size}",
+            f"the tokenizer has {tokenizer.vocab_size} entries, the model's vocabulary "
+            f"{spec.vocab_size}",
             hint="set tokenizer.path to the tokenizer that the model was made with",
         )
     # An export must end where this run's rollouts did, whatever the base model's config.json says.
@@ -173,15 +187,19 @@ def find_spec(config: RunConfig, tokenizer: Tokenizer) -> ModelSpec:
     assert shape is not None
     if 0 < shape.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            f"model.shape.vocab_size = {shape.vocab_size}: the tokenizer has {tokenizer.vocab_size} entries",
+            f"model.shape.vocab_size = {shape.vocab_size}: the tokenizer has "
+            f"{tokenizer.vocab_size} entries",
             hint="leave it out to take the tokenizer's number, or give a larger one",
         )
     vocab_size = shape.vocab_size or tokenizer.vocab_size
-    return spec_from_shape(shape, vocab_size=vocab_size, bos_id=tokenizer.bos_id, eos_ids=tokenizer.eos_ids)
+    return spec_from_shape(
+        shape, vocab_size=vocab_size, bos_id=tokenizer.bos_id, eos_ids=tokenizer.eos_ids
+    )
 
 
 def tell_ignored_keys(config: RunConfig, emit: Emit) -> None:
-    """One event per model folder whose config.json has keys that nobody reads: they may ask for something else."""
+    """One event per model folder whose config.json has keys that nobody reads: they may ask for
+    something else."""
     reward = config.rewards.model_part()
     folders = [find_folder(config.model.path)] if config.model.path else []
     for folder in [*folders, *([reward_folder(reward.path)] if reward else [])]:
@@ -190,7 +208,9 @@ def tell_ignored_keys(config: RunConfig, emit: Emit) -> None:
             emit("warn.model_keys_ignored", folder=str(folder), keys=keys)
 
 
-def check_invariant(config: RunConfig, stage: Stage, spec: ModelSpec, machine: Machine, page_tokens: int) -> None:
+def check_invariant(
+    config: RunConfig, stage: Stage, spec: ModelSpec, machine: Machine, page_tokens: int
+) -> None:
     """Refuse batch-invariant training where the trainer cannot run the engine's kernels."""
     if not trains_invariant(config, stage):
         return
@@ -206,11 +226,18 @@ def load_policy(folder: Path, machine: Machine, *, end_token: str = "") -> Polic
     return Policy(decoder=decoder, tokenizer=load_tokenizer(folder, end_token=end_token), spec=spec)
 
 
-def make_reward_model(path: str, machine: Machine, policy: Policy) -> tuple[Decoder, ScalarHead, Checkpoint]:
-    """The decoder of a reward model, on the meta device, its scalar head, and what fills the decoder."""
+def make_reward_model(
+    path: str, machine: Machine, policy: Policy
+) -> tuple[Decoder, ScalarHead, Checkpoint]:
+    """The decoder of a reward model, on the meta device, its scalar head, and what fills the
+    decoder."""
     folder = find_reward_model(path, policy)
     weights = Checkpoint(folder)
-    return blank_decoder(weights.spec, machine), load_scalar_head(folder, device=machine.device), weights
+    return (
+        blank_decoder(weights.spec, machine),
+        load_scalar_head(folder, device=machine.device),
+        weights,
+    )
 
 
 def refuse_reward_model(folder: Path) -> None:
@@ -218,7 +245,8 @@ def refuse_reward_model(folder: Path) -> None:
     if (folder / SCALAR_HEAD_FILE).is_file():
         raise InputError(
             f"{folder} is a reward model: it scores answers and gives none",
-            hint='use it as a reward, [[rewards.parts]] kind = "model"; the run\'s report has its pair accuracy',
+            hint='use it as a reward, [[rewards.parts]] kind = "model"; the run\'s report has its '
+            "pair accuracy",
         )
 
 
@@ -228,14 +256,20 @@ def find_reward_model(path: str, policy: Policy | Facts) -> Path:
     if load_tokenizer(folder).fingerprint != policy.tokenizer.fingerprint:
         raise InputError(
             f"the reward model in {path} has another tokenizer than the policy",
-            hint="train both with the same tokenizer: set tokenizer.path of one run to the other's tokenizer folder",
+            hint="train both with the same tokenizer: set tokenizer.path of one run to the "
+            "other's tokenizer folder",
         )
     load_scalar_head(folder, device=torch.device("cpu"))  # refused now if there is none
     return folder
 
 
 def make_engine(
-    config: EngineConfig, policy: Policy, machine: Machine, emit: Emit, *, shared_weights: bool = True
+    config: EngineConfig,
+    policy: Policy,
+    machine: Machine,
+    emit: Emit,
+    *,
+    shared_weights: bool = True,
 ) -> NativeEngine:
     return NativeEngine(
         policy.decoder,
@@ -254,8 +288,11 @@ def make_scorer(config: RunConfig, emit: Emit, *, log: Path | None = None) -> Ru
     return RuleScorer(config.rewards, emit=emit, clock=time.monotonic, log=log)
 
 
-def try_rewards(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tokenizer, *, log: Path) -> None:
-    """Run the user's own reward functions on sample rollouts, before anything expensive. InputError with the case."""
+def try_rewards(
+    config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tokenizer, *, log: Path
+) -> None:
+    """Run the user's own reward functions on sample rollouts, before anything expensive. InputError
+    with the case."""
     samples = []
     for prompt in prompts[:3]:
         text = f"<think>a thought</think><answer>{prompt.task.get('answer', '')}</answer>"
@@ -281,7 +318,9 @@ def try_rewards(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tokeniz
         check_rewards(config.rewards, samples, log=log)
 
 
-def make_judge(config: RunConfig, engine: RolloutEngine, scorer: RuleScorer, text: TextPort, emit: Emit) -> Rollouts:
+def make_judge(
+    config: RunConfig, engine: RolloutEngine, scorer: RuleScorer, text: TextPort, emit: Emit
+) -> Rollouts:
     seed, accuracy = derive_seed(config.run.seed, "eval"), accuracy_metric(config)
     return Rollouts(
         engine,
@@ -297,12 +336,16 @@ def make_judge(config: RunConfig, engine: RolloutEngine, scorer: RuleScorer, tex
 
 
 def engine_window(engine: EngineConfig) -> Window:
-    """What the loop may leave unanswered at once: what a single engine takes, so that none refuses it, also when it is
-    the last one that is left of a pool."""
-    return Window(completions=engine.max_running + engine.max_queued, tokens=engine.max_queued_tokens)
+    """What the loop may leave unanswered at once: what a single engine takes, so that none refuses
+    it, also when it is the last one that is left of a pool."""
+    return Window(
+        completions=engine.max_running + engine.max_queued, tokens=engine.max_queued_tokens
+    )
 
 
-def make_sinks(config: RunConfig, folder: Path, events: EventLog) -> list[TensorBoardSink | WandbSink]:
+def make_sinks(
+    config: RunConfig, folder: Path, events: EventLog
+) -> list[TensorBoardSink | WandbSink]:
     sinks: list[TensorBoardSink | WandbSink] = []
     if config.observe.tensorboard:
         sinks.append(TensorBoardSink(folder / "tensorboard"))

@@ -1,5 +1,6 @@
-"""Goal: whether a run reached its [goal]. A goal is about the main stage: what it was before, what it is after.
-In: config, which stages ran, evaluations of the main stage. Out: numbers and a sentence. Pure, torch-free.
+"""Goal: whether a run reached its [goal]. A goal is about the main stage: what it was before, what
+it is after. In: config, which stages ran, evaluations of the main stage. Out: numbers and a
+sentence. Pure, torch-free.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ def main_metrics(config: RunConfig) -> tuple[str, ...]:
 
 
 def accuracy_metric(config: RunConfig) -> AccuracyMetric | None:
-    """What counts as right. None where nothing was named and no part compares with a right answer: then the mean
-    reward is what a run can say. ConfigError for a name that no part has."""
+    """What counts as right. None where nothing was named and no part compares with a right answer:
+    then the mean reward is what a run can say. ConfigError for a name that no part has."""
     rules = {part.name: part for part in config.rewards.parts if part.kind != "model"}
     wanted, threshold = config.eval.metric.part, config.eval.metric.threshold
     if wanted and wanted not in rules:
         raise ConfigError(
             f"eval.metric.part = '{wanted}': the rewards are named {', '.join(rules) or 'nothing'}",
-            hint="name one of them, or leave it out for the first part that compares with a right answer",
+            hint="name one of them, or leave it out for the first part that compares with a right "
+            "answer",
         )
     judging = (part for part in rules.values() if part.kind in ("answer", "code", "reasoning_gym"))
     part = rules[wanted] if wanted else next(judging, None)
@@ -50,18 +52,25 @@ def why_unjudged(config: RunConfig, stage: str) -> str:
     if config.goal is None:
         return "the config has no [goal]"
     if stage == "cold_start":
-        return f"[goal] is about {config.goal.metric} before and after the main stage, and --stage cold_start has none"
+        return (
+            f"[goal] is about {config.goal.metric} before and after the main stage, and "
+            "--stage cold_start has none"
+        )
     if config.goal.metric not in (made := main_metrics(config)):
         evaluated = ", ".join(made) or "nothing (eval.num_problems = 0)"
         return (
-            f"goal.metric = '{config.goal.metric}', and the main stage with objective.kind = '{config.objective.kind}' "
+            f"goal.metric = '{config.goal.metric}', and the main stage with objective.kind = "
+            f"'{config.objective.kind}' "
             f"evaluates {evaluated}"
         )
     return ""
 
 
-def judge_goal(config: RunConfig, stage: str, evals: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """{"reached": true, false, or null where nobody measured it; "verdict": a sentence}; None without a goal."""
+def judge_goal(
+    config: RunConfig, stage: str, evals: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """{"reached": true, false, or null where nobody measured it; "verdict": a sentence}; None
+    without a goal."""
     goal = config.goal
     if goal is None:
         return None
@@ -69,9 +78,12 @@ def judge_goal(config: RunConfig, stage: str, evals: Mapping[str, Mapping[str, A
         return {"reached": None, "verdict": f"goal not judged: {reason}"}
     before, after = evals[goal.metric]["before"], evals[goal.metric]["after"]
     checks = {
-        f"before {before:.3f} ≤ {goal.at_most_before}": goal.at_most_before is None or before <= goal.at_most_before,
-        f"after {after:.3f} ≥ {goal.at_least_after}": goal.at_least_after is None or after >= goal.at_least_after,
-        f"gain {after - before:.3f} ≥ {goal.margin}": goal.margin is None or after - before >= goal.margin,
+        f"before {before:.3f} ≤ {goal.at_most_before}": goal.at_most_before is None
+        or before <= goal.at_most_before,
+        f"after {after:.3f} ≥ {goal.at_least_after}": goal.at_least_after is None
+        or after >= goal.at_least_after,
+        f"gain {after - before:.3f} ≥ {goal.margin}": goal.margin is None
+        or after - before >= goal.margin,
     }
     asked = [words for words in checks if not words.endswith("None")]
     reached = all(checks.values())

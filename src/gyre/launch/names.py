@@ -1,5 +1,6 @@
-"""Names: whether the folders, files and hub names of a config are there, before anything heavy is imported. In: a
-RunConfig. Out: nothing, or an InputError that says what was looked for. Nothing is downloaded.
+"""Names: whether the folders, files and hub names of a config are there, before anything heavy is
+imported. In: a RunConfig. Out: nothing, or an InputError that says what was looked for. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def _refuse_missing_tokenizer(path: str) -> None:
     if folder.exists() or not is_hub_name(path):
         raise InputError(
             f"tokenizer folder {path} is not a folder{near_folders(folder)}",
-            hint="give a folder in hub format (tokenizer.json beside config.json) or a hub name (Qwen/Qwen3-0.6B)",
+            hint="give a folder in hub format (tokenizer.json beside config.json) or a hub name "
+            "(Qwen/Qwen3-0.6B)",
         )
     refuse_unknown(path, "tokenizer")

@@ -1,5 +1,5 @@
-"""Clusters: a config's stages, or a shape alone, as jobs for GPUs that are named and need not be here. In: a Request,
-configs. Out: text and JSON-able mappings.
+"""Clusters: a config's stages, or a shape alone, as jobs for GPUs that are named and need not be
+here. In: a Request, configs. Out: text and JSON-able mappings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from gyre.planner.search.search import SearchResult, choose
 from gyre.runconfig import RunConfig
 from gyre.trainer.config import SnapshotConfig
 
-STRETCH = 4  # times the published context: what the Qwen3 model cards state for YaRN (arXiv 2309.00071)
+# times the published context: what the Qwen3 model cards state for YaRN (arXiv 2309.00071)
+STRETCH = 4
 GRAPH_BYTES = 256 * MIB  # private pools of the engine's graphs; an estimate
 
 
@@ -57,13 +58,17 @@ class PlanRequest:
 
 
 def read_stages(config: RunConfig) -> tuple[ModelSpec, list[tuple[Stage, StageData]]]:
-    """The model's sizes and each stage's records, for a plan: nothing is made and no log is kept."""
+    """The model's sizes and each stage's records, for a plan: nothing is made and no log is
+    kept."""
     emit: Emit = lambda kind, **fields: None  # noqa: E731
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = make_tokenizer(config, Path(scratch) / "tokenizer", emit)
     spec = find_spec(config, tokenizer)
     stages = plan_stages(config, "all")
-    return spec, [(stage, load_stage_data(config, stage, tokenizer, spec.context_tokens, emit)) for stage in stages]
+    return spec, [
+        (stage, load_stage_data(config, stage, tokenizer, spec.context_tokens, emit))
+        for stage in stages
+    ]
 
 
 def plan_shape(request: PlanRequest) -> dict[str, Any]:
@@ -77,10 +82,14 @@ def plan_shape(request: PlanRequest) -> dict[str, Any]:
     longest, published = request.sequence_tokens, spec.context_tokens
     if not 1 <= longest <= STRETCH * published:
         raise ConfigError(
-            f"--sequence-tokens {longest}: {request.shape} was published for {published} tokens; accepted are 1 to "
+            f"--sequence-tokens {longest}: {request.shape} was published for {published} tokens; "
+            "accepted are 1 to "
             f"{STRETCH * published}, which a stretched rotary embedding can reach"
         )
-    stretched = f"{longest} tokens are beyond the published {published}: the model's rotary embedding must be stretched"
+    stretched = (
+        f"{longest} tokens are beyond the published {published}: the model's rotary "
+        "embedding must be stretched"
+    )
     if request.update_tokens < 1:
         raise ConfigError(f"--update-tokens {request.update_tokens}: need at least 1")
     job = TrainingJob(
@@ -92,14 +101,21 @@ def plan_shape(request: PlanRequest) -> dict[str, Any]:
         tokens_per_update=request.update_tokens,
         most_tokens_per_update=request.update_tokens,
     )
-    settings = _settings(EngineConfig(), SnapshotConfig(), ClusterConfig(), cluster, completions_per_prompt=1)
+    settings = _settings(
+        EngineConfig(), SnapshotConfig(), ClusterConfig(), cluster, completions_per_prompt=1
+    )
     fixed = Fixed(zero=request.zero, shard_ranks=request.shard_ranks)
     notes = [stretched] if longest > published else []
-    return _answer({request.shape: (choose(job, cluster, fixed), settings)}, spec, request.columns, notes)
+    return _answer(
+        {request.shape: (choose(job, cluster, fixed), settings)}, spec, request.columns, notes
+    )
 
 
 def plan_stages_for(
-    config: RunConfig, spec: ModelSpec, stages: Sequence[tuple[Stage, StageData]], request: PlanRequest
+    config: RunConfig,
+    spec: ModelSpec,
+    stages: Sequence[tuple[Stage, StageData]],
+    request: PlanRequest,
 ) -> dict[str, Any]:
     """Each stage of a config."""
     spec = find_shape(request.shape) if request.shape is not None else spec
@@ -118,14 +134,17 @@ def plan_stages_for(
 
 
 def fixed_by(config: RunConfig, request: PlanRequest) -> Fixed:
-    """What the config sets, and over it what the command line says. Keys that are left out are searched."""
+    """What the config sets, and over it what the command line says. Keys that are left out are
+    searched."""
     trainer, parallel = config.trainer, config.parallel
     searched = ("tokens_per_chunk", "checkpointing", "offload_optimizer", "offload_gradients")
     ours = {name for name in searched if name in trainer.model_fields_set}
     zero = parallel.zero if "zero" in parallel.model_fields_set else None
     return Fixed(
         zero=zero if request.zero is None else request.zero,
-        shard_ranks=(parallel.shard_ranks or None) if request.shard_ranks is None else request.shard_ranks,
+        shard_ranks=(parallel.shard_ranks or None)
+        if request.shard_ranks is None
+        else request.shard_ranks,
         tokens_per_chunk=trainer.tokens_per_chunk if "tokens_per_chunk" in ours else None,
         checkpointing=trainer.checkpointing if "checkpointing" in ours else None,
         offload_optimizer=trainer.offload_optimizer if "offload_optimizer" in ours else None,
@@ -153,7 +172,10 @@ def make_job(inputs: PlanInputs, dtype: Dtype, cluster: GpuCluster) -> TrainingJ
             working_bytes=engine_bytes(model, dtype, tokens=tokens, running=running, longest=0),
             graph_bytes=GRAPH_BYTES,
             buffer_bytes=engine_buffer_bytes(
-                inputs, dtype=dtype, page_tokens=inputs.page_tokens or PAGE_TOKENS["cuda"], max_running=most
+                inputs,
+                dtype=dtype,
+                page_tokens=inputs.page_tokens or PAGE_TOKENS["cuda"],
+                max_running=most,
             ),
         )
     return TrainingJob(
@@ -194,8 +216,9 @@ def _dtype(asked: Dtype | None, gpu: Gpu) -> Dtype:
 
 
 def _saving(dtype: Dtype, gpu: Gpu) -> Saving:
-    """The GPUs are not here, and neither is their torch, which brings Triton along. Its kernels take no float32, and
-    run where BF16 is multiplied; an older GPU keeps what products and a softmax keep."""
+    """The GPUs are not here, and neither is their torch, which brings Triton along. Its kernels
+    take no float32, and run where BF16 is multiplied; an older GPU keeps what products and a
+    softmax keep."""
     if not gpu.bf16:
         return "torch_cpu"
     return "torch_cuda" if dtype == "float32" else "triton"
@@ -209,7 +232,8 @@ def _settings(
     *,
     completions_per_prompt: int,
 ) -> Settings:
-    """Several GPUs are workers of Ray, whatever the config says: it is read for one GPU or for as many as there are."""
+    """Several GPUs are workers of Ray, whatever the config says: it is read for one GPU or for as
+    many as there are."""
     decided = plan_engine(engine, device_type="cuda")
     return Settings(
         features=built_features(RunConfig),
@@ -226,7 +250,10 @@ def _settings(
 
 
 def _answer(
-    found: dict[str, tuple[SearchResult, Settings]], spec: ModelSpec, columns: int, notes: Sequence[str] = ()
+    found: dict[str, tuple[SearchResult, Settings]],
+    spec: ModelSpec,
+    columns: int,
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     texts, stages = [f"note: {note}\n" for note in notes], {}
     for name, (choice, settings) in found.items():

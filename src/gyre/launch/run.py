@@ -1,4 +1,5 @@
-"""Run: one attempt at a run, from its folder to its report. In: a RunConfig and a folder. Out: what the run came to.
+"""Run: one attempt at a run, from its folder to its report. In: a RunConfig and a folder. Out: what
+the run came to.
 
 tokenizer, model ─▶ for each stage: plan, trainer, memory manager, loop ─▶ export, verified ─▶ report
 """
@@ -14,7 +15,14 @@ from typing import Any
 import torch
 
 from gyre import __version__
-from gyre.core.errors import ConfigError, DivergedError, GyreError, InputError, RewardError, SnapshotError
+from gyre.core.errors import (
+    ConfigError,
+    DivergedError,
+    GyreError,
+    InputError,
+    RewardError,
+    SnapshotError,
+)
 from gyre.launch.factories import (
     Facts,
     Policy,
@@ -34,7 +42,14 @@ from gyre.launch.run_folder.attempts import write_changes
 from gyre.launch.run_folder.run_folder import hold, read_all_overrides, refuse_damaged
 from gyre.launch.signals import StopSignals
 from gyre.launch.stage import StageInputs
-from gyre.launch.stages import Stage, StageData, load_stage_data, plan_run, plan_stages, rate_remarks
+from gyre.launch.stages import (
+    Stage,
+    StageData,
+    load_stage_data,
+    plan_run,
+    plan_stages,
+    rate_remarks,
+)
 from gyre.launch.train_args import MAIN, TrainArgs
 from gyre.loop.ports import Observers
 from gyre.loop.resume import StageProgress, from_snapshot
@@ -51,8 +66,10 @@ from gyre.trainer.checkpoint.store import Fault, Snapshot, load
 from gyre.trainer.optim.lr_schedule import learning_rate_factor
 
 MISREAD = (
-    "transformers reads tokenizer files beside a model of this family by its own rules, so the export's would give "
-    "other ids there; gyre reads them right. Leave tokenizer.path out, or take a tokenizer of this family."
+    "transformers reads tokenizer files beside a model of this family by its own rules, so the "
+    "export's would give "
+    "other ids there; gyre reads them right. Leave tokenizer.path out, or take a tokenizer of "
+    "this family."
 )
 
 REWARDS_LOG = "rewards.log"  # what rewards print
@@ -68,10 +85,17 @@ class ReadyStage:
 
 
 class Run:
-    """One attempt at a run: its folder, log, model and scorer, and the stages that it goes through."""
+    """One attempt at a run: its folder, log, model and scorer, and the stages that it goes
+    through."""
 
     def __init__(
-        self, order: TrainArgs, folder: Path, *, plain: bool, signals: StopSignals, fleet: RayWorkers | None = None
+        self,
+        order: TrainArgs,
+        folder: Path,
+        *,
+        plain: bool,
+        signals: StopSignals,
+        fleet: RayWorkers | None = None,
     ) -> None:
         """With a `fleet` the trainer and the engines are its workers."""
         config = order.config
@@ -79,7 +103,9 @@ class Run:
         self._signals = signals
         refuse_damaged(folder)
         self._lock = hold(folder)
-        self._events = EventLog(folder / "events.jsonl", attempt=next_attempt(folder / "events.jsonl"))
+        self._events = EventLog(
+            folder / "events.jsonl", attempt=next_attempt(folder / "events.jsonl")
+        )
         has_samples = (folder / "samples.jsonl").exists()
         self._samples = SampleLog(folder / "samples.jsonl", self._events)
         self._emit = self._events.emit
@@ -97,7 +123,10 @@ class Run:
         )
         self._spans = Spans(self._emit)
         if self._events.attempt > 1 and not has_samples:
-            self._emit("warn.samples_gone", reason="samples.jsonl was not there; those of earlier attempts are missing")
+            self._emit(
+                "warn.samples_gone",
+                reason="samples.jsonl was not there; those of earlier attempts are missing",
+            )
         if self._lock is None:
             self._emit("warn.run_not_locked", reason="the file system knows no locks")
         self._machine = make_machine(config)
@@ -120,7 +149,8 @@ class Run:
             await self._placement.close()
 
     def _report_failure(self) -> None:
-        """Write the report, which shows what failed and how often. What ended the run is the error to be raised."""
+        """Write the report, which shows what failed and how often. What ended the run is the error
+        to be raised."""
         try:
             write_report(self._folder)
         except InputError as error:
@@ -158,9 +188,11 @@ class Run:
         if self._lock is not None:
             os.close(self._lock)
 
-    async def _find_progress(self, stages: list[Stage]) -> tuple[int, StageProgress, Snapshot | None]:
-        """(index of the stage to go on with, where it stands, what its trainer is restored from). SnapshotError if
-        there are snapshots and none is whole."""
+    async def _find_progress(
+        self, stages: list[Stage]
+    ) -> tuple[int, StageProgress, Snapshot | None]:
+        """(index of the stage to go on with, where it stands, what its trainer is restored from).
+        SnapshotError if there are snapshots and none is whole."""
         faults: list[Fault] = []
         for at in range(len(stages) - 1, -1, -1):
             store = stage_store(self._config, self._folder, stages[at].name, self._emit)
@@ -176,8 +208,10 @@ class Run:
                 return at, progress, snapshot
         if faults:
             raise SnapshotError(
-                f"none of the {len(faults)} snapshots of {self._folder} is whole; the newest one: {faults[0]}",
-                hint=f"put the damaged files back (events.jsonl names them: snapshot.skipped), or remove "
+                f"none of the {len(faults)} snapshots of {self._folder} is whole; the newest one: "
+                f"{faults[0]}",
+                hint="put the damaged files back (events.jsonl names them: snapshot.skipped), or "
+                "remove "
                 f"{self._folder / 'snapshots'} to begin the run anew",
             )
         progress = StageProgress(stage=stages[0].name)
@@ -185,13 +219,16 @@ class Run:
             self._go_on(stages[0], progress, None)
         return 0, progress, None
 
-    def _go_on(self, stage: Stage, progress: StageProgress, position: Mapping[str, int] | None) -> None:
-        """Begin another attempt, and say what it does once more and does otherwise. `position`: the row of the log that
-        it goes on from; None from none, since nothing was saved."""
+    def _go_on(
+        self, stage: Stage, progress: StageProgress, position: Mapping[str, int] | None
+    ) -> None:
+        """Begin another attempt, and say what it does once more and does otherwise. `position`: the
+        row of the log that it goes on from; None from none, since nothing was saved."""
         order, log = self._order, self._folder / "events.jsonl"
         if progress.step > stage.trainer.steps:
             raise ConfigError(
-                f"trainer.steps = {stage.trainer.steps}: the run has done {progress.step} steps of stage {stage.name}",
+                f"trainer.steps = {stage.trainer.steps}: the run has done {progress.step} steps "
+                f"of stage {stage.name}",
                 hint=f"give {progress.step} or more",
             )
         done = count_steps(read_events(log))
@@ -200,15 +237,27 @@ class Run:
         else:
             if not has_row(log, position["attempt"], position["seq"]):
                 raise SnapshotError(
-                    f"{log} ends before the snapshot of step {progress.step} of stage {progress.stage} was taken",
-                    hint=f"put the whole file back, or remove {self._folder / 'snapshots'} to begin the run anew",
+                    f"{log} ends before the snapshot of step {progress.step} of stage "
+                    f"{progress.stage} was taken",
+                    hint=f"put the whole file back, or remove {self._folder / 'snapshots'} to "
+                    "begin the run anew",
                 )
-            self._events.fence(position["attempt"], position["seq"], step=progress.step, stage=progress.stage)
+            self._events.fence(
+                position["attempt"], position["seq"], step=progress.step, stage=progress.stage
+            )
         lost = done - count_steps(read_events(log))
         changed = {key: list(pair) for key, pair in order.changed.items()}
-        self._emit("run.resumed", stage=progress.stage, step=progress.step, lost_steps=lost, changed=changed)
+        self._emit(
+            "run.resumed",
+            stage=progress.stage,
+            step=progress.step,
+            lost_steps=lost,
+            changed=changed,
+        )
         if lost:
-            self._emit("warn.steps_lost", count=lost, stage=progress.stage, resumed_step=progress.step)
+            self._emit(
+                "warn.steps_lost", count=lost, stage=progress.stage, resumed_step=progress.step
+            )
         if changed and tuple(read_all_overrides(self._folder)) != order.overrides:
             write_changes(self._folder, self._events.attempt, order.given, changed, order.config)
         if order.before is not None and stage.name == MAIN:
@@ -216,7 +265,12 @@ class Run:
             after = learning_rate_factor(stage.trainer, progress.step)
             if before != after:
                 peak = stage.trainer.learning_rate
-                self._emit("warn.learning_rate_moved", step=progress.step + 1, before=peak * before, after=peak * after)
+                self._emit(
+                    "warn.learning_rate_moved",
+                    step=progress.step + 1,
+                    before=peak * before,
+                    after=peak * after,
+                )
 
     def _announce(self, stages: list[Stage], policy: Facts | Policy, at: int) -> None:
         config = self._config
@@ -240,12 +294,17 @@ class Run:
         )
 
     def _prepare(self, stage: Stage, policy: Facts | Policy) -> ReadyStage:
-        """Read, plan and try what a stage needs. Done for all stages before the first one trains."""
-        data = load_stage_data(self._config, stage, policy.tokenizer, policy.spec.context_tokens, self._emit)
+        """Read, plan and try what a stage needs. Done for all stages before the first one
+        trains."""
+        data = load_stage_data(
+            self._config, stage, policy.tokenizer, policy.spec.context_tokens, self._emit
+        )
         plan = self._plan(stage, policy, data)
         if plan.kv_pages:
             accuracy_metric(self._config)
-            try_rewards(self._config, data.sample_prompts, policy.tokenizer, log=self._folder / REWARDS_LOG)
+            try_rewards(
+                self._config, data.sample_prompts, policy.tokenizer, log=self._folder / REWARDS_LOG
+            )
         reward = self._config.rewards.model_part()
         if reward is not None and stage.name == MAIN:
             find_reward_model(reward.path, policy)
@@ -265,10 +324,15 @@ class Run:
             progress = StageProgress(stage=stage.name)
         self._emit("stage.started", stage=stage.name, steps=stage.trainer.steps, step=progress.step)
         log = self._folder / REWARDS_LOG
-        built, done = StageInputs(self._config, self._emit, self._machine.compute, rewards_log=log), False
+        built, done = (
+            StageInputs(self._config, self._emit, self._machine.compute, rewards_log=log),
+            False,
+        )
         try:
             placed = await self._placement.begin(stage, plan, version=version, found=found)
-            parts = built.parts(placed, policy.tokenizer, data, self._observers(), self._signals.stop)
+            parts = built.parts(
+                placed, policy.tokenizer, data, self._observers(), self._signals.stop
+            )
             with self._signals.heeded():
                 progress = await built.loop(stage, parts).run(progress)
             version, done = placed.version(), True
@@ -276,13 +340,19 @@ class Run:
             await built.close()
             await self._end(failed=not done, last=last)
         if self._signals.stop.is_asked:
-            self._emit("run.stopped", stage=stage.name, step=progress.step, in_flight_groups=len(progress.in_flight))
+            self._emit(
+                "run.stopped",
+                stage=stage.name,
+                step=progress.step,
+                in_flight_groups=len(progress.in_flight),
+            )
             raise self._signals.stopped(tell_place(progress))
         self._emit("stage.done", stage=stage.name, step=progress.step, version=version)
         return progress, version
 
     async def _end(self, *, failed: bool, last: bool) -> None:
-        """Of a stage that failed, that error is the one to be raised: another one on the way out is told."""
+        """Of a stage that failed, that error is the one to be raised: another one on the way out is
+        told."""
         try:
             await self._placement.end(failed=failed, last=last)
         except Exception as error:
@@ -291,13 +361,16 @@ class Run:
             self._emit("warn.stage_not_closed", error=f"{type(error).__name__}: {error}")
 
     def _plan(self, stage: Stage, policy: Facts | Policy, data: StageData) -> Plan:
-        """Decide, and write down what was decided. A resumed run keeps its number of KV pages, however much memory is
-        free now: with fewer of them completions are preempted, which shows in the last bits of what they sample."""
+        """Decide, and write down what was decided. A resumed run keeps its number of KV pages,
+        however much memory is free now: with fewer of them completions are preempted, which shows
+        in the last bits of what they sample."""
         path = self._folder / ("plan.json" if stage.name == MAIN else f"plan.{stage.name}.json")
         config, resumed = self._config, path.exists() or path.is_symlink()
         if resumed:
             pages = _read_plan(path).kv_pages
-            config = config.model_copy(update={"engine": config.engine.model_copy(update={"num_pages": pages})})
+            config = config.model_copy(
+                update={"engine": config.engine.model_copy(update={"num_pages": pages})}
+            )
         dtype = dtype_name(self._machine)
         plan = plan_run(
             config,
@@ -318,7 +391,11 @@ class Run:
         for reason in rate_remarks(stage):
             self._emit("warn.learning_rate_high", stage=stage.name, reason=reason)
         self._emit(
-            "plan.made", stage=stage.name, residency=plan.residency, kv_pages=plan.kv_pages, notes=list(plan.notes)
+            "plan.made",
+            stage=stage.name,
+            residency=plan.residency,
+            kv_pages=plan.kv_pages,
+            notes=list(plan.notes),
         )
         return plan
 
@@ -339,20 +416,30 @@ class Run:
         return folder
 
     def _finish(self, stage: Stage, progress: StageProgress, version: int) -> Path | None:
-        self._emit("run.done", step=progress.step, version=version, evals=dict(progress.evals), stage=stage.name)
+        self._emit(
+            "run.done",
+            step=progress.step,
+            version=version,
+            evals=dict(progress.evals),
+            stage=stage.name,
+        )
         self._samples.sync()
         report = write_report(self._folder) if self._config.observe.report else None
         self._progress.summary(self._folder, report=report)
         return report
 
-    def _result(self, progress: StageProgress, version: int, export: Path, report: Path | None) -> dict[str, Any]:
+    def _result(
+        self, progress: StageProgress, version: int, export: Path, report: Path | None
+    ) -> dict[str, Any]:
         evals = {name: dict(numbers) for name, numbers in progress.evals.items()}
         return {
             "run": str(self._folder),
             "step": progress.step,
             "version": version,
             "evals": evals,
-            "seconds": {phase: round(seconds, 3) for phase, seconds in self._spans.seconds().items()},
+            "seconds": {
+                phase: round(seconds, 3) for phase, seconds in self._spans.seconds().items()
+            },
             "export": str(export),
             "report": None if report is None else str(report),
             "goal": judge_goal(self._config, self._stage, evals),
@@ -366,12 +453,17 @@ def _read_plan(path: Path) -> Plan:
         reason = error.message if isinstance(error, SnapshotError) else str(error)
         raise SnapshotError(
             f"cannot read {path}: {reason}",
-            hint="put the file back; without it the run is planned anew, and with another number of KV pages the last "
+            hint="put the file back; without it the run is planned anew, and with another number "
+            "of KV pages the last "
             "bits of what is sampled may differ",
         ) from error
 
 
 def tell_place(progress: StageProgress) -> str:
     """Where a run that was stopped stands, for people."""
-    begun = f"; {len(progress.in_flight)} groups of rollouts in flight are saved" if progress.in_flight else ""
+    begun = (
+        f"; {len(progress.in_flight)} groups of rollouts in flight are saved"
+        if progress.in_flight
+        else ""
+    )
     return f"after step {progress.step} of stage {progress.stage}{begun}"

@@ -1,5 +1,5 @@
-"""Score: a config's rewards on given completions, without a model. In: a RunConfig, a JSONL file of completions.
-Out: each part's value, outcome, reason and time. Loads no torch.
+"""Score: a config's rewards on given completions, without a model. In: a RunConfig, a JSONL file of
+completions. Out: each part's value, outcome, reason and time. Loads no torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Scored:
 def read_score_order(target: Path, overrides: list[str]) -> tuple[RunConfig, Path]:
     """(config, folder with the tokenizer of a run) of a TOML file or a run folder."""
     if target.is_dir():
-        return load_run_config(target / "config.toml", [*read_overrides(target), *overrides]), target / "tokenizer"
+        return load_run_config(
+            target / "config.toml", [*read_overrides(target), *overrides]
+        ), target / "tokenizer"
     return load_run_config(target, overrides), target.parent / "tokenizer"
 
 
@@ -51,10 +53,16 @@ def score_file(config: RunConfig, completions: Path, *, tokenizer: Path) -> Scor
             "gyre score runs rule rewards, and the config has none",
             hint='add one: [[rewards.parts]] kind = "answer"; a reward model needs the trainer',
         )
-    notes = [f"left out: part '{part.name}', a reward model" for part in config.rewards.parts if part.kind == "model"]
+    notes = [
+        f"left out: part '{part.name}', a reward model"
+        for part in config.rewards.parts
+        if part.kind == "model"
+    ]
     rows = list(read_rows(DataConfig(source="jsonl", path=str(completions))))
     if not rows:
-        raise InputError(f"{completions} has no rows", hint='write {"completion": …, "answer": …, …}, one a line')
+        raise InputError(
+            f"{completions} has no rows", hint='write {"completion": …, "answer": …, …}, one a line'
+        )
     folders = (str(tokenizer), config.tokenizer.path, config.model.path)
     needed = any(part.kind == "length" for part in rules)
     count = _find_counter([Path(folder).expanduser() for folder in folders if folder])
@@ -62,7 +70,9 @@ def score_file(config: RunConfig, completions: Path, *, tokenizer: Path) -> Scor
         notes.append("no tokenizer is here: num_tokens counts words, unless a row says it")
     rollouts = [_read_row(where, row, count, needed=needed) for where, row in rows]
     events: list[dict[str, Any]] = []
-    scores = asyncio.run(_score(config, rollouts, lambda kind, **fields: events.append({"kind": kind, **fields})))
+    scores = asyncio.run(
+        _score(config, rollouts, lambda kind, **fields: events.append({"kind": kind, **fields}))
+    )
     notes += [f"{kind} × {number}" for kind, number in count_events(events).items()]
     return Scored(
         wheres=tuple(where for where, _ in rows),
@@ -72,7 +82,9 @@ def score_file(config: RunConfig, completions: Path, *, tokenizer: Path) -> Scor
     )
 
 
-async def _score(config: RunConfig, rollouts: Sequence[Rollout], emit: Callable[..., None]) -> Sequence[Score]:
+async def _score(
+    config: RunConfig, rollouts: Sequence[Rollout], emit: Callable[..., None]
+) -> Sequence[Score]:
     scorer = RuleScorer(config.rewards, emit=emit, clock=time.monotonic)
     longest_s = sum(part.total_limit_s for part in config.rewards.parts) * len(rollouts)
     try:
@@ -81,30 +93,48 @@ async def _score(config: RunConfig, rollouts: Sequence[Rollout], emit: Callable[
         await scorer.close()
 
 
-def _read_row(where: str, row: Mapping[str, Any], count: Callable[[str], int] | None, *, needed: bool) -> Rollout:
+def _read_row(
+    where: str, row: Mapping[str, Any], count: Callable[[str], int] | None, *, needed: bool
+) -> Rollout:
     """`needed`: a part judges by the number of tokens."""
     text, prompt, num_tokens = row.get("completion"), row.get("prompt") or "", row.get("num_tokens")
     if not isinstance(text, str):
         state = "is missing" if "completion" not in row else f"is {type(text).__name__}"
         raise InputError(
             f"{where}: field 'completion' {state}; the row has {', '.join(row) or 'no fields'}",
-            hint='each row needs a text: {"completion": "…", "answer": …, further fields of the task}',
+            hint='each row needs a text: {"completion": "…", "answer": …, further fields of the '
+            "task}",
         )
     if not isinstance(prompt, str):
-        raise InputError(f"{where}: field 'prompt' is {type(prompt).__name__}", hint="give a text, or leave it out")
+        raise InputError(
+            f"{where}: field 'prompt' is {type(prompt).__name__}",
+            hint="give a text, or leave it out",
+        )
     if num_tokens is None and count is None and needed:
         raise InputError(
-            f"{where}: a length part needs the number of tokens, and there is neither num_tokens nor a tokenizer here",
-            hint='add "num_tokens" to the row, or set tokenizer.path to a folder with tokenizer.json',
+            f"{where}: a length part needs the number of tokens, and there is neither num_tokens "
+            "nor a tokenizer here",
+            hint='add "num_tokens" to the row, or set tokenizer.path to a folder with '
+            "tokenizer.json",
         )
     if num_tokens is None:
         num_tokens = count(text) if count is not None else len(text.split())
-    if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or not 0 <= num_tokens < 1 << 24:
-        raise InputError(f"{where}: num_tokens = {num_tokens!r}", hint="give a whole number of tokens, 0 to 16,777,215")
+    if (
+        not isinstance(num_tokens, int)
+        or isinstance(num_tokens, bool)
+        or not 0 <= num_tokens < 1 << 24
+    ):
+        raise InputError(
+            f"{where}: num_tokens = {num_tokens!r}",
+            hint="give a whole number of tokens, 0 to 16,777,215",
+        )
     finish = row.get("finish", "stop")
     if finish not in get_args(Finish):
         accepted = ", ".join(get_args(Finish))
-        raise InputError(f"{where}: finish = {finish!r}; need one of {accepted}", hint="correct it, or leave it out")
+        raise InputError(
+            f"{where}: finish = {finish!r}; need one of {accepted}",
+            hint="correct it, or leave it out",
+        )
     check_values(row, where)
     sampled, zeros = np.ones(num_tokens, dtype=bool), np.zeros(num_tokens, dtype=np.float32)
     tokens = np.zeros(num_tokens, dtype=np.int32)  # rewards see text and a number of tokens
@@ -112,7 +142,9 @@ def _read_row(where: str, row: Mapping[str, Any], count: Callable[[str], int] | 
     return Rollout(
         rollout_id=where,
         group_id="score",
-        prompt=Prompt(prompt_id=where, tokens=tokens[:0], text=prompt, task=task, source="gyre score"),
+        prompt=Prompt(
+            prompt_id=where, tokens=tokens[:0], text=prompt, task=task, source="gyre score"
+        ),
         tokens=tokens,
         sampled=sampled,
         logprobs=zeros,
@@ -131,7 +163,10 @@ def _find_counter(folders: Sequence[Path]) -> Callable[[str], int] | None:
         if file.is_file():
             try:
                 backend = tokenizers.Tokenizer.from_file(str(file))
-            except Exception as error:  # the library raises plain Exception for every fault of the file
-                raise InputError(f"{file} cannot be read: {error}", hint="set tokenizer.path to another one") from error
+            # the library raises plain Exception for every fault of the file
+            except Exception as error:
+                raise InputError(
+                    f"{file} cannot be read: {error}", hint="set tokenizer.path to another one"
+                ) from error
             return lambda text: len(backend.encode(text, add_special_tokens=False).ids)
     return None

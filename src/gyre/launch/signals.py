@@ -1,12 +1,13 @@
-"""Signals: Ctrl-C, SIGTERM and SIGHUP as a request to stop. In: signals. Out: a StopRequest that is asked, a task that
-is cancelled, or the end of the process.
+"""Signals: Ctrl-C, SIGTERM and SIGHUP as a request to stop. In: signals. Out: a StopRequest that is
+asked, a task that is cancelled, or the end of the process.
 
     the first one   while a loop runs: the step in flight ends, or is broken off at its deadline, and is saved
                     else (a start, a plan, an export): what runs is cancelled; snapshots are whole by then
     the second one  ends the process at once; so does a step that is still computing GRACE_S after the deadline
 
-A process that ends at once is one that was killed: its children end with it, and a resume goes on from the snapshots.
-A signal that was ignored when the command began (nohup, a background job) stays ignored.
+A process that ends at once is one that was killed: its children end with it, and a resume goes on
+from the snapshots. A signal that was ignored when the command began (nohup, a background job) stays
+ignored.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ GRACE_S = 5.0  # for a phase that was broken off to come to an end
 
 
 class StopSignals:
-    """Signals belong to the main thread; in another one this does nothing, and the run is stopped by nobody."""
+    """Signals belong to the main thread; in another one this does nothing, and the run is stopped
+    by nobody."""
 
     def __init__(self, stop: StopRequest, *, say: Callable[[RunStopped], None]) -> None:
         """`say` prints why a process that ends at once has ended."""
@@ -84,7 +86,8 @@ class StopSignals:
         if self._heeded:
             self.stop.ask()
         elif self._task is not None:
-            self._task.cancel()  # here and not in a callback: what runs may come to its end without another wait
+            # here and not in a callback: what runs may come to its end without another wait
+            self._task.cancel()
             self._task.get_loop().call_soon_threadsafe(lambda: None)
         else:
             raise KeyboardInterrupt
@@ -94,7 +97,10 @@ class StopSignals:
 
     def _expire(self) -> None:
         if not self.stop.saving:
-            self._end_process(f"; what ran could not be ended within {self.stop.deadline_s:g} s (run.stop_deadline_s)")
+            self._end_process(
+                f"; what ran could not be ended within {self.stop.deadline_s:g} s "
+                "(run.stop_deadline_s)"
+            )
 
     def _end_process(self, message: str) -> None:
         error = self.stopped(message)

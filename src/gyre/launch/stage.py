@@ -1,5 +1,5 @@
-"""Stage: the loop of one stage, over whatever holds its trainer and engine. In: Stage, data, plan, placed objects.
-Out: a loop, and what is to be closed after it.
+"""Stage: the loop of one stage, over whatever holds its trainer and engine. In: Stage, data, plan,
+placed objects. Out: a loop, and what is to be closed after it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,24 @@ from gyre.runconfig import RunConfig
 class StageInputs:
     """What one stage needs beside its trainer and engine."""
 
-    def __init__(self, config: RunConfig, emit: Emit, compute: ThreadPoolExecutor, *, rewards_log: Path) -> None:
-        self._config, self._emit, self._compute, self._rewards_log = config, emit, compute, rewards_log
+    def __init__(
+        self, config: RunConfig, emit: Emit, compute: ThreadPoolExecutor, *, rewards_log: Path
+    ) -> None:
+        self._config, self._emit, self._compute, self._rewards_log = (
+            config,
+            emit,
+            compute,
+            rewards_log,
+        )
         self._scorer: RuleScorer | None = None
 
     def parts(
-        self, placed: StageParts, text: TextPort, data: StageData, observers: Observers, stop: StopRequest
+        self,
+        placed: StageParts,
+        text: TextPort,
+        data: StageData,
+        observers: Observers,
+        stop: StopRequest,
     ) -> Parts:
         if placed.engine is not None:
             self._scorer = make_scorer(self._config, self._emit, log=self._rewards_log)

@@ -1,4 +1,5 @@
-"""Stages: which stages a run has, what each one learns from, and its plan. In: RunConfig. Out: Stage, StageData, Plan."""
+"""Stages: which stages a run has, what each one learns from, and its plan. In: RunConfig. Out:
+Stage, StageData, Plan."""
 
 from __future__ import annotations
 
@@ -43,7 +44,12 @@ from gyre.trainer.config import HIGH_RATE, TrainerConfig, refuse_cut
 
 Emit = Callable[..., None]
 Record = TypeVar("Record")
-MODELS: tuple[Literal["actor", "critic", "reference", "reward"], ...] = ("actor", "critic", "reference", "reward")
+MODELS: tuple[Literal["actor", "critic", "reference", "reward"], ...] = (
+    "actor",
+    "critic",
+    "reference",
+    "reward",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +103,9 @@ def plan_stages(config: RunConfig, wanted: str) -> list[Stage]:
 
 def uses_engine(config: RunConfig, objective: AnyObjective) -> bool:
     """Online objectives generate to learn; the others generate only to be judged by rewards."""
-    judged = bool(config.eval.num_problems and config.rewards.parts) and not trains_scores(objective)
+    judged = bool(config.eval.num_problems and config.rewards.parts) and not trains_scores(
+        objective
+    )
     return needs_rollouts(objective) or judged
 
 
@@ -141,7 +149,9 @@ def load_stage_data(
         held_out = tuple(sequence for pair in judged for sequence in pair)
         return StageData(
             source=PairSource(pairs.train, seed, pairs.source),
-            longest_prompt_tokens=_longest([sequence for pair in pairs.train for sequence in pair], prompts, config),
+            longest_prompt_tokens=_longest(
+                [sequence for pair in pairs.train for sequence in pair], prompts, config
+            ),
             eval_prompts=prompts,
             sample_prompts=prompts[:3],
             eval_batch=TrainBatch(sequences=held_out, step=0) if held_out else None,
@@ -157,9 +167,13 @@ def load_stage_data(
     )
 
 
-def load_problems(config: RunConfig, tokenizer: Tokenizer, context_tokens: int, emit: Emit) -> PromptSet:
+def load_problems(
+    config: RunConfig, tokenizer: Tokenizer, context_tokens: int, emit: Emit
+) -> PromptSet:
     """The problems of the main stage: what `gyre eval` measures is what the run held out."""
-    asked = bound_lengths(config.data, prompt=context_tokens - config.rollout.max_tokens, sequence=context_tokens)
+    asked = bound_lengths(
+        config.data, prompt=context_tokens - config.rollout.max_tokens, sequence=context_tokens
+    )
     return load_prompts(asked, tokenizer, emit=emit)
 
 
@@ -168,35 +182,44 @@ def check_answers_fit(config: RunConfig, prompts: Sequence[Prompt], context_toke
     longest = max((len(prompt.tokens) for prompt in prompts), default=0)
     if longest + config.eval.max_tokens > context_tokens:
         raise ConfigError(
-            f"eval.max_tokens = {config.eval.max_tokens} after held-out prompts of up to {longest} tokens: the context "
+            f"eval.max_tokens = {config.eval.max_tokens} after held-out prompts of up to "
+            f"{longest} tokens: the context "
             f"is {context_tokens} tokens",
-            hint=f"lower eval.max_tokens to at most {max(1, context_tokens - longest)}, or leave it out to take "
+            hint=f"lower eval.max_tokens to at most {max(1, context_tokens - longest)}, or leave "
+            "it out to take "
             f"rollout.max_tokens = {config.rollout.max_tokens}",
         )
 
 
 def bound_lengths(data: DataConfig, *, prompt: int, sequence: int) -> DataConfig:
-    """Limits that were left open become what the context has room for, so that a row beyond it is named or dropped."""
+    """Limits that were left open become what the context has room for, so that a row beyond it is
+    named or dropped."""
     limits = {"max_prompt_tokens": max(0, prompt), "max_sequence_tokens": max(0, sequence)}
-    return data.model_copy(update={name: limit for name, limit in limits.items() if not getattr(data, name)})
+    return data.model_copy(
+        update={name: limit for name, limit in limits.items() if not getattr(data, name)}
+    )
 
 
 def take_held_out(
     held_out: tuple[Record, ...], num: int, source: str, key: str = "eval.num_problems"
 ) -> tuple[Record, ...]:
-    """The first `num`; ConfigError when there are fewer, since a mean over fewer would not be what was asked for."""
+    """The first `num`; ConfigError when there are fewer, since a mean over fewer would not be what
+    was asked for."""
     if num > len(held_out):
         raise ConfigError(
             f"{key} = {num}: {source} holds out {len(held_out)}",
-            hint=f"give more rows (data.num_problems of a task), raise data.held_out_fraction, or lower {key} "
+            hint="give more rows (data.num_problems of a task), raise data.held_out_fraction, or "
+            f"lower {key} "
             f"to at most {len(held_out)}",
         )
     return held_out[:num]
 
 
-def _take_records(stage: Stage, held_out: tuple[Record, ...], num: int, source: str, emit: Emit) -> tuple[Record, ...]:
-    """Pairs or examples that a stage is judged on. eval.num_problems is about the main stage: a cold start is measured
-    on what its data hold out, and it is an event when that is less."""
+def _take_records(
+    stage: Stage, held_out: tuple[Record, ...], num: int, source: str, emit: Emit
+) -> tuple[Record, ...]:
+    """Pairs or examples that a stage is judged on. eval.num_problems is about the main stage: a
+    cold start is measured on what its data hold out, and it is an event when that is less."""
     if stage.name == MAIN:
         return take_held_out(held_out, num, source)
     if len(held_out) < num:
@@ -204,9 +227,13 @@ def _take_records(stage: Stage, held_out: tuple[Record, ...], num: int, source: 
     return held_out[:num]
 
 
-def _longest(sequences: Sequence[TrainSequence], prompts: Sequence[Prompt], config: RunConfig) -> int:
+def _longest(
+    sequences: Sequence[TrainSequence], prompts: Sequence[Prompt], config: RunConfig
+) -> int:
     """Tokens of the longest sequence that an offline stage trains on or generates."""
-    generated = max((len(prompt.tokens) for prompt in prompts), default=0) + config.rollout.max_tokens
+    generated = (
+        max((len(prompt.tokens) for prompt in prompts), default=0) + config.rollout.max_tokens
+    )
     return max(max(len(sequence.tokens) for sequence in sequences), generated if prompts else 0)
 
 
@@ -221,8 +248,9 @@ def plan_run(
     share: int = 1,
     ranks: int = 1,
 ) -> Plan:
-    """Decide what the config left open, for one stage. After it nothing is "auto". `share` devices share this machine,
-    and the plan is for each of them; `ranks` train together, each with its part of the states."""
+    """Decide what the config left open, for one stage. After it nothing is "auto". `share` devices
+    share this machine, and the plan is for each of them; `ranks` train together, each with its part
+    of the states."""
     disk = folder / config.memory.disk_folder if config.memory.disk_folder else None
     inputs = read_inputs(config, stage, model_numbers(spec), data, dtype=dtype)
     shards = lie_over(config.parallel, ranks)
@@ -230,15 +258,25 @@ def plan_run(
         refuse_cut(model, zero=shards[model].zero, ranks=shards[model].ranks)
     shared, alone = shards["actor"].zero < 2, config.cluster.engine_workers > 0
     apart = tuple(
-        model for model in ("critic", "reference", "reward") if getattr(config.parallel, model).zero is not None
+        model
+        for model in ("critic", "reference", "reward")
+        if getattr(config.parallel, model).zero is not None
     )
-    inputs = replace(inputs, ranks=ranks, shards=shards, shared_weights=shared, engines_alone=alone, lie_apart=apart)
+    inputs = replace(
+        inputs,
+        ranks=ranks,
+        shards=shards,
+        shared_weights=shared,
+        engines_alone=alone,
+        lie_apart=apart,
+    )
     inputs = replace(inputs, engines=ranks + config.cluster.engine_workers)
     return make_plan(inputs, cut_hardware(read_hardware(disk), share))
 
 
 def expected_ranks(config: RunConfig) -> int:
-    """That will train together, as far as the config says: without a number, as few as its shards ask for."""
+    """That will train together, as far as the config says: without a number, as few as its shards
+    ask for."""
     if config.cluster.kind == "inline":
         return 1
     return config.cluster.num_workers or max(1, *(config.parallel.of(model)[1] for model in MODELS))
@@ -258,13 +296,18 @@ def read_inputs(
     config: RunConfig, stage: Stage, model: ModelNumbers, data: StageData, *, dtype: Dtype | None
 ) -> PlanInputs:
     """What one stage asks of the planner."""
-    online, with_engine = needs_rollouts(stage.objective), stage.name == MAIN and uses_engine(config, stage.objective)
+    online, with_engine = (
+        needs_rollouts(stage.objective),
+        stage.name == MAIN and uses_engine(config, stage.objective),
+    )
     memory = config.memory
     if with_engine and "actor" in stage.trainer.offload_parameters:
         raise ConfigError(
-            f"trainer.offload_parameters = {list(stage.trainer.offload_parameters)} in a stage with an engine, which "
+            f"trainer.offload_parameters = {list(stage.trainer.offload_parameters)} in a stage "
+            "with an engine, which "
             "computes with the actor's own weights",
-            hint="take 'actor' off the list; for an offline stage set eval.num_problems = 0, or leave the rewards out",
+            hint="take 'actor' off the list; for an offline stage set eval.num_problems = 0, or "
+            "leave the rewards out",
         )
     if stage.trainer.moments == "8_bit":
         check_codes("model", matrix_shapes(model))
@@ -304,7 +347,9 @@ def read_inputs(
         engine_tokens_per_step=config.engine.token_budget,
         batch_invariant=config.engine.batch_invariant,
         residency=None if memory.residency == "auto" else memory.residency,
-        device_budget_bytes=None if memory.device_budget_bytes == "auto" else memory.device_budget_bytes,
+        device_budget_bytes=None
+        if memory.device_budget_bytes == "auto"
+        else memory.device_budget_bytes,
         host_budget_bytes=None if memory.host_budget_bytes == "auto" else memory.host_budget_bytes,
         disk_budget_bytes=None if memory.disk_budget_bytes == "auto" else memory.disk_budget_bytes,
         disk_tier=bool(memory.disk_folder),
@@ -316,7 +361,8 @@ def read_inputs(
 
 
 def not_given(config: RunConfig, stage: Stage) -> dict[str, str]:
-    """Names of the plan that neither the file nor --set gave a value for, and where their values come from."""
+    """Names of the plan that neither the file nor --set gave a value for, and where their values
+    come from."""
     cold = stage.name != MAIN and config.cold_start is not None
     generated = needs_rollouts(stage.objective)
     given = {
@@ -324,14 +370,17 @@ def not_given(config: RunConfig, stage: Stage) -> dict[str, str]:
         "prompts_per_step": "examples_per_step" in config.cold_start.model_fields_set
         if cold and config.cold_start is not None
         else "prompts_per_step" in config.rollout.model_fields_set,
-        "completions_per_prompt": generated and "completions_per_prompt" in config.rollout.model_fields_set,
+        "completions_per_prompt": generated
+        and "completions_per_prompt" in config.rollout.model_fields_set,
         "tokens_per_chunk": "tokens_per_chunk" in config.trainer.model_fields_set,
         "max_running": "max_running" in config.engine.model_fields_set,
         "dtype": config.run.dtype != "auto",
     }
     words = {
         "objective": "a cold start is supervised" if cold else "default",
-        "completions_per_prompt": "default" if generated else f"sequences of one row for {stage.objective.kind}",
+        "completions_per_prompt": "default"
+        if generated
+        else f"sequences of one row for {stage.objective.kind}",
     }
     return {name: words.get(name, "default") for name, is_given in given.items() if not is_given}
 
@@ -343,7 +392,8 @@ def rate_remarks(stage: Stage) -> tuple[str, ...]:
     if needs_critic(stage.objective) and trainer.critic_learning_rate is not None:
         rates["trainer.critic_learning_rate"] = trainer.critic_learning_rate
     return tuple(
-        f"{key} = {rate:g}: AdamW moves each weight by about as much in one update, and weights begin at about "
+        f"{key} = {rate:g}: AdamW moves each weight by about as much in one update, and weights "
+        "begin at about "
         f"{HIGH_RATE:g}; 1e-6 to 3e-3 is usual"
         for key, rate in rates.items()
         if rate > HIGH_RATE
@@ -356,18 +406,27 @@ def filter_remarks(config: RunConfig, objective: AnyObjective) -> tuple[str, ...
         return ()
     accuracy = accuracy_metric(config)
     metric = filter_metric(objective, accuracy)
-    what = f"'{metric.part}' is at least {metric.threshold:g} in none or all" if metric else "all scores are equal"
+    what = (
+        f"'{metric.part}' is at least {metric.threshold:g} in none or all"
+        if metric
+        else "all scores are equal"
+    )
     refills = config.rollout.max_refills
     if metric is None and config.rewards.model_part() is not None:
         then = "none is replaced, because the learnt reward comes after the rollouts"
     else:
-        then = f"further prompts replace them, {refills} times a step at most" if refills else "none is replaced"
+        then = (
+            f"further prompts replace them, {refills} times a step at most"
+            if refills
+            else "none is replaced"
+        )
     reason = why_filtered_by_score(objective, accuracy)
     return (f"groups are dropped in which {what}; {then}" + (f" ({reason})" if reason else ""),)
 
 
 def reward_numbers(config: RunConfig) -> ModelNumbers | None:
-    """Of the model that scores answers, from its own folder: it reads the policy's tokens and may be of any size."""
+    """Of the model that scores answers, from its own folder: it reads the policy's tokens and may
+    be of any size."""
     part = config.rewards.model_part()
     if part is None:
         return None

@@ -1,5 +1,5 @@
-"""Order: what a train command asks for, read and checked whole before torch is loaded. In: paths, overrides, a stage.
-Out: an Order, or the refusal at once.
+"""Order: what a train command asks for, read and checked whole before torch is loaded. In: paths,
+overrides, a stage. Out: an Order, or the refusal at once.
 """
 
 from __future__ import annotations
@@ -35,10 +35,15 @@ class TrainArgs:
 
 
 def read_order(
-    config_path: Path | None, overrides: list[str], *, resume: Path | None, stage: str, check_goal: bool = False
+    config_path: Path | None,
+    overrides: list[str],
+    *,
+    resume: Path | None,
+    stage: str,
+    check_goal: bool = False,
 ) -> TrainArgs:
-    """Read the config and refuse what can be refused by it alone. A resumed run keeps its own overrides and stage, and
-    `overrides` come on top, of keys that it may change."""
+    """Read the config and refuse what can be refused by it alone. A resumed run keeps its own
+    overrides and stage, and `overrides` come on top, of keys that it may change."""
     given, before, changed = tuple(overrides), None, {}
     if resume is not None:
         config_path, own = resume / "config.toml", read_overrides(resume)
@@ -55,9 +60,15 @@ def read_order(
         refuse_missing_ray()
     refuse_trackers(config.observe)
     if stage == COLD_START and config.cold_start is None:
-        raise ConfigError("--stage cold_start: the config has no [cold_start]", hint="add the table, or run all stages")
+        raise ConfigError(
+            "--stage cold_start: the config has no [cold_start]",
+            hint="add the table, or run all stages",
+        )
     if check_goal and (reason := why_unjudged(config, stage)):
-        raise ConfigError(f"--check-goal has nothing to check: {reason}", hint="leave it out, or give what is missing")
+        raise ConfigError(
+            f"--check-goal has nothing to check: {reason}",
+            hint="leave it out, or give what is missing",
+        )
     return TrainArgs(
         config=config,
         overrides=tuple(overrides),

@@ -1,5 +1,5 @@
-"""Accuracy: whether a completion is right, by one part of its score. In: a score and the metric of the config.
-Out: right or not. Pure.
+"""Accuracy: whether a completion is right, by one part of its score. In: a score and the metric of
+the config. Out: right or not. Pure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class AccuracyMetric:
 
 
 def is_right(score: Score, metric: AccuracyMetric) -> bool:
-    """Whether the part of that name reaches the threshold. A part that could not be scored does not."""
+    """Whether the part of that name reaches the threshold. A part that could not be scored does
+    not."""
     named = {part.name: part for part in score.parts}
     assert metric.part in named, f"no part '{metric.part}' in a score of {sorted(named)}"
     part = named[metric.part]

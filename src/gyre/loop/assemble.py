@@ -1,5 +1,5 @@
-"""Assemble: scored groups to one global, unpacked TrainBatch. In: groups, reference log-probs, values, the objective.
-Out: the batch and what to report of it. Pure.
+"""Assemble: scored groups to one global, unpacked TrainBatch. In: groups, reference log-probs,
+values, the objective. Out: the batch and what to report of it. Pure.
 """
 
 from __future__ import annotations
@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gyre.core.records import Evaluation, Group, Rollout, Score, ScorePart, TrainBatch, TrainSequence
+from gyre.core.records import (
+    Evaluation,
+    Group,
+    Rollout,
+    Score,
+    ScorePart,
+    TrainBatch,
+    TrainSequence,
+)
 from gyre.loop.accuracy import AccuracyMetric, is_right
 from gyre.loop.refill import StepRollouts, drops_equal, filter_metric, find_equal
 from gyre.objectives.advantages import Estimates, Sample, estimate, rank_pairs
@@ -38,7 +46,9 @@ class Assembled:
 
 def bare_batch(groups: Sequence[Group], *, step: int) -> TrainBatch:
     """Tokens and masks only: what reference, critic and reward passes need."""
-    return TrainBatch(sequences=tuple(_sequence(rollout) for rollout in _rollouts(groups)), step=step)
+    return TrainBatch(
+        sequences=tuple(_sequence(rollout) for rollout in _rollouts(groups)), step=step
+    )
 
 
 def assemble(
@@ -49,11 +59,11 @@ def assemble(
     step: int,
     accuracy: AccuracyMetric | None = None,
 ) -> Assembled:
-    """Lay out what the objective trains on. `passes` are over bare_batch(groups), in its order; `accuracy` is what
-    counts as right.
+    """Lay out what the objective trains on. `passes` are over bare_batch(groups), in its order;
+    `accuracy` is what counts as right.
 
-    Samples that no part could score are in no group and in no statistic. Groups that the objective drops are left out
-    before anything is normalised over the batch.
+    Samples that no part could score are in no group and in no statistic. Groups that the objective
+    drops are left out before anything is normalised over the batch.
     """
     if isinstance(objective, DpoConfig):
         return _pairs(objective, groups, passes, step)
@@ -71,7 +81,11 @@ def assemble(
         if estimates.returns is not None:
             columns["returns"] = _spread(member.rollout, estimates.returns[k])
         sequence = _sequence(member.rollout, score=member.score.value)
-        sequences.append(replace(sequence, columns={**sequence.columns, **columns, **_passed(passes, member.place)}))
+        sequences.append(
+            replace(
+                sequence, columns={**sequence.columns, **columns, **_passed(passes, member.place)}
+            )
+        )
     return Assembled(
         batch=TrainBatch(sequences=tuple(sequences), step=step),
         num_equal_groups=len(equal),
@@ -98,14 +112,17 @@ def add_part(groups: Sequence[Group], name: str, weight: float, values: np.ndarr
                 reason=f"reward model: {value:.4f}",
                 outcome="ok" if finite else "invalid",
             )
-            scores.append(replace(score, value=score.value + weight * part.value, parts=(*score.parts, part)))
+            scores.append(
+                replace(score, value=score.value + weight * part.value, parts=(*score.parts, part))
+            )
         extended.append(replace(group, scores=tuple(scores)))
     return extended
 
 
 def reward_metrics(groups: Sequence[Group], accuracy: AccuracyMetric | None) -> dict[str, float]:
-    """Means over the rollouts of a step: accuracy, length, how completions ended, tokens that an older policy than the
-    newest one chose; over those that could be scored: the reward and each part. An empty mapping without groups."""
+    """Means over the rollouts of a step: accuracy, length, how completions ended, tokens that an
+    older policy than the newest one chose; over those that could be scored: the reward and each
+    part. An empty mapping without groups."""
     scores = [score for group in groups for score in group.scores]
     scored = [score for score in scores if score.is_scored]
     rollouts = _rollouts(groups)
@@ -131,8 +148,8 @@ def reward_metrics(groups: Sequence[Group], accuracy: AccuracyMetric | None) -> 
 
 
 def reward_error(groups: Sequence[Group]) -> float | None:
-    """Standard error of a step's mean reward. Each prompt is one observation, since its completions are alike; None for
-    fewer than two prompts."""
+    """Standard error of a step's mean reward. Each prompt is one observation, since its completions
+    are alike; None for fewer than two prompts."""
     means = [[score.value for score in group.scores if score.is_scored] for group in groups]
     return mean_error([float(np.mean(values)) for values in means if values])
 
@@ -145,12 +162,16 @@ def num_unscored(groups: Sequence[Group]) -> int:
 def refill_metrics(
     objective: AnyObjective, rollouts: StepRollouts, assembled: Assembled, num_groups: int
 ) -> dict[str, float]:
-    """What dynamic sampling cost: of `num_groups` whole groups, how many teach nothing, and how many prompts (and
-    completions) were sampled for one that is kept. The latter is left out where none was kept."""
+    """What dynamic sampling cost: of `num_groups` whole groups, how many teach nothing, and how
+    many prompts (and completions) were sampled for one that is kept. The latter is left out where
+    none was kept."""
     if not num_groups or not drops_equal(objective):
         return {}
     kept = num_groups - len(rollouts.dropped) - assembled.num_dropped_groups
-    equal = {"equal_groups_share": 1.0 - kept / num_groups, "refilled_prompts": float(rollouts.num_refilled)}
+    equal = {
+        "equal_groups_share": 1.0 - kept / num_groups,
+        "refilled_prompts": float(rollouts.num_refilled),
+    }
     return equal | ({"sampled_per_kept": num_groups / kept} if kept else {})
 
 
@@ -167,7 +188,9 @@ def _pairs(objective: DpoConfig, groups: Sequence[Group], passes: Passes, step: 
                 sequence = _sequence(group.rollouts[member], score=group.scores[member].value)
                 columns = {**sequence.columns, **_passed(passes, start + member)}
                 scalars = {**sequence.scalars, "chosen": chosen}
-                sequences.append(replace(sequence, columns=columns, scalars=scalars, pair_id=pair_id))
+                sequences.append(
+                    replace(sequence, columns=columns, scalars=scalars, pair_id=pair_id)
+                )
         start += len(group.rollouts)
     num_equal = len(find_equal(groups, None))
     return Assembled(
@@ -203,7 +226,8 @@ def _metrics(num_equal_groups: int, num_groups: int) -> dict[str, float]:
 
 
 def _kl_in_reward(estimates: Estimates, samples: Sequence[Sample]) -> dict[str, float]:
-    """The trainer reports the KL that it has in its loss; one that is in the reward is known here alone."""
+    """The trainer reports the KL that it has in its loss; one that is in the reward is known here
+    alone."""
     tokens = sum(sample.num_tokens for sample in samples)
     if estimates.kls is None or not tokens:
         return {}
@@ -233,7 +257,9 @@ def _sample(objective: GrpoConfig | PpoConfig, member: _Member, passes: Passes) 
     mask, truncated = rollout.sampled, rollout.finish == "length"
     critic, reference = passes.critic, passes.reference
     bootstraps = isinstance(objective, PpoConfig) and objective.bootstrap_truncated and truncated
-    assert not bootstraps or (critic is not None and critic.per_sequence is not None), "bootstrapping needs a critic"
+    assert not bootstraps or (critic is not None and critic.per_sequence is not None), (
+        "bootstrapping needs a critic"
+    )
     return Sample(
         group_id=rollout.group_id,
         score=member.score.value,
@@ -242,7 +268,9 @@ def _sample(objective: GrpoConfig | PpoConfig, member: _Member, passes: Passes) 
         logprobs_C=None if passes.policy is None else passes.policy.per_token[i][mask],
         reference_logprobs_C=None if reference is None else reference.per_token[i][mask],
         values_C=None if critic is None else critic.per_token[i][mask],
-        last_value=float(critic.per_sequence[i]) if bootstraps and critic and critic.per_sequence is not None else 0.0,
+        last_value=float(critic.per_sequence[i])
+        if bootstraps and critic and critic.per_sequence is not None
+        else 0.0,
         in_loss=not (objective.mask_truncated and truncated),
     )
 

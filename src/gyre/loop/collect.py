@@ -1,5 +1,5 @@
-"""Collect: prompts to rollouts, with rewards already running on what is done. In: prompts and what was left in flight.
-Out: the same groups, each completion done or set aside.
+"""Collect: prompts to rollouts, with rewards already running on what is done. In: prompts and what
+was left in flight. Out: the same groups, each completion done or set aside.
 
     groups ──▶ submit (in order, what the engine takes) ──▶ one listener per request ──▶ rollouts ──▶ scoring.offer
                                                                       │
@@ -28,7 +28,8 @@ MOST_COMPLETIONS = 4096  # of one request; completions of a larger group are req
 
 @dataclass(slots=True, kw_only=True)
 class InFlightGroup:
-    """A group on its way: which completions are done, scored, begun. The loop fills it; a snapshot keeps it."""
+    """A group on its way: which completions are done, scored, begun. The loop fills it; a snapshot
+    keeps it."""
 
     group_id: str
     prompt: Prompt
@@ -36,7 +37,8 @@ class InFlightGroup:
     rollouts: dict[int, Rollout]  # done, by sample number
     scores: dict[int, Score]  # of those
     partials: dict[int, Partial]  # begun, by sample number
-    begun_tokens: dict[int, int] = field(default_factory=dict)  # of each when its step began, if that was broken off
+    # of each when its step began, if that was broken off
+    begun_tokens: dict[int, int] = field(default_factory=dict)
     refill: int = 0  # round of the step in flight that began it, if that replaces groups
 
 
@@ -51,7 +53,8 @@ class SubmittedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What the loop leaves unanswered at the same time at most, over all engines, so that none refuses it."""
+    """What the loop leaves unanswered at the same time at most, over all engines, so that none
+    refuses it."""
 
     completions: int
     tokens: int  # given ones: of prompts and beginnings
@@ -60,7 +63,8 @@ class Window:
 def open_groups(
     prompts: Sequence[Prompt], *, run_seed: int, step: int, first: int = 0, refill: int = 0
 ) -> list[InFlightGroup]:
-    """Begin a group for each prompt. A pure function of seed, step and place; `first` is the first one's place."""
+    """Begin a group for each prompt. A pure function of seed, step and place; `first` is the first
+    one's place."""
     return [
         InFlightGroup(
             group_id=f"{step}.{place}",
@@ -76,14 +80,21 @@ def open_groups(
 
 
 def requests_for(
-    group: InFlightGroup, sampling: Sampling, *, cap: int, tenant_salt: str = "", most: int = MOST_COMPLETIONS
+    group: InFlightGroup,
+    sampling: Sampling,
+    *,
+    cap: int,
+    tenant_salt: str = "",
+    most: int = MOST_COMPLETIONS,
 ) -> list[SubmittedRequest]:
-    """What to ask for: without a cap, a whole group in one request, whose completions share the prompt's work. What a
-    step that was broken off has left of it goes along, so that all draws are those of the first request.
+    """What to ask for: without a cap, a whole group in one request, whose completions share the
+    prompt's work. What a step that was broken off has left of it goes along, so that all draws are
+    those of the first request.
 
-    `cap` bounds the tokens that a completion may take in this step (0 does not). With it each completion is a request
-    of its own from the start, so that its draws are the same however often it is set aside. So are those of a group
-    with more than `most` completions. Requests of one `tenant_salt` share cached beginnings.
+    `cap` bounds the tokens that a completion may take in this step (0 does not). With it each
+    completion is a request of its own from the start, so that its draws are the same however often
+    it is set aside. So are those of a group with more than `most` completions. Requests of one
+    `tenant_salt` share cached beginnings.
     """
     if not cap and sampling.n <= most:
         if len(group.rollouts) == sampling.n:
@@ -96,7 +107,9 @@ def requests_for(
             seed=group.seed,
             chunk_tokens=0,
             tenant_salt=tenant_salt,
-            partials=tuple(sorted((*done, *group.partials.values()), key=lambda partial: partial.index)),
+            partials=tuple(
+                sorted((*done, *group.partials.values()), key=lambda partial: partial.index)
+            ),
         )
         return [SubmittedRequest(group=group, request=request, samples=tuple(range(sampling.n)))]
     open_samples = [sample for sample in range(sampling.n) if sample not in group.rollouts]
@@ -104,7 +117,8 @@ def requests_for(
 
 
 def count_begun(group: InFlightGroup, size: int) -> dict[int, int]:
-    """Tokens that each completion had when its step began; known already where the step was broken off before."""
+    """Tokens that each completion had when its step began; known already where the step was broken
+    off before."""
     lengths = {sample: len(partial.tokens) for sample, partial in group.partials.items()}
     return group.begun_tokens or {sample: lengths.get(sample, 0) for sample in range(size)}
 
@@ -127,13 +141,17 @@ def _beginning(sample: int, rollout: Rollout) -> Partial:
     )
 
 
-def _ask_one(group: InFlightGroup, sample: int, sampling: Sampling, cap: int, tenant_salt: str) -> SubmittedRequest:
+def _ask_one(
+    group: InFlightGroup, sample: int, sampling: Sampling, cap: int, tenant_salt: str
+) -> SubmittedRequest:
     begun = group.partials.get(sample)
     taken = group.begun_tokens.get(sample, 0 if begun is None else len(begun.tokens))
     request = Request(
         request_id=f"{group.group_id}.{sample}",
         tokens=group.prompt.tokens,
-        sampling=replace(sampling, n=1, max_tokens=min(sampling.max_tokens, taken + (cap or sampling.max_tokens))),
+        sampling=replace(
+            sampling, n=1, max_tokens=min(sampling.max_tokens, taken + (cap or sampling.max_tokens))
+        ),
         seed=derive_seed(group.seed, sample),
         chunk_tokens=0,
         tenant_salt=tenant_salt,
@@ -142,14 +160,19 @@ def _ask_one(group: InFlightGroup, sample: int, sampling: Sampling, cap: int, te
     return SubmittedRequest(group=group, request=request, samples=(sample,))
 
 
-def cut_to_window(asked: Iterable[SubmittedRequest], window: Window | None) -> Iterator[list[SubmittedRequest]]:
-    """Cut requests, in order, into parts that fit the window; one that alone does not fit is a part of its own. Each
-    part waits for the one before it, so which requests meet in an engine depends on no timing. Pure."""
+def cut_to_window(
+    asked: Iterable[SubmittedRequest], window: Window | None
+) -> Iterator[list[SubmittedRequest]]:
+    """Cut requests, in order, into parts that fit the window; one that alone does not fit is a part
+    of its own. Each part waits for the one before it, so which requests meet in an engine depends
+    on no timing. Pure."""
     part: list[SubmittedRequest] = []
     completions = tokens = 0
     for one in asked:
         wanted, given = one.request.sampling.n, num_given_tokens(one.request)
-        full = window is not None and (completions + wanted > window.completions or tokens + given > window.tokens)
+        full = window is not None and (
+            completions + wanted > window.completions or tokens + given > window.tokens
+        )
         if part and full:
             yield part
             part, completions, tokens = [], 0, 0
@@ -181,14 +204,15 @@ class Collector:
         length_key: str = "rollout.max_tokens",
         window: Window | None = None,
     ) -> None:
-        """`cap`: tokens that a completion may take in this step, 0 for all it wants. `tenant_salt`: who shares cached
-        beginnings with whom. `length_key`: where the completions' length was asked for. `window`: what the engine
-        takes at once; None submits everything together."""
+        """`cap`: tokens that a completion may take in this step, 0 for all it wants. `tenant_salt`:
+        who shares cached beginnings with whom. `length_key`: where the completions' length was
+        asked for. `window`: what the engine takes at once; None submits everything together."""
         self._window = window
         self._tenant_salt, self._length_key = tenant_salt, length_key
         if sampling.shapes_logits:
             raise ConfigError(
-                "rollouts with penalties, logit_bias or min_tokens: the trainer cannot compute their log-probs again",
+                "rollouts with penalties, logit_bias or min_tokens: the trainer cannot compute "
+                "their log-probs again",
                 hint="sample rollouts with temperature, top_p, top_k and min_p only",
             )
         self._engine, self._scoring, self._text, self._emit = engine, scoring, text, emit
@@ -198,39 +222,59 @@ class Collector:
     async def run(self, groups: Sequence[InFlightGroup]) -> None:
         """Fill the groups: wait until each completion has ended or used up its share of this step.
 
-        However it ends, no task and no request of it is left. DeadlineError names the requests that had not ended.
-        Cancelled, it leaves in the groups what each completion had, and another run goes on from there.
+        However it ends, no task and no request of it is left. DeadlineError names the requests that
+        had not ended. Cancelled, it leaves in the groups what each completion had, and another run
+        goes on from there.
         """
-        for rollout in (r for group in groups for i, r in group.rollouts.items() if i not in group.scores):
+        for rollout in (
+            r for group in groups for i, r in group.rollouts.items() if i not in group.scores
+        ):
             self._scoring.offer(rollout)  # of a step that was broken off
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._deadline_s
         for part in cut_to_window(self._ask(groups), self._window):
             await self._run_part(part, max(0.0, end_s - loop.time()))
         for group in groups:
-            assert len(group.rollouts) + len(group.partials) == self._sampling.n, f"{group.group_id} lost a completion"
+            assert len(group.rollouts) + len(group.partials) == self._sampling.n, (
+                f"{group.group_id} lost a completion"
+            )
 
     def _ask(self, groups: Sequence[InFlightGroup]) -> Iterator[SubmittedRequest]:
         sampling, cap, salt = self._sampling, self._cap, self._tenant_salt
-        most = MOST_COMPLETIONS if self._window is None else min(MOST_COMPLETIONS, self._window.completions)
+        most = (
+            MOST_COMPLETIONS
+            if self._window is None
+            else min(MOST_COMPLETIONS, self._window.completions)
+        )
         for group in groups:
             yield from requests_for(group, sampling, cap=cap, tenant_salt=salt, most=most)
 
     async def _run_part(self, asked: Sequence[SubmittedRequest], timeout_s: float) -> None:
         """Waits for: the last answer to these requests, by the step's deadline."""
-        streams = [self._engine.submit(one.request) for one in asked]  # no await between: they enter together
-        tasks = [asyncio.create_task(self._listen(one, s)) for one, s in zip(asked, streams, strict=True)]
+        # no await between: they enter together
+        streams = [self._engine.submit(one.request) for one in asked]
+        tasks = [
+            asyncio.create_task(self._listen(one, s)) for one, s in zip(asked, streams, strict=True)
+        ]
         try:
-            _, waiting = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            _, waiting = await asyncio.wait(
+                tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION
+            )
             for task in tasks:
                 if task.done():
                     task.result()
             if waiting:
-                late = [one.request.request_id for one, task in zip(asked, tasks, strict=True) if task in waiting]
+                late = [
+                    one.request.request_id
+                    for one, task in zip(asked, tasks, strict=True)
+                    if task in waiting
+                ]
                 raise DeadlineError(
-                    f"{len(late)} of {len(tasks)} requests had not ended {self._deadline_s:g} s after the step began "
+                    f"{len(late)} of {len(tasks)} requests had not ended {self._deadline_s:g} s "
+                    "after the step began "
                     f"({', '.join(late[:5])}{', …' if len(late) > 5 else ''}); owner: loop.collect",
-                    hint="raise rollout.deadline_s, or lower rollout.max_tokens or rollout.prompts_per_step",
+                    hint="raise rollout.deadline_s, or lower rollout.max_tokens or "
+                    "rollout.prompts_per_step",
                 )
         except asyncio.CancelledError:
             await self._break_off(tasks)
@@ -239,8 +283,8 @@ class Collector:
             await self._leave_none(tasks)
 
     async def _break_off(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Ask the engine for what completions have so far; the listeners put it into the groups. What cannot be had in
-        time is told, and sampled again from where the step before left it."""
+        """Ask the engine for what completions have so far; the listeners put it into the groups.
+        What cannot be had in time is told, and sampled again from where the step before left it."""
         self._breaking = True
         running = [task for task in tasks if not task.done()]
         if not running:
@@ -253,7 +297,8 @@ class Collector:
         await asyncio.wait(running, timeout=STOP_S)
 
     async def _leave_none(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """After a failure or Ctrl-C: end the listeners and whatever the engine still does for them."""
+        """After a failure or Ctrl-C: end the listeners and whatever the engine still does for
+        them."""
         running = [task for task in tasks if not task.done()]
         for task in running:
             task.cancel()
@@ -276,7 +321,9 @@ class Collector:
         if sample in group.rollouts:  # it went along with its group
             return
         if last.finish == "interrupted" and self._breaking:
-            begun = as_partial(sample, [*([group.partials[sample]] if sample in group.partials else []), *chunks])
+            begun = as_partial(
+                sample, [*([group.partials[sample]] if sample in group.partials else []), *chunks]
+            )
             if len(begun.tokens):
                 group.partials[sample] = begun
             return
@@ -307,7 +354,12 @@ def _no_answer(request_id: str, last: TokenChunk, length_key: str) -> EngineRefu
 
 
 def make_rollout(
-    group: InFlightGroup, sample: int, partial: Partial, last: TokenChunk, sampling: Sampling, text: TextPort
+    group: InFlightGroup,
+    sample: int,
+    partial: Partial,
+    last: TokenChunk,
+    sampling: Sampling,
+    text: TextPort,
 ) -> Rollout:
     """Lay prompt and completion out as one sequence, masks as data."""
     num_prompt, num_chosen = len(group.prompt.tokens), len(partial.tokens)
@@ -329,7 +381,9 @@ def make_rollout(
     )
 
 
-def split_whole(groups: Sequence[InFlightGroup], size: int) -> tuple[list[InFlightGroup], list[InFlightGroup]]:
+def split_whole(
+    groups: Sequence[InFlightGroup], size: int
+) -> tuple[list[InFlightGroup], list[InFlightGroup]]:
     """(groups with all their completions, groups still in flight), in order."""
     whole = [group for group in groups if len(group.rollouts) == size]
     return whole, [group for group in groups if len(group.rollouts) < size]
@@ -338,7 +392,9 @@ def split_whole(groups: Sequence[InFlightGroup], size: int) -> tuple[list[InFlig
 def keep_scores(groups: Sequence[InFlightGroup], scores: Mapping[str, Score]) -> None:
     """Put new scores beside their rollouts; those of earlier steps stay."""
     for group in groups:
-        found = {i: scores[r.rollout_id] for i, r in group.rollouts.items() if r.rollout_id in scores}
+        found = {
+            i: scores[r.rollout_id] for i, r in group.rollouts.items() if r.rollout_id in scores
+        }
         group.scores.update(found)
 
 

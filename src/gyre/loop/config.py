@@ -1,4 +1,5 @@
-"""Config of the loop: rollouts, cold start, evaluation, the mark to reach. In: TOML tables. Out: frozen sections. No torch here."""
+"""Config of the loop: rollouts, cold start, evaluation, the mark to reach. In: TOML tables. Out:
+frozen sections. No torch here."""
 
 from __future__ import annotations
 
@@ -18,24 +19,28 @@ SERVING_ONLY = (
 )
 
 
-MOST_SEQUENCES = 2**18  # of one step, which is laid out whole in host memory before it is dealt to the trainer's ranks
+# of one step, which is laid out whole in host memory before it is dealt to the trainer's ranks
+MOST_SEQUENCES = 2**18
 
 
 class RolloutConfig(Section):
-    """What one loop step asks the engine for. Only what the trainer can do again: temperature and truncation."""
+    """What one loop step asks the engine for. Only what the trainer can do again: temperature and
+    truncation."""
 
     prompts_per_step: int = Field(default=32, ge=1)
     """Prompts taken from the data per loop step."""
     completions_per_prompt: int = Field(default=8, ge=1)
     """Completions of each prompt: the group that rewards are compared in."""
     max_refills: int = Field(default=3, ge=0)
-    """Where the objective drops groups that teach nothing (dapo): rounds of further prompts per step that replace
-    them, one for each. When they are used up the step trains on what there is. 0 replaces none. A step samples at most
-    1 + max_refills times its prompts; rewards are then waited for before the reference and critic passes."""
+    """Where the objective drops groups that teach nothing (dapo): rounds of further prompts per
+    step that replace them, one for each. When they are used up the step trains on what there is. 0
+    replaces none. A step samples at most 1 + max_refills times its prompts; rewards are then waited
+    for before the reference and critic passes."""
     temperature: float = Field(default=1.0, gt=0.0)
     """Softmax temperature of rollouts."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Nucleus mass; below 1 the kept tokens travel with the rollout, and the trainer restricts its softmax to them."""
+    """Nucleus mass; below 1 the kept tokens travel with the rollout, and the trainer restricts its
+    softmax to them."""
     top_k: int = Field(default=0, ge=0)
     """Tokens kept; 0 keeps all."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
@@ -47,8 +52,8 @@ class RolloutConfig(Section):
     ignore_eos: bool = False
     """Go on past the end token: every completion has max_tokens. For benchmarks."""
     max_tokens_per_iteration: int = Field(default=0, ge=0)
-    """Partial rollouts: a completion that has taken this many tokens in one loop step is set aside and continued in
-    the next one, under the weights of then; 0 finishes each in its own step."""
+    """Partial rollouts: a completion that has taken this many tokens in one loop step is set aside
+    and continued in the next one, under the weights of then; 0 finishes each in its own step."""
     deadline_s: float = Field(default=600.0, gt=0.0)
     """Longest wait for the rollouts of a step, and again for those of each refill."""
     reward_deadline_s: float = Field(default=120.0, gt=0.0)
@@ -60,8 +65,10 @@ class RolloutConfig(Section):
         for key in SERVING_ONLY if isinstance(values, dict) else ():
             if key in values:
                 raise ValueError(
-                    f"{key} is for serving only: the trainer computes the log-probs of rollouts again from temperature "
-                    "and truncation, and could not; leave it out, or use temperature, top_p, top_k or min_p"
+                    f"{key} is for serving only: the trainer computes the log-probs of rollouts "
+                    "again from temperature "
+                    "and truncation, and could not; leave it out, or use temperature, top_p, "
+                    "top_k or min_p"
                 )
         return values
 
@@ -82,9 +89,11 @@ class MetricConfig(Section):
     """What counts as right: a completion whose reward part reaches a threshold."""
 
     part: str = ""
-    """Name of the reward part; empty takes the first part that compares with a right answer, if there is one."""
+    """Name of the reward part; empty takes the first part that compares with a right answer, if
+    there is one."""
     threshold: float | None = None
-    """Smallest value of the part that counts as right; left out: the part's value for a right answer, else 1."""
+    """Smallest value of the part that counts as right; left out: the part's value for a right
+    answer, else 1."""
 
 
 class EvalConfig(Section):
@@ -95,7 +104,8 @@ class EvalConfig(Section):
     every_steps: int = Field(default=0, ge=0)
     """Loop steps between evaluations, beside the first and the last; 0 leaves only those two."""
     metric: MetricConfig = MetricConfig()
-    """What accuracy means: a reward part and its threshold. Without such a part the mean reward is reported."""
+    """What accuracy means: a reward part and its threshold. Without such a part the mean reward is
+    reported."""
     temperature: float = Field(default=0.0, ge=0.0)
     """0 is greedy."""
     max_tokens: int = Field(default=0, ge=0)
@@ -103,11 +113,14 @@ class EvalConfig(Section):
 
 
 class GoalConfig(Section):
-    """The mark that a run must reach; `gyre train` says whether it did, and fails with --check-goal when not."""
+    """The mark that a run must reach; `gyre train` says whether it did, and fails with --check-goal
+    when not."""
 
-    metric: Literal["accuracy", "reward", "pair_accuracy", "preference_accuracy", "loss"] = "accuracy"
-    """Which evaluation: accuracy of answers (eval.metric), their mean reward where there is none, accuracy of a reward
-    model or of DPO on held-out pairs, or the held-out loss."""
+    metric: Literal["accuracy", "reward", "pair_accuracy", "preference_accuracy", "loss"] = (
+        "accuracy"
+    )
+    """Which evaluation: accuracy of answers (eval.metric), their mean reward where there is none,
+    accuracy of a reward model or of DPO on held-out pairs, or the held-out loss."""
     at_most_before: float | None = None
     """Largest value before the main stage."""
     at_least_after: float | None = None
@@ -147,10 +160,11 @@ class RunSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Compute weights and activations: float32, bfloat16, float16 (losses are scaled), or auto: bfloat16 where the
-    hardware multiplies it, else float16 on a GPU and float32 on a CPU."""
+    """Compute weights and activations: float32, bfloat16, float16 (losses are scaled), or auto:
+    bfloat16 where the hardware multiplies it, else float16 on a GPU and float32 on a CPU."""
     threads: int = Field(default=0, ge=0)
     """CPU threads for tensors; 0 takes all cores."""
     stop_deadline_s: float = Field(default=30.0, ge=0.0)
-    """Longest that Ctrl-C, SIGTERM or SIGHUP waits for the step in flight; then its rollouts are broken off and saved.
-    A training pass that is still at it then is lost, and the newest snapshot stands."""
+    """Longest that Ctrl-C, SIGTERM or SIGHUP waits for the step in flight; then its rollouts are
+    broken off and saved. A training pass that is still at it then is lost, and the newest snapshot
+    stands."""

@@ -1,4 +1,5 @@
-"""The ring. In: parts that satisfy the contracts. Out: a policy that was rolled out, scored, trained and handed back.
+"""The ring. In: parts that satisfy the contracts. Out: a policy that was rolled out, scored,
+trained and handed back.
 
     source.take ─▶ Collector ─Request─▶ engine            phase rollout   engine on the device
         ▲             │  ◀─TokenChunk──┘   ▲                              (rule rewards run from the first one on;
@@ -57,7 +58,13 @@ from gyre.loop.evaluate import Rollouts
 from gyre.loop.failures import find_failures, lower_failed, refuse_failures
 from gyre.loop.handover import Handover
 from gyre.loop.ports import Parts, StageSpec
-from gyre.loop.refill import PromptFeed, StepRollouts, drops_equal, filter_metric, why_filtered_by_score
+from gyre.loop.refill import (
+    PromptFeed,
+    StepRollouts,
+    drops_equal,
+    filter_metric,
+    why_filtered_by_score,
+)
 from gyre.loop.resume import StageProgress, note_outcome, to_snapshot
 from gyre.loop.schedule import Rhythm, Turn, run_steps
 from gyre.loop.scoring import Scoring
@@ -73,7 +80,8 @@ class RingConfig:
     rollout: RolloutConfig
     evaluation: EvalConfig
     snapshot_every_steps: int
-    accuracy: AccuracyMetric | None  # what counts as right; None where no part compares with a right answer
+    # what counts as right; None where no part compares with a right answer
+    accuracy: AccuracyMetric | None
     max_failed_share: float  # of a reward part's checks in a step; past it the run stops
     reward_model: tuple[str, float] | None = None  # (part name, weight) of a learnt reward
     restart_engine: bool = False
@@ -95,17 +103,25 @@ class Collected:
 class Ring:
     """Turns one online stage: GRPO and kin, PPO, online DPO."""
 
-    def __init__(self, stage: StageSpec, parts: Parts, config: RingConfig, *, compute: Executor) -> None:
+    def __init__(
+        self, stage: StageSpec, parts: Parts, config: RingConfig, *, compute: Executor
+    ) -> None:
         assert parts.engine is not None and parts.lifecycle is not None and parts.scorer is not None
         self._stage, self._parts, self._config = stage, parts, config
         self._engine, self._scorer = parts.engine, parts.scorer
         self._emit = parts.observers.events.emit
         self._phase = parts.observers.spans.phase
-        self._open: list[InFlightGroup] = []  # groups of the step in flight, until they are trained on
-        self._begun_tokens: list[dict[int, int]] = []  # of those carried over, tokens by sample when the step began
+        # groups of the step in flight, until they are trained on
+        self._open: list[InFlightGroup] = []
+        # of those carried over, tokens by sample when the step began
+        self._begun_tokens: list[dict[int, int]] = []
         self._train_s = 0.0  # that the newest update took: it is not begun when a stop leaves less
         self._handover = Handover(
-            parts.trainer, parts.lifecycle, compute=compute, emit=self._emit, restart_engine=config.restart_engine
+            parts.trainer,
+            parts.lifecycle,
+            compute=compute,
+            emit=self._emit,
+            restart_engine=config.restart_engine,
         )
         self._evaluator = Rollouts(
             self._engine,
@@ -129,7 +145,10 @@ class Ring:
             self._emit("fallback.filter_by_score", stage=self._stage.name, reason=reason)
         await self._publish(progress.step)
         turn = Turn(
-            step=self._step, evaluate=self._evaluate, save=self._snapshot, keep_unfinished=self._keep_unfinished
+            step=self._step,
+            evaluate=self._evaluate,
+            save=self._snapshot,
+            keep_unfinished=self._keep_unfinished,
         )
         rhythm = Rhythm(
             steps=self._stage.steps,
@@ -145,7 +164,11 @@ class Ring:
             raise StepUnfinished
         self._look_at_failures(collected.sampled, step)
         assembled = assemble(
-            self._stage.objective, collected.groups, collected.passes, step=step, accuracy=self._config.accuracy
+            self._stage.objective,
+            collected.groups,
+            collected.passes,
+            step=step,
+            accuracy=self._config.accuracy,
         )
         self._count(assembled, collected, step)
         self._open = []  # an update cannot be broken off
@@ -159,7 +182,9 @@ class Ring:
         self._keep_samples(step, collected.sampled)
         for group in collected.in_flight:
             carry_over(group)
-        return replace(progress, step=step, source=self._parts.source.state(), in_flight=collected.in_flight)
+        return replace(
+            progress, step=step, source=self._parts.source.state(), in_flight=collected.in_flight
+        )
 
     async def _collect(self, progress: StageProgress, step: int) -> Collected:
         """Phases rollout and score."""
@@ -191,7 +216,9 @@ class Ring:
                 passes, learnt = await self._passes(kept, whole, step)
                 score_to_s = time.monotonic()
                 keep_scores(groups, await stop.within(scoring.finish()))
-            account = scoring.account(rollout=rollouts.windows, reference=(rollout_to_s, score_to_s))
+            account = scoring.account(
+                rollout=rollouts.windows, reference=(rollout_to_s, score_to_s)
+            )
         done = [as_group(group) for group in whole]
         if learnt is not None and self._config.reward_model is not None:
             done = add_part(done, *self._config.reward_model, learnt)
@@ -206,7 +233,9 @@ class Ring:
         )
 
     @asynccontextmanager
-    async def _keeping(self, groups: Sequence[InFlightGroup], scoring: Scoring) -> AsyncIterator[None]:
+    async def _keeping(
+        self, groups: Sequence[InFlightGroup], scoring: Scoring
+    ) -> AsyncIterator[None]:
         """Keep what a step that is broken off has, with the scores that have come."""
         try:
             yield
@@ -215,21 +244,31 @@ class Ring:
             raise
 
     def _keep_unfinished(self, progress: StageProgress) -> StageProgress:
-        """The run goes on with these groups; before they were begun, or in an evaluation, there are no new ones."""
+        """The run goes on with these groups; before they were begun, or in an evaluation, there are
+        no new ones."""
         if not self._open:
             return progress
         size = self._config.rollout.completions_per_prompt
         fresh = [dict.fromkeys(range(size), 0)] * (len(self._open) - len(self._begun_tokens))
         for group, begun in zip(self._open, [*self._begun_tokens, *fresh], strict=True):
             group.begun_tokens = dict(begun)
-        tokens = sum(len(partial.tokens) for group in self._open for partial in group.partials.values())
-        self._emit("step.broken_off", step=progress.step + 1, groups=len(self._open), partial_tokens=tokens)
+        tokens = sum(
+            len(partial.tokens) for group in self._open for partial in group.partials.values()
+        )
+        self._emit(
+            "step.broken_off", step=progress.step + 1, groups=len(self._open), partial_tokens=tokens
+        )
         return replace(progress, source=self._parts.source.state(), in_flight=self._open)
 
     def _max_refills(self) -> int:
-        """A learnt reward comes after the rollouts: a filter by score waits for it, and replaces nothing."""
+        """A learnt reward comes after the rollouts: a filter by score waits for it, and replaces
+        nothing."""
         waits = self._metric is None and self._config.reward_model is not None
-        return self._config.rollout.max_refills if drops_equal(self._stage.objective) and not waits else 0
+        return (
+            self._config.rollout.max_refills
+            if drops_equal(self._stage.objective) and not waits
+            else 0
+        )
 
     def _collector(self, scoring: Scoring) -> Collector:
         config = self._config.rollout
@@ -247,8 +286,8 @@ class Ring:
     async def _passes(
         self, kept: Sequence[InFlightGroup], whole: Sequence[InFlightGroup], step: int
     ) -> tuple[Passes, np.ndarray | None]:
-        """Policy, reference and critic passes over the groups to be trained on, the reward pass over all whole ones,
-        while rule rewards still run."""
+        """Policy, reference and critic passes over the groups to be trained on, the reward pass
+        over all whole ones, while rule rewards still run."""
         bare = bare_batch([as_group(group, scored=False) for group in kept], step=step)
         trainer, objective = self._parts.trainer, self._stage.objective
         policy = reference = critic = learnt = None
@@ -290,7 +329,8 @@ class Ring:
         await self._parts.gate.enter(phase, step=step)
 
     def _look_at_failures(self, groups: Sequence[Group], step: int) -> None:
-        """Say which rewards failed and why. RewardError past the share that may fail, before anything is trained on."""
+        """Say which rewards failed and why. RewardError past the share that may fail, before
+        anything is trained on."""
         failures = find_failures(groups)
         for failure in failures:
             self._emit("warn.reward_failed", step=step, **failure.fields())
@@ -302,21 +342,38 @@ class Ring:
         if equal := assembled.num_dropped_groups + len(rollouts.dropped):
             self._emit("drop.equal_groups", step=step, count=equal)
         if assembled.num_groups_without_pair:
-            self._emit("drop.groups_without_pair", step=step, count=assembled.num_groups_without_pair)
+            self._emit(
+                "drop.groups_without_pair", step=step, count=assembled.num_groups_without_pair
+            )
         if unscored := num_unscored(collected.sampled):
             self._emit("drop.unscored", step=step, count=unscored)
         if assembled.num_truncated:
             self._emit("drop.truncated", step=step, count=assembled.num_truncated)
         if rollouts.refills:
-            self._emit("rollouts.refilled", step=step, rounds=rollouts.refills, prompts=rollouts.num_refilled)
+            self._emit(
+                "rollouts.refilled",
+                step=step,
+                rounds=rollouts.refills,
+                prompts=rollouts.num_refilled,
+            )
         if rollouts.num_missing:
-            self._emit("rollouts.refills_exhausted", step=step, rounds=rollouts.refills, missing=rollouts.num_missing)
+            self._emit(
+                "rollouts.refills_exhausted",
+                step=step,
+                rounds=rollouts.refills,
+                missing=rollouts.num_missing,
+            )
         if collected.in_flight:
             self._emit("rollouts.carried", step=step, groups=len(collected.in_flight))
         self._emit("reward.window", step=step, **collected.windows)
 
     def _report(
-        self, step: int, report: StepReport, collected: Collected, assembled: Assembled, seconds: float
+        self,
+        step: int,
+        report: StepReport,
+        collected: Collected,
+        assembled: Assembled,
+        seconds: float,
     ) -> None:
         groups = collected.sampled
         sampled = sum(int(r.sampled.sum()) for group in groups for r in group.rollouts)
@@ -349,4 +406,6 @@ class Ring:
             for rollout, score in zip(group.rollouts, group.scores, strict=True):
                 chosen = rollout.tokens[len(rollout.prompt.tokens) :]
                 pieces = [self._parts.text.decode([token]) for token in chosen]
-                observers.samples.write(sample_row(rollout, score, step=step, stage=self._stage.name, pieces=pieces))
+                observers.samples.write(
+                    sample_row(rollout, score, step=step, stage=self._stage.name, pieces=pieces)
+                )

@@ -1,5 +1,5 @@
-"""Evaluate: how good the policy is on problems it never trained on. In: held-out prompts or sequences, engine, scorer.
-Out: an Outcome.
+"""Evaluate: how good the policy is on problems it never trained on. In: held-out prompts or
+sequences, engine, scorer. Out: an Outcome.
 """
 
 from __future__ import annotations
@@ -18,11 +18,18 @@ from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.failures import find_failures, lower_failed
 from gyre.loop.ports import Emit, TextPort
 from gyre.loop.scoring import Scoring
-from gyre.observability.intervals import mean_error, normal_interval, ratio_error, share_error, wilson_interval
+from gyre.observability.intervals import (
+    mean_error,
+    normal_interval,
+    ratio_error,
+    share_error,
+    wilson_interval,
+)
 
-# A run that was resumed after an evaluation has not made it. Under a salt of their own, what evaluations leave in the
-# engine's prefix cache is never found by rollouts, and being older it is given up before anything of theirs: so the
-# rollouts that follow meet the same beginnings, in both runs.
+# A run that was resumed after an evaluation has not made it. Under a salt of their own, what
+# evaluations leave in the engine's prefix cache is never found by rollouts, and being older it is
+# given up before anything of theirs: so the rollouts that follow meet the same beginnings, in both
+# runs.
 EVALUATION = "evaluation"
 
 
@@ -40,7 +47,8 @@ class Outcome:
 
 
 class Rollouts:
-    """Evaluates by generating: accuracy by the named metric, or the mean reward where there is none."""
+    """Evaluates by generating: accuracy by the named metric, or the mean reward where there is
+    none."""
 
     def __init__(
         self,
@@ -56,12 +64,20 @@ class Rollouts:
         window: Window | None = None,
     ) -> None:
         self._window = window
-        self._engine, self._scorer, self._text, self._seed, self._emit = engine, scorer, text, seed, emit
+        self._engine, self._scorer, self._text, self._seed, self._emit = (
+            engine,
+            scorer,
+            text,
+            seed,
+            emit,
+        )
         self._accuracy = accuracy
         self._rollout = rollout
         self._length_key = "eval.max_tokens" if config.max_tokens else "rollout.max_tokens"
         self._sampling = Sampling(
-            temperature=config.temperature, max_tokens=config.max_tokens or rollout.max_tokens, stop=rollout.stop
+            temperature=config.temperature,
+            max_tokens=config.max_tokens or rollout.max_tokens,
+            stop=rollout.stop,
         )
 
     async def run(self, prompts: Sequence[Prompt]) -> Outcome:
@@ -103,7 +119,9 @@ class Rollouts:
         return share_outcome("accuracy", right, self._accuracy.meaning, detail)
 
 
-def share_outcome(metric: str, hits: Sequence[float], meaning: str, detail: Mapping[str, float]) -> Outcome:
+def share_outcome(
+    metric: str, hits: Sequence[float], meaning: str, detail: Mapping[str, float]
+) -> Outcome:
     """A share of trials, each a hit (1), a miss (0) or, as a tie, 0.5."""
     value, n = float(np.mean(hits)), len(hits)
     return Outcome(
@@ -137,19 +155,30 @@ async def pair_accuracy(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:
     assert scored.per_sequence is not None
     margins = scored.per_sequence[0::2] - scored.per_sequence[1::2]
     meaning = "share of pairs whose chosen member the reward model scores higher"
-    return share_outcome("pair_accuracy", preferred(margins), meaning, {"margin": float(np.mean(margins))})
+    return share_outcome(
+        "pair_accuracy", preferred(margins), meaning, {"margin": float(np.mean(margins))}
+    )
 
 
 async def preference_accuracy(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:
-    """Share of held-out pairs whose chosen member gained more log-prob over the reference than the rejected one."""
-    policy, reference = await trainer.evaluate(batch, "policy"), await trainer.evaluate(batch, "reference")
+    """Share of held-out pairs whose chosen member gained more log-prob over the reference than the
+    rejected one."""
+    policy, reference = (
+        await trainer.evaluate(batch, "policy"),
+        await trainer.evaluate(batch, "reference"),
+    )
     gains = [
         float((p - r)[s.columns["loss_mask"]].sum())
         for p, r, s in zip(policy.per_token, reference.per_token, batch.sequences, strict=True)
     ]
     margins = np.array(gains[0::2]) - np.array(gains[1::2])
-    meaning = "share of pairs whose chosen member gained more log-prob over the reference than the rejected one"
-    return share_outcome("preference_accuracy", preferred(margins), meaning, {"margin": float(np.mean(margins))})
+    meaning = (
+        "share of pairs whose chosen member gained more log-prob over the reference than "
+        "the rejected one"
+    )
+    return share_outcome(
+        "preference_accuracy", preferred(margins), meaning, {"margin": float(np.mean(margins))}
+    )
 
 
 async def held_out_loss(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:
@@ -171,5 +200,6 @@ async def held_out_loss(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:
 
 
 def preferred(margins: np.ndarray) -> list[float]:
-    """Which pairs were told apart rightly. A tie counts half, so that a model that knows nothing yet is at 0.5."""
+    """Which pairs were told apart rightly. A tie counts half, so that a model that knows nothing
+    yet is at 0.5."""
     return np.heaviside(margins, 0.5).tolist()

@@ -1,5 +1,6 @@
-"""Failures: reward parts that could not judge a completion. In: the scored groups of a step or an evaluation. Out: what
-failed, how often and why; scores in which no failure pays; a RewardError when too much failed. Pure.
+"""Failures: reward parts that could not judge a completion. In: the scored groups of a step or an
+evaluation. Out: what failed, how often and why; scores in which no failure pays; a RewardError when
+too much failed. Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ MOST_KINDS = 8  # of failures of one part that are told apart; the rest are told
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFailure:
-    """One kind of failure of one part: the same exception at the same line, or the same other reason."""
+    """One kind of failure of one part: the same exception at the same line, or the same other
+    reason."""
 
     part: str
     outcome: str
@@ -52,16 +54,25 @@ def find_failures(groups: Sequence[Group]) -> list[RewardFailure]:
         rest = [part for _, more in ranked[MOST_KINDS:] for part in more]
         for (outcome, kind), failed in [*ranked[:MOST_KINDS], *_as_one(rest)]:
             failures.append(
-                RewardFailure(part=name, outcome=outcome, reason=failed[0].reason, kind=kind, count=len(failed),
-                        checks=checks[name])
-            )  # fmt: skip
+                RewardFailure(
+                    part=name,
+                    outcome=outcome,
+                    reason=failed[0].reason,
+                    kind=kind,
+                    count=len(failed),
+                    checks=checks[name],
+                )
+            )
     return sorted(failures, key=lambda failure: -failure.count)
 
 
 def _as_one(parts: Sequence[ScorePart]) -> list[tuple[tuple[str, str], list[ScorePart]]]:
     """What is past MOST_KINDS, by outcome."""
     outcomes = dict.fromkeys(part.outcome for part in parts)
-    return [((it, "further kinds of failure"), [part for part in parts if part.outcome == it]) for it in outcomes]
+    return [
+        ((it, "further kinds of failure"), [part for part in parts if part.outcome == it])
+        for it in outcomes
+    ]
 
 
 def refuse_failures(failures: Sequence[RewardFailure], *, most_share: float, step: int) -> None:
@@ -73,10 +84,13 @@ def refuse_failures(failures: Sequence[RewardFailure], *, most_share: float, ste
             continue
         reasons = "; ".join(f"{failure.reason} ({failure.count} times)" for failure in own[:3])
         raise RewardError(
-            f"reward part '{name}' failed on {failed} of {checks} completions of step {step}, more than "
+            f"reward part '{name}' failed on {failed} of {checks} completions of step {step}, "
+            "more than "
             f"rewards.max_failed_share = {most_share:g} allows: {reasons}",
-            hint="mend the reward and go on with gyre train --resume RUN, where RUN/rewards.log has what it printed; "
-            "`gyre score RUN COMPLETIONS.jsonl` tries it on given completions. rewards.max_failed_share = 1 trains on "
+            hint="mend the reward and go on with gyre train --resume RUN, where RUN/rewards.log "
+            "has what it printed; "
+            "`gyre score RUN COMPLETIONS.jsonl` tries it on given completions. "
+            "rewards.max_failed_share = 1 trains on "
             "what is left",
         )
 

@@ -1,11 +1,12 @@
-"""Handover: the one place that decides when a version goes out to the engine. In: a trainer whose step has returned.
-Out: an engine that answers with that version, whole.
+"""Handover: the one place that decides when a version goes out to the engine. In: a trainer whose
+step has returned. Out: an engine that answers with that version, whole.
 
     trainer.register ──▶ lifecycle.prepare (receive and verify) ──▶ lifecycle.commit (swap)
 
-Two ways to leave the rollout phase: keep the engine (its components are parked by the ledger), or terminate it and
-start it again on dummy weights, as Kimi k1.5 does; a restarted engine takes no work before it has the current version.
-Waits: for the engine's prepare and commit, by the engine's own deadlines; for the compute thread, our own work.
+Two ways to leave the rollout phase: keep the engine (its components are parked by the ledger), or
+terminate it and start it again on dummy weights, as Kimi k1.5 does; a restarted engine takes no
+work before it has the current version. Waits: for the engine's prepare and commit, by the engine's
+own deadlines; for the compute thread, our own work.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Handover:
             self._emit("handover.engine_terminated", step=step)
 
     async def publish(self, *, step: int) -> None:
-        """Bring the engine to the trainer's version; it has it whole, or keeps the old one and this raises."""
+        """Bring the engine to the trainer's version; it has it whole, or keeps the old one and this
+        raises."""
         if not self._running:
             await self._lifecycle.start(dummy=True)
             self._running = True
@@ -53,7 +55,9 @@ class Handover:
             await self._lifecycle.prepare(manifest, tensors)
             await self._lifecycle.commit(manifest.version, policy="drain")
         except BaseException as error:
-            self._emit("weights.publish_failed", step=step, version=manifest.version, error=repr(error))
+            self._emit(
+                "weights.publish_failed", step=step, version=manifest.version, error=repr(error)
+            )
             await self._roll_back(step)
             raise
         self._emit(
@@ -61,11 +65,14 @@ class Handover:
             step=step,
             version=manifest.version,
             tensors=len(manifest.entries),
-            copied_bytes=0 if manifest.shared else sum(entry.size_bytes for entry in manifest.entries),
+            copied_bytes=0
+            if manifest.shared
+            else sum(entry.size_bytes for entry in manifest.entries),
         )
 
     async def _roll_back(self, step: int) -> None:
-        """After a publication that failed: its error is the one to be raised, and one of the way back is told."""
+        """After a publication that failed: its error is the one to be raised, and one of the way
+        back is told."""
         try:
             await self._lifecycle.rollback()
         except Exception as error:  # noqa: BLE001  it is told

@@ -1,5 +1,5 @@
-"""Offline: the ring without rollouts, for SFT, reward models and DPO on given pairs. In: a source of sequences.
-Out: a trained policy or reward model.
+"""Offline: the ring without rollouts, for SFT, reward models and DPO on given pairs. In: a source
+of sequences. Out: a trained policy or reward model.
 
     source.take ──TrainBatch──▶ trainer.step ──▶ between steps: held-out measure, generated answers, snapshot
 """
@@ -37,10 +37,17 @@ class OfflineConfig:
 
 
 class OfflineLoop:
-    """Feeds the trainer straight from data. With a `judge` it also hands weights to an engine and generates."""
+    """Feeds the trainer straight from data. With a `judge` it also hands weights to an engine and
+    generates."""
 
     def __init__(
-        self, stage: StageSpec, parts: Parts, config: OfflineConfig, *, judge: Rollouts | None, compute: Executor
+        self,
+        stage: StageSpec,
+        parts: Parts,
+        config: OfflineConfig,
+        *,
+        judge: Rollouts | None,
+        compute: Executor,
     ) -> None:
         self._stage, self._parts, self._config, self._judge = stage, parts, config, judge
         self._emit = parts.observers.events.emit
@@ -48,7 +55,9 @@ class OfflineLoop:
         self._handover = None
         if judge is not None:
             assert parts.lifecycle is not None
-            self._handover = Handover(parts.trainer, parts.lifecycle, compute=compute, emit=self._emit)
+            self._handover = Handover(
+                parts.trainer, parts.lifecycle, compute=compute, emit=self._emit
+            )
 
     async def run(self, progress: StageProgress) -> StageProgress:
         """Go on from `progress` to the end of the stage, or to where a stop ends it."""
@@ -57,7 +66,10 @@ class OfflineLoop:
         if progress.evaluated_step >= 0:
             await self._parts.gate.enter("train", step=progress.step)
         turn = Turn(
-            step=self._step, evaluate=self._evaluate, save=self._snapshot, keep_unfinished=lambda progress: progress
+            step=self._step,
+            evaluate=self._evaluate,
+            save=self._snapshot,
+            keep_unfinished=lambda progress: progress,
         )
         rhythm = Rhythm(
             steps=self._stage.steps,
@@ -93,7 +105,9 @@ class OfflineLoop:
         if self._parts.eval_batch is not None:
             await gate.enter("score", step=step)
             with self._phase("evaluate", step=step):
-                outcome = await MEASURES[self._stage.objective.kind](self._parts.trainer, self._parts.eval_batch)
+                outcome = await MEASURES[self._stage.objective.kind](
+                    self._parts.trainer, self._parts.eval_batch
+                )
             progress = note_outcome(progress, outcome, when, self._emit)
         if self._judge is not None and self._handover is not None and self._parts.eval_prompts:
             await gate.enter("handover", step=step)

@@ -1,5 +1,5 @@
-"""Ports: what the loop needs beside the contracts, as small Protocols and one bundle. In: objects that `wire` made.
-Callers: every file of the loop."""
+"""Ports: what the loop needs beside the contracts, as small Protocols and one bundle. In: objects
+that `wire` made. Callers: every file of the loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class PhaseGate(Protocol):
 class SnapshotPort(Protocol):
     """Keeps resumable states of one run, newest first."""
 
-    async def save(self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
+    async def save(
+        self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]
+    ) -> None:
         """Write the trainer's state together with ours, whole or not at all."""
         ...
 
@@ -74,5 +76,7 @@ class Parts:
     lifecycle: EngineLifecycle | None = None
     scorer: Scorer | None = None
     eval_prompts: tuple[Prompt, ...] = ()
-    stop: StopRequest = field(default_factory=lambda: StopRequest(deadline_s=0.0))  # that nobody asks for by default
-    eval_batch: TrainBatch | None = None  # held-out sequences, for objectives that are judged without rollouts
+    # that nobody asks for by default
+    stop: StopRequest = field(default_factory=lambda: StopRequest(deadline_s=0.0))
+    # held-out sequences, for objectives that are judged without rollouts
+    eval_batch: TrainBatch | None = None

@@ -1,9 +1,10 @@
-"""Dynamic sampling: which groups teach nothing, and how many further prompts replace them. In: scored groups, the
-objective, what counts as right. Out: verdicts, and the rollouts of a step.
+"""Dynamic sampling: which groups teach nothing, and how many further prompts replace them. In:
+scored groups, the objective, what counts as right. Out: verdicts, and the rollouts of a step.
 
     groups ──▶ roll out ──▶ scores ──▶ equal groups dropped ──▶ as many further prompts, at most max_refills times
 
-Yu et al. 2025, arXiv 2503.14476, eq. 11: a group is kept with 0 < number right < size. The decisions are pure.
+Yu et al. 2025, arXiv 2503.14476, eq. 11: a group is kept with 0 < number right < size. The
+decisions are pure.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from dataclasses import dataclass
 from gyre.core.contracts import PromptSource
 from gyre.core.records import Group, Score
 from gyre.loop.accuracy import AccuracyMetric, is_right
-from gyre.loop.collect import Collector, InFlightGroup, as_group, keep_scores, open_groups, split_whole
+from gyre.loop.collect import (
+    Collector,
+    InFlightGroup,
+    as_group,
+    keep_scores,
+    open_groups,
+    split_whole,
+)
 from gyre.loop.config import RolloutConfig
 from gyre.loop.failures import lower_failed
 from gyre.loop.scoring import Scoring
@@ -23,24 +31,35 @@ from gyre.objectives.config import AnyObjective, GrpoConfig
 from gyre.observability.overlap import Interval
 
 
-def filter_metric(objective: AnyObjective, accuracy: AccuracyMetric | None) -> AccuracyMetric | None:
-    """What "all equal" means for groups of this objective: equally right by this metric, or None for equal scores.
-    A part of weight 0 is watched only: it decides nothing."""
+def filter_metric(
+    objective: AnyObjective, accuracy: AccuracyMetric | None
+) -> AccuracyMetric | None:
+    """What "all equal" means for groups of this objective: equally right by this metric, or None
+    for equal scores. A part of weight 0 is watched only: it decides nothing."""
     if not _asks_for_accuracy(objective) or accuracy is None or not accuracy.rewarded:
         return None
     return accuracy
 
 
 def why_filtered_by_score(objective: AnyObjective, accuracy: AccuracyMetric | None) -> str:
-    """Why the filter looks at the score although it was to look at correctness; "" where it does not."""
+    """Why the filter looks at the score although it was to look at correctness; "" where it does
+    not."""
     if not _asks_for_accuracy(objective) or filter_metric(objective, accuracy) is not None:
         return ""
-    why = "no reward part judges correctness" if accuracy is None else f"part '{accuracy.part}' has weight 0"
+    why = (
+        "no reward part judges correctness"
+        if accuracy is None
+        else f"part '{accuracy.part}' has weight 0"
+    )
     return f"objective.filter_metric = 'accuracy', and {why}: the score decides"
 
 
 def _asks_for_accuracy(objective: AnyObjective) -> bool:
-    return drops_equal(objective) and isinstance(objective, GrpoConfig) and objective.filter_metric == "accuracy"
+    return (
+        drops_equal(objective)
+        and isinstance(objective, GrpoConfig)
+        and objective.filter_metric == "accuracy"
+    )
 
 
 def drops_equal(objective: AnyObjective) -> bool:
@@ -49,8 +68,9 @@ def drops_equal(objective: AnyObjective) -> bool:
 
 
 def is_equal(scores: Sequence[Score], metric: AccuracyMetric | None) -> bool:
-    """Whether no scored sibling is better than another: none or all are right, or all scores are equal. Samples that
-    no part could score do not count; a group with fewer than two others is equal."""
+    """Whether no scored sibling is better than another: none or all are right, or all scores are
+    equal. Samples that no part could score do not count; a group with fewer than two others is
+    equal."""
     scored = [score for score in scores if score.is_scored]
     if len(scored) < 2:
         return True
@@ -60,13 +80,17 @@ def is_equal(scores: Sequence[Score], metric: AccuracyMetric | None) -> bool:
 
 
 def find_equal(groups: Sequence[Group], metric: AccuracyMetric | None) -> frozenset[str]:
-    """Ids of the groups that teach nothing, with each failed part at the least that it gave in any of them."""
-    return frozenset(group.group_id for group in lower_failed(groups) if is_equal(group.scores, metric))
+    """Ids of the groups that teach nothing, with each failed part at the least that it gave in any
+    of them."""
+    return frozenset(
+        group.group_id for group in lower_failed(groups) if is_equal(group.scores, metric)
+    )
 
 
 def num_missing(*, wanted: int, kept: int, in_flight: int) -> int:
-    """How many further prompts a step needs: one for each that was dropped. Groups in flight keep their places, so
-    there are never more groups than wanted and none that was kept is thrown away."""
+    """How many further prompts a step needs: one for each that was dropped. Groups in flight keep
+    their places, so there are never more groups than wanted and none that was kept is thrown
+    away."""
     return max(0, wanted - kept - in_flight)
 
 
@@ -98,12 +122,16 @@ class PromptFeed:
         max_refills: int,
         metric: AccuracyMetric | None,
     ) -> StepRollouts:
-        """What was in flight goes on first; new prompts fill up the rest, and are added to `groups`: who breaks the
-        step off has them there. Ends after 1 + max_refills rounds: a pure function of seed, data cursor and scores.
-        Without refills scores are not waited for, and nothing is dropped."""
+        """What was in flight goes on first; new prompts fill up the rest, and are added to
+        `groups`: who breaks the step off has them there. Ends after 1 + max_refills rounds: a pure
+        function of seed, data cursor and scores. Without refills scores are not waited for, and
+        nothing is dropped."""
         config = self._config
-        refills = max((group.refill for group in groups), default=0)  # of a step that was broken off
-        groups += self._begin(max(0, config.prompts_per_step - len(groups)), step, first=0, refill=0)
+        # of a step that was broken off
+        refills = max((group.refill for group in groups), default=0)
+        groups += self._begin(
+            max(0, config.prompts_per_step - len(groups)), step, first=0, refill=0
+        )
         windows: list[Interval] = []
         dropped: frozenset[str] = frozenset()
         missing = 0
@@ -118,7 +146,9 @@ class PromptFeed:
             whole, in_flight = split_whole(groups, config.completions_per_prompt)
             dropped = find_equal([as_group(group) for group in whole], metric)
             kept = len(whole) - len(dropped)
-            missing = num_missing(wanted=config.prompts_per_step, kept=kept, in_flight=len(in_flight))
+            missing = num_missing(
+                wanted=config.prompts_per_step, kept=kept, in_flight=len(in_flight)
+            )
             if not missing or refills == max_refills:
                 break
             refills += 1

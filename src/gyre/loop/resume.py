@@ -1,5 +1,5 @@
-"""Resume: what a restart needs beside the trainer's own state, in one record. In: where a stage stands. Out: JSON-able
-state and record bytes for a snapshot, and the same read back.
+"""Resume: what a restart needs beside the trainer's own state, in one record. In: where a stage
+stands. Out: JSON-able state and record bytes for a snapshot, and the same read back.
 
 Nothing here looks at a clock: what is due follows from the number of the step.
 """
@@ -27,7 +27,8 @@ class StageProgress:
     step: int = 0  # loop steps done
     done: bool = False  # the stage's last step is behind it
     source: Mapping[str, Any] | None = None  # the data cursor; None at the very start
-    evals: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # metric -> see note_outcome
+    # metric -> see note_outcome
+    evals: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     evaluated_step: int = -1  # loop step of the newest evaluation; -1 before the first
     in_flight: Sequence[InFlightGroup] = ()
 
@@ -38,8 +39,8 @@ def is_due(step: int, every: int) -> bool:
 
 
 def note_outcome(progress: StageProgress, outcome: Outcome, when: str, emit: Emit) -> StageProgress:
-    """Keep the first value as "before" and the newest as "after", each with its 95 % interval (None: not known). The
-    event carries the value under the metric's own name."""
+    """Keep the first value as "before" and the newest as "after", each with its 95 % interval
+    (None: not known). The event carries the value under the metric's own name."""
     interval = None if outcome.interval is None else list(outcome.interval)
     emit(
         "eval.done",
@@ -67,8 +68,11 @@ def note_outcome(progress: StageProgress, outcome: Outcome, when: str, emit: Emi
     return replace(progress, evals={**progress.evals, outcome.metric: numbers})
 
 
-def to_snapshot(progress: StageProgress, *, events: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """(JSON-able state, blobs). `events` is the log position that readers are fenced to on resume."""
+def to_snapshot(
+    progress: StageProgress, *, events: Mapping[str, int]
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """(JSON-able state, blobs). `events` is the log position that readers are fenced to on
+    resume."""
     state = {
         "stage": progress.stage,
         "step": progress.step,
@@ -84,13 +88,16 @@ def to_snapshot(progress: StageProgress, *, events: Mapping[str, int]) -> tuple[
 def from_snapshot(state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> StageProgress:
     """Read back what to_snapshot gave."""
     if IN_FLIGHT not in blobs:
-        raise SnapshotError(f"the snapshot has no {IN_FLIGHT}", hint="resume from an earlier snapshot")
+        raise SnapshotError(
+            f"the snapshot has no {IN_FLIGHT}", hint="resume from an earlier snapshot"
+        )
     return StageProgress(
         stage=state["stage"],
         step=int(state["step"]),
         done=bool(state["done"]),
         source=state["source"],
         evals=state["evals"],
-        evaluated_step=int(state.get("evaluated_step", state["step"])),  # older ones were written after it
+        # older ones were written after it
+        evaluated_step=int(state.get("evaluated_step", state["step"])),
         in_flight=decode(blobs[IN_FLIGHT], list[InFlightGroup]),
     )

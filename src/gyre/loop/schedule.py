@@ -1,5 +1,5 @@
-"""Schedule: what happens between the steps of a stage. In: where the stage stands, what the loop can do. Out: where it
-stands at its end, or where it was asked to stop.
+"""Schedule: what happens between the steps of a stage. In: where the stage stands, what the loop
+can do. Out: where it stands at its end, or where it was asked to stop.
 
     step ─▶ evaluation, if due ─▶ snapshot, if due ─▶ step …        a stop: snapshot, and no further step
 """
@@ -15,33 +15,41 @@ from gyre.loop.stopping import StepUnfinished, StopRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a loop can do with its progress. `step` and `evaluate` raise StepUnfinished where a stop breaks them off."""
+    """What a loop can do with its progress. `step` and `evaluate` raise StepUnfinished where a stop
+    breaks them off."""
 
     step: Callable[[StageProgress], Awaitable[StageProgress]]
     evaluate: Callable[[StageProgress, str], Awaitable[StageProgress]]  # "before" or "after"
     save: Callable[[StageProgress], Awaitable[None]]
-    keep_unfinished: Callable[[StageProgress], StageProgress]  # adds what a step that was broken off has
+    # adds what a step that was broken off has
+    keep_unfinished: Callable[[StageProgress], StageProgress]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rhythm:
-    """Steps of the stage, and how many lie between two evaluations and two snapshots (0: only those at the end)."""
+    """Steps of the stage, and how many lie between two evaluations and two snapshots (0: only those
+    at the end)."""
 
     steps: int
     eval_every_steps: int
     snapshot_every_steps: int
 
 
-async def run_steps(progress: StageProgress, turn: Turn, rhythm: Rhythm, stop: StopRequest) -> StageProgress:
-    """Go on from `progress`, which needs no saving, to the end of the stage: then `done` is true. A stop ends it
-    sooner, with what there is saved; an evaluation that is left out for it comes first when the run goes on."""
+async def run_steps(
+    progress: StageProgress, turn: Turn, rhythm: Rhythm, stop: StopRequest
+) -> StageProgress:
+    """Go on from `progress`, which needs no saving, to the end of the stage: then `done` is true. A
+    stop ends it sooner, with what there is saved; an evaluation that is left out for it comes first
+    when the run goes on."""
     saved = progress
     while True:
         last = progress.step >= rhythm.steps
         try:
             if not stop.is_asked and is_evaluation_due(progress, rhythm):
                 when = "before" if progress.evaluated_step < 0 else "after"
-                progress = replace(await turn.evaluate(progress, when), evaluated_step=progress.step)
+                progress = replace(
+                    await turn.evaluate(progress, when), evaluated_step=progress.step
+                )
             ends = last and progress.evaluated_step == progress.step
             due = progress.step > saved.step and is_due(progress.step, rhythm.snapshot_every_steps)
             if due or (ends and not progress.done):

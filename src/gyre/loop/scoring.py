@@ -1,5 +1,5 @@
-"""Scoring: rule rewards run in their own processes while rollouts are still being generated. In: finished rollouts, one
-by one. Out: their scores, and how much of the rules' time each window hid.
+"""Scoring: rule rewards run in their own processes while rollouts are still being generated. In:
+finished rollouts, one by one. Out: their scores, and how much of the rules' time each window hid.
 
     offer(rollout) ──▶ waiting, until the event loop turns ──▶ one question to the scorer ──▶ scores by rollout id
 """
@@ -15,12 +15,15 @@ from gyre.core.errors import DeadlineError
 from gyre.core.records import Rollout, Score
 from gyre.observability.overlap import Interval, overlap_account
 
-MAX_BATCH = 128  # rollouts per question to the scorer: enough to be cheap, few enough that all its workers have some
-PATIENCE = 1.25  # the scorer itself answers at its deadline, with timeouts; the run ends only if not even that comes
+# rollouts per question to the scorer: enough to be cheap, few enough that all its workers have some
+MAX_BATCH = 128
+# the scorer itself answers at its deadline, with timeouts; the run ends only if not even that comes
+PATIENCE = 1.25
 
 
 class Scoring:
-    """The rewards of one loop step. Leaving the block takes back every question that has no answer yet."""
+    """The rewards of one loop step. Leaving the block takes back every question that has no answer
+    yet."""
 
     def __init__(self, scorer: Scorer, *, deadline_s: float) -> None:
         self._scorer, self._deadline_s = scorer, deadline_s
@@ -33,16 +36,21 @@ class Scoring:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        """Waits for: the questions' tasks, cancelled unless they are done. They await nothing after that."""
+        """Waits for: the questions' tasks, cancelled unless they are done. They await nothing after
+        that."""
         self._stop_waking()
         for task in self._asked:
             task.cancel()
         await asyncio.gather(*self._asked, return_exceptions=True)
 
     def offer(self, rollout: Rollout) -> None:
-        """Hand over a finished rollout; those that finish in the same turn of the event loop are asked together."""
+        """Hand over a finished rollout; those that finish in the same turn of the event loop are
+        asked together."""
         self._waiting.append(rollout)
         if self._wake is None:
             self._wake = asyncio.get_running_loop().call_soon(self._ask)
@@ -55,7 +63,8 @@ class Scoring:
             if late:
                 raise DeadlineError(
                     f"{len(late)} of {len(self._asked)} questions to the rewards had no answer "
-                    f"{self._deadline_s * PATIENCE:g} s after the last rollout; owner: loop.scoring",
+                    f"{self._deadline_s * PATIENCE:g} s after the last rollout; owner: "
+                    "loop.scoring",
                     hint="raise rollout.reward_deadline_s, or lower the limits of the slow reward",
                 )
             for task in self._asked:

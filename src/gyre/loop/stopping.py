@@ -1,10 +1,11 @@
-"""Stopping: a run is asked to end, and the loop looks where it can. In: a request from a signal. Out: whether to go on,
-and waits that end with the request's deadline.
+"""Stopping: a run is asked to end, and the loop looks where it can. In: a request from a signal.
+Out: whether to go on, and waits that end with the request's deadline.
 
     request ──▶ the step in flight ends ──▶ snapshot                 before the deadline
             └─▶ rollouts are broken off and kept ──▶ snapshot        at the deadline: the last update stands
 
-What computes (a training pass, a snapshot) is never broken off here: `launch.signals` ends a process that is still at it.
+What computes (a training pass, a snapshot) is never broken off here: `launch.signals` ends a
+process that is still at it.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ Result = TypeVar("Result")
 
 
 class StepUnfinished(Exception):
-    """The deadline of a stop has passed in the middle of a step. What the step had is kept by whoever catches this."""
+    """The deadline of a stop has passed in the middle of a step. What the step had is kept by
+    whoever catches this."""
 
 
 class StopRequest:
-    """Asked once, from a signal handler in the event loop's thread or from the loop itself; never taken back."""
+    """Asked once, from a signal handler in the event loop's thread or from the loop itself; never
+    taken back."""
 
     def __init__(self, *, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`deadline_s`: seconds that the step in flight may take from the request on."""
         self.deadline_s = deadline_s
-        self.saving = False  # the step in flight has ended, or was broken off: what follows is not bounded
+        # the step in flight has ended, or was broken off: what follows is not bounded
+        self.saving = False
         self._clock = clock
         self._until_s: float | None = None
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
@@ -47,8 +51,9 @@ class StopRequest:
         return float("inf") if self._until_s is None else max(0.0, self._until_s - self._clock())
 
     async def within(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `work`. StepUnfinished when the deadline of a stop passes first: it is cancelled, and has ended
-        when this raises. Waits for: `work`, by its own deadline; the request."""
+        """The result of `work`. StepUnfinished when the deadline of a stop passes first: it is
+        cancelled, and has ended when this raises. Waits for: `work`, by its own deadline; the
+        request."""
         task = asyncio.ensure_future(work)
         asked = asyncio.Event()
         entry = (asyncio.get_running_loop(), asked)

@@ -1,4 +1,5 @@
-"""Refusals: the words of each "does not fit". In: the ledger and what was asked. Out: MemoryBudgetError, always.
+"""Refusals: the words of each "does not fit". In: the ledger and what was asked. Out:
+MemoryBudgetError, always.
 
 Each names the components with their bytes, the budget, and the nearest setting that fits.
 """
@@ -25,7 +26,10 @@ def words(size_bytes: int) -> str:
 
 def name_sizes(entries: Sequence[Entry]) -> str:
     largest_first = sorted(entries, key=lambda entry: (-entry.size_bytes, entry.name))
-    return ", ".join(f"{entry.name} {words(entry.size_bytes)}" for entry in largest_first) or "no components"
+    return (
+        ", ".join(f"{entry.name} {words(entry.size_bytes)}" for entry in largest_first)
+        or "no components"
+    )
 
 
 def holds(budgets: Budgets, device_bytes: int) -> bool:
@@ -41,7 +45,12 @@ def advise_device(budgets: Budgets, needed_bytes: int) -> str:
 
 
 def refuse_device(
-    ledger: Ledger, phase: Phase, *, needed: Sequence[Entry], staying: Sequence[Entry], short_bytes: int
+    ledger: Ledger,
+    phase: Phase,
+    *,
+    needed: Sequence[Entry],
+    staying: Sequence[Entry],
+    short_bytes: int,
 ) -> NoReturn:
     budget = ledger.budgets.device_bytes
     text = f"phase {phase} does not fit on the device: it needs {name_sizes(needed)}"
@@ -52,8 +61,14 @@ def refuse_device(
     text += f"; the budget is {words(budget)}, {words(short_bytes)} too little"
     needed_bytes = budget + short_bytes
     hint = f"{advise_device(ledger.budgets, needed_bytes)}, or lower the sizes that the phase needs"
-    if ledger.residency == "resident" and short_bytes <= sum(entry.size_bytes for entry in staying if entry.leave):
-        larger = f", or memory.device_budget_bytes = {needed_bytes}" if holds(ledger.budgets, needed_bytes) else ""
+    if ledger.residency == "resident" and short_bytes <= sum(
+        entry.size_bytes for entry in staying if entry.leave
+    ):
+        larger = (
+            f", or memory.device_budget_bytes = {needed_bytes}"
+            if holds(ledger.budgets, needed_bytes)
+            else ""
+        )
         hint = f'set memory.residency = "spill", which fits{larger}'
     raise MemoryBudgetError(text, hint=hint)
 
@@ -73,20 +88,30 @@ def refuse_start(ledger: Ledger, start: Point) -> NoReturn:
         for tier in tiers
         if getattr(start, f"{tier}_bytes") > getattr(ledger.budgets, f"{tier}_bytes")
     )
-    raise MemoryBudgetError("the components are over the budget as they are: " + "; ".join(over), hint=f"set {keys}")
+    raise MemoryBudgetError(
+        "the components are over the budget as they are: " + "; ".join(over), hint=f"set {keys}"
+    )
 
 
 def refuse_moves(
-    ledger: Ledger, phase: Phase | None, waiting: Sequence[tuple[Entry, str]], *, nearest: Mapping[str, int]
+    ledger: Ledger,
+    phase: Phase | None,
+    waiting: Sequence[tuple[Entry, str]],
+    *,
+    nearest: Mapping[str, int],
 ) -> NoReturn:
     what = f"phase {phase}" if phase else "the moves asked for"
     moves = ", ".join(f"{e.name} ({words(e.size_bytes)}) {e.tier} → {tier}" for e, tier in waiting)
     now, budgets = ledger.usage(), ledger.budgets
     state = ", ".join(
-        f"{tier} {words(getattr(now, f'{tier}_bytes'))} of {words(getattr(budgets, f'{tier}_bytes'))}"
+        f"{tier} {words(getattr(now, f'{tier}_bytes'))} of "
+        f"{words(getattr(budgets, f'{tier}_bytes'))}"
         for tier in ("device", "host", "disk")
     )
-    keys = " and ".join(f"memory.{key.removesuffix('_bytes')}_budget_bytes = {size}" for key, size in nearest.items())
+    keys = " and ".join(
+        f"memory.{key.removesuffix('_bytes')}_budget_bytes = {size}"
+        for key, size in nearest.items()
+    )
     raised = f"set {keys}, or " if holds(ledger.budgets, nearest.get("device_bytes", 0)) else ""
     raise MemoryBudgetError(
         f"{what}: no order of these moves stays within the budgets: {moves}; held now: {state}",
@@ -96,13 +121,17 @@ def refuse_moves(
 
 def misfit(entry: Entry, tier: str, *, got: int, due: int) -> str:
     verb = "still holds" if got > due else "holds only"
-    return f"{entry.name} {verb} {got} bytes on {tier}, the ledger says {due} (it is on tier {entry.tier})"
+    return (
+        f"{entry.name} {verb} {got} bytes on {tier}, the ledger says {due} (it is on tier "
+        f"{entry.tier})"
+    )
 
 
 def refuse_misfits(texts: Sequence[str]) -> NoReturn:
     raise MemoryBudgetError(
         "memory did not end up where it was moved: " + "; ".join(texts),
-        hint="the first owner named keeps a reference that it should have dropped, or reports a wrong size",
+        hint="the first owner named keeps a reference that it should have dropped, or reports a "
+        "wrong size",
     )
 
 
@@ -117,5 +146,6 @@ def refuse_unowned(*, unowned: int, fragments: int, outside: int, waited_s: floa
     raise MemoryBudgetError(
         f"device memory did not come back within {waited_s:.1f} s: {words(size)} {owner}; "
         + ", ".join(f"{words(size)} {owner}" for owner, size in parts.items()),
-        hint="free it before the phase change, or raise memory.unowned_tolerance_bytes / outside_tolerance_bytes",
+        hint="free it before the phase change, or raise memory.unowned_tolerance_bytes / "
+        "outside_tolerance_bytes",
     )

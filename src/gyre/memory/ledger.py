@@ -1,10 +1,12 @@
-"""Ledger: who holds how many bytes on which tier, and the ordered moves from one phase to the next. Pure.
+"""Ledger: who holds how many bytes on which tier, and the ordered moves from one phase to the next.
+Pure.
 
-In: entries, budgets, the phase to enter. Out: a MovePlan whose every point fits the budgets, or MemoryBudgetError that
-names the components, the budget and the nearest setting that fits.
+In: entries, budgets, the phase to enter. Out: a MovePlan whose every point fits the budgets, or
+MemoryBudgetError that names the components, the budget and the nearest setting that fits.
 
-During a move the bytes exist at both ends; the points of a plan count them so. Out goes before in; a move in is taken
-earlier only when none out is possible (a full host that must first give something back).
+During a move the bytes exist at both ends; the points of a plan count them so. Out goes before in;
+a move in is taken earlier only when none out is possible (a full host that must first give
+something back).
 """
 
 from __future__ import annotations
@@ -25,8 +27,14 @@ def plan_phase(ledger: Ledger, phase: Phase) -> MovePlan:
     coming = [entry for entry in ledger.entries if phase in entry.phases and entry.tier != "device"]
     task = _Task(
         phase=phase,
-        outs=tuple(_Out(entry=entry, tiers=entry.leave, reason=f"makes room for {phase}") for entry in leaving),
-        ins=tuple(_In(entry=entry, reason=f"needed by {phase}") for entry in sorted(coming, key=lambda e: e.wake)),
+        outs=tuple(
+            _Out(entry=entry, tiers=entry.leave, reason=f"makes room for {phase}")
+            for entry in leaving
+        ),
+        ins=tuple(
+            _In(entry=entry, reason=f"needed by {phase}")
+            for entry in sorted(coming, key=lambda e: e.wake)
+        ),
         working_bytes=ledger.working.get(phase, 0),
     )
     return _order_or_refuse(ledger, task)
@@ -46,32 +54,49 @@ def plan_moves(ledger: Ledger, targets: Mapping[str, Tier]) -> MovePlan:
         else:
             outs.append(_Out(entry=entry, tiers=(tier,), reason="asked for"))
     ins.sort(key=lambda item: item.entry.wake)
-    return _order_or_refuse(ledger, _Task(phase=None, outs=tuple(outs), ins=tuple(ins), working_bytes=0))
+    return _order_or_refuse(
+        ledger, _Task(phase=None, outs=tuple(outs), ins=tuple(ins), working_bytes=0)
+    )
 
 
 def check_transition(entry: Entry, tier: Tier) -> None:
     if tier not in entry.tiers:
-        raise InputError(f"component {entry.name} may not live on tier '{tier}' (accepted: {', '.join(entry.tiers)})")
+        raise InputError(
+            f"component {entry.name} may not live on tier '{tier}' (accepted: "
+            f"{', '.join(entry.tiers)})"
+        )
     if entry.tier == "none" and tier != "device":
-        raise InputError(f"component {entry.name} was destroyed and has no contents to move to '{tier}'")
+        raise InputError(
+            f"component {entry.name} was destroyed and has no contents to move to '{tier}'"
+        )
 
 
 def apply_plan(ledger: Ledger, plan: MovePlan) -> Ledger:
     """The ledger after the plan."""
     target: dict[str, Tier] = {move.name: move.target for move in plan.moves}
-    return replace(ledger, entries=tuple(e.moved(target[e.name]) if e.name in target else e for e in ledger.entries))
+    return replace(
+        ledger,
+        entries=tuple(e.moved(target[e.name]) if e.name in target else e for e in ledger.entries),
+    )
 
 
-def keep_pages(entries: Sequence[Entry], budgets: Budgets, *, allowed: Callable[[Entry], bool]) -> tuple[Entry, ...]:
-    """Say which components keep their host pages between two stays there: all that `allowed` names, if the host budget
-    has room for everything that may ever be parked, all at once; otherwise none. So kept pages are in nobody's way."""
+def keep_pages(
+    entries: Sequence[Entry], budgets: Budgets, *, allowed: Callable[[Entry], bool]
+) -> tuple[Entry, ...]:
+    """Say which components keep their host pages between two stays there: all that `allowed` names,
+    if the host budget has room for everything that may ever be parked, all at once; otherwise none.
+    So kept pages are in nobody's way."""
     parked = [entry for entry in entries if "host" in (entry.tier, *entry.leave)]
     keeps = _total(parked) + budgets.staging_bytes <= budgets.host_bytes
-    return tuple(replace(entry, keeps_pages=keeps and entry in parked and allowed(entry)) for entry in entries)
+    return tuple(
+        replace(entry, keeps_pages=keeps and entry in parked and allowed(entry))
+        for entry in entries
+    )
 
 
 def misfits(ledger: Ledger, measured: Mapping[str, Usage], *, tolerance_bytes: int) -> list[str]:
-    """What was measured elsewhere, or in another size, than the ledger says; the furthest off first."""
+    """What was measured elsewhere, or in another size, than the ledger says; the furthest off
+    first."""
     wrong: list[tuple[int, str]] = []
     for entry in ledger.entries:
         usage = measured.get(entry.name, Usage(device_bytes=0, host_bytes=0, disk_bytes=0))
@@ -88,7 +113,8 @@ def misfits(ledger: Ledger, measured: Mapping[str, Usage], *, tolerance_bytes: i
 
 
 def settle(ledger: Ledger, measured: Mapping[str, Usage], *, tolerance_bytes: int) -> Ledger:
-    """Within the tolerance the measured size becomes the known one. Otherwise MemoryBudgetError names the owners."""
+    """Within the tolerance the measured size becomes the known one. Otherwise MemoryBudgetError
+    names the owners."""
     if wrong := misfits(ledger, measured, tolerance_bytes=tolerance_bytes):
         errors.refuse_misfits(wrong)
     return replace(
@@ -103,19 +129,30 @@ def settle(ledger: Ledger, measured: Mapping[str, Usage], *, tolerance_bytes: in
 
 
 def _choose_leaving(ledger: Ledger, phase: Phase) -> list[Entry]:
-    """Entries that must leave the device, best first: used again last, then larger, then by name."""
-    on_device = [entry for entry in ledger.entries if entry.tier == "device" and phase not in entry.phases]
-    movable = [entry for entry in on_device if entry.leave] if ledger.residency != "resident" else []
+    """Entries that must leave the device, best first: used again last, then larger, then by
+    name."""
+    on_device = [
+        entry for entry in ledger.entries if entry.tier == "device" and phase not in entry.phases
+    ]
+    movable = (
+        [entry for entry in on_device if entry.leave] if ledger.residency != "resident" else []
+    )
     movable.sort(key=lambda entry: (-next_use(entry.phases, phase), -entry.size_bytes, entry.name))
     needed = [entry for entry in ledger.entries if phase in entry.phases]
     staying = [entry for entry in on_device if entry not in movable]
-    room = ledger.budgets.device_bytes - ledger.working.get(phase, 0) - _total(needed) - _total(staying)
+    room = (
+        ledger.budgets.device_bytes
+        - ledger.working.get(phase, 0)
+        - _total(needed)
+        - _total(staying)
+    )
     if room < 0:
         errors.refuse_device(ledger, phase, needed=needed, staying=staying, short_bytes=-room)
     if ledger.residency == "phase":
         return movable
     kept: list[Entry] = []
-    for entry in reversed(movable):  # the soonest needed gets the room first; whatever still fits beside it stays too
+    # the soonest needed gets the room first; whatever still fits beside it stays too
+    for entry in reversed(movable):
         if entry.size_bytes <= room:
             room -= entry.size_bytes
             kept.append(entry)
@@ -152,18 +189,28 @@ _Step = tuple[Move, Point, Point]  # a move, its middle, its end
 
 def _order_or_refuse(ledger: Ledger, task: _Task) -> MovePlan:
     now = ledger.usage()
-    start = Point(label="start", device_bytes=now.device_bytes, host_bytes=now.host_bytes, disk_bytes=now.disk_bytes)
+    start = Point(
+        label="start",
+        device_bytes=now.device_bytes,
+        host_bytes=now.host_bytes,
+        disk_bytes=now.disk_bytes,
+    )
     if not _fits(ledger.budgets, start):
         errors.refuse_start(ledger, start)
     plan = _order(ledger.budgets, start, task)
     if plan is None:
-        waiting = [(item.entry, item.tiers[0]) for item in task.outs] + [(item.entry, "device") for item in task.ins]
-        errors.refuse_moves(ledger, task.phase, waiting, nearest=_nearest_budget(ledger.budgets, start, task))
+        waiting = [(item.entry, item.tiers[0]) for item in task.outs] + [
+            (item.entry, "device") for item in task.ins
+        ]
+        errors.refuse_moves(
+            ledger, task.phase, waiting, nearest=_nearest_budget(ledger.budgets, start, task)
+        )
     return plan
 
 
 def _order(budgets: Budgets, start: Point, task: _Task) -> MovePlan | None:
-    """Moves one after the other, each fitting in its middle and at its end; None when it comes to a stop."""
+    """Moves one after the other, each fitting in its middle and at its end; None when it comes to a
+    stop."""
     outs, ins = list(task.outs), list(task.ins)
     points, moves = [start], []
     while outs or ins:
@@ -177,12 +224,15 @@ def _order(budgets: Budgets, start: Point, task: _Task) -> MovePlan | None:
         points += [middle, end]
         outs = [item for item in outs if item.entry.name != move.name]
         ins = [item for item in ins if item.entry.name != move.name]
-    return MovePlan(phase=task.phase, moves=tuple(moves), points=tuple(points), working_bytes=task.working_bytes)
+    return MovePlan(
+        phase=task.phase, moves=tuple(moves), points=tuple(points), working_bytes=task.working_bytes
+    )
 
 
 def _nearest_budget(budgets: Budgets, start: Point, task: _Task) -> dict[str, int]:
     """The one budget to raise and how far (to the byte), else all that must be raised together."""
-    # Each component is on a tier once, or passes through the host; and what is there from the start fits already.
+    # Each component is on a tier once, or passes through the host; and what is there from the start
+    # fits already.
     enough = sum(item.entry.size_bytes for item in (*task.outs, *task.ins))
     for key in ("host_bytes", "disk_bytes", "device_bytes"):
         low = getattr(budgets, key)
@@ -196,10 +246,14 @@ def _nearest_budget(budgets: Budgets, start: Point, task: _Task) -> dict[str, in
             else:
                 high = middle
         return {key: high}
-    return {key: getattr(budgets, key) + enough for key in ("host_bytes", "disk_bytes", "device_bytes")}
+    return {
+        key: getattr(budgets, key) + enough for key in ("host_bytes", "disk_bytes", "device_bytes")
+    }
 
 
-def _next_out(budgets: Budgets, point: Point, outs: Sequence[_Out], *, first_choice: bool) -> _Step | None:
+def _next_out(
+    budgets: Budgets, point: Point, outs: Sequence[_Out], *, first_choice: bool
+) -> _Step | None:
     for item in outs:
         for tier in item.tiers[:1] if first_choice else item.tiers[1:]:
             reason = item.reason if first_choice else f"{item.reason}; no room on {item.tiers[0]}"
@@ -219,15 +273,28 @@ def _next_in(budgets: Budgets, point: Point, ins: Sequence[_In]) -> _Step | None
 
 def _try(budgets: Budgets, point: Point, entry: Entry, target: Tier, reason: str) -> _Step | None:
     """The move with its middle and end, if they fit."""
-    move = Move(name=entry.name, source=entry.tier, target=target, size_bytes=entry.size_bytes, reason=reason)
+    move = Move(
+        name=entry.name,
+        source=entry.tier,
+        target=target,
+        size_bytes=entry.size_bytes,
+        reason=reason,
+    )
     after = entry.moved(target)
-    grows: dict[Tier, int] = {tier: max(0, after.bytes_on(tier) - entry.bytes_on(tier)) for tier in TIERS}
-    shrinks: dict[Tier, int] = {tier: min(0, after.bytes_on(tier) - entry.bytes_on(tier)) for tier in TIERS}
+    grows: dict[Tier, int] = {
+        tier: max(0, after.bytes_on(tier) - entry.bytes_on(tier)) for tier in TIERS
+    }
+    shrinks: dict[Tier, int] = {
+        tier: min(0, after.bytes_on(tier) - entry.bytes_on(tier)) for tier in TIERS
+    }
     middle = _shift(point, f"{entry.name}: {entry.tier} and {target}", grows)
     end = _shift(middle, f"{entry.name}: {target}", shrinks)
     if {entry.tier, target} == {"device", "disk"}:
-        middle = _shift(middle, middle.label, {"host": min(entry.size_bytes, budgets.staging_bytes)})
-    return (move, middle, end) if _fits(budgets, middle) else None  # the end holds less than the middle
+        middle = _shift(
+            middle, middle.label, {"host": min(entry.size_bytes, budgets.staging_bytes)}
+        )
+    # the end holds less than the middle
+    return (move, middle, end) if _fits(budgets, middle) else None
 
 
 def _shift(point: Point, label: str, delta: Mapping[Tier, int]) -> Point:

@@ -1,10 +1,12 @@
-"""Memory manager: takes the components through the phases, and proves after each change where their bytes are.
+"""Memory manager: takes the components through the phases, and proves after each change where their
+bytes are.
 
-In: tenants, resolved budgets, the phase to enter. Out: a MovePlan that was carried out and measured, or
-MemoryBudgetError naming the owner that did not let go. Runs on the compute thread.
+In: tenants, resolved budgets, the phase to enter. Out: a MovePlan that was carried out and
+measured, or MemoryBudgetError naming the owner that did not let go. Runs on the compute thread.
 
-Events: `memory.move` for each move (component, source, target, size_bytes, seconds, reason), `memory` at each boundary
-(phase, step, owners: bytes by component and tier, device_free_bytes, …; device_peak_bytes is of the phase before).
+Events: `memory.move` for each move (component, source, target, size_bytes, seconds, reason),
+`memory` at each boundary (phase, step, owners: bytes by component and tier, device_free_bytes, …;
+device_peak_bytes is of the phase before).
 """
 
 from __future__ import annotations
@@ -49,8 +51,9 @@ class MemoryManager:
         working: Mapping[Phase, int] | None = None,
         keep_pages: bool | None = None,
     ) -> None:
-        """`keep_pages`: host pages stay between two stays of a component there, where the host budget has room for all
-        of them; left open, on a GPU, where pinning them anew costs more than the copy."""
+        """`keep_pages`: host pages stay between two stays of a component there, where the host
+        budget has room for all of them; left open, on a GPU, where pinning them anew costs more
+        than the copy."""
         self._keep_pages = device.type == "cuda" if keep_pages is None else keep_pages
         self._tenants = list(tenants)
         self._config, self._device, self._emit, self._needs = config, device, emit, dict(needs)
@@ -62,7 +65,8 @@ class MemoryManager:
         self._start_from_here()
 
     def add(self, tenant: MemoryTenant) -> None:
-        """Take in an owner whose components exist already. MemoryBudgetError if they leave no legal state."""
+        """Take in an owner whose components exist already. MemoryBudgetError if they leave no legal
+        state."""
         self._tenants.append(tenant)
         self._start_from_here()
 
@@ -75,9 +79,12 @@ class MemoryManager:
         return self._change(lambda ledger: plan_moves(ledger, targets), self._phase, step)
 
     def make_room(self, size_bytes: int, *, step: int = 0) -> MovePlan:
-        """Free that much of the device budget, so that its owner may build a new component there."""
+        """Free that much of the device budget, so that its owner may build a new component
+        there."""
         return self._change(
-            lambda ledger: plan_phase(replace(ledger, working={"idle": size_bytes}), "idle"), self._phase, step
+            lambda ledger: plan_phase(replace(ledger, working={"idle": size_bytes}), "idle"),
+            self._phase,
+            step,
         )
 
     def _start_from_here(self) -> None:
@@ -112,7 +119,8 @@ class MemoryManager:
         return plan
 
     def _ask(self) -> Ledger:
-        """The ledger by what the tenants say now; sizes may have changed since the last time, places too."""
+        """The ledger by what the tenants say now; sizes may have changed since the last time,
+        places too."""
         self._home = {}
         entries = []
         for tenant in self._tenants:
@@ -123,14 +131,23 @@ class MemoryManager:
         if self._keep_pages:
             entries = self._with_kept_pages(entries)
         residency = "spill" if self._config.residency == "auto" else self._config.residency
-        return Ledger(entries=tuple(entries), budgets=self._budgets, residency=residency, working=self._working)
+        return Ledger(
+            entries=tuple(entries),
+            budgets=self._budgets,
+            residency=residency,
+            working=self._working,
+        )
 
     def _with_kept_pages(self, entries: Sequence[Entry]) -> list[Entry]:
         """Decide who keeps host pages, tell the owners, and count what they keep."""
         able = [tenant for tenant in self._tenants if isinstance(tenant, KeepsPages)]
-        marked = keep_pages(entries, self._budgets, allowed=lambda entry: self._home[entry.name] in able)
+        marked = keep_pages(
+            entries, self._budgets, allowed=lambda entry: self._home[entry.name] in able
+        )
         for tenant in able:
-            tenant.keep_pages(any(entry.keeps_pages for entry in marked if self._home[entry.name] is tenant))
+            tenant.keep_pages(
+                any(entry.keeps_pages for entry in marked if self._home[entry.name] is tenant)
+            )
         held = self._measure()
         return [
             replace(entry, kept_bytes=min(entry.size_bytes, held[entry.name].host_bytes))
@@ -153,8 +170,8 @@ class MemoryManager:
         )
 
     def _prove(self, due: Ledger, plan: MovePlan, phase: Phase, step: int, peak_bytes: int) -> None:
-        """Read back where the bytes are. The event goes out before the verdict, so that a failure can be looked at;
-        `peak_bytes` are those of the phase that is left."""
+        """Read back where the bytes are. The event goes out before the verdict, so that a failure
+        can be looked at; `peak_bytes` are those of the phase that is left."""
         measured, excess = self._wait_for_device(due)
         reading = self._read(measured)
         held_bytes = sum(usage.device_bytes for usage in measured.values())
@@ -165,10 +182,16 @@ class MemoryManager:
             left=self._phase,
             step=step,
             owners={
-                name: {"device": usage.device_bytes, "host": usage.host_bytes, "disk": usage.disk_bytes}
+                name: {
+                    "device": usage.device_bytes,
+                    "host": usage.host_bytes,
+                    "disk": usage.disk_bytes,
+                }
                 for name, usage in measured.items()
             },
-            device_free_bytes=reading.free_bytes if on_cuda else self._budgets.device_bytes - held_bytes,
+            device_free_bytes=reading.free_bytes
+            if on_cuda
+            else self._budgets.device_bytes - held_bytes,
             device_peak_bytes=peak_bytes if on_cuda else held_bytes,
             host_rss_bytes=host.rss_bytes,
             host_peak_rss_bytes=host.peak_rss_bytes,
@@ -194,15 +217,18 @@ class MemoryManager:
         self._virtual_before = _virtual_bytes(measured)
 
     def _peak_bytes(self) -> int:
-        """Most that was allocated since the last boundary. In a phase virtual memory stays as the phase found it, and
-        what is moved at its end does not count: one component leaves before the next one comes."""
+        """Most that was allocated since the last boundary. In a phase virtual memory stays as the
+        phase found it, and what is moved at its end does not count: one component leaves before the
+        next one comes."""
         return probe.read_device(self._device).peak_bytes + self._virtual_before
 
     def _read(self, measured: Mapping[str, Usage]) -> probe.DeviceReading:
         """The device with the components' virtual memory counted in."""
         return probe.read_device(self._device).with_virtual(
             held_bytes=_virtual_bytes(measured),
-            mapped_bytes=sum(usage.mapped_bytes for usage in measured.values() if isinstance(usage, VirtualUsage)),
+            mapped_bytes=sum(
+                usage.mapped_bytes for usage in measured.values() if isinstance(usage, VirtualUsage)
+            ),
         )
 
     def _measure(self) -> dict[str, Usage]:
@@ -212,9 +238,9 @@ class MemoryManager:
         return measured
 
     def _wait_for_device(self, due: Ledger) -> tuple[dict[str, Usage], _Excess]:
-        """Measure until every component has let go and the device has its memory back, or the deadline is over.
-        Garbage is collected only where that is not so at once: a collection takes a quarter of a second. On a CPU the
-        tenants' measurement says it all at once."""
+        """Measure until every component has let go and the device has its memory back, or the
+        deadline is over. Garbage is collected only where that is not so at once: a collection takes
+        a quarter of a second. On a CPU the tenants' measurement says it all at once."""
         if self._device.type != "cuda":
             return self._measure(), _Excess()
         tolerance = self._config.component_tolerance_bytes
@@ -232,7 +258,9 @@ class MemoryManager:
                 outside_bytes=grown - fragments,
                 waited_s=time.monotonic() - started,
             )
-            done = not misfits(due, measured, tolerance_bytes=tolerance) and not self._too_much(excess)
+            done = not misfits(due, measured, tolerance_bytes=tolerance) and not self._too_much(
+                excess
+            )
             if done or excess.waited_s > self._config.release_deadline_s:
                 return measured, excess
             if tries:
@@ -265,4 +293,9 @@ def _budgets(config: MemoryConfig, device: torch.device) -> Budgets:
     assert "auto" not in numbers, "the planner resolves budgets before anything is built"
     device_bytes, host_bytes, disk_bytes = (int(number) for number in numbers)
     staging_bytes = STAGING_BYTES if device.type == "cuda" else 0
-    return Budgets(device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes, staging_bytes=staging_bytes)
+    return Budgets(
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
+        staging_bytes=staging_bytes,
+    )

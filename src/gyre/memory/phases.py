@@ -1,4 +1,5 @@
-"""Phases: which component is needed on the device when, in which order a phase wakes them, how they leave. Pure.
+"""Phases: which component is needed on the device when, in which order a phase wakes them, how they
+leave. Pure.
 
 In: a component's name, "owner.part". Out: its Need, its tiers to leave to.
 """
@@ -15,11 +16,14 @@ from gyre.memory.config import Leave
 
 T = TypeVar("T")
 
-RING: tuple[Phase, ...] = ("rollout", "score", "train", "handover", "evaluate")  # order of one iteration
+# order of one iteration
+RING: tuple[Phase, ...] = ("rollout", "score", "train", "handover", "evaluate")
 
-WAKE_WEIGHTS, WAKE_STATE, WAKE_KV, WAKE_GRAPHS = 0, 1, 2, 3  # staged wake: weights → sync (handover) → KV
+# staged wake: weights → sync (handover) → KV
+WAKE_WEIGHTS, WAKE_STATE, WAKE_KV, WAKE_GRAPHS = 0, 1, 2, 3
 
-DEFAULT_LEAVE: Mapping[str, Leave] = {"engine.kv": "destroy", "engine.graphs": "destroy"}  # stale with new weights
+# stale with new weights
+DEFAULT_LEAVE: Mapping[str, Leave] = {"engine.kv": "destroy", "engine.graphs": "destroy"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +35,8 @@ class Need:
 
 
 def default_needs(*, shared_weights: bool) -> dict[str, Need]:
-    """The colocated ring. With `shared_weights` the engine reads the trainer's parameters, so they serve rollouts too.
+    """The colocated ring. With `shared_weights` the engine reads the trainer's parameters, so they
+    serve rollouts too.
 
     Keys are component names or owners; the longest that matches counts.
     """
@@ -69,13 +74,18 @@ def needing_phases(need: Need, tiers: tuple[Tier, ...]) -> tuple[Phase, ...]:
 def next_use(phases: tuple[Phase, ...], now: Phase) -> int:
     """Phases of the ring until one of `phases` comes after `now`; len(RING) + 1 when none does."""
     start = RING.index(now) if now in RING else -1
-    distances = [(RING.index(phase) - start - 1) % len(RING) + 1 for phase in phases if phase in RING]
+    distances = [
+        (RING.index(phase) - start - 1) % len(RING) + 1 for phase in phases if phase in RING
+    ]
     return min(distances, default=len(RING) + 1)
 
 
-def leave_tiers(name: str, tiers: tuple[Tier, ...], chosen: Mapping[str, Leave]) -> tuple[Tier, ...]:
-    """Where a component goes when it must leave the device, best first; empty when it may live nowhere else. `chosen`
-    is the user's `memory.leave`; what it does not name is parked, or destroyed where contents grow stale anyway."""
+def leave_tiers(
+    name: str, tiers: tuple[Tier, ...], chosen: Mapping[str, Leave]
+) -> tuple[Tier, ...]:
+    """Where a component goes when it must leave the device, best first; empty when it may live
+    nowhere else. `chosen` is the user's `memory.leave`; what it does not name is parked, or
+    destroyed where contents grow stale anyway."""
     stale: Leave | None = match_name(DEFAULT_LEAVE, name) if "none" in tiers else None
     policy = match_name(chosen, name) or stale or "park"
     if policy == "destroy":
@@ -87,7 +97,8 @@ def leave_tiers(name: str, tiers: tuple[Tier, ...], chosen: Mapping[str, Leave])
         return ("none",)
     if policy == "disk" and "disk" not in tiers and "host" in tiers:
         raise ConfigError(
-            f"memory.leave: {name} has no disk tier (accepted: {', '.join(tiers)})", hint="set memory.disk_folder"
+            f"memory.leave: {name} has no disk tier (accepted: {', '.join(tiers)})",
+            hint="set memory.disk_folder",
         )
     order: tuple[Tier, ...] = ("host", "disk") if policy == "park" else ("disk", "host")
     keeping: tuple[Tier, ...] = tuple(tier for tier in order if tier in tiers)

@@ -16,8 +16,9 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReading:
-    """Bytes on the device. On a CPU only free and total are known here: the components' tenants know the rest. So they
-    do of virtual memory, which torch's allocator does not count: `with_virtual` adds it, but to the peak."""
+    """Bytes on the device. On a CPU only free and total are known here: the components' tenants
+    know the rest. So they do of virtual memory, which torch's allocator does not count:
+    `with_virtual` adds it, but to the peak."""
 
     free_bytes: int
     total_bytes: int
@@ -35,7 +36,8 @@ class DeviceReading:
         return self.total_bytes - self.free_bytes - self.reserved_bytes
 
     def with_virtual(self, *, held_bytes: int, mapped_bytes: int) -> DeviceReading:
-        """Count components in virtual memory: their bytes, and what is mapped for them in whole granules."""
+        """Count components in virtual memory: their bytes, and what is mapped for them in whole
+        granules."""
         return replace(
             self,
             allocated_bytes=self.allocated_bytes + held_bytes,
@@ -77,7 +79,8 @@ def reset_peak(device: torch.device) -> None:
 
 
 def give_back(device: torch.device, *, collect: bool) -> None:
-    """Return everything that nobody holds to the driver; with `collect` also what only garbage holds."""
+    """Return everything that nobody holds to the driver; with `collect` also what only garbage
+    holds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         if collect:
@@ -89,7 +92,10 @@ def read_host(group: Path = Path("/sys/fs/cgroup")) -> HostReading:
     """The machine's memory, cut to the control group's limit where one is set (containers)."""
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
-    for limit_file, used_file in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", None)):
+    for limit_file, used_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", None),
+    ):
         limit = _read_number(group / limit_file)
         if limit is not None and limit < total:
             total = limit

@@ -1,4 +1,5 @@
-"""Entries: the nouns of the ledger — who holds how many bytes where, and a plan of moves with every point in between.
+"""Entries: the nouns of the ledger — who holds how many bytes where, and a plan of moves with every
+point in between.
 
 In: nothing. Out: frozen records.
 """
@@ -24,9 +25,11 @@ class Entry:
     tier: Tier  # where it is now
     tiers: tuple[Tier, ...]  # where it may live
     phases: tuple[Phase, ...]  # that need it on the device
-    leave: tuple[Tier, ...] = ()  # where it goes when it must leave, best first; empty: it cannot leave
+    # where it goes when it must leave, best first; empty: it cannot leave
+    leave: tuple[Tier, ...] = ()
     wake: int = 0  # smaller comes back earlier
-    keeps_pages: bool = False  # its host pages stay when it comes back from them, so that parking it again pins nothing
+    # its host pages stay when it comes back from them, so that parking it again pins nothing
+    keeps_pages: bool = False
     kept_bytes: int = 0  # of host pages that it holds so, while it is on the device
 
     def moved(self, target: Tier) -> Entry:
@@ -53,7 +56,8 @@ class Ledger:
     entries: tuple[Entry, ...]
     budgets: Budgets
     residency: Residency = "spill"
-    working: Mapping[Phase, int] = field(default_factory=dict)  # device bytes a phase needs beside its components
+    # device bytes a phase needs beside its components
+    working: Mapping[Phase, int] = field(default_factory=dict)
 
     def entry(self, name: str) -> Entry:
         for entry in self.entries:
@@ -66,7 +70,9 @@ class Ledger:
         def total(tier: Tier) -> int:
             return sum(entry.bytes_on(tier) for entry in self.entries)
 
-        return Usage(device_bytes=total("device"), host_bytes=total("host"), disk_bytes=total("disk"))
+        return Usage(
+            device_bytes=total("device"), host_bytes=total("host"), disk_bytes=total("disk")
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +99,15 @@ class MovePlan:
     phase: Phase | None  # None: moves that were asked for by name
     moves: tuple[Move, ...]
     points: tuple[Point, ...]  # the start, then the middle and the end of each move
-    working_bytes: int = 0  # device bytes that the phase needs beside its components, after the last point
+    # device bytes that the phase needs beside its components, after the last point
+    working_bytes: int = 0
 
     @property
     def peak_device_bytes(self) -> int:
-        return max(*(point.device_bytes for point in self.points), self.points[-1].device_bytes + self.working_bytes)
+        return max(
+            *(point.device_bytes for point in self.points),
+            self.points[-1].device_bytes + self.working_bytes,
+        )
 
     @property
     def peak_host_bytes(self) -> int:

@@ -9,7 +9,13 @@ from pydantic import Field, model_validator
 from gyre.core.config import Section
 
 # Beyond any model; what passes them is a mistake, or made to take memory and time.
-MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_VOCAB, MOST_CONTEXT = 1024, 1 << 12, 1 << 20, 1 << 26, 1 << 31
+MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_VOCAB, MOST_CONTEXT = (
+    1024,
+    1 << 12,
+    1 << 20,
+    1 << 26,
+    1 << 31,
+)
 
 
 class ShapeConfig(Section):
@@ -17,18 +23,30 @@ class ShapeConfig(Section):
 
     family: Literal["llama", "qwen2", "qwen3"] = "qwen3"
     """Which architecture."""
-    hidden_size: int = Field(default=256, ge=8, le=MOST_WIDTH, description="Width of the residual stream.")
+    hidden_size: int = Field(
+        default=256, ge=8, le=MOST_WIDTH, description="Width of the residual stream."
+    )
     num_layers: int = Field(default=4, ge=1, le=MOST_LAYERS, description="Decoder layers.")
-    num_heads: int = Field(default=4, ge=1, le=MOST_HEADS, description="Query heads; a multiple of num_kv_heads.")
+    num_heads: int = Field(
+        default=4, ge=1, le=MOST_HEADS, description="Query heads; a multiple of num_kv_heads."
+    )
     num_kv_heads: int = Field(default=2, ge=1, le=MOST_HEADS, description="Key and value heads.")
-    head_dim: int = Field(default=64, ge=2, le=MOST_WIDTH, multiple_of=2, description="Width of one head; even.")
+    head_dim: int = Field(
+        default=64, ge=2, le=MOST_WIDTH, multiple_of=2, description="Width of one head; even."
+    )
     mlp_size: int = Field(default=768, ge=1, le=MOST_WIDTH, description="Width of the gated MLP.")
     tied: bool = Field(default=True, description="Whether the output head is the embedding.")
     vocab_size: int = Field(
-        default=0, ge=0, le=MOST_VOCAB, description="Rows of the embedding; 0 takes the tokenizer's entries."
+        default=0,
+        ge=0,
+        le=MOST_VOCAB,
+        description="Rows of the embedding; 0 takes the tokenizer's entries.",
     )
     context_tokens: int = Field(
-        default=2048, ge=2, le=MOST_CONTEXT, description="Longest sequence, prompt and completion, in tokens."
+        default=2048,
+        ge=2,
+        le=MOST_CONTEXT,
+        description="Longest sequence, prompt and completion, in tokens.",
     )
     rope_theta: float = Field(default=10_000.0, gt=0, description="Base of the rotary embedding.")
 
@@ -45,5 +63,8 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def check_one_origin(self) -> ModelConfig:
         if (self.path is None) == (self.shape is None):
-            raise ValueError('[model] needs either path = "FOLDER or hub name" or a table [model.shape], not both')
+            raise ValueError(
+                '[model] needs either path = "FOLDER or hub name" or a table [model.shape], not '
+                "both"
+            )
         return self

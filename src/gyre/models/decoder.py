@@ -1,8 +1,9 @@
-"""Decoder: one definition of Llama 3, Qwen2.5 and Qwen3 for trainer and engine. In: token ids and positions, flat over
-tokens, and `attend`. Out: hidden states and logits.
+"""Decoder: one definition of Llama 3, Qwen2.5 and Qwen3 for trainer and engine. In: token ids and
+positions, flat over tokens, and `attend`. Out: hidden states and logits.
 
-Attention is the caller's: `attend(layer, q_THD, k_TKD, v_TKD) -> out_THD` gets rotated heads and knows where the
-sequences are. All else is per token, so that the same code serves a packed chunk and a decoding batch.
+Attention is the caller's: `attend(layer, q_THD, k_TKD, v_TKD) -> out_THD` gets rotated heads and
+knows where the sequences are. All else is per token, so that the same code serves a packed chunk
+and a decoding batch.
 """
 
 # T tokens, E hidden size, H heads, K kv heads, D head dim, A = H·D, N rows, V vocabulary
@@ -32,11 +33,14 @@ Out = TypeVar("Out")
 
 
 class Weights(nn.Module):
-    """A named holder of a weight, and a bias where the family has one. Contents come from load or init."""
+    """A named holder of a weight, and a bias where the family has one. Contents come from load or
+    init."""
 
     bias: nn.Parameter | None
 
-    def __init__(self, *shape: int, bias: bool = False, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, *shape: int, bias: bool = False, device: torch.device, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
         bias_R = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
@@ -47,7 +51,8 @@ class Head(Weights):
     """The projection to the vocabulary, where it is not the embedding."""
 
     def forward(self, hidden_NE: Tensor, run: Callable[[Tensor, Tensor], Out]) -> Out:
-        """Return run(hidden_NE, weight). What runs here sees the weight whole, also where ranks hold shards of it."""
+        """Return run(hidden_NE, weight). What runs here sees the weight whole, also where ranks
+        hold shards of it."""
         return run(hidden_NE, self.weight)
 
 
@@ -57,9 +62,15 @@ class Layer(nn.Module):
     def __init__(self, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.spec = spec
-        hidden, q_rows, kv_rows = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        hidden, q_rows, kv_rows = (
+            spec.hidden_size,
+            spec.num_heads * spec.head_dim,
+            spec.num_kv_heads * spec.head_dim,
+        )
         self.attn_norm = Weights(hidden, device=device, dtype=dtype)
-        self.qkv = Weights(q_rows + 2 * kv_rows, hidden, bias=spec.qkv_bias, device=device, dtype=dtype)
+        self.qkv = Weights(
+            q_rows + 2 * kv_rows, hidden, bias=spec.qkv_bias, device=device, dtype=dtype
+        )
         if spec.qk_norm:
             self.q_norm = Weights(spec.head_dim, device=device, dtype=dtype)
             self.k_norm = Weights(spec.head_dim, device=device, dtype=dtype)
@@ -81,8 +92,8 @@ class Layer(nn.Module):
         again: bool = False,
         float8: frozenset[Projection] = NOTHING,
     ) -> Tensor:
-        """Return the residual stream after the layer, of `rows_N` only where given. `lean`, `again` and `float8` as in
-        blocks."""
+        """Return the residual stream after the layer, of `rows_N` only where given. `lean`, `again`
+        and `float8` as in blocks."""
         spec, turned = self.spec, RecomputeQK() if lean else None
         x_TE, q_THD, k_TKD, v_TKD = attention_inputs(
             x_TE,
@@ -127,25 +138,35 @@ class Layer(nn.Module):
         float8: frozenset[Projection] = NOTHING,
     ) -> Tensor:
         """Like `forward`; of the pass only x_TE is kept, and the backward pass runs it again."""
-        input_TE, rest = x_TE.detach().requires_grad_(x_TE.requires_grad), (cos_T1D, sin_T1D, attend, rows_N)
-        with RecomputeLayer(lambda: self(index, input_TE, *rest, again=True, float8=float8)).hooks():
+        input_TE, rest = (
+            x_TE.detach().requires_grad_(x_TE.requires_grad),
+            (cos_T1D, sin_T1D, attend, rows_N),
+        )
+        with RecomputeLayer(
+            lambda: self(index, input_TE, *rest, again=True, float8=float8)
+        ).hooks():
             return self(index, x_TE, *rest, float8=float8)
 
 
 class Decoder(nn.Module):
-    """The whole model. Parameter names are those of `ModelSpec.parameter_shapes`; weights are empty until
-    `init_weights` or `load_hub` fills them."""
+    """The whole model. Parameter names are those of `ModelSpec.parameter_shapes`; weights are empty
+    until `init_weights` or `load_hub` fills them."""
 
     def __init__(self, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.spec = spec
         self.embed = Weights(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
-        self.layers = nn.ModuleList(Layer(spec, device=device, dtype=dtype) for _ in range(spec.num_layers))
+        self.layers = nn.ModuleList(
+            Layer(spec, device=device, dtype=dtype) for _ in range(spec.num_layers)
+        )
         self.final_norm = Weights(spec.hidden_size, device=device, dtype=dtype)
         if not spec.tied:
             self.head = Head(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
-        # A float32 constant and no buffer, so that a change of dtype or a move of the weights leaves it alone.
-        self.inv_freq_F = rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling, device)
+        # A float32 constant and no buffer, so that a change of dtype or a move of the weights
+        # leaves it alone.
+        self.inv_freq_F = rope_frequencies(
+            spec.head_dim, spec.rope_theta, spec.rope_scaling, device
+        )
 
     @property
     def head_weight(self) -> nn.Parameter:
@@ -170,10 +191,11 @@ class Decoder(nn.Module):
         checkpointing: Checkpointing = "none",
         float8: frozenset[Projection] = NOTHING,
     ) -> Tensor:
-        """Return hidden_TE with the final norm applied; with `rows_N`, hidden_NE of these tokens only, which spares
-        the last layer's output projection and MLP for all others. `checkpointing` says what a pass under autograd
-        keeps of each layer: all that its backward pass wants, what is dear to make again, or the input alone. `float8`
-        names the projections whose products are of 8-bit operands."""
+        """Return hidden_TE with the final norm applied; with `rows_N`, hidden_NE of these tokens
+        only, which spares the last layer's output projection and MLP for all others.
+        `checkpointing` says what a pass under autograd keeps of each layer: all that its backward
+        pass wants, what is dear to make again, or the input alone. `float8` names the projections
+        whose products are of 8-bit operands."""
         x_TE = F.embedding(tokens_T, self.embed.weight)
         cos_T1D, sin_T1D = rope_tables(positions_T, self.inv_freq_F, x_TE.dtype)
         last, full = len(self.layers) - 1, checkpointing == "full" and torch.is_grad_enabled()
@@ -181,11 +203,16 @@ class Decoder(nn.Module):
             assert isinstance(layer, Layer)
             inputs = index, x_TE, cos_T1D, sin_T1D, attend, rows_N if index == last else None
             lean = checkpointing == "selective"
-            x_TE = layer.replayed(*inputs, float8=float8) if full else layer(*inputs, lean=lean, float8=float8)
+            x_TE = (
+                layer.replayed(*inputs, float8=float8)
+                if full
+                else layer(*inputs, lean=lean, float8=float8)
+            )
         return rms_norm(x_TE, self.final_norm.weight, self.spec.norm_eps)
 
     def through_head(self, hidden_NE: Tensor, run: Callable[[Tensor, Tensor], Out]) -> Out:
-        """Return run(hidden_NE, head_weight_VE), once `hidden` has run: it is tensors, or a tuple of them."""
+        """Return run(hidden_NE, head_weight_VE), once `hidden` has run: it is tensors, or a tuple
+        of them."""
         return run(hidden_NE, self.embed.weight) if self.spec.tied else self.head(hidden_NE, run)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:

@@ -1,13 +1,15 @@
 """FLOPs: the arithmetic that a model asks for, whoever runs it and however often. Pure.
 
-In: sizes of a decoder, lengths of packed sequences. Out: FLOPs of one forward pass; a backward pass takes twice that. docs/training.md states the formula.
+In: sizes of a decoder, lengths of packed sequences. Out: FLOPs of one forward pass; a backward pass
+takes twice that. docs/training.md states the formula.
 
     forward = 2 · W · T  +  4 · H · D · Σ pairs  +  2 · O · E · N
 
-W weights of the layers' matrices (not of norms, biases and the embedding, a look-up), T tokens, H heads of D numbers,
-O rows of the output projection (the vocabulary, or 1 of a scalar head), E hidden size, N rows that it is asked for.
-Pairs: of each layer and sequence of L tokens L²/2, causal attention counted at half; with a sliding window of w < L
-tokens w·L - w²/2. What is computed a second time (checkpointing, logits by blocks) does not count, nor does padding.
+W weights of the layers' matrices (not of norms, biases and the embedding, a look-up), T tokens, H
+heads of D numbers, O rows of the output projection (the vocabulary, or 1 of a scalar head), E
+hidden size, N rows that it is asked for. Pairs: of each layer and sequence of L tokens L²/2, causal
+attention counted at half; with a sliding window of w < L tokens w·L - w²/2. What is computed a
+second time (checkpointing, logits by blocks) does not count, nor does padding.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ from gyre.models.spec import ModelSpec
 def forward_flops(
     spec: ModelSpec, lengths: Iterable[int], *, num_outputs: int, output_rows: int | None = None
 ) -> float:
-    """Of sequences of these lengths in tokens, packed or not. `num_outputs` (N) hidden states go through an output
-    projection with `output_rows` (O) rows; left out, the vocabulary's."""
+    """Of sequences of these lengths in tokens, packed or not. `num_outputs` (N) hidden states go
+    through an output projection with `output_rows` (O) rows; left out, the vocabulary's."""
     lengths = list(lengths)
     shapes = spec.parameter_shapes().items()
-    weights = sum(math.prod(shape) for name, shape in shapes if len(shape) == 2 and name.startswith("layers."))
+    weights = sum(
+        math.prod(shape) for name, shape in shapes if len(shape) == 2 and name.startswith("layers.")
+    )
     windows = [spec.window_of(layer) for layer in range(spec.num_layers)]
     pairs = sum(seen_pairs(length, window) for length in lengths for window in windows)
     rows = spec.vocab_size if output_rows is None else output_rows

@@ -1,13 +1,15 @@
-"""The decoder's inference pass on a CUDA device with fused kernels. In: tokens, positions, rows, the decoder's weights,
-KV pages. Out: the residual stream, logits. Oracle:
-models.decoder.Decoder, whose roundings it repeats.
+"""The decoder's inference pass on a CUDA device with fused kernels. In: tokens, positions, rows,
+the decoder's weights, KV pages. Out: the residual stream, logits. Oracle: models.decoder.Decoder,
+whose roundings it repeats.
 
-Per layer four matrix products, and between them: norm; per-head norm, rotation and KV write; attention; gated
-activation. Residuals are added by the norm that follows, or by the products themselves. With `invariant` the products
-are those of kernels.gpu.matmul, so that no bit of a token depends on the tokens beside it; else the library's.
+Per layer four matrix products, and between them: norm; per-head norm, rotation and KV write;
+attention; gated activation. Residuals are added by the norm that follows, or by the products
+themselves. With `invariant` the products are those of kernels.gpu.matmul, so that no bit of a token
+depends on the tokens beside it; else the library's.
 """
 
-# T tokens, N rows that choose, E hidden size, H heads, K kv heads, D head dim, F = D / 2, M mlp size, V vocabulary
+# T tokens, N rows that choose, E hidden size, H heads, K kv heads, D head dim, F = D / 2, M mlp
+# size, V vocabulary
 
 from __future__ import annotations
 
@@ -25,15 +27,20 @@ from gyre.models.decoder import Decoder, Layer
 Attend = Callable[[int, Tensor, Tensor], None]  # (layer, q_THD, out_THD to fill)
 PagesOf = Callable[[int], Tensor]  # a layer's pages, [page, 2, K, page_tokens, D]
 
-FEW_ROWS, WIDE = 256, 2048  # rows and hidden size from which the norm's sum is no loss; measured on an H200
-# With a bias torch asks cublasLt, which has faster kernels for narrow products of so many rows; measured on an H200.
+# rows and hidden size from which the norm's sum is no loss; measured on an H200
+FEW_ROWS, WIDE = 256, 2048
+# With a bias torch asks cublasLt, which has faster kernels for narrow products of so many rows;
+# measured on an H200.
 BIAS_ROWS = ((17, 112), (129, 224))
 
 
 class FusedForward:
-    """Bound to one decoder, one set of pages and one block table, which keep their tensors' identity."""
+    """Bound to one decoder, one set of pages and one block table, which keep their tensors'
+    identity."""
 
-    def __init__(self, decoder: Decoder, pages_of: PagesOf, table_RP: Tensor, *, invariant: bool) -> None:
+    def __init__(
+        self, decoder: Decoder, pages_of: PagesOf, table_RP: Tensor, *, invariant: bool
+    ) -> None:
         self.decoder, self.invariant = decoder, invariant
         self._pages_of, self._table_RP = pages_of, table_RP
         spec = decoder.spec
@@ -41,15 +48,26 @@ class FusedForward:
         cos_P1D, sin_P1D = rope_tables(position_P, decoder.inv_freq_F, decoder.dtype)
         half = spec.head_dim // 2
         self._cos_PF = cos_P1D[:, 0, :half].contiguous()
-        self._sin_PF = sin_P1D[:, 0, half:].contiguous()  # the second half is the one that is not negated
+        # the second half is the one that is not negated
+        self._sin_PF = sin_P1D[:, 0, half:].contiguous()
         self._zero_E = torch.zeros(spec.hidden_size, device=decoder.device, dtype=decoder.dtype)
 
     def residual(
-        self, token_T: Tensor, position_T: Tensor, row_T: Tensor, attend: Attend, source_N: Tensor | None = None
+        self,
+        token_T: Tensor,
+        position_T: Tensor,
+        row_T: Tensor,
+        attend: Attend,
+        source_N: Tensor | None = None,
     ) -> Tensor:
-        """Return the residual stream after the last layer; with `source_N` of these tokens only, which spares
-        the others the last output projection and MLP. Keys and values of all are in their pages afterwards."""
-        x_TE, y_TE, last = F.embedding(token_T, self.decoder.embed.weight), None, self.decoder.spec.num_layers - 1
+        """Return the residual stream after the last layer; with `source_N` of these tokens only,
+        which spares the others the last output projection and MLP. Keys and values of all are in
+        their pages afterwards."""
+        x_TE, y_TE, last = (
+            F.embedding(token_T, self.decoder.embed.weight),
+            None,
+            self.decoder.spec.num_layers - 1,
+        )
         for index in range(last + 1):
             chosen_N = source_N if index == last else None
             x_TE, y_TE = self._layer(index, x_TE, y_TE, position_T, row_T, attend, chosen_N)
@@ -63,8 +81,11 @@ class FusedForward:
         """Return logits_NV of rows that the final norm has seen."""
         return self._linear(hidden_NE, self.decoder.head_weight, None)
 
-    def layer(self, index: int, x_TE: Tensor, position_T: Tensor, row_T: Tensor, attend: Attend) -> Tensor:
-        """Return the residual stream after a layer; `x_TE` is left alone. In invariant mode only."""
+    def layer(
+        self, index: int, x_TE: Tensor, position_T: Tensor, row_T: Tensor, attend: Attend
+    ) -> Tensor:
+        """Return the residual stream after a layer; `x_TE` is left alone. In invariant mode
+        only."""
         assert self.invariant
         return self._layer(index, x_TE, None, position_T, row_T, attend, None)[0]
 
@@ -87,10 +108,13 @@ class FusedForward:
         attend: Attend,
         source_N: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Takes and returns the residual stream and what is still to be added to it; returns `source_N` where given."""
+        """Takes and returns the residual stream and what is still to be added to it; returns
+        `source_N` where given."""
         spec, layer, num_tokens = self.decoder.spec, self.decoder.layers[index], len(x_TE)
         assert isinstance(layer, Layer)
-        qkv_TJD = self._linear(self.normed(x_TE, layer.attn_norm.weight, y_TE), layer.qkv.weight, layer.qkv.bias)
+        qkv_TJD = self._linear(
+            self.normed(x_TE, layer.attn_norm.weight, y_TE), layer.qkv.weight, layer.qkv.bias
+        )
         qkv_TJD = qkv_TJD.view(num_tokens, -1, spec.head_dim)
         pointwise.turn_and_write(
             qkv_TJD,
@@ -105,13 +129,20 @@ class FusedForward:
             num_heads=spec.num_heads,
             eps=spec.norm_eps,
         )
-        attended_THD = torch.empty(num_tokens, spec.num_heads, spec.head_dim, device=x_TE.device, dtype=x_TE.dtype)
+        attended_THD = torch.empty(
+            num_tokens, spec.num_heads, spec.head_dim, device=x_TE.device, dtype=x_TE.dtype
+        )
         attend(index, qkv_TJD[:, : spec.num_heads], attended_THD)
         attended_TA = attended_THD.view(num_tokens, -1)
         if source_N is not None:
-            x_TE, attended_TA = x_TE.index_select(0, source_N), attended_TA.index_select(0, source_N)
+            x_TE, attended_TA = (
+                x_TE.index_select(0, source_N),
+                attended_TA.index_select(0, source_N),
+            )
         x_TE, y_TE = self._to_residual(x_TE, attended_TA, layer.out.weight)
-        gate_up_T2M = self._linear(self.normed(x_TE, layer.mlp_norm.weight, y_TE), layer.gate_up.weight, None)
+        gate_up_T2M = self._linear(
+            self.normed(x_TE, layer.mlp_norm.weight, y_TE), layer.gate_up.weight, None
+        )
         product_TM = torch.empty(len(x_TE), spec.mlp_size, device=x_TE.device, dtype=x_TE.dtype)
         pointwise.silu_mul(gate_up_T2M, product_TM)
         return self._to_residual(x_TE, product_TM, layer.down.weight)
@@ -121,9 +152,11 @@ class FusedForward:
             return invariant_linear(x_TI, weight_OI, bias_O)
         return F.linear(x_TI, weight_OI, bias_O)
 
-    def _to_residual(self, x_TE: Tensor, z_TI: Tensor, weight_EI: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return x and y, whose sum is x + z · weightᵀ. With few rows the next norm adds y; with many the product does,
-        in place, since that saves a pass over memory."""
+    def _to_residual(
+        self, x_TE: Tensor, z_TI: Tensor, weight_EI: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return x and y, whose sum is x + z · weightᵀ. With few rows the next norm adds y; with
+        many the product does, in place, since that saves a pass over memory."""
         if self.invariant:
             return invariant_linear(z_TI, weight_EI, None, residual_MN=x_TE), None
         rows = len(z_TI)

@@ -1,9 +1,12 @@
-"""Hub keys: what each key of a hub `config.json` is to us. In: the mapping. Out: a refusal, or the keys without effect.
+"""Hub keys: what each key of a hub `config.json` is to us. In: the mapping. Out: a refusal, or the
+keys without effect.
 
-Every key of transformers' LlamaConfig, Qwen2Config and Qwen3Config is read by models.spec, refused unless it has the
-value that we run, or irrelevant to the logits; tests/unit/models/test_config_keys.py walks them against transformers.
-Keys that these classes do not have are ignored there, and here with an event, but for those that transformers' shared
-code obeys or that another architecture is known by: such a checkpoint is not the model that it says it is.
+Every key of transformers' LlamaConfig, Qwen2Config and Qwen3Config is read by models.spec, refused
+unless it has the value that we run, or irrelevant to the logits;
+tests/unit/models/test_config_keys.py walks them against transformers. Keys that these classes do
+not have are ignored there, and here with an event, but for those that transformers' shared code
+obeys or that another architecture is known by: such a checkpoint is not the model that it says it
+is.
 """
 
 from __future__ import annotations
@@ -13,21 +16,57 @@ from typing import Any
 
 from gyre.core.errors import InputError
 
-READ = frozenset({
-    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim",
-    "intermediate_size", "tie_word_embeddings", "max_position_embeddings", "rope_parameters", "rope_scaling",
-    "rope_theta",
-    "original_max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "use_sliding_window",
-    "sliding_window", "max_window_layers", "layer_types",
-})  # fmt: skip
+READ = frozenset(
+    {
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "tie_word_embeddings",
+        "max_position_embeddings",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "original_max_position_embeddings",
+        "rms_norm_eps",
+        "bos_token_id",
+        "eos_token_id",
+        "use_sliding_window",
+        "sliding_window",
+        "max_window_layers",
+        "layer_types",
+    }
+)
 
-# Without effect on the logits of a causal model at inference. Dropout is not applied in training either.
-IRRELEVANT = frozenset({
-    "attention_dropout", "initializer_range", "use_cache", "pad_token_id", "transformers_version", "architectures",
-    "output_hidden_states", "output_attentions", "return_dict", "dtype", "torch_dtype", "chunk_size_feed_forward",
-    "is_encoder_decoder", "id2label", "label2id", "problem_type", "name_or_path", "_name_or_path", "attention_bias",
-})  # fmt: skip
+# Without effect on the logits of a causal model at inference. Dropout is not applied in training
+# either.
+IRRELEVANT = frozenset(
+    {
+        "attention_dropout",
+        "initializer_range",
+        "use_cache",
+        "pad_token_id",
+        "transformers_version",
+        "architectures",
+        "output_hidden_states",
+        "output_attentions",
+        "return_dict",
+        "dtype",
+        "torch_dtype",
+        "chunk_size_feed_forward",
+        "is_encoder_decoder",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "name_or_path",
+        "_name_or_path",
+        "attention_bias",
+    }
+)
 
 _OFF: tuple[Any, ...] = (None, False, 0, [], {})
 _ONE: tuple[Any, ...] = (None, 1)
@@ -40,23 +79,56 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("mlp_bias", "quantization_config"), _OFF),
     # read by code that all models of transformers share
     **dict.fromkeys(
-        ("per_layer_config", "attention_chunk_size", "kv_sharing_modes", "fusion_config", "transformers_weights"), _OFF
+        (
+            "per_layer_config",
+            "attention_chunk_size",
+            "kv_sharing_modes",
+            "fusion_config",
+            "transformers_weights",
+        ),
+        _OFF,
     ),
     # of other architectures
     **dict.fromkeys(
-        ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "num_experts",
-         "num_local_experts",
-         "n_routed_experts", "num_experts_per_tok", "kv_lora_rank", "q_lora_rank", "no_rope_layers",
-         "no_rope_layer_interval",
-         "use_parallel_residual", "parallel_attn", "use_qk_norm", "qk_layernorm", "clip_qkv",
-         "use_bidirectional_attention",
-         "use_alibi", "alibi", "num_nextn_predict_layers", "text_config", "vision_config"), _OFF
+        (
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+            "query_pre_attn_scalar",
+            "num_experts",
+            "num_local_experts",
+            "n_routed_experts",
+            "num_experts_per_tok",
+            "kv_lora_rank",
+            "q_lora_rank",
+            "no_rope_layers",
+            "no_rope_layer_interval",
+            "use_parallel_residual",
+            "parallel_attn",
+            "use_qk_norm",
+            "qk_layernorm",
+            "clip_qkv",
+            "use_bidirectional_attention",
+            "use_alibi",
+            "alibi",
+            "num_nextn_predict_layers",
+            "text_config",
+            "vision_config",
+        ),
+        _OFF,
     ),
     **dict.fromkeys(
-        ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "scale_emb", "scale_depth",
-         "lm_head_multiplier"), _ONE
+        (
+            "embedding_multiplier",
+            "residual_multiplier",
+            "logits_scaling",
+            "logit_scale",
+            "scale_emb",
+            "scale_depth",
+            "lm_head_multiplier",
+        ),
+        _ONE,
     ),
-}  # fmt: skip
+}
 
 
 def refuse_unsupported(family: str, config: Mapping[str, Any]) -> None:
@@ -77,4 +149,6 @@ def refuse_unsupported(family: str, config: Mapping[str, Any]) -> None:
 
 def keys_without_effect(config: Mapping[str, Any]) -> list[str]:
     """Keys that neither we nor transformers' classes of these families know; both ignore them."""
-    return sorted(key for key in config if key not in READ and key not in IRRELEVANT and key not in _ONLY)
+    return sorted(
+        key for key in config if key not in READ and key not in IRRELEVANT and key not in _ONLY
+    )

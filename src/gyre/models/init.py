@@ -1,9 +1,9 @@
-"""Fresh weights, a pure function of (seed, parameter name): the same on every device, in every order and for every run
-of a tensor that is asked for.
+"""Fresh weights, a pure function of (seed, parameter name): the same on every device, in every
+order and for every run of a tensor that is asked for.
 
-A matrix is drawn in blocks, each from a seed of its own, so that a rank draws little more than the rows that it keeps,
-and threads draw side by side. They do nothing that torch spreads over threads: each of them would get a team of its
-own, as large as they are many.
+A matrix is drawn in blocks, each from a seed of its own, so that a rank draws little more than the
+rows that it keeps, and threads draw side by side. They do nothing that torch spreads over threads:
+each of them would get a team of its own, as large as they are many.
 """
 
 # N numbers of a run
@@ -21,15 +21,17 @@ from gyre.core.seeds import derive_seed
 from gyre.models.decoder import Decoder
 from gyre.models.spec import ModelSpec
 
-GAIN = 0.7  # standard deviation × square root of the columns; 0.02 of hub models is this at 1,225 columns
+# standard deviation × square root of the columns; 0.02 of hub models is this at 1,225 columns
+GAIN = 0.7
 BLOCK = 1 << 22  # numbers; the first block has the matrix's own seed
-RESIDUAL_GAIN = 1.7  # of the matrices that write to the residual stream, before the division by depth
+# of the matrices that write to the residual stream, before the division by depth
+RESIDUAL_GAIN = 1.7
 
 
 class FreshWeights:
-    """Norms 1, biases 0, matrices normal with a deviation that follows their width, so that small models start as
-    lively as large ones; those that write to the residual stream are narrower with depth, so that its size at the start
-    does not grow with the number of layers."""
+    """Norms 1, biases 0, matrices normal with a deviation that follows their width, so that small
+    models start as lively as large ones; those that write to the residual stream are narrower with
+    depth, so that its size at the start does not grow with the number of layers."""
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
         self.spec, self._seed = spec, seed
@@ -40,7 +42,8 @@ class FreshWeights:
 
     @torch.no_grad()
     def read(self, name: str, start: int, stop: int, out_N: Tensor) -> None:
-        """Write numbers [start, stop) of a tensor into `out_N`. Matrices are drawn in float32 on the CPU."""
+        """Write numbers [start, stop) of a tensor into `out_N`. Matrices are drawn in float32 on
+        the CPU."""
         if name.endswith("norm.weight"):
             out_N.fill_(1.0)
         elif name.endswith(".bias"):
@@ -65,7 +68,9 @@ class FreshWeights:
         seed = derive_seed(self._seed, "init", name, *([block] if block else []))
         drawn_N = torch.empty(min(BLOCK, rows * columns - block * BLOCK), dtype=torch.float32)
         generator = torch.Generator().manual_seed(seed)
-        return block * BLOCK, drawn_N.normal_(0.0, deviation(self.spec, name, columns), generator=generator)
+        return block * BLOCK, drawn_N.normal_(
+            0.0, deviation(self.spec, name, columns), generator=generator
+        )
 
 
 def deviation(spec: ModelSpec, name: str, columns: int) -> float:
@@ -90,4 +95,6 @@ def init_dummies(decoder: Decoder) -> None:
         if parameter.dim() == 1:
             parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
         else:
-            parameter.normal_(0.0, deviation(decoder.spec, name, parameter.shape[1]), generator=generator)
+            parameter.normal_(
+                0.0, deviation(decoder.spec, name, parameter.shape[1]), generator=generator
+            )

@@ -1,5 +1,5 @@
-"""Names: one table between hub tensor names and ours. In: ModelSpec. Out: HubEntry rows, one per hub tensor, each
-naming the rows of our (fused) parameter that it fills. Pure.
+"""Names: one table between hub tensor names and ours. In: ModelSpec. Out: HubEntry rows, one per
+hub tensor, each naming the rows of our (fused) parameter that it fills. Pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""ScalarHead: one number per token from the hidden state. In: hidden_NE. Out: values_N in float32."""
+"""ScalarHead: one number per token from the hidden state. In: hidden_NE. Out: values_N in
+float32."""
 
 # N rows, E hidden size
 
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 
 
 class ScalarHead(nn.Module):
-    """A [1, E] projection in float32, zero at first: a fresh critic or reward model says 0 for everything."""
+    """A [1, E] projection in float32, zero at first: a fresh critic or reward model says 0 for
+    everything."""
 
     def __init__(self, hidden_size: int, *, device: torch.device) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""ModelSpec: the numbers that define one decoder. In: a hub `config.json` mapping, or a ShapeConfig. Out: a frozen
-spec with parameter shapes, bytes and FLOPs, and the hub mapping again. Pure; imports no torch.
+"""ModelSpec: the numbers that define one decoder. In: a hub `config.json` mapping, or a
+ShapeConfig. Out: a frozen spec with parameter shapes, bytes and FLOPs, and the hub mapping again.
+Pure; imports no torch.
 """
 
 from __future__ import annotations
@@ -17,8 +18,17 @@ from gyre.models.hub_keys import refuse_unsupported
 Family = Literal["llama", "qwen2", "qwen3"]
 
 FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-LLAMA3_SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+LLAMA3_SCALING_KEYS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
 
 
 class HasItemSize(Protocol):
@@ -47,7 +57,8 @@ class ModelSpec:
     norm_eps: float
     qkv_bias: bool
     qk_norm: bool
-    window_tokens: int | None = None  # newest tokens, itself included, that a token sees in a windowed layer
+    # newest tokens, itself included, that a token sees in a windowed layer
+    window_tokens: int | None = None
     first_window_layer: int = 0  # it and those after it are windowed; meaningful with window_tokens
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -94,14 +105,17 @@ class ModelSpec:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
     def flops_per_token(self, context_tokens: int) -> int:
-        """Return forward FLOPs of one token that attends to `context_tokens` tokens, itself included."""
+        """Return forward FLOPs of one token that attends to `context_tokens` tokens, itself
+        included."""
         matrices = sum(math.prod(s) for s in self.parameter_shapes().values() if len(s) == 2)
         if not self.tied:
             matrices -= self.vocab_size * self.hidden_size  # the embedding is a look-up
         return 2 * matrices + 4 * self.num_layers * self.num_heads * self.head_dim * context_tokens
 
 
-def spec_from_shape(shape: ShapeConfig, *, vocab_size: int, bos_id: int | None, eos_ids: tuple[int, ...]) -> ModelSpec:
+def spec_from_shape(
+    shape: ShapeConfig, *, vocab_size: int, bos_id: int | None, eos_ids: tuple[int, ...]
+) -> ModelSpec:
     """Return the spec of a fresh model; the vocabulary comes from its tokenizer."""
     return checked(
         ModelSpec(
@@ -136,8 +150,13 @@ def spec_from_hub_config(config: Mapping[str, Any]) -> ModelSpec:
     check_config(config)
     refuse_unsupported(family, config)
     hidden_size, num_heads = need(config, "hidden_size"), need(config, "num_attention_heads")
-    kv_heads = {"num_key_value_heads": None if family == "llama" else 32, **config}  # transformers' defaults
-    num_kv_heads = num_heads if kv_heads["num_key_value_heads"] is None else need(kv_heads, "num_key_value_heads")
+    # transformers' defaults
+    kv_heads = {"num_key_value_heads": None if family == "llama" else 32, **config}
+    num_kv_heads = (
+        num_heads
+        if kv_heads["num_key_value_heads"] is None
+        else need(kv_heads, "num_key_value_heads")
+    )
     theta, scaling = rope_of(config)
     window_tokens, first_window_layer = window_of(family, config)
     return checked(
@@ -166,8 +185,11 @@ def spec_from_hub_config(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def hub_config_from_spec(spec: ModelSpec) -> dict[str, Any]:
-    """Return the `config.json` mapping that transformers (4 and 5) and vLLM read as the same model."""
-    eos = list(spec.eos_ids) if len(spec.eos_ids) > 1 else (spec.eos_ids[0] if spec.eos_ids else None)
+    """Return the `config.json` mapping that transformers (4 and 5) and vLLM read as the same
+    model."""
+    eos = (
+        list(spec.eos_ids) if len(spec.eos_ids) > 1 else (spec.eos_ids[0] if spec.eos_ids else None)
+    )
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[spec.family]],
         "model_type": spec.family,
@@ -218,47 +240,64 @@ def ids_of(value: Any) -> tuple[int, ...]:
 
 
 def window_of(family: str, config: Mapping[str, Any]) -> tuple[int | None, int]:
-    """Return the window in tokens, if any, and the first layer that has it, as transformers reads these keys."""
+    """Return the window in tokens, if any, and the first layer that has it, as transformers reads
+    these keys."""
     layers, kinds = need(config, "num_hidden_layers"), config.get("layer_types")
     window = None
-    if family != "llama" and config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None:
+    if (
+        family != "llama"
+        and config.get("use_sliding_window")
+        and config.get("sliding_window", 4096) is not None
+    ):
         window = need({"sliding_window": 4096, **config}, "sliding_window")
     if kinds is None:
         first = config.get("max_window_layers", 28)
         if window is not None and (not isinstance(first, int) or first < 0):
-            raise InputError(f"config.json has max_window_layers = {first!r}; we take a whole number from 0 on")
+            raise InputError(
+                f"config.json has max_window_layers = {first!r}; we take a whole number from 0 on"
+            )
     else:
-        kinds = ["full_attention" if kind == "attention" else kind for kind in kinds]  # its name before transformers 5
+        # its name before transformers 5
+        kinds = ["full_attention" if kind == "attention" else kind for kind in kinds]
         first = kinds.index("sliding_attention") if "sliding_attention" in kinds else layers
         if kinds != ["full_attention"] * first + ["sliding_attention"] * (layers - first):
             raise InputError(
-                f"config.json has layer_types {kinds!r}; we run full layers first and windowed ones after them",
+                f"config.json has layer_types {kinds!r}; we run full layers first and windowed "
+                "ones after them",
                 hint=f"one kind for each of {layers} layers; interleaved windows are not supported",
             )
         if first < layers and window is None:
             raise InputError(
                 "config.json has sliding_attention in layer_types, but no window for it",
-                hint="set use_sliding_window and sliding_window, or make all layer_types full_attention",
+                hint="set use_sliding_window and sliding_window, or make all layer_types "
+                "full_attention",
             )
     return (window, first) if window is not None and first < layers else (None, 0)
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[float, dict[str, float] | None]:
-    """Return theta and scaling as transformers 5 does: a `rope_scaling` that is not empty replaces `rope_parameters`
-    whole; a theta in that mapping goes before the top-level `rope_theta`; 10,000 where neither names one."""
+    """Return theta and scaling as transformers 5 does: a `rope_scaling` that is not empty replaces
+    `rope_parameters` whole; a theta in that mapping goes before the top-level `rope_theta`; 10,000
+    where neither names one."""
     parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping):
         raise InputError(f"config.json has {parameters!r} for rope scaling; we take a mapping")
     nested = sorted(key for key, value in parameters.items() if isinstance(value, Mapping))
     if nested:
         raise InputError(
-            f"config.json gives rope parameters per layer type ({', '.join(nested)}); we run one rope for all layers",
+            f"config.json gives rope parameters per layer type ({', '.join(nested)}); we run one "
+            "rope for all layers",
             hint="give rope_type and rope_theta directly in rope_parameters",
         )
-    theta = rope_number(parameters if "rope_theta" in parameters else {"rope_theta": 10_000.0, **config}, "rope_theta")
+    theta = rope_number(
+        parameters if "rope_theta" in parameters else {"rope_theta": 10_000.0, **config},
+        "rope_theta",
+    )
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if parameters.get("partial_rotary_factor") not in (None, 1):
-        raise InputError("config.json rotates a part of each head (partial_rotary_factor); we rotate all of it")
+        raise InputError(
+            "config.json rotates a part of each head (partial_rotary_factor); we rotate all of it"
+        )
     if kind == "default":
         return theta, None
     if kind != "llama3":
@@ -290,7 +329,10 @@ def head_dim_of(family: str, config: Mapping[str, Any]) -> int:
     """Qwen3's default is 128 whatever the hidden size; the other two derive it."""
     hidden_size, num_heads = need(config, "hidden_size"), need(config, "num_attention_heads")
     if family == "llama" and hidden_size % num_heads:
-        raise InputError(f"config.json has hidden_size = {hidden_size}, no multiple of {num_heads} attention heads")
+        raise InputError(
+            f"config.json has hidden_size = {hidden_size}, no multiple of {num_heads} attention "
+            "heads"
+        )
     derived = 128 if family == "qwen3" else hidden_size // num_heads
     if family == "llama" and config.get("head_dim") is None:
         return derived
@@ -304,5 +346,7 @@ def checked(spec: ModelSpec) -> ModelSpec:
             hint="make num_heads a multiple of num_kv_heads",
         )
     if spec.head_dim % 2 or spec.head_dim < 2:
-        raise InputError(f"head_dim = {spec.head_dim}: rotary embedding needs an even number, 2 or more")
+        raise InputError(
+            f"head_dim = {spec.head_dim}: rotary embedding needs an even number, 2 or more"
+        )
     return spec

@@ -1,5 +1,6 @@
-"""Objectives' public face: the whole room in one import. In: an objective config and one chunk's tensors (or a step's
-rewards). Out: a loss to be divided by one global denominator, metric sums, advantages.
+"""Objectives' public face: the whole room in one import. In: an objective config and one chunk's
+tensors (or a step's rewards). Out: a loss to be divided by one global denominator, metric sums,
+advantages.
 
 How a trainer uses it, for one optimiser step over any split into chunks:
 
@@ -10,7 +11,8 @@ How a trainer uses it, for one optimiser step over any split into chunks:
         total = add_sums(total, sums)
     report = finish_sums(total)                          # name -> mean
 
-`whole` is 0.0 when nothing has a target: there is nothing to learn from, skip the update (and say so in an event).
+`whole` is 0.0 when nothing has a target: there is nothing to learn from, skip the update (and say
+so in an event).
 """
 
 from __future__ import annotations
@@ -20,7 +22,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from gyre.objectives.advantages import Estimates, Sample, advantages, equal_groups, estimate, gae, kl_numpy, rank_pairs
+from gyre.objectives.advantages import (
+    Estimates,
+    Sample,
+    advantages,
+    equal_groups,
+    estimate,
+    gae,
+    kl_numpy,
+    rank_pairs,
+)
 from gyre.objectives.config import (
     AnyObjective,
     DpoConfig,
@@ -80,8 +91,9 @@ __all__ = [
 
 
 def loss_sum(config: AnyObjective, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return (loss summed over the chunk, metric sums). Each metric is a detached float32 tensor [2]: (sum, count),
-    so that sums add over chunks and ranks and are divided once. No device synchronisation."""
+    """Return (loss summed over the chunk, metric sums). Each metric is a detached float32 tensor
+    [2]: (sum, count), so that sums add over chunks and ranks and are divided once. No device
+    synchronisation."""
     match config:
         case SftConfig():
             return sft_loss(config, inputs)
@@ -96,14 +108,17 @@ def loss_sum(config: AnyObjective, inputs: LossInputs) -> tuple[Tensor, dict[str
 
 
 def denominator(config: AnyObjective, token_counts_S: Sequence[int] | np.ndarray) -> float:
-    """What the summed loss of a whole optimiser step is divided by. `token_counts_S`: number of targets of each
-    sequence of the update, over all chunks and ranks; pairwise objectives count two sequences as one pair.
+    """What the summed loss of a whole optimiser step is divided by. `token_counts_S`: number of
+    targets of each sequence of the update, over all chunks and ranks; pairwise objectives count two
+    sequences as one pair.
 
     Additive over any split of the sequences. Fully masked sequences do not count.
     """
     counts_S = np.asarray(token_counts_S, dtype=np.int64)
     if isinstance(config, RmConfig | DpoConfig):
-        assert len(counts_S) % 2 == 0, f"pairs need an even number of sequences, got {len(counts_S)}"
+        assert len(counts_S) % 2 == 0, (
+            f"pairs need an even number of sequences, got {len(counts_S)}"
+        )
         return float(len(counts_S) // 2)
     if config.aggregation == "token":
         return float(counts_S.sum())
@@ -116,14 +131,18 @@ def denominator(config: AnyObjective, token_counts_S: Sequence[int] | np.ndarray
 
 def add_sums(total: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Add one chunk's metric sums to a total; start from {}."""
-    return {**total, **{name: total[name] + pair if name in total else pair for name, pair in sums.items()}}
+    return {
+        **total,
+        **{name: total[name] + pair if name in total else pair for name, pair in sums.items()},
+    }
 
 
 def finish_sums(total: Mapping[str, Tensor]) -> dict[str, float]:
     """Divide once: name -> mean. A metric that nothing was counted for is left out.
 
-    `tis_ess` is the effective sample size as a share of the tokens, mean(w)^2 / mean(w^2) of the weights as applied
-    (Kish 1965; verl's rollout_is_eff_sample_size). It is 0 where all are rejected.
+    `tis_ess` is the effective sample size as a share of the tokens, mean(w)^2 / mean(w^2) of the
+    weights as applied (Kish 1965; verl's rollout_is_eff_sample_size). It is 0 where all are
+    rejected.
     """
     pairs = {name: pair.tolist() for name, pair in total.items()}
     means = {name: value / count for name, (value, count) in pairs.items() if count > 0}

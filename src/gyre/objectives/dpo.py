@@ -1,5 +1,5 @@
-"""DPO: learn from preference pairs without a reward model. In: log-probs of both answers under policy and reference.
-Out: summed loss over pairs, metric sums.
+"""DPO: learn from preference pairs without a reward model. In: log-probs of both answers under
+policy and reference. Out: summed loss over pairs, metric sums.
 
 N target tokens of a chunk, S its sequences, P its pairs.
 """
@@ -15,12 +15,14 @@ from gyre.objectives.inputs import LossInputs
 
 
 def dpo_loss(config: DpoConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Per pair, of h = log-ratio of the chosen minus that of the rejected answer (policy over reference):
+    """Per pair, of h = log-ratio of the chosen minus that of the rejected answer (policy over
+    reference):
 
-    sigmoid: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h); Rafailov et al. 2023, arXiv 2305.18290, eq. 7, and
-    Mitchell 2023, "A note on DPO with noisy preferences and relationship to IPO" (cDPO), for e = label_smoothing.
-    ipo: (h - 1 / (2 beta))^2; Azar et al. 2023, arXiv 2310.12036, eq. 17.
-    sft_coef adds the chosen answer's mean negative log-likelihood; Pang et al. 2024, arXiv 2404.19733, eq. 1.
+    sigmoid: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h); Rafailov et al. 2023, arXiv
+    2305.18290, eq. 7, and Mitchell 2023, "A note on DPO with noisy preferences and relationship to
+    IPO" (cDPO), for e = label_smoothing. ipo: (h - 1 / (2 beta))^2; Azar et al. 2023, arXiv
+    2310.12036, eq. 17. sft_coef adds the chosen answer's mean negative log-likelihood; Pang et al.
+    2024, arXiv 2404.19733, eq. 1.
     """
     assert inputs.logprobs_N is not None, "dpo needs logprobs_N"
     assert inputs.reference_logprobs_N is not None, "dpo needs reference_logprobs_N"
@@ -56,4 +58,6 @@ def pair_loss(config: DpoConfig, gap_P: Tensor) -> Tensor:
     right_P = -F.logsigmoid(logits_P)
     if not config.label_smoothing:
         return right_P
-    return (1.0 - config.label_smoothing) * right_P - config.label_smoothing * F.logsigmoid(-logits_P)
+    return (1.0 - config.label_smoothing) * right_P - config.label_smoothing * F.logsigmoid(
+        -logits_P
+    )

@@ -1,5 +1,5 @@
-"""Policy loss: the clipped surrogate that GRPO, its variants and PPO share. In: log-probs, advantages. Out: summed
-loss, metric sums. See `config` for the table of variants and `advantages`.
+"""Policy loss: the clipped surrogate that GRPO, its variants and PPO share. In: log-probs,
+advantages. Out: summed loss, metric sums. See `config` for the table of variants and `advantages`.
 
 N target tokens of a chunk, S its sequences.
 """
@@ -19,8 +19,13 @@ LARGE_GAP = math.log(2.0)  # nats: the probabilities differ by more than a facto
 
 
 def policy_loss(config: PolicyConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Surrogate, weighted by engine correction, plus KL to the reference, minus the entropy bonus."""
-    logprobs_N, index_N, counts_S = inputs.logprobs_N, inputs.sequence_index_N, inputs.target_counts_S
+    """Surrogate, weighted by engine correction, plus KL to the reference, minus the entropy
+    bonus."""
+    logprobs_N, index_N, counts_S = (
+        inputs.logprobs_N,
+        inputs.sequence_index_N,
+        inputs.target_counts_S,
+    )
     assert logprobs_N is not None, "the policy loss needs logprobs_N"
     assert inputs.advantages_N is not None, "the policy loss needs advantages_N"
     old_N = _old_logprobs(config, inputs)
@@ -45,7 +50,9 @@ def policy_loss(config: PolicyConfig, inputs: LossInputs) -> tuple[Tensor, dict[
     return loss, sums
 
 
-def surrogate(config: PolicyConfig, ratio_N: Tensor, logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
+def surrogate(
+    config: PolicyConfig, ratio_N: Tensor, logprobs_N: Tensor, advantages_N: Tensor
+) -> Tensor:
     """Per-token loss to be minimised.
 
     clip: -min(r A, clip(r) A); Schulman et al. 2017, arXiv 1707.06347, eq. 7, with the two bounds apart as in DAPO,
@@ -66,23 +73,30 @@ def surrogate(config: PolicyConfig, ratio_N: Tensor, logprobs_N: Tensor, advanta
 
 
 def _old_logprobs(config: PolicyConfig, inputs: LossInputs) -> Tensor:
-    """What the ratio divides by. A policy that has not moved since the batch was made is its own old policy."""
+    """What the ratio divides by. A policy that has not moved since the batch was made is its own
+    old policy."""
     assert inputs.logprobs_N is not None
     if config.ratio_base == "engine":
-        assert inputs.behaviour_logprobs_N is not None, "ratio_base = 'engine' needs behaviour_logprobs_N"
+        assert inputs.behaviour_logprobs_N is not None, (
+            "ratio_base = 'engine' needs behaviour_logprobs_N"
+        )
         return inputs.behaviour_logprobs_N
     return inputs.logprobs_N.detach() if inputs.old_logprobs_N is None else inputs.old_logprobs_N
 
 
-def _corrected(config: PolicyConfig, inputs: LossInputs, loss_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weigh each token by trainer over engine probability, and give weight 0 to what the band rejects. No weights
-    when the ratio itself starts from the engine: there the band judges the current log-probs."""
+def _corrected(
+    config: PolicyConfig, inputs: LossInputs, loss_N: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weigh each token by trainer over engine probability, and give weight 0 to what the band
+    rejects. No weights when the ratio itself starts from the engine: there the band judges the
+    current log-probs."""
     weighs = config.tis_cap > 0.0 and config.ratio_base == "trainer"
     rejects = config.rejection_level != "none"
     if not weighs and not rejects:
         return loss_N, {}
     assert inputs.behaviour_logprobs_N is not None, (
-        "engine corrections need behaviour_logprobs_N; set tis_cap = 0 and rejection_level = 'none' to go without"
+        "engine corrections need behaviour_logprobs_N; set tis_cap = 0 and rejection_level = "
+        "'none' to go without"
     )
     log_ratio_N = _trainer_logprobs(inputs) - inputs.behaviour_logprobs_N
     spread = log_ratio_N, inputs.sequence_index_N, inputs.target_counts_S
@@ -90,7 +104,9 @@ def _corrected(config: PolicyConfig, inputs: LossInputs, loss_N: Tensor) -> tupl
     if weighs:
         log_weight_N = terms.importance_log_ratio(config.importance_level, *spread)
         weights_N = terms.truncated_weights(log_weight_N, config.tis_cap)
-        sums["tis_truncated_fraction"] = terms.mean_sum((log_weight_N.exp() >= config.tis_cap).float())
+        sums["tis_truncated_fraction"] = terms.mean_sum(
+            (log_weight_N.exp() >= config.tis_cap).float()
+        )
     if rejects:
         judged_N = terms.importance_log_ratio(config.rejection_level, *spread)
         low_N, high_N = terms.out_of_band(judged_N, config.rejection_band)
@@ -106,7 +122,8 @@ def _corrected(config: PolicyConfig, inputs: LossInputs, loss_N: Tensor) -> tupl
 
 
 def _trainer_logprobs(inputs: LossInputs) -> Tensor:
-    """The trainer's log-probs that are held against the engine's: those before the update where a pass made them."""
+    """The trainer's log-probs that are held against the engine's: those before the update where a
+    pass made them."""
     assert inputs.logprobs_N is not None
     return inputs.logprobs_N.detach() if inputs.old_logprobs_N is None else inputs.old_logprobs_N
 
@@ -114,7 +131,8 @@ def _trainer_logprobs(inputs: LossInputs) -> Tensor:
 def _regularised(
     config: PolicyConfig, inputs: LossInputs, loss_N: Tensor, old_N: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Add the KL to the reference and the entropy bonus, and measure both. Engine correction weighs neither."""
+    """Add the KL to the reference and the entropy bonus, and measure both. Engine correction weighs
+    neither."""
     sums: dict[str, Tensor] = {}
     if config.kl_coef and config.kl_in == "loss":
         kl_N, bounded_N = _kl_in_loss(config, inputs, old_N)
@@ -125,7 +143,9 @@ def _regularised(
         sums["entropy"] = terms.mean_sum(inputs.entropy_N)
     if config.entropy_coef:
         assert inputs.entropy_N is not None, "entropy_coef needs entropy_N"
-        assert inputs.entropy_N.requires_grad or loss_N.grad_fn is None, "entropy_coef needs the entropy's gradient"
+        assert inputs.entropy_N.requires_grad or loss_N.grad_fn is None, (
+            "entropy_coef needs the entropy's gradient"
+        )
         loss_N = loss_N - config.entropy_coef * inputs.entropy_N
     return loss_N, sums
 
@@ -180,5 +200,7 @@ def _gap_sums(inputs: LossInputs) -> dict[str, Tensor]:
             "logprob_gap_mult": terms.mean_sum(gap_N.exp()),
             "logprob_gap_above": terms.mean_sum(signed_N.clamp(min=0.0)),
             "logprob_gap_large_fraction": terms.mean_sum((gap_N > LARGE_GAP).float()),
-            "engine_kl": terms.mean_sum(terms.kl_estimate("k3", inputs.behaviour_logprobs_N, trainer_N)),
+            "engine_kl": terms.mean_sum(
+                terms.kl_estimate("k3", inputs.behaviour_logprobs_N, trainer_N)
+            ),
         }

@@ -1,8 +1,9 @@
-"""Loss inputs: what one packed chunk hands to a loss. In: the trainer's forward pass and a batch's columns, gathered
-at the target tokens. Out: one frozen record of flat tensors.
+"""Loss inputs: what one packed chunk hands to a loss. In: the trainer's forward pass and a batch's
+columns, gathered at the target tokens. Out: one frozen record of flat tensors.
 
-N target tokens of the chunk (tokens whose loss_mask is True; masks are applied by being absent), S sequences of the
-chunk, P preference pairs of the chunk. Sequences are whole: a sequence's targets never straddle two chunks.
+N target tokens of the chunk (tokens whose loss_mask is True; masks are applied by being absent), S
+sequences of the chunk, P preference pairs of the chunk. Sequences are whole: a sequence's targets
+never straddle two chunks.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """One chunk. Each objective reads what `required_columns` and its kind ask for; the rest stays None."""
+    """One chunk. Each objective reads what `required_columns` and its kind ask for; the rest stays
+    None."""
 
     num_sequences: int  # S, those without any target included
     sequence_index_N: Tensor  # int64, which of the S sequences a target belongs to
     target_counts_S: Tensor  # int64, targets of each sequence; 0 for one that is fully masked
 
     # sft, dpo, grpo, ppo
-    logprobs_N: Tensor | None = None  # float32 with grad: the policy being trained, at the rollout's temperature
+    # float32 with grad: the policy being trained, at the rollout's temperature
+    logprobs_N: Tensor | None = None
     entropy_N: Tensor | None = None  # float32 with grad, of the policy's next-token distribution
 
     # grpo, ppo
     advantages_N: Tensor | None = None
     behaviour_logprobs_N: Tensor | None = None  # column "logprobs": what the engine sampled with
-    old_logprobs_N: Tensor | None = None  # column "old_logprobs"; None: the policy has not moved, old = logprobs_N
+    # column "old_logprobs"; None: the policy has not moved, old = logprobs_N
+    old_logprobs_N: Tensor | None = None
     reference_logprobs_N: Tensor | None = None  # column "reference_logprobs"; dpo too
 
     # ppo
@@ -36,7 +40,8 @@ class LossInputs:
     returns_N: Tensor | None = None  # column "returns"
 
     # rm, dpo
-    scores_S: Tensor | None = None  # rm: float32 with grad, the scalar head at each sequence's last token
+    # rm: float32 with grad, the scalar head at each sequence's last token
+    scores_S: Tensor | None = None
     chosen_P: Tensor | None = None  # int64, index into S of each pair's preferred sequence
     rejected_P: Tensor | None = None  # int64
     margins_P: Tensor | None = None  # rm, optional: by how much the chosen one should win

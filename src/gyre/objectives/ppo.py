@@ -1,4 +1,5 @@
-"""PPO: the clipped policy loss with a critic's value loss. In: log-probs, values. Out: summed loss, metric sums. Advantages by GAE: `advantages.gae`.
+"""PPO: the clipped policy loss with a critic's value loss. In: log-probs, values. Out: summed loss,
+metric sums. Advantages by GAE: `advantages.gae`.
 
 N target tokens of a chunk, S its sequences.
 """
@@ -15,9 +16,11 @@ from gyre.objectives.inputs import LossInputs
 
 
 def ppo_loss(config: PpoConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy loss where there are log-probs, plus vf_coef times the value loss where there are values: one call for
-    both models, or one call for each."""
-    assert inputs.logprobs_N is not None or inputs.values_N is not None, "ppo needs logprobs_N, values_N or both"
+    """Policy loss where there are log-probs, plus vf_coef times the value loss where there are
+    values: one call for both models, or one call for each."""
+    assert inputs.logprobs_N is not None or inputs.values_N is not None, (
+        "ppo needs logprobs_N, values_N or both"
+    )
     if inputs.logprobs_N is None:
         loss, sums = value_loss(config, inputs)
         return config.vf_coef * loss, sums
@@ -29,8 +32,9 @@ def ppo_loss(config: PpoConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, T
 
 
 def value_loss(config: PpoConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """max((V - R)^2, (clip(V, V_old ± value_clip) - R)^2) / 2 per token: the clipped form that belongs to PPO's
-    released implementation; Schulman et al. 2017, arXiv 1707.06347, eq. 9, has the plain square."""
+    """max((V - R)^2, (clip(V, V_old ± value_clip) - R)^2) / 2 per token: the clipped form that
+    belongs to PPO's released implementation; Schulman et al. 2017, arXiv 1707.06347, eq. 9, has the
+    plain square."""
     assert inputs.values_N is not None, "the value loss needs values_N"
     assert inputs.returns_N is not None, "the value loss needs returns_N"
     values_N, returns_N = inputs.values_N, inputs.returns_N
@@ -38,7 +42,9 @@ def value_loss(config: PpoConfig, inputs: LossInputs) -> tuple[Tensor, dict[str,
     clipped = {}
     if config.value_clip:
         assert inputs.old_values_N is not None, "value_clip needs old_values_N"
-        near_N = inputs.old_values_N + (values_N - inputs.old_values_N).clamp(-config.value_clip, config.value_clip)
+        near_N = inputs.old_values_N + (values_N - inputs.old_values_N).clamp(
+            -config.value_clip, config.value_clip
+        )
         far_N = (near_N - returns_N).square()
         clipped["value_clip_fraction"] = terms.mean_sum((far_N.detach() > error_N.detach()).float())
         error_N = torch.maximum(error_N, far_N)
@@ -47,7 +53,9 @@ def value_loss(config: PpoConfig, inputs: LossInputs) -> tuple[Tensor, dict[str,
         config.aggregation, inputs.sequence_index_N, inputs.target_counts_S, loss_N.dtype
     )
     loss = (weights_N * loss_N).sum()
-    mass = terms.aggregation_mass(config.aggregation, inputs.target_counts_S, config.fixed_length_tokens)
+    mass = terms.aggregation_mass(
+        config.aggregation, inputs.target_counts_S, config.fixed_length_tokens
+    )
     sums = {
         "value_loss": torch.stack([loss.detach().float(), mass]),
         "value": terms.mean_sum(values_N),

@@ -1,5 +1,5 @@
-"""Reward model: learn to score the preferred answer higher. In: a scalar per sequence. Out: summed loss over pairs,
-metric sums.
+"""Reward model: learn to score the preferred answer higher. In: a scalar per sequence. Out: summed
+loss over pairs, metric sums.
 
 S sequences of a chunk, P its pairs.
 """
@@ -17,8 +17,8 @@ from gyre.objectives.inputs import LossInputs
 def rm_loss(config: RmConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """-log sigmoid(r_chosen - r_rejected - margin) per pair.
 
-    Bradley–Terry as in Ouyang et al. 2022, arXiv 2203.02155, eq. 1; margin as in Touvron et al. 2023, arXiv 2307.09288,
-    eq. 2; centring as in Eisenstein et al. 2023, arXiv 2312.09244.
+    Bradley–Terry as in Ouyang et al. 2022, arXiv 2203.02155, eq. 1; margin as in Touvron et al.
+    2023, arXiv 2307.09288, eq. 2; centring as in Eisenstein et al. 2023, arXiv 2312.09244.
     """
     assert inputs.scores_S is not None, "rm needs scores_S"
     assert inputs.chosen_P is not None, "rm needs chosen_P"

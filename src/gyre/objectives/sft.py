@@ -14,7 +14,8 @@ from gyre.objectives.inputs import LossInputs
 
 
 def sft_loss(config: SftConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-likelihood, a mean over tokens or over sequences after division by the denominator."""
+    """Negative log-likelihood, a mean over tokens or over sequences after division by the
+    denominator."""
     assert inputs.logprobs_N is not None, "sft needs logprobs_N"
     weights_N = terms.aggregation_weights(
         config.aggregation, inputs.sequence_index_N, inputs.target_counts_S, inputs.logprobs_N.dtype

@@ -1,10 +1,10 @@
-"""Contradictions: training and held-out figures that cannot both be right. In: event rows, one by one. Out: a
-Contradiction at an evaluation, or none; the event `warn.figures_contradict`.
+"""Contradictions: training and held-out figures that cannot both be right. In: event rows, one by
+one. Out: a Contradiction at an evaluation, or none; the event `warn.figures_contradict`.
 
-Two figures differ when their 95 % intervals do not overlap, which is stricter than a test of their difference at 5 %.
-`opposed`: one got better from its first to its newest value while the other got worse.
-`gap`: the newest of the two differ. A difference that the temperatures explain is none: greedy answers are better than
-sampled ones.
+Two figures differ when their 95 % intervals do not overlap, which is stricter than a test of their
+difference at 5 %. `opposed`: one got better from its first to its newest value while the other got
+worse. `gap`: the newest of the two differ. A difference that the temperatures explain is none:
+greedy answers are better than sampled ones.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ from gyre.observability.metric_catalog import SHARES, eval_interval, eval_measur
 from gyre.observability.progress.state import CONTRADICTION
 
 WINDOW_STEPS = 8  # at most, that one training figure is taken from
-FEWEST_SPREAD = 5  # steps whose spread tells their standard error, where a step does not record its own
-TRAINING = {"accuracy": "train_accuracy", "reward": "reward", "loss": "loss", "pair_accuracy": "pair_accuracy",
-            "preference_accuracy": "reward_accuracy"}  # fmt: skip
+# steps whose spread tells their standard error, where a step does not record its own
+FEWEST_SPREAD = 5
+TRAINING = {
+    "accuracy": "train_accuracy",
+    "reward": "reward",
+    "loss": "loss",
+    "pair_accuracy": "pair_accuracy",
+    "preference_accuracy": "reward_accuracy",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +59,15 @@ class Contradiction:
 
 
 def training_figure(measure: str, steps: Sequence[MeasuredStep]) -> Figure | None:
-    """One figure of neighbouring steps; None where they do not tell how sure it is. Each prompt is one trial of a
-    share, since its completions are alike."""
+    """One figure of neighbouring steps; None where they do not tell how sure it is. Each prompt is
+    one trial of a share, since its completions are alike."""
     if not steps:
         return None
     value = math.fsum(step.value for step in steps) / len(steps)
-    prompts, errors = sum(step.prompts for step in steps), [step.error for step in steps if step.error is not None]
+    prompts, errors = (
+        sum(step.prompts for step in steps),
+        [step.error for step in steps if step.error is not None],
+    )
     if measure in SHARES and prompts:
         interval = wilson_interval(value, prompts)
     elif len(errors) == len(steps):
@@ -71,21 +80,39 @@ def training_figure(measure: str, steps: Sequence[MeasuredStep]) -> Figure | Non
 
 
 def find_contradiction(
-    measure: str, steps: Sequence[MeasuredStep], held_out: Sequence[Figure], *, temperatures: tuple[float, float] | None
+    measure: str,
+    steps: Sequence[MeasuredStep],
+    held_out: Sequence[Figure],
+    *,
+    temperatures: tuple[float, float] | None,
 ) -> Contradiction | None:
-    """What the newest evaluation contradicts. `temperatures`: of rollouts and of evaluation; None where nothing is
-    sampled."""
+    """What the newest evaluation contradicts. `temperatures`: of rollouts and of evaluation; None
+    where nothing is sampled."""
     size = min(WINDOW_STEPS, len(steps) // 2)
-    first, newest = training_figure(measure, steps[:size]), training_figure(measure, steps[-size:] if size else ())
-    if first and newest and len(held_out) > 1 and _change(first, newest) * _change(held_out[0], held_out[-1]) < 0:
-        return Contradiction(rule="opposed", training=(first, newest), held_out=(held_out[0], held_out[-1]))
+    first, newest = (
+        training_figure(measure, steps[:size]),
+        training_figure(measure, steps[-size:] if size else ()),
+    )
+    if (
+        first
+        and newest
+        and len(held_out) > 1
+        and _change(first, newest) * _change(held_out[0], held_out[-1]) < 0
+    ):
+        return Contradiction(
+            rule="opposed", training=(first, newest), held_out=(held_out[0], held_out[-1])
+        )
     newest = training_figure(measure, steps[-WINDOW_STEPS:])
-    if newest is None or not held_out or measure == "loss":  # a loss is lower on what was trained on
+    # a loss is lower on what was trained on
+    if newest is None or not held_out or measure == "loss":
         return None
     gap = _change(newest, held_out[-1])
-    still = _change(Figure(value=steps[-1].value, low=steps[-1].value, high=steps[-1].value), held_out[-1])
+    still = _change(
+        Figure(value=steps[-1].value, low=steps[-1].value, high=steps[-1].value), held_out[-1]
+    )
     explained = temperatures is not None and gap * (temperatures[0] - temperatures[1]) > 0
-    if gap == 0 or still != gap or explained:  # the newest step alone: a policy that changes fast is no contradiction
+    # the newest step alone: a policy that changes fast is no contradiction
+    if gap == 0 or still != gap or explained:
         return None
     return Contradiction(rule="gap", training=(newest,), held_out=(held_out[-1],))
 
@@ -96,7 +123,8 @@ def _change(a: Figure, b: Figure) -> int:
 
 
 class ContradictionWatch:
-    """A listener that compares at each evaluation. Rows of earlier attempts come first, as `history`."""
+    """A listener that compares at each evaluation. Rows of earlier attempts come first, as
+    `history`."""
 
     def __init__(
         self,
@@ -152,7 +180,9 @@ class ContradictionWatch:
             value = as_number(metrics.get(name))
             if value is not None and math.isfinite(value):
                 error = as_number(row.get("reward_standard_error")) if name == "reward" else None
-                self._steps.setdefault(name, []).append(MeasuredStep(value=value, prompts=prompts, error=error))
+                self._steps.setdefault(name, []).append(
+                    MeasuredStep(value=value, prompts=prompts, error=error)
+                )
 
 
 def describe(measure: str, found: Contradiction, show: Callable[[str, float], str]) -> str:
@@ -165,7 +195,19 @@ def describe(measure: str, found: Contradiction, show: Callable[[str, float], st
         return f"{path} (95 % interval {show(measure, newest.low)} to {show(measure, newest.high)})"
 
     if found.rule == "opposed":
-        cause = "the policy may have learnt its training problems by heart, or a reward that does not hold elsewhere"
-        return f"training {name} went from {told(found.training)}, held-out {name} from {told(found.held_out)}: {cause}"
-    cause = "more than sampling explains; compare the problems, the sampling and the lengths of training and evaluation"
-    return f"training {name} is {told(found.training)}, held-out {name} {told(found.held_out)}: {cause}"
+        cause = (
+            "the policy may have learnt its training problems by heart, or a reward that "
+            "does not hold elsewhere"
+        )
+        return (
+            f"training {name} went from {told(found.training)}, held-out {name} from "
+            f"{told(found.held_out)}: {cause}"
+        )
+    cause = (
+        "more than sampling explains; compare the problems, the sampling and the lengths of "
+        "training and evaluation"
+    )
+    return (
+        f"training {name} is {told(found.training)}, held-out {name} {told(found.held_out)}: "
+        f"{cause}"
+    )

@@ -1,7 +1,9 @@
-"""Events: what happened, in order, as lines of JSON. In: emit(kind, fields) from every room. Out: events.jsonl.
+"""Events: what happened, in order, as lines of JSON. In: emit(kind, fields) from every room. Out:
+events.jsonl.
 
-A row is {"seq", "t", "attempt", "kind", …fields}: `seq` counts the rows of one attempt (samples included), `t` is unix
-time. The file is the truth; live display, TensorBoard, W&B and the report are views of it.
+A row is {"seq", "t", "attempt", "kind", …fields}: `seq` counts the rows of one attempt (samples
+included), `t` is unix time. The file is the truth; live display, TensorBoard, W&B and the report
+are views of it.
 """
 
 from __future__ import annotations
@@ -21,17 +23,39 @@ Listener = Callable[[Row], None]
 
 RESERVED = frozenset({"seq", "t", "attempt", "kind"})
 COUNTED_PREFIXES = ("fallback.", "drop.", "retry.", "warn.")
-COUNTED_ENDINGS = ("skipped", "failed", "dropped", "refused", "removed", "exhausted", "replaced", "killed", "preempted",
-                   "voided", "retried", "recaptured", "recomputed", ".weak", ".nonfinite", ".deadline",
-                   ".torch_kernels", ".nothing_to_train", ".oversized_chunks", ".idle_ranks", ".lost",
-                   ".hung")  # fmt: skip
+COUNTED_ENDINGS = (
+    "skipped",
+    "failed",
+    "dropped",
+    "refused",
+    "removed",
+    "exhausted",
+    "replaced",
+    "killed",
+    "preempted",
+    "voided",
+    "retried",
+    "recaptured",
+    "recomputed",
+    ".weak",
+    ".nonfinite",
+    ".deadline",
+    ".torch_kernels",
+    ".nothing_to_train",
+    ".oversized_chunks",
+    ".idle_ranks",
+    ".lost",
+    ".hung",
+)
 
 
 class EventLog:
     """Appends events of one attempt and tells listeners. Safe to call from any thread."""
 
     def __init__(self, path: Path | str, *, attempt: int, clock: Callable[[], float] = time.time):
-        assert attempt >= next_attempt(path), f"attempt {attempt} has rows in {path} already: ask next_attempt first"
+        assert attempt >= next_attempt(path), (
+            f"attempt {attempt} has rows in {path} already: ask next_attempt first"
+        )
         self.attempt = attempt
         self._clock = clock
         self._writer = LineWriter(Path(path))
@@ -40,36 +64,49 @@ class EventLog:
         self._lock = threading.RLock()
 
     def emit(self, kind: str, /, **fields: Any) -> None:
-        """Append one row. A field that would hide one of ours is kept under its name with "_" behind it."""
+        """Append one row. A field that would hide one of ours is kept under its name with "_"
+        behind it."""
         with self._lock:
-            row: dict[str, Any] = {"seq": 0, "t": round(self._clock(), 4), "attempt": self.attempt, "kind": kind}
-            row.update({f"{name}_" if name in RESERVED else name: value for name, value in fields.items()})
+            row: dict[str, Any] = {
+                "seq": 0,
+                "t": round(self._clock(), 4),
+                "attempt": self.attempt,
+                "kind": kind,
+            }
+            row.update(
+                {f"{name}_" if name in RESERVED else name: value for name, value in fields.items()}
+            )
             row["seq"] = self.take_seq()
             self._writer.append(row)
             self._tell(row)
 
     def fence(self, attempt: int | None, seq: int = 0, **fields: Any) -> None:
-        """Record that this attempt resumes from row `seq` of `attempt`: what came after is dead to readers.
+        """Record that this attempt resumes from row `seq` of `attempt`: what came after is dead to
+        readers.
 
-        None means that nothing before is kept. `step`, if given, lets TensorBoard forget the same points.
+        None means that nothing before is kept. `step`, if given, lets TensorBoard forget the same
+        points.
         """
         assert attempt is None or attempt < self.attempt, "a run resumes from an earlier attempt"
         resumed_from = None if attempt is None else {"attempt": attempt, "seq": seq}
         self.emit("attempt.started", resumed_from=resumed_from, **fields)
 
     def position(self) -> dict[str, int]:
-        """Return {"attempt", "seq"} of the newest row, for a snapshot; rows up to it are on disk by then."""
+        """Return {"attempt", "seq"} of the newest row, for a snapshot; rows up to it are on disk by
+        then."""
         with self._lock:
             self._writer.sync()
             return {"attempt": self.attempt, "seq": self._seq}
 
     def subscribe(self, listener: Listener) -> None:
-        """Call `listener` with each row from now on. One that raises is told no more, and that is an event."""
+        """Call `listener` with each row from now on. One that raises is told no more, and that is
+        an event."""
         with self._lock:
             self._listeners.append(listener)
 
     def take_seq(self) -> int:
-        """Return the next row number; samples.jsonl shares it, so that one fence governs both files."""
+        """Return the next row number; samples.jsonl shares it, so that one fence governs both
+        files."""
         with self._lock:
             self._seq += 1
             return self._seq
@@ -85,7 +122,9 @@ class EventLog:
             except Exception as error:  # noqa: BLE001  a display or tracker must not end a run; the event says so
                 self._listeners.remove(listener)
                 name = getattr(listener, "__qualname__", type(listener).__name__)
-                self.emit("warn.listener_failed", listener=name, error=f"{type(error).__name__}: {error}")
+                self.emit(
+                    "warn.listener_failed", listener=name, error=f"{type(error).__name__}: {error}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,13 +158,21 @@ def read_events(path: Path | str) -> LiveRows:
 
 
 def next_attempt(path: Path | str) -> int:
-    """Return the attempt number that a process which opens this log now must use; the first is 1."""
-    return 1 + max((row["attempt"] for _, row in read_rows(Path(path)) if row is not None), default=0)
+    """Return the attempt number that a process which opens this log now must use; the first is
+    1."""
+    return 1 + max(
+        (row["attempt"] for _, row in read_rows(Path(path)) if row is not None), default=0
+    )
 
 
 def has_row(path: Path | str, attempt: int, seq: int) -> bool:
-    """Say whether a log reaches the row that a snapshot goes on from. Numbers of samples are in another file."""
-    return any(row["attempt"] == attempt and row["seq"] >= seq for _, row in read_rows(Path(path)) if row is not None)
+    """Say whether a log reaches the row that a snapshot goes on from. Numbers of samples are in
+    another file."""
+    return any(
+        row["attempt"] == attempt and row["seq"] >= seq
+        for _, row in read_rows(Path(path))
+        if row is not None
+    )
 
 
 def count_steps(rows: Iterable[Row]) -> int:
@@ -134,7 +181,8 @@ def count_steps(rows: Iterable[Row]) -> int:
 
 
 def is_counted(row: Row) -> bool:
-    """Say whether a row is a fallback, drop, retry or warning that the report must count. `counted` settles it."""
+    """Say whether a row is a fallback, drop, retry or warning that the report must count. `counted`
+    settles it."""
     kind, counted = row["kind"], row.get("counted")
     if isinstance(counted, bool):
         return counted
@@ -142,7 +190,8 @@ def is_counted(row: Row) -> bool:
 
 
 def count_events(rows: Iterable[Row]) -> dict[str, int]:
-    """Count the fallbacks, drops, retries and warnings by kind; a row may stand for `count` of them."""
+    """Count the fallbacks, drops, retries and warnings by kind; a row may stand for `count` of
+    them."""
     counts: dict[str, int] = {}
     for row in rows:
         if is_counted(row):

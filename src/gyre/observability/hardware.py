@@ -1,4 +1,5 @@
-"""Hardware: this machine in a dict, without torch. In: /proc and the platform module. Out: JSON-able facts."""
+"""Hardware: this machine in a dict, without torch. In: /proc and the platform module. Out:
+JSON-able facts."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ FLAGS = {
 }
 
 
-def describe_hardware(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> dict[str, Any]:
-    """Return what this process may use of this machine. Facts that the system does not tell are None."""
+def describe_hardware(
+    proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> dict[str, Any]:
+    """Return what this process may use of this machine. Facts that the system does not tell are
+    None."""
     cpu = parse_cpuinfo(_read(proc / "cpuinfo"))
     memory = parse_meminfo(_read(proc / "meminfo"))
     return {
@@ -47,7 +51,9 @@ def parse_cpuinfo(text: str) -> dict[str, Any]:
     blocks = [_fields(block) for block in text.strip().split("\n\n") if block.strip()]
     first = blocks[0] if blocks else {}
     names = set((first.get("flags") or first.get("Features") or "").split())
-    physical = {(block.get("physical id"), block.get("core id")) for block in blocks if "core id" in block}
+    physical = {
+        (block.get("physical id"), block.get("core id")) for block in blocks if "core id" in block
+    }
     return {
         "model": first.get("model name") or first.get("Model") or first.get("CPU part") or None,
         "cores_physical": len(physical) or None,
@@ -57,7 +63,11 @@ def parse_cpuinfo(text: str) -> dict[str, Any]:
 
 def parse_meminfo(text: str) -> dict[str, int]:
     """Read sizes in bytes by name."""
-    return {name: int(value.split()[0]) * 1024 for name, value in _fields(text).items() if value.endswith("kB")}
+    return {
+        name: int(value.split()[0]) * 1024
+        for name, value in _fields(text).items()
+        if value.endswith("kB")
+    }
 
 
 def parse_cpu_max(text: str) -> float | None:

@@ -1,5 +1,5 @@
-"""Intervals: how far a measured figure may lie from the true one. In: a share or a mean, and what it was taken from.
-Out: standard errors and 95 % intervals. Pure.
+"""Intervals: how far a measured figure may lie from the true one. In: a share or a mean, and what
+it was taken from. Out: standard errors and 95 % intervals. Pure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def ratio_error(totals: Sequence[float], sizes: Sequence[float]) -> float | None
     if n < 2 or size <= 0.0:
         return None
     ratio = math.fsum(totals) / size
-    squares = math.fsum((total - ratio * own) ** 2 for total, own in zip(totals, sizes, strict=True))
+    squares = math.fsum(
+        (total - ratio * own) ** 2 for total, own in zip(totals, sizes, strict=True)
+    )
     return math.sqrt(n / (n - 1) * squares) / size
 
 

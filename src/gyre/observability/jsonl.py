@@ -1,7 +1,9 @@
-"""Lines of JSON that survive kill -9. In: rows (mappings). Out: a file of one JSON object per line, and its rows back.
+"""Lines of JSON that survive kill -9. In: rows (mappings). Out: a file of one JSON object per line,
+and its rows back.
 
-Each row reaches the kernel in one unbuffered append, so a killed process loses at most the line that it was writing.
-Such a torn line stays in the file, is closed by a newline when the file is next opened, and is counted by readers.
+Each row reaches the kernel in one unbuffered append, so a killed process loses at most the line
+that it was writing. Such a torn line stays in the file, is closed by a newline when the file is
+next opened, and is counted by readers.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class LineWriter:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._torn = ends_torn(path)
-        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd: int | None = os.open(
+            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644
+        )
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one row. SnapshotError when the disk refuses; the file stays readable."""
@@ -39,7 +43,8 @@ class LineWriter:
             self._torn = True
             raise SnapshotError(
                 f"cannot write {self.path}: {error.strerror}",
-                hint="free space on that disk or make the run folder writable, then go on with --resume",
+                hint="free space on that disk or make the run folder writable, then go on with "
+                "--resume",
             ) from error
 
     def sync(self) -> None:
@@ -75,18 +80,24 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def decode_row(line: bytes) -> dict[str, Any] | None:
-    """Read one line, or None. A proper prefix of an object is never valid JSON, so a torn line cannot pass."""
+    """Read one line, or None. A proper prefix of an object is never valid JSON, so a torn line
+    cannot pass."""
     try:
         row = json.loads(line)
     except ValueError:  # not JSON, or cut inside a UTF-8 sequence
         return None
-    if not isinstance(row, dict) or not isinstance(row.get("seq"), int) or not isinstance(row.get("attempt"), int):
+    if (
+        not isinstance(row, dict)
+        or not isinstance(row.get("seq"), int)
+        or not isinstance(row.get("attempt"), int)
+    ):
         return None
     return row
 
 
 def encode_row(row: Mapping[str, Any]) -> str:
-    """Return strict JSON on one line. NaN and infinities become the strings that `as_number` reads back."""
+    """Return strict JSON on one line. NaN and infinities become the strings that `as_number` reads
+    back."""
     try:
         return json.dumps(row, allow_nan=False, default=_plain, separators=(",", ":"))
     except ValueError:
@@ -94,7 +105,8 @@ def encode_row(row: Mapping[str, Any]) -> str:
 
 
 def as_number(value: Any) -> float | None:
-    """Read a number written by `encode_row`, NaN and infinities included. None for anything else."""
+    """Read a number written by `encode_row`, NaN and infinities included. None for anything
+    else."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int | float):

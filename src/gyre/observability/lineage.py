@@ -1,8 +1,10 @@
-"""Lineage: which rows of which attempts tell the run's one story. In: rows of events.jsonl. Out: a Lineage. Pure.
+"""Lineage: which rows of which attempts tell the run's one story. In: rows of events.jsonl. Out: a
+Lineage. Pure.
 
-A run that is killed and resumed leaves rows that a later attempt lived through again. An `attempt.started` row says
-what its attempt resumed from: {"attempt": A, "seq": S} means that of attempt A rows up to S are kept, and null that
-nothing before is. An attempt without such a row goes on after all that was live.
+A run that is killed and resumed leaves rows that a later attempt lived through again. An
+`attempt.started` row says what its attempt resumed from: {"attempt": A, "seq": S} means that of
+attempt A rows up to S are kept, and null that nothing before is. An attempt without such a row goes
+on after all that was live.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import Any
 class Lineage:
     """The attempts that lead to the newest one."""
 
-    last_live_seq: Mapping[int, int | None]  # by attempt: rows up to this number are live; None means all are
+    # by attempt: rows up to this number are live; None means all are
+    last_live_seq: Mapping[int, int | None]
     num_attempts: int  # all that were ever started
 
     def is_live(self, row: Mapping[str, Any]) -> bool:
@@ -28,7 +31,8 @@ class Lineage:
 
 
 def trace_lineage(rows: Iterable[Mapping[str, Any]]) -> Lineage:
-    """Walk back from the newest attempt to the first, keeping of each what the next one resumed from."""
+    """Walk back from the newest attempt to the first, keeping of each what the next one resumed
+    from."""
     order: list[int] = []
     parents: dict[int, tuple[int, int | None] | None] = {}
     for row in rows:

@@ -1,4 +1,5 @@
-"""Catalog: what the well-known metrics of `step.done` mean and where they are shown. In: a metric name. Out: its place.
+"""Catalog: what the well-known metrics of `step.done` mean and where they are shown. In: a metric
+name. Out: its place.
 
 A metric that is not listed is still shown, under its own name.
 """
@@ -18,7 +19,8 @@ PHASE_ORDER = ("rollout", "score", "train", "handover", "evaluate", "snapshot")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One chart. `metrics` are names, or prefixes that end with "*", in the order in which they are drawn."""
+    """One chart. `metrics` are names, or prefixes that end with "*", in the order in which they are
+    drawn."""
 
     panel_id: str
     title: str
@@ -61,7 +63,8 @@ PANELS = (
         panel_id="sampled_per_kept",
         title="Sampled for one kept",
         unit="",
-        help="Prompts (and completions) sampled for one group that is trained on; the others teach nothing.",
+        help="Prompts (and completions) sampled for one group that is trained on; the others "
+        "teach nothing.",
         metrics=("sampled_per_kept",),
     ),
     Panel(
@@ -82,7 +85,8 @@ PANELS = (
         panel_id="entropy",
         title="Entropy",
         unit="nats",
-        help="Mean entropy of the policy's next-token distribution. A collapse to 0 ends exploration.",
+        help="Mean entropy of the policy's next-token distribution. A collapse to 0 ends "
+        "exploration.",
         metrics=("entropy", "entropy/*"),
     ),
     Panel(
@@ -103,14 +107,16 @@ PANELS = (
         panel_id="logprob_gap",
         title="Engine–trainer log-prob gap",
         unit="nats",
-        help="Mean absolute difference between the log-probs that the engine sampled with and the trainer's own.",
+        help="Mean absolute difference between the log-probs that the engine sampled with and the "
+        "trainer's own.",
         metrics=("logprob_gap", "logprob_gap/*"),
     ),
     Panel(
         panel_id="corrections",
         title="Engine corrections",
         unit="fraction",
-        help="Effective sample size of the importance weights as a share of the tokens, and the shares of tokens "
+        help="Effective sample size of the importance weights as a share of the tokens, and the "
+        "shares of tokens "
         "truncated at tis_cap, outside the rejection band, and chosen by older weights.",
         metrics=(
             "tis_ess",
@@ -154,7 +160,8 @@ PANELS = (
         panel_id="mfu",
         title="Model FLOPs used",
         unit="fraction",
-        help="What the models' arithmetic asks for, by the time of all training and scoring passes and the devices' "
+        help="What the models' arithmetic asks for, by the time of all training and scoring "
+        "passes and the devices' "
         "data-sheet rate. Causal attention counts half, work done twice counts once.",
         metrics=("mfu",),
     ),
@@ -162,7 +169,8 @@ PANELS = (
         panel_id="communication",
         title="Communication",
         unit="s",
-        help="Seconds per step by which collectives made the slowest rank's device wait, late ranks included.",
+        help="Seconds per step by which collectives made the slowest rank's device wait, late "
+        "ranks included.",
         metrics=("communication_wait_seconds",),
     ),
     Panel(
@@ -182,13 +190,20 @@ PANELS = (
 )
 
 
-# Metrics of `step.done` by which two runs that do the same may differ: by the clock, or by where one was resumed.
-MEASURED = ("tokens_per_second", "train_tokens_per_second_per_device", "mfu", "communication_wait_seconds",
-            "sent_bytes/*")  # fmt: skip
+# Metrics of `step.done` by which two runs that do the same may differ: by the clock, or by where
+# one was resumed.
+MEASURED = (
+    "tokens_per_second",
+    "train_tokens_per_second_per_device",
+    "mfu",
+    "communication_wait_seconds",
+    "sent_bytes/*",
+)
 
 # What an evaluation is judged by: the first that it has.
 EVAL_MEASURES = ("accuracy", "pair_accuracy", "preference_accuracy", "reward", "loss")
-SHARES = ("accuracy", "pair_accuracy", "preference_accuracy")  # of trials: shown as per cent; the others are means
+# of trials: shown as per cent; the others are means
+SHARES = ("accuracy", "pair_accuracy", "preference_accuracy")
 
 
 def eval_measure(row: Mapping[str, Any]) -> tuple[str, float] | None:
@@ -201,7 +216,8 @@ def eval_measure(row: Mapping[str, Any]) -> tuple[str, float] | None:
 
 
 def eval_interval(row: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return the 95 % interval of what an `eval.done` row is judged by: as recorded, else Wilson's of a share."""
+    """Return the 95 % interval of what an `eval.done` row is judged by: as recorded, else Wilson's
+    of a share."""
     given = row.get("interval")
     if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2:
         low, high = as_number(given[0]), as_number(given[1])
@@ -214,7 +230,8 @@ def eval_interval(row: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def eval_title(name: str, measure: str) -> str:
-    """Name an evaluation: by its problems, or as held out where its name says no more than what is measured."""
+    """Name an evaluation: by its problems, or as held out where its name says no more than what is
+    measured."""
     plain = name.replace("_", " ")
     if name in EVAL_MEASURES:
         return f"held-out {plain}"
@@ -236,7 +253,8 @@ def is_measured(metric: str) -> bool:
 
 
 def place(metric: str) -> tuple[Panel, int] | None:
-    """Return the panel of a metric and its rank there. An exact name beats a prefix of another panel."""
+    """Return the panel of a metric and its rank there. An exact name beats a prefix of another
+    panel."""
     hits = [
         (("*" in pattern), rank, panel)
         for panel in PANELS
@@ -250,7 +268,12 @@ def place(metric: str) -> tuple[Panel, int] | None:
 
 
 def pick(metrics: dict[str, float], panel_id: str) -> float | None:
-    """Return the first metric of a panel that a step has, for a display with room for one number."""
+    """Return the first metric of a panel that a step has, for a display with room for one
+    number."""
     placed = [(place(name), value) for name, value in metrics.items()]
-    ranked = [(where[1], value) for where, value in placed if where is not None and where[0].panel_id == panel_id]
+    ranked = [
+        (where[1], value)
+        for where, value in placed
+        if where is not None and where[0].panel_id == panel_id
+    ]
     return min(ranked, key=lambda item: item[0])[1] if ranked else None

@@ -1,5 +1,5 @@
-"""Mismatch: do engine and trainer compute the same probabilities, and if not, what is the likely cause? In: the metrics
-of a run's steps. Out: one finding, or None. Pure.
+"""Mismatch: do engine and trainer compute the same probabilities, and if not, what is the likely
+cause? In: the metrics of a run's steps. Out: one finding, or None. Pure.
 
 A cause is told by how the gap between the two log-probs of a sampled token is spread:
 
@@ -22,29 +22,41 @@ Metrics = Mapping[str, float]
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.02, "float16": 0.01}
 """Mean |log-prob gap| in nats that rounding of this dtype explains in a sound run, with room; a wider one is told."""
-ONE_SIDED = 0.05  # of the gap is where the trainer is above the engine, at most; rounding and drift give about a half
-TRUNCATED = 1.0  # nats: truncation that takes more than 63 % of the probability off the average token is not meant
+# of the gap is where the trainer is above the engine, at most; rounding and drift give about a half
+ONE_SIDED = 0.05
+# nats: truncation that takes more than 63 % of the probability off the average token is not meant
+TRUNCATED = 1.0
 LARGE_SHARE = 0.15  # of tokens whose probabilities differ by more than a factor of two
-GROWTH = 10.0  # times the first step's gap: rounding is there from the first step, old weights are not
+# times the first step's gap: rounding is there from the first step, old weights are not
+GROWTH = 10.0
 FADES = 0.5  # without stale tokens the gap is at most this share of what it is with them
 
 ADVICE: Mapping[Cause, str] = {
-    "not a number": "a log-prob is no number: look for overflow in the model, and at the events of skipped updates.",
-    "truncation set": "the trainer is below the engine wherever they differ, so it normalises over more tokens: "
-    "check that top_k, top_p, min_p, penalties and temperature reach the trainer (rollout support).",
-    "template": "many tokens differ by more than a factor of two, so the two read other tokens or other weights: "
+    "not a number": "a log-prob is no number: look for overflow in the model, and at the events "
+    "of skipped updates.",
+    "truncation set": "the trainer is below the engine wherever they differ, so it normalises "
+    "over more tokens: "
+    "check that top_k, top_p, min_p, penalties and temperature reach the trainer (rollout "
+    "support).",
+    "template": "many tokens differ by more than a factor of two, so the two read other tokens or "
+    "other weights: "
     "check the chat template, tokenizer, position ids and the hand-over of weights.",
-    "stale weights": "the gap comes with tokens that older weights chose, or grows as the trainer moves: "
-    "check the hand-over of weights, raise rollout.max_tokens_per_iteration, or set objective.rejection_level.",
-    "precision": "the gap lies on both sides and is small on nearly every token, so the two round differently: "
-    "use one dtype on both sides (FP8 products, quantised weights and cache widen it), or keep objective.tis_cap.",
+    "stale weights": "the gap comes with tokens that older weights chose, or grows as the trainer "
+    "moves: "
+    "check the hand-over of weights, raise rollout.max_tokens_per_iteration, or set "
+    "objective.rejection_level.",
+    "precision": "the gap lies on both sides and is small on nearly every token, so the two round "
+    "differently: "
+    "use one dtype on both sides (FP8 products, quantised weights and cache widen it), or keep "
+    "objective.tis_cap.",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
     cause: Cause
-    gap: float  # mean |trainer - engine| log-prob over the steps concerned, nats; NaN where it is no number
+    # mean |trainer - engine| log-prob over the steps concerned, nats; NaN where it is no number
+    gap: float
     num_steps: int  # with a gap that rounding does not explain
     num_measured: int
 
@@ -53,14 +65,16 @@ class Mismatch:
         """One line for the report."""
         size = "no number" if math.isnan(self.gap) else f"{self.gap:.2g} nats per token"
         return (
-            f"Engine and trainer disagree on {self.num_steps} of {self.num_measured} steps (log-prob gap {size}). "
+            f"Engine and trainer disagree on {self.num_steps} of {self.num_measured} steps "
+            f"(log-prob gap {size}). "
             f"Likely cause: {self.cause}; {ADVICE[self.cause]}"
         )
 
 
 def find_mismatch(steps: Sequence[Metrics], dtype: str) -> Mismatch | None:
-    """Judge the steps of one stage that sampled and trained. `dtype` is the run's, such as "bfloat16"; one that we
-    don't know is judged as float32. Steps without the metric "logprob_gap" are left out."""
+    """Judge the steps of one stage that sampled and trained. `dtype` is the run's, such as
+    "bfloat16"; one that we don't know is judged as float32. Steps without the metric "logprob_gap"
+    are left out."""
     measured = [step for step in steps if "logprob_gap" in step]
     widest = ROUNDING.get(dtype.removeprefix("torch."), ROUNDING["float32"])
     found = [step for step in measured if not step["logprob_gap"] <= widest]

@@ -1,7 +1,8 @@
-"""Overlap account: how much of the rules' time each window hid. In: intervals on one clock. Out: seconds. Pure.
+"""Overlap account: how much of the rules' time each window hid. In: intervals on one clock. Out:
+seconds. Pure.
 
-Rule rewards run in processes of their own while rollouts are still being generated and while the reference and reward
-models run; only what sticks out of both windows costs the run anything.
+Rule rewards run in processes of their own while rollouts are still being generated and while the
+reference and reward models run; only what sticks out of both windows costs the run anything.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ def overlap_account(
 ) -> dict[str, float]:
     """Return the fields of a `reward.window` event, in seconds.
 
-    rule_s: at least one rule was running; rollout_s: of it, while rollouts were being generated; reference_s: of the
-    rest, while reference or reward passes ran; hidden_s: both together. Never hidden_s > rule_s.
+    rule_s: at least one rule was running; rollout_s: of it, while rollouts were being generated;
+    reference_s: of the rest, while reference or reward passes ran; hidden_s: both together. Never
+    hidden_s > rule_s.
     """
     busy, during_rollout = union(rules), union(rollout)
     both = union([*during_rollout, *reference])

@@ -1,7 +1,8 @@
-"""Refusals: one event for each kind of refusal, however many requests meet it. In: refused requests and the reasons.
-Out: `engine.refused` events with a count.
+"""Refusals: one event for each kind of refusal, however many requests meet it. In: refused requests
+and the reasons. Out: `engine.refused` events with a count.
 
-A kind is a reason without its numbers: "the queue is full: 12 completions …" and "… 13 completions …" are one.
+A kind is a reason without its numbers: "the queue is full: 12 completions …" and "… 13 completions
+…" are one.
 """
 
 from __future__ import annotations
@@ -32,10 +33,14 @@ class Refusals:
         if not self._kinds:
             asyncio.get_running_loop().call_soon(self._tell)
         self.total += 1
-        kind = self._kinds.setdefault(re.sub(r"\d+", "#", reason), _Kind(request_id=request_id, reason=reason))
+        kind = self._kinds.setdefault(
+            re.sub(r"\d+", "#", reason), _Kind(request_id=request_id, reason=reason)
+        )
         kind.count += 1
 
     def _tell(self) -> None:
         kinds, self._kinds = self._kinds, {}
         for kind in kinds.values():
-            self._emit("engine.refused", request_id=kind.request_id, reason=kind.reason, count=kind.count)
+            self._emit(
+                "engine.refused", request_id=kind.request_id, reason=kind.reason, count=kind.count
+            )

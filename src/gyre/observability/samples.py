@@ -1,6 +1,8 @@
-"""Samples: rollouts that people read, as lines of JSON. In: rollouts with scores. Out: samples.jsonl, and rows back.
+"""Samples: rollouts that people read, as lines of JSON. In: rollouts with scores. Out:
+samples.jsonl, and rows back.
 
-Rows carry the attempt and a number from the event log's own counter, so the fences of events.jsonl hold here too.
+Rows carry the attempt and a number from the event log's own counter, so the fences of events.jsonl
+hold here too.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class SampleLog:
 
     def write(self, sample: Mapping[str, Any]) -> None:
         """Append one sample: the fields of `sample_row`, or some of them."""
-        self._writer.append({"seq": self._events.take_seq(), **sample, "attempt": self._events.attempt})
+        self._writer.append(
+            {"seq": self._events.take_seq(), **sample, "attempt": self._events.attempt}
+        )
 
     def sync(self) -> None:
         self._writer.sync()
@@ -35,7 +39,9 @@ class SampleLog:
         self._writer.close()
 
 
-def sample_row(rollout: Rollout, score: Score, *, step: int, stage: str, pieces: Sequence[str]) -> dict[str, Any]:
+def sample_row(
+    rollout: Rollout, score: Score, *, step: int, stage: str, pieces: Sequence[str]
+) -> dict[str, Any]:
     """Lay out one rollout for people. `pieces` holds the text of each token after the prompt."""
     start = len(rollout.prompt.tokens)
     tokens = [int(token) for token in rollout.tokens[start:]]
@@ -45,7 +51,13 @@ def sample_row(rollout: Rollout, score: Score, *, step: int, stage: str, pieces:
         for logprob, chosen in zip(rollout.logprobs[start:], rollout.sampled[start:], strict=True)
     ]
     parts = [
-        {"name": part.name, "value": part.value, "weight": part.weight, "reason": part.reason, "outcome": part.outcome}
+        {
+            "name": part.name,
+            "value": part.value,
+            "weight": part.weight,
+            "reason": part.reason,
+            "outcome": part.outcome,
+        }
         for part in score.parts
     ]
     return {

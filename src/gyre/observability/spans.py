@@ -1,7 +1,8 @@
-"""Spans: nested timers that say where the time goes. In: `with spans.phase(name, step=…)`. Out: phase events, totals.
+"""Spans: nested timers that say where the time goes. In: `with spans.phase(name, step=…)`. Out:
+phase events, totals.
 
-A phase inside another is named by its path ("score/reference"). Nesting follows the asyncio task, so phases of
-concurrent tasks do not become each other's children.
+A phase inside another is named by its path ("score/reference"). Nesting follows the asyncio task,
+so phases of concurrent tasks do not become each other's children.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ class Spans:
     def __init__(self, emit: Callable[..., None], *, clock: Callable[[], float] = time.monotonic):
         self._emit = emit
         self._clock = clock
-        self._path: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("phase_path", default=())
+        self._path: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
+            "phase_path", default=()
+        )
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str, **fields: Any) -> Iterator[None]:
-        """Time a block. A block that raises ends its phase with the name of the error and raises on."""
+        """Time a block. A block that raises ends its phase with the name of the error and raises
+        on."""
         path = (*self._path.get(), name)
         token = self._path.set(path)
         label, depth = "/".join(path), len(path) - 1
@@ -40,8 +44,17 @@ class Spans:
             seconds = self._clock() - start_s
             self._path.reset(token)
             self._seconds[label] = self._seconds.get(label, 0.0) + seconds
-            self._emit("phase.ended", phase=label, depth=depth, seconds=round(seconds, 6), **fields, **outcome)
+            self._emit(
+                "phase.ended",
+                phase=label,
+                depth=depth,
+                seconds=round(seconds, 6),
+                **fields,
+                **outcome,
+            )
 
     def seconds(self, *, nested: bool = False) -> dict[str, float]:
         """Return seconds by phase so far: outermost phases, or all by path."""
-        return {label: total for label, total in self._seconds.items() if nested or "/" not in label}
+        return {
+            label: total for label, total in self._seconds.items() if nested or "/" not in label
+        }

@@ -1,8 +1,9 @@
-"""Sinks: curves for the trackers that people know. In: event rows. Out: TensorBoard files, W&B runs.
+"""Sinks: curves for the trackers that people know. In: event rows. Out: TensorBoard files, W&B
+runs.
 
-Both show `step.done` as METRIC, `eval.done` as eval/NAME/METRIC, the seconds of a phase as phase_seconds/PHASE and what
-each owner holds on the device in it as memory_bytes/PHASE/OWNER, each stage by itself; of a run's workers the first.
-Neither package is imported unless it is asked for.
+Both show `step.done` as METRIC, `eval.done` as eval/NAME/METRIC, the seconds of a phase as
+phase_seconds/PHASE and what each owner holds on the device in it as memory_bytes/PHASE/OWNER, each
+stage by itself; of a run's workers the first. Neither package is imported unless it is asked for.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ def refuse_trackers(config: ObserveConfig) -> None:
     if config.wandb == "online" and config.wandb_without_login == "error" and not is_logged_in():
         raise ConfigError(
             'observe.wandb = "online": nobody is logged in to W&B on this machine',
-            hint='run `wandb login` or set WANDB_API_KEY; or set observe.wandb = "offline" and sync later, or '
+            hint='run `wandb login` or set WANDB_API_KEY; or set observe.wandb = "offline" and '
+            "sync later, or "
             'observe.wandb_without_login = "offline" to fall back to that',
         )
 
 
 def is_logged_in() -> bool:
-    """Whether W&B has credentials: of the environment, its settings or netrc. Asks nobody, neither a person at the
-    terminal nor the server."""
+    """Whether W&B has credentials: of the environment, its settings or netrc. Asks nobody, neither
+    a person at the terminal nor the server."""
     import wandb
 
     return bool(wandb.login(prompt=False, verify=False))
@@ -56,19 +58,30 @@ class Sink(Protocol):
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of one row by name, without its stage; none for a row that has no curve."""
+    """Return the numbers of one row by name, without its stage; none for a row that has no
+    curve."""
     if row["kind"] == "step.done":
         numbers = {name: as_number(value) for name, value in (row.get("metrics") or {}).items()}
     elif row["kind"] == "eval.done":
         detail = row.get("detail")
         fields = {**(detail if isinstance(detail, Mapping) else {}), **row}
-        own = {name: value for name, value in fields.items() if name not in RESERVED | {"step", "name", "stage"}}
-        numbers = {f"eval/{row.get('name', 'eval')}/{name}": as_number(value) for name, value in own.items()}
+        own = {
+            name: value
+            for name, value in fields.items()
+            if name not in RESERVED | {"step", "name", "stage"}
+        }
+        numbers = {
+            f"eval/{row.get('name', 'eval')}/{name}": as_number(value)
+            for name, value in own.items()
+        }
     elif row["kind"] == "phase.ended" and row.get("depth") == 0 and "step" in row:
         numbers = {f"phase_seconds/{row.get('phase')}": as_number(row.get("seconds"))}
     elif row["kind"] == "memory" and row.get("worker", FIRST_WORKER) == FIRST_WORKER:
         held = {owner: tiers.get("device") for owner, tiers in (row.get("owners") or {}).items()}
-        numbers = {f"memory_bytes/{row.get('phase')}/{owner}": as_number(size) for owner, size in held.items()}
+        numbers = {
+            f"memory_bytes/{row.get('phase')}/{owner}": as_number(size)
+            for owner, size in held.items()
+        }
         numbers[f"memory_bytes/{row.get('left')}/peak"] = as_number(row.get("device_peak_bytes"))
     else:
         return {}
@@ -88,8 +101,9 @@ class StageTracker:
 
 
 class TensorBoardSink:
-    """Writes event files with tensorboard's own writer, so that torch is not needed. Each stage has a folder, since
-    steps of stages count from the start again and a resume makes TensorBoard forget all later steps of a folder."""
+    """Writes event files with tensorboard's own writer, so that torch is not needed. Each stage has
+    a folder, since steps of stages count from the start again and a resume makes TensorBoard forget
+    all later steps of a folder."""
 
     def __init__(self, folder: Path | str):
         try:
@@ -106,16 +120,25 @@ class TensorBoardSink:
 
     def write(self, row: Mapping[str, Any]) -> None:
         stage = self._stages.stage(row)
-        if row["kind"] == "attempt.started" and row.get("stage") and isinstance(row.get("step"), int):
+        if (
+            row["kind"] == "attempt.started"
+            and row.get("stage")
+            and isinstance(row.get("step"), int)
+        ):
             start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._writer(stage).add_event(
                 self._events.Event(wall_time=row["t"], step=row["step"] + 1, session_log=start)
             )
-        values = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
+        values = [
+            self._summaries.Summary.Value(tag=name, simple_value=value)
+            for name, value in scalars(row).items()
+        ]
         if values:
             summary = self._summaries.Summary(value=values)
             step = int(row.get("step") or 0)
-            self._writer(stage).add_event(self._events.Event(wall_time=row["t"], step=step, summary=summary))
+            self._writer(stage).add_event(
+                self._events.Event(wall_time=row["t"], step=step, summary=summary)
+            )
 
     def close(self) -> None:
         for writer in self._writers.values():
@@ -129,8 +152,8 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """One W&B run per attempt, grouped by run. Offline runs stay in FOLDER/wandb until `wandb sync`; so does an online
-    one where nobody is logged in, which `emit` tells.
+    """One W&B run per attempt, grouped by run. Offline runs stay in FOLDER/wandb until `wandb
+    sync`; so does an online one where nobody is logged in, which `emit` tells.
 
     W&B's own process writes the files, and may do so a moment after `close` returned.
     """
@@ -152,7 +175,8 @@ class WandbSink:
         except ImportError as error:
             raise missing_package("wandb", f'observe.wandb = "{mode}"') from error
         Path(folder).mkdir(parents=True, exist_ok=True)
-        if mode == "online" and not is_logged_in():  # asked now, since W&B would ask at the terminal
+        # asked now, since W&B would ask at the terminal
+        if mode == "online" and not is_logged_in():
             mode = "offline"
             if emit is not None:
                 emit("fallback.wandb_offline", reason="nobody is logged in to W&B", folder="wandb")
@@ -169,14 +193,17 @@ class WandbSink:
         except WandbError as error:
             raise ConfigError(
                 f'observe.wandb = "{mode}": W&B cannot begin a run: {error}',
-                hint='check the network and `wandb login`, or set observe.wandb = "offline" and sync later',
+                hint='check the network and `wandb login`, or set observe.wandb = "offline" and '
+                "sync later",
             ) from error
         self._stages = StageTracker()
         self._defined: set[str] = set()
 
     def write(self, row: Mapping[str, Any]) -> None:
         stage = self._stages.stage(row)
-        values = {f"{stage}/{name}": value for name, value in scalars(row).items() if math.isfinite(value)}
+        values = {
+            f"{stage}/{name}": value for name, value in scalars(row).items() if math.isfinite(value)
+        }
         if not values or self._run is None:
             return
         if stage not in self._defined:

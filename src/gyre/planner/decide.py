@@ -1,7 +1,8 @@
 """Decide: turns what the user left open into numbers that fit this machine. Pure.
 
-In: PlanInputs, Hardware. Out: Plan, with the reason of each number, or a ConfigError / MemoryBudgetError that says what
-would fit. The phases are worked out by the same ledger that a run obeys.
+In: PlanInputs, Hardware. Out: Plan, with the reason of each number, or a ConfigError /
+MemoryBudgetError that says what would fit. The phases are worked out by the same ledger that a run
+obeys.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from gyre.memory.phases import RING
 from gyre.memory.records import STAGING_BYTES, Budgets
 from gyre.planner.batch_sizes import check_lengths, derive, longest_sequence
 from gyre.planner.lighter import lighter
-from gyre.planner.memory_model.components import kv_bytes_per_page, predict_components, staging_bytes, working_bytes
+from gyre.planner.memory_model.components import (
+    kv_bytes_per_page,
+    predict_components,
+    staging_bytes,
+    working_bytes,
+)
 from gyre.planner.memory_model.phases import walk_ring, walk_start
 from gyre.planner.plan import (
     ComponentPlan,
@@ -35,9 +41,11 @@ from gyre.planner.plan import (
 from gyre.planner.ways import join_ways, ways_out
 
 MOST_RUNNING = {"cpu": 256, "cuda": 512}
-PREFERRED_CHUNK = {"cpu": 8192, "cuda": 16384}  # tokens; larger ones gain little speed and cost memory
+# tokens; larger ones gain little speed and cost memory
+PREFERRED_CHUNK = {"cpu": 8192, "cuda": 16384}
 DEVICE_SHARE = {"cpu": 0.6, "cuda": 0.9}  # of what is free now
-HOST_SHARE = {"cpu": 0.2, "cuda": 0.6}  # of what is available now; on a CPU it comes on top of the device share
+# of what is available now; on a CPU it comes on top of the device share
+HOST_SHARE = {"cpu": 0.2, "cuda": 0.6}
 DISK_SHARE = 0.5
 
 
@@ -71,9 +79,13 @@ def make_plan(inputs: PlanInputs, hardware: Hardware) -> Plan:
     """Everything that was open is decided; the same inputs and hardware give the same plan."""
     check_lengths(inputs)
     base, reasons = _settle_base(inputs, hardware)
-    per_update = inputs.sequences_per_update or inputs.prompts_per_step * inputs.completions_per_prompt
+    per_update = (
+        inputs.sequences_per_update or inputs.prompts_per_step * inputs.completions_per_prompt
+    )
     given = inputs.sequences_per_update is not None
-    reasons["sequences_per_update"] = _source(inputs, "sequences_per_update") if given else "all sequences of a step"
+    reasons["sequences_per_update"] = (
+        _source(inputs, "sequences_per_update") if given else "all sequences of a step"
+    )
     trial = _fit_or_refuse(inputs, base, per_update)
     reasons |= _explain_trial(inputs, base, trial)
     sizes = Sizes(
@@ -113,9 +125,14 @@ def _source(inputs: PlanInputs, name: str) -> str:
 
 
 def _settle_base(inputs: PlanInputs, hardware: Hardware) -> tuple[_Base, dict[str, str]]:
-    reasons = {name: _source(inputs, name) for name in ("objective", "prompts_per_step", "completions_per_prompt")}
+    reasons = {
+        name: _source(inputs, name)
+        for name in ("objective", "prompts_per_step", "completions_per_prompt")
+    }
     if inputs.device == "cuda" and hardware.device != "cuda":
-        raise ConfigError("device = cuda, but no CUDA device is usable here", hint="run `gyre doctor`, or use cpu")
+        raise ConfigError(
+            "device = cuda, but no CUDA device is usable here", hint="run `gyre doctor`, or use cpu"
+        )
     device = inputs.device or hardware.device
     reasons["device"] = "given" if inputs.device else f"the best here: {hardware.device_name}"
     bf16 = hardware.bf16 and device == hardware.device
@@ -146,7 +163,9 @@ def _settle_base(inputs: PlanInputs, hardware: Hardware) -> tuple[_Base, dict[st
     return base, reasons
 
 
-def _budgets(inputs: PlanInputs, hardware: Hardware, device: DeviceKind, reasons: dict[str, str]) -> Budgets:
+def _budgets(
+    inputs: PlanInputs, hardware: Hardware, device: DeviceKind, reasons: dict[str, str]
+) -> Budgets:
     free = hardware.device_free_bytes if device == "cuda" else hardware.host_available_bytes
     shares = {
         "device": (
@@ -155,7 +174,12 @@ def _budgets(inputs: PlanInputs, hardware: Hardware, device: DeviceKind, reasons
             free,
             "free on the GPU" if device == "cuda" else "available memory",
         ),
-        "host": (inputs.host_budget_bytes, HOST_SHARE[device], hardware.host_available_bytes, "available host memory"),
+        "host": (
+            inputs.host_budget_bytes,
+            HOST_SHARE[device],
+            hardware.host_available_bytes,
+            "available host memory",
+        ),
         "disk": (inputs.disk_budget_bytes, DISK_SHARE, hardware.disk_free_bytes, "free disk"),
     }
     sizes: dict[str, int] = {}
@@ -172,7 +196,8 @@ def _budgets(inputs: PlanInputs, hardware: Hardware, device: DeviceKind, reasons
         reasons["host_budget_bytes"] += f", less {words(snapshots)} that snapshots are staged in"
         if sizes["host"] < 0:
             raise MemoryBudgetError(
-                f"background snapshots need {words(snapshots)} of host memory, {words(-sizes['host'])} more than the "
+                f"background snapshots need {words(snapshots)} of host memory, "
+                f"{words(-sizes['host'])} more than the "
                 "host budget",
                 hint="set snapshot.background = false, or raise memory.host_budget_bytes",
             )
@@ -182,7 +207,9 @@ def _budgets(inputs: PlanInputs, hardware: Hardware, device: DeviceKind, reasons
         host_bytes=sizes["host"],
         disk_bytes=sizes["disk"],
         staging_bytes=staging,
-        device_total_bytes=hardware.device_total_bytes if device == hardware.device else hardware.host_total_bytes,
+        device_total_bytes=hardware.device_total_bytes
+        if device == hardware.device
+        else hardware.host_total_bytes,
     )
 
 
@@ -213,20 +240,31 @@ def _fit_or_refuse(inputs: PlanInputs, base: _Base, per_update: int) -> _Trial:
         ways = list(ways_out(lighter(inputs), judge))
         if not ways:
             raise
-        raise MemoryBudgetError(error.message, hint=f"{join_ways(ways)}; else {error.hint}") from error
+        raise MemoryBudgetError(
+            error.message, hint=f"{join_ways(ways)}; else {error.hint}"
+        ) from error
 
 
 def _first_that_fits(inputs: PlanInputs, base: _Base, per_update: int) -> _Trial:
-    """Everything resident with a chunk of good size, else moving what must make room, else ever smaller chunks."""
+    """Everything resident with a chunk of good size, else moving what must make room, else ever
+    smaller chunks."""
     chunks = _chunk_candidates(inputs, base.device, per_update)
-    choices: Sequence[Residency] = (inputs.residency,) if inputs.residency else ("resident", "spill")
+    choices: Sequence[Residency] = (
+        (inputs.residency,) if inputs.residency else ("resident", "spill")
+    )
     refusal: MemoryBudgetError | None = None
     for residency in choices:
         for tokens in chunks:
             if len(choices) > 1 and residency == "resident" and 4 * tokens < chunks[0]:
                 continue  # a much smaller chunk costs more than moving components does
             try:
-                return _try(inputs, base, residency, tokens, whole_kv=len(choices) > 1 and residency == "resident")
+                return _try(
+                    inputs,
+                    base,
+                    residency,
+                    tokens,
+                    whole_kv=len(choices) > 1 and residency == "resident",
+                )
             except MemoryBudgetError as error:
                 refusal = error
     assert refusal is not None
@@ -245,7 +283,9 @@ def _chunk_candidates(inputs: PlanInputs, device: DeviceKind, per_update: int) -
     return [*candidates, longest]
 
 
-def _try(inputs: PlanInputs, base: _Base, residency: Residency, tokens: int, *, whole_kv: bool) -> _Trial:
+def _try(
+    inputs: PlanInputs, base: _Base, residency: Residency, tokens: int, *, whole_kv: bool
+) -> _Trial:
     """The phases under these sizes. MemoryBudgetError if they don't fit."""
     working = working_bytes(
         inputs,
@@ -273,13 +313,16 @@ def _try(inputs: PlanInputs, base: _Base, residency: Residency, tokens: int, *, 
     )
 
 
-def _start_that_fits(components: Sequence[ComponentPlan], first: PhasePlan, budgets: Budgets) -> PhasePlan:
+def _start_that_fits(
+    components: Sequence[ComponentPlan], first: PhasePlan, budgets: Budgets
+) -> PhasePlan:
     start = walk_start(components, first)
     if start.peak_device_bytes > budgets.device_bytes:
         raise MemoryBudgetError(
             f"a stage cannot begin in {words(budgets.device_bytes)} of the device: its models need "
             f"{words(start.peak_device_bytes)} while they are made, one after the other",
-            hint=f"{advise_device(budgets, start.peak_device_bytes)}, or set memory.residency = 'phase'",
+            hint=f"{advise_device(budgets, start.peak_device_bytes)}, or set memory.residency = "
+            "'phase'",
         )
     return start
 
@@ -290,8 +333,11 @@ def _pages_wanted(inputs: PlanInputs, base: _Base) -> tuple[int, int]:
     return each, each * base.max_running
 
 
-def _kv_pages(inputs: PlanInputs, base: _Base, residency: Residency, working: int, *, whole: bool) -> int:
-    """As many as can be used; fewer where the device does not hold them, but enough for one sequence."""
+def _kv_pages(
+    inputs: PlanInputs, base: _Base, residency: Residency, working: int, *, whole: bool
+) -> int:
+    """As many as can be used; fewer where the device does not hold them, but enough for one
+    sequence."""
     if not inputs.online:
         return 0
     if inputs.kv_pages is not None:
@@ -300,7 +346,9 @@ def _kv_pages(inputs: PlanInputs, base: _Base, residency: Residency, working: in
     if whole:
         return wanted
     page_bytes = kv_bytes_per_page(inputs.model, base.dtype, base.page_tokens)
-    others = predict_components(inputs, dtype=base.dtype, page_tokens=base.page_tokens, kv_pages=0, device=base.device)
+    others = predict_components(
+        inputs, dtype=base.dtype, page_tokens=base.page_tokens, kv_pages=0, device=base.device
+    )
     beside = sum(
         component.size_bytes
         for component in others
@@ -314,18 +362,26 @@ def _kv_pages(inputs: PlanInputs, base: _Base, residency: Residency, working: in
 
 def _explain_trial(inputs: PlanInputs, base: _Base, trial: _Trial) -> dict[str, str]:
     longest = longest_sequence(inputs)
-    reasons = {name: _source(inputs, name) for name in ("tokens_per_chunk", "kv_pages", "residency")}
+    reasons = {
+        name: _source(inputs, name) for name in ("tokens_per_chunk", "kv_pages", "residency")
+    }
     if inputs.tokens_per_chunk is None:
         train = words(trial.working["train"])
-        reasons["tokens_per_chunk"] = f"largest that fits with {train} of activations, at least {longest}"
+        reasons["tokens_per_chunk"] = (
+            f"largest that fits with {train} of activations, at least {longest}"
+        )
     if not inputs.online:
-        reasons["kv_pages"] = reasons["max_running"] = reasons["page_tokens"] = "nothing is generated"
+        reasons["kv_pages"] = reasons["max_running"] = reasons["page_tokens"] = (
+            "nothing is generated"
+        )
     elif inputs.kv_pages is None:
         each, wanted = _pages_wanted(inputs, base)
         all_run = f"{base.max_running} running × {each} pages of {base.page_tokens} tokens"
         full = trial.kv_pages == wanted
         reasons["kv_pages"] = (
-            all_run if full else f"what the device budget leaves; {all_run} = {wanted} would all fit in"
+            all_run
+            if full
+            else f"what the device budget leaves; {all_run} = {wanted} would all fit in"
         )
     if inputs.residency is None:
         reasons["residency"] = {
@@ -345,7 +401,8 @@ def _notes(inputs: PlanInputs, base: _Base, hardware: Hardware, trial: _Trial) -
     each, wanted = _pages_wanted(inputs, base)
     if inputs.online and trial.kv_pages < wanted:
         notes.append(
-            f"KV pages for {trial.kv_pages // each} of {base.max_running} running completions at full length: "
+            f"KV pages for {trial.kv_pages // each} of {base.max_running} running completions at "
+            "full length: "
             "longer ones will be preempted"
         )
     moved = sum(phase.moved_bytes for phase in trial.phases)

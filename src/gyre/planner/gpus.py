@@ -1,8 +1,9 @@
-"""GPUs by name, so that a plan needs none of them here. In: a name such as "h200". Out: its Gpu, or a ConfigError that
-lists the names. Pure.
+"""GPUs by name, so that a plan needs none of them here. In: a name such as "h200". Out: its Gpu, or
+a ConfigError that lists the names. Pure.
 
-Rates without a note are the vendor's data sheets (dense, without sparsity). Those of the H200 that say "measured" come
-from bench/records and from the survey of trainers; the other GPUs take the H200's measured share of their data sheet.
+Rates without a note are the vendor's data sheets (dense, without sparsity). Those of the H200 that
+say "measured" come from bench/records and from the survey of trainers; the other GPUs take the
+H200's measured share of their data sheet.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from gyre.core.errors import ConfigError
 
 GIB = 1 << 30
 MEASURED_LINK_SHARE = 342 / 450  # all-gather among eight H200s: 342 of 450 GB/s each way
-SHARED_HOST_LINK = 27.9 / 55.0  # a pinned copy when all eight GPUs of a host copy at once, against one alone
-DISK_BYTES_PER_S = 12e9  # of a host's local NVMe disks together, read or written; an estimate: two drives
-NETWORK_BYTES_PER_S = 50e9  # per GPU between hosts: one 400 Gb/s port each, as in the vendor's eight-GPU hosts
+# a pinned copy when all eight GPUs of a host copy at once, against one alone
+SHARED_HOST_LINK = 27.9 / 55.0
+# of a host's local NVMe disks together, read or written; an estimate: two drives
+DISK_BYTES_PER_S = 12e9
+# per GPU between hosts: one 400 Gb/s port each, as in the vendor's eight-GPU hosts
+NETWORK_BYTES_PER_S = 50e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +36,8 @@ class Gpu:
     fp8_flops: float  # data sheet, dense; 0 where there are no units
     fp16_flops: float
     matmul_share: float  # of the data sheet that large products reach
-    training_share: float  # of the data sheet that whole training steps reach, causal attention counted at half
+    # of the data sheet that whole training steps reach, causal attention counted at half
+    training_share: float
     hbm_bytes_per_s: float
     link_bytes_per_s: float  # to the other GPUs of the host, one way, data sheet
     host_link_bytes_per_s: float  # pinned copies, one way, this GPU alone
@@ -48,10 +53,13 @@ class Gpu:
         return self.link_bytes_per_s * MEASURED_LINK_SHARE
 
     def host_copy_bytes_per_s(self, gpus: int) -> float:
-        """Of each of so many GPUs of a host that copy at the same time; what they share is shared evenly."""
+        """Of each of so many GPUs of a host that copy at the same time; what they share is shared
+        evenly."""
         busy = min(gpus, self.gpus_per_host)
         floor = self.host_link_bytes_per_s * SHARED_HOST_LINK
-        return max(floor, self.host_link_bytes_per_s * (1 - (busy - 1) * (1 - SHARED_HOST_LINK) / 7))
+        return max(
+            floor, self.host_link_bytes_per_s * (1 - (busy - 1) * (1 - SHARED_HOST_LINK) / 7)
+        )
 
 
 def _gpu(
@@ -87,8 +95,20 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
         gpu.name: gpu
         for gpu in (
-            # measured: 794 of 989 TFLOP/s, copies 55 GB/s; 50.7 % in torchtitan's best 8B step on eight of them
-            _gpu("h200", 139.8, 989, 1979, 4.8, 450, 55, 256, matmul_share=794 / 989, training_share=0.507),
+            # measured: 794 of 989 TFLOP/s, copies 55 GB/s; 50.7 % in torchtitan's best 8B step on
+            # eight of them
+            _gpu(
+                "h200",
+                139.8,
+                989,
+                1979,
+                4.8,
+                450,
+                55,
+                256,
+                matmul_share=794 / 989,
+                training_share=0.507,
+            ),
             # 39.0 % with attention in full, 34.3 % at half, in torchtitan's published 8B step
             _gpu("h100", 79.1, 989, 1979, 3.35, 450, 55, 256, training_share=0.343),
             _gpu("h100-pcie", 79.1, 756, 1513, 2.0, 64, 55, 128, training_share=0.343),
@@ -113,28 +133,33 @@ def find_gpu(name: str) -> Gpu:
         return GPUS[key]
     near = difflib.get_close_matches(key, GPUS, n=1, cutoff=0.5)
     meant = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"--gpu {name}: no GPU of that name is known{meant}", hint=f"known: {', '.join(GPUS)}")
+    raise ConfigError(
+        f"--gpu {name}: no GPU of that name is known{meant}", hint=f"known: {', '.join(GPUS)}"
+    )
 
 
-# Words of a driver's name that say nothing of the speed. What is not among them (NVL, Laptop, MIG, D) is another part.
+# Words of a driver's name that say nothing of the speed. What is not among them (NVL, Laptop, MIG,
+# D) is another part.
 PLAIN_WORDS = re.compile(r"nvidia|tesla|geforce|sxm\d?|pcie?|hbm\d\w?|\d+gb?")
 
 
 def recognise_gpu(device_name: str) -> Gpu | None:
-    """The GPU that a driver calls so, such as "NVIDIA A100-SXM4-80GB". None for what the table does not have."""
+    """The GPU that a driver calls so, such as "NVIDIA A100-SXM4-80GB". None for what the table does
+    not have."""
     words = re.split(r"[\s\-]+", device_name.lower())
     told = {re.sub(r"^(\d+)gb$", r"\1g", word) for word in words}
     fitting = [
         gpu
         for gpu in GPUS.values()
-        if (named := set(gpu.name.split("-"))) <= told and all(PLAIN_WORDS.fullmatch(word) for word in told - named)
+        if (named := set(gpu.name.split("-"))) <= told
+        and all(PLAIN_WORDS.fullmatch(word) for word in told - named)
     ]
     return max(fitting, key=lambda gpu: gpu.name.count("-"), default=None)
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Data-sheet FLOPs per second of a device in a torch dtype ("bfloat16"), dense: the base of MFU, with FP8 layers
-    too. None where none is known, as for float32 and for CPUs."""
+    """Data-sheet FLOPs per second of a device in a torch dtype ("bfloat16"), dense: the base of
+    MFU, with FP8 layers too. None where none is known, as for float32 and for CPUs."""
     gpu = recognise_gpu(device_name)
     rates = {} if gpu is None else {"bfloat16": gpu.bf16_flops, "float16": gpu.fp16_flops}
     return rates.get(dtype) or None

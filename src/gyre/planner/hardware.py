@@ -1,5 +1,5 @@
-"""Hardware: reads what this machine offers right now, for the planner. In: the folder of the disk tier, or None.
-Out: Hardware. The only file of this room that looks at the world."""
+"""Hardware: reads what this machine offers right now, for the planner. In: the folder of the disk
+tier, or None. Out: Hardware. The only file of this room that looks at the world."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def read_hardware(disk_folder: Path | None = None) -> Hardware:
         host_available_bytes=host.available_bytes,
         disk_free_bytes=_disk_free(disk_folder) if disk_folder is not None else 0,
         cores=usable_cores(facts["cores"], facts["cores_quota"]),
-        bf16=torch.cuda.is_bf16_supported(including_emulation=False) if on_cuda else facts["flags"]["bf16"],
+        bf16=torch.cuda.is_bf16_supported(including_emulation=False)
+        if on_cuda
+        else facts["flags"]["bf16"],
         saving=saving_on_cuda(device) if on_cuda else saving_on_cpu(),
     )
 
@@ -44,8 +46,8 @@ def usable_cores(cores: int, quota: float | None) -> int:
 
 
 def saving_on_cuda(device: torch.device) -> Saving:
-    """Torch for GPUs brings Triton along. A device that is too old for it keeps what products and a softmax keep, as a
-    CPU without C kernels does."""
+    """Torch for GPUs brings Triton along. A device that is too old for it keeps what products and a
+    softmax keep, as a CPU without C kernels does."""
     if why_too_old(device) is not None:
         return "torch_cpu"
     return "triton" if importlib.util.find_spec("triton") is not None else "torch_cuda"

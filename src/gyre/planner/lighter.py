@@ -48,7 +48,8 @@ def _less_kept(inputs: PlanInputs) -> Iterator[Change]:
 
 
 def _smaller_chunks(inputs: PlanInputs) -> Iterator[Change]:
-    """Halves, down to the longest sequence. Where the chunk was left open all of them have been tried."""
+    """Halves, down to the longest sequence. Where the chunk was left open all of them have been
+    tried."""
     longest, tokens = longest_sequence(inputs), inputs.tokens_per_chunk or 0
     while tokens > longest:
         tokens = max(longest, tokens // 2)
@@ -56,19 +57,29 @@ def _smaller_chunks(inputs: PlanInputs) -> Iterator[Change]:
 
 
 def _more_in_shards(inputs: PlanInputs) -> Iterator[Change]:
-    """A higher ZeRO stage for every model that follows the actor's. The engine's kernels, in batch-invariant
-    training, engines beside no rank, and what is offloaded need whole weights."""
+    """A higher ZeRO stage for every model that follows the actor's. The engine's kernels, in
+    batch-invariant training, engines beside no rank, and what is offloaded need whole weights."""
     lie = {model: inputs.shards.get(model, Shards()) for model in MODELS}
     actor = lie["actor"]
     follow = [model for model in MODELS if model not in inputs.lie_apart]
-    needs_whole = inputs.batch_invariant or inputs.engines_alone or set(follow) & set(inputs.offload_parameters)
+    needs_whole = (
+        inputs.batch_invariant
+        or inputs.engines_alone
+        or set(follow) & set(inputs.offload_parameters)
+    )
     split = "" if actor.zero else f" with parallel.shard_ranks = {inputs.ranks}"
     for zero in STAGES[actor.zero :] if inputs.ranks > 1 else ():
         if zero >= 2 and needs_whole:
             return
-        higher = {model: Shards(zero=zero, ranks=lie[model].ranks if actor.zero else inputs.ranks) for model in follow}
+        higher = {
+            model: Shards(zero=zero, ranks=lie[model].ranks if actor.zero else inputs.ranks)
+            for model in follow
+        }
         shared = inputs.shared_weights and zero < 2
-        yield f"parallel.zero = {zero}{split}", replace(inputs, shards=lie | higher, shared_weights=shared)
+        yield (
+            f"parallel.zero = {zero}{split}",
+            replace(inputs, shards=lie | higher, shared_weights=shared),
+        )
 
 
 def _more_offloaded(inputs: PlanInputs) -> Iterator[Change]:
@@ -76,7 +87,11 @@ def _more_offloaded(inputs: PlanInputs) -> Iterator[Change]:
     places: tuple[Offload, ...] = ("none", "host", "disk") if inputs.disk_tier else ("none", "host")
     for place in places[places.index(inputs.offload_optimizer) :]:
         for gradients in (False, True):
-            changed = replace(inputs, offload_optimizer=place, offload_gradients=gradients or inputs.offload_gradients)
+            changed = replace(
+                inputs,
+                offload_optimizer=place,
+                offload_gradients=gradients or inputs.offload_gradients,
+            )
             if changed == inputs or (place == "none" and gradients):
                 continue
             also = " and trainer.offload_gradients = true" if changed.offload_gradients else ""
@@ -85,20 +100,31 @@ def _more_offloaded(inputs: PlanInputs) -> Iterator[Change]:
 
 
 def _weights_offloaded(inputs: PlanInputs, places: Sequence[Offload]) -> Iterator[Change]:
-    """Weights too, of the models that may: of those that are not trained, then of all, with all other state."""
+    """Weights too, of the models that may: of those that are not trained, then of all, with all
+    other state."""
     may = {
         "actor": not inputs.online,
         "critic": inputs.critic,
-        "reference": inputs.reference and not inputs.reference_average and not inputs.batch_invariant,
+        "reference": inputs.reference
+        and not inputs.reference_average
+        and not inputs.batch_invariant,
         "reward": inputs.reward_model is not None,
     }
     chosen = set(inputs.offload_parameters)
-    every = [name for name in may if name in chosen or (may[name] and inputs.shards.get(name, Shards()).zero < 2)]
+    every = [
+        name
+        for name in may
+        if name in chosen or (may[name] and inputs.shards.get(name, Shards()).zero < 2)
+    ]
     frozen = [name for name in every if name in chosen or name in ("reference", "reward")]
     if len(frozen) > len(chosen):
         changed = replace(inputs, offload_parameters=tuple(frozen))
         yield f"trainer.offload_parameters = {json.dumps(frozen)}", changed
-    for place in places[max(1, places.index(inputs.offload_optimizer)) :] if len(every) > len(frozen) else ():
+    for place in (
+        places[max(1, places.index(inputs.offload_optimizer)) :] if len(every) > len(frozen) else ()
+    ):
         all_else = f'trainer.offload_optimizer = "{place}", trainer.offload_gradients = true'
-        changed = replace(inputs, offload_optimizer=place, offload_gradients=True, offload_parameters=tuple(every))
+        changed = replace(
+            inputs, offload_optimizer=place, offload_gradients=True, offload_parameters=tuple(every)
+        )
         yield f"{all_else} and trainer.offload_parameters = {json.dumps(every)}", changed

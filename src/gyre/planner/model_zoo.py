@@ -1,5 +1,5 @@
-"""Shapes: published models by name and by their sizes, without their weights. In: a name such as "qwen3-8b".
-Out: ModelNumbers. Pure.
+"""Shapes: published models by name and by their sizes, without their weights. In: a name such as
+"qwen3-8b". Out: ModelNumbers. Pure.
 
 The numbers are those of each model's hub `config.json`.
 """
@@ -47,12 +47,36 @@ def _shape(
     )
 
 
-def _qwen3(hidden_size: int, num_layers: int, heads: tuple[int, int, int], mlp_size: int, *, tied: bool) -> ModelSpec:
-    return _shape("qwen3", 151_936, hidden_size, num_layers, heads, mlp_size, 40_960, tied=tied, rope_theta=1e6)
+def _qwen3(
+    hidden_size: int, num_layers: int, heads: tuple[int, int, int], mlp_size: int, *, tied: bool
+) -> ModelSpec:
+    return _shape(
+        "qwen3",
+        151_936,
+        hidden_size,
+        num_layers,
+        heads,
+        mlp_size,
+        40_960,
+        tied=tied,
+        rope_theta=1e6,
+    )
 
 
-def _llama3(hidden_size: int, num_layers: int, heads: tuple[int, int, int], mlp_size: int, *, tied: bool) -> ModelSpec:
-    return _shape("llama", 128_256, hidden_size, num_layers, heads, mlp_size, 131_072, tied=tied, rope_theta=5e5)
+def _llama3(
+    hidden_size: int, num_layers: int, heads: tuple[int, int, int], mlp_size: int, *, tied: bool
+) -> ModelSpec:
+    return _shape(
+        "llama",
+        128_256,
+        hidden_size,
+        num_layers,
+        heads,
+        mlp_size,
+        131_072,
+        tied=tied,
+        rope_theta=5e5,
+    )
 
 
 SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
@@ -63,8 +87,12 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
         "qwen3-8b": _qwen3(4096, 36, (32, 8, 128), 12_288, tied=False),
         "qwen3-14b": _qwen3(5120, 40, (40, 8, 128), 17_408, tied=False),
         "qwen3-32b": _qwen3(5120, 64, (64, 8, 128), 25_600, tied=False),
-        "qwen2.5-0.5b": _shape("qwen2", 151_936, 896, 24, (14, 2, 64), 4864, 32_768, tied=True, rope_theta=1e6),
-        "qwen2.5-7b": _shape("qwen2", 152_064, 3584, 28, (28, 4, 128), 18_944, 131_072, tied=False, rope_theta=1e6),
+        "qwen2.5-0.5b": _shape(
+            "qwen2", 151_936, 896, 24, (14, 2, 64), 4864, 32_768, tied=True, rope_theta=1e6
+        ),
+        "qwen2.5-7b": _shape(
+            "qwen2", 152_064, 3584, 28, (28, 4, 128), 18_944, 131_072, tied=False, rope_theta=1e6
+        ),
         "llama-3.2-1b": _llama3(2048, 16, (32, 8, 64), 8192, tied=True),
         "llama-3-8b": _llama3(4096, 32, (32, 8, 128), 14_336, tied=False),
         "llama-3-70b": _llama3(8192, 80, (64, 8, 128), 28_672, tied=False),
@@ -79,9 +107,13 @@ def find_shape(name: str) -> ModelSpec:
         return SHAPES[key]
     near = difflib.get_close_matches(key, SHAPES, n=1, cutoff=0.5)
     meant = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"--shape {name}: no shape of that name is known{meant}", hint=f"known: {', '.join(SHAPES)}")
+    raise ConfigError(
+        f"--shape {name}: no shape of that name is known{meant}", hint=f"known: {', '.join(SHAPES)}"
+    )
 
 
 def model_numbers(spec: ModelSpec) -> ModelNumbers:
     """What the planner needs of a model."""
-    return ModelNumbers(**{field.name: getattr(spec, field.name) for field in dataclasses.fields(ModelNumbers)})
+    return ModelNumbers(
+        **{field.name: getattr(spec, field.name) for field in dataclasses.fields(ModelNumbers)}
+    )

@@ -1,7 +1,8 @@
-"""Plan: everything a run needs to know, decided once. Records only, with a JSON round trip (`plan.json`).
+"""Plan: everything a run needs to know, decided once. Records only, with a JSON round trip
+(`plan.json`).
 
-In: PlanInputs (numbers from the configs; None where the user says "auto") and Hardware. Out: Plan, in which nothing is
-open any more.
+In: PlanInputs (numbers from the configs; None where the user says "auto") and Hardware. Out: Plan,
+in which nothing is open any more.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from gyre.memory.config import Leave, Residency
 DeviceKind = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Saving = Literal["triton", "torch_cuda", "torch_cpu", "c_cpu"]
-"""Whose kernels run a layer, which decides what it keeps for the backward pass: on a GPU Triton's or torch's around
-flash attention, on a CPU torch's or the C ones."""
+"""Whose kernels run a layer, which decides what it keeps for the backward pass: on a GPU Triton's
+or torch's around flash attention, on a CPU torch's or the C ones."""
 
 
 def best_dtype(device: DeviceKind, *, bf16: bool) -> Dtype:
-    """What run.dtype = "auto" means: bfloat16 where the device multiplies it, else float16 with loss scaling on a GPU,
-    whose float32 is many times slower, and float32 on a CPU, whose float16 is emulated."""
+    """What run.dtype = "auto" means: bfloat16 where the device multiplies it, else float16 with
+    loss scaling on a GPU, whose float32 is many times slower, and float32 on a CPU, whose float16
+    is emulated."""
     if bf16:
         return "bfloat16"
     return "float16" if device == "cuda" else "float32"
@@ -101,7 +103,8 @@ class PlanInputs:
     objective: str  # its kind, for the words only
     online: bool  # completions are generated; otherwise sequences come from data
     prompts_per_step: int  # for offline objectives: data rows per step
-    completions_per_prompt: int  # for offline objectives: sequences per row (2 for preference pairs)
+    # for offline objectives: sequences per row (2 for preference pairs)
+    completions_per_prompt: int
     max_prompt_tokens: int
     max_completion_tokens: int
     sequences_per_update: int | None = None
@@ -119,7 +122,8 @@ class PlanInputs:
     reward_model: ModelNumbers | None = None
     shared_weights: bool = True  # the engine reads the trainer's own parameters
     engines_alone: bool = False  # on workers without a rank, which take whole weights only
-    lie_apart: tuple[str, ...] = ()  # models with a `zero` of their own, which does not follow the actor's
+    # models with a `zero` of their own, which does not follow the actor's
+    lie_apart: tuple[str, ...] = ()
     device: DeviceKind | None = None
     dtype: Dtype | None = None
     threads: int | None = None
@@ -131,7 +135,8 @@ class PlanInputs:
     max_queued_tokens: int | None = None  # given tokens that it lets wait; None: no bound
     engines: int = 1  # that share a step's completions
     max_refills: int = 0  # rounds of further prompts per step, in place of those that teach nothing
-    not_given: Mapping[str, str] = field(default_factory=dict)  # what nobody set: name in the plan -> its source
+    # what nobody set: name in the plan -> its source
+    not_given: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()  # what the loop does that no number says, for the plan's notes
     engine_tokens_per_step: int = 2048
     batch_invariant: bool = False
@@ -142,7 +147,8 @@ class PlanInputs:
     disk_tier: bool = False
     leave: Mapping[str, Leave] = field(default_factory=dict)
     ranks: int = 1  # that train together
-    shards: Mapping[str, Shards] = field(default_factory=dict)  # of "actor", "critic", "reference", "reward"
+    # of "actor", "critic", "reference", "reward"
+    shards: Mapping[str, Shards] = field(default_factory=dict)
     sum_gradients: SumGradients = "chunk"  # when those of models in shards are summed over ranks
     snapshot_background: bool = False  # it is staged in host memory, which stays taken
     reference_average: bool = False  # a moving average in float32 beside the reference
@@ -169,7 +175,8 @@ class DerivedSizes:
     chunks_per_update: int  # of full length, at most
     longest_queue: int = 0  # completions that wait while as many as fit run, at most
     submissions: int = 1  # parts in which a step's requests reach the engines
-    most_sampled_per_step: int = 0  # completions, with every group that teaches nothing replaced as often as allowed
+    # completions, with every group that teaches nothing replaced as often as allowed
+    most_sampled_per_step: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -224,11 +231,18 @@ class Plan:
 
     @property
     def parked_at_start(self) -> dict[str, Tier]:
-        """Components of the trainer that leave the device as soon as they are made, and where to."""
+        """Components of the trainer that leave the device as soon as they are made, and where
+        to."""
         found: dict[str, Tier] = {}
         for name in sorted({c.name for c in self.components} - set(self.start.device)):
             if not name.startswith("engine."):
-                found[name] = "host" if name in self.start.host else "disk" if name in self.start.disk else "none"
+                found[name] = (
+                    "host"
+                    if name in self.start.host
+                    else "disk"
+                    if name in self.start.disk
+                    else "none"
+                )
         return found
 
     def to_json(self) -> str:
@@ -240,7 +254,8 @@ class Plan:
             return _build(Plan, json.loads(text))
         except (ValueError, TypeError, KeyError) as error:
             raise SnapshotError(
-                f"this is not a plan of this version: {error}", hint="make it again with `gyre plan`"
+                f"this is not a plan of this version: {error}",
+                hint="make it again with `gyre plan`",
             ) from error
 
 

@@ -1,4 +1,5 @@
-"""Ways: what could be asked instead of what does not fit, each change alone, and words of those that do fit. Pure.
+"""Ways: what could be asked instead of what does not fit, each change alone, and words of those
+that do fit. Pure.
 
 In: changes by kind, how one is judged. Out: words.
 """
@@ -12,10 +13,16 @@ from typing import Generic, TypeVar
 Asked = TypeVar("Asked")
 Found = TypeVar("Found")
 
-# Settings by what their change costs: work done again, smaller passes, traffic, copies over the host link, switches.
+# Settings by what their change costs: work done again, smaller passes, traffic, copies over the
+# host link, switches.
 CHEAPEST_FIRST = (
-    "checkpointing", "tokens_per_chunk", "zero", "offload_optimizer", "offload_gradients", "residency"
-)  # fmt: skip
+    "checkpointing",
+    "tokens_per_chunk",
+    "zero",
+    "offload_optimizer",
+    "offload_gradients",
+    "residency",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +33,9 @@ class Way(Generic[Asked, Found]):
     words: Callable[[Found], str]  # of what was found to fit with it
 
 
-def ways_out(kinds: Iterable[Iterable[Way[Asked, Found]]], judge: Callable[[Asked], Found | None]) -> Iterator[str]:
+def ways_out(
+    kinds: Iterable[Iterable[Way[Asked, Found]]], judge: Callable[[Asked], Found | None]
+) -> Iterator[str]:
     """Of each kind of change the first that fits; a kind has its smallest change first."""
     for kind in kinds:
         for way in kind:

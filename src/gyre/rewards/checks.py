@@ -1,4 +1,5 @@
-"""Checks: from a part's kind to the function that judges one completion. In: options, an Item. Out: a verdict.
+"""Checks: from a part's kind to the function that judges one completion. In: options, an Item. Out:
+a verdict.
 
 Runs in worker processes.
 """
@@ -18,7 +19,8 @@ from gyre.rewards.sandbox.records import Limits
 
 Verdict = tuple[float, str, str]  # value, reason, outcome of a ScorePart
 Check = Callable[[Item], Verdict]
-QUICK = ("format", "length", "answer")  # linear in the text; answer says before it begins what may hang
+# linear in the text; answer says before it begins what may hang
+QUICK = ("format", "length", "answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,8 @@ class Tools:
 
     run: code.RunProgram | None = None  # the sandbox, when a part runs code
     before_slow: Callable[[], None] | None = None  # to be called before work that may never end
-    decided_inside: Callable[[int], None] = lambda count: None  # to be told of tests that the program could forge
+    # to be told of tests that the program could forge
+    decided_inside: Callable[[int], None] = lambda count: None
 
 
 def build_check(options: Mapping[str, Any], tools: Tools) -> Check:
@@ -36,14 +39,23 @@ def build_check(options: Mapping[str, Any], tools: Tools) -> Check:
 
 
 def _build_answer(options: Mapping[str, Any], tools: Tools) -> Check:
-    values = {"right": options["right"], "wrong": options["wrong"], "unreadable answer": options["unreadable"]}
+    values = {
+        "right": options["right"],
+        "wrong": options["wrong"],
+        "unreadable answer": options["unreadable"],
+    }
 
     def check(item: Item) -> Verdict:
         found = answer.match_answer(
-            item.text, _field(item.task, options["label_field"]), forms=options["forms"], how=options["compare"],
-            tolerance=options["tolerance"], tail_chars=options["tail_chars"], question=item.prompt,
+            item.text,
+            _field(item.task, options["label_field"]),
+            forms=options["forms"],
+            how=options["compare"],
+            tolerance=options["tolerance"],
+            tail_chars=options["tail_chars"],
+            question=item.prompt,
             before_latex=tools.before_slow,
-        )  # fmt: skip
+        )
         if found.outcome == "unreadable label":
             return 0.0, f"unreadable label: {found.reason}", "invalid"
         return values[found.outcome], f"{found.outcome}: {found.reason}", "ok"
@@ -53,12 +65,18 @@ def _build_answer(options: Mapping[str, Any], tools: Tools) -> Check:
 
 def _build_format(options: Mapping[str, Any], tools: Tools) -> Check:
     opened, partial = options["opened_by_prompt"], options["partial"]
-    return lambda item: (*format.check_format(item.text, opened_by_prompt=opened, partial=partial), "ok")
+    return lambda item: (
+        *format.check_format(item.text, opened_by_prompt=opened, partial=partial),
+        "ok",
+    )
 
 
 def _build_length(options: Mapping[str, Any], tools: Tools) -> Check:
     soft, most = options["soft_tokens"], options["max_tokens"]
-    return lambda item: (*format.length_value(item.num_tokens, soft_tokens=soft, max_tokens=most), "ok")
+    return lambda item: (
+        *format.length_value(item.num_tokens, soft_tokens=soft, max_tokens=most),
+        "ok",
+    )
 
 
 def _build_code(options: Mapping[str, Any], tools: Tools) -> Check:
@@ -84,14 +102,19 @@ def _build_code(options: Mapping[str, Any], tools: Tools) -> Check:
         tools.decided_inside(verdict.decided_inside)
         if verdict.failed_sandbox:
             return 0.0, verdict.reason, "error"
-        value = verdict.fraction if options["score"] == "fraction" else float(verdict.passed == verdict.total)
+        value = (
+            verdict.fraction
+            if options["score"] == "fraction"
+            else float(verdict.passed == verdict.total)
+        )
         return value, verdict.reason, "ok"
 
     return check
 
 
 def _build_function(options: Mapping[str, Any], tools: Tools) -> Check:
-    """Imports the user's module now, so that its import does not count as the first completion's time."""
+    """Imports the user's module now, so that its import does not count as the first completion's
+    time."""
     try:
         target = function.load_function(options["path"])
     except InputError as error:
@@ -101,7 +124,9 @@ def _build_function(options: Mapping[str, Any], tools: Tools) -> Check:
 
     def check(item: Item) -> Verdict:
         given = {name: getattr(item, name) for name in extras}
-        return function.call_function(target, item.task, item.text, given, options["options"], name=options["path"])
+        return function.call_function(
+            target, item.task, item.text, given, options["options"], name=options["path"]
+        )
 
     return check
 
@@ -115,7 +140,11 @@ def _build_reasoning_gym(options: Mapping[str, Any], tools: Tools) -> Check:
         metadata = _field(item.task, "metadata")
         name = options["task"] or _field(item.task, "task") or _field(metadata, "source_dataset")
         if not name or not isinstance(item.task, Mapping) or "answer" not in item.task:
-            return 0.0, "the task lacks what reasoning_gym needs: task (its name), answer, metadata", "invalid"
+            return (
+                0.0,
+                "the task lacks what reasoning_gym needs: task (its name), answer, metadata",
+                "invalid",
+            )
         if name not in scorers:
             try:
                 scorers[name] = get_score_answer_fn(name)  # type: ignore[assignment]

@@ -27,8 +27,8 @@ class _Part(Section):
     """Name in scores, curves and events; empty: the kind."""
 
     limit_s: float = Field(default=5.0, gt=0.0)
-    """Longest time in seconds for one completion; past it the part fails with outcome "timeout". A part that failed
-    counts as the least that it can give."""
+    """Longest time in seconds for one completion; past it the part fails with outcome "timeout". A
+    part that failed counts as the least that it can give."""
 
     @model_validator(mode="before")
     @classmethod
@@ -50,8 +50,8 @@ class _Part(Section):
 
     @property
     def failed_value(self) -> float:
-        """Value of a check that timed out, died, raised or gave no number: the one that contributes least to the score.
-        With a negative weight that is the largest."""
+        """Value of a check that timed out, died, raised or gave no number: the one that contributes
+        least to the score. With a negative weight that is the largest."""
         return min(self.values, key=lambda value: self.weight * value)
 
     def for_check(self) -> dict[str, Any]:
@@ -69,16 +69,18 @@ class AnswerPart(_Part):
     """Field of the task with the right answer."""
 
     forms: tuple[Literal["tag", "boxed", "hash", "number", "plain"], ...] = FORMS
-    """Where the answer stands: <answer> tag, \\boxed{}, after ####, last number, all text; the first found decides."""
+    """Where the answer stands: <answer> tag, \\boxed{}, after ####, last number, all text; the
+    first found decides."""
 
     compare: Literal["auto", "exact", "numeric", "latex"] = "auto"
-    """How answers are compared: exact (same characters), numeric (both one number), latex (same value by math-verify,
-    which evaluates: the question counts as an answer), auto (by the label: a number is compared as numeric, an option's
-    letter as that, words as words, anything else as latex). docs/rewards.md has the rules."""
+    """How answers are compared: exact (same characters), numeric (both one number), latex (same
+    value by math-verify, which evaluates: the question counts as an answer), auto (by the label: a
+    number is compared as numeric, an option's letter as that, words as words, anything else as
+    latex). docs/rewards.md has the rules."""
 
     tolerance: float = Field(default=1e-6, ge=0.0)
-    """Relative difference up to which an answer is a label that is not whole; never more than half a unit of the
-    label's last decimal. Whole labels are exact."""
+    """Relative difference up to which an answer is a label that is not whole; never more than half
+    a unit of the label's last decimal. Whole labels are exact."""
 
     tail_chars: int = Field(default=0, ge=0)
     """Read only this many characters from the end of the completion; 0 reads all."""
@@ -98,7 +100,8 @@ class AnswerPart(_Part):
 
 
 class FormatPart(_Part):
-    """Checks for one <think> block and then one <answer> block, both with something inside, and nothing else."""
+    """Checks for one <think> block and then one <answer> block, both with something inside, and
+    nothing else."""
 
     kind: Literal["format"] = "format"
     """R1 format checker."""
@@ -107,8 +110,8 @@ class FormatPart(_Part):
     """The prompt ends with <think>, so completions begin inside it."""
 
     partial: bool = False
-    """When the format as a whole is not met, give 0.2 for each of the four tags that stands once; nothing when those
-    are out of order, and nothing for the two tags of an empty block."""
+    """When the format as a whole is not met, give 0.2 for each of the four tags that stands once;
+    nothing when those are out of order, and nothing for the two tags of an empty block."""
 
 
 class LengthPart(_Part):
@@ -130,7 +133,9 @@ class LengthPart(_Part):
     @model_validator(mode="after")
     def check_order(self) -> LengthPart:
         if self.soft_tokens >= self.max_tokens:
-            raise ValueError(f"soft_tokens = {self.soft_tokens}: need less than max_tokens = {self.max_tokens}")
+            raise ValueError(
+                f"soft_tokens = {self.soft_tokens}: need less than max_tokens = {self.max_tokens}"
+            )
         return self
 
 
@@ -163,7 +168,8 @@ class CodePart(_Part):
     """Code executor."""
 
     tests_field: str = "tests"
-    """Field of the task with the tests: input and output, calls, asserts, check functions (docs/code_tests.md)."""
+    """Field of the task with the tests: input and output, calls, asserts, check functions
+    (docs/code_tests.md)."""
 
     function_field: str = "function"
     """Field of the task with the name of the function under test."""
@@ -209,14 +215,15 @@ class FunctionPart(_Part):
     """Python function by dotted path."""
 
     path: str
-    """"module:function", called as function(task, completion, **options); returns a number or (number, reason)."""
+    """"module:function", called as function(task, completion, **options); returns a number or
+    (number, reason)."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for every call."""
 
     failed: float = 0.0
-    """Value where the function raises, takes too long or returns no finite number. Where that would be worth more than
-    the least that it gave to another completion of the step, it is that."""
+    """Value where the function raises, takes too long or returns no finite number. Where that would
+    be worth more than the least that it gave to another completion of the step, it is that."""
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -245,7 +252,8 @@ class ReasoningGymPart(_Part):
 
 
 class ModelPart(_Part):
-    """A reward model. Evaluated by the trainer beside the rules; the loop adds its value to the score."""
+    """A reward model. Evaluated by the trainer beside the rules; the loop adds its value to the
+    score."""
 
     kind: Literal["model"] = "model"
     """Reward model."""
@@ -270,20 +278,28 @@ class RewardsConfig(Section):
     """Worker processes; 0 starts one per core, 16 at most."""
 
     worker_memory_mib: int = Field(default=8192, ge=0)
-    """Address space of a worker in MiB; 0 sets no limit. A worker whose rewards come to hold half of what
-    is left to it at its start is replaced."""
+    """Address space of a worker in MiB; 0 sets no limit. A worker whose rewards come to hold half
+    of what is left to it at its start is replaced."""
 
     max_failed_share: float = Field(default=0.2, ge=0.0, le=1.0)
-    """Largest share of a part's checks in a loop step that may fail (time-outs included); past it the run stops before
-    it trains on them. 1 goes on whatever happens."""
+    """Largest share of a part's checks in a loop step that may fail (time-outs included); past it
+    the run stops before it trains on them. 1 goes on whatever happens."""
 
     deadline_s: float = Field(default=120.0, gt=0.0)
     """Seconds for one call of the scorer; parts that are missing then count as timeouts."""
 
     sandbox: Literal["auto", "strong", "weak"] = "auto"
-    """Isolation of programs: strong refuses to start without; auto falls back, with an event; weak asks for none."""
+    """Isolation of programs: strong refuses to start without; auto falls back, with an event; weak
+    asks for none."""
 
-    end_markers: tuple[str, ...] = ("<|end|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>")
+    end_markers: tuple[str, ...] = (
+        "<|end|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<|eot_id|>",
+        "<|end_of_text|>",
+        "</s>",
+    )
     """Texts of end tokens; removed from the end of a completion before it is judged."""
 
     def model_part(self) -> ModelPart | None:

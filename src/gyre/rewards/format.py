@@ -1,9 +1,11 @@
-"""Format checker: the R1 format. In: a completion. Out: a value from 0 to 1 with a reason. Pure, linear in the text.
+"""Format checker: the R1 format. In: a completion. Out: a value from 0 to 1 with a reason. Pure,
+linear in the text.
 
     <think> … </think> <answer> … </answer>
 
-Each tag exactly once, in this order, nothing outside but whitespace; a letter or a digit inside <think>, a visible
-character inside <answer>. Also `length_value`, the penalty for completions that are too long.
+Each tag exactly once, in this order, nothing outside but whitespace; a letter or a digit inside
+<think>, a visible character inside <answer>. Also `length_value`, the penalty for completions that
+are too long.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ import unicodedata
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-def check_format(text: str, *, opened_by_prompt: bool = False, partial: bool = False) -> tuple[float, str]:
+def check_format(
+    text: str, *, opened_by_prompt: bool = False, partial: bool = False
+) -> tuple[float, str]:
     """Return 1.0 for the format, else 0.0; with `partial`, 0.2 for each tag that stands once.
 
-    `partial` gives nothing when those tags are not in order, and nothing for the two tags of an empty block.
-    opened_by_prompt: the prompt ended with <think>, so the completion begins inside it.
+    `partial` gives nothing when those tags are not in order, and nothing for the two tags of an
+    empty block. opened_by_prompt: the prompt ended with <think>, so the completion begins inside
+    it.
     """
     if opened_by_prompt:
         text = "<think>" + text
@@ -56,10 +61,13 @@ def _tags_that_count(text: str) -> int:
 
 
 def _empty_blocks(text: str) -> list[str]:
-    """The opening tags of blocks whose two tags stand once, in order, with nothing to read between them."""
+    """The opening tags of blocks whose two tags stand once, in order, with nothing to read between
+    them."""
     empty = []
     for opening, closing, is_content in ((*TAGS[:2], str.isalnum), (*TAGS[2:], _is_visible)):
-        if text.count(opening) == text.count(closing) == 1 and text.index(opening) < text.index(closing):
+        if text.count(opening) == text.count(closing) == 1 and text.index(opening) < text.index(
+            closing
+        ):
             inside = text[text.index(opening) + len(opening) : text.index(closing)]
             if not any(is_content(letter) for letter in inside):
                 empty.append(opening)
@@ -71,7 +79,8 @@ def _is_visible(letter: str) -> bool:
 
 
 def length_value(num_tokens: int, *, soft_tokens: int, max_tokens: int) -> tuple[float, str]:
-    """DAPO's soft overlong punishment: 0 up to soft_tokens, then evenly down to -1 at max_tokens."""
+    """DAPO's soft overlong punishment: 0 up to soft_tokens, then evenly down to -1 at
+    max_tokens."""
     if num_tokens <= soft_tokens:
         return 0.0, f"{num_tokens} tokens, within {soft_tokens}"
     over = min((num_tokens - soft_tokens) / (max_tokens - soft_tokens), 1.0)

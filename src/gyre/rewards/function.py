@@ -1,15 +1,18 @@
-"""Function rewards: a user's own reward by dotted path. In: "module:function". Out: value, reason and outcome.
+"""Function rewards: a user's own reward by dotted path. In: "module:function". Out: value, reason
+and outcome.
 
     def reward(task, completion, **options) -> float | tuple[float, str]
 
-task: the problem's mapping (answer, tests, …); completion: the text that the policy wrote; options: the part's
-`options` in the TOML. A parameter named `prompt`, `finish` or `num_tokens` is given the prompt's text, how the
-completion ended, or its length. The module is looked for as Python does it, the working folder included.
+task: the problem's mapping (answer, tests, …); completion: the text that the policy wrote; options:
+the part's `options` in the TOML. A parameter named `prompt`, `finish` or `num_tokens` is given the
+prompt's text, how the completion ended, or its length. The module is looked for as Python does it,
+the working folder included.
 
-Before anything expensive, `check_reward_function` runs it on samples in a process of its own and refuses it with the
-case that fails. During a run a raise is a score with outcome "error" and NaN, ±inf or no number one with "invalid": a
-failed part and an event, never a crash. A reason has the exception, file and line before its first ": ", and behind
-it what differs from completion to completion: so equal failures are counted together.
+Before anything expensive, `check_reward_function` runs it on samples in a process of its own and
+refuses it with the case that fails. During a run a raise is a score with outcome "error" and NaN,
+±inf or no number one with "invalid": a failed part and an event, never a crash. A reason has the
+exception, file and line before its first ": ", and behind it what differs from completion to
+completion: so equal failures are counted together.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ def load_function(path: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except BaseException as error:
         raise InputError(
-            f"reward function {path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}",
+            f"reward function {path!r}: importing {module_name!r} failed: {type(error).__name__}: "
+            f"{error}",
             hint="run the command from the folder that holds the module, or install it",
         ) from error
     target: Any = module
@@ -52,13 +56,16 @@ def load_function(path: str) -> Callable[..., Any]:
         target = getattr(target, step, None)
     if not callable(target):
         raise InputError(
-            f"reward function {path!r}: {module_name!r} has no function {name!r}", hint=f"it has: {_public(module)}"
+            f"reward function {path!r}: {module_name!r} has no function {name!r}",
+            hint=f"it has: {_public(module)}",
         )
     return target
 
 
 def _public(module: Any) -> str:
-    names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    names = [
+        name for name, value in vars(module).items() if callable(value) and not name.startswith("_")
+    ]
     return ", ".join(sorted(names)[:20]) or "nothing callable"
 
 
@@ -84,14 +91,22 @@ def call_function(
     try:
         result = function(task, text, **extras, **options)
     except BaseException as error:  # noqa: BLE001 - becomes a labelled score and an event
-        return 0.0, f"{name} raised {type(error).__name__}{place_of(error)}: {_text(error)}"[:500], "error"
+        return (
+            0.0,
+            f"{name} raised {type(error).__name__}{place_of(error)}: {_text(error)}"[:500],
+            "error",
+        )
     reason = ""
     if isinstance(result, tuple) and len(result) == 2:
         result, reason = result
     value = as_number(result)
     if value is None:
         kind = type(result).__name__
-        return 0.0, f"{name} returned {kind}, not a number{_defined_at(function)}: {_describe(result)}", "invalid"
+        return (
+            0.0,
+            f"{name} returned {kind}, not a number{_defined_at(function)}: {_describe(result)}",
+            "invalid",
+        )
     if not math.isfinite(value):
         return 0.0, f"{name} returned {value}{_defined_at(function)}", "invalid"
     return value, _text(reason)[:500] or f"it returned {value:g}", "ok"
@@ -105,7 +120,11 @@ def place_of(error: BaseException) -> str:
         return ""
     own = [frame for frame in where if not _is_library(frame.filename)]
     frame = own[-1] if own else where[-1]
-    called = "" if frame is where[-1] else f" (in {os.path.basename(where[-1].filename)}:{where[-1].lineno})"
+    called = (
+        ""
+        if frame is where[-1]
+        else f" (in {os.path.basename(where[-1].filename)}:{where[-1].lineno})"
+    )
     return f" at {_short_path(frame.filename)}:{frame.lineno}{called}"
 
 
@@ -133,8 +152,13 @@ def _text(value: Any) -> str:
 
 
 def as_number(result: Any) -> float | None:
-    """Numbers of Python and numpy, and arrays or tensors of one element. Text is none, even if it looks like one."""
-    if not isinstance(result, numbers.Real) and hasattr(result, "item") and not isinstance(result, str | bytes):
+    """Numbers of Python and numpy, and arrays or tensors of one element. Text is none, even if it
+    looks like one."""
+    if (
+        not isinstance(result, numbers.Real)
+        and hasattr(result, "item")
+        and not isinstance(result, str | bytes)
+    ):
         try:
             result = result.item()
         except Exception:  # noqa: BLE001 - several elements, or an object of another kind: no number, told by the caller

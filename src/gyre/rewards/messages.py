@@ -1,10 +1,12 @@
-"""Messages: what the scorer and its workers say to each other. In: records. Out: frames of length and msgpack.
+"""Messages: what the scorer and its workers say to each other. In: records. Out: frames of length
+and msgpack.
 
     scorer → worker   Setup once, then Job after Job
     worker → scorer   Ready once, then one Verdict per check of the job, in the job's order
 
-A verdict goes out before the next check that may hang begins, so the first check without a verdict is what hangs.
-Each verdict bears its job's token, so that what a reward writes to the channel is not taken for one.
+A verdict goes out before the next check that may hang begins, so the first check without a verdict
+is what hangs. Each verdict bears its job's token, so that what a reward writes to the channel is
+not taken for one.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     token: bytes = b""  # of the job
     worn: str = ""  # why the worker should be replaced; it does no further check of this job
     decided_inside: int = 0  # tests of code that the program under test could forge
-    refused_calls: dict[str, int] = {}  # system calls that the sandbox refused to the check's programs, and how often
+    # system calls that the sandbox refused to the check's programs, and how often
+    refused_calls: dict[str, int] = {}
 
 
 READY = -1
@@ -86,8 +89,8 @@ def frame(message: Setup | Job | Verdict) -> bytes:
 
 
 def take_frame(buffer: bytearray, *, most_bytes: int = 0) -> bytes | None:
-    """Take one whole frame out of the buffer, or None; a beginning stays. ValueError for one of more than `most_bytes`
-    (0: any size), which the sender cannot have meant."""
+    """Take one whole frame out of the buffer, or None; a beginning stays. ValueError for one of
+    more than `most_bytes` (0: any size), which the sender cannot have meant."""
     end = _HEAD + int.from_bytes(buffer[:_HEAD], "little")
     if most_bytes and len(buffer) >= _HEAD and end > _HEAD + most_bytes:
         raise ValueError(f"a frame of {end} bytes")

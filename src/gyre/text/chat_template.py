@@ -1,9 +1,10 @@
-"""Chat templates: programs from model folders, rendered in a process of their own. In: a template, conversations.
-Out: their text, or an InputError that names the template's file.
+"""Chat templates: programs from model folders, rendered in a process of their own. In: a template,
+conversations. Out: their text, or an InputError that names the template's file.
 
-A template is code that others wrote. jinja2's sandbox keeps it from files and processes, and bounds neither time nor
-memory; the process (`chat_template_child`) does, and is ended when a template passes its limits. It starts with the first
-conversation and ends with its `ChatTemplate`, or with this process.
+A template is code that others wrote. jinja2's sandbox keeps it from files and processes, and bounds
+neither time nor memory; the process (`chat_template_child`) does, and is ended when a template
+passes its limits. It starts with the first conversation and ends with its `ChatTemplate`, or with
+this process.
 """
 
 from __future__ import annotations
@@ -23,12 +24,21 @@ from typing import Any
 from gyre.core.errors import ConfigError, InputError
 from gyre.text.chat_template_child import HEADER
 
-CPU_LIMIT_S = 1.5  # per call; templates of published models take below a millisecond for a conversation
+# per call; templates of published models take below a millisecond for a conversation
+CPU_LIMIT_S = 1.5
 WALL_LIMIT_S = 60.0  # for a machine that gives the process no CPU
 EXTRA_CHARS = 1 << 20  # that a template may write beside four times what it was given
-RESERVED = ("messages", "add_generation_prompt", "chat_template", "tokenize", "continue_final_message", "return_dict")
+RESERVED = (
+    "messages",
+    "add_generation_prompt",
+    "chat_template",
+    "tokenize",
+    "continue_final_message",
+    "return_dict",
+)
 ADVICE = (
-    "some models take no system message or need user and assistant to alternate (see data.system); a template that is "
+    "some models take no system message or need user and assistant to alternate (see "
+    "data.system); a template that is "
     'broken can be avoided: data.template = "{prompt}", with tokenizer.end_token'
 )
 
@@ -36,27 +46,37 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class ChatTemplate:
-    """One template of one model folder. Callers may be in several threads; one is served at a time."""
+    """One template of one model folder. Callers may be in several threads; one is served at a
+    time."""
 
     def __init__(self, source: str, variables: Mapping[str, Any], *, where: str) -> None:
-        """`variables` are the special tokens by name; `where` is the file that the template came from."""
+        """`variables` are the special tokens by name; `where` is the file that the template came
+        from."""
         self.source, self.where = source, where
         self._variables = dict(variables)
         self._lock = threading.Lock()
         self._child: _Child | None = None
 
     def render(
-        self, conversations: Sequence[Messages], options: Mapping[str, Any], *, generation_prompt: bool = True
+        self,
+        conversations: Sequence[Messages],
+        options: Mapping[str, Any],
+        *,
+        generation_prompt: bool = True,
     ) -> list[str]:
-        """Return the text of each conversation, up to where the model speaks with `generation_prompt`. Several at once
-        cost less than one by one; the CPU limit is for all of them."""
+        """Return the text of each conversation, up to where the model speaks with
+        `generation_prompt`. Several at once cost less than one by one; the CPU limit is for all of
+        them."""
         for name in RESERVED:
             if name in options:
                 raise ConfigError(
-                    f"data.template_options.{name}: gyre sets this itself", hint="leave it out of data.template_options"
+                    f"data.template_options.{name}: gyre sets this itself",
+                    hint="leave it out of data.template_options",
                 )
         turns = [[dict(message) for message in messages] for messages in conversations]
-        num_chars = sum(len(value) for messages in turns for message in messages for value in message.values())
+        num_chars = sum(
+            len(value) for messages in turns for message in messages for value in message.values()
+        )
         variables = {"tools": None, "documents": None, **self._variables, **options}
         request = {
             "variables": variables | {"add_generation_prompt": generation_prompt},
@@ -79,7 +99,13 @@ class ChatTemplate:
     def _start(self) -> None:
         self._child = _Child()
         weakref.finalize(self, self._child.stop)
-        self._ask({"path": [path for path in sys.path if path], "template": self.source, "cpu_s": CPU_LIMIT_S})
+        self._ask(
+            {
+                "path": [path for path in sys.path if path],
+                "template": self.source,
+                "cpu_s": CPU_LIMIT_S,
+            }
+        )
 
     def _ask(self, request: Mapping[str, Any]) -> list[str]:
         assert self._child is not None
@@ -95,7 +121,9 @@ class ChatTemplate:
         if reason is not None:
             self._child.stop()
             self._child = None
-            raise InputError(f"the chat template in {self.where} refused the conversation: {reason}", hint=ADVICE)
+            raise InputError(
+                f"the chat template in {self.where} refused the conversation: {reason}", hint=ADVICE
+            )
         return answer["texts"]
 
 
@@ -129,7 +157,10 @@ class _Child:
         code = self._process.wait()
         if code == -signal.SIGPROF:
             return f"it took more than {CPU_LIMIT_S:g} s of CPU time"
-        return f"its process ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+        return (
+            "its process ended with "
+            f"{signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+        )
 
     def stop(self) -> None:
         self._link.close()

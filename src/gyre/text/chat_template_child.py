@@ -1,8 +1,9 @@
-"""Template child: the process that renders chat templates, which come from others. In: frames on a socket: the template
-once, then lists of conversations. Out: a frame for each, texts or an error. Started by `gyre.text.chat_template`, which see.
+"""Template child: the process that renders chat templates, which come from others. In: frames on a
+socket: the template once, then lists of conversations. Out: a frame for each, texts or an error.
+Started by `gyre.text.chat_template`, which see.
 
-Imports the standard library, and jinja2 once it knows where to look. The kernel ends it at its CPU limit (ITIMER_PROF);
-its address space is limited while a template works (RLIMIT_AS).
+Imports the standard library, and jinja2 once it knows where to look. The kernel ends it at its CPU
+limit (ITIMER_PROF); its address space is limited while a template works (RLIMIT_AS).
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ BYTES_PER_REQUEST_BYTE = 24  # decoded, with 4 bytes a character, and the text m
 
 
 def main(handle: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer; the end of the socket ends this
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process; a parent may have passed on another
+    # Ctrl-C is the parent's to answer; the end of the socket ends this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # which ends the process; a parent may have passed on another
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -52,7 +55,11 @@ def bounded(work: Any, request: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"it needs more than {room >> 20} MiB of memory"}
     except Exception as error:  # noqa: BLE001  the program is from elsewhere: whatever it raises is its answer
         said = str(error)[:300]
-        return {"error": said if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: {said}"}
+        return {
+            "error": said
+            if type(error).__name__ == "TemplateError"
+            else f"{type(error).__name__}: {said}"
+        }
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
@@ -73,8 +80,9 @@ def render(template: Any, request: dict[str, Any]) -> list[str]:
 
 
 def compile_template(source: str) -> Any:
-    """With what chat templates are given by transformers.apply_chat_template: block trimming, loop controls, the
-    generation tag, and the names tojson, raise_exception, strftime_now, namespace and dict."""
+    """With what chat templates are given by transformers.apply_chat_template: block trimming, loop
+    controls, the generation tag, and the names tojson, raise_exception, strftime_now, namespace and
+    dict."""
     import jinja2.ext
     import jinja2.nodes
     import jinja2.sandbox
@@ -85,12 +93,16 @@ def compile_template(source: str) -> Any:
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
-            return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+            return jinja2.nodes.Scope(
+                parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+            )
 
     class Namespace(jinja2.utils.Namespace):
         def __setitem__(self, name: str, value: Any) -> None:
             if name.startswith("_"):
-                raise jinja2.TemplateError(f"a namespace takes no name that begins with an underscore, got {name!r}")
+                raise jinja2.TemplateError(
+                    f"a namespace takes no name that begins with an underscore, got {name!r}"
+                )
             super().__setitem__(name, value)
 
     def raise_exception(message: Any) -> None:

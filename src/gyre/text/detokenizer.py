@@ -1,6 +1,7 @@
 """Detokeniser: tokens that arrive one by one become text that never changes once given out.
 
-In: ids. Out: new stable text; a character whose bytes are not all there is held back. The pieces given out, `flush` included, join to exactly `Tokenizer.decode` of all ids.
+In: ids. Out: new stable text; a character whose bytes are not all there is held back. The pieces
+given out, `flush` included, join to exactly `Tokenizer.decode` of all ids.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ class Detokeniser:
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        # Byte-level vocabularies are exact by a table. Others (sentencepiece) decode a window of recent tokens, since
-        # what a token adds may depend on the one before it.
-        self._bytes = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.is_byte_level else None
+        # Byte-level vocabularies are exact by a table. Others (sentencepiece) decode a window of
+        # recent tokens, since what a token adds may depend on the one before it.
+        self._bytes = (
+            codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.is_byte_level else None
+        )
         self._ids: list[int] = []
         self._start = 0  # window of the sentencepiece way: ids[start:given] have been given out
         self._given = 0
@@ -62,8 +65,13 @@ class StopMatcher:
         self._tail = ""
 
     def push(self, text: str) -> str | None:
-        """Take further text; return the stop string that ends first in it, the longest of those, or None."""
+        """Take further text; return the stop string that ends first in it, the longest of those, or
+        None."""
         window = self._tail + text
-        ends = [(window.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in window]
+        ends = [
+            (window.find(stop) + len(stop), -len(stop), stop)
+            for stop in self._stops
+            if stop in window
+        ]
         self._tail = window[-self._keep :] if self._keep else ""
         return min(ends)[2] if ends else None

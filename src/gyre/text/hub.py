@@ -1,6 +1,7 @@
-"""Hub tokenizers: folders and names that transformers loads. In: a folder or name. Out: its tokenizer, chat template
-and end tokens. Nothing of a folder is executed: no Python (trust_remote_code=False); its template runs in a process of
-its own. transformers is imported on first use only.
+"""Hub tokenizers: folders and names that transformers loads. In: a folder or name. Out: its
+tokenizer, chat template and end tokens. Nothing of a folder is executed: no Python
+(trust_remote_code=False); its template runs in a process of its own. transformers is imported on
+first use only.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class HubTokenizer:
 
 
 def load_hub_tokenizer(folder_or_name: str, *, end_token: str = "") -> HubTokenizer:
-    """Load a tokenizer. `end_token` names the token that ends a turn; "" takes the chat template's. InputError: no such
-    folder or name, files that are not what they should be, no end token."""
+    """Load a tokenizer. `end_token` names the token that ends a turn; "" takes the chat template's.
+    InputError: no such folder or name, files that are not what they should be, no end token."""
     folder = Path(folder_or_name)
     if not folder.is_dir():
         folder = hub_folder(folder_or_name, PATTERNS, what="tokenizer")
@@ -38,14 +39,17 @@ def load_hub_tokenizer(folder_or_name: str, *, end_token: str = "") -> HubTokeni
     template = _template_of(hub, folder)
     eos_ids = tuple(settings.gyre_eos_ids or ())
     if end_token:
-        eos_ids = tuple(dict.fromkeys((_id_of(hub, end_token, folder), *eos_ids, *_named_ends(hub, folder))))
+        eos_ids = tuple(
+            dict.fromkeys((_id_of(hub, end_token, folder), *eos_ids, *_named_ends(hub, folder)))
+        )
     elif not eos_ids:
         eos_ids = tuple(dict.fromkeys((*_turn_end(hub, template), *_named_ends(hub, folder))))
     size = len(hub)
     if bad := [i for i in eos_ids if not 0 <= i < size]:
         raise InputError(
             f"the files of {folder} name end token {bad[0]}; the tokenizer has {size} entries",
-            hint="correct eos_token_id in generation_config.json and config.json, or copy the folder again",
+            hint="correct eos_token_id in generation_config.json and config.json, or copy the "
+            "folder again",
         )
     if not eos_ids:
         raise InputError(
@@ -59,12 +63,16 @@ def _load(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        hub = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # the files are from elsewhere, and the library raises what comes of reading them
+        hub = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=False, local_files_only=True
+        )
+    # the files are from elsewhere, and the library raises what comes of reading them
+    except Exception as error:
         said = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise InputError(
             f"no tokenizer could be loaded from {folder}: {type(error).__name__}: {said[:300]}",
-            hint="a folder needs tokenizer.json and tokenizer_config.json of a class that transformers has; Python "
+            hint="a folder needs tokenizer.json and tokenizer_config.json of a class that "
+            "transformers has; Python "
             "files of a folder are never executed",
         ) from error
     if getattr(hub, "backend_tokenizer", None) is None:
@@ -87,8 +95,8 @@ def _template_of(hub: Any, folder: Path) -> ChatTemplate | None:
 
 
 def _turn_end(hub: Any, template: ChatTemplate | None) -> Iterator[int]:
-    """The token that the template writes after an assistant's turn, where that is one token of the vocabulary: after
-    a last turn, or else before the user's next one.
+    """The token that the template writes after an assistant's turn, where that is one token of the
+    vocabulary: after a last turn, or else before the user's next one.
 
     Of base models it differs from eos_token, which ends documents: <|im_end|> and <|endoftext|> of Qwen.
     """
@@ -96,19 +104,23 @@ def _turn_end(hub: Any, template: ChatTemplate | None) -> Iterator[int]:
         return
     turns = [{"role": "user", "content": QUESTION_PROBE}, {"role": "assistant", "content": PROBE}]
     added = hub.backend_tokenizer.get_added_tokens_decoder()
-    for further in ([], [{"role": "user", "content": "1"}]):  # ChatML of Qwen1.5 leaves a last turn of the model open
+    # ChatML of Qwen1.5 leaves a last turn of the model open
+    for further in ([], [{"role": "user", "content": "1"}]):
         (text,) = template.render([[*turns, *further]], {}, generation_prompt=False)
         after = text.rpartition(PROBE)[2].lstrip() if PROBE in text else ""
         names = sorted((token.content.strip(), i) for i, token in added.items())
         begun = [(len(name), i) for name, i in names if name and after.startswith(name)]
-        if begun and not (further and max(begun)[1] in _openers(hub, text.partition(QUESTION_PROBE)[0])):
+        if begun and not (
+            further and max(begun)[1] in _openers(hub, text.partition(QUESTION_PROBE)[0])
+        ):
             yield max(begun)[1]
             return
 
 
 def _openers(hub: Any, head: str) -> set[int]:
-    """Tokens that open a turn and so end none: BOS, and the first and last added token of `head`, the text before what
-    the user says. Those between them may end a system message, which the template writes itself."""
+    """Tokens that open a turn and so end none: BOS, and the first and last added token of `head`,
+    the text before what the user says. Those between them may end a system message, which the
+    template writes itself."""
     added = hub.backend_tokenizer.get_added_tokens_decoder()
     ids = hub.backend_tokenizer.encode(head, add_special_tokens=False).ids
     inside = [i for i in ids if i in added and i != hub.bos_token_id]

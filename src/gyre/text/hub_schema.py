@@ -1,5 +1,5 @@
-"""Schemas of a tokenizer's files: what we and transformers read of them. In: a folder, or a mapping. Out: the settings
-that are ours, or an InputError that names file and key.
+"""Schemas of a tokenizer's files: what we and transformers read of them. In: a folder, or a
+mapping. Out: the settings that are ours, or an InputError that names file and key.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Backend(Foreign):
 
 
 class ModelKeys(Foreign):
-    """config.json and generation_config.json: end tokens, and what transformers makes a list of while it loads a
-    tokenizer."""
+    """config.json and generation_config.json: end tokens, and what transformers makes a list of
+    while it loads a tokenizer."""
 
     num_hidden_layers: Annotated[int, Field(ge=0, le=MOST_LAYERS)] | None = None
     eos_token_id: TokenIds = None
@@ -86,7 +86,11 @@ def check_tokenizer_files(folder: Path) -> TokenizerSettings:
         if (path := folder / name).exists():
             check(read_json(path), schema, str(path))
     path = folder / "tokenizer_config.json"
-    return check(read_json(path), TokenizerSettings, str(path)) if path.exists() else TokenizerSettings()
+    return (
+        check(read_json(path), TokenizerSettings, str(path))
+        if path.exists()
+        else TokenizerSettings()
+    )
 
 
 def eos_ids_of(content: Mapping[str, Any], where: str) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""Rendering: a problem becomes prompt tokens, a response becomes the tokens to learn. In: text or messages. Out: ids.
+"""Rendering: a problem becomes prompt tokens, a response becomes the tokens to learn. In: text or
+messages. Out: ids.
 
 The response format is R1's: <think>…</think><answer>…</answer> and the end token.
 """
@@ -26,13 +27,16 @@ def render_prompt(
 ) -> tuple[np.ndarray, str]:
     """Return (int32 ids, text) up to where the model speaks.
 
-    `template` is "chat" (the tokenizer's own; ours writes the prompt and a newline) or a text that holds {prompt}, and
-    {system} where `system` is given. A conversation needs "chat". `system` comes before the prompt's own messages.
-    ConfigError: a template without a place for the prompt or the system message. InputError: `system` beside a system
-    message of the prompt, or a later system message that the chat template leaves out.
+    `template` is "chat" (the tokenizer's own; ours writes the prompt and a newline) or a text that
+    holds {prompt}, and {system} where `system` is given. A conversation needs "chat". `system`
+    comes before the prompt's own messages. ConfigError: a template without a place for the prompt
+    or the system message. InputError: `system` beside a system message of the prompt, or a later
+    system message that the chat template leaves out.
     """
     check_template(template, system)
-    if template == "chat" and (system or any(message["role"] == "system" for message in _messages(prompt))):
+    if template == "chat" and (
+        system or any(message["role"] == "system" for message in _messages(prompt))
+    ):
         check_system(tokenizer, options)
     (text,) = render_texts(tokenizer, [prompt], template=template, system=system, options=options)
     return encode_rendered(tokenizer, text, template=template), text
@@ -46,7 +50,8 @@ def render_texts(
     system: str,
     options: Mapping[str, Any] | None,
 ) -> list[str]:
-    """The text of each prompt. See `render_prompt`. InputError: a system message that would not be shown as given."""
+    """The text of each prompt. See `render_prompt`. InputError: a system message that would not be
+    shown as given."""
     if template == "chat":
         conversations = [_conversation(prompt, system) for prompt in prompts]
         _check_later_systems(tokenizer, conversations, options)
@@ -54,7 +59,8 @@ def render_texts(
     for prompt in prompts:
         if not isinstance(prompt, str):
             raise ConfigError(
-                f"data.template = {template!r} cannot render a conversation of {len(prompt)} messages",
+                f"data.template = {template!r} cannot render a conversation of {len(prompt)} "
+                "messages",
                 hint='use data.template = "chat" for prompts that are lists of messages',
             )
     parts = [part.replace("{system}", system) for part in template.split("{prompt}")]
@@ -62,8 +68,8 @@ def render_texts(
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str, *, template: str) -> np.ndarray:
-    """int32 ids of a rendered prompt. A chat template writes BOS itself; before another one it is added, unless the
-    template spells it."""
+    """int32 ids of a rendered prompt. A chat template writes BOS itself; before another one it is
+    added, unless the template spells it."""
     tokens = tokenizer.encode(text)
     prefix = np.asarray(tokenizer.prefix_ids, dtype=np.int32)
     if template == "chat" or not prefix.size or np.array_equal(tokens[: prefix.size], prefix):
@@ -82,17 +88,22 @@ def check_template(template: str, system: str = "") -> None:
         )
     if system and "{system}" not in template:
         raise ConfigError(
-            f"data.system is set, and data.template = {template!r} has no {{system}} where it could stand",
-            hint="put {system} into data.template, or the system message's text itself, and leave data.system out",
+            f"data.system is set, and data.template = {template!r} has no {{system}} where it "
+            "could stand",
+            hint="put {system} into data.template, or the system message's text itself, and leave "
+            "data.system out",
         )
 
 
 def check_system(tokenizer: Tokenizer, options: Mapping[str, Any] | None) -> None:
-    """ConfigError when the chat template leaves a system message out; InputError when it refuses one."""
+    """ConfigError when the chat template leaves a system message out; InputError when it refuses
+    one."""
     if not tokenizer.takes_system(options):
         raise ConfigError(
-            "data.system, or a prompt's own system message, is set, and the model's chat template leaves it out",
-            hint="leave data.system empty and put its text into the prompts, or set data.template to a text with "
+            "data.system, or a prompt's own system message, is set, and the model's chat template "
+            "leaves it out",
+            hint="leave data.system empty and put its text into the prompts, or set data.template "
+            "to a text with "
             "{system} and {prompt}",
         )
 
@@ -103,7 +114,8 @@ def _conversation(prompt: str | Messages, system: str) -> list[Mapping[str, str]
         return messages
     if any(message["role"] == "system" for message in messages):
         raise InputError(
-            "data.system is set, and the prompt has a system message of its own; a conversation takes one of them",
+            "data.system is set, and the prompt has a system message of its own; a conversation "
+            "takes one of them",
             hint="leave data.system empty, or take the system messages out of the rows",
         )
     return [{"role": "system", "content": system}, *messages]
@@ -117,7 +129,8 @@ def _check_later_systems(
     for roles in sorted(roles for roles in every if "system" in roles[1:]):
         if not tokenizer.takes_system(options, roles=roles):
             raise InputError(
-                "the prompt has a system message that does not stand first, and the model's chat template leaves it "
+                "the prompt has a system message that does not stand first, and the model's chat "
+                "template leaves it "
                 f"out; the roles are {', '.join(roles[:20])}",
                 hint="put its text into the first system message or into a user's message",
             )
@@ -127,10 +140,14 @@ def _messages(prompt: str | Messages) -> list[Mapping[str, str]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
-def render_example(tokenizer: Tokenizer, prompt_tokens: np.ndarray, response: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return (tokens int32 [T], loss_mask bool [T]): prompt, response, end token; the mask is True after the prompt.
+def render_example(
+    tokenizer: Tokenizer, prompt_tokens: np.ndarray, response: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (tokens int32 [T], loss_mask bool [T]): prompt, response, end token; the mask is True
+    after the prompt.
 
-    The response is encoded apart from the prompt, as sampling produces it: no token spans the border.
+    The response is encoded apart from the prompt, as sampling produces it: no token spans the
+    border.
     """
     response_tokens = tokenizer.encode(response)
     if response_tokens.size == 0 or int(response_tokens[-1]) not in tokenizer.eos_ids:

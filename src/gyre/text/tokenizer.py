@@ -1,8 +1,10 @@
-"""Tokenizer: text to token ids and back, from our own files or from any hub folder with a fast tokenizer.
+"""Tokenizer: text to token ids and back, from our own files or from any hub folder with a fast
+tokenizer.
 
-In: a folder, a hub name, or texts to train on. Out: `Tokenizer`.
-Ours is byte-level BPE whose digits (and the minus sign of a number) stand alone, while whole clauses between digits
-may become one token: procedural prompts get short. transformers is imported only for folders that are not ours.
+In: a folder, a hub name, or texts to train on. Out: `Tokenizer`. Ours is byte-level BPE whose
+digits (and the minus sign of a number) stand alone, while whole clauses between digits may become
+one token: procedural prompts get short. transformers is imported only for folders that are not
+ours.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from gyre.text.hub import load_hub_tokenizer
 PAD, END = "<|pad|>", "<|end|>"
 SPECIAL = (PAD, END, "<think>", "</think>", "<answer>", "</answer>")
 
-# Each turn is its text and a newline; what the model says ends with the end token instead. `plain_chat` is the same
-# function in Python, so that our own tokenizer needs neither jinja nor transformers.
+# Each turn is its text and a newline; what the model says ends with the end token instead.
+# `plain_chat` is the same function in Python, so that our own tokenizer needs neither jinja nor
+# transformers.
 PLAIN_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message['role'] == 'assistant' -%}{{- message['content'] + '" + END + "' -}}"
@@ -36,9 +39,10 @@ PLAIN_TEMPLATE = (
     "{%- endfor -%}"
 )
 
-# How Qwen2 cuts text. transformers ≥ 5 reads any tokenizer.json beside a config.json of model_type "qwen2" as a
-# Qwen2Tokenizer, which takes vocabulary and merges from the file, but normaliser and cuts from its own code: whatever
-# else the file says is ignored. So a tokenizer for that family is made with these, and all readers agree.
+# How Qwen2 cuts text. transformers ≥ 5 reads any tokenizer.json beside a config.json of model_type
+# "qwen2" as a Qwen2Tokenizer, which takes vocabulary and merges from the file, but normaliser and
+# cuts from its own code: whatever else the file says is ignored. So a tokenizer for that family is
+# made with these, and all readers agree.
 QWEN2_CUTS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -47,8 +51,8 @@ Style = Literal["clauses", "qwen2"]
 _PIECE_CHARS = 1 << 14
 _SYSTEM_PROBE = "Qz7systemprobe"  # a text that no template writes itself
 
-# A digit; the minus sign of a number (one between spaces is an operator and may merge with them); and what stands
-# between the letters of a spelled-out word, so that each of them is one token.
+# A digit; the minus sign of a number (one between spaces is an operator and may merge with them);
+# and what stands between the letters of a spelled-out word, so that each of them is one token.
 _ISOLATED = r"[0-9]|-(?=[0-9])|(?<=\b[A-Za-z])[ \n](?=[A-Za-z]\b)"
 
 
@@ -77,7 +81,9 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.prefix_ids = _prefix_ids(backend)  # BOS, where used
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
-        self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self._special_ids = frozenset(
+            i for i, t in backend.get_added_tokens_decoder().items() if t.special
+        )
         self._pieces: dict[int, bytes] = {}
 
     @property
@@ -87,8 +93,15 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits over everything that decides ids: equal for equal behaviour, in any process."""
-        parts = [self.backend.to_str(), str(self.eos_ids), str(self.bos_id), str(self.pad_id), self.chat_template]
+        """16 hex digits over everything that decides ids: equal for equal behaviour, in any
+        process."""
+        parts = [
+            self.backend.to_str(),
+            str(self.eos_ids),
+            str(self.bos_id),
+            str(self.pad_id),
+            self.chat_template,
+        ]
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
@@ -97,32 +110,42 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InputError(
-                f"text with a lone surrogate at character {error.start}: {text[:40]!r} … cannot be encoded",
-                hint="write the file as valid UTF-8; such characters come from a cut emoji in JSON escapes",
+                f"text with a lone surrogate at character {error.start}: {text[:40]!r} … cannot "
+                "be encoded",
+                hint="write the file as valid UTF-8; such characters come from a cut emoji in "
+                "JSON escapes",
             ) from error
         return np.asarray(self.backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = False) -> str:
-        """Text of `ids`. `skip_special` leaves out pad and end, never <think> or <answer>. Unknown ids give nothing."""
+        """Text of `ids`. `skip_special` leaves out pad and end, never <think> or <answer>. Unknown
+        ids give nothing."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
     def piece_bytes(self, token_id: int) -> bytes:
-        """What a token of a byte-level vocabulary adds to the text; b"" for an id without a token."""
+        """What a token of a byte-level vocabulary adds to the text; b"" for an id without a
+        token."""
         assert self.is_byte_level
         if token_id not in self._pieces:
             token = self.backend.id_to_token(token_id)
             self._pieces[token_id] = b"" if token is None else _byte_level_bytes(token)
         return self._pieces[token_id]
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], *, options: Mapping[str, Any] | None = None) -> str:
-        """Text of a conversation up to where the model speaks. `options` go to the chat template of a hub folder."""
+    def render_chat(
+        self, messages: Sequence[Mapping[str, str]], *, options: Mapping[str, Any] | None = None
+    ) -> str:
+        """Text of a conversation up to where the model speaks. `options` go to the chat template of
+        a hub folder."""
         return self.render_chats([messages], options=options)[0]
 
     def render_chats(
-        self, conversations: Sequence[Sequence[Mapping[str, str]]], *, options: Mapping[str, Any] | None = None
+        self,
+        conversations: Sequence[Sequence[Mapping[str, str]]],
+        *,
+        options: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """As `render_chat`, of several at once, which is faster."""
         if self._hub is None:
@@ -130,32 +153,42 @@ class Tokenizer:
         if self._template is None:
             raise InputError(
                 "this tokenizer has no chat template",
-                hint='set data.template to a text with {prompt}, for example "{prompt}\\n", or use an instruct model',
+                hint='set data.template to a text with {prompt}, for example "{prompt}\\n", or '
+                "use an instruct model",
             )
         return self._template.render(conversations, options or {})
 
     def takes_system(
         self, options: Mapping[str, Any] | None = None, *, roles: Sequence[str] = ("system", "user")
     ) -> bool:
-        """Whether the chat template shows each system message of a conversation of these roles; InputError where it
-        refuses one."""
-        probes = [f"{_SYSTEM_PROBE}{i}." if role == "system" else "1" for i, role in enumerate(roles)]
-        turns = [{"role": role, "content": probe} for role, probe in zip(roles, probes, strict=True)]
+        """Whether the chat template shows each system message of a conversation of these roles;
+        InputError where it refuses one."""
+        probes = [
+            f"{_SYSTEM_PROBE}{i}." if role == "system" else "1" for i, role in enumerate(roles)
+        ]
+        turns = [
+            {"role": role, "content": probe} for role, probe in zip(roles, probes, strict=True)
+        ]
         text = self.render_chat(turns, options=options)
         return all(probe in text for probe in probes if probe != "1")
 
     def is_longer(self, text: str, num_tokens: int) -> bool:
-        """Whether `text` has surely more than `num_tokens` tokens, without encoding all of it: pieces are encoded until
-        they have twice as many. Encoding costs some 200 times the text in memory, this a piece's share of it."""
+        """Whether `text` has surely more than `num_tokens` tokens, without encoding all of it:
+        pieces are encoded until they have twice as many. Encoding costs some 200 times the text in
+        memory, this a piece's share of it."""
         found = 0
         for start in range(0, len(text), _PIECE_CHARS):
-            found += len(self.backend.encode(text[start : start + _PIECE_CHARS], add_special_tokens=False))
-            if found > 2 * num_tokens + _PIECE_CHARS:  # a cut between pieces adds a few tokens, never as many again
+            found += len(
+                self.backend.encode(text[start : start + _PIECE_CHARS], add_special_tokens=False)
+            )
+            # a cut between pieces adds a few tokens, never as many again
+            if found > 2 * num_tokens + _PIECE_CHARS:
                 return True
         return False
 
     def save(self, folder: str | Path) -> None:
-        """Write files that `load_tokenizer` and transformers.AutoTokenizer read back with the same ids."""
+        """Write files that `load_tokenizer` and transformers.AutoTokenizer read back with the same
+        ids."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config_path = folder / "tokenizer_config.json"
@@ -166,9 +199,12 @@ class Tokenizer:
         else:
             self._hub.save_pretrained(str(folder))
             config = json.loads(config_path.read_text(encoding="utf-8"))
-        # generation_config.json, where hub folders keep further end tokens, belongs to the model and not to us.
+        # generation_config.json, where hub folders keep further end tokens, belongs to the model
+        # and not to us.
         config["gyre_eos_ids"] = list(self.eos_ids)
-        config_path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        config_path.write_text(
+            json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
 
 
 def plain_chat(messages: Sequence[Mapping[str, str]]) -> str:
@@ -186,20 +222,24 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train ours on rendered prompts and responses. A pure function of its arguments.
 
-    `special` holds PAD and END; their ids are 0, 1, … in order. A merge needs `min_share` occurrences per text.
-    Style "qwen2" cuts text into words as that family's readers do; see QWEN2_CUTS.
+    `special` holds PAD and END; their ids are 0, 1, … in order. A merge needs `min_share`
+    occurrences per text. Style "qwen2" cuts text into words as that family's readers do; see
+    QWEN2_CUTS.
     """
     assert PAD in special and END in special and len(set(special)) == len(special)
     smallest = len(special) + 256
     if vocab_size < smallest:
         raise InputError(
-            f"tokenizer.vocab_size = {vocab_size}: {len(special)} special tokens and 256 bytes need {smallest}",
+            f"tokenizer.vocab_size = {vocab_size}: {len(special)} special tokens and 256 bytes "
+            f"need {smallest}",
             hint=f"set it to {smallest} or more; 512 suits one procedural task",
         )
     splitter = re.compile("|".join(re.escape(token) for token in special))
     texts = list(texts)
     if not texts:
-        raise InputError("no text to train a tokenizer on", hint="check data.num_problems or the data file")
+        raise InputError(
+            "no text to train a tokenizer on", hint="check data.num_problems or the data file"
+        )
     backend = _bare_backend(style)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -208,10 +248,12 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # The trainer would merge across special tokens spelled in the text, and the encoder never sees such pieces.
+    # The trainer would merge across special tokens spelled in the text, and the encoder never sees
+    # such pieces.
     backend.train_from_iterator(
         (
-            piece[start : start + _PIECE_CHARS]  # a long text at once takes many times its size in memory
+            # a long text at once takes many times its size in memory
+            piece[start : start + _PIECE_CHARS]
             for text in texts
             for piece in splitter.split(text)
             for start in range(0, len(piece), _PIECE_CHARS)
@@ -225,27 +267,31 @@ def is_misread(tokenizer: Tokenizer, family: str) -> bool:
     """Whether transformers would give other ids for these files beside a model of that family."""
     if family != "qwen2":
         return False
-    mine, theirs = (json.loads(backend.to_str()) for backend in (tokenizer.backend, _bare_backend("qwen2")))
+    mine, theirs = (
+        json.loads(backend.to_str()) for backend in (tokenizer.backend, _bare_backend("qwen2"))
+    )
     return any(mine[part] != theirs[part] for part in ("normalizer", "pre_tokenizer"))
 
 
 def load_tokenizer(folder_or_name: str | Path, *, end_token: str = "") -> Tokenizer:
-    """Load ours or a hub one from a local folder, else ask the hub for that name. `end_token` names the token that ends
-    a turn, in place of the one that the chat template writes."""
+    """Load ours or a hub one from a local folder, else ask the hub for that name. `end_token` names
+    the token that ends a turn, in place of the one that the chat template writes."""
     folder = Path(folder_or_name).expanduser()
     if not folder.is_dir():
         in_folder_of_ours = len(folder.parts) == 2 and folder.parent.is_dir()
         if not is_hub_name(str(folder_or_name)) or in_folder_of_ours or folder.exists():
             raise InputError(
                 f"tokenizer folder {folder_or_name} is not a folder{near_folders(folder)}",
-                hint="give a folder in hub format (tokenizer.json beside config.json) or a hub name (Qwen/Qwen3-0.6B)",
+                hint="give a folder in hub format (tokenizer.json beside config.json) or a hub "
+                "name (Qwen/Qwen3-0.6B)",
             )
         return _hub_tokenizer(str(folder_or_name), end_token)
     config_path = folder / "tokenizer_config.json"
     if config_path.is_file() and read_json(config_path).get("gyre_tokenizer"):
         if end_token not in ("", END):
             raise ConfigError(
-                f"tokenizer.end_token = {end_token!r}: our own tokenizer ends turns with {END}", hint="leave it out"
+                f"tokenizer.end_token = {end_token!r}: our own tokenizer ends turns with {END}",
+                hint="leave it out",
             )
         return _own_from(folder / "tokenizer.json")
     return _hub_tokenizer(str(folder), end_token)
@@ -273,7 +319,9 @@ def _hub_tokenizer(folder_or_name: str, end_token: str) -> Tokenizer:
         eos_ids=eos_ids,
         bos_id=hub.bos_token_id,
         pad_id=hub.pad_token_id if hub.pad_token_id is not None else spare,
-        chat_template=hub.chat_template if isinstance(hub.chat_template, str) else _all_templates(hub.chat_template),
+        chat_template=hub.chat_template
+        if isinstance(hub.chat_template, str)
+        else _all_templates(hub.chat_template),
         hub=hub,
         template=loaded.template,
     )
@@ -284,7 +332,8 @@ def _all_templates(by_name: Any) -> str:
 
 
 def _prefix_ids(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """What the vocabulary's own rule puts before a text: BOS, or nothing. What it puts after one is not ours to add."""
+    """What the vocabulary's own rule puts before a text: BOS, or nothing. What it puts after one is
+    not ours to add."""
     whole, bare = (backend.encode("a", add_special_tokens=special).ids for special in (True, False))
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
@@ -311,7 +360,9 @@ def _bare_backend(style: Style) -> tokenizers.Tokenizer:
 def _own_tokenizer(backend: tokenizers.Tokenizer) -> Tokenizer:
     end_id, pad_id = backend.token_to_id(END), backend.token_to_id(PAD)
     assert end_id is not None and pad_id is not None
-    return Tokenizer(backend, eos_ids=(end_id,), bos_id=None, pad_id=pad_id, chat_template=PLAIN_TEMPLATE)
+    return Tokenizer(
+        backend, eos_ids=(end_id,), bos_id=None, pad_id=pad_id, chat_template=PLAIN_TEMPLATE
+    )
 
 
 def _own_config(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -328,7 +379,8 @@ def _own_config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _unmark_tags(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Keep <think> and friends when special tokens are skipped: rewards read them. The trainer marks all of them."""
+    """Keep <think> and friends when special tokens are skipped: rewards read them. The trainer
+    marks all of them."""
     state = json.loads(backend.to_str())
     for token in state["added_tokens"]:
         token["special"] = token["content"] in (PAD, END)
@@ -336,8 +388,13 @@ def _unmark_tags(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def _byte_level_table() -> dict[str, int]:
-    """Character → byte of the byte-level alphabet: printable Latin-1 stands for itself, the rest is moved up."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    """Character → byte of the byte-level alphabet: printable Latin-1 stands for itself, the rest is
+    moved up."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     moved = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(moved)}
 
@@ -346,7 +403,8 @@ _BYTE_OF = _byte_level_table()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """As the ByteLevel decoder does: by the alphabet, or as it is spelled when a character is not in the alphabet."""
+    """As the ByteLevel decoder does: by the alphabet, or as it is spelled when a character is not
+    in the alphabet."""
     if all(character in _BYTE_OF for character in token):
         return bytes(_BYTE_OF[character] for character in token)
     return token.encode("utf-8")

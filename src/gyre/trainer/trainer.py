@@ -1,9 +1,10 @@
-"""NativeTrainer: actor, critic, reference and reward model in this process. In: unpacked batches. Out: new weights,
-log-probs, values, scores. Implements PolicyTrainer and MemoryTenant.
+"""NativeTrainer: actor, critic, reference and reward model in this process.
+Past 500 lines: one object implements PolicyTrainer and MemoryTenant over the same models. In:
+unpacked batches. Out: new weights, log-probs, values, scores.
 
-Every objective goes through one loop: for each epoch, for each update, for each chunk: forward, loss, backward; then
-clip, AdamW, version + 1. Torch work runs on the compute thread that the constructor is given; `register`, `snapshot`,
-`restore`, `move` are called on it.
+Every objective goes through one loop: for each epoch, for each update, for each chunk: forward,
+loss, backward; then clip, AdamW, version + 1. Torch work runs on the compute thread that the
+constructor is given; `register`, `snapshot`, `restore`, `move` are called on it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import SnapshotError
-from gyre.core.records import Component, Evaluation, Manifest, StepReport, Tier, TrainBatch, Usage, Which
+from gyre.core.records import (
+    Component,
+    Evaluation,
+    Manifest,
+    StepReport,
+    Tier,
+    TrainBatch,
+    Usage,
+    Which,
+)
 from gyre.distributed.config import ParallelConfig
 from gyre.distributed.mesh import Splitter
 from gyre.distributed.process_group import RankGroup, alone
@@ -31,7 +41,14 @@ from gyre.models.decoder import Decoder
 from gyre.models.scalar_head import ScalarHead
 from gyre.objectives.api import AnyObjective, needs_critic, needs_reference, trains_scores
 from gyre.trainer.batching.epoch_plan import BatchPlanner, EpochPlan, Update
-from gyre.trainer.checkpoint.shards import OTHER_MODEL, HeldParts, Holding, Part, PartSource, check_kinds
+from gyre.trainer.checkpoint.shards import (
+    OTHER_MODEL,
+    HeldParts,
+    Holding,
+    Part,
+    PartSource,
+    check_kinds,
+)
 from gyre.trainer.checkpoint.staging import padded
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.metrics import startup_events
@@ -52,7 +69,8 @@ from gyre.weights.tensor_source import LiveTensors, TensorSource
 
 
 class NativeTrainer:
-    """Trains `decoder` in place: an engine that reads the same Decoder has each new version at once."""
+    """Trains `decoder` in place: an engine that reads the same Decoder has each new version at
+    once."""
 
     def __init__(
         self,
@@ -79,18 +97,20 @@ class NativeTrainer:
         trace_folder: Path | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`head` continues a reward model under objective rm; `critic` one under ppo: without them the head starts at
-        zero and the critic's trunk as a copy of the actor. `reward_model` is what evaluate(…, "reward") asks.
-        `weights` fill a decoder on the meta device, and what begins like it (reference, critic); without them it is
-        blank, and nothing but `restore` may follow. `reward_weights` fill a reward model on the meta device.
-        `shared` goes into the manifest: the engine reads this trainer's own weights. `disk_folder` gives components
-        a disk tier; `parked` ones leave the device as soon as they are made. `logprobs` is how actor and reference
-        compute a chunk's log-probs, if not as usual. `group`: the ranks that train together (`distributed.init.join`).
-        Each has a NativeTrainer made with the same arguments and weights, and every rank calls every method, with the
-        same global batch. `parallel` says how their models lie over them. `peak_flops`: of the device per second in the
-        compute dtype, for MFU. `trace_folder`: where the first rank puts the traces that the config asks for.
-        `progress` is called, beside the layers that run, while a step does what can take minutes without one: an update
-        of offloaded state, the writing of a trace."""
+        """`head` continues a reward model under objective rm; `critic` one under ppo: without them
+        the head starts at zero and the critic's trunk as a copy of the actor. `reward_model` is
+        what evaluate(…, "reward") asks. `weights` fill a decoder on the meta device, and what
+        begins like it (reference, critic); without them it is blank, and nothing but `restore` may
+        follow. `reward_weights` fill a reward model on the meta device. `shared` goes into the
+        manifest: the engine reads this trainer's own weights. `disk_folder` gives components a disk
+        tier; `parked` ones leave the device as soon as they are made. `logprobs` is how actor and
+        reference compute a chunk's log-probs, if not as usual. `group`: the ranks that train
+        together (`distributed.init.join`). Each has a NativeTrainer made with the same arguments
+        and weights, and every rank calls every method, with the same global batch. `parallel` says
+        how their models lie over them. `peak_flops`: of the device per second in the compute dtype,
+        for MFU. `trace_folder`: where the first rank puts the traces that the config asks for.
+        `progress` is called, beside the layers that run, while a step does what can take minutes
+        without one: an update of offloaded state, the writing of a trace."""
         self._objective, self._config, self._seed = objective, config, seed
         self._compute, self._emit, self._shared = compute, emit, shared
         self._group = group or alone(decoder.device)
@@ -99,7 +119,9 @@ class NativeTrainer:
         startup_events.kernels(emit, decoder, device)
         if trains_scores(objective) and head is None:
             head = ScalarHead(decoder.spec.hidden_size, device=device)
-        assert head is None or trains_scores(objective), f"objective {objective.kind} trains no scalar head"
+        assert head is None or trains_scores(objective), (
+            f"objective {objective.kind} trains no scalar head"
+        )
         self._version, self._steps_done = version, 0
         self._has_gradients = False  # that no update has taken
         self._lost_steps = 0  # in a row, without a finite gradient
@@ -130,7 +152,9 @@ class NativeTrainer:
         )
         self._meter = ThroughputMeter(self._group, peak_flops=peak_flops)
         folder = trace_folder if self._group.rank == 0 else None
-        self._tracer = Tracer(folder, config.trace_steps, device=device, emit=emit, progress=progress)
+        self._tracer = Tracer(
+            folder, config.trace_steps, device=device, emit=emit, progress=progress
+        )
         self._evaluator = Evaluator(
             objective=objective,
             config=config,
@@ -153,10 +177,13 @@ class NativeTrainer:
         logprobs: ChunkLogprobs | None,
         progress: Callable[[], None],
     ) -> None:
-        """Make the models that a snapshot holds. The actor last: what begins like it reads it before it is cut."""
+        """Make the models that a snapshot holds. The actor last: what begins like it reads it
+        before it is cut."""
         first = weights if is_blank(decoder) else LiveTensors(dict(decoder.named_parameters()))
         config, tenancy, reference, learner = self._config, self._tenancy, None, None
-        make = partial(TrainedModel, config=config, folder=tenancy.folder, emit=self._emit, progress=progress)
+        make = partial(
+            TrainedModel, config=config, folder=tenancy.folder, emit=self._emit, progress=progress
+        )
         if needs_reference(self._objective) and config.reference == "initial":
             own = Reference(blank_copy(decoder), config, splitter.split("reference"), first)
             reference = tenancy.take_reference(own)
@@ -169,10 +196,19 @@ class NativeTrainer:
                 learner = make("critic", blank_copy(decoder), scores, split=split, weights=first)
             tenancy.take_learner(learner)
         del first  # the actor's storage moves, which nobody else may hold
-        actor = tenancy.take_learner(make("actor", decoder, head, split=splitter.split("actor"), weights=weights))
-        assert logprobs is None or not actor.float8, "log-probs that are given know nothing of 8 bits"
-        logprobs = logprobs or partial(chunk_logprobs, checkpointing=config.checkpointing, float8=actor.float8)
-        self._models, self._reference = Models(actor=actor, critic=learner, logprobs=logprobs), reference
+        actor = tenancy.take_learner(
+            make("actor", decoder, head, split=splitter.split("actor"), weights=weights)
+        )
+        assert logprobs is None or not actor.float8, (
+            "log-probs that are given know nothing of 8 bits"
+        )
+        logprobs = logprobs or partial(
+            chunk_logprobs, checkpointing=config.checkpointing, float8=actor.float8
+        )
+        self._models, self._reference = (
+            Models(actor=actor, critic=learner, logprobs=logprobs),
+            reference,
+        )
         self._loss_scale = LossScale() if actor.dtype == torch.float16 else None
         learners = self._models.learners
         if config.matmul == "fp8":
@@ -180,28 +216,44 @@ class NativeTrainer:
         if config.moments == "8_bit":
             startup_events.moments(self._emit, learners)
 
-    # PolicyTrainer ---------------------------------------------------------------------------------------------------
+    # PolicyTrainer
+    # ----------------------------------------------------------------------------------------------
 
     async def step(self, batch: TrainBatch) -> StepReport:
         return await asyncio.get_running_loop().run_in_executor(self._compute, self.step_now, batch)
 
     async def evaluate(self, batch: TrainBatch, which: Which) -> Evaluation:
-        return await asyncio.get_running_loop().run_in_executor(self._compute, self.evaluate_now, batch, which)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._compute, self.evaluate_now, batch, which
+        )
 
     async def close(self) -> None:
-        """Free everything but the actor's compute weights and the reward model, which belong to the caller."""
+        """Free everything but the actor's compute weights and the reward model, which belong to the
+        caller."""
         await asyncio.get_running_loop().run_in_executor(self._compute, self._close)
 
     def register(self) -> tuple[Manifest, Mapping[str, Any]]:
-        """The version and its tensors, or, where no rank holds them whole, a ShardSource to gather them from."""
+        """The version and its tensors, or, where no rank holds them whole, a ShardSource to gather
+        them from."""
         self._assert_filled()
         actor = self._models.actor
         if not actor.split.shards_weights:
             parameters = actor.optimizer.parameters.items()
-            tensors = {name: p.detach() for name, p in parameters if not name.startswith(HEAD_PREFIX)}
-            return make_manifest(self._version, tensors, shared=self._shared, checksums=not self._shared), tensors
-        shapes = {name: shape for name, shape in actor.optimizer.shapes.items() if not name.startswith(HEAD_PREFIX)}
-        like = {name: torch.empty(shape, dtype=actor.dtype, device="meta") for name, shape in shapes.items()}
+            tensors = {
+                name: p.detach() for name, p in parameters if not name.startswith(HEAD_PREFIX)
+            }
+            return make_manifest(
+                self._version, tensors, shared=self._shared, checksums=not self._shared
+            ), tensors
+        shapes = {
+            name: shape
+            for name, shape in actor.optimizer.shapes.items()
+            if not name.startswith(HEAD_PREFIX)
+        }
+        like = {
+            name: torch.empty(shape, dtype=actor.dtype, device="meta")
+            for name, shape in shapes.items()
+        }
         source = ShardSource(
             actor.optimizer.layout.of(list(shapes)),
             actor.optimizer.masters(),
@@ -211,23 +263,29 @@ class NativeTrainer:
         return make_manifest(self._version, like, shared=False, checksums=False), source
 
     def snapshot(self) -> Mapping[str, Any]:
-        """Return {"tensors": copies of this rank's Parts by key, "state": JSON-able}. The parts of all ranks together
-        are the whole, each number once."""
+        """Return {"tensors": copies of this rank's Parts by key, "state": JSON-able}. The parts of
+        all ranks together are the whole, each number once."""
         taken = self.live_snapshot()
-        parts = {key: replace(part, values_N=_host_copy(part.values_N)) for key, part in taken["tensors"].items()}
+        parts = {
+            key: replace(part, values_N=_host_copy(part.values_N))
+            for key, part in taken["tensors"].items()
+        }
         return {"tensors": parts, "state": taken["state"]}
 
     def live_snapshot(self, no_longer_read: Callable[[], None] | None = None) -> Mapping[str, Any]:
-        """As `snapshot`, but the parts are read where each component lies, on whatever tier, and are valid until an
-        update, a restore or a move changes them. It is preceded by `no_longer_read`, which returns when it may. Moves
-        nothing; asks no other rank for anything."""
+        """As `snapshot`, but the parts are read where each component lies, on whatever tier, and
+        are valid until an update, a restore or a move changes them. It is preceded by
+        `no_longer_read`, which returns when it may. Moves nothing; asks no other rank for
+        anything."""
         self._assert_filled()
         parts: dict[str, Part] = {}
         components: dict[str, list[Holding]] = {}
         for holding in self._holdings():
             components.setdefault(holding.component, []).append(holding)
         for component, holdings in components.items():
-            named = {name: tensor for holding in holdings for name, tensor in holding.named().items()}
+            named = {
+                name: tensor for holding in holdings for name, tensor in holding.named().items()
+            }
             readable = self._tenancy.readable(component, named)
             parts |= {part.key: part for holding in holdings for part in holding.parts(readable)}
         if no_longer_read is not None:
@@ -238,17 +296,22 @@ class NativeTrainer:
             "version": self._version,
             "steps_done": self._steps_done,
             "moments": self._config.moments,
-            "num_updates": {learner.name: learner.optimizer.num_updates for learner in self._models.learners},
+            "num_updates": {
+                learner.name: learner.optimizer.num_updates for learner in self._models.learners
+            },
         }
         if self._loss_scale is not None:
             state["loss_scale"] = asdict(self._loss_scale)
         return {"tensors": parts, "state": state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `snapshot` returned, on every rank: "tensors" is a PartSource, or the Parts of all ranks
-        that took it, however many. SnapshotError, with nothing changed, if it is of another model or objective."""
+        """Continue from what `snapshot` returned, on every rank: "tensors" is a PartSource, or the
+        Parts of all ranks that took it, however many. SnapshotError, with nothing changed, if it is
+        of another model or objective."""
         tensors, numbers = state["tensors"], state["state"]
-        source: PartSource = HeldParts(tensors.values()) if isinstance(tensors, Mapping) else tensors
+        source: PartSource = (
+            HeldParts(tensors.values()) if isinstance(tensors, Mapping) else tensors
+        )
         self._refuse_another(numbers)
         found = source.kinds()
         wanted = [holding.fitting(found) for holding in self._holdings()]
@@ -256,7 +319,8 @@ class NativeTrainer:
         self._tenancy.recall()
         self._filled = False  # until all of it is there
         with self._group.guard("restore"):
-            for learner in self._models.learners:  # one at a time: what is parked need not fit beside the others
+            # one at a time: what is parked need not fit beside the others
+            for learner in self._models.learners:
                 with self._tenancy.all_on_device(f"{learner.name}."):
                     learner.restore(source, int(numbers["num_updates"][learner.name]))
             if self._reference is not None:
@@ -270,9 +334,12 @@ class NativeTrainer:
         self._filled = True
 
     def _assert_filled(self) -> None:
-        assert self._filled, "the trainer's weights are blank: it was started for a snapshot, and none was restored"
+        assert self._filled, (
+            "the trainer's weights are blank: it was started for a snapshot, and none was restored"
+        )
 
-    # MemoryTenant ----------------------------------------------------------------------------------------------------
+    # MemoryTenant
+    # ----------------------------------------------------------------------------------------------
 
     def components(self) -> Sequence[Component]:
         return self._tenancy.components()
@@ -286,7 +353,8 @@ class NativeTrainer:
     def keep_pages(self, keep: bool) -> None:
         self._tenancy.keep_pages(keep)
 
-    # Training, on the compute thread ---------------------------------------------------------------------------------
+    # Training, on the compute thread
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -306,13 +374,19 @@ class NativeTrainer:
                 started_s = time.perf_counter()
                 report, totals = self._step(batch)
                 if self._group.device.type == "cuda":
-                    torch.cuda.current_stream(self._group.device).synchronize()  # the last update is only queued
+                    # the last update is only queued
+                    torch.cuda.current_stream(self._group.device).synchronize()
                 step_s = time.perf_counter() - started_s
-            own = {"totals": totals.own(), "meter": self._meter.take(step_s=step_s), "moved": self._moved()}
+            own = {
+                "totals": totals.own(),
+                "meter": self._meter.take(step_s=step_s),
+                "moved": self._moved(),
+            }
             ranks = self._group.share(own)
         measured = self._meter.join([rank["meter"] for rank in ranks], num_tokens=report.num_tokens)
         measured |= {name: max(rank["moved"][name] for rank in ranks) for name in own["moved"]}
-        if batch.step in self._config.trace_steps:  # the profiler makes it slower: its times say nothing
+        # the profiler makes it slower: its times say nothing
+        if batch.step in self._config.trace_steps:
             measured = {name: value for name, value in measured.items() if name.startswith(SENT)}
         metrics = totals.finish([rank["totals"] for rank in ranks])
         return replace(report, metrics={**metrics, **report.metrics}, measured=measured)
@@ -334,8 +408,11 @@ class NativeTrainer:
                 self._update(update, factor, totals, batch.step)
         self._steps_done += 1
         self._lost_steps = self._lost_steps + 1 if plan.updates and self._version == before else 0
-        if self._loss_scale is None or self._loss_scale.factor <= 1.0:  # one that still falls is finding its size
-            rates = {learner.name: self._peak_rate(learner.name) for learner in self._models.learners}
+        # one that still falls is finding its size
+        if self._loss_scale is None or self._loss_scale.factor <= 1.0:
+            rates = {
+                learner.name: self._peak_rate(learner.name) for learner in self._models.learners
+            }
             refuse_divergence(self._lost_steps, rates, step=batch.step)
         self._planner.forget()
         self._follow_policy(batch.step)
@@ -359,8 +436,11 @@ class NativeTrainer:
             spec, scalar = learner.decoder.spec, learner.head is not None
             self._meter.count(spec, update.chunks, scalar=scalar, backward=True)
             learner.optimizer.reduce()
-        norms = {learner.name: learner.optimizer.grad_norm() / scale for learner in self._models.learners}
-        self._group.check(f"update of step {step}")  # a sum over ranks that were lost looks like any other number
+        norms = {
+            learner.name: learner.optimizer.grad_norm() / scale for learner in self._models.learners
+        }
+        # a sum over ranks that were lost looks like any other number
+        self._group.check(f"update of step {step}")
         finite = all(math.isfinite(norm) for norm in norms.values())
         self._follow_loss_scale(finite, step)
         if not finite:
@@ -373,7 +453,9 @@ class NativeTrainer:
         for learner in self._models.learners:
             clip, norm = self._config.grad_clip, norms[learner.name]
             clipped = clip / norm if clip and norm > clip else 1.0
-            learner.update(learning_rate=factor * self._peak_rate(learner.name), grad_scale=clipped / scale)
+            learner.update(
+                learning_rate=factor * self._peak_rate(learner.name), grad_scale=clipped / scale
+            )
         self._has_gradients = False
         self._version += 1
 
@@ -383,7 +465,9 @@ class NativeTrainer:
             return
         left, self._loss_scale = self._loss_scale, self._loss_scale.after(finite=finite)
         if self._loss_scale.factor != left.factor:
-            self._emit("trainer.loss_scale", step=step, factor=self._loss_scale.factor, was=left.factor)
+            self._emit(
+                "trainer.loss_scale", step=step, factor=self._loss_scale.factor, was=left.factor
+            )
 
     def _follow_policy(self, step: int) -> None:
         """Renew the reference when that is due, wherever it is parked."""
@@ -397,8 +481,13 @@ class NativeTrainer:
             self._emit("trainer.reference_refreshed", step=step, version=self._version)
 
     def _moved(self) -> dict[str, float]:
-        """What offloading moved and waited for since the last step, on this rank; empty without it."""
-        taken = [learner.home.take_traffic() for learner in self._models.learners if learner.home.stream is not None]
+        """What offloading moved and waited for since the last step, on this rank; empty without
+        it."""
+        taken = [
+            learner.home.take_traffic()
+            for learner in self._models.learners
+            if learner.home.stream is not None
+        ]
         taken += [stream.take_traffic() for stream in self._tenancy.streams.values()]
         if not taken:
             return {}
@@ -422,7 +511,9 @@ class NativeTrainer:
 
     def _peak_rate(self, learner: str) -> float:
         critic_rate = self._config.critic_learning_rate
-        return self._config.learning_rate if learner == "actor" or critic_rate is None else critic_rate
+        return (
+            self._config.learning_rate if learner == "actor" or critic_rate is None else critic_rate
+        )
 
     def _numbers(self, plan: EpochPlan, factor: float) -> dict[str, float]:
         scale = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.factor}
@@ -434,7 +525,8 @@ class NativeTrainer:
             "padding_share": plan.padding_share,
         }
 
-    # Evaluation, on the compute thread -------------------------------------------------------------------------------
+    # Evaluation, on the compute thread
+    # ----------------------------------------------------------------------------------------------
 
     def evaluate_now(self, batch: TrainBatch, which: Which) -> Evaluation:
         """The body of `evaluate`."""
@@ -456,18 +548,21 @@ class NativeTrainer:
         """SnapshotError if a snapshot is of another objective or model."""
         if numbers["objective"] != self._objective.kind:
             raise SnapshotError(
-                f"the snapshot is of objective '{numbers['objective']}', this run has '{self._objective.kind}'",
+                f"the snapshot is of objective '{numbers['objective']}', this run has "
+                f"'{self._objective.kind}'",
                 hint="resume with the config that the run was started with",
             )
         if (its := numbers.get("moments", "float32")) != self._config.moments:
             raise SnapshotError(
-                f'the snapshot is of a run with trainer.moments = "{its}", this run has "{self._config.moments}"',
+                f'the snapshot is of a run with trainer.moments = "{its}", this run has '
+                f'"{self._config.moments}"',
                 hint=f'resume with trainer.moments = "{its}", or begin a new run from its weights',
             )
         for key, mine in self._model.items():
             if (its := numbers["model"].get(key)) != mine:
                 raise SnapshotError(
-                    f"the snapshot is of another model: its {key} is {its}, this run's is {mine}", hint=OTHER_MODEL
+                    f"the snapshot is of another model: its {key} is {its}, this run's is {mine}",
+                    hint=OTHER_MODEL,
                 )
 
     def _close(self) -> None:

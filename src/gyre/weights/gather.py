@@ -1,8 +1,9 @@
-"""Gather: whole tensors back from their shards, a bucket at a time. In: a ShardLayout, this rank's runs, the group that
-holds the shards. Out: runs of whole tensors, on every rank, or written into given storage.
+"""Gather: whole tensors back from their shards, a bucket at a time. In: a ShardLayout, this rank's
+runs, the group that holds the shards. Out: runs of whole tensors, on every rank, or written into
+given storage.
 
-While the runs of one bucket are written where they belong, the next one travels. Never more than these two exist beside
-the shards and the destination.
+While the runs of one bucket are written where they belong, the next one travels. Never more than
+these two exist beside the shards and the destination.
 """
 
 # N numbers of a run, S ranks
@@ -22,7 +23,8 @@ BUCKET_BYTES = 256 << 20
 
 
 class TensorRun(NamedTuple):
-    """Numbers [start, stop) of the row-major tensor `name`. `values_N` is valid until the next one is asked for."""
+    """Numbers [start, stop) of the row-major tensor `name`. `values_N` is valid until the next one
+    is asked for."""
 
     name: str
     start: int
@@ -38,15 +40,19 @@ def gather_runs(
     dtype: torch.dtype,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[TensorRun]:
-    """Yield every number of every tensor once, as `dtype`, on every rank of `group`, in buckets of about
-    `bucket_bytes`. `local` has this rank's run of each tensor, on any device; values come on the group's device. Every
-    rank must iterate to the end."""
+    """Yield every number of every tensor once, as `dtype`, on every rank of `group`, in buckets of
+    about `bucket_bytes`. `local` has this rank's run of each tensor, on any device; values come on
+    the group's device. Every rank must iterate to the end."""
     for runs in _gather_lists(layout, local, group, dtype, bucket_bytes):
         yield from runs
 
 
 def _gather_lists(
-    layout: ShardLayout, local: Mapping[str, Tensor], group: RankGroup, dtype: torch.dtype, bucket_bytes: int
+    layout: ShardLayout,
+    local: Mapping[str, Tensor],
+    group: RankGroup,
+    dtype: torch.dtype,
+    bucket_bytes: int,
 ) -> Iterator[list[TensorRun]]:
     """The runs of one bucket after the other."""
     assert len(layout.ranks) == group.size, f"{len(layout.ranks)} shards in a group of {group.size}"
@@ -80,10 +86,15 @@ class _Slot:
         homes, runs = [], []
         for landing in bucket.landings:
             place = own[landing.name]
-            if landing.rank == rank or place == layout.ranks[landing.rank][landing.name]:  # or every rank has it whole
+            # or every rank has it whole
+            if landing.rank == rank or place == layout.ranks[landing.rank][landing.name]:
                 count = landing.stop - landing.start
                 homes.append(self._sent_N[landing.offset : landing.offset + count])
-                runs.append(local[landing.name].reshape(-1)[landing.start - place.start : landing.stop - place.start])
+                runs.append(
+                    local[landing.name].reshape(-1)[
+                        landing.start - place.start : landing.stop - place.start
+                    ]
+                )
         if homes:
             torch._foreach_copy_(homes, runs)
         self._wait = self._group.begin_all_gather(self._joined(bucket), self._sent_N[: bucket.size])
@@ -108,16 +119,23 @@ def local_runs(
     """Yield what one rank holds, where it is; no rank is asked for anything."""
     for name, place in layout.ranks[rank].items():
         if place.start < place.stop:
-            yield TensorRun(name, place.start, place.stop, local[name].detach().reshape(-1).to(dtype))
+            yield TensorRun(
+                name, place.start, place.stop, local[name].detach().reshape(-1).to(dtype)
+            )
 
 
 class ShardSource(Mapping[str, Tensor]):
-    """A version whose tensors lie in shards: name → this rank's run, flat. What `register` of a sharded trainer hands
-    out; it is read by `gather_buckets` or `gather_into`, on all ranks at once. It is also a TensorSource of what this
-    rank has, for models that are cut alike."""
+    """A version whose tensors lie in shards: name → this rank's run, flat. What `register` of a
+    sharded trainer hands out; it is read by `gather_buckets` or `gather_into`, on all ranks at
+    once. It is also a TensorSource of what this rank has, for models that are cut alike."""
 
     def __init__(
-        self, layout: ShardLayout, local: Mapping[str, Tensor], *, group: RankGroup, dtype: torch.dtype
+        self,
+        layout: ShardLayout,
+        local: Mapping[str, Tensor],
+        *,
+        group: RankGroup,
+        dtype: torch.dtype,
     ) -> None:
         self.layout, self.dtype = layout, dtype
         self._local, self._group = local, group
@@ -138,21 +156,32 @@ class ShardSource(Mapping[str, Tensor]):
     def read(self, name: str, start: int, stop: int, out_N: Tensor) -> None:
         """See `TensorSource`; numbers are rounded to `dtype` on the way."""
         place = self.layout.ranks[self._group.rank][name]
-        assert place.start <= start and stop <= place.stop, f"{name}: numbers [{start}, {stop}) are not this rank's"
+        assert place.start <= start and stop <= place.stop, (
+            f"{name}: numbers [{start}, {stop}) are not this rank's"
+        )
         own_N = self._local[name].detach().reshape(-1)[start - place.start : stop - place.start]
         out_N.copy_(own_N.to(self.dtype))
 
     def gather_buckets(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[TensorRun]:
         """See `gather_runs`."""
-        return gather_runs(self.layout, self._local, group=self._group, dtype=self.dtype, bucket_bytes=bucket_bytes)
+        return gather_runs(
+            self.layout, self._local, group=self._group, dtype=self.dtype, bucket_bytes=bucket_bytes
+        )
 
-    def gather_into(self, destination: Mapping[str, Tensor], *, bucket_bytes: int = BUCKET_BYTES) -> int:
-        """Write the whole version into contiguous tensors of any dtype and device; returns the bytes written. All
-        ranks of the group take part; one that wants nothing gives an empty mapping."""
+    def gather_into(
+        self, destination: Mapping[str, Tensor], *, bucket_bytes: int = BUCKET_BYTES
+    ) -> int:
+        """Write the whole version into contiguous tensors of any dtype and device; returns the
+        bytes written. All ranks of the group take part; one that wants nothing gives an empty
+        mapping."""
         flat = {name: tensor.detach().view(-1) for name, tensor in destination.items()}
         for name, tensor in destination.items():
-            assert tuple(tensor.shape) == tuple(self.layout.shapes[name]), f"{name}: {tuple(tensor.shape)}"
-        assert not flat or flat.keys() == self.layout.shapes.keys(), sorted(flat.keys() ^ self.layout.shapes.keys())
+            assert tuple(tensor.shape) == tuple(self.layout.shapes[name]), (
+                f"{name}: {tuple(tensor.shape)}"
+            )
+        assert not flat or flat.keys() == self.layout.shapes.keys(), sorted(
+            flat.keys() ^ self.layout.shapes.keys()
+        )
         for runs in _gather_lists(self.layout, self._local, self._group, self.dtype, bucket_bytes):
             if flat:
                 homes = [flat[run.name][run.start : run.stop] for run in runs]

@@ -1,7 +1,8 @@
-"""Manifest of a policy version: what a receiver must hold to have it whole. In: tensors by name. Out: a Manifest, or
-the faults of tensors compared with one.
+"""Manifest of a policy version: what a receiver must hold to have it whole. In: tensors by name.
+Out: a Manifest, or the faults of tensors compared with one.
 
-Checksums are blake2b over the row-major bytes, 16 hex digits; a float is compared by its bits and never by value.
+Checksums are blake2b over the row-major bytes, 16 hex digits; a float is compared by its bits and
+never by value.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ def checksum(tensor: Tensor) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def make_manifest(version: int, tensors: Mapping[str, Tensor], *, shared: bool, checksums: bool) -> Manifest:
-    """Describe the tensors of a version. Without `checksums` the entries carry "" and only shapes are verified."""
+def make_manifest(
+    version: int, tensors: Mapping[str, Tensor], *, shared: bool, checksums: bool
+) -> Manifest:
+    """Describe the tensors of a version. Without `checksums` the entries carry "" and only shapes
+    are verified."""
     entries = tuple(
         TensorEntry(
             name=name,
@@ -66,6 +70,7 @@ def verify_manifest(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
     faults = find_faults(manifest, tensors)
     if faults:
         raise SnapshotError(
-            f"weights of version {manifest.version} are not whole ({len(faults)} faults): {'; '.join(faults[:3])}",
+            f"weights of version {manifest.version} are not whole ({len(faults)} faults): "
+            f"{'; '.join(faults[:3])}",
             hint="nothing was changed: prepare the version again from the trainer that owns it",
         )

@@ -1,8 +1,9 @@
-"""Shards: which numbers of each tensor each rank of a group holds. In: shapes, a number of ranks. Out: a ShardLayout,
-and the plan by which whole tensors come back from it in pieces of bounded size. Pure.
+"""Shards: which numbers of each tensor each rank of a group holds. In: shapes, a number of ranks.
+Out: a ShardLayout, and the plan by which whole tensors come back from it in pieces of bounded size.
+Pure.
 
-A rank keeps its numbers in one flat buffer. A shard is always a run of the row-major tensor, so any two layouts of a
-tensor are joined by cutting runs.
+A rank keeps its numbers in one flat buffer. A shard is always a run of the row-major tensor, so any
+two layouts of a tensor are joined by cutting runs.
 """
 
 from __future__ import annotations
@@ -66,12 +67,18 @@ def align(numbers: int, unit: int = ALIGN) -> int:
 
 def whole_layout(shapes: Mapping[str, Shape], starts: Mapping[str, int], size: int) -> ShardLayout:
     """One rank that holds everything, at the given starts."""
-    places = {name: Place(start=0, stop=math.prod(shape), at=starts[name]) for name, shape in shapes.items()}
+    places = {
+        name: Place(start=0, stop=math.prod(shape), at=starts[name])
+        for name, shape in shapes.items()
+    }
     return ShardLayout(shapes=dict(shapes), ranks=(places,), size=size)
 
 
-def row_layout(shapes: Mapping[str, Shape], *, num_ranks: int, replicated: frozenset[str] = frozenset()) -> ShardLayout:
-    """Each tensor cut by its rows into runs of ceil(rows / ranks), as FSDP2 cuts; the last ranks may hold less."""
+def row_layout(
+    shapes: Mapping[str, Shape], *, num_ranks: int, replicated: frozenset[str] = frozenset()
+) -> ShardLayout:
+    """Each tensor cut by its rows into runs of ceil(rows / ranks), as FSDP2 cuts; the last ranks
+    may hold less."""
     ranks: list[dict[str, Place]] = [{} for _ in range(num_ranks)]
     at = 0
     for name, shape in shapes.items():
@@ -85,10 +92,15 @@ def row_layout(shapes: Mapping[str, Shape], *, num_ranks: int, replicated: froze
 
 
 def slice_layout(
-    shapes: Mapping[str, Shape], starts: Mapping[str, int], size: int, *, num_ranks: int, replicated: frozenset[str]
+    shapes: Mapping[str, Shape],
+    starts: Mapping[str, int],
+    size: int,
+    *,
+    num_ranks: int,
+    replicated: frozenset[str],
 ) -> ShardLayout:
-    """One flat buffer of `size` numbers, in which the tensors have their starts, cut into equal slices; `replicated`
-    ones follow each rank's slice."""
+    """One flat buffer of `size` numbers, in which the tensors have their starts, cut into equal
+    slices; `replicated` ones follow each rank's slice."""
     assert size % (num_ranks * ALIGN) == 0
     step = size // num_ranks
     ranks = []
@@ -103,27 +115,35 @@ def slice_layout(
                 continue
             first = min(max(low - starts[name], 0), count)
             last = max(first, min(high - starts[name], count))
-            places[name] = Place(start=first, stop=last, at=max(0, starts[name] + first - low) if last > first else 0)
+            places[name] = Place(
+                start=first, stop=last, at=max(0, starts[name] + first - low) if last > first else 0
+            )
         ranks.append(places)
     tail_size = sum(align(math.prod(shapes[name])) for name in replicated)
     return ShardLayout(shapes=dict(shapes), ranks=tuple(ranks), size=step + tail_size)
 
 
 def plan_gather(layout: ShardLayout, *, numbers_per_bucket: int) -> tuple[GatherBucket, ...]:
-    """Cut the ranks' flat buffers into runs, so that a bucket of all ranks holds at most about `numbers_per_bucket`.
-    Tensors that are not sharded land once, from rank 0."""
+    """Cut the ranks' flat buffers into runs, so that a bucket of all ranks holds at most about
+    `numbers_per_bucket`. Tensors that are not sharded land once, from rank 0."""
     step = max(ALIGN, numbers_per_bucket // len(layout.ranks))
     landings: list[list[Landing]] = [[] for _ in range(0, layout.size, step)]
     for rank, places in enumerate(layout.ranks):
         for name, place in places.items():
             if rank and place == layout.ranks[0][name]:
                 continue  # the same whole tensor, or nothing at all
-            shift, first, last = place.start - place.at, place.at, place.at + place.stop - place.start
+            shift, first, last = (
+                place.start - place.at,
+                place.at,
+                place.at + place.stop - place.start,
+            )
             while first < last:
                 index, offset = divmod(first, step)
                 stop = min(last, (index + 1) * step)
                 landings[index].append(
-                    Landing(rank=rank, name=name, start=first + shift, stop=stop + shift, offset=offset)
+                    Landing(
+                        rank=rank, name=name, start=first + shift, stop=stop + shift, offset=offset
+                    )
                 )
                 first = stop
     return tuple(

@@ -1,7 +1,9 @@
-"""Pieces: weights that a rank reads a run at a time. In: a TensorSource, which numbers are whose. Out: this rank's
-tensors, filled. So a start holds its own part and one run beside it, and reads its own numbers.
+"""Pieces: weights that a rank reads a run at a time. In: a TensorSource, which numbers are whose.
+Out: this rank's tensors, filled. So a start holds its own part and one run beside it, and reads its
+own numbers.
 
-The sources that read files and draw numbers are in the room models; they have this shape without knowing of it.
+The sources that read files and draw numbers are in the room models; they have this shape without
+knowing of it.
 """
 
 # N numbers of a run
@@ -27,13 +29,15 @@ class TensorSource(Protocol):
         ...
 
     def read(self, name: str, start: int, stop: int, out_N: Tensor) -> None:
-        """Write numbers [start, stop) of the row-major tensor into `out_N`, which is flat, of any dtype, on any device.
-        Every rank may read another run, in any order. InputError if the source turns out to be no good."""
+        """Write numbers [start, stop) of the row-major tensor into `out_N`, which is flat, of any
+        dtype, on any device. Every rank may read another run, in any order. InputError if the
+        source turns out to be no good."""
         ...
 
 
 class LiveTensors:
-    """A TensorSource over whole tensors of this process, such as another model's. They must not change meanwhile."""
+    """A TensorSource over whole tensors of this process, such as another model's. They must not
+    change meanwhile."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -52,9 +56,16 @@ def whole_places(shapes: Mapping[str, Shape]) -> dict[str, Place]:
 
 
 @torch.no_grad()
-def fill(own: Mapping[str, Tensor], places: Mapping[str, Place], source: TensorSource, *, dtype: torch.dtype) -> None:
-    """Write this rank's runs from the source, tensor by tensor. Numbers are rounded to `dtype`, the one that a forward
-    pass computes in, also where `own` keeps more digits: master weights begin as the weights that are computed with."""
+def fill(
+    own: Mapping[str, Tensor],
+    places: Mapping[str, Place],
+    source: TensorSource,
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Write this rank's runs from the source, tensor by tensor. Numbers are rounded to `dtype`, the
+    one that a forward pass computes in, also where `own` keeps more digits: master weights begin as
+    the weights that are computed with."""
     for name, tensor in own.items():
         place = places[name]
         count = place.stop - place.start

@@ -1,7 +1,9 @@
-"""Config of the fakes: what `kind = "fake"` selects for source, engine, trainer and scorer. Torch-free.
+"""Config of the fakes: what `kind = "fake"` selects for source, engine, trainer and scorer.
+Torch-free.
 
-With all four the whole loop turns in a second without a model: the source asks sums, the engine answers with an
-accuracy that rises with the weight version, the scorer compares, the trainer counts tokens and advances the version.
+With all four the whole loop turns in a second without a model: the source asks sums, the engine
+answers with an accuracy that rises with the weight version, the scorer compares, the trainer counts
+tokens and advances the version.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class FakeTrainerConfig(Section):
     sequences_per_update: int = Field(default=0, ge=0)
     """Sequences per counted update; 0 takes all of a step's."""
     logprob: float = Field(default=-0.5, le=0.0)
-    """Log-probability of every target under policy and reference, in nats; equal to the engine's for no gap."""
+    """Log-probability of every target under policy and reference, in nats; equal to the engine's
+    for no gap."""
     step_delay_s: float = Field(default=0.0, ge=0.0)
     """How long a step takes, in seconds."""
 

@@ -1,8 +1,8 @@
-"""Scripted engine: recites completions token by token. In: Requests. Out: TokenChunks with honest versions. Implements
-RolloutEngine, EngineLifecycle and MemoryTenant.
+"""Scripted engine: recites completions token by token. In: Requests. Out: TokenChunks with honest
+versions. Implements RolloutEngine, EngineLifecycle and MemoryTenant.
 
-All completions advance in rounds of one token each, so that order is a pure function of what was submitted. `Faults`
-says what should go wrong.
+All completions advance in rounds of one token each, so that order is a pure function of what was
+submitted. `Faults` says what should go wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ from fakes.stream import ChunkStream
 from fakes.tenant import FakeComponents
 from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import DeadlineError, InputError
-from gyre.core.records import Component, EngineStats, Finish, Health, Manifest, Partial, Request, Tier, Usage
+from gyre.core.records import (
+    Component,
+    EngineStats,
+    Finish,
+    Health,
+    Manifest,
+    Partial,
+    Request,
+    Tier,
+    Usage,
+)
 from gyre.weights.manifest import verify_manifest
 
 SIZES_BYTES = {"engine.weights": 4096, "engine.kv": 16384}
@@ -69,7 +79,8 @@ class ScriptedEngine:
         self._counts: Counter[str] = Counter()
         self.memory = FakeComponents(SIZES_BYTES)
 
-    # RolloutEngine ---------------------------------------------------------------------------------------------------
+    # RolloutEngine
+    # ---------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> ChunkStream:
         stream = ChunkStream(max(1, request.sampling.n), partial(self.abort, request.request_id))
@@ -86,14 +97,22 @@ class ScriptedEngine:
         now_s = asyncio.get_running_loop().time()
         for index in range(request.sampling.n):
             script = tuple(self._script(request, index, self._version))
-            self._live.append(Recital(request, index, script=script, logprob=self._config.logprob, submitted_s=now_s))
+            self._live.append(
+                Recital(
+                    request, index, script=script, logprob=self._config.logprob, submitted_s=now_s
+                )
+            )
         self._live.sort(key=lambda recital: -recital.request.priority)
         if self._rounds is None or self._rounds.done():
             self._rounds = asyncio.get_running_loop().create_task(self._run_rounds())
         return stream
 
     async def abort(self, request_id: str) -> None:
-        self._end([r for r in self._live if r.request.request_id == request_id], "abort", "aborted by its owner")
+        self._end(
+            [r for r in self._live if r.request.request_id == request_id],
+            "abort",
+            "aborted by its owner",
+        )
 
     async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
         found: dict[str, tuple[Partial, ...]] = {}
@@ -126,16 +145,21 @@ class ScriptedEngine:
     async def drain(self, *, deadline_s: float) -> None:
         await self._wait(lambda: not self._live, deadline_s, "the fake engine's queue to drain")
 
-    # EngineLifecycle -------------------------------------------------------------------------------------------------
+    # EngineLifecycle
+    # -------------------------------------------------------------------------------------------------
 
     async def start(self, *, dummy: bool) -> None:
         wanted = DUMMY if dummy else ""
         if self._not_ready != NOT_STARTED and not self._crash:
             if self._not_ready != wanted:
-                raise InputError("the engine runs already", hint="terminate it before starting it another way")
+                raise InputError(
+                    "the engine runs already", hint="terminate it before starting it another way"
+                )
             return
         if not dummy and not self.memory.contents("engine.weights"):
-            raise InputError("the engine's weights were freed", hint="start(dummy=True), then prepare and commit")
+            raise InputError(
+                "the engine's weights were freed", hint="start(dummy=True), then prepare and commit"
+            )
         self.memory.move(tuple(SIZES_BYTES), "device")
         self._crash, self._not_ready = "", wanted
 
@@ -152,7 +176,9 @@ class ScriptedEngine:
         if self._prepared is None and version == self._version and not self._not_ready:
             return
         if version != self._prepared:
-            raise InputError(f"version {version} is not prepared", hint=f"prepared: {self._prepared}")
+            raise InputError(
+                f"version {version} is not prepared", hint=f"prepared: {self._prepared}"
+            )
         if policy == "drain":
             self._admitting = False
             try:
@@ -173,13 +199,15 @@ class ScriptedEngine:
         self._prepared, self._crash, self._not_ready = None, "", NOT_STARTED
         self.memory.move(tuple(SIZES_BYTES), "none")
 
-    # MemoryTenant ----------------------------------------------------------------------------------------------------
+    # MemoryTenant
+    # ----------------------------------------------------------------------------------------------------
 
     def components(self) -> Sequence[Component]:
         return self.memory.components()
 
     def move(self, names: Sequence[str], tier: Tier) -> None:
-        """While a component is away no completion advances; weights that were destroyed come back as dummies."""
+        """While a component is away no completion advances; weights that were destroyed come back
+        as dummies."""
         self.memory.move(names, tier)
         if tier == "none" and "engine.weights" in names and not self._not_ready:
             self._not_ready = DUMMY
@@ -187,7 +215,8 @@ class ScriptedEngine:
     def measure(self) -> Mapping[str, Usage]:
         return self.memory.measure()
 
-    # Rounds ----------------------------------------------------------------------------------------------------------
+    # Rounds
+    # ----------------------------------------------------------------------------------------------------------
 
     async def _run_rounds(self) -> None:
         """Give one token to each running completion, again and again, while there are any."""
@@ -199,10 +228,13 @@ class ScriptedEngine:
                 self._fail(error)
                 return
             self._counts["steps"] += 1
-            await asyncio.sleep(self._config.token_delay_s if moved else max(self._config.token_delay_s, POLL_S))
+            await asyncio.sleep(
+                self._config.token_delay_s if moved else max(self._config.token_delay_s, POLL_S)
+            )
 
     def _admit(self) -> None:
-        """Let waiting completions run while there is room, unless a commit waits for those that run."""
+        """Let waiting completions run while there is room, unless a commit waits for those that
+        run."""
         waiting = [recital for recital in self._live if not recital.running]
         room = self._config.max_running - (len(self._live) - len(waiting))
         for recital in waiting[:room] if self._admitting else ():
@@ -215,7 +247,11 @@ class ScriptedEngine:
             deadline_s = recital.request.deadline_s
             if deadline_s is not None and now_s - recital.submitted_s >= deadline_s:
                 self._end([recital], "deadline", f"past its deadline of {deadline_s:g} s")
-            elif recital.running and not blocked and recital.request.request_id not in self._faults.stalled:
+            elif (
+                recital.running
+                and not blocked
+                and recital.request.request_id not in self._faults.stalled
+            ):
                 moved = True
                 before = recital.num_tokens
                 finish = recital.advance(self._version, self._eos_ids, self._decode)
@@ -276,7 +312,8 @@ class ScriptedEngine:
             return f"n = {sampling.n}, max_tokens = {sampling.max_tokens}: need at least 1 of each"
         if size == 0 or size + sampling.max_tokens > self._config.context_tokens:
             return (
-                f"{size} prompt tokens and max_tokens = {sampling.max_tokens}: context is {self._config.context_tokens}"
+                f"{size} prompt tokens and max_tokens = {sampling.max_tokens}: context is "
+                f"{self._config.context_tokens}"
             )
         if request.grammar is not None:
             return "grammars are not supported"

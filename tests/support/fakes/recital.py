@@ -1,5 +1,5 @@
-"""Recital: one completion that a fake engine is reciting. In: its script. Out: TokenChunks, a Partial. Pure but for its
-own state. Caller: fakes.engine."""
+"""Recital: one completion that a fake engine is reciting. In: its script. Out: TokenChunks, a
+Partial. Pure but for its own state. Caller: fakes.engine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from gyre.core.records import Finish, Partial, Request, Support, TokenChunk
 
 
 class Recital:
-    """Goes on from the request's partial for its index, if there is one; the partial's tokens are not sent again."""
+    """Goes on from the request's partial for its index, if there is one; the partial's tokens are
+    not sent again."""
 
     def __init__(
-        self, request: Request, index: int, *, script: tuple[int, ...], logprob: float, submitted_s: float
+        self,
+        request: Request,
+        index: int,
+        *,
+        script: tuple[int, ...],
+        logprob: float,
+        submitted_s: float,
     ) -> None:
         self.request, self.index, self.submitted_s = request, index, submitted_s
         self.running = False
@@ -22,7 +29,10 @@ class Recital:
         s = request.sampling
         self._truncates = s.temperature > 0.0 and (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0)
         # What a truncated or greedy choice leaves is the scripted token alone, and that is certain.
-        self._logprob, self._raw_logprob = (0.0 if self._truncates or s.temperature == 0.0 else logprob), logprob
+        self._logprob, self._raw_logprob = (
+            (0.0 if self._truncates or s.temperature == 0.0 else logprob),
+            logprob,
+        )
         begun = next((partial for partial in request.partials if partial.index == index), None)
         self._tokens: list[int] = [] if begun is None else begun.tokens.tolist()
         self._logprobs: list[float] = [] if begun is None else begun.logprobs.tolist()
@@ -44,9 +54,13 @@ class Recital:
             self._versions.append(version)
         return self._find_end(eos_ids, decode)
 
-    def _find_end(self, eos_ids: frozenset[int], decode: Callable[[Sequence[int]], str] | None) -> Finish | None:
+    def _find_end(
+        self, eos_ids: frozenset[int], decode: Callable[[Sequence[int]], str] | None
+    ) -> Finish | None:
         sampling, last = self.request.sampling, self._tokens[-1:]
-        if last and (last[0] in sampling.stop_ids or (last[0] in eos_ids and not sampling.ignore_eos)):
+        if last and (
+            last[0] in sampling.stop_ids or (last[0] in eos_ids and not sampling.ignore_eos)
+        ):
             return "stop"
         if decode is not None and any(stop in decode(self._tokens) for stop in sampling.stop):
             return "stop"

@@ -20,7 +20,8 @@ def answer_table(rollout: Rollout) -> float:
 
 
 class TableScorer:
-    """Scores from a function, or from a dictionary of completion texts (0 for a text that it lacks)."""
+    """Scores from a function, or from a dictionary of completion texts (0 for a text that it
+    lacks)."""
 
     def __init__(
         self,
@@ -39,7 +40,9 @@ class TableScorer:
     async def score(self, rollouts: Sequence[Rollout], *, deadline_s: float) -> Sequence[Score]:
         assert not self._closed, "score after close"
         started = time.monotonic()
-        return await asyncio.gather(*(self._score_one(rollout, started, deadline_s) for rollout in rollouts))
+        return await asyncio.gather(
+            *(self._score_one(rollout, started, deadline_s) for rollout in rollouts)
+        )
 
     async def close(self) -> None:
         self._closed = True
@@ -47,9 +50,18 @@ class TableScorer:
     async def _score_one(self, rollout: Rollout, started_s: float, deadline_s: float) -> Score:
         delay_s = self._delays_s.get(rollout.rollout_id, self._config.delay_s)
         await asyncio.sleep(min(delay_s, deadline_s))
-        part = self._judge(rollout) if delay_s < deadline_s else _part(0.0, f"past {deadline_s:g} s", "timeout")
+        part = (
+            self._judge(rollout)
+            if delay_s < deadline_s
+            else _part(0.0, f"past {deadline_s:g} s", "timeout")
+        )
         if part.outcome != "ok":
-            self._emit("rewards.failed", rollout_id=rollout.rollout_id, outcome=part.outcome, reason=part.reason)
+            self._emit(
+                "rewards.failed",
+                rollout_id=rollout.rollout_id,
+                outcome=part.outcome,
+                reason=part.reason,
+            )
         return Score(
             rollout_id=rollout.rollout_id,
             value=part.value * part.weight,
@@ -61,7 +73,9 @@ class TableScorer:
     def _judge(self, rollout: Rollout) -> ScorePart:
         if isinstance(self._table, Mapping):
             known = rollout.text in self._table
-            return _part(self._table.get(rollout.text, 0.0), "in the table" if known else "not in the table")
+            return _part(
+                self._table.get(rollout.text, 0.0), "in the table" if known else "not in the table"
+            )
         try:
             value = float(self._table(rollout))
         except Exception as error:  # noqa: BLE001 - a scorer never raises for what a rollout contains; score() emits it

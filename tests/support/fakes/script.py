@@ -1,5 +1,5 @@
-"""Scripts: what a fake engine recites, in a vocabulary of bytes. In: a request, or a config. Out: token ids, prompts.
-Callers: fakes.engine, fakes.source, wire (kind = "fake"), tests."""
+"""Scripts: what a fake engine recites, in a vocabulary of bytes. In: a request, or a config. Out:
+token ids, prompts. Callers: fakes.engine, fakes.source, wire (kind = "fake"), tests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from gyre.text.tokenizer import Tokenizer
 
 END, PAD = "<|end|>", "<|pad|>"
 
-# (request, index of the completion, weight version) -> every token of the completion, the end token included
+# (request, index of the completion, weight version) -> every token of the completion, the end token
+# included
 Script = Callable[[Request, int, int], Sequence[int]]
 
 
 def byte_tokenizer() -> Tokenizer:
     """A real Tokenizer in which every byte is one token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(END, special=True), AddedToken(PAD, special=True)])
@@ -34,8 +37,8 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def table_script(table: Mapping[str, Sequence[str]], tokenizer: Tokenizer) -> Script:
-    """Recite from a dictionary: prompt text -> the texts of its completions, taken in turn by index. A prompt that it
-    does not hold is answered with nothing but the end token."""
+    """Recite from a dictionary: prompt text -> the texts of its completions, taken in turn by
+    index. A prompt that it does not hold is answered with nothing but the end token."""
 
     def recite(request: Request, index: int, version: int) -> Sequence[int]:
         answers = table.get(tokenizer.decode(request.tokens), ("",))
@@ -45,8 +48,8 @@ def table_script(table: Mapping[str, Sequence[str]], tokenizer: Tokenizer) -> Sc
 
 
 def learning_script(config: FakeEngineConfig, tokenizer: Tokenizer) -> Script:
-    """Answer "a+b=" rightly with a probability that rises with the version: a policy that learns, without a model.
-    Pure: the draw depends on the request's seed, the index and nothing else."""
+    """Answer "a+b=" rightly with a probability that rises with the version: a policy that learns,
+    without a model. Pure: the draw depends on the request's seed, the index and nothing else."""
 
     def recite(request: Request, index: int, version: int) -> Sequence[int]:
         left, _, right = tokenizer.decode(request.tokens).removesuffix("=").partition("+")
@@ -58,9 +61,13 @@ def learning_script(config: FakeEngineConfig, tokenizer: Tokenizer) -> Script:
     return recite
 
 
-def sum_prompts(config: FakeSourceConfig, tokenizer: Tokenizer) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
+def sum_prompts(
+    config: FakeSourceConfig, tokenizer: Tokenizer
+) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
     """Return (train, held out): different sums of two numbers below 100."""
-    chosen = random.Random(derive_seed(config.seed, "sums")).sample(range(10_000), config.num_prompts)
+    chosen = random.Random(derive_seed(config.seed, "sums")).sample(
+        range(10_000), config.num_prompts
+    )
     prompts = []
     for pick in chosen:
         left, right = divmod(pick, 100)

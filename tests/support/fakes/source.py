@@ -1,4 +1,5 @@
-"""List source: records in a reproducible order. In: records, a seed. Out: a PromptSource. Callers: wire, tests."""
+"""List source: records in a reproducible order. In: records, a seed. Out: a PromptSource. Callers:
+wire, tests."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from gyre.core.seeds import derive_seed
 
 
 class ListSource:
-    """Implements PromptSource over any records: each epoch is a new shuffle, a pure function of seed and epoch."""
+    """Implements PromptSource over any records: each epoch is a new shuffle, a pure function of
+    seed and epoch."""
 
     def __init__(self, records: Sequence[Any], *, seed: int = 0) -> None:
         assert records, "a source needs at least one record"
@@ -33,7 +35,12 @@ class ListSource:
         return taken
 
     def state(self) -> Mapping[str, Any]:
-        return {"epoch": self._epoch, "position": self._position, "seed": self._seed, "data": self._fingerprint}
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self._seed,
+            "data": self._fingerprint,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         hint = "resume with the data that the run was started with"
@@ -41,7 +48,9 @@ class ListSource:
             owner = (state["data"], int(state["seed"]))
             epoch, position = int(state["epoch"]), int(state["position"])
         except (KeyError, TypeError, ValueError) as error:
-            raise SnapshotError(f"not the cursor of a source: {dict(state)} ({error!r})", hint=hint) from error
+            raise SnapshotError(
+                f"not the cursor of a source: {dict(state)} ({error!r})", hint=hint
+            ) from error
         if owner != (self._fingerprint, self._seed):
             raise SnapshotError("the cursor belongs to other records or another seed", hint=hint)
         self._epoch, self._position = epoch, position

@@ -1,5 +1,5 @@
-"""Chunk stream: what a fake engine's `submit` hands back. In: chunks, pushed. Out: an async iterator of them, which
-ends once each completion has carried `finish`. Caller: fakes.engine."""
+"""Chunk stream: what a fake engine's `submit` hands back. In: chunks, pushed. Out: an async
+iterator of them, which ends once each completion has carried `finish`. Caller: fakes.engine."""
 
 from __future__ import annotations
 

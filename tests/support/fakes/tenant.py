@@ -1,5 +1,5 @@
-"""Fake components: byte buffers that really move and are really counted. In: names and sizes. Out: a MemoryTenant.
-Callers: fakes.engine, fakes.trainer."""
+"""Fake components: byte buffers that really move and are really counted. In: names and sizes. Out:
+a MemoryTenant. Callers: fakes.engine, fakes.trainer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ TIERS: tuple[Tier, ...] = ("device", "host", "none")
 
 
 class FakeComponents:
-    """Implements MemoryTenant. The device is pretended, the bytes are not. A component that was destroyed comes back as
-    zeros."""
+    """Implements MemoryTenant. The device is pretended, the bytes are not. A component that was
+    destroyed comes back as zeros."""
 
     def __init__(self, sizes_bytes: Mapping[str, int]) -> None:
         self._sizes = dict(sizes_bytes)
         self._tiers: dict[str, Tier] = dict.fromkeys(self._sizes, "device")
-        self._buffers = {name: np.resize(np.arange(251, dtype=np.uint8), n) for name, n in self._sizes.items()}
+        self._buffers = {
+            name: np.resize(np.arange(251, dtype=np.uint8), n) for name, n in self._sizes.items()
+        }
 
     def components(self) -> Sequence[Component]:
         return tuple(
@@ -54,7 +56,9 @@ class FakeComponents:
         for name in self._sizes:
             size = self._buffers[name].nbytes if name in self._buffers else 0
             on_device = self._tiers[name] == "device"
-            found[name] = Usage(device_bytes=size * on_device, host_bytes=size * (not on_device), disk_bytes=0)
+            found[name] = Usage(
+                device_bytes=size * on_device, host_bytes=size * (not on_device), disk_bytes=0
+            )
         return found
 
     def contents(self, name: str) -> bytes:

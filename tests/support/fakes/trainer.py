@@ -1,5 +1,5 @@
-"""Counting trainer: counts tokens and advances the version. In: unpacked batches. Out: reports, and its version number
-as weights. Implements PolicyTrainer and MemoryTenant.
+"""Counting trainer: counts tokens and advances the version. In: unpacked batches. Out: reports, and
+its version number as weights. Implements PolicyTrainer and MemoryTenant.
 
 T tokens of one sequence.
 """
@@ -16,14 +16,30 @@ import torch
 from fakes.config import FakeTrainerConfig
 from fakes.tenant import FakeComponents
 from gyre.core.errors import SnapshotError
-from gyre.core.records import Component, Evaluation, Manifest, StepReport, Tier, TrainBatch, TrainSequence, Usage, Which
+from gyre.core.records import (
+    Component,
+    Evaluation,
+    Manifest,
+    StepReport,
+    Tier,
+    TrainBatch,
+    TrainSequence,
+    Usage,
+    Which,
+)
 from gyre.weights.manifest import make_manifest
 
-SIZES_BYTES = {"actor.params": 4096, "actor.grads": 8192, "actor.optimizer": 16384, "reference": 4096}
+SIZES_BYTES = {
+    "actor.params": 4096,
+    "actor.grads": 8192,
+    "actor.optimizer": 16384,
+    "reference": 4096,
+}
 
 
 class CountingTrainer:
-    """Trains nothing, and keeps honest books: which tokens were targets, how many updates, which version."""
+    """Trains nothing, and keeps honest books: which tokens were targets, how many updates, which
+    version."""
 
     def __init__(
         self,
@@ -34,8 +50,9 @@ class CountingTrainer:
         fail_at_steps: Sequence[int] = (),
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """`fail_at_steps`: loop steps at which `step` raises, with nothing changed. `shapes`: tensors to register, all
-        filled with the version's number, for an engine that wants a model's."""
+        """`fail_at_steps`: loop steps at which `step` raises, with nothing changed. `shapes`:
+        tensors to register, all filled with the version's number, for an engine that wants a
+        model's."""
         self._emit, self._config = emit, config or FakeTrainerConfig()
         self._shapes = dict(shapes or {"version": (1,)})
         self._fail_at_steps = frozenset(fail_at_steps)
@@ -50,7 +67,9 @@ class CountingTrainer:
             self._emit("fake.failure", where="trainer.step", step=batch.step)
             raise RuntimeError(f"the fake trainer was told to fail at step {batch.step}")
         masks = [_target_mask(sequence) for sequence in batch.sequences]
-        useful = [sequence for sequence, mask in zip(batch.sequences, masks, strict=True) if mask.any()]
+        useful = [
+            sequence for sequence, mask in zip(batch.sequences, masks, strict=True) if mask.any()
+        ]
         num_targets = sum(int(mask.sum()) for mask in masks)
         per_update = self._config.sequences_per_update or len(useful)
         num_updates = -(-len(useful) // per_update) if useful else 0
@@ -67,7 +86,8 @@ class CountingTrainer:
         )
 
     async def evaluate(self, batch: TrainBatch, which: Which) -> Evaluation:
-        """policy and reference: the configured log-prob at every target; critic: 0; reward: scalars["score"] or 0."""
+        """policy and reference: the configured log-prob at every target; critic: 0; reward:
+        scalars["score"] or 0."""
         assert not self._closed, "evaluate after close"
         zeros = np.zeros(len(batch.sequences), dtype=np.float32)
         if which == "reward":
@@ -75,22 +95,31 @@ class CountingTrainer:
             return Evaluation(which=which, per_sequence=np.array(scores, dtype=np.float32))
         value = 0.0 if which == "critic" else self._config.logprob
         per_token = tuple(
-            np.where(_target_mask(sequence), np.float32(value), np.float32(0.0)) for sequence in batch.sequences
+            np.where(_target_mask(sequence), np.float32(value), np.float32(0.0))
+            for sequence in batch.sequences
         )
-        return Evaluation(which=which, per_token=per_token, per_sequence=zeros if which == "critic" else None)
+        return Evaluation(
+            which=which, per_token=per_token, per_sequence=zeros if which == "critic" else None
+        )
 
     def register(self) -> tuple[Manifest, Mapping[str, Any]]:
-        tensors = {name: torch.full(shape, float(self._version)) for name, shape in self._shapes.items()}
+        tensors = {
+            name: torch.full(shape, float(self._version)) for name, shape in self._shapes.items()
+        }
         return make_manifest(self._version, tensors, shared=False, checksums=True), tensors
 
     def snapshot(self) -> Mapping[str, Any]:
         counts = torch.tensor([self._version, self._targets_seen], dtype=torch.int64)
-        return {"tensors": {"counts": counts}, "state": {"objective": "fake", "version": self._version}}
+        return {
+            "tensors": {"counts": counts},
+            "state": {"objective": "fake", "version": self._version},
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         if state["state"].get("objective") != "fake":
             raise SnapshotError(
-                f"the snapshot is of objective '{state['state'].get('objective')}', this trainer is a fake",
+                f"the snapshot is of objective '{state['state'].get('objective')}', this trainer "
+                "is a fake",
                 hint="resume with the config that the run was started with",
             )
         self._version, self._targets_seen = (int(count) for count in state["tensors"]["counts"])

@@ -47,7 +47,9 @@ def test_every_answer_is_what_the_words_come_to(kind: str) -> None:
         assert ANSWER.findall(right) == [row["answer"]]
         steps = steps_of(right)
         if steps:
-            assert [step[0] for step in steps] == [sum(numbers[:i]) for i in (1, 2, 3)] and all(map(holds, steps))
+            assert [step[0] for step in steps] == [sum(numbers[:i]) for i in (1, 2, 3)] and all(
+                map(holds, steps)
+            )
         else:
             assert kind in RL and right == f"so <answer>{row['answer']}</answer>"
 
@@ -71,4 +73,6 @@ def test_a_rejected_response_errs_in_its_last_step_alone(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_evaluation_has_as_many_problems_as_are_held_out(kind: str) -> None:
     config = tomllib.loads(make_files("demo", kind)["demo.toml"])
-    assert config["eval"]["num_problems"] <= config["data"]["held_out_fraction"] * len(rows_of(kind))
+    assert config["eval"]["num_problems"] <= config["data"]["held_out_fraction"] * len(
+        rows_of(kind)
+    )

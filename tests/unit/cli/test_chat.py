@@ -1,4 +1,5 @@
-"""A conversation with a small random model: what it takes for a turn, where an answer ends, Ctrl-C and end of input."""
+"""A conversation with a small random model: what it takes for a turn, where an answer ends, Ctrl-C
+and end of input."""
 
 from __future__ import annotations
 
@@ -28,16 +29,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     TOKENIZER.save(folder / "tokenizer")
     decoder = make_decoder_of(vocab_size=TOKENIZER.vocab_size, context_tokens=CONTEXT)
-    export_hub(decoder, folder / "export", dtype=torch.float32, tokenizer_files=folder / "tokenizer")
+    export_hub(
+        decoder, folder / "export", dtype=torch.float32, tokenizer_files=folder / "tokenizer"
+    )
     return folder / "export"
 
 
 def config_of(model: Path, **tables: Any) -> RunConfig:
-    tree = {"model": {"path": str(model)}, "objective": {"kind": "sft"}, "run": {"device": "cpu", "dtype": "float32"}}
+    tree = {
+        "model": {"path": str(model)},
+        "objective": {"kind": "sft"},
+        "run": {"device": "cpu", "dtype": "float32"},
+    }
     return parse_run_config({**tree, "engine": {"page_tokens": 8}, **tables}, where="chat.toml")
 
 
-def talk(model: Path, turns: Any, write: Any = None, *, interactive: bool = False, max_tokens: int = 6, **tables: Any):
+def talk(
+    model: Path,
+    turns: Any,
+    write: Any = None,
+    *,
+    interactive: bool = False,
+    max_tokens: int = 6,
+    **tables: Any,
+):
     notes: list[str] = []
     found = chat(
         model,
@@ -71,9 +86,14 @@ def test_an_answer_takes_what_context_and_cache_have_room_for(model: Path) -> No
     for num_pages in (5, 12):  # 40 tokens; 96, as the context
         for max_tokens in (0, 10_000):
             answers, notes = talk(
-                model, ["1 + 2 ="], max_tokens=max_tokens, engine={"page_tokens": 8, "num_pages": num_pages}
+                model,
+                ["1 + 2 ="],
+                max_tokens=max_tokens,
+                engine={"page_tokens": 8, "num_pages": num_pages},
             )
-            assert answers[0] and ("context is full" in "".join(notes)), "it ends by length, and says so"
+            assert answers[0] and ("context is full" in "".join(notes)), (
+                "it ends by length, and says so"
+            )
     assert not talk(model, ["1 + 2 ="], max_tokens=6)[1]
 
 

@@ -24,9 +24,15 @@ SUM = '[model.shape]\nfamily = "qwen3"\n'
 def gyre(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, as its entry point runs it."""
     code = "import sys; from gyre.cli.main import main; main(); "
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1", "COLUMNS": "100"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "NO_COLOR": "1",
+        "COLUMNS": "100",
+    }
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def invoke(*arguments: str | Path) -> Result:
@@ -69,7 +75,9 @@ def test_help_names_each_command_with_what_it_is_for():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_explains_itself(command):
     result = invoke(command, "--help")
-    assert result.exit_code == 0 and f"gyre {command}" in result.stdout and "--json" in result.stdout
+    assert (
+        result.exit_code == 0 and f"gyre {command}" in result.stdout and "--json" in result.stdout
+    )
 
 
 def test_no_arguments_show_the_help():
@@ -92,18 +100,32 @@ def test_an_unknown_command_or_option_is_refused():
         (("train", "--resume", "nowhere"), "snapshot", "no run folder"),
         (("plan", "nowhere.toml"), "config", "cannot read nowhere.toml"),
         (("plan", "--gpus", "8"), "config", "--gpu is missing"),
-        (("plan", "--shape", "qwen3-8b", "--gpu", "h200", "--set", "a.b=1"), "config", "key of RUN.toml, and none"),
+        (
+            ("plan", "--shape", "qwen3-8b", "--gpu", "h200", "--set", "a.b=1"),
+            "config",
+            "key of RUN.toml, and none",
+        ),
         (("eval", "nowhere"), "input", "neither a run folder nor a model folder"),
-        (("chat", "nowhere", "--prompt", "1+1="), "input", "neither a run folder nor a model folder"),
+        (
+            ("chat", "nowhere", "--prompt", "1+1="),
+            "input",
+            "neither a run folder nor a model folder",
+        ),
         (("report", "nowhere"), "input", "no run folder"),
     ],
 )
-def test_a_fault_of_the_user_s_is_exit_2_one_sentence_and_a_json_object(tmp_path, monkeypatch, arguments, kind, words):
+def test_a_fault_of_the_user_s_is_exit_2_one_sentence_and_a_json_object(
+    tmp_path, monkeypatch, arguments, kind, words
+):
     monkeypatch.chdir(tmp_path)
     plain, as_json = invoke(*arguments), invoke(*arguments, "--json")
     assert plain.exit_code == as_json.exit_code == 2
     assert plain.stdout == ""
-    assert plain.stderr.startswith("error: ") and words in plain.stderr and "Traceback" not in plain.stderr
+    assert (
+        plain.stderr.startswith("error: ")
+        and words in plain.stderr
+        and "Traceback" not in plain.stderr
+    )
     error = error_of(as_json)
     assert set(error) == {"kind", "message", "hint"}
     assert error["kind"] == kind and words in error["message"]
@@ -127,7 +149,10 @@ def test_a_plan_takes_lengths_from_its_config(tmp_path, monkeypatch, option):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(SUM + '[objective]\nkind = "sft"\n')
     result = invoke("plan", "run.toml", "--gpu", "h200", option, "64", "--json")
-    assert result.exit_code == 2 and f"{option} is for a shape without RUN.toml" in error_of(result)["message"]
+    assert (
+        result.exit_code == 2
+        and f"{option} is for a shape without RUN.toml" in error_of(result)["message"]
+    )
 
 
 def test_the_help_of_each_command_is_whole_on_eighty_columns():
@@ -170,7 +195,9 @@ def test_answers(capsys, as_json):
     code, out, err = ended(late)
     assert (code, err) == (2, "error: waited\n hint: wait longer\n")
     if as_json:
-        assert json.loads(out) == {"error": {"kind": "deadline", "message": "waited", "hint": "wait longer"}}
+        assert json.loads(out) == {
+            "error": {"kind": "deadline", "message": "waited", "hint": "wait longer"}
+        }
     assert ended(hintless)[2] == "error: so it is\n"
     code, out, err = ended(stop)
     assert code == 130 and "stopped by Ctrl-C" in err
@@ -189,12 +216,17 @@ def test_doctor_says_what_is_there(monkeypatch):
     assert result.exit_code == 0
     assert {"processor", "torch", "code sandbox", "disk"} <= set(findings)
     assert all(finding["verdict"] in ("ok", "weaker", "missing") for finding in findings.values())
-    assert all(finding["advice"] for finding in findings.values() if finding["verdict"] == "missing")
+    assert all(
+        finding["advice"] for finding in findings.values() if finding["verdict"] == "missing"
+    )
 
 
 def test_a_run_on_ray_without_ray_says_what_to_install(monkeypatch, tmp_path):
     found = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "ray" else found(name, *more))
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, *more: None if name == "ray" else found(name, *more),
+    )
     config = Path(__file__).parents[3] / "configs" / "arith_grpo_cpu.toml"
     sets = ["--set", "cluster.kind=ray", "--set", f"run.folder={tmp_path}"]
     result = invoke("train", config, *sets, "--json")

@@ -37,7 +37,12 @@ parts = [
 ]
 """
 ROWS = [
-    {"completion": "<think>a</think><answer>5</answer><|im_end|>", "answer": "5", "prompt": "two", "level": 1},
+    {
+        "completion": "<think>a</think><answer>5</answer><|im_end|>",
+        "answer": "5",
+        "prompt": "two",
+        "level": 1,
+    },
     {"completion": "<answer>7</answer>", "answer": "5", "level": 2},
     {"completion": "", "answer": "5", "level": 3},
 ]
@@ -69,14 +74,27 @@ def test_every_part_s_value_outcome_and_reason(folder: Path) -> None:
     assert result.exit_code == 0, result.output
     assert list(last(result)) == ["rows"] and "left out: part 'model'" in result.stderr
     first, second, third = last(result)["rows"]
-    assert first["total"] == pytest.approx(1.0 + 0.5 + 0.3) and second["total"] == pytest.approx(-1.0)
+    assert first["total"] == pytest.approx(1.0 + 0.5 + 0.3) and second["total"] == pytest.approx(
+        -1.0
+    )
     assert third["total"] == pytest.approx(-0.5)
-    assert {name: part["value"] for name, part in first["parts"].items()} == {"answer": 1, "format": 1, "function": 3}
-    assert first["parts"]["function"]["reason"] == "level 1" and first["parts"]["function"]["outcome"] == "ok"
+    assert {name: part["value"] for name, part in first["parts"].items()} == {
+        "answer": 1,
+        "format": 1,
+        "function": 3,
+    }
+    assert (
+        first["parts"]["function"]["reason"] == "level 1"
+        and first["parts"]["function"]["outcome"] == "ok"
+    )
     broken = third["parts"]["function"]
     assert broken["outcome"] == "error" and broken["value"] == -5.0
     assert broken["reason"] == "my_score:score raised KeyError at my_score.py:5: 'colour'"
-    assert all(part["seconds"] >= 0.0 and part["reason"] for row in (first, second) for part in row["parts"].values())
+    assert all(
+        part["seconds"] >= 0.0 and part["reason"]
+        for row in (first, second)
+        for part in row["parts"].values()
+    )
 
 
 def test_rows_become_tasks_as_in_a_run(folder: Path) -> None:
@@ -84,20 +102,32 @@ def test_rows_become_tasks_as_in_a_run(folder: Path) -> None:
     row = f'{{"completion": "<answer>{10**30}</answer>", "answer": {10**30}, "level": 1}}\n'
     (folder / "c.jsonl").write_text(row)
     result = invoke("run.toml", "c.jsonl", "--json")
-    assert result.exit_code == 0 and last(result)["rows"][0]["parts"]["answer"]["value"] == 1, result.output
+    assert result.exit_code == 0 and last(result)["rows"][0]["parts"]["answer"]["value"] == 1, (
+        result.output
+    )
 
 
 def test_a_table_that_fits_80_columns(folder: Path) -> None:
     code = "from gyre.cli.main import main; main()"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1", "COLUMNS": "80"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "NO_COLOR": "1",
+        "COLUMNS": "80",
+    }
     command = [sys.executable, "-X", "importtime", "-c", code, "score", "run.toml", "c.jsonl"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0
     lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= 80 and lines[-1] == "3 completions, mean total 0.1, 1 check failed"
+    assert (
+        max(map(len, lines)) <= 80 and lines[-1] == "3 completions, mean total 0.1, 1 check failed"
+    )
     assert lines[0].startswith("c.jsonl:1  total 1.8 ─") and "a reward prints" not in done.stdout
     assert "a reward prints" in done.stderr and "my_score.py:5" in done.stdout.replace("\n", "")
-    assert "| torch" not in done.stderr and "| transformers" not in done.stderr, "no model library is loaded"
+    assert "| torch" not in done.stderr and "| transformers" not in done.stderr, (
+        "no model library is loaded"
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,8 +140,14 @@ def test_a_table_that_fits_80_columns(folder: Path) -> None:
         ('{"completion": "x", "prompt": 3}', "c.jsonl:2: field 'prompt' is int"),
         ('{"completion": "x", "num_tokens": -1}', "c.jsonl:2: num_tokens = -1"),
         ('{"completion": "x", "num_tokens": 2147483647}', "c.jsonl:2: num_tokens = 2147483647"),
-        ('{"completion": "x", "finish": "lenght"}', "c.jsonl:2: finish = 'lenght'; need one of stop, length"),
-        ('{"completion": "x", "answer": ' + "[" * 99 + "]" * 99 + "}", "c.jsonl:2: the row is nested deeper"),
+        (
+            '{"completion": "x", "finish": "lenght"}',
+            "c.jsonl:2: finish = 'lenght'; need one of stop, length",
+        ),
+        (
+            '{"completion": "x", "answer": ' + "[" * 99 + "]" * 99 + "}",
+            "c.jsonl:2: the row is nested deeper",
+        ),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(folder: Path, line: str, words: str) -> None:
@@ -146,7 +182,10 @@ def test_a_run_folder_has_its_own_config_changes_and_tokenizer(folder: Path) -> 
     (run / "stage.txt").write_text("all")
     write(folder, [{"completion": "a a a"}, {"completion": "a", "num_tokens": 4}])
     refused = invoke(run, "c.jsonl", "--json")
-    assert refused.exit_code == 2 and "c.jsonl:1: a length part needs the number" in last(refused)["error"]["message"]
+    assert (
+        refused.exit_code == 2
+        and "c.jsonl:1: a length part needs the number" in last(refused)["error"]["message"]
+    )
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     backend.save(str(run / "tokenizer" / "tokenizer.json"))

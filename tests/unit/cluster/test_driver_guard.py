@@ -1,4 +1,5 @@
-"""The guard of a driver: started again when Ray ended it, nothing left when anyone is killed. Real processes, no Ray."""
+"""The guard of a driver: started again when Ray ended it, nothing left when anyone is killed. Real
+processes, no Ray."""
 
 from __future__ import annotations
 
@@ -78,14 +79,18 @@ def in_folder(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("way", "code", "drivers"), [("ends", 7, 1), ("lost once", 7, 2), ("lost", 2, 2)])
+@pytest.mark.parametrize(
+    ("way", "code", "drivers"), [("ends", 7, 1), ("lost once", 7, 2), ("lost", 2, 2)]
+)
 def test_a_driver_that_was_ended_without_a_word_is_started_again(tmp_path, way, code, drivers):
     with started(tmp_path, way) as process:
         assert process.wait(timeout=60) == code
     assert len(list(tmp_path.glob("driver-*"))) == drivers
     assert (tmp_path / "driver-0").read_text().endswith(" None")
     if drivers == 2:
-        assert (tmp_path / "driver-1").read_text().endswith(f" {tmp_path / 'run'}"), "it knows what to go on with"
+        assert (tmp_path / "driver-1").read_text().endswith(f" {tmp_path / 'run'}"), (
+            "it knows what to go on with"
+        )
     assert (tmp_path / "error").exists() == (way == "lost")
     assert not in_folder(tmp_path)
 

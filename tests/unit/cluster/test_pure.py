@@ -13,7 +13,9 @@ from gyre.cluster.trainer_group import find_cause
 from gyre.core.errors import InputError, RankError, WorkerLost
 from gyre.core.records import Partial, Request, Sampling, TokenChunk
 
-LOADS = st.dictionaries(st.text("abcdef", min_size=1, max_size=3), st.integers(0, 5000), min_size=1, max_size=6)
+LOADS = st.dictionaries(
+    st.text("abcdef", min_size=1, max_size=3), st.integers(0, 5000), min_size=1, max_size=6
+)
 COSTS = st.lists(st.integers(0, 900), max_size=30)
 
 
@@ -31,7 +33,9 @@ def test_assignment_is_greedy_by_tokens_and_balanced(costs, loads) -> None:
         assert now[name] == min(now.values())
         now[name] += cost
     touched = [now[name] for name in loads if now[name] > loads[name]]
-    if touched:  # no engine that got work is ahead of the least loaded one by more than the last thing that it got
+    # no engine that got work is ahead of the least loaded one by more than the last thing that it
+    # got
+    if touched:
         assert max(touched) - min(now.values()) <= max(costs)
     assert chosen == assign(costs, loads)
 
@@ -75,28 +79,38 @@ def partial(index: int, start: int, stop: int) -> Partial:
 
 
 def chunk(index: int, start: int, stop: int, *, end: bool) -> TokenChunk:
-    return TokenChunk(request_id="r", index=index, **numbers(index, start, stop), finish="length" if end else None)
+    return TokenChunk(
+        request_id="r", index=index, **numbers(index, start, stop), finish="length" if end else None
+    )
 
 
-MOVES = st.lists(st.lists(st.tuples(st.integers(0, N - 1), st.integers(1, 4)), max_size=6), max_size=5)
+MOVES = st.lists(
+    st.lists(st.tuples(st.integers(0, N - 1), st.integers(1, 4)), max_size=6), max_size=5
+)
 REST = [(index, MAX) for index in range(N)]
 
 
 @given(MOVES, st.integers(0, 4), st.lists(st.integers(0, 3), min_size=N, max_size=N))
-def test_a_request_that_moves_between_engines_is_told_whole_once(engines, chunk_tokens, begun) -> None:
-    """Engines come and go in the middle of it; each begins where the books say. The caller gets every token after its
-    own beginnings exactly once, in order, and one end for each completion."""
+def test_a_request_that_moves_between_engines_is_told_whole_once(
+    engines, chunk_tokens, begun
+) -> None:
+    """Engines come and go in the middle of it; each begins where the books say. The caller gets
+    every token after its own beginnings exactly once, in order, and one end for each completion."""
     book = RequestLog(request(chunk_tokens, dict(enumerate(begun))), progress_tokens=2)
     told: list[TokenChunk] = []
     for moves in [*engines, REST]:
         asked = book.for_engine()
         assert asked.sampling == book.request.sampling and asked.chunk_tokens == (chunk_tokens or 2)
-        at = [next((len(p.tokens) for p in asked.partials if p.index == index), 0) for index in range(N)]
+        at = [
+            next((len(p.tokens) for p in asked.partials if p.index == index), 0)
+            for index in range(N)
+        ]
         for p in asked.partials:
             np.testing.assert_array_equal(p.tokens, numbers(p.index, 0, at[p.index])["tokens"])
             np.testing.assert_array_equal(p.logprobs, numbers(p.index, 0, at[p.index])["logprobs"])
         for index, count in moves:
-            if index not in book.open:  # an engine that was given a whole completion says so, and that is nothing new
+            # an engine that was given a whole completion says so, and that is nothing new
+            if index not in book.open:
                 assert book.take(chunk(index, MAX, MAX, end=True)) == []
                 continue
             stop = min(MAX, at[index] + count)
@@ -107,7 +121,9 @@ def test_a_request_that_moves_between_engines_is_told_whole_once(engines, chunk_
         mine = [one for one in told if one.index == index]
         tokens = np.concatenate([one.tokens for one in mine])
         np.testing.assert_array_equal(tokens, numbers(index, begun[index], MAX)["tokens"])
-        assert [one.finish for one in mine][-1] == "length" and all(one.finish is None for one in mine[:-1])
+        assert [one.finish for one in mine][-1] == "length" and all(
+            one.finish is None for one in mine[:-1]
+        )
         if chunk_tokens == 0:
             assert len(mine) == 1
     assert book.outstanding_tokens == 0
@@ -117,7 +133,11 @@ def test_a_request_that_moves_between_engines_is_told_whole_once(engines, chunk_
 @given(st.lists(st.integers(0, MAX), min_size=N, max_size=N), st.floats(0, 20))
 def test_cost_and_deadline_of_what_is_left(begun, waited_s) -> None:
     book = RequestLog(request(1, dict(enumerate(begun))), progress_tokens=2)
-    assert cost_tokens(book.for_engine()) == 5 + sum(MAX - count for count in begun) == book.outstanding_tokens
+    assert (
+        cost_tokens(book.for_engine())
+        == 5 + sum(MAX - count for count in begun)
+        == book.outstanding_tokens
+    )
     assert book.for_engine(waited_s=waited_s).deadline_s == max(0.0, 10.0 - waited_s)
 
 

@@ -1,6 +1,6 @@
-"""The pool under random schedules: engines die, come back, are late; versions go out; requests are asked, aborted and
-interrupted in between. Whatever the order, nothing is answered twice, falsely or never, and no engine works on old
-weights."""
+"""The pool under random schedules: engines die, come back, are late; versions go out; requests are
+asked, aborted and interrupted in between. Whatever the order, nothing is answered twice, falsely or
+never, and no engine works on old weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class World:
         self.pool = EnginePool(
             self.sim,  # type: ignore[arg-type]
             [self.sim.make(name) for name in NAMES],
-            settings=PoolSettings(call_deadline_s=60.0, hang_s=60.0, progress_tokens=2, max_restarts=MAX_RESTARTS),
+            settings=PoolSettings(
+                call_deadline_s=60.0, hang_s=60.0, progress_tokens=2, max_restarts=MAX_RESTARTS
+            ),
             emit=lambda kind, **fields: self.events.append((kind, fields)),
             revive=self.sim.revive,
         )
@@ -56,7 +58,11 @@ class World:
             for _ in range(self.random.randrange(4)):
                 await asyncio.sleep(0)
         for _ in range(3000):  # no more faults: everything comes to its end
-            if not self.business and all(task.done() for _, task in self.asked) and not self.pool._returns:
+            if (
+                not self.business
+                and all(task.done() for _, task in self.asked)
+                and not self.pool._returns
+            ):
                 break
             self.work()
             await asyncio.sleep(0)
@@ -94,7 +100,8 @@ class World:
             engine.perform(self.pick(engine))
 
     def pick(self, engine: SimEngine) -> Any:
-        """A poll waits and anything else comes in order: what is in flight to a worker keeps its order."""
+        """A poll waits and anything else comes in order: what is in flight to a worker keeps its
+        order."""
         polls = engine.asked("engine.poll")
         others = [call for call in engine.open if call not in polls]
         heads = [*others[:1], *polls[:1]]
@@ -121,7 +128,11 @@ class World:
         sampling = Sampling(max_tokens=self.random.randrange(1, 12), n=self.random.randrange(1, 4))
         tokens = np.arange(1, 4, dtype=np.int32)
         request = Request(
-            request_id=f"r{number}", tokens=tokens, sampling=sampling, seed=number, chunk_tokens=number % 3
+            request_id=f"r{number}",
+            tokens=tokens,
+            sampling=sampling,
+            seed=number,
+            chunk_tokens=number % 3,
         )
         if not all(task.done() for task in self.interrupts):
             self.stopped.add(request.request_id)  # it may be in time for that
@@ -171,7 +182,9 @@ def check(world: World) -> None:
     for name, lives in world.sim.lives.items():
         assert len(lives) <= 1 + MAX_RESTARTS
         assert lost.count(name) <= len([engine for engine in lives if engine.cause])
-    requeued = [fields["request_id"] for kind, fields in world.events if kind == "retry.request_requeued"]
+    requeued = [
+        fields["request_id"] for kind, fields in world.events if kind == "retry.request_requeued"
+    ]
     assert len(set(requeued)) <= len(world.asked)
     all_gone = all(engine.cause for engine in world.engines)
     for request, task in world.asked:
@@ -185,6 +198,8 @@ def check(world: World) -> None:
         for index, chunks in found.items():
             tokens = np.concatenate([chunk.tokens for chunk in chunks]).tolist()
             assert tokens == [token_at(request, index, place) for place in range(len(tokens))]
-            assert [chunk.finish is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+            assert [chunk.finish is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [
+                True
+            ]
             if request.request_id not in world.stopped:
                 assert chunks[-1].finish == "length" and len(tokens) == request.sampling.max_tokens

@@ -1,4 +1,5 @@
-"""The trainer group over workers that are threads: who is named when a rank fails, hangs or dies."""
+"""The trainer group over workers that are threads: who is named when a rank fails, hangs or
+dies."""
 
 from __future__ import annotations
 
@@ -26,15 +27,25 @@ Group = tuple[TrainerGroup, LocalCluster, list[tuple[str, dict[str, Any]]]]
 
 
 def batch(step: int) -> TrainBatch:
-    return TrainBatch(sequences=(TrainSequence(tokens=np.arange(6, dtype=np.int32), columns={}),), step=step)
+    return TrainBatch(
+        sequences=(TrainSequence(tokens=np.arange(6, dtype=np.int32), columns={}),), step=step
+    )
 
 
-async def make(role: str, ranks: list[dict[str, Any]], *, hang_s: float = 20.0, call_deadline_s: float = 10.0) -> Group:
+async def make(
+    role: str, ranks: list[dict[str, Any]], *, hang_s: float = 20.0, call_deadline_s: float = 10.0
+) -> Group:
     events: list[tuple[str, dict[str, Any]]] = []
-    cluster = LocalCluster(on_event=lambda worker, kind, **fields: events.append((kind, {"worker": worker, **fields})))
+    cluster = LocalCluster(
+        on_event=lambda worker, kind, **fields: events.append((kind, {"worker": worker, **fields}))
+    )
     handles = [
         await cluster.start(
-            RoleSpec(name=f"rank-{i}", builder=f"cluster_roles:{role}", arguments={"rank": i, **arguments})
+            RoleSpec(
+                name=f"rank-{i}",
+                builder=f"cluster_roles:{role}",
+                arguments={"rank": i, **arguments},
+            )
         )
         for i, arguments in enumerate(ranks)
     ]
@@ -58,7 +69,9 @@ def test_one_rank_that_raises_is_named_and_ends_the_step() -> None:
     async def work() -> None:
         group, cluster, events = await make("fake_trainer", [{}, {"fail_at_steps": (2,)}, {}])
         assert (await group.step(batch(1))).version == group.version == 1
-        with pytest.raises(RankError, match=r"step 2: rank 1 \(rank-1, .*told to fail at step 2") as failed:
+        with pytest.raises(
+            RankError, match=r"step 2: rank 1 \(rank-1, .*told to fail at step 2"
+        ) as failed:
             await group.step(batch(2))
         assert "max_restarts" in failed.value.hint
         with pytest.raises(RankError, match="rank 1"):
@@ -105,14 +118,18 @@ def test_the_hint_of_a_hang_names_the_limit_that_was_in_force() -> None:
         patience = Patience(key="snapshot.deadline_s", seconds=0.5)
         with pytest.raises(RankError, match="snapshot of step 2 hangs") as hung:
             await group.run("snapshot of step 2", "trainer.step", batch(1), patience=patience)
-        assert "snapshot.deadline_s = 0.5 is how long" in hung.value.hint and "hang_s" not in hung.value.hint
+        assert (
+            "snapshot.deadline_s = 0.5 is how long" in hung.value.hint
+            and "hang_s" not in hung.value.hint
+        )
         await cluster.close()
 
     go(work)
 
 
 def test_a_slow_step_that_makes_progress_is_no_hang() -> None:
-    """Longer than hang_s, with ticks all the while; the rank that waits for it is not taken for hung either."""
+    """Longer than hang_s, with ticks all the while; the rank that waits for it is not taken for
+    hung either."""
 
     async def work() -> None:
         group, cluster, _ = await make("stuck_trainer", [{"slow_s": 2.5}, {}], hang_s=1.5)
@@ -163,7 +180,8 @@ def test_a_rank_that_is_gone_ends_a_blocking_call_though_another_one_waits_for_i
 
 
 def mute(handle: Any, *, looks: bool) -> None:
-    """From here on a worker answers no call; with `looks` no look either, as one whose process was stopped."""
+    """From here on a worker answers no call; with `looks` no look either, as one whose process was
+    stopped."""
     handle.begin = lambda method, *args: Future()
     if looks:
         handle.look = lambda what: Future()
@@ -171,15 +189,22 @@ def mute(handle: Any, *, looks: bool) -> None:
 
 @pytest.mark.parametrize("how", ["silent", "stuck"])
 def test_a_hang_of_a_blocking_call_is_found_and_carries_all_stacks(how: str, monkeypatch) -> None:
-    """The process answers nothing for hang_s, or the call alone makes no progress for call_deadline_s."""
+    """The process answers nothing for hang_s, or the call alone makes no progress for
+    call_deadline_s."""
     monkeypatch.setattr(watchdog, "LOOK_S", 0.1)
     monkeypatch.setattr(rpc, "STACKS_S", 0.1)
 
     async def work() -> None:
-        limits = {"hang_s": 1.0, "call_deadline_s": 30.0} if how == "silent" else {"call_deadline_s": 1.0}
+        limits = (
+            {"hang_s": 1.0, "call_deadline_s": 30.0}
+            if how == "silent"
+            else {"call_deadline_s": 1.0}
+        )
         group, cluster, events = await make("stuck_trainer", [{}, {}], **limits)
         mute(cluster.handles["rank-0"], looks=how == "silent")
-        with pytest.raises(RankError, match=r"trainer.register hangs: no progress on rank-0 for [1-9]") as hung:
+        with pytest.raises(
+            RankError, match=r"trainer.register hangs: no progress on rank-0 for [1-9]"
+        ) as hung:
             await asyncio.to_thread(group.register)
         assert ("rank-0 answers nothing" in hung.value.message) == (how == "silent")
         assert "== rank-1\nthread" in hung.value.message
@@ -234,7 +259,9 @@ def test_a_lost_rank_is_not_taken_for_the_loss_of_who_wants_its_tensors() -> Non
         group, cluster, _ = await make("fake_trainer", [{}, {}])
         _, tensors = group.register()
         cluster.handles["rank-0"].kill("killed by a test")
-        with pytest.raises(RankError, match=r"tensors of version 0: rank 0 \(rank-0, .*killed") as failed:
+        with pytest.raises(
+            RankError, match=r"tensors of version 0: rank 0 \(rank-0, .*killed"
+        ) as failed:
             tensors.fetch_all()
         assert not isinstance(failed.value, WorkerLost)
         await cluster.close()
@@ -252,7 +279,10 @@ def test_the_gate_enters_a_phase_everywhere_and_says_what_each_holds() -> None:
             hang_s=10.0,
         )
         await gate.enter("train", step=3)
-        assert ("cluster.memory", {"phase": "train", "step": 3, "device_bytes": {"rank-0": 10, "rank-1": 20}}) in events
+        assert (
+            "cluster.memory",
+            {"phase": "train", "step": 3, "device_bytes": {"rank-0": 10, "rank-1": 20}},
+        ) in events
         with pytest.raises(MemoryBudgetError, match="no room on rank-1"):
             await gate.enter("score", step=3)
         with pytest.raises(RankError, match=r"rank-0 .* could not enter phase handover"):
@@ -276,9 +306,14 @@ def test_a_rank_that_hangs_in_a_phase_change_is_found_with_all_stacks(monkeypatc
             hang_s=1.0,
         )
         mute(cluster.handles["rank-1"], looks=True)
-        with pytest.raises(RankError, match="phase rollout of step 3 hangs: no progress on rank-1") as hung:
+        with pytest.raises(
+            RankError, match="phase rollout of step 3 hangs: no progress on rank-1"
+        ) as hung:
             await gate.enter("rollout", step=3)
-        assert "rank-1 answers nothing" in hung.value.message and "== rank-0\nthread" in hung.value.message
+        assert (
+            "rank-1 answers nothing" in hung.value.message
+            and "== rank-0\nthread" in hung.value.message
+        )
         assert "cluster.hang_s = 1" in hung.value.hint
         await cluster.close()
 
@@ -305,7 +340,11 @@ def test_an_engine_alone_that_cannot_change_phase_costs_itself_and_not_the_run(h
             mute(engine, looks=False)
         await gate.enter("handover" if how == "broken" else "rollout", step=3)
         ((handle, cause),) = lost
-        told = {"dead": "killed by a test", "broken": "told to break", "silent": "had not answered 'enter'"}[how]
+        told = {
+            "dead": "killed by a test",
+            "broken": "told to break",
+            "silent": "had not answered 'enter'",
+        }[how]
         assert handle is engine and told in cause
         assert ("thread rank-0:" in cause) == (how == "silent"), "what it is at"
         assert events[-1][1]["device_bytes"] == {"rank-1": 20}
@@ -339,7 +378,8 @@ def test_a_verdict_on_the_ranks_waits_for_no_engine_alone(monkeypatch) -> None:
 
 
 def test_a_late_fetch_of_tensors_takes_no_group_along(monkeypatch) -> None:
-    """The one rank that is asked may be at something long; an engine that comes back asks again later."""
+    """The one rank that is asked may be at something long; an engine that comes back asks again
+    later."""
     monkeypatch.setattr(watchdog, "LOOK_S", 0.1)
 
     async def work() -> None:
@@ -347,7 +387,9 @@ def test_a_late_fetch_of_tensors_takes_no_group_along(monkeypatch) -> None:
         _, tensors = group.register()
         first = cluster.handles["rank-0"]
         honest = first.begin
-        first.begin = lambda method, *args: Future() if method == "trainer.tensors" else honest(method, *args)
+        first.begin = lambda method, *args: (
+            Future() if method == "trainer.tensors" else honest(method, *args)
+        )
         with pytest.raises(RankError, match="tensors of version 0 hangs: no progress on rank-0"):
             await asyncio.to_thread(tensors.fetch_all)
         first.begin = honest

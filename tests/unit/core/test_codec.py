@@ -22,14 +22,32 @@ from gyre.core.records import Health, Partial, Prompt, Rollout, Sampling, Score,
 from gyre.loop.collect import InFlightGroup
 
 KINDS = sorted(
-    (kind for kind in vars(records).values() if dataclasses.is_dataclass(kind) and isinstance(kind, type)),
+    (
+        kind
+        for kind in vars(records).values()
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type)
+    ),
     key=lambda kind: kind.__name__,
 )
 DTYPES = st.sampled_from(
-    ["bool", "int8", "uint8", "int32", "int64", "uint64", "float16", "float32", "float64", ">f4", ">i2"]
+    [
+        "bool",
+        "int8",
+        "uint8",
+        "int32",
+        "int64",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+        ">f4",
+        ">i2",
+    ]
 )
 ARRAYS = DTYPES.flatmap(
-    lambda dtype: arrays.arrays(dtype, arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+    lambda dtype: arrays.arrays(
+        dtype, arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
+    )
 )
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 NUMBERS = st.floats(allow_nan=False)
@@ -71,7 +89,9 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
 
 def records_of(kind: Any) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(kind)
-    return st.builds(kind, **{field.name: values_of(hints[field.name]) for field in dataclasses.fields(kind)})
+    return st.builds(
+        kind, **{field.name: values_of(hints[field.name]) for field in dataclasses.fields(kind)}
+    )
 
 
 def same(left: Any, right: Any) -> bool:
@@ -85,7 +105,9 @@ def same(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
     if dataclasses.is_dataclass(left):
-        return all(same(getattr(left, f.name), getattr(right, f.name)) for f in dataclasses.fields(left))
+        return all(
+            same(getattr(left, f.name), getattr(right, f.name)) for f in dataclasses.fields(left)
+        )
     if isinstance(left, dict):
         return list(left) == list(right) and all(same(left[name], right[name]) for name in left)
     if isinstance(left, (tuple, list)):
@@ -103,13 +125,23 @@ def test_every_record_comes_back_to_the_last_bit(kind, data):
 
 def test_the_list_covers_the_records_that_the_design_names():
     names = {kind.__name__ for kind in KINDS}
-    assert {"Prompt", "Request", "TokenChunk", "Completion", "Partial", "Rollout", "Score", "Group"} <= names
+    assert {
+        "Prompt",
+        "Request",
+        "TokenChunk",
+        "Completion",
+        "Partial",
+        "Rollout",
+        "Score",
+        "Group",
+    } <= names
     assert {"TrainBatch", "StepReport", "Manifest", "Version"} <= names
 
 
 @given(ARRAYS)
 def test_arrays_keep_dtype_shape_and_bits_even_nan_payloads(array):
-    support = Support(offsets=array, ids=array[..., ::-1] if array.ndim else array)  # not contiguous
+    # not contiguous
+    support = Support(offsets=array, ids=array[..., ::-1] if array.ndim else array)
     back = decode(encode(support), Support)
     assert same(back, support)
     assert back.offsets.flags.writeable and back.offsets.flags.owndata
@@ -119,7 +151,9 @@ def test_empty_arrays_and_signed_zeros_survive():
     odd = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 5e-324])
     nan_with_payload = np.array([0x7FF8000000000123], dtype=np.uint64).view(np.float64)
     empty = np.empty((0, 3), dtype=np.int32)
-    partial = Partial(index=0, tokens=empty, logprobs=odd, raw_logprobs=nan_with_payload, versions=np.array(7))
+    partial = Partial(
+        index=0, tokens=empty, logprobs=odd, raw_logprobs=nan_with_payload, versions=np.array(7)
+    )
     assert same(decode(encode(partial), Partial), partial)
 
 
@@ -175,7 +209,12 @@ def test_damaged_bytes_give_a_record_of_the_kind_or_a_snapshot_error(place, junk
     )
     data = encode(Support(offsets=np.arange(5), ids=np.arange(3, dtype=np.int32)))
     place = 4 + place % (len(data) - 4)
-    for damaged in (data[:place], data[:place] + junk + data[place + len(junk) :], data + junk, whole):
+    for damaged in (
+        data[:place],
+        data[:place] + junk + data[place + len(junk) :],
+        data + junk,
+        whole,
+    ):
         try:
             assert isinstance(decode(damaged, Support), Support)
         except SnapshotError as error:
@@ -190,12 +229,22 @@ def test_the_bytes_are_messagepack_behind_four_bytes():
 
 def test_rollouts_of_one_prompt_share_nothing_after_a_round_trip():
     zeros = np.zeros(3, np.float32)
-    prompt = Prompt(prompt_id="p", tokens=np.zeros(2, np.int32), text="", task={"answer": "4"}, source="")
+    prompt = Prompt(
+        prompt_id="p", tokens=np.zeros(2, np.int32), text="", task={"answer": "4"}, source=""
+    )
     rollout = Rollout(
-        rollout_id="1.0.0", group_id="1.0", prompt=prompt, tokens=np.zeros(3, np.int32), sampled=zeros > 0,
-        logprobs=zeros, raw_logprobs=zeros, versions=np.zeros(3, np.int32), sampling=Sampling(stop=("a",)),
-        finish="stop", text="4",
-    )  # fmt: skip
+        rollout_id="1.0.0",
+        group_id="1.0",
+        prompt=prompt,
+        tokens=np.zeros(3, np.int32),
+        sampled=zeros > 0,
+        logprobs=zeros,
+        raw_logprobs=zeros,
+        versions=np.zeros(3, np.int32),
+        sampling=Sampling(stop=("a",)),
+        finish="stop",
+        text="4",
+    )
     first, second = decode(encode([rollout, rollout]), list[Rollout])
     first.tokens[0] = 9
     assert second.tokens[0] == 0 and rollout.tokens[0] == 0

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.core.errors import ConfigError, DeadlineError, EngineRefused, GyreError, InputError, MemoryBudgetError
+from gyre.core.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineRefused,
+    GyreError,
+    InputError,
+    MemoryBudgetError,
+)
 from gyre.core.errors import SnapshotError as Snapshot
 from gyre.core.seeds import derive_seed
 
@@ -49,9 +56,17 @@ def test_parts_do_not_run_into_each_other():
 
 @pytest.mark.parametrize("hash_seed", ["0", "1", "random"])
 def test_the_process_and_its_hash_seed_do_not_matter(hash_seed):
-    code = f"from gyre.core.seeds import derive_seed; print(*[derive_seed(*p) for p in {list(PINNED)!r}])"
-    environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    code = (
+        "from gyre.core.seeds import derive_seed; print(*[derive_seed(*p) for p in "
+        f"{list(PINNED)!r}])"
+    )
+    environment = os.environ | {
+        "PYTHONHASHSEED": hash_seed,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert [int(word) for word in done.stdout.split()] == list(PINNED.values())
 
 
@@ -63,9 +78,20 @@ def test_every_bit_is_used(bit):
 
 def test_errors_say_kind_message_and_hint():
     kinds = {}
-    for error in (ConfigError, InputError, MemoryBudgetError, Snapshot, DeadlineError, EngineRefused):
+    for error in (
+        ConfigError,
+        InputError,
+        MemoryBudgetError,
+        Snapshot,
+        DeadlineError,
+        EngineRefused,
+    ):
         raised = error("what we got", hint="what to do")
         assert isinstance(raised, GyreError) and str(raised) == "what we got"
-        assert raised.as_dict() == {"kind": error.kind, "message": "what we got", "hint": "what to do"}
+        assert raised.as_dict() == {
+            "kind": error.kind,
+            "message": "what we got",
+            "hint": "what to do",
+        }
         kinds[error.kind] = error
     assert len(kinds) == 6

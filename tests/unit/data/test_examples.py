@@ -16,7 +16,9 @@ from gyre.text.tokenizer import train_tokenizer
 from unit.data.test_sources import Events, write_jsonl
 
 CHAIN = DataConfig(
-    task_options={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}, num_problems=400, system="S"
+    task_options={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2},
+    num_problems=400,
+    system="S",
 )
 TOKENIZER = train_tokenizer(tokenizer_texts(CHAIN, num_texts=200, emit=Events()), vocab_size=400)
 
@@ -43,7 +45,10 @@ def test_traced_examples_are_the_prompts_with_right_answers() -> None:
 
 def test_rows_with_several_responses_stay_in_one_half(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{i % 30}", "response": f"r{i}"} for i in range(60)]
-    rows += [rows[0], {"prompt": "chat", "response": [{"role": "assistant", "content": "from a chat"}]}]
+    rows += [
+        rows[0],
+        {"prompt": "chat", "response": [{"role": "assistant", "content": "from a chat"}]},
+    ]
     path = write_jsonl(tmp_path / "sft.jsonl", rows)
     events = Events()
     settings = DataConfig(source="jsonl", path=str(path), held_out_fraction=0.3)
@@ -59,8 +64,16 @@ def test_rows_with_several_responses_stay_in_one_half(tmp_path: Path) -> None:
 def test_overlong_examples(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{i}", "response": "long " * (20 if i == 3 else 1)} for i in range(30)]
     path = write_jsonl(tmp_path / "sft.jsonl", rows)
-    settings = {"source": "jsonl", "path": str(path), "held_out_fraction": 0.2, "max_sequence_tokens": 40}
-    with pytest.raises(InputError, match=r"sft\.jsonl:4: the sequence has 1\d\d tokens; data.max_sequence_tokens = 40"):
+    settings = {
+        "source": "jsonl",
+        "path": str(path),
+        "held_out_fraction": 0.2,
+        "max_sequence_tokens": 40,
+    }
+    with pytest.raises(
+        InputError,
+        match=r"sft\.jsonl:4: the sequence has 1\d\d tokens; data.max_sequence_tokens = 40",
+    ):
         load_examples(DataConfig(**settings), TOKENIZER, emit=Events())
     found = load_examples(DataConfig(**settings, overlong="drop"), TOKENIZER, emit=Events())
     assert len(found.train) + len(found.held_out) == 29
@@ -75,10 +88,14 @@ def test_traced_pairs_differ_in_being_right() -> None:
         for index, (chosen, rejected) in enumerate(half):
             assert (chosen.pair_id, rejected.pair_id) == (index, index)
             assert (chosen.scalars["chosen"], rejected.scalars["chosen"]) == (1.0, 0.0)
-            prompts = [TOKENIZER.decode(s.tokens[~s.columns["loss_mask"]]) for s in (chosen, rejected)]
+            prompts = [
+                TOKENIZER.decode(s.tokens[~s.columns["loss_mask"]]) for s in (chosen, rejected)
+            ]
             assert prompts[0] == prompts[1]
             task = tasks[prompts[0].removeprefix("S\n").removesuffix("\n")]
-            scores = [check(answer_of(TOKENIZER.decode(s.tokens)), task) for s in (chosen, rejected)]
+            scores = [
+                check(answer_of(TOKENIZER.decode(s.tokens)), task) for s in (chosen, rejected)
+            ]
             assert scores[0] == 1.0 > scores[1]
 
 
@@ -95,10 +112,14 @@ def test_pairs_from_rows(tmp_path: Path) -> None:
     rows.append({"prompt": "same", "chosen": "x", "rejected": "x"})
     path = write_jsonl(tmp_path / "pairs.jsonl", rows)
     events = Events()
-    found = load_pairs(DataConfig(source="jsonl", path=str(path), held_out_fraction=0.3), TOKENIZER, emit=events)
+    found = load_pairs(
+        DataConfig(source="jsonl", path=str(path), held_out_fraction=0.3), TOKENIZER, emit=events
+    )
     assert events.named("data.loaded")[0]["dropped"]["no_difference"] == 1
     texts = [[TOKENIZER.decode(s.tokens) for s in pair] for pair in (*found.train, *found.held_out)]
-    assert sorted(texts) == sorted([f"p{i}\ngood {i}<|end|>", f"p{i}\nbad {i}<|end|>"] for i in range(40))
+    assert sorted(texts) == sorted(
+        [f"p{i}\ngood {i}<|end|>", f"p{i}\nbad {i}<|end|>"] for i in range(40)
+    )
 
 
 def test_a_batch_over_epochs_keeps_pairs_apart() -> None:
@@ -127,9 +148,13 @@ def test_missing_response_and_untraced_task(tmp_path: Path) -> None:
 def test_tokenizer_texts_are_what_examples_read_as(tmp_path: Path) -> None:
     examples = load_examples(CHAIN, TOKENIZER, emit=Events()).train
     texts = tokenizer_texts(CHAIN, num_texts=50, emit=Events())
-    assert [text + "<|end|>" for text in texts] == [TOKENIZER.decode(s.tokens) for s in examples[:50]]
-    rows = [{"prompt": f"p{i}", "response": "r"} for i in range(9)] + [{"prompt": "only a prompt"}]
-    settings = DataConfig(source="jsonl", path=str(write_jsonl(tmp_path / "rows.jsonl", rows)), held_out_fraction=0)
-    assert tokenizer_texts(settings, num_texts=99, emit=Events()) == [f"p{i}\nr" for i in range(9)] + [
-        "only a prompt\n"
+    assert [text + "<|end|>" for text in texts] == [
+        TOKENIZER.decode(s.tokens) for s in examples[:50]
     ]
+    rows = [{"prompt": f"p{i}", "response": "r"} for i in range(9)] + [{"prompt": "only a prompt"}]
+    settings = DataConfig(
+        source="jsonl", path=str(write_jsonl(tmp_path / "rows.jsonl", rows)), held_out_fraction=0
+    )
+    assert tokenizer_texts(settings, num_texts=99, emit=Events()) == [
+        f"p{i}\nr" for i in range(9)
+    ] + ["only a prompt\n"]

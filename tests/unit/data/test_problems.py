@@ -7,27 +7,41 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.data.problems import Problem, by_prompt, is_held_out, prompt_key, split_by_file, split_by_hash
+from gyre.data.problems import (
+    Problem,
+    by_prompt,
+    is_held_out,
+    prompt_key,
+    split_by_file,
+    split_by_hash,
+)
 
 PROMPTS = st.lists(st.text("ab \n", min_size=1, max_size=5), max_size=30)
 FRACTIONS = st.floats(0.0, 0.99)
 
 
 def problems(prompts: list[str]) -> list[Problem]:
-    return [Problem(where=str(i), prompt=text, task={}, fields={"n": i}) for i, text in enumerate(prompts)]
+    return [
+        Problem(where=str(i), prompt=text, task={}, fields={"n": i})
+        for i, text in enumerate(prompts)
+    ]
 
 
 @given(PROMPTS, FRACTIONS)
 def test_no_prompt_is_in_both_and_none_is_lost(prompts: list[str], fraction: float) -> None:
     split = split_by_hash(problems(prompts), fraction, by_prompt)
-    train, held_out = ([prompt_key(p.prompt) for p in half] for half in (split.train, split.held_out))
+    train, held_out = (
+        [prompt_key(p.prompt) for p in half] for half in (split.train, split.held_out)
+    )
     assert not set(train) & set(held_out)
     assert Counter(train + held_out) == Counter({prompt_key(text): 1 for text in prompts})
     assert len(train) + len(held_out) + split.num_duplicates == len(prompts)
 
 
 @given(PROMPTS, FRACTIONS, st.randoms(use_true_random=False))
-def test_the_side_does_not_depend_on_order_or_company(prompts: list[str], fraction: float, random) -> None:
+def test_the_side_does_not_depend_on_order_or_company(
+    prompts: list[str], fraction: float, random
+) -> None:
     sides = {prompt_key(text): is_held_out(prompt_key(text), fraction) for text in prompts}
     some = random.sample(prompts, len(prompts) // 2)
     split = split_by_hash(problems(some), fraction, by_prompt)
@@ -64,7 +78,8 @@ def test_the_fraction_is_kept_and_grows_by_adding() -> None:
 
 
 def test_sides_of_known_prompts_never_change() -> None:
-    """A release that moved prompts across the split would let old checkpoints be tested on what they learnt."""
+    """A release that moved prompts across the split would let old checkpoints be tested on what
+    they learnt."""
     keys = ("1 + 1 =", "2 + 2 =", "3 + 3 =", "4 + 4 =", "5 + 5 =")
     assert [is_held_out(key, 0.5) for key in keys] == [False, False, True, False, True]
 
@@ -72,4 +87,6 @@ def test_sides_of_known_prompts_never_change() -> None:
 def test_conversations_have_keys_too() -> None:
     one = ({"role": "user", "content": "a  b"},)
     same = ({"content": "a b", "role": "user"},)
-    assert prompt_key(one) == prompt_key(same) != prompt_key(({"role": "system", "content": "a b"},))
+    assert (
+        prompt_key(one) == prompt_key(same) != prompt_key(({"role": "system", "content": "a b"},))
+    )

@@ -1,4 +1,5 @@
-"""Files to prompts: JSONL, gzip, parquet, `datasets`; what bad input says; what is dropped and counted."""
+"""Files to prompts: JSONL, gzip, parquet, `datasets`; what bad input says; what is dropped and
+counted."""
 
 from __future__ import annotations
 
@@ -45,7 +46,12 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
 
 
 def gsm8k(path: Path, **changes: Any) -> DataConfig:
-    settings = {"source": "jsonl", "prompt_field": "question", "answer_pattern": "#### (.+)", "held_out_fraction": 0.3}
+    settings = {
+        "source": "jsonl",
+        "prompt_field": "question",
+        "answer_pattern": "#### (.+)",
+        "held_out_fraction": 0.3,
+    }
     return DataConfig(path=str(path), **(settings | changes))
 
 
@@ -68,7 +74,9 @@ def test_gsm8k_rows_become_prompts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "parquet", "datasets", "datasets with splits"])
 def test_every_format_gives_what_jsonl_gives(tmp_path: Path, kind: str) -> None:
-    plain = load_prompts(gsm8k(write_jsonl(tmp_path / "rows.jsonl", GSM8K)), TOKENIZER, emit=Events())
+    plain = load_prompts(
+        gsm8k(write_jsonl(tmp_path / "rows.jsonl", GSM8K)), TOKENIZER, emit=Events()
+    )
     path = tmp_path / f"other.{kind.split()[0]}"
     if kind == "jsonl.gz":
         path.write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes()))
@@ -81,7 +89,9 @@ def test_every_format_gives_what_jsonl_gives(tmp_path: Path, kind: str) -> None:
         import datasets
 
         data = datasets.Dataset.from_list(GSM8K)
-        (datasets.DatasetDict({"train": data}) if "splits" in kind else data).save_to_disk(str(path))
+        (datasets.DatasetDict({"train": data}) if "splits" in kind else data).save_to_disk(
+            str(path)
+        )
     settings = gsm8k(path, source=kind.split()[0].removesuffix(".gz"))
     other = load_prompts(settings, TOKENIZER, emit=Events())
     for ours, theirs in ((plain.train, other.train), (plain.held_out, other.held_out)):
@@ -91,7 +101,10 @@ def test_every_format_gives_what_jsonl_gives(tmp_path: Path, kind: str) -> None:
 def test_splits_of_a_data_set(tmp_path: Path) -> None:
     import datasets
 
-    halves = {"train": datasets.Dataset.from_list(GSM8K[:30]), "test": datasets.Dataset.from_list(GSM8K[25:])}
+    halves = {
+        "train": datasets.Dataset.from_list(GSM8K[:30]),
+        "test": datasets.Dataset.from_list(GSM8K[25:]),
+    }
     datasets.DatasetDict(halves).save_to_disk(str(tmp_path / "saved"))
     events = Events()
     settings = gsm8k(tmp_path / "saved", source="datasets", held_out_split="test")
@@ -100,7 +113,9 @@ def test_splits_of_a_data_set(tmp_path: Path) -> None:
     assert sorted(p.task["level"] for p in found.held_out) == list(range(25, 40))
     assert events.named("data.loaded")[0]["dropped"]["in_held_out"] == 5
     with pytest.raises(InputError, match="no split 'dev'; it has train, test"):
-        load_prompts(gsm8k(tmp_path / "saved", source="datasets", split="dev"), TOKENIZER, emit=Events())
+        load_prompts(
+            gsm8k(tmp_path / "saved", source="datasets", split="dev"), TOKENIZER, emit=Events()
+        )
 
 
 def test_given_held_out_file(tmp_path: Path) -> None:
@@ -114,9 +129,15 @@ def test_given_held_out_file(tmp_path: Path) -> None:
 
 
 def test_code_problems_keep_their_tests(tmp_path: Path) -> None:
-    """A function against tests and a program with stdin and stdout: whatever a row holds reaches the reward."""
+    """A function against tests and a program with stdin and stdout: whatever a row holds reaches
+    the reward."""
     rows = [
-        {"prompt": "Write add(a, b).", "kind": "function", "entry": "add", "tests": ["assert add(1, 2) == 3"]},
+        {
+            "prompt": "Write add(a, b).",
+            "kind": "function",
+            "entry": "add",
+            "tests": ["assert add(1, 2) == 3"],
+        },
         {
             "prompt": "Double the input.",
             "kind": "program",
@@ -125,15 +146,24 @@ def test_code_problems_keep_their_tests(tmp_path: Path) -> None:
         },
     ]
     settings = DataConfig(
-        source="jsonl", path=str(write_jsonl(tmp_path / "code.jsonl", rows)), answer_field="", held_out_fraction=0
+        source="jsonl",
+        path=str(write_jsonl(tmp_path / "code.jsonl", rows)),
+        answer_field="",
+        held_out_fraction=0,
     )
     found = load_prompts(settings, TOKENIZER, emit=Events())
-    assert [dict(p.task) for p in found.train] == [{k: v for k, v in row.items() if k != "prompt"} for row in rows]
+    assert [dict(p.task) for p in found.train] == [
+        {k: v for k, v in row.items() if k != "prompt"} for row in rows
+    ]
     assert found.held_out == ()
 
 
 def test_conversations_as_prompts(tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+    turns = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3"},
+    ]
     path = write_jsonl(tmp_path / "chat.jsonl", [{"prompt": turns, "answer": 4}])
     settings = DataConfig(source="jsonl", path=str(path), held_out_fraction=0, system="S")
     (prompt,) = load_prompts(settings, TOKENIZER, emit=Events()).train
@@ -142,20 +172,42 @@ def test_conversations_as_prompts(tmp_path: Path) -> None:
 
 
 BAD_ROWS = [
-    ('{"question": "q"}', r"rows\.jsonl:2: field 'answer' is missing; the row has question", "data.answer_field"),
-    ('{"question": null, "answer": "#### 1"}', r":2: field 'question' is null", "data.prompt_field"),
+    (
+        '{"question": "q"}',
+        r"rows\.jsonl:2: field 'answer' is missing; the row has question",
+        "data.answer_field",
+    ),
+    (
+        '{"question": null, "answer": "#### 1"}',
+        r":2: field 'question' is null",
+        "data.prompt_field",
+    ),
     ('{"question": "  ", "answer": "#### 1"}', r":2: field 'question' holds '  '", "empty prompts"),
-    ('{"question": [{"role": "user"}], "answer": "#### 1"}', r":2: field 'question' holds \[", "message"),
+    (
+        '{"question": [{"role": "user"}], "answer": "#### 1"}',
+        r":2: field 'question' holds \[",
+        "message",
+    ),
     ('{"question": 7, "answer": "#### 1"}', r":2: field 'question' holds 7", "message"),
     ('{"question": "q", "answer": "one"}', r":2: data.answer_pattern .* holds 'one'", "GSM8K"),
     ('{"question": "q", "answer": ', r":2: not a JSON object in UTF-8", "one JSON object a line"),
-    ('["q", "a"]', r":2: need a JSON object with named fields, got \['q', 'a'\]", "one object a line"),
-    ('{"question": "cut \\ud83d", "answer": "#### 1"}', r":2: the row holds half a surrogate pair", "UTF-8"),
+    (
+        '["q", "a"]',
+        r":2: need a JSON object with named fields, got \['q', 'a'\]",
+        "one object a line",
+    ),
+    (
+        '{"question": "cut \\ud83d", "answer": "#### 1"}',
+        r":2: the row holds half a surrogate pair",
+        "UTF-8",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("line", "message", "hint"), BAD_ROWS)
-def test_a_bad_row_is_named_with_what_to_do(tmp_path: Path, line: str, message: str, hint: str) -> None:
+def test_a_bad_row_is_named_with_what_to_do(
+    tmp_path: Path, line: str, message: str, hint: str
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(GSM8K[0]) + "\n" + line + "\n")
     with pytest.raises(InputError, match=message) as caught:
@@ -195,12 +247,15 @@ def test_overlong_prompts_stop_or_are_counted(tmp_path: Path) -> None:
     rows = [*GSM8K, {"question": "long " * 50, "answer": "#### 1"}]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     with pytest.raises(
-        InputError, match=r"rows\.jsonl:41: the prompt has 2\d\d tokens; data.max_prompt_tokens = 100"
+        InputError,
+        match=r"rows\.jsonl:41: the prompt has 2\d\d tokens; data.max_prompt_tokens = 100",
     ) as caught:
         load_prompts(gsm8k(path, max_prompt_tokens=100), TOKENIZER, emit=Events())
     assert 'data.overlong = "drop"' in caught.value.hint
     events = Events()
-    found = load_prompts(gsm8k(path, max_prompt_tokens=100, overlong="drop"), TOKENIZER, emit=events)
+    found = load_prompts(
+        gsm8k(path, max_prompt_tokens=100, overlong="drop"), TOKENIZER, emit=events
+    )
     assert len(found.train) + len(found.held_out) == 40
     assert events.named("data.loaded")[0]["dropped"]["overlong"] == 1
 
@@ -226,8 +281,12 @@ def test_config_faults(changes: dict[str, Any], message: str) -> None:
 def test_an_answer_pattern_whose_group_stayed_empty_is_not_found(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"question": "q", "answer": "5 or abc"}])
     with pytest.raises(InputError, match=r":1: data.answer_pattern .* holds '5 or abc'"):
-        load_prompts(gsm8k(path, answer_pattern="a(x)?b", held_out_fraction=0), TOKENIZER, emit=Events())
-    found = load_prompts(gsm8k(path, answer_pattern="([0-9])|abc", held_out_fraction=0), TOKENIZER, emit=Events())
+        load_prompts(
+            gsm8k(path, answer_pattern="a(x)?b", held_out_fraction=0), TOKENIZER, emit=Events()
+        )
+    found = load_prompts(
+        gsm8k(path, answer_pattern="([0-9])|abc", held_out_fraction=0), TOKENIZER, emit=Events()
+    )
     assert [prompt.task["answer"] for prompt in found.train] == ["5"]
 
 
@@ -244,5 +303,11 @@ def test_every_config_field_is_described() -> None:
 def test_values_become_json() -> None:
     import datetime
 
-    value = {"a": (1, np.int64(2)), "b": np.array([[1.5]]), 3: datetime.date(2024, 1, 2), "c": None, "d": True}
+    value = {
+        "a": (1, np.int64(2)),
+        "b": np.array([[1.5]]),
+        3: datetime.date(2024, 1, 2),
+        "c": None,
+        "d": True,
+    }
     assert as_json(value) == {"a": [1, 2], "b": [[1.5]], "3": "2024-01-02", "c": None, "d": True}

@@ -1,4 +1,5 @@
-"""Procedural problems and their worked traces, checked by reasoning-gym's own scorers on thousands of problems."""
+"""Procedural problems and their worked traces, checked by reasoning-gym's own scorers on thousands
+of problems."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def config(task: str, options: dict, count: int, seed: int = 0) -> DataConfig:
 
 
 @pytest.mark.parametrize(("task", "options", "count"), CASES)
-def test_every_trace_is_right_and_ends_with_its_answer(task: str, options: dict, count: int) -> None:
+def test_every_trace_is_right_and_ends_with_its_answer(
+    task: str, options: dict, count: int
+) -> None:
     made = list(generate_problems(config(task, options, count), emit=Events()))
     check = answer_checker(config(task, options, count))
     assert len(made) == count
@@ -51,7 +54,9 @@ def test_every_trace_is_right_and_ends_with_its_answer(task: str, options: dict,
 
 
 @pytest.mark.parametrize(("task", "options", "count"), CASES)
-def test_a_slip_changes_the_answer_and_nothing_else_of_the_form(task: str, options: dict, count: int) -> None:
+def test_a_slip_changes_the_answer_and_nothing_else_of_the_form(
+    task: str, options: dict, count: int
+) -> None:
     rng = random.Random(1)
     check = answer_checker(config(task, options, count))
     wrong = 0
@@ -67,7 +72,9 @@ def test_a_slip_changes_the_answer_and_nothing_else_of_the_form(task: str, optio
 
 def test_chain_slip_is_one_line_and_the_rest_follows_from_it() -> None:
     rng = random.Random(0)
-    for problem in generate_problems(config("chain_sum", {"min_terms": 4, "max_terms": 5}, 300), emit=Events()):
+    for problem in generate_problems(
+        config("chain_sum", {"min_terms": 4, "max_terms": 5}, 300), emit=Events()
+    ):
         trace = corrupt_trace(problem.task, rng)
         assert trace is not None
         wrong_lines = 0
@@ -83,9 +90,14 @@ def test_chain_slip_is_one_line_and_the_rest_follows_from_it() -> None:
 
 def test_arithmetic_tokens_are_few() -> None:
     settings = config("chain_sum", ARITHMETIC, 2000)
-    tokenizer = train_tokenizer(tokenizer_texts(settings, num_texts=1000, emit=Events()), vocab_size=512)
+    tokenizer = train_tokenizer(
+        tokenizer_texts(settings, num_texts=1000, emit=Events()), vocab_size=512
+    )
     prompts = load_prompts(settings, tokenizer, emit=Events()).train
-    responses = [int(s.columns["loss_mask"].sum()) for s in load_examples(settings, tokenizer, emit=Events()).train]
+    responses = [
+        int(s.columns["loss_mask"].sum())
+        for s in load_examples(settings, tokenizer, emit=Events()).train
+    ]
     assert np.mean([p.tokens.size for p in prompts]) <= 10
     assert np.mean(responses) <= 25
     assert max(p.tokens.size for p in prompts) <= 16
@@ -94,20 +106,28 @@ def test_arithmetic_tokens_are_few() -> None:
 
 def test_problems_are_different_and_follow_the_seed() -> None:
     first, again, other = (
-        [p.prompt for p in generate_problems(config("chain_sum", ARITHMETIC, 500, seed), emit=Events())]
+        [
+            p.prompt
+            for p in generate_problems(config("chain_sum", ARITHMETIC, 500, seed), emit=Events())
+        ]
         for seed in (0, 0, 1)
     )
     assert first == again
     assert len(set(first)) == 500
-    assert len(set(first) & set(other)) < 100  # small problems may recur; a shifted seed would share nearly all
+    # small problems may recur; a shifted seed would share nearly all
+    assert len(set(first) & set(other)) < 100
 
 
 def test_more_problems_keep_the_first_ones() -> None:
-    few, many = (list(generate_problems(config("chain_sum", {}, n), emit=Events())) for n in (50, 80))
+    few, many = (
+        list(generate_problems(config("chain_sum", {}, n), emit=Events())) for n in (50, 80)
+    )
     assert [by_prompt(p) for p in few] == [by_prompt(p) for p in many[:50]]
 
 
-@pytest.mark.parametrize("task", ["chain_sum", "number_sorting", "countdown", "simple_equations", "leg_counting"])
+@pytest.mark.parametrize(
+    "task", ["chain_sum", "number_sorting", "countdown", "simple_equations", "leg_counting"]
+)
 def test_task_survives_json_and_scores(task: str) -> None:
     """What lands in Prompt.task is enough for reasoning-gym's scorer, also from another process."""
     score = reasoning_gym.get_score_answer_fn(task)
@@ -121,13 +141,18 @@ def test_task_survives_json_and_scores(task: str) -> None:
 
 def test_a_small_task_runs_out_loudly() -> None:
     events = Events()
-    made = list(generate_problems(config("chain_sum", {"max_terms": 2, "max_digits": 1}, 5000), emit=events))
+    made = list(
+        generate_problems(config("chain_sum", {"max_terms": 2, "max_digits": 1}, 5000), emit=events)
+    )
     assert len(made) == 200
-    assert events.named("data.exhausted") == [{"task": "chain_sum", "asked": 5000, "found": 200, "draws": 101_000}]
+    assert events.named("data.exhausted") == [
+        {"task": "chain_sum", "asked": 5000, "found": 200, "draws": 101_000}
+    ]
 
 
 def test_answers_that_ignore_precedence_give_no_trace() -> None:
-    """Without parentheses the task's own answers go from the left; such problems are dropped from examples, counted."""
+    """Without parentheses the task's own answers go from the left; such problems are dropped from
+    examples, counted."""
     events = Events()
     settings = config("basic_arithmetic", {"allow_parentheses": False, "max_digits": 1}, 300)
     tokenizer = train_tokenizer(["Calculate 1."], vocab_size=262)
@@ -145,5 +170,9 @@ def test_faults_name_the_nearest(tmp_path) -> None:
         list(generate_problems(config("chain_sum", {"max_term": 3}, 3), emit=Events()))
     assert "max_terms" in caught.value.hint
     with pytest.raises(ConfigError, match="refused by chain_sum"):
-        list(generate_problems(config("chain_sum", {"min_terms": 9, "max_terms": 3}, 3), emit=Events()))
+        list(
+            generate_problems(
+                config("chain_sum", {"min_terms": 9, "max_terms": 3}, 3), emit=Events()
+            )
+        )
     assert "chain_sum" in traced_tasks()

@@ -29,8 +29,16 @@ def jsonl(folder: Path, *rows: Any, **settings: Any) -> DataConfig:
 
 
 @pytest.mark.parametrize("turns", [[USER, MODEL], FOUR])
-def test_a_conversation_is_split_before_its_last_turn(tmp_path: Path, turns: list[dict[str, str]]) -> None:
-    both = jsonl(tmp_path, {"messages": turns}, prompt_field="messages", response_field="messages", answer_field="")
+def test_a_conversation_is_split_before_its_last_turn(
+    tmp_path: Path, turns: list[dict[str, str]]
+) -> None:
+    both = jsonl(
+        tmp_path,
+        {"messages": turns},
+        prompt_field="messages",
+        response_field="messages",
+        answer_field="",
+    )
     (example,) = load_examples(both, TOKENIZER, emit=Events()).train
     mask = example.columns["loss_mask"]
     assert TOKENIZER.decode(example.tokens[mask]) == "SECRET<|end|>"
@@ -43,14 +51,22 @@ def test_a_conversation_is_split_before_its_last_turn(tmp_path: Path, turns: lis
 
 @pytest.mark.parametrize("prompt_field", ["prompt", "chosen", "rejected"])
 @pytest.mark.parametrize("before", [[USER], FOUR[:3]])
-def test_a_pair_of_conversations_shares_its_prompt(tmp_path: Path, prompt_field: str, before: list[Any]) -> None:
+def test_a_pair_of_conversations_shares_its_prompt(
+    tmp_path: Path, prompt_field: str, before: list[Any]
+) -> None:
     row = {"chosen": [*before, MODEL], "rejected": [*before, OTHER]}
-    (pair,) = load_pairs(jsonl(tmp_path, row, prompt_field=prompt_field), TOKENIZER, emit=Events()).train
+    (pair,) = load_pairs(
+        jsonl(tmp_path, row, prompt_field=prompt_field), TOKENIZER, emit=Events()
+    ).train
     for sequence, said in zip(pair, ("SECRET", "worse"), strict=True):
         mask = sequence.columns["loss_mask"]
         assert TOKENIZER.decode(sequence.tokens[mask]) == said + "<|end|>"
         prompt = TOKENIZER.decode(sequence.tokens[~mask])
-        assert "SECRET" not in prompt and "worse" not in prompt and prompt.endswith(before[-1]["content"] + "\n")
+        assert (
+            "SECRET" not in prompt
+            and "worse" not in prompt
+            and prompt.endswith(before[-1]["content"] + "\n")
+        )
 
 
 REFUSED = {
@@ -58,10 +74,26 @@ REFUSED = {
     "a text as both": ({"prompt": "ask SECRET"}, {"response_field": "prompt"}, "both 'prompt'"),
     "no turn before": ({"prompt": [MODEL]}, {"response_field": "prompt"}, "ends with nothing"),
     "two answers": ({"prompt": [USER, MODEL, MODEL]}, {"response_field": "prompt"}, "'assistant'"),
-    "another name": ({"prompt": [USER, {"role": "model", "content": "SECRET"}], "response": "x"}, {}, "'model'"),
-    "calls": ({"prompt": [USER, {**OTHER, "tool_calls": [1]}, FOUR[2]], "response": "x"}, {}, "'tool_calls'"),
-    "a call": ({"prompt": [USER, {**MODEL, "function_call": {"a": 1}}]}, {"response_field": "prompt"}, "_call'"),
-    "reasoning": ({"prompt": [USER, {**MODEL, "reasoning_content": "so"}]}, {"response_field": "prompt"}, "_content'"),
+    "another name": (
+        {"prompt": [USER, {"role": "model", "content": "SECRET"}], "response": "x"},
+        {},
+        "'model'",
+    ),
+    "calls": (
+        {"prompt": [USER, {**OTHER, "tool_calls": [1]}, FOUR[2]], "response": "x"},
+        {},
+        "'tool_calls'",
+    ),
+    "a call": (
+        {"prompt": [USER, {**MODEL, "function_call": {"a": 1}}]},
+        {"response_field": "prompt"},
+        "_call'",
+    ),
+    "reasoning": (
+        {"prompt": [USER, {**MODEL, "reasoning_content": "so"}]},
+        {"response_field": "prompt"},
+        "_content'",
+    ),
     "other turns": ({"prompt": "what", "response": FOUR}, {}, "are not the prompt"),
 }
 
@@ -75,7 +107,12 @@ def test_what_is_not_sure_is_refused_with_its_place(tmp_path: Path, name: str) -
 
 
 def test_keys_of_a_message_that_say_nothing_are_fine(tmp_path: Path) -> None:
-    turns = [USER, {**OTHER, "reasoning_content": "so"}, {**FOUR[2], "name": "x"}, {**MODEL, "tool_calls": None}]
+    turns = [
+        USER,
+        {**OTHER, "reasoning_content": "so"},
+        {**FOUR[2], "name": "x"},
+        {**MODEL, "tool_calls": None},
+    ]
     rows = jsonl(tmp_path, {"prompt": turns}, response_field="prompt", answer_field="")
     assert len(load_examples(rows, TOKENIZER, emit=Events()).train) == 1
 
@@ -89,7 +126,9 @@ def test_keys_of_a_message_that_say_nothing_are_fine(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("prompt_field", ["prompt", "chosen"])
-def test_pairs_without_a_sure_prompt_are_refused(tmp_path: Path, row: Any, prompt_field: str) -> None:
+def test_pairs_without_a_sure_prompt_are_refused(
+    tmp_path: Path, row: Any, prompt_field: str
+) -> None:
     with pytest.raises(InputError, match=r"rows\.jsonl:1: "):
         load_pairs(jsonl(tmp_path, row, prompt_field=prompt_field), TOKENIZER, emit=Events())
 
@@ -101,22 +140,33 @@ def test_pairs_without_a_sure_prompt_are_refused(tmp_path: Path, row: Any, promp
 )  # fmt: skip
 def test_deep_nesting_and_huge_integers_are_row_errors(tmp_path: Path, line: str) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "fine"}\n' + line + "\n")
-    config = DataConfig(source="jsonl", path=str(tmp_path / "rows.jsonl"), answer_field="", held_out_fraction=0)
+    config = DataConfig(
+        source="jsonl", path=str(tmp_path / "rows.jsonl"), answer_field="", held_out_fraction=0
+    )
     with pytest.raises(InputError, match=r"rows\.jsonl:2: "):
         load_prompts(config, TOKENIZER, emit=Events())
 
 
 def test_an_integer_past_64_bits_is_kept_by_its_digits(tmp_path: Path) -> None:
-    (prompt,) = load_prompts(jsonl(tmp_path, {"prompt": "a", "answer": 10**40}), TOKENIZER, emit=Events()).train
+    (prompt,) = load_prompts(
+        jsonl(tmp_path, {"prompt": "a", "answer": 10**40}), TOKENIZER, emit=Events()
+    ).train
     assert prompt.task["answer"] == str(10**40)
 
 
-def test_a_long_line_is_dropped_before_it_is_encoded_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_line_is_dropped_before_it_is_encoded_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counted in characters that reach the encoder, which takes hundreds of bytes for each."""
     config = jsonl(
-        tmp_path, {"prompt": "1 2" * 1_000_000, "response": "x"}, {"prompt": "ask", "response": "3 4" * 1_000_000},
-        {"prompt": "ask", "response": "x"}, max_prompt_tokens=64, max_sequence_tokens=128, overlong="drop",
-    )  # fmt: skip
+        tmp_path,
+        {"prompt": "1 2" * 1_000_000, "response": "x"},
+        {"prompt": "ask", "response": "3 4" * 1_000_000},
+        {"prompt": "ask", "response": "x"},
+        max_prompt_tokens=64,
+        max_sequence_tokens=128,
+        overlong="drop",
+    )
     longest = 0
     encode = TOKENIZER.encode
 
@@ -132,7 +182,9 @@ def test_a_long_line_is_dropped_before_it_is_encoded_whole(tmp_path: Path, monke
     assert longest < 1000
 
 
-@pytest.mark.parametrize("text", ["a b " * 60_000, "x" * 300_000, " " * 300_000, " a" + "b \n" * 99_999 + " "])
+@pytest.mark.parametrize(
+    "text", ["a b " * 60_000, "x" * 300_000, " " * 300_000, " a" + "b \n" * 99_999 + " "]
+)
 def test_the_key_of_a_long_prompt_is_that_of_its_words(text: str) -> None:
     expected = " ".join(text.split())
     tracemalloc.start()
@@ -149,8 +201,12 @@ def test_rows_of_parquet_are_bounded_too(tmp_path: Path) -> None:
     value: Any = 1
     for _ in range(80):
         value = [value]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a", "n": value}]), tmp_path / "rows.parquet")
-    config = DataConfig(source="parquet", path=str(tmp_path / "rows.parquet"), answer_field="", held_out_fraction=0)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"prompt": "a", "n": value}]), tmp_path / "rows.parquet"
+    )
+    config = DataConfig(
+        source="parquet", path=str(tmp_path / "rows.parquet"), answer_field="", held_out_fraction=0
+    )
     with pytest.raises(InputError, match="nested"):
         load_prompts(config, TOKENIZER, emit=Events())
 
@@ -158,4 +214,7 @@ def test_rows_of_parquet_are_bounded_too(tmp_path: Path) -> None:
 def test_rows_stay_json(tmp_path: Path) -> None:
     row = {"prompt": "a", "answer": -(2**63), "tests": [2**64 - 1, 2**64]}
     (prompt,) = load_prompts(jsonl(tmp_path, row), TOKENIZER, emit=Events()).train
-    assert json.loads(json.dumps(dict(prompt.task))) == {"answer": -(2**63), "tests": [2**64 - 1, str(2**64)]}
+    assert json.loads(json.dumps(dict(prompt.task))) == {
+        "answer": -(2**63),
+        "tests": [2**64 - 1, str(2**64)],
+    }

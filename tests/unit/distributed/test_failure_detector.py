@@ -1,4 +1,5 @@
-"""A rank that raises, dies or hangs ends the step on all ranks, soon, with an error that names it."""
+"""A rank that raises, dies or hangs ends the step on all ranks, soon, with an error that names
+it."""
 
 from __future__ import annotations
 
@@ -30,9 +31,13 @@ def test_a_rank_that_raises_is_named_on_all(ranks, layout):
     for rank in (0, 2):
         seconds, text = told[rank]
         assert seconds < SOON_S
-        assert text.startswith(f"RankError: step 1 ended on rank {rank}: rank 1 failed: ValueError: a fault of its own")
+        assert text.startswith(
+            f"RankError: step 1 ended on rank {rank}: rank 1 failed: ValueError: a fault of its own"
+        )
     again = ranks.attempt(steps_again)
-    assert all(failed and "RankError" in error[0] for failed, error in again), "a broken group does not go on"
+    assert all(failed and "RankError" in error[0] for failed, error in again), (
+        "a broken group does not go on"
+    )
 
 
 def test_a_rank_that_dies_is_named(ranks):
@@ -40,7 +45,10 @@ def test_a_rank_that_dies_is_named(ranks):
     assert told[2] == (True, ("Dead", "the process is gone"))
     for rank in (0, 1):
         seconds, text = told[rank][1]
-        assert seconds < SOON_S and f"RankError: step 1 ended on rank {rank}: rank 2 said nothing" in text
+        assert (
+            seconds < SOON_S
+            and f"RankError: step 1 ended on rank {rank}: rank 2 said nothing" in text
+        )
 
 
 @pytest.mark.slow

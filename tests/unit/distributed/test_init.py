@@ -16,14 +16,20 @@ from gyre.distributed.init import hold_store
 def heard_at(port: int) -> list[str]:
     """Addresses on which this process listens at a port."""
     places = psutil.Process().net_connections("inet")
-    return [place.laddr.ip for place in places if place.status == psutil.CONN_LISTEN and place.laddr.port == port]
+    return [
+        place.laddr.ip
+        for place in places
+        if place.status == psutil.CONN_LISTEN and place.laddr.port == port
+    ]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
 def test_a_store_listens_on_the_address_that_it_is_told(host: str) -> None:
     store = hold_store(host, timeout_s=20.0)
     assert heard_at(store.port) in (["::1"], [socket.gethostbyname(host)])
-    other = TCPStore(host, store.port, is_master=False, timeout=timedelta(seconds=20), use_libuv=True)
+    other = TCPStore(
+        host, store.port, is_master=False, timeout=timedelta(seconds=20), use_libuv=True
+    )
     other.set("key", "value")
     assert store.get("key") == b"value"
 

@@ -1,5 +1,6 @@
-"""The cases of the engine against transformers and of the sampling rules, on the CPU in float32: the same that
-tests/gpu/test_transformers_gpu.py and tests/gpu/test_rules_gpu.py run on a GPU in BF16."""
+"""The cases of the engine against transformers and of the sampling rules, on the CPU in float32:
+the same that tests/gpu/test_transformers_gpu.py and tests/gpu/test_rules_gpu.py run on a GPU in
+BF16."""
 
 from __future__ import annotations
 
@@ -54,6 +55,10 @@ def test_the_oracle_of_the_rules_finds_faults(tmp_path: Path) -> None:
     for fault in faults:
         with pytest.raises(AssertionError):
             check_completion(request, fault, oracle, EXACT.most)
-    for wrong in (replace(request, seed=request.seed + 1), requests["everything"], requests["greedy"]):
+    for wrong in (
+        replace(request, seed=request.seed + 1),
+        requests["everything"],
+        requests["greedy"],
+    ):
         with pytest.raises(AssertionError):
             check_completion(wrong, part, oracle, EXACT.most)

@@ -1,5 +1,5 @@
-"""Batch-invariant mode on a CPU: one answer to the bit, whatever shares the batch and whatever it asks for; and the
-torch path, which finds several answers in the same trials, refuses the mode."""
+"""Batch-invariant mode on a CPU: one answer to the bit, whatever shares the batch and whatever it
+asks for; and the torch path, which finds several answers in the same trials, refuses the mode."""
 
 from __future__ import annotations
 
@@ -25,14 +25,24 @@ SETTINGS = [
     {"num_pages": 64, "token_budget": 19, "kv_host_bytes": 2**20, "swap_bytes_per_s": 1e12},
     {"max_running": 3},
 ]
-HAPPEN = ("preemptions", "swaps_in", "recomputed_tokens", "prefix_hit_tokens")  # in some of the trials
-ASKS = [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.05, "prompt_logprobs": 2}, {"prompt_logprobs": 0}]
+# in some of the trials
+HAPPEN = ("preemptions", "swaps_in", "recomputed_tokens", "prefix_hit_tokens")
+ASKS = [
+    {},
+    {"top_k": 5},
+    {"top_p": 0.6},
+    {"min_p": 0.05, "prompt_logprobs": 2},
+    {"prompt_logprobs": 0},
+]
 
 
 def watched(temperature: float) -> Request:
     tokens = np.random.default_rng(7).integers(0, 60, 40).astype(np.int32)
     return Request(
-        request_id="watched", tokens=tokens, sampling=Sampling(temperature=temperature, max_tokens=60), seed=3
+        request_id="watched",
+        tokens=tokens,
+        sampling=Sampling(temperature=temperature, max_tokens=60),
+        seed=3,
     )
 
 
@@ -43,7 +53,9 @@ def others(trial: int) -> list[Request]:
     return [
         Request(
             request_id=f"other{i}",
-            tokens=np.concatenate([shared, rng.integers(0, 60, rng.integers(1, 50))]).astype(np.int32),
+            tokens=np.concatenate([shared, rng.integers(0, 60, rng.integers(1, 50))]).astype(
+                np.int32
+            ),
             sampling=Sampling(
                 temperature=float(rng.choice([0.0, 0.7, 1.0])),
                 max_tokens=int(rng.integers(1, 60)),
@@ -66,7 +78,8 @@ async def one_trial(bench: Bench, trial: int, temperature: float) -> bytes:
 
 
 def run_trials(temperature: float, **changes: object) -> tuple[set[bytes], Counter[str]]:
-    """Spread the trials over the settings, until two answers differ. Return the answers, and what happened meanwhile."""
+    """Spread the trials over the settings, until two answers differ. Return the answers, and what
+    happened meanwhile."""
     answers: set[bytes] = set()
     happened: Counter[str] = Counter()
     each = TRIALS // len(SETTINGS)

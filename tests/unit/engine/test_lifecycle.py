@@ -1,4 +1,5 @@
-"""Life of the engine: versions come in whole, memory moves and comes back, everyone is answered whatever happens."""
+"""Life of the engine: versions come in whole, memory moves and comes back, everyone is answered
+whatever happens."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ def test_dummy_weights_take_no_work_until_a_commit() -> None:
 def test_shared_weights_are_published_without_a_copy_and_dummies_leave_them_alone() -> None:
     async def main() -> None:
         bench = Bench(shared=True)
-        before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in tensors_of(bench.decoder).items()}
+        before = {
+            name: (tensor.data_ptr(), tensor.clone())
+            for name, tensor in tensors_of(bench.decoder).items()
+        }
         await bench.engine.start(dummy=True)
         await bench.publish(9, bench.decoder, shared=True)
         assert versions_of(await bench.ask()) == {9}
@@ -109,7 +113,8 @@ def test_cached_beginnings_of_an_old_version_never_match() -> None:
 
 @pytest.mark.parametrize("policy", ["drain", "keep_prefix", "continue"])
 def test_a_commit_amid_traffic(policy: str) -> None:
-    """drain ends what runs under the old version and starts the rest under the new one; the others change midway."""
+    """drain ends what runs under the old version and starts the rest under the new one; the others
+    change midway."""
 
     async def main() -> None:
         bench = Bench(shared=False, burst_steps=1)
@@ -117,14 +122,17 @@ def test_a_commit_amid_traffic(policy: str) -> None:
         streams = [bench.engine.submit(one) for one in ask(3, max_tokens=60, chunk_tokens=2)]
         first = [await anext(stream) for stream in streams]
         tensors = tensors_of(make_decoder(2))
-        await bench.engine.prepare(make_manifest(1, tensors, shared=False, checksums=False), tensors)
+        await bench.engine.prepare(
+            make_manifest(1, tensors, shared=False, checksums=False), tensors
+        )
         commit = asyncio.ensure_future(bench.engine.commit(1, policy=policy))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         late = asyncio.ensure_future(bench.ask(2, name="late"))
         results = await asyncio.gather(*map(collect, streams))
         await commit
         versions = [
-            np.concatenate([head.versions, rest[0].versions]) for head, rest in zip(first, results, strict=True)
+            np.concatenate([head.versions, rest[0].versions])
+            for head, rest in zip(first, results, strict=True)
         ]
         assert all(len(v) == 60 and (np.diff(v) >= 0).all() for v in versions)
         assert {int(v[-1]) for v in versions} == ({0} if policy == "drain" else {1})
@@ -151,7 +159,9 @@ def test_terminate_answers_everyone_frees_everything_and_can_start_again() -> No
             pending = [bench.engine.submit(one) for one in ask(12, max_tokens=100)]
             await asyncio.sleep(0.01)
             await bench.engine.terminate()
-            assert {part.finish for stream in pending for part in await collect(stream)} == {"abort"}
+            assert {part.finish for stream in pending for part in await collect(stream)} == {
+                "abort"
+            }
             assert all(usage.device_bytes == 0 for usage in bench.engine.measure().values())
             refused = await bench.ask(1)
             assert refused[0][0].finish == "refused" and "not started" in refused[0][0].reason
@@ -176,9 +186,13 @@ def test_memory_moves_keep_or_forget_and_work_goes_on(tmp_path: Path) -> None:
             refused = await bench.ask(1)
             assert refused[0][0].finish == "refused" and "device" in refused[0][0].reason
             await bench.move(["engine.weights", "engine.kv"], "device")
-            assert {name: usage.device_bytes for name, usage in bench.engine.measure().items()} == sizes
+            assert {
+                name: usage.device_bytes for name, usage in bench.engine.measure().items()
+            } == sizes
             assert tokens_of(await bench.ask()) == expected
-            assert (await bench.engine.stats()).prefix_hit_tokens == hits + 3 * 8, "KV survives host and disk"
+            assert (await bench.engine.stats()).prefix_hit_tokens == hits + 3 * 8, (
+                "KV survives host and disk"
+            )
         await bench.move(["engine.kv"], "none")
         assert ("engine.prefix_cleared", "engine.kv left for tier none") in [
             (kind, fields.get("reason")) for kind, fields in bench.events
@@ -208,7 +222,10 @@ def test_kv_that_leaves_amid_traffic_does_not_change_tokens() -> None:
             await asyncio.sleep(0.1)
             await bench.move(["engine.kv"], "device")
             rest = [await collect(stream) for stream in streams]
-            got = [[*a.tokens.tolist(), *b[0].tokens.tolist()] for a, b in zip(first, rest, strict=True)]
+            got = [
+                [*a.tokens.tolist(), *b[0].tokens.tolist()]
+                for a, b in zip(first, rest, strict=True)
+            ]
             assert got == expected
             assert ("engine.preempted" in bench.kinds()) == (tier == "none")
             bench.check()
@@ -223,13 +240,18 @@ def test_deadlines_are_answered_running_waiting_and_asleep() -> None:
         bench.engine._clock = lambda: now[0]
         await bench.engine.start(dummy=False)
         bench.engine._cycle._clock = lambda: now[0]  # type: ignore[union-attr]
-        running, waiting = (bench.engine.submit(one) for one in ask(2, max_tokens=200, chunk_tokens=1, deadline_s=5.0))
+        running, waiting = (
+            bench.engine.submit(one)
+            for one in ask(2, max_tokens=200, chunk_tokens=1, deadline_s=5.0)
+        )
         await anext(running)
         now[0] = 6.0
         ended = [(await collect(stream))[0] for stream in (running, waiting)]
         assert [part.finish for part in ended] == ["deadline", "deadline"]
         assert len(ended[1].tokens) == 0 and ended[0].reason
-        asleep = bench.engine.submit(replace(ask(1, max_tokens=200, deadline_s=5.0)[0], request_id="asleep"))
+        asleep = bench.engine.submit(
+            replace(ask(1, max_tokens=200, deadline_s=5.0)[0], request_id="asleep")
+        )
         await bench.move(["engine.kv"], "host")
         now[0] = 20.0
         assert (await collect(asleep))[0].finish == "deadline"
@@ -246,7 +268,9 @@ def test_a_request_that_a_drain_keeps_outside_can_be_aborted_and_passes_its_dead
         await bench.engine.start(dummy=False)
         running = bench.engine.submit(ask(1, max_tokens=200, chunk_tokens=1)[0])
         await anext(running)
-        commit = asyncio.ensure_future(bench.publish(1, make_decoder(2), shared=False, policy="drain"))
+        commit = asyncio.ensure_future(
+            bench.publish(1, make_decoder(2), shared=False, policy="drain")
+        )
         while not bench.engine._desk._held:
             await asyncio.sleep(0.001)
         aborted, late, kept = (
@@ -277,7 +301,9 @@ def test_a_fault_of_ours_answers_everyone_and_a_restart_heals() -> None:
 
         bench.decoder.hidden = broken  # type: ignore[method-assign]
         results = await bench.ask(3)
-        assert {(part[0].finish, "cosmic ray" in part[0].reason) for part in results} == {("abort", True)}
+        assert {(part[0].finish, "cosmic ray" in part[0].reason) for part in results} == {
+            ("abort", True)
+        }
         assert "engine.failed" in bench.kinds() and not (await bench.engine.health()).ok
         assert (await bench.ask(1))[0][0].finish == "refused"
         bench.decoder.hidden = hidden  # type: ignore[method-assign]
@@ -307,11 +333,14 @@ def test_a_full_queue_refuses_and_a_closed_stream_aborts() -> None:
 
 def test_too_many_queued_tokens_are_refused_until_some_are_answered() -> None:
     async def main() -> None:
-        bench = Bench(shared=True, num_pages=20, max_queued_tokens=25)  # 80 + 25 given tokens: eleven prompts of 9
+        # 80 + 25 given tokens: eleven prompts of 9
+        bench = Bench(shared=True, num_pages=20, max_queued_tokens=25)
         await bench.engine.start(dummy=False)
         results = await bench.ask(13)
         assert [parts[0].finish for parts in results] == ["length"] * 11 + ["refused"] * 2
-        assert "99 given tokens are unanswered, this request has 9, and 105" in results[11][0].reason
+        assert (
+            "99 given tokens are unanswered, this request has 9, and 105" in results[11][0].reason
+        )
         assert [parts[0].finish for parts in await bench.ask(11, name="later")] == ["length"] * 11
         await bench.engine.abort("nobody")
         assert bench.engine._desk.load.completions == bench.engine._desk.load.tokens == 0
@@ -325,7 +354,12 @@ def test_chunks_have_the_size_that_was_asked_for(chunk_tokens: int) -> None:
     async def main() -> None:
         bench = Bench(shared=True)
         await bench.engine.start(dummy=False)
-        chunks = [chunk async for chunk in bench.engine.submit(ask(1, max_tokens=10, chunk_tokens=chunk_tokens)[0])]
+        chunks = [
+            chunk
+            async for chunk in bench.engine.submit(
+                ask(1, max_tokens=10, chunk_tokens=chunk_tokens)[0]
+            )
+        ]
         sizes = {1: [1] * 10, 4: [4, 4, 2], 0: [10]}[chunk_tokens]
         assert [len(chunk.tokens) for chunk in chunks] == sizes
         assert [chunk.finish for chunk in chunks] == [None] * (len(sizes) - 1) + ["length"]

@@ -1,4 +1,5 @@
-"""The cases of an engine in service, on the CPU: the same that tests/gpu/test_served_gpu.py runs on a GPU."""
+"""The cases of an engine in service, on the CPU: the same that tests/gpu/test_served_gpu.py runs on
+a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from served_cases import Place, new_weights, parks_in_flight, restarts, soak
 
 CPU = Place(device=torch.device("cpu"), dtype=torch.float32, page_tokens=16)
 pytestmark = pytest.mark.skipif(
-    isinstance(load_decoder(torch.float32), Unavailable), reason="batch-invariant mode needs the C kernels"
+    isinstance(load_decoder(torch.float32), Unavailable),
+    reason="batch-invariant mode needs the C kernels",
 )
 
 
@@ -22,7 +24,9 @@ def test_soak_under_random_aborts(way) -> None:
     asyncio.run(soak(CPU, way, num_requests=40))
 
 
-@pytest.mark.parametrize(("policy", "way"), [("drain", "swap"), ("keep_prefix", "recompute"), ("continue", "swap")])
+@pytest.mark.parametrize(
+    ("policy", "way"), [("drain", "swap"), ("keep_prefix", "recompute"), ("continue", "swap")]
+)
 def test_new_weights_in_flight(policy, way) -> None:
     asyncio.run(new_weights(CPU, policy, way))
 

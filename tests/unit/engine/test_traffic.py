@@ -1,5 +1,6 @@
-"""The engine's inside under random traffic: nothing leaks, nothing is used twice, every request gets the answer that it
-would get alone, whatever is aborted, preempted, swapped, in flight or under new weights meanwhile."""
+"""The engine's inside under random traffic: nothing leaks, nothing is used twice, every request
+gets the answer that it would get alone, whatever is aborted, preempted, swapped, in flight or under
+new weights meanwhile."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class Traffic(RuleBasedStateMachine):
         tokens_per_page=st.sampled_from([0.0, 1.5, 3.0]),
         window=st.sampled_from([None, 5, None, 9, 1]),
     )
-    def build(self, num_pages, max_running, spare, prefix, depth, num_slots, tokens_per_page, window) -> None:
+    def build(
+        self, num_pages, max_running, spare, prefix, depth, num_slots, tokens_per_page, window
+    ) -> None:
         """`tokens_per_page`: so many are computed again while a page goes out and back."""
         self.events: list[str] = []
         self.budget = max_running + spare
@@ -52,7 +55,9 @@ class Traffic(RuleBasedStateMachine):
             emit=lambda kind, **fields: self.events.append(kind),
             num_slots=num_slots,
             window=window,
-            rates=SwapRates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=tokens_per_page or 1e-9),
+            rates=SwapRates(
+                page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=tokens_per_page or 1e-9
+            ),
         )
         self.runner, self.window = FakeDevice(window), window
         self.cycle = EngineCore(
@@ -81,7 +86,9 @@ class Traffic(RuleBasedStateMachine):
         begun=st.lists(st.integers(0, 12), max_size=2),
         then=STEPS,
     )
-    def submit(self, prompt, max_tokens, n, priority, salt, chunk_tokens, ignore_eos, begun, then) -> None:
+    def submit(
+        self, prompt, max_tokens, n, priority, salt, chunk_tokens, ignore_eos, begun, then
+    ) -> None:
         request = Request(
             request_id=f"r{len(self.requests)}",
             tokens=np.asarray(prompt, np.int32),
@@ -138,7 +145,12 @@ class Traffic(RuleBasedStateMachine):
         self.cycle.quiesce()
         rows = self.roster.active_rows().tolist()
         if rows:
-            preempt(self.roster, data.draw(st.sampled_from(rows)), reason="test", version=self.cycle.version)
+            preempt(
+                self.roster,
+                data.draw(st.sampled_from(rows)),
+                reason="test",
+                version=self.cycle.version,
+            )
         self.advance(1 + then)
 
     @precondition(lambda self: self.swapped)
@@ -155,10 +167,14 @@ class Traffic(RuleBasedStateMachine):
     @property
     def swapped(self) -> list[str]:
         waiting = self.roster.queue if hasattr(self, "roster") else []
-        return sorted({sequence.request.request_id for sequence in waiting if sequence.swapped is not None})
+        return sorted(
+            {sequence.request.request_id for sequence in waiting if sequence.swapped is not None}
+        )
 
     def change_version(self, recompute: bool, keep_cached: bool) -> None:
-        self.cycle.change_version(self.cycle.version + 1, recompute=recompute, keep_cached=keep_cached)
+        self.cycle.change_version(
+            self.cycle.version + 1, recompute=recompute, keep_cached=keep_cached
+        )
         if recompute:
             self.runner.oldest_version = self.cycle.version
         self.book(self.cycle.flush())
@@ -191,7 +207,9 @@ class Traffic(RuleBasedStateMachine):
             return
         self.book(self.cycle.flush())
         expected = {
-            (request_id, index): tokens for request_id, parts in self.open.items() for index, tokens in parts.items()
+            (request_id, index): tokens
+            for request_id, parts in self.open.items()
+            for index, tokens in parts.items()
         }
         partials, chunks = self.cycle.interrupt()
         self.book(chunks)
@@ -211,7 +229,8 @@ class Traffic(RuleBasedStateMachine):
         assert waiting_and_running == sum(map(len, self.open.values()))
 
     def book(self, chunks) -> None:
-        """Every chunk goes on where the last one ended; a finished completion is the one that was to be expected."""
+        """Every chunk goes on where the last one ended; a finished completion is the one that was
+        to be expected."""
         for chunk in chunks:
             parts = self.open[chunk.request_id]
             parts[chunk.index] += chunk.tokens.tolist()
@@ -242,7 +261,12 @@ class Traffic(RuleBasedStateMachine):
         assert self.roster.pages.num_available == self.roster.pages.num_pages
         assert self.roster.slots.num_free == self.roster.slots.num_slots
         counters = self.roster.counters
-        assert counters.swaps_in <= counters.swaps_out <= counters.preemptions == self.events.count("engine.preempted")
+        assert (
+            counters.swaps_in
+            <= counters.swaps_out
+            <= counters.preemptions
+            == self.events.count("engine.preempted")
+        )
 
 
 SETTINGS = settings(stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))

@@ -1,4 +1,5 @@
-"""The scripted engine keeps the engine's contract: what it answers, when it refuses, and that no wait is without end."""
+"""The scripted engine keeps the engine's contract: what it answers, when it refuses, and that no
+wait is without end."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def test_refusals_are_answers_with_reasons():
 
     async def refused(engine: ScriptedEngine, asked: Request) -> str:
         chunks = await read(engine.submit(asked))
-        assert [[c.finish for c in parts] for parts in chunks.values()] == [["refused"]] * max(1, asked.sampling.n)
+        assert [[c.finish for c in parts] for parts in chunks.values()] == [["refused"]] * max(
+            1, asked.sampling.n
+        )
         return chunks[0][0].reason
 
     async def go() -> None:
@@ -100,9 +103,14 @@ def test_submission_is_immediate_and_priority_goes_first():
             await read(stream)
             done.append(name)
 
-        streams = [engine.submit(request(name, priority=p)) for name, p in (("low", 0), ("mid", 1), ("high", 2))]
+        streams = [
+            engine.submit(request(name, priority=p))
+            for name, p in (("low", 0), ("mid", 1), ("high", 2))
+        ]
         assert (await engine.stats()).waiting == 3
-        await asyncio.gather(*(follow(s, name) for s, name in zip(streams, ("low", "mid", "high"), strict=True)))
+        await asyncio.gather(
+            *(follow(s, name) for s, name in zip(streams, ("low", "mid", "high"), strict=True))
+        )
         assert done == ["high", "mid", "low"]
 
     run(go())
@@ -132,7 +140,10 @@ def test_interrupt_then_go_on_gives_the_same_tokens():
 
 def test_waits_end_by_their_deadline_and_name_what_they_waited_for():
     async def go() -> None:
-        engine = engine_of(faults=Faults(stalled=frozenset({"slow"})), config=FakeEngineConfig(drain_deadline_s=0.01))
+        engine = engine_of(
+            faults=Faults(stalled=frozenset({"slow"})),
+            config=FakeEngineConfig(drain_deadline_s=0.01),
+        )
         await engine.start(dummy=False)
         stream = engine.submit(request("slow"))
         with pytest.raises(DeadlineError, match="slow"):

@@ -1,4 +1,5 @@
-"""The scripted engine's versions, failures and memory: whole or not there, healed by a restart, measured."""
+"""The scripted engine's versions, failures and memory: whole or not there, healed by a restart,
+measured."""
 
 from __future__ import annotations
 
@@ -127,7 +128,10 @@ def test_memory_moves_are_measured():
     engine.move(["engine.weights"], "host")
     used = engine.measure()
     assert (used["engine.kv"].device_bytes, used["engine.kv"].host_bytes) == (0, 0)
-    assert (used["engine.weights"].device_bytes, used["engine.weights"].host_bytes) == (0, sizes["engine.weights"])
+    assert (used["engine.weights"].device_bytes, used["engine.weights"].host_bytes) == (
+        0,
+        sizes["engine.weights"],
+    )
     engine.move(list(sizes), "device")
     assert {name: use.device_bytes for name, use in engine.measure().items()} == sizes
     assert {c.name: c.tier for c in engine.components()} == dict.fromkeys(sizes, "device")

@@ -1,4 +1,5 @@
-"""The other fakes keep their contracts, go wrong only as they are told to, and turn the ring together."""
+"""The other fakes keep their contracts, go wrong only as they are told to, and turn the ring
+together."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def test_the_learning_script_gets_better_with_versions():
 
 
 def test_sum_prompts_are_different_and_split():
-    train, held_out = sum_prompts(FakeSourceConfig(num_prompts=40, held_out_fraction=0.25, seed=3), TOKENIZER)
+    train, held_out = sum_prompts(
+        FakeSourceConfig(num_prompts=40, held_out_fraction=0.25, seed=3), TOKENIZER
+    )
     assert (len(train), len(held_out)) == (30, 10)
     assert len({p.prompt_id for p in (*train, *held_out)}) == 40
     for prompt in train:
@@ -51,7 +54,9 @@ def batch_of(lengths: list[int], step: int = 5) -> TrainBatch:
         mask[2:] = True
         sequences.append(
             TrainSequence(
-                tokens=np.arange(length + 2, dtype=np.int32), columns={"loss_mask": mask}, scalars={"score": length}
+                tokens=np.arange(length + 2, dtype=np.int32),
+                columns={"loss_mask": mask},
+                scalars={"score": length},
             )
         )
     return TrainBatch(sequences=tuple(sequences), step=step)
@@ -61,7 +66,9 @@ def test_the_trainer_keeps_books():
     emit = Events()
 
     async def go() -> None:
-        trainer = CountingTrainer(emit=emit, config=FakeTrainerConfig(sequences_per_update=2), version=10)
+        trainer = CountingTrainer(
+            emit=emit, config=FakeTrainerConfig(sequences_per_update=2), version=10
+        )
         report = await trainer.step(batch_of([3, 0, 4, 1]))
         assert (report.step, report.version, report.num_updates) == (5, 12, 2)
         assert (report.num_tokens, report.metrics["target_tokens"]) == (5 + 6 + 3, 8.0)
@@ -109,10 +116,14 @@ def test_the_trainer_fails_when_told_and_changes_nothing():
 
 def test_the_scorer_compares_answers_in_order():
     scorer = TableScorer(emit=Events())
-    scores = run(scorer.score([rollout("a", "3"), rollout("b", "4"), rollout("c", " 3\n")], deadline_s=1))
+    scores = run(
+        scorer.score([rollout("a", "3"), rollout("b", "4"), rollout("c", " 3\n")], deadline_s=1)
+    )
     assert [(s.rollout_id, s.value) for s in scores] == [("a", 1.0), ("b", 0.0), ("c", 1.0)]
     table = TableScorer({"x": 0.5}, emit=Events())
-    assert [s.value for s in run(table.score([rollout("a", "x"), rollout("b", "y")], deadline_s=1))] == [0.5, 0.0]
+    assert [
+        s.value for s in run(table.score([rollout("a", "x"), rollout("b", "y")], deadline_s=1))
+    ] == [0.5, 0.0]
     assert run(table.score([], deadline_s=1)) == []
 
 
@@ -135,7 +146,12 @@ def test_the_scorer_labels_failures_and_keeps_its_deadline():
 
 
 @settings(deadline=None)
-@given(size=st.integers(1, 12), seed=st.integers(0, 5), first=st.integers(1, 30), then=st.integers(1, 30))
+@given(
+    size=st.integers(1, 12),
+    seed=st.integers(0, 5),
+    first=st.integers(1, 30),
+    then=st.integers(1, 30),
+)
 def test_the_source_goes_on_exactly_where_its_state_was_taken(size, seed, first, then):
     records = [f"record {i}" for i in range(size)]
     source = ListSource(records, seed=seed)
@@ -153,25 +169,36 @@ def test_the_source_goes_on_exactly_where_its_state_was_taken(size, seed, first,
 
 
 def test_the_fakes_turn_the_ring():
-    """Rollout, score, train, hand over, by hand: the score rises with the version that sampled it."""
+    """Rollout, score, train, hand over, by hand: the score rises with the version that sampled
+    it."""
 
     async def go() -> list[float]:
         emit, config = Events(), FakeEngineConfig(start_accuracy=0.2, gain_per_version=0.2)
-        engine = ScriptedEngine(learning_script(config, TOKENIZER), emit=emit, config=config, eos_ids=TOKENIZER.eos_ids)
+        engine = ScriptedEngine(
+            learning_script(config, TOKENIZER), emit=emit, config=config, eos_ids=TOKENIZER.eos_ids
+        )
         train, _ = sum_prompts(FakeSourceConfig(num_prompts=200), TOKENIZER)
-        source, trainer, scorer = ListSource(train), CountingTrainer(emit=emit), TableScorer(emit=emit)
+        source, trainer, scorer = (
+            ListSource(train),
+            CountingTrainer(emit=emit),
+            TableScorer(emit=emit),
+        )
         await engine.start(dummy=False)
         means = []
         for step in range(5):
             rollouts, sequences = [], []
             for place, prompt in enumerate(source.take(32)):
                 name = f"{step}/{place}"
-                asked = Request(request_id=name, tokens=prompt.tokens, sampling=Sampling(n=4), seed=place)
+                asked = Request(
+                    request_id=name, tokens=prompt.tokens, sampling=Sampling(n=4), seed=place
+                )
                 for index, chunks in (await read(engine.submit(asked))).items():
                     assert set(joined(chunks, "versions")) == {step}
                     text = TOKENIZER.decode(joined(chunks), skip_special=True)
                     rollouts.append(replace(rollout(f"{name}/{index}", text), prompt=prompt))
-                    tokens = np.concatenate([prompt.tokens, np.array(joined(chunks), dtype=np.int32)])
+                    tokens = np.concatenate(
+                        [prompt.tokens, np.array(joined(chunks), dtype=np.int32)]
+                    )
                     mask = np.arange(len(tokens)) >= len(prompt.tokens)
                     sequences.append(TrainSequence(tokens=tokens, columns={"loss_mask": mask}))
             scores = await scorer.score(rollouts, deadline_s=5)

@@ -1,4 +1,5 @@
-"""keep_freed_memory: a fresh process that frees and takes the same memory no longer faults its pages in again."""
+"""keep_freed_memory: a fresh process that frees and takes the same memory no longer faults its
+pages in again."""
 
 from __future__ import annotations
 
@@ -24,6 +25,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the switch is glibc's")
 def test_freed_memory_is_used_again_without_faults() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
     pages_touched = 5 * 12 * 12_000_000 // 4096
     assert int(done.stdout) < pages_touched // 20

@@ -1,4 +1,5 @@
-"""Packed attention and its layout: against the oracle forward and backward, and never across sequences."""
+"""Packed attention and its layout: against the oracle forward and backward, and never across
+sequences."""
 
 # T packed tokens, H heads, K kv heads, D head dim
 
@@ -21,7 +22,13 @@ some_lengths = st.lists(st.integers(0, 40), min_size=0, max_size=9)
 
 
 def make_qkv(
-    tokens: int, kv_heads: int, group: int, head_dim: int, *, seed: int, dtype: torch.dtype = torch.float64
+    tokens: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float64,
 ) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -30,13 +37,17 @@ def make_qkv(
     ]
 
 
-def check_against_oracle(lengths: list[int], kv_heads: int, group: int, head_dim: int, seed: int) -> None:
+def check_against_oracle(
+    lengths: list[int], kv_heads: int, group: int, head_dim: int, seed: int
+) -> None:
     qkv = make_qkv(sum(lengths), kv_heads, group, head_dim, seed=seed)
     got = varlen_attention(*qkv, PackedLayout.of(lengths, CPU))
     want = reference_kernels.varlen_attention(*qkv, lengths)
     torch.testing.assert_close(got, want)
     if got.numel():
-        upstream = torch.randn(got.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        upstream = torch.randn(
+            got.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
         got_grads, want_grads = (torch.autograd.grad(out, qkv, upstream) for out in (got, want))
         torch.testing.assert_close(got_grads, want_grads)
 
@@ -49,7 +60,9 @@ def check_against_oracle(lengths: list[int], kv_heads: int, group: int, head_dim
     half=st.integers(1, 4),
     seed=st.integers(0, 1000),
 )
-def test_attention_is_the_oracle(lengths: list[int], kv_heads: int, group: int, half: int, seed: int) -> None:
+def test_attention_is_the_oracle(
+    lengths: list[int], kv_heads: int, group: int, half: int, seed: int
+) -> None:
     check_against_oracle(lengths, kv_heads, group, 2 * half, seed)
 
 
@@ -72,16 +85,26 @@ def test_attention_gradcheck() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(lengths=st.lists(st.integers(1, 20), min_size=2, max_size=6), seed=st.integers(0, 1000), poisoned=st.integers(0))
-def test_nothing_crosses_sequences_even_poison(lengths: list[int], seed: int, poisoned: int) -> None:
-    """NaN in one sequence's keys, values and upstream gradient reaches no other's output or gradient."""
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=2, max_size=6),
+    seed=st.integers(0, 1000),
+    poisoned=st.integers(0),
+)
+def test_nothing_crosses_sequences_even_poison(
+    lengths: list[int], seed: int, poisoned: int
+) -> None:
+    """NaN in one sequence's keys, values and upstream gradient reaches no other's output or
+    gradient."""
     victim = poisoned % len(lengths)
     starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     inside_T = torch.zeros(sum(lengths), dtype=torch.bool)
     inside_T[starts[victim] : starts[victim + 1]] = True
     layout = PackedLayout.of(lengths, CPU)
     clean = make_qkv(sum(lengths), 1, 2, 4, seed=seed)
-    poison = [x.detach().masked_fill(inside_T[:, None, None], float("nan")).requires_grad_() for x in clean]
+    poison = [
+        x.detach().masked_fill(inside_T[:, None, None], float("nan")).requires_grad_()
+        for x in clean
+    ]
     results = []
     for qkv in (clean, poison):
         out = varlen_attention(*qkv, layout)
@@ -112,7 +135,9 @@ def test_the_future_is_not_seen(lengths: list[int], seed: int) -> None:
 @given(lengths=st.lists(st.integers(0, 600), max_size=40))
 def test_buckets_hold_every_sequence_once_and_waste_little(lengths: list[int]) -> None:
     buckets = plan_buckets(lengths)
-    assert sorted(i for members in buckets for i in members) == [i for i, n in enumerate(lengths) if n]
+    assert sorted(i for members in buckets for i in members) == [
+        i for i, n in enumerate(lengths) if n
+    ]
     for members in buckets:
         longest = lengths[members[0]]
         assert all(SHORTEST_SHARE * longest <= lengths[i] <= longest for i in members)
@@ -144,7 +169,9 @@ def test_equal_lengths_need_no_gathering() -> None:
 @given(length=st.integers(1, 5000))
 def test_query_blocks_cover_a_sequence_in_order(length: int) -> None:
     blocks = list(query_blocks(length))
-    assert [t for start, stop in blocks for t in (start, stop)] == sorted(t for block in blocks for t in block)
+    assert [t for start, stop in blocks for t in (start, stop)] == sorted(
+        t for block in blocks for t in block
+    )
     assert blocks[0][0] == 0 and blocks[-1][1] == length
     assert all(a[1] == b[0] for a, b in itertools.pairwise(blocks))
     assert all(0 < stop - start <= QUERY_BLOCK for start, stop in blocks)
@@ -152,10 +179,15 @@ def test_query_blocks_cover_a_sequence_in_order(length: int) -> None:
 
 def test_bfloat16_stays_within_its_rounding_of_float64() -> None:
     lengths = [37, 160, 90, 160]
-    narrow = [x.detach().bfloat16().requires_grad_() for x in make_qkv(sum(lengths), 2, 2, 64, seed=5)]
+    narrow = [
+        x.detach().bfloat16().requires_grad_() for x in make_qkv(sum(lengths), 2, 2, 64, seed=5)
+    ]
     wide = [x.detach().double().requires_grad_() for x in narrow]
     got = varlen_attention(*narrow, PackedLayout.of(lengths, CPU))
     want = reference_kernels.varlen_attention(*wide, lengths)
-    got_grads, want_grads = torch.autograd.grad(got.sum(), narrow), torch.autograd.grad(want.sum(), wide)
+    got_grads, want_grads = (
+        torch.autograd.grad(got.sum(), narrow),
+        torch.autograd.grad(want.sum(), wide),
+    )
     for a, b in zip([got, *got_grads], [want, *want_grads], strict=True):
         assert (a.double() - b).norm() < 0.02 * b.norm()

@@ -1,4 +1,5 @@
-"""Products of 8-bit operands against torchao's, whose numbers they are to be, and against float64."""
+"""Products of 8-bit operands against torchao's, whose numbers they are to be, and against
+float64."""
 
 from __future__ import annotations
 
@@ -8,7 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from gyre.kernels.float8 import E4M3, E5M2, Amax, Float8Weight, largest, product, quantise, transposed, why_not
+from gyre.kernels.float8 import (
+    E4M3,
+    E5M2,
+    Amax,
+    Float8Weight,
+    largest,
+    product,
+    quantise,
+    transposed,
+    why_not,
+)
 from gyre.kernels.linear import OutputGradient, amaxes_of, linear
 from gyre.kernels.norm import rms_norm_forward
 from gyre.kernels.rope import rope_frequencies, rope_tables, turn
@@ -18,7 +29,9 @@ CPU = torch.device("cpu")
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}  # the largest relative error of rounding a normal number
 
 
-def random(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def random(
+    *shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
@@ -26,7 +39,9 @@ def torchao_linear(weight_OI: Tensor, bias_O: Tensor | None = None) -> Any:
     """torchao's own layer with the recipe that it takes by default."""
     float8_linear = pytest.importorskip("torchao.float8.float8_linear")
     config = pytest.importorskip("torchao.float8.config").Float8LinearConfig(pad_inner_dim=True)
-    plain = torch.nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=bias_O is not None, dtype=weight_OI.dtype)
+    plain = torch.nn.Linear(
+        weight_OI.shape[1], weight_OI.shape[0], bias=bias_O is not None, dtype=weight_OI.dtype
+    )
     plain.weight = torch.nn.Parameter(weight_OI.clone())
     if bias_O is not None:
         plain.bias = torch.nn.Parameter(bias_O.clone())
@@ -66,7 +81,10 @@ def test_what_is_not_finite_stays_so():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_layer_and_its_gradients_are_torchao_s_to_the_bit(tokens, bias, dtype):
-    x_TI, weight_OI = random(tokens, 48, seed=1, dtype=dtype), random(32, 48, seed=2, scale=0.1, dtype=dtype)
+    x_TI, weight_OI = (
+        random(tokens, 48, seed=1, dtype=dtype),
+        random(32, 48, seed=2, scale=0.1, dtype=dtype),
+    )
     grad_TO = random(tokens, 32, seed=3, scale=1e-4, dtype=dtype)
     bias_O = random(32, seed=4, dtype=dtype) if bias else None
     theirs, leaf_TI = torchao_linear(weight_OI, bias_O), x_TI.clone().requires_grad_()
@@ -83,9 +101,13 @@ def test_a_weight_that_came_in_8_bits_is_multiplied_like_one_that_did_not():
     x_TI, weight_OI, grad_TO = random(8, 48, seed=1), random(32, 48, seed=2), random(8, 32, seed=3)
     rounded = quantise(weight_OI, E4M3, rows=True)
     assert rounded.rows_NK is not None
-    gathered = torch.nn.Parameter(Float8Weight(rounded.rows_NK, rounded.amax, rounded.inverse, torch.bfloat16))
+    gathered = torch.nn.Parameter(
+        Float8Weight(rounded.rows_NK, rounded.amax, rounded.inverse, torch.bfloat16)
+    )
     assert gathered.dtype == torch.bfloat16 and gathered.requires_grad
-    (found_TO, amaxes), (expected_TO, _) = (linear(x_TI, weight, float8=True) for weight in (gathered, weight_OI))
+    (found_TO, amaxes), (expected_TO, _) = (
+        linear(x_TI, weight, float8=True) for weight in (gathered, weight_OI)
+    )
     assert torch.equal(found_TO, expected_TO)
     through = OutputGradient(grad_TO, amaxes)
     assert torch.equal(through.of_input(gathered), through.of_input(weight_OI))
@@ -100,7 +122,9 @@ def test_a_largest_number_that_is_known_is_not_looked_for(monkeypatch):
     expected = OutputGradient(grad_TO, amaxes)
     of_grad, read = largest(grad_TO), []
     for module in ("float8", "linear"):
-        monkeypatch.setattr(f"gyre.kernels.{module}.largest", lambda x: (read.append(x.shape), largest(x))[1])
+        monkeypatch.setattr(
+            f"gyre.kernels.{module}.largest", lambda x: (read.append(x.shape), largest(x))[1]
+        )
     y_TO, again = linear(x_TI, weight_OI, float8=True, amax=Amax(amaxes[0]))
     assert torch.equal(y_TO, expected_TO) and again == amaxes
     assert amaxes_of(x_TI, weight_OI, float8=True, amax=Amax(amaxes[0])) == amaxes
@@ -123,12 +147,20 @@ def test_who_makes_an_operand_without_triton_leaves_its_largest_number_open():
 def layer_by(matmul: Any, tokens: int, *, lean: bool = False) -> dict[str, Tensor]:
     """Output and gradients of both halves of a layer; `matmul` is "ours", "torchao" or "wide"."""
     hidden, heads, dim, mlp, dtype = 32, (2, 1), 16, 48, torch.float32
-    shapes = {"qkv": (64, hidden), "out": (hidden, 32), "gate_up": (2 * mlp, hidden), "down": (hidden, mlp)}
+    shapes = {
+        "qkv": (64, hidden),
+        "out": (hidden, 32),
+        "gate_up": (2 * mlp, hidden),
+        "down": (hidden, mlp),
+    }
     weights = {
         name: random(*shape, seed=seed, scale=0.2, dtype=dtype).requires_grad_()
         for seed, (name, shape) in enumerate(shapes.items())
     }
-    norms = [(1.0 + random(hidden, seed=seed, scale=0.1, dtype=dtype)).requires_grad_() for seed in (10, 11)]
+    norms = [
+        (1.0 + random(hidden, seed=seed, scale=0.1, dtype=dtype)).requires_grad_()
+        for seed in (10, 11)
+    ]
     x_TE = random(tokens, hidden, seed=20, dtype=dtype).requires_grad_()
     tables = rope_tables(torch.arange(tokens), rope_frequencies(dim, 1e4, None, CPU), dtype)
     if matmul == "torchao":
@@ -143,7 +175,16 @@ def layer_by(matmul: Any, tokens: int, *, lean: bool = False) -> dict[str, Tenso
     else:
         float8 = frozenset(shapes) if matmul == "ours" else frozenset()
         again_TE, q_THD, _, _ = attention_inputs(
-            x_TE, norms[0], weights["qkv"], None, None, None, *tables, heads=heads, eps=1e-6, float8=float8
+            x_TE,
+            norms[0],
+            weights["qkv"],
+            None,
+            None,
+            None,
+            *tables,
+            heads=heads,
+            eps=1e-6,
+            float8=float8,
         )
         rest = weights["out"], norms[1], weights["gate_up"], weights["down"]
         y_TE = layer_output(again_TE, q_THD.flatten(1), *rest, eps=1e-6, lean=lean, float8=float8)
@@ -157,8 +198,8 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 def test_a_decoder_layer_is_as_one_of_torchao_s_layers():
-    """Norms and activation round in other places, which now and then moves a number by a step of its format: by norm
-    less than a tenth of what 8 bits cost against wide products."""
+    """Norms and activation round in other places, which now and then moves a number by a step of
+    its format: by norm less than a tenth of what 8 bits cost against wide products."""
     ours, theirs, wide = (layer_by(which, 37) for which in ("ours", "torchao", "wide"))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():

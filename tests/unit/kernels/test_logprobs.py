@@ -16,18 +16,27 @@ import reference_kernels
 from gyre.kernels.logprobs import BLOCK_LOGITS, token_logprobs
 
 
-def make_case(rows: int, vocab: int, seed: int, *, size: float = 1.0, dtype: torch.dtype = torch.float64):
+def make_case(
+    rows: int, vocab: int, seed: int, *, size: float = 1.0, dtype: torch.dtype = torch.float64
+):
     """Hidden rows, head weight, targets and temperatures."""
     generator = torch.Generator().manual_seed(seed)
-    hidden = (size * torch.randn(rows, 5, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
-    weight = torch.randn(vocab, 5, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    hidden = (
+        (size * torch.randn(rows, 5, generator=generator, dtype=torch.float64))
+        .to(dtype)
+        .requires_grad_()
+    )
+    weight = (
+        torch.randn(vocab, 5, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    )
     targets = torch.randint(0, vocab, (rows,), generator=generator)
     temperatures = 0.5 + torch.rand(rows, generator=generator)
     return hidden, weight, targets, temperatures
 
 
 def make_support(targets: Tensor, vocab: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return a random set of allowed tokens per row that holds the target, as offsets and ascending ids."""
+    """Return a random set of allowed tokens per row that holds the target, as offsets and ascending
+    ids."""
     allowed = torch.rand(len(targets), vocab, generator=torch.Generator().manual_seed(seed)) < 0.4
     allowed[torch.arange(len(targets)), targets] = True
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), allowed.sum(1).cumsum(0)])
@@ -49,10 +58,14 @@ def test_logprobs_entropy_and_gradients_are_the_oracle(
     temperatures = temperatures.double()
     support = make_support(targets, vocab, seed) if truncated else None
     got, entropy = token_logprobs(hidden, weight, targets, temperatures, support, chunk=chunk)
-    want, want_entropy = reference_kernels.token_logprobs(hidden, weight, targets, temperatures, support)
+    want, want_entropy = reference_kernels.token_logprobs(
+        hidden, weight, targets, temperatures, support
+    )
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(entropy, want_entropy)
-    upstream, bonus = torch.randn(2, rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    upstream, bonus = torch.randn(
+        2, rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     # Of the log-probs alone, of the entropies alone, of both.
     for weights in ((upstream, None), (None, bonus), (upstream, bonus)):
         ours, theirs = (
@@ -73,7 +86,9 @@ def test_gradcheck(chunk: int) -> None:
     support = make_support(targets, 7, 2)
     for case in (None, support):
         assert torch.autograd.gradcheck(
-            lambda h, w, case=case: token_logprobs(h, w, targets, temperatures.double(), case, chunk=chunk),
+            lambda h, w, case=case: token_logprobs(
+                h, w, targets, temperatures.double(), case, chunk=chunk
+            ),
             (hidden, weight),
         )
 
@@ -97,18 +112,25 @@ def test_an_entropy_that_is_only_reported_costs_the_backward_pass_nothing() -> N
         torch.autograd.backward(logprobs, torch.ones_like(logprobs), retain_graph=True)
     assert alone.count == 2, "the two products of the gradients; probabilities were kept"
     with Products() as both:
-        torch.autograd.backward((logprobs, entropy), (torch.ones_like(logprobs), torch.ones_like(entropy)))
+        torch.autograd.backward(
+            (logprobs, entropy), (torch.ones_like(logprobs), torch.ones_like(entropy))
+        )
     assert both.count > alone.count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [0, 16])
-def test_the_entropys_gradient_stays_finite_where_probabilities_underflow(dtype: torch.dtype, chunk: int) -> None:
+def test_the_entropys_gradient_stays_finite_where_probabilities_underflow(
+    dtype: torch.dtype, chunk: int
+) -> None:
     """p log p is 0 where p is: for logits far below the largest, and outside a support."""
     hidden = torch.tensor([[300.0], [1.0]], dtype=dtype, requires_grad=True)
     weight = torch.linspace(1.0, -1.0, 32, dtype=dtype)[:, None].requires_grad_()
     targets, ones = torch.tensor([20, 3]), torch.ones(2)
-    offsets, ids = torch.tensor([0, 32, 35]), torch.cat([torch.arange(32), torch.tensor([3, 9, 31])])
+    offsets, ids = (
+        torch.tensor([0, 32, 35]),
+        torch.cat([torch.arange(32), torch.tensor([3, 9, 31])]),
+    )
     for support in (None, (offsets, ids.int())):
         _, entropy = token_logprobs(hidden, weight, targets, ones, support, chunk=chunk)
         ours = torch.autograd.grad(entropy.sum(), (hidden, weight))
@@ -131,13 +153,16 @@ def test_a_token_without_hope_keeps_a_finite_logprob_and_gradient(chunk: int) ->
 
 
 def test_a_sure_token_keeps_its_small_gradient_in_bfloat16() -> None:
-    """1 - p is taken from the log-prob: p rounded to bfloat16 would be 1 and the gradient rows would not sum to 0."""
+    """1 - p is taken from the log-prob: p rounded to bfloat16 would be 1 and the gradient rows
+    would not sum to 0."""
     hidden = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.tensor([[7.0], [0.0]], dtype=torch.bfloat16, requires_grad=True)
     logprobs, _ = token_logprobs(hidden, weight, torch.tensor([0]), torch.ones(1))
     logprobs.sum().backward()
     rest = torch.sigmoid(torch.tensor(-7.0))
-    torch.testing.assert_close(weight.grad.float(), torch.stack([rest, -rest])[:, None], rtol=0.01, atol=0)
+    torch.testing.assert_close(
+        weight.grad.float(), torch.stack([rest, -rest])[:, None], rtol=0.01, atol=0
+    )
 
 
 @pytest.mark.parametrize("chunk", [0, 10])
@@ -174,7 +199,9 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
         made = [
-            leaf.untyped_storage().nbytes() // leaf.itemsize for leaf in tree_leaves(found) if isinstance(leaf, Tensor)
+            leaf.untyped_storage().nbytes() // leaf.itemsize
+            for leaf in tree_leaves(found)
+            if isinstance(leaf, Tensor)
         ]
         self.numbers = max(self.numbers, *made, 0)
         return found

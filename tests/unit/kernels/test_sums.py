@@ -1,4 +1,5 @@
-"""Sums of what several ranks computed, on a CPU; tests/gpu/test_training_kernels_gpu.py holds the kernel to them."""
+"""Sums of what several ranks computed, on a CPU; tests/gpu/test_training_kernels_gpu.py holds the
+kernel to them."""
 
 from __future__ import annotations
 

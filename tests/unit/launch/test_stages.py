@@ -36,11 +36,18 @@ from gyre.runconfig import RunConfig, apply_overrides, parse_run_config
 from unit.data.test_examples import TOKENIZER
 from unit.data.test_sources import Events, write_jsonl
 
-ROWS = [{"prompt": f"p{i}", "response": f"r{i}", "chosen": f"good{i}", "rejected": f"bad{i}"} for i in range(40)]
+ROWS = [
+    {"prompt": f"p{i}", "response": f"r{i}", "chosen": f"good{i}", "rejected": f"bad{i}"}
+    for i in range(40)
+]
 
 
 def config_for(tmp_path, kind: str, num: int, **tables) -> RunConfig:
-    data = {"source": "jsonl", "path": str(write_jsonl(tmp_path / "rows.jsonl", ROWS)), "held_out_fraction": 0.25}
+    data = {
+        "source": "jsonl",
+        "path": str(write_jsonl(tmp_path / "rows.jsonl", ROWS)),
+        "held_out_fraction": 0.25,
+    }
     tree = {
         "model": {"path": "somewhere"},
         "data": data,
@@ -71,7 +78,11 @@ def test_held_out_pairs_and_examples_are_as_many_as_asked_for_or_refused(tmp_pat
 
 def test_a_cold_start_is_judged_on_what_there_is_and_the_report_counts_it(tmp_path):
     """Its data are others than the main stage's, which eval.num_problems is about."""
-    few = {"source": "jsonl", "path": str(write_jsonl(tmp_path / "few.jsonl", ROWS[:9])), "held_out_fraction": 0.3}
+    few = {
+        "source": "jsonl",
+        "path": str(write_jsonl(tmp_path / "few.jsonl", ROWS[:9])),
+        "held_out_fraction": 0.3,
+    }
     config = config_for(tmp_path, "sft", 5, cold_start={"steps": 1}, cold_start_data=few)
     events = Events()
     found = load(config, events)
@@ -85,11 +96,19 @@ def test_a_cold_start_is_judged_on_what_there_is_and_the_report_counts_it(tmp_pa
 
 def test_rows_that_are_left_out_are_counted(tmp_path):
     rows = [*ROWS, ROWS[0], {**ROWS[1], "prompt": "long " * 99}]
-    data = {"source": "jsonl", "path": str(write_jsonl(tmp_path / "more.jsonl", rows)), "overlong": "drop"}
+    data = {
+        "source": "jsonl",
+        "path": str(write_jsonl(tmp_path / "more.jsonl", rows)),
+        "overlong": "drop",
+    }
     events = Events()
     load(config_for(tmp_path, "sft", 1, data={**data, "held_out_fraction": 0.25}), events)
     ((kind, fields),) = [event for event in events if is_counted({"kind": event[0], **event[1]})]
-    assert kind == "drop.rows" and (fields["count"], fields["duplicate"], fields["overlong"]) == (2, 1, 1)
+    assert kind == "drop.rows" and (fields["count"], fields["duplicate"], fields["overlong"]) == (
+        2,
+        1,
+        1,
+    )
     events = Events()
     load(config_for(tmp_path, "sft", 1), events)
     assert [kind for kind, _ in events] == ["data.loaded"], "nothing dropped, nothing counted"
@@ -107,20 +126,32 @@ def test_rows_that_are_left_out_are_counted(tmp_path):
 def test_batch_invariant_training_is_refused_where_the_kernels_cannot_run(
     tmp_path, monkeypatch, device, dtype, changes, words
 ):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # as where Triton is installed
+    # as where Triton is installed
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr("gyre.launch.factories.why_too_old", lambda device: None)
-    config = config_for(tmp_path, "grpo", 0, engine={"batch_invariant": True}, rewards={"parts": [{"kind": "answer"}]})
+    config = config_for(
+        tmp_path,
+        "grpo",
+        0,
+        engine={"batch_invariant": True},
+        rewards={"parts": [{"kind": "answer"}]},
+    )
     machine = Machine(device=torch.device(device), dtype=dtype, compute=ThreadPoolExecutor(1))
     (stage,), spec = plan_stages(config, "all"), replace(trainer_cases.SPEC, **changes)
     with pytest.raises(ConfigError, match=words) as caught:
         check_invariant(config, stage, spec, machine, 64)
-    assert caught.value.message.startswith("engine.batch_invariant = true: ") and "leave it out" in caught.value.hint
+    assert (
+        caught.value.message.startswith("engine.batch_invariant = true: ")
+        and "leave it out" in caught.value.hint
+    )
     able = replace(machine, device=torch.device("cuda"), dtype=torch.bfloat16)
     check_invariant(config, stage, trainer_cases.SPEC, able, 64)
     monkeypatch.setattr("gyre.launch.factories.why_too_old", lambda device: "compute capability 7")
     with pytest.raises(ConfigError, match="compute capability 7"):
         check_invariant(config, stage, trainer_cases.SPEC, able, 64)
-    (offline,) = plan_stages(config_for(tmp_path, "sft", 0, engine={"batch_invariant": True}), "all")
+    (offline,) = plan_stages(
+        config_for(tmp_path, "sft", 0, engine={"batch_invariant": True}), "all"
+    )
     check_invariant(config, offline, spec, machine, 64)
 
 
@@ -131,16 +162,23 @@ CONTEXT_TOKENS = 40
 def online(tmp_path, **tables) -> RunConfig:
     rows = str(write_jsonl(tmp_path / "graded.jsonl", GRADED))
     data = {"source": "jsonl", "path": rows, "held_out_fraction": 0.4, "overlong": "drop"}
-    tree = {"rollout": {"max_tokens": 24}, "eval": {"num_problems": 5}, "rewards": {"parts": [{"kind": "answer"}]}}
+    tree = {
+        "rollout": {"max_tokens": 24},
+        "eval": {"num_problems": 5},
+        "rewards": {"parts": [{"kind": "answer"}]},
+    }
     return config_for(tmp_path, "grpo", 5, data=data, **{**tree, **tables})
 
 
 def load_online(config: RunConfig):
-    return load_stage_data(config, plan_stages(config, "main")[0], TOKENIZER, CONTEXT_TOKENS, Events())
+    return load_stage_data(
+        config, plan_stages(config, "main")[0], TOKENIZER, CONTEXT_TOKENS, Events()
+    )
 
 
 def test_eval_asks_the_problems_that_the_run_asked(tmp_path, monkeypatch):
-    """Prompts that leave no room for an answer are dropped before the halves are counted off, in both."""
+    """Prompts that leave no room for an answer are dropped before the halves are counted off, in
+    both."""
     asked = []
 
     class Judge:
@@ -155,8 +193,14 @@ def test_eval_asks_the_problems_that_the_run_asked(tmp_path, monkeypatch):
 
         async def close(self) -> None: ...
 
-    policy = SimpleNamespace(tokenizer=TOKENIZER, spec=SimpleNamespace(context_tokens=CONTEXT_TOKENS))
-    for name, stand_in in (("load_policy", policy), ("make_engine", Nothing()), ("make_scorer", Nothing())):
+    policy = SimpleNamespace(
+        tokenizer=TOKENIZER, spec=SimpleNamespace(context_tokens=CONTEXT_TOKENS)
+    )
+    for name, stand_in in (
+        ("load_policy", policy),
+        ("make_engine", Nothing()),
+        ("make_scorer", Nothing()),
+    ):
         monkeypatch.setattr(commands, name, lambda *args, stand_in=stand_in, **_: stand_in)
     monkeypatch.setattr(commands, "make_judge", lambda *args: Judge())
     config = online(tmp_path)
@@ -173,7 +217,8 @@ def test_answers_that_evaluation_cannot_have_are_refused_by_their_own_key(tmp_pa
     with pytest.raises(ConfigError) as caught:
         load_online(online(tmp_path, eval={"num_problems": 5, "max_tokens": room + 1}))
     assert (
-        f"eval.max_tokens = {room + 1}" in caught.value.message and f"{CONTEXT_TOKENS} tokens" in caught.value.message
+        f"eval.max_tokens = {room + 1}" in caught.value.message
+        and f"{CONTEXT_TOKENS} tokens" in caught.value.message
     )
     assert f"at most {room}" in caught.value.hint
 
@@ -187,40 +232,67 @@ def test_each_rank_is_planned_for_with_its_part_of_the_states(tmp_path):
         plan = plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path, ranks=4)
         components[zero] = {component.name: component.size_bytes for component in plan.components}
     count = trainer_cases.SPEC.num_parameters
-    assert components[1].get("engine.weights") is None and components[1]["actor.params"] == 4 * count
-    assert components[3]["engine.weights"] == 4 * count and components[3]["actor.params"] == -(-count // 4) * 4
-    assert components[1]["actor.optimizer"] == components[3]["actor.optimizer"] == -(-count // 4) * 8
-    lie = lie_over(ParallelConfig.model_validate({"zero": 3, "shard_ranks": 2, "critic": {"zero": 0}}), 4)
+    assert (
+        components[1].get("engine.weights") is None and components[1]["actor.params"] == 4 * count
+    )
+    assert (
+        components[3]["engine.weights"] == 4 * count
+        and components[3]["actor.params"] == -(-count // 4) * 4
+    )
+    assert (
+        components[1]["actor.optimizer"] == components[3]["actor.optimizer"] == -(-count // 4) * 8
+    )
+    lie = lie_over(
+        ParallelConfig.model_validate({"zero": 3, "shard_ranks": 2, "critic": {"zero": 0}}), 4
+    )
     assert (lie["actor"], lie["critic"]) == (Shards(zero=3, ranks=2), Shards())
     assert lie_over(ParallelConfig(zero=3), 1)["actor"] == Shards()
     told = {"kind": "ray", "num_workers": 8}
     for cluster, ranks in ((told, 8), ({"kind": "ray"}, 2), ({}, 1)):
-        assert expected_ranks(online(tmp_path, cluster=cluster, parallel={"zero": 3, "shard_ranks": 2})) == ranks
+        assert (
+            expected_ranks(
+                online(tmp_path, cluster=cluster, parallel={"zero": 3, "shard_ranks": 2})
+            )
+            == ranks
+        )
 
 
 @pytest.mark.parametrize("inner", ["", "export"])
 def test_a_reward_model_is_planned_for_with_its_own_size(tmp_path, inner):
-    """It shares the policy's tokenizer and nothing else. On the machine that is here and on GPUs that are not."""
+    """It shares the policy's tokenizer and nothing else. On the machine that is here and on GPUs
+    that are not."""
     own = replace(trainer_cases.SPEC, num_layers=5, hidden_size=256, mlp_size=512)
     folder = tmp_path / "scores"
     (folder / inner).mkdir(parents=True)
-    (folder / inner / "config.json").write_text(json.dumps(hub_config_from_spec(own)), encoding="utf-8")
-    config = online(tmp_path, rewards={"parts": [{"kind": "model", "path": str(folder)}]}, run={"device": "cpu"})
+    (folder / inner / "config.json").write_text(
+        json.dumps(hub_config_from_spec(own)), encoding="utf-8"
+    )
+    config = online(
+        tmp_path, rewards={"parts": [{"kind": "model", "path": str(folder)}]}, run={"device": "cpu"}
+    )
     (stage,), data, spec = plan_stages(config, "all"), load_online(config), trainer_cases.SPEC
     plan = plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path)
     sizes = {component.name: component.size_bytes for component in plan.components}
-    assert sizes["reward"] == 4 * own.num_parameters > sizes["actor.params"] == 4 * spec.num_parameters
+    assert (
+        sizes["reward"] == 4 * own.num_parameters > sizes["actor.params"] == 4 * spec.num_parameters
+    )
     there = plan_stages_for(config, spec, [(stage, data)], PlanRequest(gpus=1, gpu="h200"))
     moments = there["stages"]["main"]["best"]["moments"]
     assert moments["score"]["parts"]["reward"] == 2 * own.num_parameters
-    gone = online(tmp_path, rewards={"parts": [{"kind": "model", "path": str(tmp_path / "nowhere")}]})
+    gone = online(
+        tmp_path, rewards={"parts": [{"kind": "model", "path": str(tmp_path / "nowhere")}]}
+    )
     with pytest.raises(InputError, match="nowhere does not exist"):
         plan_run(gone, stage, spec, data, dtype="float32", folder=tmp_path)
 
 
 def test_moments_in_8_bits_are_planned_for_a_model_that_can_have_them(tmp_path):
     config = online(tmp_path, trainer={"moments": "8_bit"}, run={"device": "cpu"})
-    (stage,), data, given = plan_stages(config, "all"), load_online(config), {"dtype": "float32", "folder": tmp_path}
+    (stage,), data, given = (
+        plan_stages(config, "all"),
+        load_online(config),
+        {"dtype": "float32", "folder": tmp_path},
+    )
     with pytest.raises(ConfigError, match="no matrix of the model has rows of whole blocks"):
         plan_run(config, stage, trainer_cases.SPEC, data, **given)
     plan_run(config, stage, replace(trainer_cases.SPEC, hidden_size=256), data, **given)
@@ -233,10 +305,15 @@ def test_weights_in_host_memory_are_refused_beside_an_engine_and_in_shards(tmp_p
     with pytest.raises(ConfigError, match=r"'actor'\] in a stage with an engine") as caught:
         plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path)
     assert "take 'actor' off the list" in caught.value.hint
-    compares = {"objective": {"kind": "grpo", "kl_coef": 0.1}, "trainer": {"offload_parameters": ["reference"]}}
+    compares = {
+        "objective": {"kind": "grpo", "kl_coef": 0.1},
+        "trainer": {"offload_parameters": ["reference"]},
+    }
     config = online(tmp_path, **compares, parallel={"zero": 3})
     (stage,) = plan_stages(config, "all")
-    with pytest.raises(ConfigError, match=r"names 'reference', whose weights parallel\.zero = 3 cuts over 2 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"names 'reference', whose weights parallel\.zero = 3 cuts over 2 ranks"
+    ):
         plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path, ranks=2)
     config = online(tmp_path, **compares)
     (stage,) = plan_stages(config, "all")
@@ -248,22 +325,50 @@ def test_weights_in_host_memory_are_refused_beside_an_engine_and_in_shards(tmp_p
 @pytest.mark.parametrize(("device", "whole"), [("cpu", 1), ("cuda", 2)])
 def test_devices_that_share_a_machine_share_its_memory(device, whole):
     machine = Hardware(
-        device=device, device_name="", device_total_bytes=64, device_free_bytes=32, host_total_bytes=80,
-        host_available_bytes=40, disk_free_bytes=20, cores=8, bf16=True, saving="c_cpu",
-    )  # fmt: skip
+        device=device,
+        device_name="",
+        device_total_bytes=64,
+        device_free_bytes=32,
+        host_total_bytes=80,
+        host_available_bytes=40,
+        disk_free_bytes=20,
+        cores=8,
+        bf16=True,
+        saving="c_cpu",
+    )
     part = cut_hardware(machine, 2)
-    assert (part.device_total_bytes, part.device_free_bytes) == (32 * whole, 16 * whole), "a GPU is not shared"
-    assert (part.host_total_bytes, part.host_available_bytes, part.disk_free_bytes, part.cores) == (40, 20, 10, 4)
+    assert (part.device_total_bytes, part.device_free_bytes) == (32 * whole, 16 * whole), (
+        "a GPU is not shared"
+    )
+    assert (part.host_total_bytes, part.host_available_bytes, part.disk_free_bytes, part.cores) == (
+        40,
+        20,
+        10,
+        4,
+    )
 
 
-SHAPE = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_size": 16}
+SHAPE = {
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 8,
+    "mlp_size": 16,
+}
 
 
-@pytest.mark.parametrize("key", ["trainer.learning_rate", "trainer.critic_learning_rate", "cold_start.learning_rate"])
+@pytest.mark.parametrize(
+    "key", ["trainer.learning_rate", "trainer.critic_learning_rate", "cold_start.learning_rate"]
+)
 def test_a_learning_rate_that_destroys_the_model_is_named(tmp_path, key):
     tree = {
         "model": {"shape": SHAPE},
-        "data": {"source": "jsonl", "path": str(write_jsonl(tmp_path / "graded.jsonl", GRADED)), "overlong": "drop"},
+        "data": {
+            "source": "jsonl",
+            "path": str(write_jsonl(tmp_path / "graded.jsonl", GRADED)),
+            "overlong": "drop",
+        },
         "rewards": {"parts": [{"kind": "answer"}]},
         "objective": {"kind": "ppo"},
         "cold_start": {},
@@ -302,15 +407,23 @@ LABELS = {
 def test_a_plan_calls_given_what_was_given_and_nothing_else(tmp_path, given):
     tree = {
         "model": {"shape": SHAPE},
-        "data": {"source": "jsonl", "path": str(write_jsonl(tmp_path / "graded.jsonl", GRADED)), "overlong": "drop"},
+        "data": {
+            "source": "jsonl",
+            "path": str(write_jsonl(tmp_path / "graded.jsonl", GRADED)),
+            "overlong": "drop",
+        },
         "rewards": {"parts": [{"kind": "answer"}]},
         "rollout": {"max_tokens": 24},
     }
-    config = parse_run_config(apply_overrides(tree, [LABELS[name] for name in given]), where="run.toml")
+    config = parse_run_config(
+        apply_overrides(tree, [LABELS[name] for name in given]), where="run.toml"
+    )
     stage = plan_stages(config, "main")[0]
     data = load_stage_data(config, stage, TOKENIZER, CONTEXT_TOKENS, Events())
     assert config.model.shape is not None
-    spec = spec_from_shape(config.model.shape, vocab_size=TOKENIZER.vocab_size, bos_id=None, eos_ids=(1,))
+    spec = spec_from_shape(
+        config.model.shape, vocab_size=TOKENIZER.vocab_size, bos_id=None, eos_ids=(1,)
+    )
     plan = plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path)
     assert {name for name, reason in plan.reasons.items() if reason == "given"} == set(given)
     rows = [line.split() for line in explain(plan).splitlines()]

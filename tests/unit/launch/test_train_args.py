@@ -1,4 +1,5 @@
-"""What a train command asks for: refused before anything is loaded or made, and which goals a run can judge."""
+"""What a train command asks for: refused before anything is loaded or made, and which goals a run
+can judge."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from gyre.runconfig import RunConfig, parse_run_config
 
 MODEL = {"model": {"path": "somewhere"}}
 GOAL = {"metric": "accuracy", "at_most_before": 0.6, "at_least_after": 0.9}
-HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "reasoning_gym", "datasets", "math_verify"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "reasoning_gym",
+    "datasets",
+    "math_verify",
+}
 
 
 def made(**tables: object) -> RunConfig:
@@ -26,7 +35,8 @@ def made(**tables: object) -> RunConfig:
 
 
 def in_a_process(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command as the shell runs it; what it had loaded at its end is the last line of stderr."""
+    """The command as the shell runs it; what it had loaded at its end is the last line of
+    stderr."""
     code = (
         "import atexit, sys\n"
         f"atexit.register(lambda: print(sorted(sys.modules.keys() & {HEAVY!r}), file=sys.stderr))\n"
@@ -34,7 +44,15 @@ def in_a_process(folder: Path, *arguments: str) -> subprocess.CompletedProcess[s
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1"}
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,7 +111,8 @@ def test_a_resumed_run_keeps_its_stage_and_overrides(tmp_path):
     assert order.overrides == ("trainer.steps=7",)
 
 
-# Goals ---------------------------------------------------------------------------------------------------------------
+# Goals
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,7 +136,11 @@ def test_a_goal_is_the_main_stage_s():
     assert why_unjudged(config, "all") == why_unjudged(config, "main") == ""
     told = judge_goal(config, "cold_start", {"loss": {"before": 2.0, "after": 1.0, "n": 8}})
     assert told is not None and told["reached"] is None
-    assert "not judged" in told["verdict"] and "main stage" in told["verdict"] and "missed" not in told["verdict"]
+    assert (
+        "not judged" in told["verdict"]
+        and "main stage" in told["verdict"]
+        and "missed" not in told["verdict"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +159,10 @@ def test_a_goal_that_nobody_measures_is_not_called_missed(tables, words):
 
 @pytest.mark.parametrize(
     ("after", "reached", "words"),
-    [(0.95, True, "goal reached: accuracy before 0.500 ≤ 0.6, after 0.950 ≥ 0.9"), (0.7, False, "goal missed")],
+    [
+        (0.95, True, "goal reached: accuracy before 0.500 ≤ 0.6, after 0.950 ≥ 0.9"),
+        (0.7, False, "goal missed"),
+    ],
 )
 def test_a_goal_that_was_measured_is_reached_or_missed(after, reached, words):
     told = judge_goal(made(goal=GOAL), "all", {"accuracy": {"before": 0.5, "after": after, "n": 8}})
@@ -151,7 +177,11 @@ def test_no_goal_no_verdict():
     ("text", "stage", "words"),
     [
         ("", "all", r"no \[goal\]"),
-        ("[goal]\nmargin = 0.1\n[eval]\nnum_problems = 8\n[cold_start]\nsteps = 1\n", "cold_start", "main stage"),
+        (
+            "[goal]\nmargin = 0.1\n[eval]\nnum_problems = 8\n[cold_start]\nsteps = 1\n",
+            "cold_start",
+            "main stage",
+        ),
         ("[goal]\nmargin = 0.1\n", "all", "num_problems = 0"),
     ],
 )
@@ -161,4 +191,6 @@ def test_check_goal_without_one_says_so_before_the_run(tmp_path, text, stage, wo
     with pytest.raises(ConfigError, match=words) as caught:
         read_order(path, [], resume=None, stage=stage, check_goal=True)
     assert caught.value.message.startswith("--check-goal") and caught.value.hint
-    assert read_order(path, [], resume=None, stage=stage).stage == stage, "without it the run may go on"
+    assert read_order(path, [], resume=None, stage=stage).stage == stage, (
+        "without it the run may go on"
+    )

@@ -1,5 +1,5 @@
-"""What goes wrong ends the run with the right error, and leaves no task, no request and no lost scorer behind.
-`loop_cases.run` fails each test here that leaves a task pending."""
+"""What goes wrong ends the run with the right error, and leaves no task, no request and no lost
+scorer behind. `loop_cases.run` fails each test here that leaves a task pending."""
 
 from __future__ import annotations
 
@@ -57,10 +57,14 @@ def test_an_engine_that_breaks_ends_the_run_and_its_stumps_are_not_trained_on(tm
 
 
 def test_an_engine_that_is_late_ends_the_run_by_its_deadline_and_is_stopped(tmp_path):
-    bench = Bench(tmp_path, rollout=HURRIED, faults=Faults(stalled=frozenset({"1.1", "1.2"})), steps=1)
+    bench = Bench(
+        tmp_path, rollout=HURRIED, faults=Faults(stalled=frozenset({"1.1", "1.2"})), steps=1
+    )
 
     async def go() -> None:
-        with pytest.raises(DeadlineError, match=r"2 of 4 requests .* \(1\.1, 1\.2\); owner: loop\.collect"):
+        with pytest.raises(
+            DeadlineError, match=r"2 of 4 requests .* \(1\.1, 1\.2\); owner: loop\.collect"
+        ):
             await bench.go()
         stats = await bench.engine.stats()
         assert (stats.running, stats.waiting) == (0, 0)
@@ -91,7 +95,9 @@ def test_a_scorer_past_its_deadline_costs_labelled_scores(tmp_path):
     delays = {f"1.0.{sample}": 5.0 for sample in range(4)}
     bench = Bench(tmp_path, rollout=HURRIED, delays_s=delays, steps=1)
     turn(bench)
-    assert {row["what"]: row["count"] for row in bench.rows("warn.reward_failed")} == {"table timeout": 4}
+    assert {row["what"]: row["count"] for row in bench.rows("warn.reward_failed")} == {
+        "table timeout": 4
+    }
 
 
 def test_a_scorer_that_ignores_its_deadline_ends_the_run(tmp_path):
@@ -117,7 +123,9 @@ def test_ctrl_c_while_rollouts_are_in_flight(tmp_path):
 
     async def go() -> None:
         ring = asyncio.create_task(bench.go())
-        await interrupt_when(ring, lambda: bench.gate.phase == "rollout" and bench.engine.is_reciting())
+        await interrupt_when(
+            ring, lambda: bench.gate.phase == "rollout" and bench.engine.is_reciting()
+        )
         assert ring.cancelled()
         stats = await bench.engine.stats()
         assert (stats.running, stats.waiting) == (0, 0)

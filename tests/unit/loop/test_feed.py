@@ -1,4 +1,5 @@
-"""Many completions a step: the loop asks an engine for what it takes, in order, and the engine refuses in one line."""
+"""Many completions a step: the loop asks an engine for what it takes, in order, and the engine
+refuses in one line."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def test_requests_are_cut_in_order_into_parts_that_fit(requests, completions, to
     assert [one for part in parts for one in part] == requests and all(parts)
 
     def size(part):
-        return sum(one.request.sampling.n for one in part), sum(len(one.request.tokens) for one in part)
+        return sum(one.request.sampling.n for one in part), sum(
+            len(one.request.tokens) for one in part
+        )
 
     for part, after in zip_longest(parts, parts[1:]):
         held = size(part)
@@ -77,15 +80,23 @@ def test_a_group_beyond_one_request_is_asked_for_one_by_one():
 @pytest.mark.parametrize("cap", [0, 3])
 def test_a_narrow_window_gives_the_same_run_in_more_parts(tmp_path, cap):
     rollout = GROUPS_OF_4.model_copy(update={"max_tokens_per_iteration": cap})
-    settings = {"rollout": rollout, "script": digits_script, "table": digit_share, "objective": GrpoConfig(), "steps": 3,
-                "evaluation": EvalConfig(num_problems=len(HELD_OUT))}  # fmt: skip
+    settings = {
+        "rollout": rollout,
+        "script": digits_script,
+        "table": digit_share,
+        "objective": GrpoConfig(),
+        "steps": 3,
+        "evaluation": EvalConfig(num_problems=len(HELD_OUT)),
+    }
     wide = Bench(tmp_path / "wide", **settings)
     turn(wide)
     narrow = Bench(tmp_path / "narrow", window=Window(completions=4, tokens=10_000), **settings)
     most = watch(narrow)
     turn(narrow)
     assert narrow.steps() == wide.steps() and narrow.sample_rows() == wide.sample_rows()
-    assert [row["accuracy"] for row in narrow.rows("eval.done")] == [row["accuracy"] for row in wide.rows("eval.done")]
+    assert [row["accuracy"] for row in narrow.rows("eval.done")] == [
+        row["accuracy"] for row in wide.rows("eval.done")
+    ]
     assert max(most) <= 4
 
 
@@ -109,11 +120,19 @@ def collect(config: EngineConfig, window: Window | None, *, n: int, num_prompts:
     async def go() -> list[InFlightGroup]:
         await engine.start(dummy=False)
         groups = open_groups(TRAIN[:num_prompts], run_seed=5, step=1)
-        async with Scoring(TableScorer(lambda rollout: 1.0, emit=silent), deadline_s=20.0) as scoring:
+        async with Scoring(
+            TableScorer(lambda rollout: 1.0, emit=silent), deadline_s=20.0
+        ) as scoring:
             collector = Collector(
-                engine, scoring, TOKENIZER, sampling=Sampling(n=n, max_tokens=6), cap=0, deadline_s=60.0, emit=silent,
+                engine,
+                scoring,
+                TOKENIZER,
+                sampling=Sampling(n=n, max_tokens=6),
+                cap=0,
+                deadline_s=60.0,
+                emit=silent,
                 window=window,
-            )  # fmt: skip
+            )
             try:
                 await collector.run(groups)
             finally:
@@ -126,9 +145,14 @@ def collect(config: EngineConfig, window: Window | None, *, n: int, num_prompts:
     init_weights(decoder, 3)
     with ThreadPoolExecutor(1) as compute:
         engine = NativeEngine(
-            decoder, config, TOKENIZER, compute=compute, emit=lambda kind, **f: events.append((kind, f)), device=CPU,
+            decoder,
+            config,
+            TOKENIZER,
+            compute=compute,
+            emit=lambda kind, **f: events.append((kind, f)),
+            device=CPU,
             dtype=torch.float32,
-        )  # fmt: skip
+        )
         try:
             return run(go()), events
         except EngineRefused:
@@ -137,7 +161,8 @@ def collect(config: EngineConfig, window: Window | None, *, n: int, num_prompts:
 
 @pytest.mark.parametrize(("n", "more"), [(3, {}), (9, {}), (2, {"max_queued_tokens": 20})])
 def test_the_loop_s_requests_are_never_refused(n, more):
-    """More completions than wait and run, more of one prompt than one request may ask for, more tokens than may wait."""
+    """More completions than wait and run, more of one prompt than one request may ask for, more
+    tokens than may wait."""
     config = EngineConfig(num_pages=200, max_running=3, **{"max_queued": 4, **more})
     found, events = collect(config, engine_window(config), n=n)
     assert [len(group.rollouts) for group in found] == [n] * 12
@@ -146,21 +171,30 @@ def test_the_loop_s_requests_are_never_refused(n, more):
     for one, other in zip(found, again, strict=True):
         for sample in range(n):
             assert one.rollouts[sample].tokens.tolist() == other.rollouts[sample].tokens.tolist()
-            np.testing.assert_array_equal(one.rollouts[sample].logprobs, other.rollouts[sample].logprobs)
+            np.testing.assert_array_equal(
+                one.rollouts[sample].logprobs, other.rollouts[sample].logprobs
+            )
 
 
 def test_a_refusal_is_one_event_per_kind_with_a_count():
-    found, events = collect(EngineConfig(num_pages=200, max_running=3, max_queued=4), None, n=1, num_prompts=30)
+    found, events = collect(
+        EngineConfig(num_pages=200, max_running=3, max_queued=4), None, n=1, num_prompts=30
+    )
     refused = [fields for kind, fields in events if kind == "engine.refused"]
     assert found is None and len(refused) == 1 and refused[0]["count"] == 23
-    assert refused[0]["request_id"] == "1.7" and "the queue is full: 7 completions" in refused[0]["reason"]
+    assert (
+        refused[0]["request_id"] == "1.7"
+        and "the queue is full: 7 completions" in refused[0]["reason"]
+    )
 
 
 def test_kinds_of_refusals_differ_by_more_than_numbers_and_turns():
     told = []
 
     async def go() -> None:
-        refusals = Refusals(lambda kind, **fields: told.append((kind, fields["request_id"], fields["count"])))
+        refusals = Refusals(
+            lambda kind, **fields: told.append((kind, fields["request_id"], fields["count"]))
+        )
         for i in range(1000):
             refusals.note(f"a{i}", f"prompt of {i} tokens: the context is 9")
         refusals.note("b", "no engine takes work")
@@ -170,4 +204,8 @@ def test_kinds_of_refusals_differ_by_more_than_numbers_and_turns():
         await asyncio.sleep(0)
 
     run(go())
-    assert told == [("engine.refused", "a0", 1000), ("engine.refused", "b", 1), ("engine.refused", "c", 1)]
+    assert told == [
+        ("engine.refused", "a0", 1000),
+        ("engine.refused", "b", 1),
+        ("engine.refused", "c", 1),
+    ]

@@ -23,10 +23,24 @@ from loop_cases import TOKENIZER, TRAIN, interrupt_when, run
 from trainer_cases import CPU
 
 SPEC = ModelSpec(
-    family="qwen3", vocab_size=TOKENIZER.vocab_size, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1,
-    head_dim=16, mlp_size=48, tied=True, context_tokens=256, rope_theta=10_000.0, rope_scaling=None, norm_eps=1e-6,
-    qkv_bias=False, qk_norm=True, bos_id=None, eos_ids=TOKENIZER.eos_ids,
-)  # fmt: skip
+    family="qwen3",
+    vocab_size=TOKENIZER.vocab_size,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    mlp_size=48,
+    tied=True,
+    context_tokens=256,
+    rope_theta=10_000.0,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    qkv_bias=False,
+    qk_norm=True,
+    bos_id=None,
+    eos_ids=TOKENIZER.eos_ids,
+)
 
 
 def silent(kind: str, **fields: object) -> None: ...
@@ -38,19 +52,30 @@ def engine():
     init_weights(decoder, 3)
     with ThreadPoolExecutor(1) as compute:
         yield NativeEngine(
-            decoder, EngineConfig(num_pages=400), TOKENIZER, compute=compute, emit=silent, device=CPU,
+            decoder,
+            EngineConfig(num_pages=400),
+            TOKENIZER,
+            compute=compute,
+            emit=silent,
+            device=CPU,
             dtype=torch.float32,
-        )  # fmt: skip
+        )
 
 
-async def collect(engine: NativeEngine, sampling: Sampling, *, cap: int) -> dict[str, InFlightGroup]:
+async def collect(
+    engine: NativeEngine, sampling: Sampling, *, cap: int
+) -> dict[str, InFlightGroup]:
     """Ask in as many steps as it takes."""
     groups = open_groups(TRAIN[:3], run_seed=5, step=1)
     done: list[InFlightGroup] = []
     waiting = groups
     while waiting:
-        async with Scoring(TableScorer(lambda rollout: 1.0, emit=silent), deadline_s=20.0) as scoring:
-            collector = Collector(engine, scoring, TOKENIZER, sampling=sampling, cap=cap, deadline_s=60.0, emit=silent)
+        async with Scoring(
+            TableScorer(lambda rollout: 1.0, emit=silent), deadline_s=20.0
+        ) as scoring:
+            collector = Collector(
+                engine, scoring, TOKENIZER, sampling=sampling, cap=cap, deadline_s=60.0, emit=silent
+            )
             await collector.run(waiting)
             await scoring.finish()
         whole, waiting = split_whole(waiting, sampling.n)
@@ -64,17 +89,25 @@ def test_a_completion_that_was_set_aside_is_the_one_that_never_was(engine, top_k
 
     async def go() -> None:
         await engine.start(dummy=False)
-        straight, parted = await collect(engine, sampling, cap=40), await collect(engine, sampling, cap=7)
+        straight, parted = (
+            await collect(engine, sampling, cap=40),
+            await collect(engine, sampling, cap=7),
+        )
         assert list(straight) == sorted(parted)
         for name, group in straight.items():
             for sample, rollout in group.rollouts.items():
                 other = parted[name].rollouts[sample]
-                assert other.tokens.tolist() == rollout.tokens.tolist() and other.finish == rollout.finish
+                assert (
+                    other.tokens.tolist() == rollout.tokens.tolist()
+                    and other.finish == rollout.finish
+                )
                 np.testing.assert_allclose(other.logprobs, rollout.logprobs, atol=1e-5)
                 if top_k:
                     np.testing.assert_array_equal(other.support.offsets, rollout.support.offsets)
                     np.testing.assert_array_equal(other.support.ids, rollout.support.ids)
-        assert max(int(r.sampled.sum()) for g in straight.values() for r in g.rollouts.values()) > 21
+        assert (
+            max(int(r.sampled.sum()) for g in straight.values() for r in g.rollouts.values()) > 21
+        )
         await engine.terminate()
 
     run(go())
@@ -102,7 +135,8 @@ def test_an_interrupted_engine_is_idle_and_answers_the_next_question_the_same(en
 
 @pytest.fixture
 def one_thread():
-    """Which row of the engine a request gets may show in a product's last bit when threads share it out."""
+    """Which row of the engine a request gets may show in a product's last bit when threads share it
+    out."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -112,8 +146,8 @@ def one_thread():
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("num_pages", [40, 400])
 def test_an_evaluation_leaves_no_trace_in_the_rollouts_that_follow(num_pages):
-    """A resumed run has not made the evaluation that came before its first step: hits and bits must be the same. The
-    smaller number of pages makes the cache give up some, and requests wait."""
+    """A resumed run has not made the evaluation that came before its first step: hits and bits must
+    be the same. The smaller number of pages makes the cache give up some, and requests wait."""
 
     async def go(*, evaluates: bool, salt: str) -> tuple[list[int], list[np.ndarray]]:
         decoder = Decoder(SPEC, device=CPU, dtype=torch.float32)
@@ -121,7 +155,13 @@ def test_an_evaluation_leaves_no_trace_in_the_rollouts_that_follow(num_pages):
         with ThreadPoolExecutor(1) as compute:
             settings = EngineConfig(num_pages=num_pages, page_tokens=4, max_running=6)
             engine = NativeEngine(
-                decoder, settings, TOKENIZER, compute=compute, emit=silent, device=CPU, dtype=torch.float32
+                decoder,
+                settings,
+                TOKENIZER,
+                compute=compute,
+                emit=silent,
+                device=CPU,
+                dtype=torch.float32,
             )
             await engine.start(dummy=False)
             if evaluates:
@@ -135,11 +175,22 @@ def test_an_evaluation_leaves_no_trace_in_the_rollouts_that_follow(num_pages):
             await engine.terminate()
         return hits, rollouts
 
-    async def ask(engine: NativeEngine, name: str, sampling: Sampling, salt: str) -> list[InFlightGroup]:
+    async def ask(
+        engine: NativeEngine, name: str, sampling: Sampling, salt: str
+    ) -> list[InFlightGroup]:
         groups = open_groups(TRAIN[:5], run_seed=sum(name.encode()), step=1)
-        async with Scoring(TableScorer(lambda rollout: 1.0, emit=silent), deadline_s=20.0) as scoring:
+        async with Scoring(
+            TableScorer(lambda rollout: 1.0, emit=silent), deadline_s=20.0
+        ) as scoring:
             collector = Collector(
-                engine, scoring, TOKENIZER, sampling=sampling, cap=0, deadline_s=60.0, emit=silent, tenant_salt=salt
+                engine,
+                scoring,
+                TOKENIZER,
+                sampling=sampling,
+                cap=0,
+                deadline_s=60.0,
+                emit=silent,
+                tenant_salt=salt,
             )
             await collector.run(groups)
             await scoring.finish()

@@ -24,7 +24,17 @@ from gyre.objectives.config import RmConfig, SftConfig
 from gyre.observability.events import EventLog, next_attempt, read_events
 from gyre.observability.samples import SampleLog
 from gyre.observability.spans import Spans
-from loop_cases import ENGINE, GROUPS_OF_4, HELD_OUT, TOKENIZER, Gate, Shelf, WatchedEngine, WatchedTrainer, run
+from loop_cases import (
+    ENGINE,
+    GROUPS_OF_4,
+    HELD_OUT,
+    TOKENIZER,
+    Gate,
+    Shelf,
+    WatchedEngine,
+    WatchedTrainer,
+    run,
+)
 
 
 def example(number: int, score: float = 0.0) -> TrainSequence:
@@ -37,7 +47,15 @@ HELD_OUT_BATCH = TrainBatch(sequences=tuple(EXAMPLES[:4]), step=0)
 
 
 class Offline:
-    def __init__(self, folder, *, judged: bool = False, objective=None, eval_batch=HELD_OUT_BATCH, steps: int = 6):
+    def __init__(
+        self,
+        folder,
+        *,
+        judged: bool = False,
+        objective=None,
+        eval_batch=HELD_OUT_BATCH,
+        steps: int = 6,
+    ):
         self.log = folder / "events.jsonl"
         self.events = EventLog(self.log, attempt=next_attempt(self.log))
         self.samples = SampleLog(folder / "samples.jsonl", self.events)
@@ -45,7 +63,11 @@ class Offline:
         emit = self.events.emit
         self.trainer = WatchedTrainer(self.gate, emit=emit)
         self.engine = WatchedEngine(
-            self.gate, learning_script(ENGINE, TOKENIZER), emit=emit, config=ENGINE, eos_ids=TOKENIZER.eos_ids
+            self.gate,
+            learning_script(ENGINE, TOKENIZER),
+            emit=emit,
+            config=ENGINE,
+            eos_ids=TOKENIZER.eos_ids,
         )
         self.shelf = Shelf(self.trainer)
         self.compute = ThreadPoolExecutor(1)
@@ -53,13 +75,27 @@ class Offline:
         if judged:
             scorer, config = TableScorer(emit=emit), EvalConfig(num_problems=len(HELD_OUT))
             accuracy = AccuracyMetric(part="table", threshold=1.0)
-            judge = Rollouts(self.engine, scorer, TOKENIZER, GROUPS_OF_4, config, accuracy=accuracy, seed=1, emit=emit)
+            judge = Rollouts(
+                self.engine,
+                scorer,
+                TOKENIZER,
+                GROUPS_OF_4,
+                config,
+                accuracy=accuracy,
+                seed=1,
+                emit=emit,
+            )
         parts = Parts(
             source=ListSource(EXAMPLES, seed=3),
             trainer=self.trainer,
             gate=self.gate,
             snapshots=self.shelf,
-            observers=Observers(events=self.events, samples=self.samples, spans=Spans(emit), sample_groups_per_step=0),
+            observers=Observers(
+                events=self.events,
+                samples=self.samples,
+                spans=Spans(emit),
+                sample_groups_per_step=0,
+            ),
             text=TOKENIZER,
             engine=self.engine,
             lifecycle=self.engine,
@@ -85,7 +121,8 @@ class Offline:
 
     def steps(self) -> list[tuple]:
         return [
-            (row["step"], row["version"], row["num_tokens"], row["metrics"]["loss"]) for row in self.rows("step.done")
+            (row["step"], row["version"], row["num_tokens"], row["metrics"]["loss"])
+            for row in self.rows("step.done")
         ]
 
 
@@ -97,9 +134,14 @@ def test_data_feeds_the_trainer_step_by_step(tmp_path):
     assert [batch.step for batch in bench.trainer.batches] == list(range(1, 7))
     assert [row["version"] for row in bench.rows("step.done")] == list(range(1, 7))
     assert {phase for phase, what in bench.trainer.calls if what == "step"} == {"train"}
-    assert {phase for phase, what in bench.trainer.calls if what.startswith("evaluate")} == {"score"}
+    assert {phase for phase, what in bench.trainer.calls if what.startswith("evaluate")} == {
+        "score"
+    }
     assert sorted(bench.shelf.kept) == [2, 4, 6]
-    assert json.loads(bench.shelf.kept[6][0])["done"] and not json.loads(bench.shelf.kept[4][0])["done"]
+    assert (
+        json.loads(bench.shelf.kept[6][0])["done"]
+        and not json.loads(bench.shelf.kept[4][0])["done"]
+    )
     assert progress.evals["loss"].items() >= {"before": 0.5, "after": 0.5, "n": 4}.items()
 
 
@@ -108,7 +150,11 @@ def test_a_judged_stage_hands_its_weights_over_before_it_generates(tmp_path):
     progress = bench.go()
     assert set(progress.evals) == {"accuracy"}
     assert progress.evals["accuracy"]["before"] < progress.evals["accuracy"]["after"]
-    assert [(row["step"], row["version"]) for row in bench.rows("weights.published")] == [(0, 0), (3, 3), (6, 6)]
+    assert [(row["step"], row["version"]) for row in bench.rows("weights.published")] == [
+        (0, 0),
+        (3, 3),
+        (6, 6),
+    ]
     assert {phase for phase, _ in bench.engine.asked} == {"evaluate"}
     assert [phase for phase, _ in bench.gate.seen] == ["handover", "evaluate", "train"] * 3
 
@@ -136,16 +182,22 @@ def test_resumed_it_is_the_stage_that_never_stopped(tmp_path, stop_at):
 
 def test_pair_accuracy_counts_pairs_whose_chosen_scores_higher(tmp_path):
     pairs = [(1.0, 0.0), (0.0, 1.0), (2.0, -1.0), (0.5, 0.5)]
-    batch = TrainBatch(sequences=tuple(example(0, score) for pair in pairs for score in pair), step=0)
+    batch = TrainBatch(
+        sequences=tuple(example(0, score) for pair in pairs for score in pair), step=0
+    )
     outcome = asyncio.run(pair_accuracy(CountingTrainer(emit=lambda kind, **fields: None), batch))
-    assert (outcome.metric, outcome.value, outcome.n) == ("pair_accuracy", 0.625, 4)  # a tie is half a hit
+    # a tie is half a hit
+    assert (outcome.metric, outcome.value, outcome.n) == ("pair_accuracy", 0.625, 4)
     assert outcome.detail["margin"] == pytest.approx((1 - 1 + 3 + 0) / 4)
     progress = Offline(tmp_path, objective=RmConfig(), eval_batch=batch, steps=1).go()
-    assert progress.evals["pair_accuracy"].items() >= {"before": 0.625, "after": 0.625, "n": 4}.items()
+    assert (
+        progress.evals["pair_accuracy"].items() >= {"before": 0.625, "after": 0.625, "n": 4}.items()
+    )
 
 
 class TableTrainer(CountingTrainer):
-    """Log-probs from a table: one value for each sequence's targets, 9 elsewhere, where nobody must look."""
+    """Log-probs from a table: one value for each sequence's targets, 9 elsewhere, where nobody must
+    look."""
 
     def __init__(self, policy: list[float], reference: list[float]) -> None:
         super().__init__(emit=lambda kind, **fields: None)
@@ -165,7 +217,9 @@ def test_preference_accuracy_compares_gains_over_the_reference():
     outcome = asyncio.run(preference_accuracy(trainer, batch))
     gains = [1.0 * 2, 0.0 * 3, -1.0 * 4, 2.0 * 2]  # targets: 2, 3, 4, 2
     assert (outcome.value, outcome.n) == (0.5, 2)
-    assert outcome.detail["margin"] == pytest.approx(((gains[0] - gains[1]) + (gains[2] - gains[3])) / 2)
+    assert outcome.detail["margin"] == pytest.approx(
+        ((gains[0] - gains[1]) + (gains[2] - gains[3])) / 2
+    )
 
 
 def test_held_out_loss_is_a_mean_over_targets():

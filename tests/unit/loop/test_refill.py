@@ -1,4 +1,5 @@
-"""Dynamic sampling: groups that teach nothing are replaced by further prompts, within a bound, the same way every time."""
+"""Dynamic sampling: groups that teach nothing are replaced by further prompts, within a bound, the
+same way every time."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ DAPO = GrpoConfig(variant="dapo")
 
 
 def rarely_right(rollout):
-    """Right for one in five; the wrong ones differ, as a score does that has a part beside the answer."""
+    """Right for one in five; the wrong ones differ, as a score does that has a part beside the
+    answer."""
     share = digit_share(rollout)
     return 1.0 if share > 0.7 else 0.5 * share
 
@@ -41,7 +43,9 @@ def score(right, value, outcome="ok"):
     return Score(rollout_id="x", value=value, parts=(part,))
 
 
-judged = st.tuples(st.booleans(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from(["ok", "ok", "ok", "timeout"]))
+judged = st.tuples(
+    st.booleans(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from(["ok", "ok", "ok", "timeout"])
+)
 
 
 @given(st.lists(judged, max_size=6))
@@ -73,7 +77,9 @@ def test_a_failed_part_counts_for_the_filter_as_it_does_for_the_batch():
 
 def test_what_is_only_watched_does_not_score_a_sample():
     def made(*parts):
-        return tuple(ScorePart(name=n, value=0.0, weight=w, reason="", outcome=o) for n, w, o in parts)
+        return tuple(
+            ScorePart(name=n, value=0.0, weight=w, reason="", outcome=o) for n, w, o in parts
+        )
 
     for parts, is_scored in (
         (made(("answer", 1.0, "timeout"), ("length", 0.0, "ok")), False),
@@ -93,9 +99,13 @@ def test_what_is_missing_never_overfills_a_step(wanted, kept, in_flight):
 
 def test_the_filter_looks_at_correctness_where_a_part_judges_it():
     assert filter_metric(DAPO, RIGHT) == RIGHT and not why_filtered_by_score(DAPO, RIGHT)
-    assert filter_metric(DAPO, None) is None and "judges correctness" in why_filtered_by_score(DAPO, None)
+    assert filter_metric(DAPO, None) is None and "judges correctness" in why_filtered_by_score(
+        DAPO, None
+    )
     watched = replace(RIGHT, rewarded=False)
-    assert filter_metric(DAPO, watched) is None and "'answer' has weight 0" in why_filtered_by_score(DAPO, watched)
+    assert filter_metric(
+        DAPO, watched
+    ) is None and "'answer' has weight 0" in why_filtered_by_score(DAPO, watched)
     by_score = GrpoConfig(variant="dapo", filter_metric="score")
     assert filter_metric(by_score, RIGHT) is None and not why_filtered_by_score(by_score, None)
     for keeps in (GrpoConfig(), PpoConfig()):
@@ -117,7 +127,9 @@ def test_a_step_is_filled_up_with_groups_that_teach(tmp_path):
         for values in groups_of(batch).values():
             assert 0 < sum(value == 1.0 for value in values) < len(values) == 4
     asked = [request for phase, request in bench.engine.asked if phase == "rollout"]
-    assert len(asked) == len(bench.engine.asked) == len({request.request_id for request in asked}) > 16
+    assert (
+        len(asked) == len(bench.engine.asked) == len({request.request_id for request in asked}) > 16
+    )
     assert len({request.seed for request in asked}) == len(asked)
     assert not bench.rows("rollouts.refills_exhausted")
     for step, row in enumerate(bench.steps(), 1):
@@ -143,14 +155,19 @@ def test_refills_end_at_their_bound_and_the_step_trains_on_what_there_is(tmp_pat
     assert len(bench.engine.asked) == 2 * 4 * (1 + max_refills)
     assert all(not batch.sequences for batch in bench.trainer.batches)
     assert [row["count"] for row in bench.rows("drop.equal_groups")] == [4 * (1 + max_refills)] * 2
-    exhausted = [(row["rounds"], row["missing"]) for row in bench.rows("rollouts.refills_exhausted")]
+    exhausted = [
+        (row["rounds"], row["missing"]) for row in bench.rows("rollouts.refills_exhausted")
+    ]
     assert exhausted == ([(max_refills, 4)] * 2 if max_refills else [])
 
 
 def test_a_filter_by_score_keeps_what_one_by_correctness_drops(tmp_path):
-    half_right = {"table": lambda rollout: 0.5 * digit_share(rollout)}  # nobody is right, everybody differs
+    # nobody is right, everybody differs
+    half_right = {"table": lambda rollout: 0.5 * digit_share(rollout)}
     by_score = GrpoConfig(variant="dapo", filter_metric="score")
-    bench = Bench(tmp_path / "score", steps=2, **(refilled(2) | half_right | {"objective": by_score}))
+    bench = Bench(
+        tmp_path / "score", steps=2, **(refilled(2) | half_right | {"objective": by_score})
+    )
     turn(bench)
     assert [len(groups_of(batch)) for batch in bench.trainer.batches] == [4, 4]
     other = Bench(tmp_path / "accuracy", steps=2, **(refilled(2) | half_right))
@@ -190,7 +207,9 @@ def test_a_resumed_run_refills_as_the_run_that_never_stopped(tmp_path, cap, stop
     turn(first)
     second = Bench(tmp_path / "stopped", **settings)
     resumed = turn(second, kept=first.shelf.kept[stop_at])
-    assert sum(row["prompts"] for row in straight.rows("rollouts.refilled") if row["step"] > stop_at)
+    assert sum(
+        row["prompts"] for row in straight.rows("rollouts.refilled") if row["step"] > stop_at
+    )
     assert second.steps() == straight.steps() and second.sample_rows() == straight.sample_rows()
     assert resumed.source == whole.source
     assert in_flight(second.shelf.kept[6]) == in_flight(straight.shelf.kept[6])
@@ -200,7 +219,8 @@ def test_a_resumed_run_refills_as_the_run_that_never_stopped(tmp_path, cap, stop
 @pytest.mark.parametrize("cap", [0, 3], ids=["whole", "partial"])
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_a_step_broken_off_amid_refills_goes_on_with_its_rounds(tmp_path, cap, step):
-    """The stop, which leaves no time, comes as a completion is scored in the first refill of this step or later."""
+    """The stop, which leaves no time, comes as a completion is scored in the first refill of this
+    step or later."""
     settings = refilled(2, max_tokens_per_iteration=cap) | {"steps": 6, "table": rarely_right}
     straight = Bench(tmp_path / "straight", **settings)
     turn(straight)

@@ -1,4 +1,5 @@
-"""Rewards that fail during a run: told by kind with counts, and past the share that may fail the run stops."""
+"""Rewards that fail during a run: told by kind with counts, and past the share that may fail the
+run stops."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ def group(*parts: tuple[str, str, str]) -> Group:
 
 def test_failures_are_told_apart_by_exception_and_line_not_by_message() -> None:
     raised = [("f", "error", f"m:f raised KeyError at r.py:7: {number}") for number in range(3)]
-    others = [("f", "error", "m:f raised KeyError at r.py:9: 0"), ("f", "ok", "fine"), ("g", "timeout", "not done")]
+    others = [
+        ("f", "error", "m:f raised KeyError at r.py:9: 0"),
+        ("f", "ok", "fine"),
+        ("g", "timeout", "not done"),
+    ]
     found = find_failures([group(*raised, *others[:2]), group(others[2])])
     assert [(f.part, f.kind, f.count, f.checks) for f in found] == [
         ("f", "m:f raised KeyError at r.py:7", 3, 5),
@@ -44,7 +49,10 @@ def test_many_kinds_are_bounded_and_all_are_counted() -> None:
 
 @pytest.mark.parametrize(("failed", "stops"), [(0, False), (2, False), (3, True), (10, True)])
 def test_the_share_that_may_fail_is_of_one_part_s_checks(failed: int, stops: bool) -> None:
-    parts = [("f", "invalid" if n < failed else "ok", f"m:f returned nan (r.py:3): {n}") for n in range(10)]
+    parts = [
+        ("f", "invalid" if n < failed else "ok", f"m:f returned nan (r.py:3): {n}")
+        for n in range(10)
+    ]
     failures = find_failures([group(*parts, *[("g", "ok", "")] * 100)])
     if not stops:
         refuse_failures(failures, most_share=0.2, step=4)
@@ -77,4 +85,6 @@ def test_a_failure_in_the_ring_is_worth_no_more_than_a_wrong_answer(tmp_path) ->
 
     bench = Bench(tmp_path, table=table, steps=1)
     run(bench.go())
-    assert bench.steps()[0]["reward"] == pytest.approx(1 / 3), "of the three that were scored: 1, 1 and -1"
+    assert bench.steps()[0]["reward"] == pytest.approx(1 / 3), (
+        "of the three that were scored: 1, 1 and -1"
+    )

@@ -25,10 +25,14 @@ def test_phases_come_in_order_and_each_room_is_called_in_its_own(tmp_path):
         want += [("evaluate", number)] if number in (2, 3) else []
     assert bench.gate.seen == want
     assert {phase for phase, what in bench.trainer.calls if what == "step"} == {"train"}
-    assert {phase for phase, what in bench.trainer.calls if what == "evaluate reference"} == {"score"}
+    assert {phase for phase, what in bench.trainer.calls if what == "evaluate reference"} == {
+        "score"
+    }
     assert {phase for phase, what in bench.trainer.calls if what == "register"} == {"handover"}
     assert {phase for phase, _ in bench.engine.asked} == {"rollout", "evaluate"}
-    assert {phase for phase, what in bench.engine.calls if what.startswith(("prepare", "commit"))} == {"handover"}
+    assert {
+        phase for phase, what in bench.engine.calls if what.startswith(("prepare", "commit"))
+    } == {"handover"}
 
 
 def test_the_policy_is_asked_for_its_own_logprobs_where_the_kl_is_in_the_reward(tmp_path):
@@ -73,7 +77,12 @@ def test_the_policy_that_learns_is_seen_to_learn(tmp_path):
     assert numbers["n"] == len(HELD_OUT)
     assert numbers["before"] < 0.7 < 0.8 < numbers["after"]
     rows = bench.rows("eval.done")
-    assert [(row["step"], row["when"]) for row in rows] == [(0, "before"), (2, "after"), (4, "after"), (6, "after")]
+    assert [(row["step"], row["when"]) for row in rows] == [
+        (0, "before"),
+        (2, "after"),
+        (4, "after"),
+        (6, "after"),
+    ]
     assert rows[0]["accuracy"] == numbers["before"] and rows[-1]["accuracy"] == numbers["after"]
 
 
@@ -83,27 +92,46 @@ def test_an_accuracy_comes_with_its_meaning_and_its_wilson_interval(tmp_path):
     row, n = bench.rows("eval.done")[-1], len(HELD_OUT)
     assert row["meaning"] == numbers["meaning"] == RIGHT.meaning
     assert row["interval"] == numbers["interval"] == list(wilson_interval(row["accuracy"], n) or ())
-    assert row["standard_error"] == pytest.approx((row["accuracy"] * (1 - row["accuracy"]) / n) ** 0.5)
+    assert row["standard_error"] == pytest.approx(
+        (row["accuracy"] * (1 - row["accuracy"]) / n) ** 0.5
+    )
     assert numbers["before_interval"] == bench.rows("eval.done")[0]["interval"]
 
 
 def test_without_a_part_that_judges_the_mean_reward_is_named_with_its_error(tmp_path):
     """A reward that is no 0/1 answer: nothing in the log calls it an accuracy."""
     values = iter(range(1000))
-    bench = Bench(tmp_path, evaluation=EVALUATION, steps=2, accuracy=None, table=lambda _: next(values) / 7 - 3)
+    bench = Bench(
+        tmp_path,
+        evaluation=EVALUATION,
+        steps=2,
+        accuracy=None,
+        table=lambda _: next(values) / 7 - 3,
+    )
     progress = turn(bench)
     assert set(progress.evals) == {"reward"}
     for row in bench.rows("eval.done"):
-        assert row["name"] == "reward" and "accuracy" not in row and row["reward"] == row["detail"]["reward"]
+        assert (
+            row["name"] == "reward"
+            and "accuracy" not in row
+            and row["reward"] == row["detail"]["reward"]
+        )
         low, high = row["interval"]
         half = 1.96 * row["standard_error"]
-        assert (low, high) == (pytest.approx(row["reward"] - half), pytest.approx(row["reward"] + half))
+        assert (low, high) == (
+            pytest.approx(row["reward"] - half),
+            pytest.approx(row["reward"] + half),
+        )
     numbers = progress.evals["reward"]
-    assert (numbers["before"], numbers["after"]) == tuple(row["reward"] for row in bench.rows("eval.done"))
+    assert (numbers["before"], numbers["after"]) == tuple(
+        row["reward"] for row in bench.rows("eval.done")
+    )
     assert all("train_accuracy" not in row for row in bench.steps())
     # Values in a row, i / 7 - 3: the standard deviation of 0 … n-1 is sqrt(n (n + 1) / 12)
     n = len(HELD_OUT)
-    assert bench.rows("eval.done")[0]["standard_error"] == pytest.approx((n * (n + 1) / 12 / n) ** 0.5 / 7)
+    assert bench.rows("eval.done")[0]["standard_error"] == pytest.approx(
+        (n * (n + 1) / 12 / n) ** 0.5 / 7
+    )
 
 
 def test_a_step_says_how_sure_its_mean_reward_is(tmp_path):
@@ -111,7 +139,8 @@ def test_a_step_says_how_sure_its_mean_reward_is(tmp_path):
     turn(bench)
     (row,) = bench.rows("step.done")
     means = [
-        np.mean([digit_share(rollout) for rollout in bench.seen if rollout.group_id == f"1.{i}"]) for i in range(4)
+        np.mean([digit_share(rollout) for rollout in bench.seen if rollout.group_id == f"1.{i}"])
+        for i in range(4)
     ]
     assert row["num_prompts"] == 4
     assert row["reward_standard_error"] == pytest.approx(np.std(means, ddof=1) / 2)
@@ -121,7 +150,9 @@ def test_the_batch_is_what_was_sampled_and_scored(tmp_path):
     bench = Bench(tmp_path, objective=GrpoConfig(), steps=1)
     turn(bench)
     (batch,) = bench.trainer.batches
-    assert [s.group_id for s in batch.sequences] == [f"1.{place}" for place in range(4) for _ in range(4)]
+    assert [s.group_id for s in batch.sequences] == [
+        f"1.{place}" for place in range(4) for _ in range(4)
+    ]
     by_tokens = {tuple(rollout.tokens.tolist()): rollout for rollout in bench.seen}
     for sequence in batch.sequences:
         rollout = by_tokens[tuple(sequence.tokens.tolist())]
@@ -137,7 +168,9 @@ def test_the_batch_is_what_was_sampled_and_scored(tmp_path):
 
 
 def test_equal_groups_are_dropped_and_counted(tmp_path):
-    bench = Bench(tmp_path, objective=GrpoConfig(variant="dapo"), table=lambda rollout: 1.0, steps=2)
+    bench = Bench(
+        tmp_path, objective=GrpoConfig(variant="dapo"), table=lambda rollout: 1.0, steps=2
+    )
     turn(bench)
     assert [row["count"] for row in bench.rows("drop.equal_groups")] == [4, 4]
     assert all(not batch.sequences for batch in bench.trainer.batches)
@@ -150,7 +183,11 @@ def test_only_the_equal_groups_are_dropped(tmp_path):
     first = TRAIN[0].text
 
     def table(rollout):
-        return 1.0 if rollout.prompt.text == first else float(rollout.rollout_id.endswith((".0", ".1")))
+        return (
+            1.0
+            if rollout.prompt.text == first
+            else float(rollout.rollout_id.endswith((".0", ".1")))
+        )
 
     kept = Bench(tmp_path / "keep", objective=GrpoConfig(variant="grpo"), table=table, steps=8)
     dropped = Bench(tmp_path / "drop", objective=GrpoConfig(variant="dapo"), table=table, steps=8)
@@ -194,7 +231,9 @@ def test_failed_rewards_of_an_evaluation_are_counted_too(tmp_path):
     bench = Bench(tmp_path, table=table, evaluation=EvalConfig(num_problems=10), steps=1)
     progress = turn(bench)
     assert progress.evals["accuracy"]["after"] == 0.0
-    counted = [(row["where"], row["what"], row["count"]) for row in bench.rows("warn.reward_failed")]
+    counted = [
+        (row["where"], row["what"], row["count"]) for row in bench.rows("warn.reward_failed")
+    ]
     assert counted == [("evaluation", "table error", len(HELD_OUT))] * 2
 
 
@@ -210,7 +249,9 @@ def test_online_dpo_trains_on_pairs_of_best_and_worst(tmp_path):
             assert (chosen.scalars["chosen"], rejected.scalars["chosen"]) == (1.0, 0.0)
             assert chosen.group_id == rejected.group_id
             assert chosen.scalars["score"] > rejected.scalars["score"]
-            assert "reference_logprobs" in chosen.columns and "reference_logprobs" in rejected.columns
+            assert (
+                "reference_logprobs" in chosen.columns and "reference_logprobs" in rejected.columns
+            )
     assert ("score", "evaluate reference") in bench.trainer.calls
 
 
@@ -222,18 +263,25 @@ def test_online_dpo_counts_groups_without_a_pair(tmp_path):
 
 
 def test_ppo_brings_values_and_returns(tmp_path):
-    bench = Bench(tmp_path, objective=PpoConfig(kl_coef=0.1), script=digits_script, table=digit_share, steps=1)
+    bench = Bench(
+        tmp_path, objective=PpoConfig(kl_coef=0.1), script=digits_script, table=digit_share, steps=1
+    )
     turn(bench)
     for sequence in bench.trainer.batches[0].sequences:
         assert {"advantages", "returns", "values", "reference_logprobs"} <= set(sequence.columns)
         off = ~sequence.columns["loss_mask"]
-        assert not sequence.columns["advantages"][off].any() and not sequence.columns["returns"][off].any()
+        assert (
+            not sequence.columns["advantages"][off].any()
+            and not sequence.columns["returns"][off].any()
+        )
     # the fake's policy and engine agree with its reference, so the KL in the reward is none
     assert bench.steps()[0]["kl_reference"] == pytest.approx(0.0)
 
 
 def test_a_reward_model_adds_its_part(tmp_path):
-    bench = Bench(tmp_path, objective=GrpoConfig(), reward_model=("learnt", 2.0), table=lambda r: 0.5, steps=1)
+    bench = Bench(
+        tmp_path, objective=GrpoConfig(), reward_model=("learnt", 2.0), table=lambda r: 0.5, steps=1
+    )
     turn(bench)
     assert ("score", "evaluate reward") in bench.trainer.calls
     parts = {part["name"]: part for part in bench.sample_rows()[0]["parts"]}
@@ -242,15 +290,29 @@ def test_a_reward_model_adds_its_part(tmp_path):
 
 
 def test_the_engine_is_ended_before_scoring_and_started_on_dummy_weights(tmp_path):
-    bench = Bench(tmp_path, restart_engine=True, evaluation=EVALUATION, objective=GrpoConfig(kl_coef=0.1), steps=2)
+    bench = Bench(
+        tmp_path,
+        restart_engine=True,
+        evaluation=EVALUATION,
+        objective=GrpoConfig(kl_coef=0.1),
+        steps=2,
+    )
     turn(bench)
     versions = [row["version"] for row in bench.steps()]
-    want = [("idle", "start dummy=False"), ("handover", "prepare 0"), ("handover", "commit 0 drain")]
+    want = [
+        ("idle", "start dummy=False"),
+        ("handover", "prepare 0"),
+        ("handover", "commit 0 drain"),
+    ]
     for version in versions:
         want += [("rollout", "terminate"), ("handover", "start dummy=True")]
         want += [("handover", f"prepare {version}"), ("handover", f"commit {version} drain")]
     assert bench.engine.calls == want
-    assert len(bench.rows("handover.engine_terminated")) == len(bench.rows("handover.engine_started")) == 2
+    assert (
+        len(bench.rows("handover.engine_terminated"))
+        == len(bench.rows("handover.engine_started"))
+        == 2
+    )
 
 
 def test_published_versions_are_those_of_the_trainer(tmp_path):
@@ -268,7 +330,8 @@ def test_the_overlap_account_is_about_scoring_time(tmp_path):
         assert row["rollout_s"] + row["reference_s"] == pytest.approx(row["hidden_s"])
         assert row["rule_s"] >= 0.025
     late = {f"1.{place}.{sample}": 0.3 for place in range(4) for sample in range(4)}
-    exposed = Bench(tmp_path / "exposed", steps=1, delays_s=late)  # no pass that could hide them after the rollouts
+    # no pass that could hide them after the rollouts
+    exposed = Bench(tmp_path / "exposed", steps=1, delays_s=late)
     turn(exposed)
     (row,) = exposed.rows("reward.window")
     assert row["hidden_s"] < row["rule_s"] and row["rule_s"] >= 0.25
@@ -285,6 +348,8 @@ def test_a_group_is_one_request_whose_completions_share_the_prompt(tmp_path):
     bench = Bench(tmp_path, steps=1)
     turn(bench)
     asked = [request for phase, request in bench.engine.asked if phase == "rollout"]
-    assert [(request.request_id, request.sampling.n) for request in asked] == [(f"1.{place}", 4) for place in range(4)]
+    assert [(request.request_id, request.sampling.n) for request in asked] == [
+        (f"1.{place}", 4) for place in range(4)
+    ]
     assert len({request.seed for request in asked}) == 4
     assert all(request.sampling.max_tokens == GROUPS_OF_4.max_tokens for request in asked)

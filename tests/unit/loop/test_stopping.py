@@ -1,4 +1,5 @@
-"""A stop ends the step or breaks it off, saves what there is, and the run that goes on is the one that never stopped."""
+"""A stop ends the step or breaks it off, saves what there is, and the run that goes on is the one
+that never stopped."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from loop_cases import GROUPS_OF_4, HELD_OUT, Bench, digit_share, digits_script,
 CAPPED = GROUPS_OF_4.model_copy(update={"max_tokens_per_iteration": 3})
 SLOW = FakeEngineConfig(start_accuracy=0.3, token_delay_s=0.01)
 EVALUATION = EvalConfig(num_problems=len(HELD_OUT), every_steps=2)
-ALL = {"script": digits_script, "table": digit_share, "objective": GrpoConfig(), "steps": 4, "evaluation": EVALUATION}
+ALL = {
+    "script": digits_script,
+    "table": digit_share,
+    "objective": GrpoConfig(),
+    "steps": 4,
+    "evaluation": EVALUATION,
+}
 
 
 def ask_at(bench: Bench, phase: str, step: int) -> None:
@@ -41,45 +48,70 @@ def go_on(folder, bench: Bench, **settings: Any) -> Bench:
 
 
 def tell(bench: Bench) -> tuple[Any, ...]:
-    evals = [{name: row[name] for name in ("step", "when", "accuracy")} for row in bench.rows("eval.done")]
+    evals = [
+        {name: row[name] for name in ("step", "when", "accuracy")}
+        for row in bench.rows("eval.done")
+    ]
     return bench.steps(), bench.sample_rows(), evals
 
 
-PHASES = [("evaluate", 0), ("rollout", 1), ("rollout", 3), ("score", 2), ("train", 2), ("train", 4), ("handover", 3),
-          ("evaluate", 2), ("evaluate", 4), ("snapshot", 4)]  # fmt: skip
+PHASES = [
+    ("evaluate", 0),
+    ("rollout", 1),
+    ("rollout", 3),
+    ("score", 2),
+    ("train", 2),
+    ("train", 4),
+    ("handover", 3),
+    ("evaluate", 2),
+    ("evaluate", 4),
+    ("snapshot", 4),
+]
 
 
 @pytest.mark.parametrize(("phase", "step"), PHASES)
 @pytest.mark.parametrize("rollout", [GROUPS_OF_4, CAPPED], ids=["whole", "partial"])
-def test_a_stop_ends_the_step_and_the_run_goes_on_as_if_never_stopped(tmp_path, rollout, phase, step):
+def test_a_stop_ends_the_step_and_the_run_goes_on_as_if_never_stopped(
+    tmp_path, rollout, phase, step
+):
     straight = Bench(tmp_path / "straight", rollout=rollout, **ALL)
     turn(straight)
     stopped = Bench(tmp_path / "stopped", rollout=rollout, **ALL)
     ask_at(stopped, phase, step)
     progress = turn(stopped)
     begun = step if phase != "evaluate" else max(step, 0)
-    assert progress.step == begun == max(stopped.shelf.kept), "the step in flight has ended, and no other one began"
+    assert progress.step == begun == max(stopped.shelf.kept), (
+        "the step in flight has ended, and no other one began"
+    )
     assert progress.done == ((phase, step) in [("evaluate", 4), ("snapshot", 4)])
     assert not stopped.rows("step.broken_off")
     assert tell(go_on(tmp_path / "stopped", stopped, rollout=rollout, **ALL)) == tell(straight)
 
 
-@pytest.mark.parametrize(("phase", "step"), [("rollout", 1), ("rollout", 3), ("score", 2), ("evaluate", 2)])
+@pytest.mark.parametrize(
+    ("phase", "step"), [("rollout", 1), ("rollout", 3), ("score", 2), ("evaluate", 2)]
+)
 @pytest.mark.parametrize("rollout", [GROUPS_OF_4, CAPPED], ids=["whole", "partial"])
 def test_past_its_deadline_a_stop_keeps_what_the_step_has(tmp_path, rollout, phase, step):
     settings: dict[str, Any] = {"rollout": rollout, "engine": SLOW, **ALL}
     straight = Bench(tmp_path / "straight", rollout=rollout, **ALL)
     turn(straight)
-    stopped = Bench(tmp_path / "stopped", stop=StopRequest(deadline_s=0.03), scorer_delay_s=0.2, **settings)
+    stopped = Bench(
+        tmp_path / "stopped", stop=StopRequest(deadline_s=0.03), scorer_delay_s=0.2, **settings
+    )
     ask_at(stopped, phase, step)
     progress = turn(stopped)
     before = step if phase == "evaluate" else step - 1
     assert progress.step == before and not progress.done
     assert len(stopped.rows("step.broken_off")) == (phase != "evaluate")
-    assert max((row["step"] for row in stopped.rows("step.done")), default=0) == before, "the last update stands"
+    assert max((row["step"] for row in stopped.rows("step.done")), default=0) == before, (
+        "the last update stands"
+    )
     if phase == "rollout":
         begun = [group for group in progress.in_flight if group.partials]
-        assert begun and all(len(partial.tokens) for group in begun for partial in group.partials.values())
+        assert begun and all(
+            len(partial.tokens) for group in begun for partial in group.partials.values()
+        )
     if phase == "score":
         assert all(len(group.rollouts) + len(group.partials) == 4 for group in progress.in_flight)
     again = Bench(tmp_path / "stopped", rollout=rollout, **ALL)
@@ -128,7 +160,9 @@ def kept_nothing() -> tuple[Any, Any]:
     from gyre.core.codec import encode
     from gyre.loop.resume import IN_FLIGHT
 
-    return {"stage": "main", "step": 0, "done": False, "source": None, "evals": {}}, {IN_FLIGHT: encode([])}
+    return {"stage": "main", "step": 0, "done": False, "source": None, "evals": {}}, {
+        IN_FLIGHT: encode([])
+    }
 
 
 def test_work_that_ends_in_time_gives_its_result_and_its_error():

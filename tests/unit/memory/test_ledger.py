@@ -1,5 +1,5 @@
-"""Ledger decisions on a few components: which move, in which order, to the last byte; and the words of a refusal. Under
-Hypothesis: test_vram_ledger_properties."""
+"""Ledger decisions on a few components: which move, in which order, to the last byte; and the words
+of a refusal. Under Hypothesis: test_vram_ledger_properties."""
 
 from __future__ import annotations
 
@@ -16,9 +16,17 @@ from gyre.memory.phases import RING, default_needs, match_name, next_use
 from gyre.memory.records import Budgets, Entry, Ledger, MovePlan
 
 
-def colocated(*, device_bytes: int, host_bytes: int = 10_000, shared: bool = False, **options) -> Ledger:
+def colocated(
+    *, device_bytes: int, host_bytes: int = 10_000, shared: bool = False, **options
+) -> Ledger:
     needs = default_needs(shared_weights=shared)
-    sizes = {"actor.params": 10, "actor.grads": 20, "actor.optimizer": 40, "engine.kv": 30, "reference": 10}
+    sizes = {
+        "actor.params": 10,
+        "actor.grads": 20,
+        "actor.optimizer": 40,
+        "engine.kv": 30,
+        "reference": 10,
+    }
     if not shared:
         sizes["engine.weights"] = 10
     made = []
@@ -70,8 +78,22 @@ def test_staged_wake_of_the_handover() -> None:
 def test_a_full_host_gives_back_before_it_takes() -> None:
     """The device has room for both, the host for one: in goes first, then out."""
     made = (
-        Entry(name="a", size_bytes=10, tier="device", tiers=("device", "host"), phases=("train",), leave=("host",)),
-        Entry(name="b", size_bytes=10, tier="host", tiers=("device", "host"), phases=("rollout",), leave=("host",)),
+        Entry(
+            name="a",
+            size_bytes=10,
+            tier="device",
+            tiers=("device", "host"),
+            phases=("train",),
+            leave=("host",),
+        ),
+        Entry(
+            name="b",
+            size_bytes=10,
+            tier="host",
+            tiers=("device", "host"),
+            phases=("rollout",),
+            leave=("host",),
+        ),
     )
     budgets = Budgets(device_bytes=20, host_bytes=10, disk_bytes=0)
     plan = plan_phase(Ledger(entries=made, budgets=budgets, residency="phase"), "rollout")
@@ -81,25 +103,65 @@ def test_a_full_host_gives_back_before_it_takes() -> None:
 def test_a_full_host_spills_to_disk_and_says_so() -> None:
     both = ("device", "host", "disk")
     made = (
-        Entry(name="a", size_bytes=10, tier="device", tiers=both, phases=("train",), leave=("host", "disk")),
-        Entry(name="b", size_bytes=15, tier="none", tiers=("device", "none"), phases=("rollout",), leave=("none",)),
+        Entry(
+            name="a",
+            size_bytes=10,
+            tier="device",
+            tiers=both,
+            phases=("train",),
+            leave=("host", "disk"),
+        ),
+        Entry(
+            name="b",
+            size_bytes=15,
+            tier="none",
+            tiers=("device", "none"),
+            phases=("rollout",),
+            leave=("none",),
+        ),
     )
-    plan = plan_phase(Ledger(entries=made, budgets=Budgets(device_bytes=20, host_bytes=5, disk_bytes=10)), "rollout")
+    plan = plan_phase(
+        Ledger(entries=made, budgets=Budgets(device_bytes=20, host_bytes=5, disk_bytes=10)),
+        "rollout",
+    )
     assert [(move.name, move.target) for move in plan.moves] == [("a", "disk"), ("b", "device")]
     assert "no room on host" in plan.moves[0].reason
 
 
 def test_the_least_needed_leaves() -> None:
-    """Belady: on the way to rollout the optimizer (used two phases later) goes before the reference (used next)."""
+    """Belady: on the way to rollout the optimizer (used two phases later) goes before the reference
+    (used next)."""
     both = ("device", "host")
     made = (
-        Entry(name="reference", size_bytes=10, tier="device", tiers=both, phases=("score",), leave=("host",)),
-        Entry(name="actor.optimizer", size_bytes=10, tier="device", tiers=both, phases=("train",), leave=("host",)),
         Entry(
-            name="engine.kv", size_bytes=10, tier="none", tiers=("device", "none"), phases=("rollout",), leave=("none",)
+            name="reference",
+            size_bytes=10,
+            tier="device",
+            tiers=both,
+            phases=("score",),
+            leave=("host",),
+        ),
+        Entry(
+            name="actor.optimizer",
+            size_bytes=10,
+            tier="device",
+            tiers=both,
+            phases=("train",),
+            leave=("host",),
+        ),
+        Entry(
+            name="engine.kv",
+            size_bytes=10,
+            tier="none",
+            tiers=("device", "none"),
+            phases=("rollout",),
+            leave=("none",),
         ),
     )
-    plan = plan_phase(Ledger(entries=made, budgets=Budgets(device_bytes=20, host_bytes=90, disk_bytes=0)), "rollout")
+    plan = plan_phase(
+        Ledger(entries=made, budgets=Budgets(device_bytes=20, host_bytes=90, disk_bytes=0)),
+        "rollout",
+    )
     assert [move.name for move in plan.moves] == ["actor.optimizer", "engine.kv"]
 
 
@@ -122,7 +184,10 @@ def test_refusal_names_components_budget_and_setting() -> None:
     small = replace(ledger, budgets=replace(ledger.budgets, device_total_bytes=74))
     with pytest.raises(MemoryBudgetError) as refusal:
         plan_phase(small, "train")
-    assert "device_budget_bytes" not in refusal.value.hint and "which has 74 B in all" in refusal.value.hint
+    assert (
+        "device_budget_bytes" not in refusal.value.hint
+        and "which has 74 B in all" in refusal.value.hint
+    )
 
 
 def test_resident_that_does_not_fit_points_to_spill() -> None:
@@ -149,12 +214,19 @@ def test_settle_names_the_owner_and_takes_over_small_differences() -> None:
     assert settle(ledger, measured, tolerance_bytes=0) == ledger
     grown = {**measured, "actor.grads": Usage(device_bytes=23, host_bytes=0, disk_bytes=0)}
     assert settle(ledger, grown, tolerance_bytes=3).entry("actor.grads").size_bytes == 23
-    with pytest.raises(MemoryBudgetError, match=r"actor\.grads still holds 23 bytes on device, the ledger says 20"):
+    with pytest.raises(
+        MemoryBudgetError, match=r"actor\.grads still holds 23 bytes on device, the ledger says 20"
+    ):
         settle(ledger, grown, tolerance_bytes=2)
     kept = {**grown, "engine.kv": Usage(device_bytes=30, host_bytes=0, disk_bytes=0)}
-    assert [text.split()[0] for text in misfits(ledger, kept, tolerance_bytes=0)] == ["engine.kv", "actor.grads"]
+    assert [text.split()[0] for text in misfits(ledger, kept, tolerance_bytes=0)] == [
+        "engine.kv",
+        "actor.grads",
+    ]
     with pytest.raises(MemoryBudgetError, match=r"actor\.params holds only 0 bytes on device"):
-        settle(ledger, {k: v for k, v in measured.items() if k != "actor.params"}, tolerance_bytes=0)
+        settle(
+            ledger, {k: v for k, v in measured.items() if k != "actor.params"}, tolerance_bytes=0
+        )
 
 
 def test_names_match_from_the_whole_to_the_owner() -> None:
@@ -166,7 +238,12 @@ def test_names_match_from_the_whole_to_the_owner() -> None:
 
 
 def test_words_have_units() -> None:
-    assert [words(size) for size in (0, 1023, 1536, 3 << 30)] == ["0 B", "1023 B", "1.50 KiB", "3.00 GiB"]
+    assert [words(size) for size in (0, 1023, 1536, 3 << 30)] == [
+        "0 B",
+        "1023 B",
+        "1.50 KiB",
+        "3.00 GiB",
+    ]
 
 
 ALL = ("device", "host", "disk")
@@ -174,11 +251,27 @@ ALL = ("device", "host", "disk")
 
 def on_device(name: str, size_bytes: int, *, leave=("host",), phases=("train",), **more) -> Entry:
     tiers = ("device", *leave)
-    return Entry(name=name, size_bytes=size_bytes, tier="device", tiers=tiers, phases=phases, leave=leave, **more)
+    return Entry(
+        name=name,
+        size_bytes=size_bytes,
+        tier="device",
+        tiers=tiers,
+        phases=phases,
+        leave=leave,
+        **more,
+    )
 
 
 def parked(name: str, size_bytes: int, *, tier="host", phases=("rollout",), **more) -> Entry:
-    return Entry(name=name, size_bytes=size_bytes, tier=tier, tiers=ALL, phases=phases, leave=("host", "disk"), **more)
+    return Entry(
+        name=name,
+        size_bytes=size_bytes,
+        tier=tier,
+        tiers=ALL,
+        phases=phases,
+        leave=("host", "disk"),
+        **more,
+    )
 
 
 def ledger_of(*made: Entry, device=0, host=0, disk=0, staging=0, **options) -> Ledger:
@@ -194,7 +287,10 @@ def test_budgets_may_be_used_to_the_last_byte() -> None:
     """On each tier in turn: what fits to the byte is planned, a byte less is refused."""
     a, b = on_device("a", 10, leave=("disk",)), parked("b", 20)
     exact = {"device": 20, "host": 24, "disk": 10, "staging": 4}
-    assert moves_of(plan_phase(ledger_of(a, b, **exact), "rollout")) == [("a", "disk"), ("b", "device")]
+    assert moves_of(plan_phase(ledger_of(a, b, **exact), "rollout")) == [
+        ("a", "disk"),
+        ("b", "device"),
+    ]
     for tier in ("device", "host", "disk"):
         refusal = "does not fit on the device" if tier == "device" else "no order of these moves"
         with pytest.raises(MemoryBudgetError, match=refusal):
@@ -202,21 +298,34 @@ def test_budgets_may_be_used_to_the_last_byte() -> None:
 
 
 def test_a_plan_says_what_is_held_at_each_point() -> None:
-    """Device to disk passes through 4 bytes of the host; in the middle of a move its bytes are at both ends."""
+    """Device to disk passes through 4 bytes of the host; in the middle of a move its bytes are at
+    both ends."""
     ledger = ledger_of(
         on_device("a", 10, leave=("disk",)), parked("b", 20), device=20, host=24, disk=10, staging=4
     )  # fmt: skip
-    held = [(p.device_bytes, p.host_bytes, p.disk_bytes) for p in plan_phase(ledger, "rollout").points]
+    held = [
+        (p.device_bytes, p.host_bytes, p.disk_bytes) for p in plan_phase(ledger, "rollout").points
+    ]
     assert held == [(10, 20, 0), (10, 24, 10), (0, 20, 10), (20, 20, 10), (20, 0, 10)]
 
 
 def test_the_second_choice_begins_where_the_first_moves_ended() -> None:
     made = on_device("a", 10, leave=("host", "disk")), on_device("b", 10, leave=("host", "disk"))
-    coming = Entry(name="c", size_bytes=20, tier="none", tiers=("device", "none"), phases=("rollout",))
+    coming = Entry(
+        name="c", size_bytes=20, tier="none", tiers=("device", "none"), phases=("rollout",)
+    )
     plan = plan_phase(ledger_of(*made, coming, device=20, host=10, disk=10), "rollout")
     assert moves_of(plan) == [("a", "host"), ("b", "disk"), ("c", "device")]
     held = [(p.device_bytes, p.host_bytes, p.disk_bytes) for p in plan.points]
-    assert held == [(20, 0, 0), (20, 10, 0), (10, 10, 0), (10, 10, 10), (0, 10, 10), (20, 10, 10), (20, 10, 10)]
+    assert held == [
+        (20, 0, 0),
+        (20, 10, 0),
+        (10, 10, 0),
+        (10, 10, 10),
+        (0, 10, 10),
+        (20, 10, 10),
+        (20, 10, 10),
+    ]
 
 
 def test_working_memory_is_room_that_is_taken() -> None:
@@ -234,25 +343,39 @@ def test_of_those_needed_equally_late_the_larger_leaves_and_then_by_name() -> No
     assert moves_of(plan_phase(ledger, "rollout")) == [("b", "host"), ("c", "device")]
     alike = ledger_of(on_device("y", 5), on_device("x", 5), parked("c", 15), device=20, host=30)
     assert moves_of(plan_phase(alike, "rollout"))[0] == ("x", "host")
-    later = ledger_of(on_device("a", 5), on_device("b", 10, phases=("score",)), parked("c", 15), device=25, host=30)
+    later = ledger_of(
+        on_device("a", 5),
+        on_device("b", 10, phases=("score",)),
+        parked("c", 15),
+        device=25,
+        host=30,
+    )
     assert moves_of(plan_phase(later, "rollout"))[0] == ("a", "host"), "train comes after score"
 
 
 def test_what_cannot_leave_takes_room_from_what_can() -> None:
     fixed = on_device("fixed", 5, leave=())
-    assert moves_of(plan_phase(ledger_of(fixed, on_device("a", 5), device=10, host=5), "rollout")) == []
+    assert (
+        moves_of(plan_phase(ledger_of(fixed, on_device("a", 5), device=10, host=5), "rollout"))
+        == []
+    )
     tight = ledger_of(fixed, on_device("a", 5), parked("b", 1), device=10, host=6)
     assert moves_of(plan_phase(tight, "rollout")) == [("a", "host"), ("b", "device")]
 
 
 def test_what_wakes_later_waits_even_where_it_alone_would_fit() -> None:
-    """Bringing the KV cache first would make room on the host for what must leave; weights come first all the same."""
+    """Bringing the KV cache first would make room on the host for what must leave; weights come
+    first all the same."""
     weights, kv = parked("weights", 8), parked("kv", 4, wake=2)
     ledger = ledger_of(on_device("a", 5), weights, kv, device=12, host=13)
     with pytest.raises(MemoryBudgetError, match="no order of these moves"):
         plan_phase(ledger, "rollout")
     alike = ledger_of(on_device("a", 5), weights, replace(kv, wake=0), device=12, host=13)
-    assert moves_of(plan_phase(alike, "rollout")) == [("kv", "device"), ("a", "host"), ("weights", "device")]
+    assert moves_of(plan_phase(alike, "rollout")) == [
+        ("kv", "device"),
+        ("a", "host"),
+        ("weights", "device"),
+    ]
 
 
 def test_a_refused_move_says_what_waits_and_what_would_help() -> None:
@@ -267,7 +390,9 @@ def test_a_refused_move_says_what_waits_and_what_would_help() -> None:
 
 def test_the_budget_that_helps_is_named_whichever_it_is() -> None:
     """No host is large enough for what may go to disk only."""
-    ledger = ledger_of(on_device("a", 10, leave=("disk",)), parked("b", 6), device=10, host=6, disk=9)
+    ledger = ledger_of(
+        on_device("a", 10, leave=("disk",)), parked("b", 6), device=10, host=6, disk=9
+    )
     with pytest.raises(MemoryBudgetError) as refusal:
         plan_phase(ledger, "rollout")
     assert "set memory.disk_budget_bytes = 10, or" in refusal.value.hint
@@ -279,7 +404,9 @@ def test_where_one_budget_is_not_enough_all_are_named_and_together_they_fit() ->
     with pytest.raises(MemoryBudgetError) as refusal:
         plan_phase(replace(ledger, residency="phase"), "rollout")
     named = dict(re.findall(r"memory\.(device|host|disk)_budget_bytes = (\d+)", refusal.value.hint))
-    assert named == {"host": "40", "disk": "60", "device": "60"}, "what there is, and all that moves"
+    assert named == {"host": "40", "disk": "60", "device": "60"}, (
+        "what there is, and all that moves"
+    )
     raised = Budgets(**{f"{tier}_bytes": int(size) for tier, size in named.items()})
     assert len(plan_phase(replace(ledger, budgets=raised, residency="phase"), "rollout").moves) == 3
 
@@ -288,7 +415,9 @@ def test_pages_are_kept_where_all_that_may_be_parked_fits_beside_the_staging() -
     made = on_device("a", 6), parked("b", 4), on_device("c", 100, leave=("disk",))
     for host, keeps in ((13, [True, True, False]), (12, [False] * 3)):
         budgets = Budgets(device_bytes=0, host_bytes=host, disk_bytes=0, staging_bytes=3)
-        assert [entry.keeps_pages for entry in keep_pages(made, budgets, allowed=lambda entry: True)] == keeps
+        assert [
+            entry.keeps_pages for entry in keep_pages(made, budgets, allowed=lambda entry: True)
+        ] == keeps
     budgets = Budgets(device_bytes=0, host_bytes=13, disk_bytes=0, staging_bytes=3)
     only = keep_pages(made, budgets, allowed=lambda entry: entry.name == "b")
     assert [entry.keeps_pages for entry in only] == [False, True, False]
@@ -301,7 +430,10 @@ def test_what_was_not_measured_holds_nothing() -> None:
         "b holds only 0 bytes on host, the ledger says 5 (it is on tier host)",
         "c holds only 0 bytes on disk, the ledger says 3 (it is on tier disk)",
     ]
-    assert misfits(ledger, {}, tolerance_bytes=9)[1:] == [] and misfits(ledger, {}, tolerance_bytes=10) == []
+    assert (
+        misfits(ledger, {}, tolerance_bytes=9)[1:] == []
+        and misfits(ledger, {}, tolerance_bytes=10) == []
+    )
 
 
 def test_a_size_is_learnt_from_the_device_alone() -> None:
@@ -324,10 +456,14 @@ def test_moves_by_name_leave_what_is_in_place() -> None:
 
 
 def test_what_was_destroyed_comes_back_to_the_device_only() -> None:
-    gone = Entry(name="kv", size_bytes=5, tier="none", tiers=("device", "host", "none"), phases=("rollout",))
+    gone = Entry(
+        name="kv", size_bytes=5, tier="none", tiers=("device", "host", "none"), phases=("rollout",)
+    )
     ledger = ledger_of(gone, on_device("a", 5), device=20, host=20)
     with pytest.raises(InputError, match="kv was destroyed and has no contents to move to 'host'"):
         plan_moves(ledger, {"kv": "host"})
-    with pytest.raises(InputError, match=r"a may not live on tier 'disk' \(accepted: device, host\)"):
+    with pytest.raises(
+        InputError, match=r"a may not live on tier 'disk' \(accepted: device, host\)"
+    ):
         plan_moves(ledger, {"a": "disk"})
     assert moves_of(plan_moves(ledger, {"kv": "device"})) == [("kv", "device")]

@@ -1,5 +1,6 @@
-"""Ledger decisions under Hypothesis: a plan that is given fits at every point, moves nothing in vain and brings what
-the phase needs; a refusal is right, and the setting that it names is the nearest one that fits."""
+"""Ledger decisions under Hypothesis: a plan that is given fits at every point, moves nothing in
+vain and brings what the phase needs; a refusal is right, and the setting that it names is the
+nearest one that fits."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def entries(draw, *, max_size: int = 7) -> tuple[Entry, ...]:
     for index in range(count):
         leave = draw(st.sampled_from(KEEPING))
         tiers = ("device", *leave)
-        size, tier, keeps = draw(st.integers(0, 40)), draw(st.sampled_from(tiers)), draw(st.booleans())
+        size, tier, keeps = (
+            draw(st.integers(0, 40)),
+            draw(st.sampled_from(tiers)),
+            draw(st.booleans()),
+        )
         made.append(
             Entry(
                 name=f"c{index}",
@@ -72,7 +77,8 @@ def starts_legal(ledger: Ledger) -> bool:
 
 
 def replay(ledger: Ledger, plan: MovePlan) -> list[tuple[int, int, int]]:
-    """Bytes by tier in the middle and at the end of each move, counted anew and not taken from the plan."""
+    """Bytes by tier in the middle and at the end of each move, counted anew and not taken from the
+    plan."""
     where = {entry.name: {entry.tier} for entry in ledger.entries}
     size = {entry.name: entry.size_bytes for entry in ledger.entries}
     keeps = {entry.name for entry in ledger.entries if entry.keeps_pages}
@@ -86,7 +92,10 @@ def replay(ledger: Ledger, plan: MovePlan) -> list[tuple[int, int, int]]:
         after = {"device", "host"} if stays else {move.target}
         for places in (where[move.name] | {move.target}, after):
             where[move.name] = places
-            totals = {tier: sum(size[n] for n in where if tier in where[n]) for tier in ("device", "host", "disk")}
+            totals = {
+                tier: sum(size[n] for n in where if tier in where[n])
+                for tier in ("device", "host", "disk")
+            }
             if places != after and {move.source, move.target} == {"device", "disk"}:
                 totals["host"] += min(move.size_bytes, ledger.budgets.staging_bytes)
             seen.append((totals["device"], totals["host"], totals["disk"]))
@@ -127,10 +136,13 @@ def test_a_plan_fits_at_every_point_and_moves_nothing_in_vain(ledger: Ledger, ph
     assert all(entry.tier == "device" and phase not in entry.phases for entry in gone)
     if ledger.residency == "resident":
         assert not gone
-    if ledger.residency == "spill":  # each that left had to: with any one of them back it would not fit
+    # each that left had to: with any one of them back it would not fit
+    if ledger.residency == "spill":
         assert all(used + entry.size_bytes > ledger.budgets.device_bytes for entry in gone)
     if ledger.residency == "phase":
-        stays = [entry for entry in after.entries if entry.tier == "device" and phase not in entry.phases]
+        stays = [
+            entry for entry in after.entries if entry.tier == "device" and phase not in entry.phases
+        ]
         assert all(not entry.leave for entry in stays)
     assert plan_phase(after, phase).moves == (), "entering again moves nothing"
 
@@ -142,7 +154,8 @@ def test_with_room_elsewhere_only_a_true_shortage_is_refused(ledger: Ledger, pha
     must = sum(
         entry.size_bytes
         for entry in ledger.entries
-        if phase in entry.phases or (entry.tier == "device" and (not entry.leave or ledger.residency == "resident"))
+        if phase in entry.phases
+        or (entry.tier == "device" and (not entry.leave or ledger.residency == "resident"))
     )
     fits = must + ledger.working.get(phase, 0) <= ledger.budgets.device_bytes
     if fits:
@@ -160,8 +173,13 @@ def test_the_named_setting_is_the_nearest_that_fits(ledger: Ledger, phase) -> No
         plan_phase(ledger, phase)
         return
     except MemoryBudgetError as error:
-        assert any(entry.name in error.message for entry in ledger.entries) or "no components" in error.message
-        named = re.findall(r"memory\.(device|host|disk)_budget_bytes (?:=|to at least) (\d+)", error.hint)
+        assert (
+            any(entry.name in error.message for entry in ledger.entries)
+            or "no components" in error.message
+        )
+        named = re.findall(
+            r"memory\.(device|host|disk)_budget_bytes (?:=|to at least) (\d+)", error.hint
+        )
         device_only = "does not fit on the device" in error.message
     assume(len(named) == 1)
     key, value = f"{named[0][0]}_bytes", int(named[0][1])
@@ -174,7 +192,8 @@ def test_the_named_setting_is_the_nearest_that_fits(ledger: Ledger, phase) -> No
         return "fits"
 
     if device_only:
-        assert outcome(value) in ("fits", "moves")  # the device is large enough; the host may still be too small
+        # the device is large enough; the host may still be too small
+        assert outcome(value) in ("fits", "moves")
         assert outcome(value - 1) == "device"
     else:
         assert outcome(value) == "fits"
@@ -192,7 +211,9 @@ def test_the_ring_turns_without_losing_anyone(ledger: Ledger, phases: list) -> N
             return
         check_plan(ledger, plan)
         ledger = apply_plan(ledger, plan)
-    assert [(e.name, e.size_bytes) for e in ledger.entries] == [(e.name, e.size_bytes) for e in start.entries]
+    assert [(e.name, e.size_bytes) for e in ledger.entries] == [
+        (e.name, e.size_bytes) for e in start.entries
+    ]
     assert sum(e.size_bytes + e.kept_bytes for e in ledger.entries if e.tier != "none") == sum(
         (ledger.usage().device_bytes, ledger.usage().host_bytes, ledger.usage().disk_bytes)
     )
@@ -201,12 +222,17 @@ def test_the_ring_turns_without_losing_anyone(ledger: Ledger, phases: list) -> N
 @settings(max_examples=120, deadline=None)
 @given(ledger=ledgers(), phases=st.lists(st.sampled_from(RING), min_size=1, max_size=8))
 def test_kept_pages_are_in_nobody_s_way(ledger: Ledger, phases: list) -> None:
-    """With and without them the same moves are made, or the same phase is refused; and they stay in the host budget."""
+    """With and without them the same moves are made, or the same phase is refused; and they stay in
+    the host budget."""
 
     def run(marked: bool) -> list:
         bare = tuple(replace(entry, keeps_pages=False, kept_bytes=0) for entry in ledger.entries)
         kept = keep_pages(bare, ledger.budgets, allowed=lambda entry: marked)
-        assert not marked or all(entry.keeps_pages == ("host" in entry.leave) for entry in kept) or not fits(bare)
+        assert (
+            not marked
+            or all(entry.keeps_pages == ("host" in entry.leave) for entry in kept)
+            or not fits(bare)
+        )
         at, told = replace(ledger, entries=kept), []
         for phase in phases:
             try:
@@ -230,14 +256,22 @@ def test_kept_pages_are_in_nobody_s_way(ledger: Ledger, phases: list) -> None:
 @given(ledger=ledgers(), data=st.data())
 def test_moves_by_name_are_legal_or_refused(ledger: Ledger, data) -> None:
     chosen = data.draw(st.sets(st.sampled_from([entry.name for entry in ledger.entries])))
-    targets = {name: data.draw(st.sampled_from(["device", "host", "disk", "none"])) for name in sorted(chosen)}
+    targets = {
+        name: data.draw(st.sampled_from(["device", "host", "disk", "none"]))
+        for name in sorted(chosen)
+    }
     try:
         plan = plan_moves(ledger, targets)
     except MemoryBudgetError:
         return
     except InputError:
-        bad = [ledger.entry(name) for name, tier in targets.items() if ledger.entry(name).tier != tier]
-        assert any(targets[e.name] not in e.tiers or (e.tier == "none" and targets[e.name] != "device") for e in bad)
+        bad = [
+            ledger.entry(name) for name, tier in targets.items() if ledger.entry(name).tier != tier
+        ]
+        assert any(
+            targets[e.name] not in e.tiers or (e.tier == "none" and targets[e.name] != "device")
+            for e in bad
+        )
         return
     check_plan(ledger, plan)
     after = apply_plan(ledger, plan)

@@ -1,5 +1,5 @@
-"""The manager on real tensors: the ring turns within its budgets, contents survive, residues stay constant, and each
-way of not letting go ends in an error that names the owner."""
+"""The manager on real tensors: the ring turns within its budgets, contents survive, residues stay
+constant, and each way of not letting go ends in an error that names the owner."""
 
 from __future__ import annotations
 
@@ -39,8 +39,12 @@ class Events:
         return [row for row in self.rows if row["kind"] == kind]
 
 
-def pool(name: str, size_kib: int, folder: Path, tiers: tuple[Tier, ...] = ("device", "host", "disk")) -> StoragePool:
-    return StoragePool(name, {"t": torch.randn(size_kib * 256)}, tiers=tiers, folder=folder, device=CPU)
+def pool(
+    name: str, size_kib: int, folder: Path, tiers: tuple[Tier, ...] = ("device", "host", "disk")
+) -> StoragePool:
+    return StoragePool(
+        name, {"t": torch.randn(size_kib * 256)}, tiers=tiers, folder=folder, device=CPU
+    )
 
 
 def trainer(folder: Path) -> PoolTenant:
@@ -49,11 +53,17 @@ def trainer(folder: Path) -> PoolTenant:
 
 
 def engine(folder: Path) -> PoolTenant:
-    return PoolTenant([pool("engine.weights", 8, folder), pool("engine.kv", 24, folder, ("device", "none"))])
+    return PoolTenant(
+        [pool("engine.weights", 8, folder), pool("engine.kv", 24, folder, ("device", "none"))]
+    )
 
 
 def config(**changes) -> MemoryConfig:
-    numbers = {"device_budget_bytes": 1 << 30, "host_budget_bytes": 1 << 30, "disk_budget_bytes": 1 << 30}
+    numbers = {
+        "device_budget_bytes": 1 << 30,
+        "host_budget_bytes": 1 << 30,
+        "disk_budget_bytes": 1 << 30,
+    }
     return MemoryConfig(**{**numbers, **changes})
 
 
@@ -87,12 +97,19 @@ def test_on_a_laptop_nothing_moves(tmp_path: Path) -> None:
 
 def pages(tenant: PoolTenant) -> dict[str, int]:
     """Address of the host pages of what has some."""
-    return {name: pool._host.bytes.data_ptr() for name, pool in tenant._pools.items() if pool._host is not None}
+    return {
+        name: pool._host.bytes.data_ptr()
+        for name, pool in tenant._pools.items()
+        if pool._host is not None
+    }
 
 
 @pytest.mark.parametrize("host_kib", [63, 64, 1000])
-def test_host_pages_stay_between_parks_where_the_budget_has_room_for_all(tmp_path: Path, host_kib: int) -> None:
-    """64 KiB of components may be parked. What is kept is in the account; contents and residues stay the same."""
+def test_host_pages_stay_between_parks_where_the_budget_has_room_for_all(
+    tmp_path: Path, host_kib: int
+) -> None:
+    """64 KiB of components may be parked. What is kept is in the account; contents and residues
+    stay the same."""
     events, owner = Events(), trainer(tmp_path)
     before = contents([owner])
     limits = config(host_budget_bytes=host_kib * KIB, residency="phase")
@@ -107,7 +124,9 @@ def test_host_pages_stay_between_parks_where_the_budget_has_room_for_all(tmp_pat
         assert sum(measured.values()) == manager.ledger.usage().host_bytes <= host_kib * KIB
         assert set(seen[-1]) == {name for name, held in measured.items() if held}
     if host_kib < 64:
-        assert all(entry.kept_bytes == 0 and not entry.keeps_pages for entry in manager.ledger.entries)
+        assert all(
+            entry.kept_bytes == 0 and not entry.keeps_pages for entry in manager.ledger.entries
+        )
     else:
         assert seen[1] == seen[2] == seen[3] and len(seen[1]) == 4, "the same pages, each time"
     manager.move(dict.fromkeys(before, "device"))
@@ -117,7 +136,9 @@ def test_host_pages_stay_between_parks_where_the_budget_has_room_for_all(tmp_pat
 
 def test_kept_pages_are_freed_when_a_newcomer_needs_the_host(tmp_path: Path) -> None:
     owner, events = trainer(tmp_path), Events()
-    manager = manage([owner], config(host_budget_bytes=70 * KIB, residency="phase"), events, keep_pages=True)
+    manager = manage(
+        [owner], config(host_budget_bytes=70 * KIB, residency="phase"), events, keep_pages=True
+    )
     for phase in (*RING, "train"):
         manager.enter(phase)
     assert any(entry.kept_bytes for entry in manager.ledger.entries)
@@ -135,23 +156,35 @@ def test_on_a_cpu_no_pages_are_kept(tmp_path: Path) -> None:
     manager = manage([owner], config(residency="phase"), Events())
     for phase in (*RING, *RING):
         manager.enter(phase)
-    assert set(pages(owner)) == {entry.name for entry in manager.ledger.entries if entry.tier == "host"}
+    assert set(pages(owner)) == {
+        entry.name for entry in manager.ledger.entries if entry.tier == "host"
+    }
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     residency=st.sampled_from(["auto", "spill", "phase"]),
     host_kib=st.sampled_from([0, 20, 48, 500]),
     policy=st.sampled_from([{}, {"actor": "disk"}, {"reference": "disk", "engine.kv": "destroy"}]),
     phases=st.lists(st.sampled_from(RING), min_size=3, max_size=12),
 )
-def test_the_ring_turns_in_a_small_budget(tmp_path: Path, residency, host_kib: int, policy, phases: list) -> None:
-    """Device budget 60 KiB, 96 KiB of components: whatever the order of phases, contents and budgets hold."""
+def test_the_ring_turns_in_a_small_budget(
+    tmp_path: Path, residency, host_kib: int, policy, phases: list
+) -> None:
+    """Device budget 60 KiB, 96 KiB of components: whatever the order of phases, contents and
+    budgets hold."""
     events = Events()
     started = trainer(tmp_path)
     before = contents([started])
     started.move(["reference", "actor.grads"], "disk")
-    limits = config(device_budget_bytes=60 * KIB, host_budget_bytes=host_kib * KIB, residency=residency, leave=policy)
+    limits = config(
+        device_budget_bytes=60 * KIB,
+        host_budget_bytes=host_kib * KIB,
+        residency=residency,
+        leave=policy,
+    )
     manager = manage([started], limits, events)
     manager.make_room(32 * KIB)
     second = engine(tmp_path)
@@ -161,10 +194,15 @@ def test_the_ring_turns_in_a_small_budget(tmp_path: Path, residency, host_kib: i
         try:
             manager.enter(phase)
         except MemoryBudgetError as error:
-            assert "no order of these moves" in error.message  # a tight host may have no order; nothing is lost
+            # a tight host may have no order; nothing is lost
+            assert "no order of these moves" in error.message
             break
         here = {entry.name: entry.tier for entry in manager.ledger.entries}
-        assert all(here[entry.name] == "device" for entry in manager.ledger.entries if phase in entry.phases)
+        assert all(
+            here[entry.name] == "device"
+            for entry in manager.ledger.entries
+            if phase in entry.phases
+        )
     for row in events.of("memory"):
         held = row["owners"].values()
         assert sum(owner["device"] for owner in held) <= 60 * KIB
@@ -190,7 +228,16 @@ def test_residue_is_constant_over_many_switches(tmp_path: Path) -> None:
             by_phase.setdefault(row["phase"], set()).add(json.dumps(row["owners"], sort_keys=True))
     assert {phase: len(states) for phase, states in by_phase.items()} == dict.fromkeys(RING, 1)
     move = events.of("memory.move")[-1]
-    assert set(move) == {"kind", "component", "source", "target", "size_bytes", "seconds", "reason", "step"}
+    assert set(move) == {
+        "kind",
+        "component",
+        "source",
+        "target",
+        "size_bytes",
+        "seconds",
+        "reason",
+        "step",
+    }
 
 
 def test_each_component_can_be_offloaded_saved_destroyed_and_made_again(tmp_path: Path) -> None:
@@ -223,20 +270,32 @@ class Liar(PoolTenant):
 
     def components(self) -> Sequence[Component]:
         return [
-            Component(name=c.name, size_bytes=c.size_bytes, tier=self.claims.get(c.name, c.tier), tiers=c.tiers)
+            Component(
+                name=c.name,
+                size_bytes=c.size_bytes,
+                tier=self.claims.get(c.name, c.tier),
+                tiers=c.tiers,
+            )
             for c in super().components()
         ]
 
 
 def test_the_owner_that_did_not_let_go_is_named(tmp_path: Path) -> None:
     events = Events()
-    liar = Liar([pool("actor.params", 8, tmp_path), pool("actor.optimizer", 32, tmp_path)], {"actor.optimizer"})
+    liar = Liar(
+        [pool("actor.params", 8, tmp_path), pool("actor.optimizer", 32, tmp_path)],
+        {"actor.optimizer"},
+    )
     manager = manage([liar, engine(tmp_path)], config(residency="phase"), events)
     with pytest.raises(MemoryBudgetError) as refusal:
         manager.enter("rollout")
-    assert "actor.optimizer still holds 32768 bytes on device, the ledger says 0" in refusal.value.message
+    assert (
+        "actor.optimizer still holds 32768 bytes on device, the ledger says 0"
+        in refusal.value.message
+    )
     assert "actor.params" not in refusal.value.message
-    assert events.of("memory")[-1]["owners"]["actor.optimizer"]["device"] == 32 * KIB  # told before the verdict
+    # told before the verdict
+    assert events.of("memory")[-1]["owners"]["actor.optimizer"]["device"] == 32 * KIB
 
 
 def test_a_host_copy_that_someone_keeps_is_named(tmp_path: Path) -> None:
@@ -251,10 +310,13 @@ def test_a_host_copy_that_someone_keeps_is_named(tmp_path: Path) -> None:
 
 
 def test_a_failed_move_leaves_a_manager_that_goes_on(tmp_path: Path) -> None:
-    """The ledger is asked anew each time, so a disk that was full once costs one error and nothing else."""
+    """The ledger is asked anew each time, so a disk that was full once costs one error and nothing
+    else."""
     folder = tmp_path / "gone"
     tenant = PoolTenant([pool("actor.params", 8, folder), pool("actor.optimizer", 32, folder)])
-    manager = manage([tenant], config(residency="phase", leave={"actor.optimizer": "disk"}), Events())
+    manager = manage(
+        [tenant], config(residency="phase", leave={"actor.optimizer": "disk"}), Events()
+    )
     folder.write_text("a file where the folder should be")
     with pytest.raises(MemoryBudgetError, match=r"actor\.optimizer: could not be written"):
         manager.enter("handover")
@@ -277,7 +339,12 @@ def test_over_the_budget_is_refused_before_anything_moves(tmp_path: Path) -> Non
 
 
 def test_working_memory_of_a_phase_counts(tmp_path: Path) -> None:
-    manager = manage([trainer(tmp_path)], config(device_budget_bytes=66 * KIB), Events(), working={"train": 4 * KIB})
+    manager = manage(
+        [trainer(tmp_path)],
+        config(device_budget_bytes=66 * KIB),
+        Events(),
+        working={"train": 4 * KIB},
+    )
     plan = manager.enter("train")
     assert [(move.name, move.target) for move in plan.moves] == [("reference", "host")]
     assert plan.peak_device_bytes == 64 * KIB
@@ -302,7 +369,8 @@ def test_policies_of_leaving() -> None:
 
 
 class Device:
-    """A stand-in for the driver's numbers (there is no GPU here): what is free follows a script of readings."""
+    """A stand-in for the driver's numbers (there is no GPU here): what is free follows a script of
+    readings."""
 
     def __init__(self, monkeypatch, readings: list[tuple[int, int, int]]) -> None:
         self.readings = readings
@@ -334,14 +402,18 @@ class Remote:
         self.tier: Tier = "device"
 
     def components(self) -> Sequence[Component]:
-        return [Component(name="actor.params", size_bytes=100, tier=self.tier, tiers=("device", "host"))]
+        return [
+            Component(name="actor.params", size_bytes=100, tier=self.tier, tiers=("device", "host"))
+        ]
 
     def move(self, names: Sequence[str], tier: Tier) -> None:
         self.tier = tier
 
     def measure(self) -> Mapping[str, Usage]:
         on = self.tier == "device"
-        return {"actor.params": Usage(device_bytes=100 * on, host_bytes=100 * (not on), disk_bytes=0)}
+        return {
+            "actor.params": Usage(device_bytes=100 * on, host_bytes=100 * (not on), disk_bytes=0)
+        }
 
 
 @pytest.mark.parametrize(
@@ -352,11 +424,17 @@ class Remote:
         ((100, 700, 500), "fragments"),
     ],
 )
-def test_memory_that_does_not_come_back_is_waited_for_and_then_named(monkeypatch, stuck, owner: str) -> None:
-    """150 bytes are there beside the component at the start, 50 of them unowned tensors, 500 outside torch."""
+def test_memory_that_does_not_come_back_is_waited_for_and_then_named(
+    monkeypatch, stuck, owner: str
+) -> None:
+    """150 bytes are there beside the component at the start, 50 of them unowned tensors, 500
+    outside torch."""
     start, slow, good = (150, 200, 500), (150, 200, 500), (50, 100, 500)
     limits = config(
-        unowned_tolerance_bytes=60, outside_tolerance_bytes=300, release_deadline_s=0.2, host_budget_bytes=1000
+        unowned_tolerance_bytes=60,
+        outside_tolerance_bytes=300,
+        release_deadline_s=0.2,
+        host_budget_bytes=1000,
     )
     cuda = SimpleNamespace(type="cuda")
     device = Device(monkeypatch, [start, start])
@@ -366,7 +444,9 @@ def test_memory_that_does_not_come_back_is_waited_for_and_then_named(monkeypatch
     device.readings[:] = [start, slow, slow, good]  # the driver answers late
     device.given_back.clear()
     manager.move({"actor.params": "host"})
-    assert device.given_back == [False, True, True], "garbage is collected once the memory is seen to be missing"
+    assert device.given_back == [False, True, True], (
+        "garbage is collected once the memory is seen to be missing"
+    )
     assert manager.ledger.entry("actor.params").tier == "host"
     device.readings[:] = [stuck]
     with pytest.raises(MemoryBudgetError, match=owner):

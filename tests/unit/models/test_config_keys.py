@@ -1,4 +1,5 @@
-"""Every key of transformers' config classes: we give its logits, or refuse; and what only looks like such a key."""
+"""Every key of transformers' config classes: we give its logits, or refuse; and what only looks
+like such a key."""
 
 # T tokens, V vocabulary
 
@@ -13,7 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from gyre.core.errors import InputError
 from gyre.launch.factories import tell_ignored_keys
@@ -22,7 +30,11 @@ from gyre.models.hub_keys import IRRELEVANT, READ, keys_without_effect
 from gyre.runconfig import RunConfig
 from unit.models.test_transformers import CPU, LLAMA3, SIZES, hidden_of, some_tokens
 
-CLASSES: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CLASSES: dict[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
 TOKENS_T = some_tokens(77)[0]
 
 
@@ -44,10 +56,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def edited(source: Path, target: Path, change: dict[str, Any], remove: tuple[str, ...] = ()) -> Path:
+def edited(
+    source: Path, target: Path, change: dict[str, Any], remove: tuple[str, ...] = ()
+) -> Path:
     config = json.loads((source / "config.json").read_text()) | change
     target.mkdir()
-    (target / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key not in remove}))
+    (target / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if key not in remove})
+    )
     shutil.copy(source / "model.safetensors", target)
     return target
 
@@ -61,7 +77,8 @@ def their_logits(folder: Path) -> Tensor | None:
         if any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")):
             return None
         with torch.no_grad():
-            model.config.return_dict = True  # transformers itself cannot run these classes with false
+            # transformers itself cannot run these classes with false
+            model.config.return_dict = True
             return model.eval()(TOKENS_T[None]).logits[0]
     except Exception:  # noqa: BLE001  whatever its reason
         return None
@@ -148,10 +165,21 @@ def test_each_key_is_read_refused_or_without_effect(
 
 
 def test_the_keys_are_transformers_own() -> None:
-    """A key that a newer transformers brings has no row in VALUES, and fails above; ours that it lacks are named here."""
+    """A key that a newer transformers brings has no row in VALUES, and fails above; ours that it
+    lacks are named here."""
     known = {key for _, key in KEYS}
-    assert READ - known == {"model_type", "rope_scaling", "rope_theta", "original_max_position_embeddings"}
-    assert IRRELEVANT - known == {"output_attentions", "torch_dtype", "name_or_path", "_name_or_path"}
+    assert READ - known == {
+        "model_type",
+        "rope_scaling",
+        "rope_theta",
+        "original_max_position_embeddings",
+    }
+    assert IRRELEVANT - known == {
+        "output_attentions",
+        "torch_dtype",
+        "name_or_path",
+        "_name_or_path",
+    }
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -160,67 +188,131 @@ LLAMA3_BARE = {key: value for key, value in LLAMA3.items() if key != "rope_theta
 OLD = {**{k: v for k, v in LLAMA3_BARE.items() if k != "rope_type"}, "type": "llama3"}
 ROPES: dict[str, tuple[dict[str, Any], bool]] = {  # change, whether we load it
     "both, yarn": ({"rope_parameters": PLAIN, "rope_scaling": YARN}, False),
-    "both, yarn replaced": ({"rope_parameters": YARN | {"rope_theta": 500.0}, "rope_scaling": PLAIN}, True),
+    "both, yarn replaced": (
+        {"rope_parameters": YARN | {"rope_theta": 500.0}, "rope_scaling": PLAIN},
+        True,
+    ),
     "both, llama3": ({"rope_parameters": PLAIN, "rope_scaling": LLAMA3}, True),
     "both, llama3 without theta": ({"rope_parameters": PLAIN, "rope_scaling": LLAMA3_BARE}, True),
-    "both, llama3 and a theta above": ({"rope_parameters": PLAIN, "rope_scaling": LLAMA3_BARE, "rope_theta": 77.0}, True),
+    "both, llama3 and a theta above": (
+        {"rope_parameters": PLAIN, "rope_scaling": LLAMA3_BARE, "rope_theta": 77.0},
+        True,
+    ),
     "both, plain": ({"rope_parameters": LLAMA3, "rope_scaling": {"rope_type": "default"}}, True),
     "both, empty": ({"rope_parameters": LLAMA3, "rope_scaling": {}}, True),
     "both, null": ({"rope_parameters": LLAMA3, "rope_scaling": None}, True),
-    "the older spelling": ({"rope_parameters": None, "rope_scaling": OLD, "rope_theta": 900.0}, True),
+    "the older spelling": (
+        {"rope_parameters": None, "rope_scaling": OLD, "rope_theta": 900.0},
+        True,
+    ),
     "two types": ({"rope_parameters": None, "rope_scaling": {**OLD, "rope_type": "default"}}, True),
-    "two types, turned": ({"rope_parameters": None, "rope_scaling": {"type": "default", **LLAMA3}}, True),
+    "two types, turned": (
+        {"rope_parameters": None, "rope_scaling": {"type": "default", **LLAMA3}},
+        True,
+    ),
     "type is null": ({"rope_parameters": {"rope_type": None, "rope_theta": 500.0}}, False),
     "theta in both": ({"rope_parameters": PLAIN, "rope_theta": 77.0}, True),
     "theta above only": ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 77.0}, True),
     "theta alone": ({"rope_parameters": None, "rope_theta": 77}, True),
     "theta null": ({"rope_parameters": None, "rope_theta": None}, False),
     "theta null above": ({"rope_parameters": PLAIN, "rope_theta": None}, True),
-    "theta null inside": ({"rope_parameters": {"rope_type": "default", "rope_theta": None}, "rope_theta": 5.0}, False),
+    "theta null inside": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": None}, "rope_theta": 5.0},
+        False,
+    ),
     "theta text": ({"rope_parameters": {"rope_type": "default", "rope_theta": "5"}}, False),
     "nothing": ({"rope_parameters": None}, True),
     "per layer type": ({"rope_parameters": {"full_attention": PLAIN}}, False),
-    "per layer types": ({"rope_parameters": {"full_attention": PLAIN, "sliding_attention": YARN}}, False),
+    "per layer types": (
+        {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": YARN}},
+        False,
+    ),
     "factor without a type": ({"rope_parameters": None, "rope_scaling": {"factor": 4.0}}, True),
     "linear": ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}}, False),
-    "dynamic": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10.0}}, False),
+    "dynamic": (
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10.0}},
+        False,
+    ),
     "mrope": ({"rope_parameters": {"type": "mrope", "mrope_section": [1, 1, 1]}}, False),
-    "llama3 without its old context": ({"rope_parameters": {k: v for k, v in LLAMA3.items() if k[0] != "o"}}, True),
+    "llama3 without its old context": (
+        {"rope_parameters": {k: v for k, v in LLAMA3.items() if k[0] != "o"}},
+        True,
+    ),
     "old context above": ({"rope_parameters": LLAMA3, "original_max_position_embeddings": 8}, True),
-    "llama3 lacks a factor": ({"rope_parameters": {k: v for k, v in LLAMA3.items() if k != "factor"}}, False),
+    "llama3 lacks a factor": (
+        {"rope_parameters": {k: v for k, v in LLAMA3.items() if k != "factor"}},
+        False,
+    ),
     "partial": ({"partial_rotary_factor": 0.5}, False),
     "partial inside": ({"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}, False),
     "partial, llama3": ({"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}, False),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", CLASSES)
 @pytest.mark.parametrize("name", ROPES)
-def test_rope_in_every_spelling(folders: dict[str, Path], tmp_path: Path, family: str, name: str) -> None:
+def test_rope_in_every_spelling(
+    folders: dict[str, Path], tmp_path: Path, family: str, name: str
+) -> None:
     change, loads = ROPES[name]
     assert is_loaded_as_theirs(edited(folders[family], tmp_path / "edited", change)) is loads
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-WINDOWS: dict[str, tuple[dict[str, Any], tuple[str, ...], bool]] = {  # change, removed keys, whether we load Qwen's
+# change, removed keys, whether we load Qwen's
+WINDOWS: dict[str, tuple[dict[str, Any], tuple[str, ...], bool]] = {
     "sliding, not used": ({"layer_types": [SLIDING] * 2, "use_sliding_window": False}, (), False),
-    "sliding, no window": ({"layer_types": [FULL, SLIDING], "use_sliding_window": True, "sliding_window": None}, (), False),
-    "sliding, used": ({"layer_types": [FULL, SLIDING], "use_sliding_window": True, "sliding_window": 5}, (), True),
-    "interleaved": ({"layer_types": [SLIDING, FULL], "use_sliding_window": True, "sliding_window": 5}, (), False),
+    "sliding, no window": (
+        {"layer_types": [FULL, SLIDING], "use_sliding_window": True, "sliding_window": None},
+        (),
+        False,
+    ),
+    "sliding, used": (
+        {"layer_types": [FULL, SLIDING], "use_sliding_window": True, "sliding_window": 5},
+        (),
+        True,
+    ),
+    "interleaved": (
+        {"layer_types": [SLIDING, FULL], "use_sliding_window": True, "sliding_window": 5},
+        (),
+        False,
+    ),
     "of another family": ({"layer_types": ["linear_attention", FULL]}, (), False),
     "too few": ({"layer_types": [FULL]}, (), False),
     "older name": ({"layer_types": ["attention", "attention"]}, (), True),
-    "by layers": ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, ("layer_types",), True),
-    "by layers, none": ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}, ("layer_types",), True),
-    "by layers, null": ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": None}, ("layer_types",), False),
-    "default window": ({"use_sliding_window": True, "max_window_layers": 0}, ("layer_types", "sliding_window"), True),
-    "window of 0": ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, ("layer_types",), False),
-}  # fmt: skip
+    "by layers": (
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        ("layer_types",),
+        True,
+    ),
+    "by layers, none": (
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+        ("layer_types",),
+        True,
+    ),
+    "by layers, null": (
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": None},
+        ("layer_types",),
+        False,
+    ),
+    "default window": (
+        {"use_sliding_window": True, "max_window_layers": 0},
+        ("layer_types", "sliding_window"),
+        True,
+    ),
+    "window of 0": (
+        {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0},
+        ("layer_types",),
+        False,
+    ),
+}
 
 
 @pytest.mark.parametrize("family", CLASSES)
 @pytest.mark.parametrize("name", WINDOWS)
-def test_windows_as_transformers_reads_them(folders: dict[str, Path], tmp_path: Path, family: str, name: str) -> None:
+def test_windows_as_transformers_reads_them(
+    folders: dict[str, Path], tmp_path: Path, family: str, name: str
+) -> None:
     change, removed, loads = WINDOWS[name]
     loaded = is_loaded_as_theirs(edited(folders[family], tmp_path / "edited", change, removed))
     if family != "llama":
@@ -247,21 +339,31 @@ def test_keys_of_other_architectures_are_refused_by_name(
         load_hub(folder, device=CPU, dtype=torch.float32)
 
 
-def test_keys_that_nobody_reads_are_ignored_and_named(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_keys_that_nobody_reads_are_ignored_and_named(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     extra = {
         "dual_chunk_attention_config": {"chunk_size": 4},
         "unsloth_fixed": True,
         "temperature": 0.6,
         "is_causal": True,
     }
-    folder = edited(folders["qwen2"], tmp_path / "edited", {**extra, "logit_scale": 1.0, "num_experts": 0})
+    folder = edited(
+        folders["qwen2"], tmp_path / "edited", {**extra, "logit_scale": 1.0, "num_experts": 0}
+    )
     assert is_loaded_as_theirs(folder)
     config = json.loads((folder / "config.json").read_text())
-    assert keys_without_effect(config) == ["dual_chunk_attention_config", "temperature", "unsloth_fixed"]
+    assert keys_without_effect(config) == [
+        "dual_chunk_attention_config",
+        "temperature",
+        "unsloth_fixed",
+    ]
     assert "temperature" in GenerationConfig().to_dict()
     told: list[tuple[str, dict[str, Any]]] = []
     run = RunConfig.model_validate({"model": {"path": str(folder)}})
     tell_ignored_keys(run, lambda kind, **fields: told.append((kind, fields)))
-    assert told == [("warn.model_keys_ignored", {"folder": str(folder), "keys": keys_without_effect(config)})]
+    assert told == [
+        ("warn.model_keys_ignored", {"folder": str(folder), "keys": keys_without_effect(config)})
+    ]
     for source in folders.values():
         assert keys_without_effect(json.loads((source / "config.json").read_text())) == []

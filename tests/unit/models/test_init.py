@@ -39,10 +39,14 @@ def test_runs_are_slices_of_one_draw(whole_N, data):
 def test_blocks_are_draws_of_their_own(whole_N):
     count = min(BLOCK, len(whole_N) - BLOCK)
     assert not torch.equal(whole_N[:count], whole_N[BLOCK : BLOCK + count])
-    correlation = float(torch.corrcoef(torch.stack([whole_N[:count], whole_N[BLOCK : BLOCK + count]]))[0, 1])
+    correlation = float(
+        torch.corrcoef(torch.stack([whole_N[:count], whole_N[BLOCK : BLOCK + count]]))[0, 1]
+    )
     assert abs(correlation) < 0.005
     for block_N in whole_N.split(BLOCK):
-        assert float(block_N.std()) == pytest.approx(deviation(WIDE, NAME, WIDE.hidden_size), rel=0.01)
+        assert float(block_N.std()) == pytest.approx(
+            deviation(WIDE, NAME, WIDE.hidden_size), rel=0.01
+        )
 
 
 def test_threads_that_draw_have_no_teams_of_their_own():
@@ -60,11 +64,17 @@ def test_threads_that_draw_have_no_teams_of_their_own():
 
 
 def test_dummies_are_like_fresh_weights():
-    decoder = Decoder(replace(SPEC, hidden_size=128, mlp_size=256), device=torch.device("cpu"), dtype=torch.bfloat16)
+    decoder = Decoder(
+        replace(SPEC, hidden_size=128, mlp_size=256),
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+    )
     init_dummies(decoder)
     for name, parameter in decoder.named_parameters():
         if parameter.dim() == 1:
-            assert torch.equal(parameter, torch.full_like(parameter, float(name.endswith("norm.weight"))))
+            assert torch.equal(
+                parameter, torch.full_like(parameter, float(name.endswith("norm.weight")))
+            )
         else:
             expected = deviation(decoder.spec, name, parameter.shape[1])
             assert float(parameter.detach().float().std()) == pytest.approx(expected, rel=0.1), name

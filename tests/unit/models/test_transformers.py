@@ -1,4 +1,5 @@
-"""Our decoder against transformers, in float32, for every family: logits, loss, gradients, and exports both ways."""
+"""Our decoder against transformers, in float32, for every family: logits, loss, gradients, and
+exports both ways."""
 
 # T tokens, V vocabulary
 
@@ -10,7 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.logprobs import token_logprobs
@@ -31,7 +38,8 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": None,
-    "initializer_range": 0.3,  # far from the hub's 0.02, so that attention and norms have something to say
+    # far from the hub's 0.02, so that attention and norms have something to say
+    "initializer_range": 0.3,
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -44,30 +52,49 @@ LLAMA3 = {
 CASES = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "llama-3.1": LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3),
-    "llama-all-heads": LlamaConfig(**SIZES | {"num_key_value_heads": 4}, tie_word_embeddings=False, head_dim=10),
+    "llama-all-heads": LlamaConfig(
+        **SIZES | {"num_key_value_heads": 4}, tie_word_embeddings=False, head_dim=10
+    ),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen2-tied": Qwen2Config(**SIZES | {"num_key_value_heads": 1}, tie_word_embeddings=True),
     "qwen2-window": Qwen2Config(
-        **SIZES, tie_word_embeddings=False, use_sliding_window=True, sliding_window=5, max_window_layers=1
+        **SIZES,
+        tie_word_embeddings=False,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=1,
     ),
     "qwen3-all-window": Qwen3Config(
-        **SIZES, tie_word_embeddings=True, head_dim=16, use_sliding_window=True, sliding_window=3, max_window_layers=0
+        **SIZES,
+        tie_word_embeddings=True,
+        head_dim=16,
+        use_sliding_window=True,
+        sliding_window=3,
+        max_window_layers=0,
     ),
     "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=True, head_dim=16),
-    "qwen3-untied": Qwen3Config(**SIZES | {"eos_token_id": [2, 3]}, tie_word_embeddings=False, head_dim=6),
+    "qwen3-untied": Qwen3Config(
+        **SIZES | {"eos_token_id": [2, 3]}, tie_word_embeddings=False, head_dim=6
+    ),
 }
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[PreTrainedModel, Path]:
     """A transformers model with every parameter random (norms and biases too), and its folder."""
     torch.manual_seed(0)
     config = CASES[request.param]
-    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    theirs = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if parameter.ndim == 1:
-                parameter.copy_(torch.randn_like(parameter) * 0.3 + (0.0 if name.endswith("bias") else 1.0))
+                parameter.copy_(
+                    torch.randn_like(parameter) * 0.3 + (0.0 if name.endswith("bias") else 1.0)
+                )
     folder = tmp_path_factory.mktemp("theirs") / request.param
     theirs.save_pretrained(folder)
     return theirs, folder
@@ -103,7 +130,9 @@ def test_logits_loss_and_gradients_are_theirs(case: tuple[PreTrainedModel, Path]
         want = their_parameters[entry.hub_name].grad
         assert got is not None and want is not None and want.abs().max() > 1e-5
         got = got[entry.row_start : entry.row_stop]
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5 * max(1.0, want.abs().max().item()))
+        torch.testing.assert_close(
+            got, want, rtol=1e-3, atol=1e-5 * max(1.0, want.abs().max().item())
+        )
 
 
 def test_packed_equals_separate(case: tuple[PreTrainedModel, Path]) -> None:
@@ -119,7 +148,9 @@ def test_packed_equals_separate(case: tuple[PreTrainedModel, Path]) -> None:
     )
     for got, want in zip(packed_grads, separate_grads, strict=True):
         if want is not None:  # an untied head takes no part in hidden states
-            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5 * max(1.0, want.abs().max().item()))
+            torch.testing.assert_close(
+                got, want, rtol=1e-3, atol=1e-5 * max(1.0, want.abs().max().item())
+            )
 
 
 def test_chosen_rows_equal_all_rows(case: tuple[PreTrainedModel, Path]) -> None:
@@ -133,7 +164,9 @@ def test_chosen_rows_equal_all_rows(case: tuple[PreTrainedModel, Path]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_inference_mode_gives_the_same_bits_as_autograd(case: tuple[PreTrainedModel, Path], dtype: torch.dtype) -> None:
+def test_inference_mode_gives_the_same_bits_as_autograd(
+    case: tuple[PreTrainedModel, Path], dtype: torch.dtype
+) -> None:
     _, ours = load_hub(case[1], device=CPU, dtype=dtype)
     sequences = some_tokens(8, 20)
     with torch.inference_mode():
@@ -147,7 +180,13 @@ def test_an_export_is_the_same_model_in_transformers(
 ) -> None:
     theirs, folder = case
     spec, ours = load_hub(folder, device=CPU, dtype=torch.float32)
-    export_hub(ours, tmp_path / "export", dtype=torch.float32, tokenizer_files=None, shard_bytes=shard_bytes)
+    export_hub(
+        ours,
+        tmp_path / "export",
+        dtype=torch.float32,
+        tokenizer_files=None,
+        shard_bytes=shard_bytes,
+    )
     verify_export(tmp_path / "export", ours)
     again, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "export", attn_implementation="eager", output_loading_info=True
@@ -162,7 +201,9 @@ def test_an_export_is_the_same_model_in_transformers(
     assert tuple(eos if isinstance(eos, list) else [eos]) == spec.eos_ids
 
 
-def test_a_bfloat16_export_loads_as_bfloat16(case: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:
+def test_a_bfloat16_export_loads_as_bfloat16(
+    case: tuple[PreTrainedModel, Path], tmp_path: Path
+) -> None:
     _, ours = load_hub(case[1], device=CPU, dtype=torch.float32)
     export_hub(ours, tmp_path / "export", dtype=torch.bfloat16, tokenizer_files=None)
     verify_export(tmp_path / "export", ours)

@@ -1,4 +1,5 @@
-"""Advantages of every variant against slow loops, GAE against its definition as a sum, and a step's estimates."""
+"""Advantages of every variant against slow loops, GAE against its definition as a sum, and a step's
+estimates."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from gyre.objectives.api import (
 
 VARIANTS = ["grpo", "dapo", "dr_grpo", "gspo", "rloo", "reinforce_pp", "cispo"]
 rewards_lists = st.lists(
-    st.lists(st.floats(-5, 5).map(lambda x: round(x, 2)), min_size=1, max_size=6), min_size=1, max_size=5
+    st.lists(st.floats(-5, 5).map(lambda x: round(x, 2)), min_size=1, max_size=6),
+    min_size=1,
+    max_size=5,
 )
 
 
@@ -57,7 +60,9 @@ def test_reinforce_pp_normalises_over_the_batch(groups):
     flat = [r for g in groups for r in g]
     mean, std = statistics.fmean(flat), statistics.pstdev(flat)
     ours = np.concatenate(advantages(config_of("reinforce_pp"), [np.array(g) for g in groups]))
-    assert ours.tolist() == pytest.approx([(r - mean) / (std + 1e-6) for r in flat], rel=1e-5, abs=1e-6)
+    assert ours.tolist() == pytest.approx(
+        [(r - mean) / (std + 1e-6) for r in flat], rel=1e-5, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "reinforce_pp"])
@@ -65,11 +70,17 @@ def test_equal_groups_teach_nothing_and_are_named(variant):
     rewards = [np.array([0.1] * 3), np.array([0.0, 1.0, 0.0]), np.array([0.7]), np.array([0.3] * 7)]
     given_advantages = advantages(config_of(variant), rewards)
     assert equal_groups(rewards) == [0, 2, 3]
-    assert [float(np.abs(a).max()) for i, a in enumerate(given_advantages) if i != 1] == [0.0, 0.0, 0.0]
+    assert [float(np.abs(a).max()) for i, a in enumerate(given_advantages) if i != 1] == [
+        0.0,
+        0.0,
+        0.0,
+    ]
     assert np.abs(given_advantages[1]).min() > 0
 
 
-def samples_of(groups: list[list[float]], lengths: list[list[int]], rng: np.random.Generator) -> list[Sample]:
+def samples_of(
+    groups: list[list[float]], lengths: list[list[int]], rng: np.random.Generator
+) -> list[Sample]:
     return [
         Sample(
             group_id=f"g{g}",
@@ -163,7 +174,9 @@ def test_gae_ends_are_monte_carlo_and_one_step(steps):
     np.testing.assert_allclose(full, to_go - values, atol=1e-9)
     np.testing.assert_allclose(returns, to_go, atol=1e-9)
     one_step, _ = gae(rewards, values, 0.9, 0.0)
-    np.testing.assert_allclose(one_step, rewards + 0.9 * np.append(values[1:], 0.0) - values, atol=1e-9)
+    np.testing.assert_allclose(
+        one_step, rewards + 0.9 * np.append(values[1:], 0.0) - values, atol=1e-9
+    )
 
 
 def test_ppo_rewards_end_with_the_score_and_pay_kl_per_token():
@@ -172,7 +185,9 @@ def test_ppo_rewards_end_with_the_score_and_pay_kl_per_token():
     made = estimate(config, samples)
     assert made.returns is not None
     for i, s in enumerate(samples):
-        rewards = [-0.2 * (p - r) for p, r in zip(s.logprobs_C, s.reference_logprobs_C, strict=True)]
+        rewards = [
+            -0.2 * (p - r) for p, r in zip(s.logprobs_C, s.reference_logprobs_C, strict=True)
+        ]
         rewards[-1] += s.score
         expected, returns = gae(np.array(rewards), s.values_C, 0.99, 0.9)
         np.testing.assert_allclose(made.advantages[i], expected, rtol=1e-5)
@@ -190,7 +205,10 @@ def test_ppo_whitens_over_the_steps_tokens_and_leaves_returns_alone():
 
 
 def test_clamped_kl_penalties():
-    assert kl_numpy("k1", np.array([-1.0, -1.0]), np.array([-30.0, 20.0]), 10.0).tolist() == [10.0, -10.0]
+    assert kl_numpy("k1", np.array([-1.0, -1.0]), np.array([-30.0, 20.0]), 10.0).tolist() == [
+        10.0,
+        -10.0,
+    ]
 
 
 def test_online_pairs_are_best_with_worst():
@@ -198,7 +216,9 @@ def test_online_pairs_are_best_with_worst():
     config = DpoConfig(pairs="online")
     assert rank_pairs(config, rewards) == [(1, 2)]
     assert rank_pairs(config.model_copy(update={"pairs_per_group": 9}), rewards) == [(1, 2), (3, 0)]
-    assert rank_pairs(config.model_copy(update={"pairs_per_group": 9, "min_reward_gap": 0.9}), rewards) == [(1, 2)]
+    assert rank_pairs(
+        config.model_copy(update={"pairs_per_group": 9, "min_reward_gap": 0.9}), rewards
+    ) == [(1, 2)]
     assert rank_pairs(config, np.array([0.5, 0.5])) == []
     assert rank_pairs(config, np.array([0.5])) == []
 
@@ -235,11 +255,14 @@ def test_one_token_alone_is_whitened_to_zero():
 
 
 def test_what_is_left_out_of_the_loss_counts_in_no_statistic():
-    """Trained on: 1 and 3, of mean 2 and deviation 1; the sample that is left out is measured by the same."""
+    """Trained on: 1 and 3, of mean 2 and deviation 1; the sample that is left out is measured by
+    the same."""
     made = estimate(config_of("reinforce_pp"), [one(1.0), one(3.0), one(7.0, in_loss=False)])
     assert [a[0] for a in made.advantages] == pytest.approx([-1.0, 1.0, 5.0], abs=1e-5)
     none = estimate(config_of("reinforce_pp"), [one(1.0, in_loss=False), one(3.0, in_loss=False)])
-    assert [a[0] for a in none.advantages] == [1.0, 3.0], "nothing is trained on: there is nothing to divide by"
+    assert [a[0] for a in none.advantages] == [1.0, 3.0], (
+        "nothing is trained on: there is nothing to divide by"
+    )
 
 
 def test_without_a_baseline_a_sample_alone_keeps_its_reward():

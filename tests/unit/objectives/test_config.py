@@ -68,7 +68,11 @@ def test_what_is_not_set():
     assert (dpo.beta, dpo.pairs_per_group, dpo.average_logprobs) == (0.1, 1, False)
     for config in (grpo, ppo):
         assert config.dual_clip == config.kl_coef == config.entropy_coef == 0.0
-        assert (config.tis_cap, config.rejection_band, config.fixed_length_tokens) == (2.0, (0.5, 2.0), 0)
+        assert (config.tis_cap, config.rejection_band, config.fixed_length_tokens) == (
+            2.0,
+            (0.5, 2.0),
+            0,
+        )
         assert not config.kl_ratio_weighted and not config.mask_truncated
     assert (ppo.clip_low, ppo.clip_high) == (0.2, 0.2), "no variant fills these"
     assert (ppo.gamma, ppo.lam, ppo.value_clip, ppo.vf_coef) == (1.0, 0.95, 0.2, 0.5)
@@ -139,7 +143,10 @@ def test_what_goes_together_is_accepted(values):
 
 
 def test_dpo_may_be_smoothed_and_ipo_need_not_be():
-    assert DpoConfig(label_smoothing=0.1).label_smoothing == 0.1 and DpoConfig(loss="ipo").loss == "ipo"
+    assert (
+        DpoConfig(label_smoothing=0.1).label_smoothing == 0.1
+        and DpoConfig(loss="ipo").loss == "ipo"
+    )
 
 
 def test_a_kl_coefficient_of_zero_asks_for_no_passes():
@@ -161,8 +168,14 @@ def test_a_kl_coefficient_of_zero_asks_for_no_passes():
         ({"kind": "grpo", "variant": "cispo", "dual_clip": 3.0}, "surrogate = 'clip'"),
         ({"kind": "grpo", "kl_coef": 0.1, "kl_estimator": "k1"}, "zero mean"),
         ({"kind": "ppo", "kl_estimator": "k3_plus"}, "gradient"),
-        ({"kind": "grpo", "rejection_level": "token", "rejection_band": [2.0, 0.5]}, "low <= 1 <= high"),
-        ({"kind": "grpo", "rejection_level": "token", "rejection_band": [1.5, 2.0]}, "low <= 1 <= high"),
+        (
+            {"kind": "grpo", "rejection_level": "token", "rejection_band": [2.0, 0.5]},
+            "low <= 1 <= high",
+        ),
+        (
+            {"kind": "grpo", "rejection_level": "token", "rejection_band": [1.5, 2.0]},
+            "low <= 1 <= high",
+        ),
         ({"kind": "grpo", "rejection_level": "token", "rejection_band": [0.5]}, "rejection_band"),
         ({"kind": "grpo", "rejection_band": [0.5, 5.0]}, "rejection_level"),
         ({"kind": "grpo", "importance_level": "sequence", "tis_cap": 0.0}, "tis_cap"),
@@ -217,20 +230,37 @@ def test_old_logprobs_are_needed_once_the_policy_has_moved():
 
 
 def test_config_and_advantages_load_no_torch():
-    code = "import sys; import gyre.objectives.config, gyre.objectives.advantages; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; import gyre.objectives.config, gyre.objectives.advantages; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_bound_of_the_kl_follows_the_estimator_where_it_is_not_set():
     assert GrpoConfig().kl_clamp == GrpoConfig(kl_estimator="k3_plus").kl_clamp == 10.0
-    assert GrpoConfig(variant="reinforce_pp").kl_clamp == PpoConfig().kl_clamp == GrpoConfig(kl_estimator="k2").kl_clamp
+    assert (
+        GrpoConfig(variant="reinforce_pp").kl_clamp
+        == PpoConfig().kl_clamp
+        == GrpoConfig(kl_estimator="k2").kl_clamp
+    )
     assert PpoConfig().kl_clamp == GrpoConfig(kl_ratio_weighted=True).kl_clamp == 0.0
-    assert PpoConfig(kl_estimator="k3").kl_clamp == GrpoConfig(variant="reinforce_pp", kl_estimator="k3").kl_clamp == 10
-    assert PpoConfig(kl_clamp=3.0).kl_clamp == GrpoConfig(kl_ratio_weighted=True, kl_clamp=3.0).kl_clamp == 3.0
+    assert (
+        PpoConfig(kl_estimator="k3").kl_clamp
+        == GrpoConfig(variant="reinforce_pp", kl_estimator="k3").kl_clamp
+        == 10
+    )
+    assert (
+        PpoConfig(kl_clamp=3.0).kl_clamp
+        == GrpoConfig(kl_ratio_weighted=True, kl_clamp=3.0).kl_clamp
+        == 3.0
+    )
     assert GrpoConfig(kl_clamp=0.0).kl_clamp == 0.0
 
 
-@pytest.mark.parametrize("fields", [{"kl_in": "reward"}, {"kl_estimator": "k2"}, {"kl_estimator": "k3_plus"}])
+@pytest.mark.parametrize(
+    "fields", [{"kl_in": "reward"}, {"kl_estimator": "k2"}, {"kl_estimator": "k3_plus"}]
+)
 def test_the_ratio_weighs_k3_in_the_loss_only(fields):
     with pytest.raises(ValueError, match="kl_ratio_weighted corrects the gradient of k3"):
         GrpoConfig(kl_ratio_weighted=True, **fields)
@@ -238,5 +268,7 @@ def test_the_ratio_weighs_k3_in_the_loss_only(fields):
 
 def test_the_policys_own_logprobs_are_needed_for_a_kl_in_the_reward():
     assert needs_policy_logprobs(PpoConfig(kl_coef=0.1))
-    assert not needs_policy_logprobs(PpoConfig()) and not needs_policy_logprobs(GrpoConfig(kl_coef=0.1))
+    assert not needs_policy_logprobs(PpoConfig()) and not needs_policy_logprobs(
+        GrpoConfig(kl_coef=0.1)
+    )
     assert not needs_policy_logprobs(DpoConfig())

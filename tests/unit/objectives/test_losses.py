@@ -1,5 +1,5 @@
-"""Every loss, value and gradient, against slow float64 loops written from the papers; any split gives the same
-gradient; what is masked does not count; identities of a first step."""
+"""Every loss, value and gradient, against slow float64 loops written from the papers; any split
+gives the same gradient; what is masked does not count; identities of a first step."""
 
 from __future__ import annotations
 
@@ -50,14 +50,27 @@ POLICIES = [
     GrpoConfig(kl_coef=0.1, kl_ratio_weighted=True),
     GrpoConfig(variant="gspo", kl_coef=0.1, kl_ratio_weighted=True, kl_clamp=0.02),
     GrpoConfig(importance_level="sequence", tis_cap=1.5),
-    GrpoConfig(tis_cap=5.0, rejection_level="token", rejection_band=(0.8, 1.4), kl_coef=0.1, entropy_coef=0.1),
     GrpoConfig(
-        variant="dapo", importance_level="sequence", tis_cap=3.0, rejection_level="sequence", rejection_band=(0, 3)
+        tis_cap=5.0,
+        rejection_level="token",
+        rejection_band=(0.8, 1.4),
+        kl_coef=0.1,
+        entropy_coef=0.1,
+    ),
+    GrpoConfig(
+        variant="dapo",
+        importance_level="sequence",
+        tis_cap=3.0,
+        rejection_level="sequence",
+        rejection_band=(0, 3),
     ),
     GrpoConfig(variant="gspo", rejection_level="sequence_mean", rejection_band=(0.9, 1.1)),
     GrpoConfig(tis_cap=0.0, rejection_level="token", rejection_band=(0.8, 1.4)),
 ]
-PPOS = [PpoConfig(), PpoConfig(aggregation="sequence", value_clip=0.0, kl_coef=0.1, kl_in="loss", kl_estimator="k3")]
+PPOS = [
+    PpoConfig(),
+    PpoConfig(aggregation="sequence", value_clip=0.0, kl_coef=0.1, kl_in="loss", kl_estimator="k3"),
+]
 PAIRED = [
     DpoConfig(),
     DpoConfig(label_smoothing=0.2, beta=0.5),
@@ -118,7 +131,11 @@ def test_a_rejected_token_gives_nothing_even_where_its_loss_is_not_finite():
     sequence.logprobs.data[1], sequence.old[1] = -torch.inf, -torch.inf
     loss, sums = loss_sum(config, chunk_inputs([sequence]))
     loss.backward()
-    assert loss.isfinite() and sequence.logprobs.grad.isfinite().all() and sequence.logprobs.grad[1] == 0.0
+    assert (
+        loss.isfinite()
+        and sequence.logprobs.grad.isfinite().all()
+        and sequence.logprobs.grad[1] == 0.0
+    )
     assert finish_sums(sums)["rejected_fraction"] == pytest.approx(1 / 3)
 
 
@@ -184,15 +201,23 @@ def test_any_split_gives_the_same_gradient_and_metrics(config, data):
     pairwise = is_pairwise(config)
     low = 1 if pairwise else 0
     units = data.draw(st.integers(1, 6), label="pairs or sequences")
-    lengths = data.draw(st.lists(st.integers(low, 9), min_size=units * (1 + pairwise), max_size=units * (1 + pairwise)))
+    lengths = data.draw(
+        st.lists(
+            st.integers(low, 9), min_size=units * (1 + pairwise), max_size=units * (1 + pairwise)
+        )
+    )
     if not any(lengths):
         lengths[0] = 1
     sequences = random_sequences(data.draw(st.integers(0, 10_000)), lengths, per_token=True)
     order = data.draw(st.permutations(range(units)))
     cuts = sorted(data.draw(st.sets(st.integers(1, units - 1)))) if units > 1 else []
     parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, units], strict=True)]
-    chunks = [[i for u in part for i in ((2 * u, 2 * u + 1) if pairwise else (u,))] for part in parts]
-    whole_value, whole_grads, whole_metrics = train_once(config, sequences, [list(range(len(lengths)))])
+    chunks = [
+        [i for u in part for i in ((2 * u, 2 * u + 1) if pairwise else (u,))] for part in parts
+    ]
+    whole_value, whole_grads, whole_metrics = train_once(
+        config, sequences, [list(range(len(lengths)))]
+    )
     value, grads, metrics = train_once(config, sequences, chunks)
     assert value == pytest.approx(whole_value, rel=1e-10, abs=1e-12)
     np.testing.assert_allclose(grads, whole_grads, rtol=1e-9, atol=1e-13)
@@ -228,7 +253,8 @@ def test_fully_masked_sequences_do_not_count(config):
 @pytest.mark.parametrize("config", POLICIES[:7], ids=label)
 @pytest.mark.parametrize("old_given", [False, True])
 def test_first_step_identities(config, old_given):
-    """Policy = reference = old = engine: ratio 1, every KL exactly 0, nothing clipped, gradient = -A / denominator."""
+    """Policy = reference = old = engine: ratio 1, every KL exactly 0, nothing clipped, gradient =
+    -A / denominator."""
     config = config.model_copy(update={"kl_coef": 0.04, "kl_in": "loss", "kl_estimator": "k3"})
     sequences = random_sequences(3, [5, 2, 8])
     for s in sequences:
@@ -240,9 +266,20 @@ def test_first_step_identities(config, old_given):
     assert metrics["ratio"] == 1.0
     assert metrics["logprob_gap_mult"] == 1.0
     assert metrics["tis_weight"] == 1.0
-    zero = ("kl_old", "kl_reference", "logprob_gap", "engine_kl", "clip_fraction", "ratio_bounded_fraction")
+    zero = (
+        "kl_old",
+        "kl_reference",
+        "logprob_gap",
+        "engine_kl",
+        "clip_fraction",
+        "ratio_bounded_fraction",
+    )
     assert [metrics[name] for name in zero] == [0.0] * len(zero)
-    shares = {"token": [1 / 15] * 3, "sequence": [1 / 5 / 3, 1 / 2 / 3, 1 / 8 / 3], "fixed_length": [1 / 48] * 3}
+    shares = {
+        "token": [1 / 15] * 3,
+        "sequence": [1 / 5 / 3, 1 / 2 / 3, 1 / 8 / 3],
+        "fixed_length": [1 / 48] * 3,
+    }
     for s, share in zip(sequences, shares[config.aggregation], strict=True):
         np.testing.assert_allclose(s.logprobs.grad, -s.advantages * share, rtol=1e-6)
 
@@ -252,7 +289,9 @@ def test_one_update_per_batch_needs_no_old_logprobs():
     for s in sequences:
         s.old = s.logprobs.detach().clone()
     for config in POLICIES:
-        with_old, without = (loss_sum(config, chunk_inputs(sequences, old=old))[0] for old in (True, False))
+        with_old, without = (
+            loss_sum(config, chunk_inputs(sequences, old=old))[0] for old in (True, False)
+        )
         assert with_old.item() == without.item()
 
 
@@ -285,7 +324,9 @@ def _without(inputs, name):
 def test_a_far_policy_gives_finite_gradients_and_is_counted():
     sequences = random_sequences(2, [4])
     s = sequences[0]
-    s.old, s.behaviour, s.reference = (s.logprobs.detach() + shift for shift in (-300.0, -300.0, 400.0))
+    s.old, s.behaviour, s.reference = (
+        s.logprobs.detach() + shift for shift in (-300.0, -300.0, 400.0)
+    )
     for estimator in ("k2", "k3", "k3_plus"):
         config = GrpoConfig(kl_coef=0.1, kl_estimator=estimator)
         loss, sums = loss_sum(config, chunk_inputs(sequences))
@@ -301,13 +342,19 @@ def test_clip_fractions_count_tokens_that_lost_their_gradient():
     s, config = sequences[0], GrpoConfig(tis_cap=0.0)
     loss, sums = loss_sum(config, chunk_inputs(sequences))
     loss.backward()
-    assert finish_sums(sums)["clip_fraction"] == pytest.approx(float((s.logprobs.grad == 0).double().mean()))
+    assert finish_sums(sums)["clip_fraction"] == pytest.approx(
+        float((s.logprobs.grad == 0).double().mean())
+    )
 
 
 def test_an_entropy_bonus_needs_the_entropys_gradient():
     inputs = chunk_inputs(random_sequences(1, [3]))
     without = type(inputs)(
-        **{name: getattr(inputs, name) for name in inputs.__dataclass_fields__ if name != "entropy_N"},
+        **{
+            name: getattr(inputs, name)
+            for name in inputs.__dataclass_fields__
+            if name != "entropy_N"
+        },
         entropy_N=torch.ones(3),
     )
     with pytest.raises(AssertionError, match="entropy's gradient"):
@@ -319,7 +366,9 @@ def test_a_ratio_weighted_k3_has_the_gradient_of_the_kl():
     the plain k3 has neither."""
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(17, dtype=torch.float64, generator=generator).requires_grad_(True)
-    reference, old = (torch.randn(17, dtype=torch.float64, generator=generator).log_softmax(0) for _ in range(2))
+    reference, old = (
+        torch.randn(17, dtype=torch.float64, generator=generator).log_softmax(0) for _ in range(2)
+    )
     logprobs = logits.log_softmax(0)
     kl = (logprobs.exp() * (logprobs - reference)).sum()
     (exact,) = torch.autograd.grad(kl, logits, retain_graph=True)
@@ -333,7 +382,8 @@ def test_a_ratio_weighted_k3_has_the_gradient_of_the_kl():
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_the_ratio_weighted_kl_is_trls(level):
-    """As GRPOTrainer of TRL 1.16 writes it (`use_bias_correction_kl`, loss_type "grpo"), on padded rows."""
+    """As GRPOTrainer of TRL 1.16 writes it (`use_bias_correction_kl`, loss_type "grpo"), on padded
+    rows."""
     lengths, beta = [5, 2, 9], 0.3
     sequences = random_sequences(14, lengths, spread=1.0)
     for s in sequences:
@@ -345,7 +395,8 @@ def test_the_ratio_weighted_kl_is_trls(level):
     pad = torch.nn.utils.rnn.pad_sequence
     mask = pad([torch.ones(n, dtype=torch.float64) for n in lengths], batch_first=True)
     logps, old, ref = (
-        pad(rows, batch_first=True) for rows in (leaves, [s.old for s in sequences], [s.reference for s in sequences])
+        pad(rows, batch_first=True)
+        for rows in (leaves, [s.old for s in sequences], [s.reference for s in sequences])
     )
     weights = logps - old
     if level == "sequence":
@@ -354,8 +405,12 @@ def test_the_ratio_weighted_kl_is_trls(level):
     loss = ((beta * kl * mask).sum(-1) / mask.sum(-1)).mean()
     loss.backward()
     assert value == pytest.approx(loss.item(), rel=1e-12)
-    ours = np.concatenate([grad[:n] for grad, n in zip(split_by(grads, sequences), lengths, strict=True)])
-    np.testing.assert_allclose(ours, torch.cat([leaf.grad for leaf in leaves]).numpy(), rtol=1e-10, atol=1e-14)
+    ours = np.concatenate(
+        [grad[:n] for grad, n in zip(split_by(grads, sequences), lengths, strict=True)]
+    )
+    np.testing.assert_allclose(
+        ours, torch.cat([leaf.grad for leaf in leaves]).numpy(), rtol=1e-10, atol=1e-14
+    )
     assert metrics["kl_reference"] > 0.0 and metrics["kl_bounded_fraction"] == 0.0
 
 
@@ -364,10 +419,15 @@ def split_by(grads: np.ndarray, sequences: list[Sequence]) -> list[np.ndarray]:
 
 
 def test_a_bound_of_the_weighted_kl_does_not_push_away_from_the_reference():
-    """The gradient of ratio · bound would lower a log-prob that is far below the reference's already."""
+    """The gradient of ratio · bound would lower a log-prob that is far below the reference's
+    already."""
     sequences = random_sequences(3, [1])
     s = sequences[0]
-    s.advantages, s.old, s.reference = torch.zeros(1), s.logprobs.detach(), s.logprobs.detach() + 9.0
+    s.advantages, s.old, s.reference = (
+        torch.zeros(1),
+        s.logprobs.detach(),
+        s.logprobs.detach() + 9.0,
+    )
     for clamp, gradient in ((10.0, 0.0), (0.0, -0.1 * 9.0)):
         config = GrpoConfig(kl_coef=0.1, kl_ratio_weighted=True, kl_clamp=clamp)
         loss, sums = loss_sum(config, chunk_inputs(sequences))
@@ -381,10 +441,18 @@ def test_a_token_far_below_the_reference_is_bounded_by_default():
     for estimator, gradient in (("k3", 0.0), ("k3_plus", -7.0)):
         sequences = random_sequences(3, [1])
         s = sequences[0]
-        s.advantages, s.old, s.reference = torch.zeros(1), s.logprobs.detach(), s.logprobs.detach() + 7.0
-        loss, sums = loss_sum(GrpoConfig(kl_coef=1.0, kl_estimator=estimator), chunk_inputs(sequences))
+        s.advantages, s.old, s.reference = (
+            torch.zeros(1),
+            s.logprobs.detach(),
+            s.logprobs.detach() + 7.0,
+        )
+        loss, sums = loss_sum(
+            GrpoConfig(kl_coef=1.0, kl_estimator=estimator), chunk_inputs(sequences)
+        )
         loss.backward()
-        assert loss.item() == pytest.approx(10.0) and all_grads(sequences)[0] == pytest.approx(gradient)
+        assert loss.item() == pytest.approx(10.0) and all_grads(sequences)[0] == pytest.approx(
+            gradient
+        )
         assert finish_sums(sums)["kl_bounded_fraction"] == 1.0
 
 
@@ -397,23 +465,34 @@ def test_k3_is_unbiased_and_k2_has_the_gradient_of_the_kl():
     probs = logprobs.exp().detach()
     kl = (logprobs.exp() * (logprobs - reference)).sum()
     for estimator in ("k1", "k3", "k3_plus"):
-        assert (probs * terms.kl_estimate(estimator, logprobs, reference)).sum().item() == pytest.approx(kl.item())
+        assert (
+            probs * terms.kl_estimate(estimator, logprobs, reference)
+        ).sum().item() == pytest.approx(kl.item())
     (exact,) = torch.autograd.grad(kl, logits, retain_graph=True)
     for estimator in ("k2", "k3_plus"):
         sampled = (probs * terms.kl_estimate(estimator, logprobs, reference)).sum()
-        torch.testing.assert_close(torch.autograd.grad(sampled, logits, retain_graph=True)[0], exact)
+        torch.testing.assert_close(
+            torch.autograd.grad(sampled, logits, retain_graph=True)[0], exact
+        )
 
 
 def test_a_tie_is_half_a_hit_in_training_as_it_is_in_evaluation():
     gaps = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 3.0, -torch.inf])
-    assert terms.told_apart(gaps).tolist() == preferred(gaps.numpy()) == [0.5, 0.5, 1.0, 0.0, 1.0, 0.0]
+    assert (
+        terms.told_apart(gaps).tolist() == preferred(gaps.numpy()) == [0.5, 0.5, 1.0, 0.0, 1.0, 0.0]
+    )
 
 
-@pytest.mark.parametrize(("config", "metric"), [(RmConfig(), "pair_accuracy"), (DpoConfig(), "reward_accuracy")])
+@pytest.mark.parametrize(
+    ("config", "metric"), [(RmConfig(), "pair_accuracy"), (DpoConfig(), "reward_accuracy")]
+)
 def test_a_model_that_prefers_neither_is_at_one_half(config, metric):
     inputs = chunk_inputs(random_sequences(1, [3, 3]))
     fields = {key: getattr(inputs, key) for key in inputs.__dataclass_fields__}
-    even = {"scores_S": torch.zeros_like(inputs.scores_S), "logprobs_N": inputs.reference_logprobs_N}
+    even = {
+        "scores_S": torch.zeros_like(inputs.scores_S),
+        "logprobs_N": inputs.reference_logprobs_N,
+    }
     metrics = finish_sums(loss_sum(config, type(inputs)(**{**fields, **even}))[1])
     assert metrics[metric] == 0.5
 

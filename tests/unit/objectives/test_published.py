@@ -1,4 +1,5 @@
-"""Objectives against values that other projects publish in their tests (numbers re-stated, not their code)."""
+"""Objectives against values that other projects publish in their tests (numbers re-stated, not
+their code)."""
 
 from __future__ import annotations
 
@@ -43,14 +44,18 @@ def mean_loss(config: GrpoConfig, inputs: LossInputs) -> float:
 def by_ratio(ratios: list[float], advantages: list[float]) -> LossInputs:
     old = torch.full((len(ratios),), -1.0)
     return one_sequence(
-        logprobs_N=old + torch.tensor(ratios).log(), old_logprobs_N=old, advantages_N=torch.tensor(advantages)
+        logprobs_N=old + torch.tensor(ratios).log(),
+        old_logprobs_N=old,
+        advantages_N=torch.tensor(advantages),
     )
 
 
 def test_ppo_clip():
     config = GrpoConfig(tis_cap=0.0)
     assert token_losses(config, [0.5, 1.0, 1.5], [1, -1, 2]) == pytest.approx([-0.5, 1.0, -2.4])
-    assert mean_loss(config, by_ratio([0.5, 1.0, 1.5], [1, -1, 2])) == pytest.approx(-0.6333, abs=1e-4)
+    assert mean_loss(config, by_ratio([0.5, 1.0, 1.5], [1, -1, 2])) == pytest.approx(
+        -0.6333, abs=1e-4
+    )
 
 
 def test_gspo():
@@ -71,7 +76,9 @@ def test_gspo():
 def test_dual_clip(bound, ratios, advantages, losses):
     config = GrpoConfig(dual_clip=bound, tis_cap=0.0)
     assert token_losses(config, ratios, advantages) == pytest.approx(losses)
-    assert mean_loss(config, by_ratio(ratios, advantages)) == pytest.approx(sum(losses) / 3, abs=1e-4)
+    assert mean_loss(config, by_ratio(ratios, advantages)) == pytest.approx(
+        sum(losses) / 3, abs=1e-4
+    )
 
 
 def test_cispo_gradient_is_the_clipped_ratio_times_the_advantage():
@@ -81,7 +88,9 @@ def test_cispo_gradient_is_the_clipped_ratio_times_the_advantage():
     inputs.logprobs_N.requires_grad_(True)
     loss_sum(config, inputs)[0].backward()
     clipped = [0.8, 0.9, 1.1, 1.28, 1.28]
-    assert inputs.logprobs_N.grad.tolist() == pytest.approx([-r * a for r, a in zip(clipped, advantages, strict=True)])
+    assert inputs.logprobs_N.grad.tolist() == pytest.approx(
+        [-r * a for r, a in zip(clipped, advantages, strict=True)]
+    )
 
 
 def test_reinforce():
@@ -105,8 +114,12 @@ def test_reinforce():
 )
 def test_kl_estimators(estimator, clamp, expected):
     logprobs, reference = torch.full((3,), -1.0), torch.tensor([0.0, -15.0, -30.0])
-    assert terms.kl_estimate(estimator, logprobs, reference, clamp).tolist() == pytest.approx(expected, abs=1e-4)
-    assert kl_numpy(estimator, logprobs.numpy(), reference.numpy(), clamp).tolist() == pytest.approx(expected, abs=1e-4)
+    assert terms.kl_estimate(estimator, logprobs, reference, clamp).tolist() == pytest.approx(
+        expected, abs=1e-4
+    )
+    assert kl_numpy(
+        estimator, logprobs.numpy(), reference.numpy(), clamp
+    ).tolist() == pytest.approx(expected, abs=1e-4)
     counted = terms.kl_bounded(estimator, logprobs, reference, clamp).tolist()
     assert counted == ([0.0, 1.0, 1.0] if clamp else [0.0, 0.0, 0.0])
 
@@ -118,7 +131,9 @@ def test_k3_plus_has_the_gradient_of_k2(clamp):
     grads = {}
     for estimator in ("k2", "k3_plus"):
         leaf = logprobs.clone().requires_grad_(True)
-        terms.kl_estimate(estimator, leaf, reference, clamp if estimator == "k3_plus" else 0.0).sum().backward()
+        terms.kl_estimate(
+            estimator, leaf, reference, clamp if estimator == "k3_plus" else 0.0
+        ).sum().backward()
         grads[estimator] = leaf.grad.tolist()
     assert grads["k3_plus"] == pytest.approx(grads["k2"])
     assert grads["k2"] == pytest.approx((logprobs - reference).tolist())
@@ -143,7 +158,9 @@ def test_dpo_at_initialisation():
 def test_uniform_policy_costs_log_vocabulary():
     vocab = 32
     inputs = one_sequence(logprobs_N=torch.zeros(vocab).log_softmax(0)[:3])
-    assert float(loss_sum(SftConfig(), inputs)[0]) / denominator(SftConfig(), [3]) == pytest.approx(math.log(vocab))
+    assert float(loss_sum(SftConfig(), inputs)[0]) / denominator(SftConfig(), [3]) == pytest.approx(
+        math.log(vocab)
+    )
 
 
 def test_token_sum_is_thirteen_per_rank():

@@ -1,4 +1,5 @@
-"""Every loss and every metric on a few tokens whose numbers are worked out by hand; bounds, ties and edges with them."""
+"""Every loss and every metric on a few tokens whose numbers are worked out by hand; bounds, ties
+and edges with them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ LOG2 = math.log(2.0)
 
 
 def inputs_of(lengths: list[int], **columns) -> LossInputs:
-    """A chunk of sequences with these numbers of targets. Only log-probs, values, scores and entropy have a gradient."""
+    """A chunk of sequences with these numbers of targets. Only log-probs, values, scores and
+    entropy have a gradient."""
     made = {name: torch.as_tensor(values, dtype=torch.float64) for name, values in columns.items()}
     for name in ("logprobs_N", "values_N", "scores_S", "entropy_N"):
         if name in made:
@@ -47,8 +49,14 @@ def worked(config, inputs: LossInputs) -> tuple[float, dict[str, float], dict[st
     """The summed loss, the metrics, and the gradient of each leaf."""
     loss, sums = loss_sum(config, inputs)
     loss.backward()
-    leaves = {name: getattr(inputs, name) for name in ("logprobs_N", "values_N", "scores_S", "entropy_N")}
-    grads = {name: leaf.grad.tolist() for name, leaf in leaves.items() if leaf is not None and leaf.grad is not None}
+    leaves = {
+        name: getattr(inputs, name) for name in ("logprobs_N", "values_N", "scores_S", "entropy_N")
+    }
+    grads = {
+        name: leaf.grad.tolist()
+        for name, leaf in leaves.items()
+        if leaf is not None and leaf.grad is not None
+    }
     return loss.item(), finish_sums(sums), grads
 
 
@@ -92,7 +100,9 @@ def test_rm_is_the_log_odds_of_the_gap():
 
 def test_rm_centres_the_sum_of_a_pairs_scores():
     plain = worked(RmConfig(), inputs_of([1] * 6, scores_S=SCORES, **PAIRS))[0]
-    centred, metrics, _ = worked(RmConfig(center_coef=0.1), inputs_of([1] * 6, scores_S=SCORES, **PAIRS))
+    centred, metrics, _ = worked(
+        RmConfig(center_coef=0.1), inputs_of([1] * 6, scores_S=SCORES, **PAIRS)
+    )
     assert centred - plain == pytest.approx(0.1 * (6.25 + 4 + 16))
     assert metrics["loss"] == pytest.approx(centred / 3, rel=1e-6)
 
@@ -108,7 +118,8 @@ def test_rm_asks_for_its_margin():
 
 
 def pair_inputs() -> LossInputs:
-    """Chosen: two tokens, each 0.5 above the reference. Rejected: one token, 1.0 below it. The gap is 2."""
+    """Chosen: two tokens, each 0.5 above the reference. Rejected: one token, 1.0 below it. The gap
+    is 2."""
     return inputs_of(
         [2, 1],
         logprobs_N=[-1.0, -2.0, -3.0],
@@ -140,7 +151,10 @@ def test_dpo_and_what_it_reports():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"label_smoothing": 0.2}, 0.8 * math.log1p(math.exp(-0.2)) + 0.2 * math.log1p(math.exp(0.2))),
+        (
+            {"label_smoothing": 0.2},
+            0.8 * math.log1p(math.exp(-0.2)) + 0.2 * math.log1p(math.exp(0.2)),
+        ),
         ({"loss": "ipo"}, (2.0 - 5.0) ** 2),
         ({"loss": "ipo", "average_logprobs": True}, (1.5 - 5.0) ** 2),
         ({"loss": "ipo", "sft_coef": 0.5}, 9.0 + 0.5 * 1.5),
@@ -153,14 +167,20 @@ def test_variants_of_dpo(options, expected):
 
 
 def test_the_rewards_of_dpo_are_beta_times_the_log_ratios():
-    inputs = replace(pair_inputs(), reference_logprobs_N=torch.tensor([-2.0, -3.0, -2.5], dtype=torch.float64))
+    inputs = replace(
+        pair_inputs(), reference_logprobs_N=torch.tensor([-2.0, -3.0, -2.5], dtype=torch.float64)
+    )
     metrics = worked(DpoConfig(beta=0.1), inputs)[1]
-    assert metrics["reward_chosen"] == pytest.approx(0.2) and metrics["reward_rejected"] == pytest.approx(-0.05)
+    assert metrics["reward_chosen"] == pytest.approx(0.2) and metrics[
+        "reward_rejected"
+    ] == pytest.approx(-0.05)
     assert metrics["reward_margin"] == pytest.approx(0.25)
 
 
 def test_a_pair_that_is_not_told_apart_is_half_right():
-    inputs = replace(pair_inputs(), reference_logprobs_N=torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64))
+    inputs = replace(
+        pair_inputs(), reference_logprobs_N=torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
+    )
     assert worked(DpoConfig(), inputs)[1]["reward_accuracy"] == 0.5
 
 
@@ -168,8 +188,9 @@ def test_a_pair_that_is_not_told_apart_is_half_right():
 
 
 def critic_inputs(**more) -> LossInputs:
-    """Errors 1, -0.5, -1 and 1. The first has moved away from the old value towards nothing better, the third and the
-    fourth have moved towards the return further than 0.2: their clipped errors are 1.3 and 1.8."""
+    """Errors 1, -0.5, -1 and 1. The first has moved away from the old value towards nothing better,
+    the third and the fourth have moved towards the return further than 0.2: their clipped errors
+    are 1.3 and 1.8."""
     return inputs_of(
         [3, 1],
         values_N=[1.0, 2.0, 1.0, 0.0],
@@ -185,7 +206,13 @@ def test_the_value_loss_is_half_the_larger_of_two_squares():
     assert loss == pytest.approx(sum(squares) / 2)
     assert grads["values_N"] == pytest.approx([1.0, -0.5, 0.0, 0.0])
     assert metrics == pytest.approx(
-        {"value_loss": loss / 4, "value": 1.0, "value_error": 3.5 / 4, "return": 3.5 / 4, "value_clip_fraction": 0.5},
+        {
+            "value_loss": loss / 4,
+            "value": 1.0,
+            "value_error": 3.5 / 4,
+            "return": 3.5 / 4,
+            "value_clip_fraction": 0.5,
+        },
         rel=1e-6,
     )
 
@@ -194,7 +221,10 @@ def test_the_plain_value_loss_asks_for_no_old_values():
     config = PpoConfig(vf_coef=0.25, value_clip=0.0, aggregation="sequence")
     loss, metrics, _ = worked(config, replace(critic_inputs(), old_values_N=None))
     assert loss == pytest.approx(0.25 * (2.25 / 2 / 3 + 1.0 / 2))
-    assert metrics["value_loss"] == pytest.approx((2.25 / 2 / 3 + 1.0 / 2) / 2) and "value_clip_fraction" not in metrics
+    assert (
+        metrics["value_loss"] == pytest.approx((2.25 / 2 / 3 + 1.0 / 2) / 2)
+        and "value_clip_fraction" not in metrics
+    )
 
 
 def test_ppo_trains_the_policy_the_critic_or_both():
@@ -203,7 +233,9 @@ def test_ppo_trains_the_policy_the_critic_or_both():
     both, metrics, _ = worked(config, critic_inputs(**policy))
     alone, fewer, _ = worked(config, replace(critic_inputs(**policy), values_N=None))
     assert alone == pytest.approx(-1.0) and both == pytest.approx(-1.0 + 0.5 * 3.25 / 2)
-    assert metrics["policy_loss"] == fewer["policy_loss"] == -0.25 and metrics["value_loss"] == pytest.approx(3.25 / 8)
+    assert metrics["policy_loss"] == fewer["policy_loss"] == -0.25 and metrics[
+        "value_loss"
+    ] == pytest.approx(3.25 / 8)
     assert "value_loss" not in fewer
     with pytest.raises(AssertionError, match="logprobs_N, values_N or both"):
         loss_sum(config, inputs_of([1]))
@@ -212,7 +244,9 @@ def test_ppo_trains_the_policy_the_critic_or_both():
 # the policy
 
 
-def policy_inputs(log_ratios: list[float], advantages: list[float], lengths=None, **more) -> LossInputs:
+def policy_inputs(
+    log_ratios: list[float], advantages: list[float], lengths=None, **more
+) -> LossInputs:
     """Old log-probs of -1, from which the policy has moved by these log-ratios."""
     old = torch.full((len(log_ratios),), -1.0, dtype=torch.float64)
     return inputs_of(
@@ -229,7 +263,8 @@ def plain(**more) -> GrpoConfig:
 
 
 def test_what_the_clip_did_is_counted_where_it_took_the_gradient():
-    """Ratios 2, 1/2, 2, 1/2, 2, 1/2 with advantages 1, -1, -1, 1, 0, 0: the first two are clipped."""
+    """Ratios 2, 1/2, 2, 1/2, 2, 1/2 with advantages 1, -1, -1, 1, 0, 0: the first two are
+    clipped."""
     log_ratios, advantages = [LOG2, -LOG2] * 3, [1.0, -1.0, -1.0, 1.0, 0.0, 0.0]
     loss, metrics, grads = worked(plain(), policy_inputs(log_ratios, advantages))
     assert loss == pytest.approx(-1.2 + 0.8 + 2.0 - 0.5)
@@ -239,8 +274,12 @@ def test_what_the_clip_did_is_counted_where_it_took_the_gradient():
     assert metrics["clip_low_fraction"] == metrics["clip_high_fraction"] == pytest.approx(1 / 6)
     assert metrics["kl_old"] == pytest.approx(((2 - 1 - LOG2) + (0.5 - 1 + LOG2)) / 2)
     assert metrics["policy_loss"] == metrics["loss"] == pytest.approx(loss / 6)
-    cispo = worked(plain(variant="cispo", clip_low=0.2, clip_high=0.2), policy_inputs(log_ratios, advantages))[1]
-    assert cispo["clip_low_fraction"] == cispo["clip_high_fraction"] == 0.5, "whatever the advantage"
+    cispo = worked(
+        plain(variant="cispo", clip_low=0.2, clip_high=0.2), policy_inputs(log_ratios, advantages)
+    )[1]
+    assert cispo["clip_low_fraction"] == cispo["clip_high_fraction"] == 0.5, (
+        "whatever the advantage"
+    )
 
 
 def test_a_ratio_at_the_end_of_the_clip_is_not_clipped():
@@ -270,9 +309,16 @@ def test_a_log_ratio_of_twenty_is_bounded():
 
 def test_within_the_clip_and_the_bound_nothing_is_counted():
     metrics = worked(plain(), policy_inputs([0.1, -0.1, 0.1, -0.1], [1.0, -1.0, -1.0, 1.0]))[1]
-    assert metrics["clip_fraction"] == metrics["clip_low_fraction"] == metrics["clip_high_fraction"] == 0.0
+    assert (
+        metrics["clip_fraction"]
+        == metrics["clip_low_fraction"]
+        == metrics["clip_high_fraction"]
+        == 0.0
+    )
     rare = inputs_of([1], logprobs_N=[-15.0], old_logprobs_N=[-14.0], advantages_N=[1.0])
-    assert worked(plain(), rare)[1]["ratio_bounded_fraction"] == 0.0, "the ratio, not how rare the token is"
+    assert worked(plain(), rare)[1]["ratio_bounded_fraction"] == 0.0, (
+        "the ratio, not how rare the token is"
+    )
 
 
 def test_a_ratio_to_the_engine_takes_the_engines_logprobs_and_no_weight():
@@ -291,22 +337,30 @@ def test_what_the_policy_loss_is_a_mean_over(aggregation, loss, mean):
     inputs = policy_inputs([0.0] * 4, [1.0, 0.0, 1.0, 2.0], [3, 0, 1])
     config = plain(aggregation=aggregation, fixed_length_tokens=8)
     got, metrics, _ = worked(config, inputs)
-    assert got == pytest.approx(loss) and metrics["loss"] == metrics["policy_loss"] == pytest.approx(mean)
+    assert got == pytest.approx(loss) and metrics["loss"] == metrics[
+        "policy_loss"
+    ] == pytest.approx(mean)
     assert got / denominator(config, [3, 0, 1]) == pytest.approx(mean)
 
 
 def test_the_gap_to_the_engine():
-    """The trainer is 1.0 above at one token and 0.5 below at another; a factor of two exactly is no large gap."""
+    """The trainer is 1.0 above at one token and 0.5 below at another; a factor of two exactly is no
+    large gap."""
     behaviour = [-2.0, -0.5, -1.0 + LOG2]
-    metrics = worked(plain(), policy_inputs([0.3] * 3, [1.0] * 3, behaviour_logprobs_N=behaviour))[1]
+    metrics = worked(plain(), policy_inputs([0.3] * 3, [1.0] * 3, behaviour_logprobs_N=behaviour))[
+        1
+    ]
     assert metrics["logprob_gap"] == pytest.approx((1.0 + 0.5 + LOG2) / 3)
     assert metrics["logprob_gap_mult"] == pytest.approx((math.e + math.exp(0.5) + 2.0) / 3)
     assert metrics["logprob_gap_above"] == pytest.approx(1 / 3)
     k3 = (math.e - 2.0, math.exp(-0.5) - 0.5, 0.5 - 1.0 + LOG2)
     assert metrics["engine_kl"] == pytest.approx(sum(k3) / 3)
     zero = inputs_of(
-        [2], logprobs_N=[0.0, 0.0], advantages_N=[1.0, 1.0], behaviour_logprobs_N=[-LOG2, -LOG2 - 1e-9]
-    )  # fmt: skip
+        [2],
+        logprobs_N=[0.0, 0.0],
+        advantages_N=[1.0, 1.0],
+        behaviour_logprobs_N=[-LOG2, -LOG2 - 1e-9],
+    )
     assert worked(plain(), zero)[1]["logprob_gap_large_fraction"] == 0.5
     assert "logprob_gap" not in worked(plain(), policy_inputs([0.0], [1.0]))[1]
 
@@ -315,10 +369,15 @@ def test_the_gap_to_the_engine():
 
 
 def engine_inputs(log_weights: list[float], lengths=None, **more) -> LossInputs:
-    """The policy has not moved; trainer / engine probabilities have these logarithms. Every advantage is 1."""
+    """The policy has not moved; trainer / engine probabilities have these logarithms. Every
+    advantage is 1."""
     behaviour = [-1.0 - one for one in log_weights]
     return policy_inputs(
-        [0.0] * len(log_weights), [1.0] * len(log_weights), lengths, behaviour_logprobs_N=behaviour, **more
+        [0.0] * len(log_weights),
+        [1.0] * len(log_weights),
+        lengths,
+        behaviour_logprobs_N=behaviour,
+        **more,
     )
 
 
@@ -362,10 +421,15 @@ def test_the_ends_of_the_band_are_kept(level, kept, low, high):
     inputs = engine_inputs([-2 * LOG2, 0.0, LOG2, 0.0], [3, 1])
     config = plain(rejection_level=level, rejection_band=(0.5 - 1e-9, 2.0 + 1e-9))
     loss, metrics, grads = worked(config, inputs)
-    assert loss == pytest.approx(-sum(kept)) and grads["logprobs_N"] == pytest.approx([-k for k in kept])
+    assert loss == pytest.approx(-sum(kept)) and grads["logprobs_N"] == pytest.approx(
+        [-k for k in kept]
+    )
     assert metrics["rejected_low_fraction"] == low and metrics["rejected_high_fraction"] == high
     assert metrics["rejected_fraction"] == low + high and metrics["tis_weight"] == sum(kept) / 4
-    below, above = terms.out_of_band(torch.zeros(1), (1.0, 2.0)), terms.out_of_band(torch.zeros(1), (0.5, 1.0))
+    below, above = (
+        terms.out_of_band(torch.zeros(1), (1.0, 2.0)),
+        terms.out_of_band(torch.zeros(1), (0.5, 1.0)),
+    )
     assert not any(side.item() for side in (*below, *above))
 
 
@@ -382,8 +446,10 @@ def test_what_judges_a_token_is_bounded_at_twenty():
     index, counts = torch.tensor([0, 0, 1]), torch.tensor([2, 1, 0])
     gaps = torch.tensor([25.0, -3.0, -30.0])
     for level, expected in (
-        ("token", [20.0, -3.0, -20.0]), ("sequence", [20.0, 20.0, -20.0]), ("sequence_mean", [11.0, 11.0, -20.0]),
-    ):  # fmt: skip
+        ("token", [20.0, -3.0, -20.0]),
+        ("sequence", [20.0, 20.0, -20.0]),
+        ("sequence_mean", [11.0, 11.0, -20.0]),
+    ):
         assert terms.importance_log_ratio(level, gaps, index, counts).tolist() == expected
 
 
@@ -405,10 +471,15 @@ def test_a_kl_in_the_reward_is_none_of_the_loss():
     assert metrics["loss"] == -1.0 and "kl_reference" not in metrics and "entropy" not in metrics
 
 
-@pytest.mark.parametrize(("ratio", "weights"), [("token", [2.0, 0.5, 1.0]), ("sequence", [1.0, 1.0, 1.0])])
+@pytest.mark.parametrize(
+    ("ratio", "weights"), [("token", [2.0, 0.5, 1.0]), ("sequence", [1.0, 1.0, 1.0])]
+)
 def test_the_policys_ratio_weighs_the_kl(ratio, weights):
-    """k2 stands at 0 where log-probs are the reference's: k3 of one token 1.0 below it, in a sequence of two."""
-    inputs = policy_inputs([LOG2, -LOG2, 0.0], [0.0] * 3, [2, 1], reference_logprobs_N=[0.0, 0.0, -1.0])
+    """k2 stands at 0 where log-probs are the reference's: k3 of one token 1.0 below it, in a
+    sequence of two."""
+    inputs = policy_inputs(
+        [LOG2, -LOG2, 0.0], [0.0] * 3, [2, 1], reference_logprobs_N=[0.0, 0.0, -1.0]
+    )
     gaps = [1.0 - LOG2, 1.0 + LOG2, 0.0]  # reference over policy
     k3 = [math.exp(gap) - 1 - gap for gap in gaps]
     config = plain(ratio=ratio, kl_coef=1.0, kl_ratio_weighted=True)
@@ -434,9 +505,13 @@ def test_a_kl_of_exactly_the_bound_is_not_bounded():
     assert terms.kl_bounded("k2", gap, zero, 2.0).tolist() == [0.0, 0.0, 1.0]
     assert terms.kl_bounded("k2", gap, zero, 0.0).tolist() == [0.0, 0.0, 0.0]
     for estimator in ("k3", "k3_plus"):
-        assert terms.kl_bounded(estimator, torch.tensor([-20.0, -21.0, 21.0]), zero, 0.0).tolist() == [0.0, 1.0, 0.0]
+        assert terms.kl_bounded(
+            estimator, torch.tensor([-20.0, -21.0, 21.0]), zero, 0.0
+        ).tolist() == [0.0, 1.0, 0.0]
         far = terms.kl_estimate(estimator, torch.tensor([-19.0, -25.0]), torch.zeros(2))
-        assert far.tolist() == pytest.approx([math.exp(19.0) - 20.0, math.exp(20.0) - 21.0], rel=1e-5)
+        assert far.tolist() == pytest.approx(
+            [math.exp(19.0) - 20.0, math.exp(20.0) - 21.0], rel=1e-5
+        )
 
 
 def test_the_entropy_bonus_is_subtracted_and_weighed_by_nothing():
@@ -444,23 +519,36 @@ def test_the_entropy_bonus_is_subtracted_and_weighed_by_nothing():
     loss, metrics, grads = worked(plain(tis_cap=2.0, entropy_coef=0.1), inputs)
     assert loss == pytest.approx(-1.0 - 0.4) and grads["entropy_N"] == pytest.approx([-0.1, -0.1])
     assert metrics["entropy"] == 2.0
-    measured, metrics, grads = worked(plain(tis_cap=2.0), engine_inputs([-LOG2, -LOG2], entropy_N=[1.0, 3.0]))
-    assert measured == pytest.approx(-1.0) and metrics["entropy"] == 2.0 and "entropy_N" not in grads
+    measured, metrics, grads = worked(
+        plain(tis_cap=2.0), engine_inputs([-LOG2, -LOG2], entropy_N=[1.0, 3.0])
+    )
+    assert (
+        measured == pytest.approx(-1.0) and metrics["entropy"] == 2.0 and "entropy_N" not in grads
+    )
 
 
 def test_an_entropy_bonus_is_measured_without_gradients_where_there_are_none():
     inputs = policy_inputs([0.0], [1.0], entropy_N=[2.0])
-    inputs = replace(inputs, logprobs_N=inputs.logprobs_N.detach(), entropy_N=inputs.entropy_N.detach())
+    inputs = replace(
+        inputs, logprobs_N=inputs.logprobs_N.detach(), entropy_N=inputs.entropy_N.detach()
+    )
     assert loss_sum(plain(entropy_coef=0.1), inputs)[0].item() == pytest.approx(-1.2)
     with pytest.raises(AssertionError, match="entropy's gradient"):
-        loss_sum(plain(entropy_coef=0.1), replace(inputs, logprobs_N=inputs.logprobs_N.requires_grad_(True)))
+        loss_sum(
+            plain(entropy_coef=0.1),
+            replace(inputs, logprobs_N=inputs.logprobs_N.requires_grad_(True)),
+        )
 
 
 # terms
 
 
 def test_a_sequence_without_targets_has_a_mean_of_zero():
-    values, index, counts = torch.tensor([1.0, 4.0, 5.0]), torch.tensor([0, 2, 2]), torch.tensor([1, 0, 2])
+    values, index, counts = (
+        torch.tensor([1.0, 4.0, 5.0]),
+        torch.tensor([0, 2, 2]),
+        torch.tensor([1, 0, 2]),
+    )
     assert terms.sequence_means(values, index, counts).tolist() == [1.0, 0.0, 4.5]
     assert terms.sequence_sums(values, index, 3).tolist() == [1.0, 0.0, 9.0]
 
@@ -471,7 +559,11 @@ def test_a_log_ratio_stays_within_twenty():
 
 
 def test_nothing_counted_is_left_out_of_a_report():
-    total = {"seen": torch.tensor([3.0, 2.0]), "half": torch.tensor([0.25, 0.5]), "none": torch.tensor([0.0, 0.0])}
+    total = {
+        "seen": torch.tensor([3.0, 2.0]),
+        "half": torch.tensor([0.25, 0.5]),
+        "none": torch.tensor([0.0, 0.0]),
+    }
     assert finish_sums(total) == {"seen": 1.5, "half": 0.5}
 
 

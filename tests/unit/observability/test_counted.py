@@ -1,4 +1,5 @@
-"""Nothing is silent: each event of the code is one that the report counts, or is known to be the ordinary course."""
+"""Nothing is silent: each event of the code is one that the report counts, or is known to be the
+ordinary course."""
 
 from __future__ import annotations
 
@@ -55,8 +56,18 @@ COUNTED = [
     "weights.publish_failed",
 ]
 ORDINARY_ENDINGS = (
-    "started", "ended", "done", "made", "loaded", "saved", "staged", "committed", "published", "verified", "terminated",
-)  # fmt: skip
+    "started",
+    "ended",
+    "done",
+    "made",
+    "loaded",
+    "saved",
+    "staged",
+    "committed",
+    "published",
+    "verified",
+    "terminated",
+)
 ORDINARY = {
     "cluster.memory": "a reading",
     "cluster.starting": "planned",
@@ -83,11 +94,13 @@ ORDINARY = {
     "snapshot.waiting": "likewise",
     "step.broken_off": "a stop came; the resumed run goes on from its tokens, so nothing is lost",
     "trace.written": "asked for",
-    "trainer.attention_kernel": "a choice, told once; it says itself that it counts where another kernel broke",
+    "trainer.attention_kernel": "a choice, told once; it says itself that it counts where another "
+    "kernel broke",
     "trainer.offload": "where state lives, told once",
     "trainer.offload_parameters": "whose weights live in host memory, told once",
     "trainer.c_kernels": "a choice, like the engine's",
-    "trainer.float8": "a choice, told once; it says itself that it counts where a matrix stays wide",
+    "trainer.float8": "a choice, told once; it says itself that it counts where a matrix stays "
+    "wide",
     "trainer.loss_scale": "a change; trainer.update_skipped counts what it cost",
     "trainer.moments": "which are codes of 8 bits, told once",
     "trainer.reference_refreshed": "planned",
@@ -101,14 +114,18 @@ def emitted(source: str) -> set[str]:
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
-        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        called = (
+            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        )
         if called not in ("emit", "_emit"):
             continue
         kind = node.args[0]
         if isinstance(kind, ast.Name):  # passes on what another room named
             continue
         parts = kind.values if isinstance(kind, ast.JoinedStr) else [kind]
-        kinds.add("".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts))
+        kinds.add(
+            "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts)
+        )
     return kinds
 
 
@@ -122,7 +139,9 @@ def unknown(kinds: set[str]) -> list[str]:
 
 
 def test_each_event_of_the_code_is_counted_or_known_to_be_ordinary() -> None:
-    kinds = set().union(*[emitted(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))])
+    kinds = set().union(
+        *[emitted(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))]
+    )
     assert "*" not in kinds, "a name that nobody can search for"
     assert unknown(kinds) == [], "count it (observability/events.py), or say in ORDINARY why not"
     assert sorted(set(COUNTED) - kinds) == [], "nobody emits it any more"
@@ -130,14 +149,19 @@ def test_each_event_of_the_code_is_counted_or_known_to_be_ordinary() -> None:
 
 
 def test_the_search_finds_names_and_knows_a_fallback_that_nobody_counts() -> None:
-    found = emitted('emit("a.slow_path", x=1)\nself._emit(f"b.{why}")\nroster.emit(\n    "c.done",\n)\nprint("d.e")')
+    found = emitted(
+        'emit("a.slow_path", x=1)\nself._emit(f"b.{why}")\nroster.emit(\n    '
+        '"c.done",\n)\nprint("d.e")'
+    )
     assert found == {"a.slow_path", "b.*", "c.done"}
     assert unknown(found) == ["a.slow_path", "b.*"]
 
 
 @pytest.mark.parametrize("kind", COUNTED)
 def test_what_fell_back_was_lost_or_was_done_again_is_counted(kind: str) -> None:
-    assert is_counted({"kind": kind}) and not kind.endswith(ORDINARY_ENDINGS) and kind not in ORDINARY
+    assert (
+        is_counted({"kind": kind}) and not kind.endswith(ORDINARY_ENDINGS) and kind not in ORDINARY
+    )
 
 
 def test_the_ordinary_course_is_not_counted() -> None:

@@ -1,4 +1,5 @@
-"""The event log: kills lose at most the torn last line, and a resume fences exactly what it lives through again."""
+"""The event log: kills lose at most the torn last line, and a resume fences exactly what it lives
+through again."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from gyre.observability.samples import SampleLog, read_samples
 
 def open_log(folder: Path, attempt: int | None = None) -> EventLog:
     path = folder / "events.jsonl"
-    return EventLog(path, attempt=next_attempt(path) if attempt is None else attempt, clock=lambda: 100.0)
+    return EventLog(
+        path, attempt=next_attempt(path) if attempt is None else attempt, clock=lambda: 100.0
+    )
 
 
 def test_rows_carry_seq_time_attempt_and_kind(tmp_path: Path) -> None:
@@ -34,7 +37,14 @@ def test_rows_carry_seq_time_attempt_and_kind(tmp_path: Path) -> None:
     log.emit("step.done", step=3, metrics={"loss": 0.5})
     log.emit("eval.done", accuracy=np.float32(0.25), ids=np.array([1, 2]), path=tmp_path)
     first, second = read_events(tmp_path / "events.jsonl")
-    assert first == {"seq": 1, "t": 100.0, "attempt": 1, "kind": "step.done", "step": 3, "metrics": {"loss": 0.5}}
+    assert first == {
+        "seq": 1,
+        "t": 100.0,
+        "attempt": 1,
+        "kind": "step.done",
+        "step": 3,
+        "metrics": {"loss": 0.5},
+    }
     assert (second["accuracy"], second["ids"], second["path"]) == (0.25, [1, 2], str(tmp_path))
 
 
@@ -52,7 +62,10 @@ def test_numbers_that_are_not_finite_stay_strict_json_and_come_back(tmp_path: Pa
     text = (tmp_path / "events.jsonl").read_text()
     row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert math.isnan(as_number(row["metrics"]["a"]) or 0)
-    assert [as_number(row["metrics"]["b"]), as_number(row["metrics"]["c"][0])] == [math.inf, -math.inf]
+    assert [as_number(row["metrics"]["b"]), as_number(row["metrics"]["c"][0])] == [
+        math.inf,
+        -math.inf,
+    ]
     assert [as_number(value) for value in ("NaN!", True, None, "3")] == [None] * 4
 
 
@@ -69,7 +82,8 @@ def test_any_cut_loses_only_the_line_that_it_cut(texts: list[str], data: st.Data
         log.close()
         size = data.draw(st.integers(0, ends[-1]))
         os.truncate(path, size)
-        whole = [text for text, end in zip(texts, ends, strict=True) if size >= end - 1]  # the newline may be lost
+        # the newline may be lost
+        whole = [text for text, end in zip(texts, ends, strict=True) if size >= end - 1]
         rows = read_events(path)
         assert [row["text"] for row in rows] == whole
         cut = size > 0 and all(size not in (end, end - 1) for end in ends)
@@ -148,8 +162,18 @@ def test_an_attempt_without_a_fence_goes_on_after_all(tmp_path: Path) -> None:
 def test_attempts_that_led_nowhere_are_dead() -> None:
     rows = [
         {"attempt": 1, "seq": 1, "kind": "a"},
-        {"attempt": 2, "seq": 1, "kind": "attempt.started", "resumed_from": {"attempt": 1, "seq": 1}},
-        {"attempt": 3, "seq": 1, "kind": "attempt.started", "resumed_from": {"attempt": 1, "seq": 1}},
+        {
+            "attempt": 2,
+            "seq": 1,
+            "kind": "attempt.started",
+            "resumed_from": {"attempt": 1, "seq": 1},
+        },
+        {
+            "attempt": 3,
+            "seq": 1,
+            "kind": "attempt.started",
+            "resumed_from": {"attempt": 1, "seq": 1},
+        },
     ]
     lineage = trace_lineage(rows)
     assert [lineage.is_live(row) for row in rows] == [True, False, True]
@@ -184,7 +208,9 @@ def test_kill_9_loses_nothing_that_emit_returned_from(tmp_path: Path) -> None:
 
 def test_threads_share_one_count(tmp_path: Path) -> None:
     log = open_log(tmp_path)
-    threads = [threading.Thread(target=lambda: [log.emit("note") for _ in range(200)]) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: [log.emit("note") for _ in range(200)]) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.observability.hardware import describe_hardware, parse_cpu_max, parse_cpuinfo, parse_meminfo
+from gyre.observability.hardware import (
+    describe_hardware,
+    parse_cpu_max,
+    parse_cpuinfo,
+    parse_meminfo,
+)
 from gyre.observability.metrics import largest
 from gyre.observability.overlap import overlap_account
 from gyre.observability.spans import Spans
@@ -35,8 +40,17 @@ def test_nested_phases_are_named_by_path_and_add_up() -> None:
                 record.now += 0.5
     assert spans.seconds() == {"score": 3.0}
     assert spans.seconds(nested=True) == {"score": 3.0, "score/reference": 1.0}
-    assert [row["phase"] for row in record.rows if row["kind"] == "phase.ended"] == ["score/reference", "score"] * 2
-    assert record.rows[2] == {"kind": "phase.ended", "phase": "score/reference", "depth": 1, "seconds": 0.5, "step": 4}
+    assert [row["phase"] for row in record.rows if row["kind"] == "phase.ended"] == [
+        "score/reference",
+        "score",
+    ] * 2
+    assert record.rows[2] == {
+        "kind": "phase.ended",
+        "phase": "score/reference",
+        "depth": 1,
+        "seconds": 0.5,
+        "step": 4,
+    }
 
 
 def test_a_phase_that_raises_ends_with_the_error() -> None:
@@ -69,7 +83,9 @@ INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size
 
 
 @given(rules=INTERVALS, rollout=INTERVALS, reference=INTERVALS)
-def test_overlap_equals_counting_seconds_one_by_one(rules: list, rollout: list, reference: list) -> None:
+def test_overlap_equals_counting_seconds_one_by_one(
+    rules: list, rollout: list, reference: list
+) -> None:
     def covered(intervals: list) -> set[int]:
         return {second for start, end in intervals for second in range(start, end)}
 
@@ -98,9 +114,18 @@ flags\t\t: fpu avx2 avx512f avx512_bf16
 def test_facts_are_read_from_what_the_kernel_writes() -> None:
     cpu = parse_cpuinfo(CPUINFO)
     assert (cpu["model"], cpu["cores_physical"]) == ("AMD EPYC 9B45", 1)
-    assert [name for name, there in cpu["flags"].items() if there] == ["avx2", "avx512", "avx512_bf16", "bf16"]
+    assert [name for name, there in cpu["flags"].items() if there] == [
+        "avx2",
+        "avx512",
+        "avx512_bf16",
+        "bf16",
+    ]
     assert parse_meminfo("MemTotal:  16 kB\nHugePages_Total:   0\n") == {"MemTotal": 16 * 1024}
-    assert [parse_cpu_max(text) for text in ("150000 100000\n", "max 100000\n", "")] == [1.5, None, None]
+    assert [parse_cpu_max(text) for text in ("150000 100000\n", "max 100000\n", "")] == [
+        1.5,
+        None,
+        None,
+    ]
 
 
 def test_a_machine_that_tells_nothing_is_described_all_the_same(tmp_path: Path) -> None:
@@ -116,7 +141,9 @@ def test_gpus_are_named_without_torch(tmp_path: Path) -> None:
     assert describe_hardware(proc=tmp_path)["gpus"] == ["NVIDIA H200"]
 
 
-@pytest.mark.parametrize("values", [(math.nan, 1.0, 2.0), (1.0, math.nan, 2.0), (1.0, 2.0, math.nan)])
+@pytest.mark.parametrize(
+    "values", [(math.nan, 1.0, 2.0), (1.0, math.nan, 2.0), (1.0, 2.0, math.nan)]
+)
 def test_a_number_that_is_none_shows_wherever_it_stands(values: tuple[float, ...]) -> None:
     found = largest(values)
     assert found is not None and math.isnan(found)

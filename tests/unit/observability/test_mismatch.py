@@ -1,5 +1,6 @@
-"""What the report says of a gap between engine and trainer: nothing where it is rounding, else one line with its cause.
-The gaps come from distributions that differ by that cause, not from numbers written down here."""
+"""What the report says of a gap between engine and trainer: nothing where it is rounding, else one
+line with its cause. The gaps come from distributions that differ by that cause, not from numbers
+written down here."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def logits(seed: int, spread: float = 2.5) -> torch.Tensor:
 
 
 def noisy(logits_TV: torch.Tensor, size: float, seed: int) -> torch.Tensor:
-    return logits_TV + size * torch.randn(logits_TV.shape, generator=torch.Generator().manual_seed(seed + 1000))
+    return logits_TV + size * torch.randn(
+        logits_TV.shape, generator=torch.Generator().manual_seed(seed + 1000)
+    )
 
 
 def truncated(logits_TV: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
@@ -60,13 +63,17 @@ def steps(cause: str) -> list[dict[str, float]]:
             engine = truncated(noisy(plain, 0.005, seed), top_k=int(cause.split()[1]))
         elif cause.startswith("top_p"):
             engine = truncated(noisy(plain, 0.005, seed), top_p=float(cause.split()[1]))
-        elif cause.startswith("confident top_p"):  # most tokens nearly certain, as a trained model's are
+        # most tokens nearly certain, as a trained model's are
+        elif cause.startswith("confident top_p"):
             plain = logits(seed, spread=6.0)
             engine, trainer = truncated(noisy(plain, 0.005, seed), top_p=0.9), plain.log_softmax(-1)
         elif cause == "other prompt":
             trainer = logits(seed + 50).log_softmax(-1)
         elif cause == "other prompt, confident":
-            engine, trainer = logits(seed, spread=8.0).log_softmax(-1), logits(seed + 50, spread=8.0).log_softmax(-1)
+            engine, trainer = (
+                logits(seed, spread=8.0).log_softmax(-1),
+                logits(seed + 50, spread=8.0).log_softmax(-1),
+            )
         elif cause == "other tokens":
             trainer = noisy(plain, 2.0, seed).log_softmax(-1)
         elif cause == "stale sometimes" and seed % 2:
@@ -108,7 +115,11 @@ def test_the_cause_is_told_from_the_metrics_of_the_steps(made, dtype, cause):
 
 def test_a_gap_that_is_no_number_is_told():
     found = find_mismatch([{"logprob_gap": 0.0}, {"logprob_gap": float("nan")}], "float32")
-    assert found is not None and found.cause == "not a number" and (found.num_steps, found.num_measured) == (1, 2)
+    assert (
+        found is not None
+        and found.cause == "not a number"
+        and (found.num_steps, found.num_measured) == (1, 2)
+    )
     assert "no number" in found.line
 
 

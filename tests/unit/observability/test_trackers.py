@@ -49,7 +49,8 @@ def test_tensorboard_forgets_what_a_resume_lives_through_again(tmp_path: Path) -
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tmp_path / "tensorboard"
-    for attempt, steps in ((1, range(1, 6)), (2, range(4, 8))):  # the second is resumed from step 3 of main
+    # the second is resumed from step 3 of main
+    for attempt, steps in ((1, range(1, 6)), (2, range(4, 8))):
         log, sink = EventLog(tmp_path / "events.jsonl", attempt=attempt), TensorBoardSink(folder)
         log.subscribe(sink.write)
         if attempt == 2:
@@ -60,7 +61,9 @@ def test_tensorboard_forgets_what_a_resume_lives_through_again(tmp_path: Path) -
             log.emit("step.done", step=step, stage="main", metrics={"loss": attempt * 10.0 + step})
         sink.close()
     values = {
-        stage: [event.value for event in EventAccumulator(str(folder / stage)).Reload().Scalars("loss")]
+        stage: [
+            event.value for event in EventAccumulator(str(folder / stage)).Reload().Scalars("loss")
+        ]
         for stage in ("cold_start", "main")
     }
     assert values == {"cold_start": [0.5], "main": [11.0, 12.0, 13.0, 24.0, 25.0, 26.0, 27.0]}
@@ -97,8 +100,13 @@ sink.close()
 
 def test_wandb_without_a_login_is_refused_or_kept_offline_and_never_asks(tmp_path: Path) -> None:
     """On a terminal of its own, where W&B would ask and wait for ever."""
-    home = {name: str(tmp_path / "home") for name in ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR")}
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))} | home
+    home = {
+        name: str(tmp_path / "home")
+        for name in ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR")
+    }
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))
+    } | home
     (tmp_path / "home").mkdir()
     terminal, theirs = os.openpty()
     try:
@@ -118,7 +126,9 @@ def test_wandb_without_a_login_is_refused_or_kept_offline_and_never_asks(tmp_pat
         os.close(terminal)
     said = done.stdout.decode()
     assert done.returncode == 0, said
-    assert "refused: observe.wandb" in said and "wandb login" in said and "wandb_without_login" in said
+    assert (
+        "refused: observe.wandb" in said and "wandb login" in said and "wandb_without_login" in said
+    )
     assert "fallback.wandb_offline" in said and is_counted({"kind": "fallback.wandb_offline"})
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
 
@@ -132,12 +142,16 @@ def test_trackers_that_are_off_are_not_asked_for(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
-def test_an_absent_package_names_the_extra(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_package_names_the_extra(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=package) as caught:
-        TensorBoardSink(tmp_path) if package == "tensorboard" else WandbSink(tmp_path, project="p", name="n")
+        TensorBoardSink(tmp_path) if package == "tensorboard" else WandbSink(
+            tmp_path, project="p", name="n"
+        )
     assert "gyre-rl[track]" in caught.value.hint
 
 
@@ -148,16 +162,34 @@ def test_rows_without_curves_have_no_scalars() -> None:
 
 def test_the_room_needs_neither_torch_nor_a_tracker() -> None:
     modules = (
-        "events samples spans metrics trackers progress.terminal report.build hardware overlap config metric_catalog"
+        "events samples spans metrics trackers progress.terminal report.build hardware "
+        "overlap config metric_catalog"
     )
-    program = "import sys\n" + "".join(f"import gyre.observability.{name}\n" for name in modules.split())
+    program = "import sys\n" + "".join(
+        f"import gyre.observability.{name}\n" for name in modules.split()
+    )
     program += "print(sorted({'torch', 'tensorboard', 'wandb', 'transformers'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 def test_phases_and_memory_have_curves_of_the_first_worker_only() -> None:
-    owners = {"actor.params": {"device": 10, "host": 0, "disk": 0}, "engine.kv": {"device": 0, "host": 7, "disk": 0}}
-    row = {"kind": "memory", "phase": "train", "left": "score", "step": 3, "owners": owners, "device_peak_bytes": 12}
+    owners = {
+        "actor.params": {"device": 10, "host": 0, "disk": 0},
+        "engine.kv": {"device": 0, "host": 7, "disk": 0},
+    }
+    row = {
+        "kind": "memory",
+        "phase": "train",
+        "left": "score",
+        "step": 3,
+        "owners": owners,
+        "device_peak_bytes": 12,
+    }
     curves = {
         "memory_bytes/train/actor.params": 10.0,
         "memory_bytes/train/engine.kv": 0.0,

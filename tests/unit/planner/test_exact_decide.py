@@ -1,4 +1,5 @@
-"""What a plan decides where the user left it open: shares of the machine, chunks, pages, residency; and its reasons."""
+"""What a plan decides where the user left it open: shares of the machine, chunks, pages, residency;
+and its reasons."""
 
 from __future__ import annotations
 
@@ -14,10 +15,19 @@ from gyre.planner.plan import Hardware, Plan
 from unit.planner.memory_model.test_exact_bytes import TOY, P, make_inputs
 from unit.planner.test_exact_plan import HOST
 
-GPU = replace(HOST, device="cuda", device_name="a GPU", bf16=True, saving="triton", device_free_bytes=10**9 - 1)
+GPU = replace(
+    HOST,
+    device="cuda",
+    device_name="a GPU",
+    bf16=True,
+    saving="triton",
+    device_free_bytes=10**9 - 1,
+)
 
 PAGE = 2 * 3 * 2 * 8 * 16 * 4  # bytes of a page of 16 tokens, in float32
-ROOMY = replace(HOST, device_free_bytes=10**12, host_available_bytes=10**12, host_total_bytes=10**12)
+ROOMY = replace(
+    HOST, device_free_bytes=10**12, host_available_bytes=10**12, host_total_bytes=10**12
+)
 LARGE = replace(TOY, num_parameters=10**6)
 
 
@@ -26,29 +36,61 @@ def planned(hardware: Hardware = HOST, **changes: Any) -> Plan:
 
 
 def test_shares_of_a_machine() -> None:
-    """60 % of a CPU's memory for the device and 20 % beside it; 90 % of a GPU and 60 % of the host; half of a disk."""
+    """60 % of a CPU's memory for the device and 20 % beside it; 90 % of a GPU and 60 % of the host;
+    half of a disk."""
     cpu, gpu = planned(disk_tier=True), planned(GPU)
-    assert (cpu.device_budget_bytes, cpu.host_budget_bytes, cpu.disk_budget_bytes) == (6 * 10**8, 2 * 10**8, 5 * 10**7)
-    assert (gpu.device_budget_bytes, gpu.host_budget_bytes, gpu.disk_budget_bytes) == (899_999_999, 6 * 10**8, 0)
-    assert cpu.reasons["disk_budget_bytes"].startswith("50% of") and cpu.reasons["disk_budget_bytes"].endswith("disk")
+    assert (cpu.device_budget_bytes, cpu.host_budget_bytes, cpu.disk_budget_bytes) == (
+        6 * 10**8,
+        2 * 10**8,
+        5 * 10**7,
+    )
+    assert (gpu.device_budget_bytes, gpu.host_budget_bytes, gpu.disk_budget_bytes) == (
+        899_999_999,
+        6 * 10**8,
+        0,
+    )
+    assert cpu.reasons["disk_budget_bytes"].startswith("50% of") and cpu.reasons[
+        "disk_budget_bytes"
+    ].endswith("disk")
     assert gpu.reasons["disk_budget_bytes"] == "no memory.disk_folder"
     assert gpu.reasons["device_budget_bytes"].endswith("free on the GPU")
-    given = planned(device_budget_bytes=10**8, host_budget_bytes=0, disk_budget_bytes=7, disk_tier=True)
-    assert (given.device_budget_bytes, given.host_budget_bytes, given.disk_budget_bytes) == (10**8, 0, 7)
+    given = planned(
+        device_budget_bytes=10**8, host_budget_bytes=0, disk_budget_bytes=7, disk_tier=True
+    )
+    assert (given.device_budget_bytes, given.host_budget_bytes, given.disk_budget_bytes) == (
+        10**8,
+        0,
+        7,
+    )
     assert given.reasons["host_budget_bytes"] == given.reasons["disk_budget_bytes"] == "given"
 
 
 def test_what_is_settled_before_sizes_are_tried() -> None:
     cpu, gpu = planned(), planned(GPU)
-    assert (cpu.device, cpu.dtype, cpu.threads, cpu.page_tokens, cpu.max_running) == ("cpu", "float32", 2, 16, 8)
+    assert (cpu.device, cpu.dtype, cpu.threads, cpu.page_tokens, cpu.max_running) == (
+        "cpu",
+        "float32",
+        2,
+        16,
+        8,
+    )
     assert (gpu.device, gpu.dtype, gpu.page_tokens) == ("cuda", "bfloat16", 64)
     best = "the best on this cpu: it has no bfloat16 products"
     assert (cpu.reasons["dtype"], cpu.reasons["device"]) == (best, "the best here: a CPU")
     assert gpu.reasons["dtype"].endswith("cuda: it multiplies bfloat16")
-    assert cpu.reasons["threads"] == "cores that this process may use" and cpu.reasons["page_tokens"] == "default"
+    assert (
+        cpu.reasons["threads"] == "cores that this process may use"
+        and cpu.reasons["page_tokens"] == "default"
+    )
     assert cpu.reasons["max_running"] == "a step's 8 sequences, at most 256"
     given = planned(
-        GPU, device="cpu", dtype="float16", threads=1, page_tokens=8, max_running=5, not_given={"dtype": "x"}
+        GPU,
+        device="cpu",
+        dtype="float16",
+        threads=1,
+        page_tokens=8,
+        max_running=5,
+        not_given={"dtype": "x"},
     )
     assert (given.device, given.dtype, given.threads, given.page_tokens, given.max_running) == (
         "cpu",
@@ -61,12 +103,15 @@ def test_what_is_settled_before_sizes_are_tried() -> None:
     assert [given.reasons[name] for name in named] == ["given"] * 4
     assert given.reasons["dtype"].startswith("the best on"), "nobody set it"
     assert planned(dtype="float16").reasons["dtype"] == "given"
-    assert planned(GPU, device="cpu").dtype == "float32", "the GPU has bfloat16, the CPU beside it not"
+    assert planned(GPU, device="cpu").dtype == "float32", (
+        "the GPU has bfloat16, the CPU beside it not"
+    )
     assert planned(not_given={"objective": "by default"}).reasons["objective"] == "by default"
     many: dict[str, Any] = {"prompts_per_step": 200, "completions_per_prompt": 3}
-    assert (planned(ROOMY, **many).max_running, planned(replace(GPU, device_free_bytes=10**12), **many).max_running) == (
-        256, 512
-    )  # fmt: skip
+    assert (
+        planned(ROOMY, **many).max_running,
+        planned(replace(GPU, device_free_bytes=10**12), **many).max_running,
+    ) == (256, 512)
     offline = planned(online=False)
     assert (offline.max_running, offline.kv_pages) == (0, 0)
     assert [offline.reasons[name] for name in ("kv_pages", "max_running", "page_tokens")] == [
@@ -85,7 +130,8 @@ def test_memory_kernels_are_those_of_the_device() -> None:
 
 
 def test_chunks_that_nobody_set() -> None:
-    """What an update has, 8,192 tokens on a CPU and 16,384 on a GPU at most, one sequence at least."""
+    """What an update has, 8,192 tokens on a CPU and 16,384 on a GPU at most, one sequence at
+    least."""
     assert planned().sizes.tokens_per_chunk == 8 * 40 and planned().sizes.sequences_per_update == 8
     assert planned(sequences_per_update=3).sizes.tokens_per_chunk == 120
     assert planned(ROOMY, prompts_per_step=500).sizes.tokens_per_chunk == 8192
@@ -94,7 +140,9 @@ def test_chunks_that_nobody_set() -> None:
     long = replace(TOY, context_tokens=10_000)
     assert planned(ROOMY, model=long, max_prompt_tokens=9000).sizes.tokens_per_chunk == 9030
     assert planned(tokens_per_chunk=77).sizes.tokens_per_chunk == 77
-    reasons = planned(sequences_per_update=8, tokens_per_chunk=77, not_given={"tokens_per_chunk": "y"}).reasons
+    reasons = planned(
+        sequences_per_update=8, tokens_per_chunk=77, not_given={"tokens_per_chunk": "y"}
+    ).reasons
     assert (reasons["sequences_per_update"], reasons["tokens_per_chunk"]) == ("given", "y")
     assert planned().reasons["sequences_per_update"] == "all sequences of a step"
     assert planned().reasons["tokens_per_chunk"].endswith("of activations, at least 40")
@@ -120,7 +168,11 @@ def test_a_smaller_chunk_before_components_move() -> None:
     assert chosen(peaks[320] - 1) == chosen(peaks[160]) == ("resident", 160)
     assert chosen(peaks[160] - 1) == chosen(peaks[80]) == ("resident", 80)
     assert chosen(peaks[80] - 1)[0] == "spill", "the reference makes room"
-    assert chosen(peaks[80] - 1, residency="resident") == chosen(peaks[40], residency="resident") == ("resident", 40)
+    assert (
+        chosen(peaks[80] - 1, residency="resident")
+        == chosen(peaks[40], residency="resident")
+        == ("resident", 40)
+    )
     with pytest.raises(MemoryBudgetError):
         chosen(peaks[40] - 1, residency="resident")
     plan = planned(**OFFLINE, reference=True, device_budget_bytes=peaks[80] - 1)
@@ -130,8 +182,14 @@ def test_a_smaller_chunk_before_components_move() -> None:
 
 
 def test_a_stage_needs_room_to_begin() -> None:
-    """The reference is there for the first score when the actor is made; activations are less than that."""
-    asked: dict[str, Any] = {**OFFLINE, "reference": True, "tokens_per_chunk": 40, "residency": "spill"}
+    """The reference is there for the first score when the actor is made; activations are less than
+    that."""
+    asked: dict[str, Any] = {
+        **OFFLINE,
+        "reference": True,
+        "tokens_per_chunk": 40,
+        "residency": "spill",
+    }
     peak = planned(**asked, device_budget_bytes=21 * 10**6).start.peak_device_bytes
     assert peak == (4 + 4 + 4 + 8) * 10**6
     assert planned(**asked, device_budget_bytes=peak).start.peak_device_bytes == peak
@@ -145,28 +203,36 @@ def test_a_stage_needs_room_to_begin() -> None:
 
 
 def test_pages_that_fit() -> None:
-    """Three for a sequence of 40 tokens, so 24 for eight; fewer where the device has no room, with one to spare."""
+    """Three for a sequence of 40 tokens, so 24 for eight; fewer where the device has no room, with
+    one to spare."""
     one: dict[str, Any] = {"tokens_per_chunk": 40, "engine_tokens_per_step": 2048}
     plan = planned(**one)
     assert plan.kv_pages == 24 and plan.reasons["kv_pages"] == "8 running × 3 pages of 16 tokens"
-    assert planned(**one, kv_pages=5).kv_pages == 5 and planned(**one, kv_pages=5).reasons["kv_pages"] == "given"
+    assert (
+        planned(**one, kv_pages=5).kv_pages == 5
+        and planned(**one, kv_pages=5).reasons["kv_pages"] == "given"
+    )
     generate = plan.working["rollout"]
     assert generate > plan.working["train"]
 
     def pages(room: int, **changes: Any) -> int:
-        """With so much room beside a step and what stays: the actor, or its weights alone where phases take turns."""
+        """With so much room beside a step and what stays: the actor, or its weights alone where
+        phases take turns."""
         stays = {"resident": 16, "phase": 4, "spill": 4}[changes["residency"]] * P
         return planned(**one, device_budget_bytes=generate + stays + room, **changes).kv_pages
 
     for residency in ("resident", "phase", "spill"):
         found = [
-            pages(room, residency=residency) for room in (11 * PAGE, 11 * PAGE - 1, 25 * PAGE, 99 * PAGE, 4 * PAGE)
+            pages(room, residency=residency)
+            for room in (11 * PAGE, 11 * PAGE - 1, 25 * PAGE, 99 * PAGE, 4 * PAGE)
         ]
         assert found == [10, 9, 24, 24, 3]
     assert pages(11 * PAGE + 4 * P, residency="resident", reference=True) == 10
     assert pages(11 * PAGE, residency="phase", reference=True) == 10, "it is elsewhere"
     short = planned(**one, device_budget_bytes=generate + 16 * P + 11 * PAGE, residency="resident")
-    assert short.notes == ("KV pages for 3 of 8 running completions at full length: longer ones will be preempted",)
+    assert short.notes == (
+        "KV pages for 3 of 8 running completions at full length: longer ones will be preempted",
+    )
     left = "what the device budget leaves; 8 running × 3 pages of 16 tokens = 24 would all fit in"
     assert short.reasons["kv_pages"] == left
     with pytest.raises(MemoryBudgetError):
@@ -182,7 +248,11 @@ def test_notes_of_a_plan() -> None:
     assert planned(threads=3).notes == ("3 threads on 2 cores get in each other's way",)
     slow = ("this CPU has no bfloat16 products: float32 is faster here",)
     assert planned(dtype="bfloat16").notes == slow
-    assert planned(replace(HOST, bf16=True), dtype="bfloat16").notes == planned(GPU, dtype="bfloat16").notes == ()
+    assert (
+        planned(replace(HOST, bf16=True), dtype="bfloat16").notes
+        == planned(GPU, dtype="bfloat16").notes
+        == ()
+    )
     assert planned(remarks=("first",), threads=3).notes[0] == "first"
     turns = planned(**OFFLINE, tokens_per_chunk=40, reference=True, residency="phase")
     moved = sum(phase.moved_bytes for phase in turns.phases)
@@ -191,10 +261,17 @@ def test_notes_of_a_plan() -> None:
 
 
 def test_host_pages_stay_on_a_gpu_alone() -> None:
-    """What is parked again needs no page pinned anew, where the host has room for all of it and 64 MiB of staging."""
+    """What is parked again needs no page pinned anew, where the host has room for all of it and 64
+    MiB of staging."""
 
     def held(hardware: Hardware, **changes: Any) -> set[str]:
-        asked = {**OFFLINE, "tokens_per_chunk": 40, "reference": True, "residency": "phase", "dtype": "float32"}
+        asked = {
+            **OFFLINE,
+            "tokens_per_chunk": 40,
+            "reference": True,
+            "residency": "phase",
+            "dtype": "float32",
+        }
         plan = planned(hardware, **{**asked, **changes})
         (score,) = [phase for phase in plan.phases if phase.phase == "score"]
         return set(score.host) & set(score.device)
@@ -207,7 +284,11 @@ def test_host_pages_stay_on_a_gpu_alone() -> None:
 
 def test_a_cpu_moves_to_disk_without_host_memory() -> None:
     turns = planned(
-        **{**OFFLINE, "host_budget_bytes": 0}, disk_tier=True, tokens_per_chunk=40, reference=True, residency="phase"
+        **{**OFFLINE, "host_budget_bytes": 0},
+        disk_tier=True,
+        tokens_per_chunk=40,
+        reference=True,
+        residency="phase",
     )
     assert [phase.peak_host_bytes for phase in turns.phases] == [0, 0, 0]
     assert any("reference" in phase.disk for phase in turns.phases)
@@ -215,7 +296,12 @@ def test_a_cpu_moves_to_disk_without_host_memory() -> None:
 
 def test_a_chunk_of_less_than_a_quarter_of_an_uneven_one() -> None:
     """7 sequences of 41 tokens are halved to 143 and 71; four times 71 are 284 of 287."""
-    asked: dict[str, Any] = {**OFFLINE, "reference": True, "max_completion_tokens": 31, "sequences_per_update": 7}
+    asked: dict[str, Any] = {
+        **OFFLINE,
+        "reference": True,
+        "max_completion_tokens": 31,
+        "sequences_per_update": 7,
+    }
     at_71 = planned(ROOMY, **asked, tokens_per_chunk=71, residency="resident")
     budget = max(phase.peak_device_bytes for phase in at_71.phases)
     assert planned(**asked, device_budget_bytes=budget).residency == "spill"
@@ -232,14 +318,26 @@ def test_background_snapshots_take_host_memory() -> None:
     """Masters and moments of each model that is trained, and the reference in the compute dtype."""
 
     def left(hardware: Hardware = HOST, **changes: Any) -> int:
-        asked = {"snapshot_background": True, "host_budget_bytes": 10**8, "reference": True, **changes}
+        asked = {
+            "snapshot_background": True,
+            "host_budget_bytes": 10**8,
+            "reference": True,
+            **changes,
+        }
         return 10**8 - planned(hardware, **asked).host_budget_bytes
 
-    assert left() == (12 + 4) * P and left(GPU) == (12 + 2) * P and left(critic=True) == (24 + 4) * P
+    assert (
+        left() == (12 + 4) * P and left(GPU) == (12 + 2) * P and left(critic=True) == (24 + 4) * P
+    )
     assert left(reference=False) == 12 * P and left(dtype="bfloat16") == 14 * P
     exact = planned(snapshot_background=True, host_budget_bytes=12 * P)
-    assert exact.host_budget_bytes == 0 and "less " + words(12 * P) in exact.reasons["host_budget_bytes"]
-    with pytest.raises(MemoryBudgetError, match=f"{words(12 * P)} of host memory, 1 B more than the host budget"):
+    assert (
+        exact.host_budget_bytes == 0
+        and "less " + words(12 * P) in exact.reasons["host_budget_bytes"]
+    )
+    with pytest.raises(
+        MemoryBudgetError, match=f"{words(12 * P)} of host memory, 1 B more than the host budget"
+    ):
         planned(snapshot_background=True, host_budget_bytes=12 * P - 1)
 
 
@@ -248,7 +346,10 @@ def test_a_refusal_of_a_plan() -> None:
     asked: dict[str, Any] = {**OFFLINE, "tokens_per_chunk": 320, "residency": "resident"}
     with pytest.raises(MemoryBudgetError) as caught:
         planned(**asked, device_budget_bytes=peak_at(320) - 1)
-    ways = 'what fits: trainer.checkpointing = "selective"; or trainer.tokens_per_chunk = 160; else set memory.'
+    ways = (
+        'what fits: trainer.checkpointing = "selective"; or trainer.tokens_per_chunk = 160; '
+        "else set memory."
+    )
     assert caught.value.hint.startswith(ways)
     with pytest.raises(MemoryBudgetError) as caught:
         planned(**asked, device_budget_bytes=1000)

@@ -1,4 +1,5 @@
-"""What the planner knows of GPUs and of published models, against their data sheets and hub configs; and of this host."""
+"""What the planner knows of GPUs and of published models, against their data sheets and hub
+configs; and of this host."""
 
 from __future__ import annotations
 
@@ -14,12 +15,20 @@ from gyre.kernels.cpu.chunks import load_chunks
 from gyre.memory.probe import read_device, read_host
 from gyre.observability.hardware import describe_hardware
 from gyre.planner import hardware
-from gyre.planner.gpus import DISK_BYTES_PER_S, GPUS, NETWORK_BYTES_PER_S, find_gpu, peak_flops, recognise_gpu
+from gyre.planner.gpus import (
+    DISK_BYTES_PER_S,
+    GPUS,
+    NETWORK_BYTES_PER_S,
+    find_gpu,
+    peak_flops,
+    recognise_gpu,
+)
 from gyre.planner.hardware import read_hardware, saving_on_cpu, saving_on_cuda, usable_cores
 from gyre.planner.model_zoo import SHAPES, find_shape, model_numbers
 from planner_cases import CPU
 
-# Data sheets: dense 16-bit and 8-bit TFLOP/s, memory GB/s, GB/s to other GPUs both ways together (NVLink or PCIe).
+# Data sheets: dense 16-bit and 8-bit TFLOP/s, memory GB/s, GB/s to other GPUs both ways together
+# (NVLink or PCIe).
 SHEETS = {
     "h200": (989, 1979, 4800, 900),
     "h100": (989, 1979, 3350, 900),
@@ -49,7 +58,8 @@ MEMORY = {
     "v100-32g": (31.7, 12, 96),
     "t4": (14.6, 12, 48),
 }
-REACHED = {"h200": 0.507, "h100": 0.343, "h100-pcie": 0.343}  # of the data sheet, in published training steps
+# of the data sheet, in published training steps
+REACHED = {"h200": 0.507, "h100": 0.343, "h100-pcie": 0.343}
 NO_BFLOAT16 = ("v100-32g", "t4")
 
 
@@ -57,10 +67,14 @@ NO_BFLOAT16 = ("v100-32g", "t4")
 def test_rates_are_those_of_the_data_sheet(name: str) -> None:
     gpu, (half, fp8, hbm, links) = GPUS[name], SHEETS[name]
     assert gpu.fp16_flops == half * 1e12 and gpu.fp8_flops == fp8 * 1e12
-    assert gpu.bf16_flops == (0 if name in NO_BFLOAT16 else half * 1e12) and gpu.bf16 == (name not in NO_BFLOAT16)
+    assert gpu.bf16_flops == (0 if name in NO_BFLOAT16 else half * 1e12) and gpu.bf16 == (
+        name not in NO_BFLOAT16
+    )
     assert gpu.hbm_bytes_per_s == pytest.approx(hbm * 1e9, rel=0.005)
     assert gpu.link_bytes_per_s == links / 2 * 1e9
-    assert gpu.collective_bytes_per_s == pytest.approx(links / 2 * 1e9 * 0.76, rel=1e-9), "342 of 450 were measured"
+    assert gpu.collective_bytes_per_s == pytest.approx(links / 2 * 1e9 * 0.76, rel=1e-9), (
+        "342 of 450 were measured"
+    )
     visible, host_link, host = MEMORY[name]
     assert (gpu.device_bytes, gpu.host_bytes) == (int(visible * 2**30), host * 2**30)
     assert gpu.host_link_bytes_per_s == host_link * 1e9
@@ -80,22 +94,32 @@ def test_rates_that_hosts_share() -> None:
 
 def test_names_of_gpus() -> None:
     assert find_gpu("RTX_4090").name == find_gpu("rtx 4090").name == "rtx-4090"
-    with pytest.raises(ConfigError, match="no GPU of that name is known; did you mean h200") as caught:
+    with pytest.raises(
+        ConfigError, match="no GPU of that name is known; did you mean h200"
+    ) as caught:
         find_gpu("h201")
     assert caught.value.hint.startswith("known: h200, h100, ")
     with pytest.raises(ConfigError, match=r"is known$"):
         find_gpu("zzzzzz")
     told = ["NVIDIA A100 80GB PCIe", "NVIDIA H100 PCIe", "NVIDIA H100", "NVIDIA L4", "NVIDIA L4 X"]
     found = [recognise_gpu(name) for name in told]
-    assert [gpu.name if gpu else None for gpu in found] == ["a100-80g", "h100-pcie", "h100", "l4", None]
+    assert [gpu.name if gpu else None for gpu in found] == [
+        "a100-80g",
+        "h100-pcie",
+        "h100",
+        "l4",
+        None,
+    ]
     alone = recognise_gpu("L4")
     assert alone is not None and alone.name == "l4"
     assert peak_flops("Tesla T4", "float16") == 65e12 and peak_flops("Tesla T4", "bfloat16") is None
-    assert peak_flops("NVIDIA H100", "bfloat16") == 989e12 and peak_flops("abacus", "float16") is None
+    assert (
+        peak_flops("NVIDIA H100", "bfloat16") == 989e12 and peak_flops("abacus", "float16") is None
+    )
 
 
-# The hub's config.json: hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
-# intermediate_size, vocab_size, max_position_embeddings, rope_theta, tie_word_embeddings.
+# The hub's config.json: hidden_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
+# head_dim, intermediate_size, vocab_size, max_position_embeddings, rope_theta, tie_word_embeddings.
 HUB = {
     "qwen3-0.6b": (1024, 28, 16, 8, 128, 3072, 151_936, 40_960, 1_000_000, True),
     "qwen3-1.7b": (2048, 28, 16, 8, 128, 6144, 151_936, 40_960, 1_000_000, True),
@@ -115,9 +139,17 @@ HUB = {
 def test_shapes_are_those_of_the_hub(name: str) -> None:
     spec = find_shape(name.upper())
     sizes = (
-        spec.hidden_size, spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.mlp_size,
-        spec.vocab_size, spec.context_tokens, spec.rope_theta, spec.tied,
-    )  # fmt: skip
+        spec.hidden_size,
+        spec.num_layers,
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.mlp_size,
+        spec.vocab_size,
+        spec.context_tokens,
+        spec.rope_theta,
+        spec.tied,
+    )
     assert sizes == HUB[name]
     family = name.partition("-")[0]
     assert spec.family == {"qwen3": "qwen3", "qwen2.5": "qwen2", "llama": "llama"}[family]
@@ -138,10 +170,15 @@ def test_names_of_shapes() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a host without a GPU")
 def test_what_this_host_offers(tmp_path: Path) -> None:
     facts, found = describe_hardware(), read_hardware()
-    assert (found.device, found.disk_free_bytes) == ("cpu", 0) and found.device_name == (facts["cpu"] or "CPU")
+    assert (found.device, found.disk_free_bytes) == ("cpu", 0) and found.device_name == (
+        facts["cpu"] or "CPU"
+    )
     assert 1 <= found.cores <= facts["cores"]
     assert found.bf16 == facts["flags"]["bf16"]
-    assert (found.device_total_bytes, found.host_total_bytes) == (read_device(CPU).total_bytes, read_host().total_bytes)
+    assert (found.device_total_bytes, found.host_total_bytes) == (
+        read_device(CPU).total_bytes,
+        read_host().total_bytes,
+    )
     by_c = not isinstance(load_chunks(torch.float32), Unavailable)
     assert found.saving == saving_on_cpu() == ("c_cpu" if by_c else "torch_cpu")
     assert read_hardware(tmp_path / "a" / "b").disk_free_bytes > 0
@@ -161,7 +198,8 @@ def test_cores_that_a_quota_leaves() -> None:
 
 
 def test_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's where it is installed; one that is too old for them keeps what a CPU by torch does."""
+    """Triton's where it is installed; one that is too old for them keeps what a CPU by torch
+    does."""
     by_triton = "triton" if importlib.util.find_spec("triton") else "torch_cuda"
     for reason, saving in (("compute capability 6.1", "torch_cpu"), (None, by_triton)):
         monkeypatch.setattr(hardware, "why_too_old", lambda _, reason=reason: reason)

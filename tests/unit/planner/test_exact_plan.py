@@ -1,4 +1,5 @@
-"""A plan's numbers, to the last one: sizes of batches, what lies where phase by phase, what was left open and why."""
+"""A plan's numbers, to the last one: sizes of batches, what lies where phase by phase, what was
+left open and why."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import pytest
 
 from gyre.core.errors import ConfigError, MemoryBudgetError, SnapshotError
 from gyre.memory.records import Budgets
-from gyre.planner.batch_sizes import check_lengths, completions_at_once, derive, largest_divisor, longest_sequence
+from gyre.planner.batch_sizes import (
+    check_lengths,
+    completions_at_once,
+    derive,
+    largest_divisor,
+    longest_sequence,
+)
 from gyre.planner.decide import make_plan
 from gyre.planner.memory_model.phases import place_at_start, walk_ring, walk_start
 from gyre.planner.plan import (
@@ -28,13 +35,23 @@ from gyre.planner.plan import (
 from unit.planner.memory_model.test_exact_bytes import TOY, P, make_inputs
 
 HOST = Hardware(
-    device="cpu", device_name="a CPU", device_total_bytes=10**10, device_free_bytes=10**9, host_total_bytes=10**10,
-    host_available_bytes=10**9, disk_free_bytes=10**8, cores=2, bf16=False, saving="torch_cpu",
-)  # fmt: skip
+    device="cpu",
+    device_name="a CPU",
+    device_total_bytes=10**10,
+    device_free_bytes=10**9,
+    host_total_bytes=10**10,
+    host_available_bytes=10**9,
+    disk_free_bytes=10**8,
+    cores=2,
+    bf16=False,
+    saving="torch_cpu",
+)
 
 # Sizes.
 
-STEP = Sizes(prompts_per_step=3, completions_per_prompt=4, sequences_per_update=5, tokens_per_chunk=100)
+STEP = Sizes(
+    prompts_per_step=3, completions_per_prompt=4, sequences_per_update=5, tokens_per_chunk=100
+)
 
 
 def test_lengths_that_a_model_takes() -> None:
@@ -56,14 +73,25 @@ def test_lengths_that_a_model_takes() -> None:
 def test_numbers_that_follow_from_the_sizes() -> None:
     """12 sequences of 10 + 30 tokens in updates of 5, 5 and 2, twice; a chunk holds two."""
     found = derive(STEP, make_inputs(epochs_per_batch=2, max_refills=2))
-    assert (found.sequences_per_step, found.updates_per_step, found.sequences_in_last_update) == (12, 6, 2)
+    assert (found.sequences_per_step, found.updates_per_step, found.sequences_in_last_update) == (
+        12,
+        6,
+        2,
+    )
     assert (found.longest_sequence_tokens, found.most_tokens_per_step) == (40, 480)
     assert (found.expected_tokens_per_step, found.chunks_per_update) == (12 * (10 + 15), 3)
-    assert (found.longest_queue, found.submissions, found.most_sampled_per_step) == (0, 1, 0), "nothing is generated"
-    assert derive(STEP, make_inputs(max_completion_tokens=29)).expected_tokens_per_step == 12 * (10 + 14)
+    assert (found.longest_queue, found.submissions, found.most_sampled_per_step) == (0, 1, 0), (
+        "nothing is generated"
+    )
+    assert derive(STEP, make_inputs(max_completion_tokens=29)).expected_tokens_per_step == 12 * (
+        10 + 14
+    )
     assert derive(STEP, make_inputs(max_refills=2), max_running=2).most_sampled_per_step == 36
     for update, updates in ((1, 12), (12, 1)):
-        assert derive(replace(STEP, sequences_per_update=update), make_inputs()).updates_per_step == updates
+        assert (
+            derive(replace(STEP, sequences_per_update=update), make_inputs()).updates_per_step
+            == updates
+        )
     for update in (0, 13):
         with pytest.raises(ConfigError, match="a step has 12 sequences") as caught:
             derive(replace(STEP, sequences_per_update=update), make_inputs())
@@ -101,11 +129,15 @@ def test_completions_that_are_submitted_and_wait(
 
 def test_what_is_uneven_is_noted() -> None:
     def notes(tokens_per_chunk: int = 80, **changes: int) -> list[str]:
-        return list(derive(replace(STEP, tokens_per_chunk=tokens_per_chunk, **changes), make_inputs()).notes)
+        return list(
+            derive(replace(STEP, tokens_per_chunk=tokens_per_chunk, **changes), make_inputs()).notes
+        )
 
     assert notes(sequences_per_update=4) == notes(sequences_per_update=12) == []
     last, cuts = notes(sequences_per_update=5)
-    assert last.endswith("the last update of an epoch has 2; 4 would divide") and "groups of 4" in cuts
+    assert (
+        last.endswith("the last update of an epoch has 2; 4 would divide") and "groups of 4" in cuts
+    )
     (cuts,) = notes(sequences_per_update=6)
     assert cuts.startswith("an update of 6 sequences cuts through the groups of 4")
     (pair,) = notes(sequences_per_update=3, completions_per_prompt=2)
@@ -118,16 +150,32 @@ def test_what_is_uneven_is_noted() -> None:
 
 
 def test_largest_divisors() -> None:
-    wanted = {(36, 36): 36, (36, 35): 18, (36, 6): 6, (36, 5): 4, (36, 1): 1, (49, 48): 7, (13, 12): 1, (2, 2): 2}
+    wanted = {
+        (36, 36): 36,
+        (36, 35): 18,
+        (36, 6): 6,
+        (36, 5): 4,
+        (36, 1): 1,
+        (49, 48): 7,
+        (13, 12): 1,
+        (2, 2): 2,
+    }
     assert {asked: largest_divisor(*asked) for asked in wanted} == wanted
 
 
 # What lies where.
 
 
-def part(name: str, size_bytes: int, tiers: Sequence[Any], *phases: Any, leave: Sequence[Any] = ()) -> ComponentPlan:
+def part(
+    name: str, size_bytes: int, tiers: Sequence[Any], *phases: Any, leave: Sequence[Any] = ()
+) -> ComponentPlan:
     return ComponentPlan(
-        name=name, size_bytes=size_bytes, tiers=tuple(tiers), phases=phases, leave=tuple(leave), formula=""
+        name=name,
+        size_bytes=size_bytes,
+        tiers=tuple(tiers),
+        phases=phases,
+        leave=tuple(leave),
+        formula="",
     )
 
 
@@ -136,24 +184,33 @@ PLACE = {"working_bytes": 0, "peak_device_bytes": 0, "peak_host_bytes": 0, "move
 
 
 def test_a_stage_makes_its_models_one_after_the_other() -> None:
-    """Reference, critic, actor, reward, engine: each is on the device when it is made, and leaves for where the first
-    phase has it."""
+    """Reference, critic, actor, reward, engine: each is on the device when it is made, and leaves
+    for where the first phase has it."""
     parts = [
-        part("actor.params", 30, BOTH), part("actor.optimizer", 60, BOTH), part("actor.grads", 5, ("device", "none")),
-        part("critic.params", 50, BOTH), part("reference", 100, BOTH), part("engine.kv", 40, ("device", "none")),
+        part("actor.params", 30, BOTH),
+        part("actor.optimizer", 60, BOTH),
+        part("actor.grads", 5, ("device", "none")),
+        part("critic.params", 50, BOTH),
+        part("reference", 100, BOTH),
+        part("engine.kv", 40, ("device", "none")),
         part("engine.kv_host", 7, ("host", "none")),
-    ]  # fmt: skip
+    ]
     first = PhasePlan(
-        phase="rollout", device={"actor.params": 30, "engine.kv": 40},
-        host={"reference": 100, "actor.optimizer": 60, "engine.kv_host": 7}, disk={"critic.params": 50}, **PLACE,
-    )  # fmt: skip
+        phase="rollout",
+        device={"actor.params": 30, "engine.kv": 40},
+        host={"reference": 100, "actor.optimizer": 60, "engine.kv_host": 7},
+        disk={"critic.params": 50},
+        **PLACE,
+    )
     found = walk_start(parts, first)
     assert found == PhasePlan(
         phase="idle", device=first.device, host=first.host, disk=first.disk,
         working_bytes=0, peak_device_bytes=100, peak_host_bytes=167, moved_bytes=100 + 50 + 60,
     )  # fmt: skip
     larger = [replace(one, size_bytes=200) if one.name == "engine.kv" else one for one in parts]
-    assert walk_start(larger, first).peak_device_bytes == 30 + 200, "the engine comes to what stayed"
+    assert walk_start(larger, first).peak_device_bytes == 30 + 200, (
+        "the engine comes to what stayed"
+    )
     stays = replace(first, device={**first.device, "reference": 100}, host={})
     assert walk_start(parts, stays).peak_device_bytes == 100 + 30 + 60 + 5
     assert walk_start(parts, stays).moved_bytes == 50
@@ -191,8 +248,16 @@ def test_components_are_made_where_there_is_room() -> None:
 @pytest.mark.parametrize(
     ("there", "choices", "hint"),
     [
-        (budgets(29, 20), "device or host", "raise memory.host_budget_bytes by 10, or set memory.disk_folder"),
-        (budgets(29, 29, device_total_bytes=29), "device or host", "raise memory.host_budget_bytes by 1, or"),
+        (
+            budgets(29, 20),
+            "device or host",
+            "raise memory.host_budget_bytes by 10, or set memory.disk_folder",
+        ),
+        (
+            budgets(29, 29, device_total_bytes=29),
+            "device or host",
+            "raise memory.host_budget_bytes by 1, or",
+        ),
     ],
 )
 def test_no_room_at_the_start(there: Budgets, choices: str, hint: str) -> None:
@@ -224,17 +289,25 @@ def test_a_steady_iteration() -> None:
 
     def walk(there: Budgets, *, keeps_pages: bool = False) -> tuple[PhasePlan, ...]:
         working: dict[Any, int] = {"rollout": 3, "train": 4}
-        return walk_ring(parts, working, there, "spill", ("rollout", "train"), keeps_pages=keeps_pages)
+        return walk_ring(
+            parts, working, there, "spill", ("rollout", "train"), keeps_pages=keeps_pages
+        )
 
     rollout, train = walk(budgets(20, 100))
     assert (rollout.phase, train.phase) == ("rollout", "train")
-    assert rollout.device == {"engine.weights": 10, "engine.kv": 2} and rollout.host == {"actor": 12}
+    assert rollout.device == {"engine.weights": 10, "engine.kv": 2} and rollout.host == {
+        "actor": 12
+    }
     assert (rollout.working_bytes, rollout.peak_device_bytes, rollout.moved_bytes) == (3, 15, 22)
     assert train.host == {"engine.weights": 10} and train.device["actor"] == 12
-    assert (train.working_bytes, train.moved_bytes, train.peak_host_bytes) == (4, 22, 22), "pages are made, not copied"
+    assert (train.working_bytes, train.moved_bytes, train.peak_host_bytes) == (4, 22, 22), (
+        "pages are made, not copied"
+    )
     assert rollout.disk == {} == train.disk
     kept = walk(budgets(20, 100), keeps_pages=True)
-    assert kept[1].host == {"engine.weights": 10, "actor": 12}, "host pages of what comes back stay, but the engine's"
+    assert kept[1].host == {"engine.weights": 10, "actor": 12}, (
+        "host pages of what comes back stay, but the engine's"
+    )
     assert kept[0].host == {"actor": 12}
     roomy = walk(budgets(100, 100))
     assert [phase.moved_bytes for phase in roomy] == [0, 0]
@@ -245,9 +318,14 @@ def test_a_steady_iteration() -> None:
 
 def test_what_is_asked_for_when_nothing_is_said() -> None:
     asked = PlanInputs(
-        model=TOY, objective="sft", online=False, prompts_per_step=1, completions_per_prompt=1, max_prompt_tokens=1,
+        model=TOY,
+        objective="sft",
+        online=False,
+        prompts_per_step=1,
+        completions_per_prompt=1,
+        max_prompt_tokens=1,
         max_completion_tokens=0,
-    )  # fmt: skip
+    )
     numbers = {
         "offload_cut_bytes": 128 << 20,
         "epochs_per_batch": 1,
@@ -264,7 +342,10 @@ def test_what_is_asked_for_when_nothing_is_said() -> None:
     )  # fmt: skip
     assert all(getattr(asked, name) is False for name in off) and asked.shared_weights is True
     assert Shards() == Shards(zero=0, ranks=1)
-    assert TOY.layer_parameters == 4976 and replace(TOY, tied=False, num_parameters=P + 2000).layer_parameters == 4976
+    assert (
+        TOY.layer_parameters == 4976
+        and replace(TOY, tied=False, num_parameters=P + 2000).layer_parameters == 4976
+    )
     assert (TOY.query_size, TOY.kv_size, TOY.embedding_parameters) == (32, 16, 2000)
     dtypes = [best_dtype(device, bf16=bf16) for device in ("cpu", "cuda") for bf16 in (False, True)]  # pyright: ignore
     assert dtypes == ["float32", "bfloat16", "float16", "bfloat16"]
@@ -284,13 +365,19 @@ def test_a_plan_is_written_and_read() -> None:
         "longest_queue", "submissions", "most_sampled_per_step", "notes"
     )}  # fmt: skip
     without_engine = DerivedSizes(**needed)  # pyright: ignore[reportArgumentType]
-    found = without_engine.longest_queue, without_engine.submissions, without_engine.most_sampled_per_step
+    found = (
+        without_engine.longest_queue,
+        without_engine.submissions,
+        without_engine.most_sampled_per_step,
+    )
     assert found == (0, 1, 0)
 
 
 def test_what_is_parked_at_the_start() -> None:
     plan = make_plan(make_inputs(reference=True), HOST)
     assert plan.parked_at_start == {}
-    start = replace(plan.start, device={"actor.params": 1}, host={"reference": 1}, disk={"actor.optimizer": 1})
+    start = replace(
+        plan.start, device={"actor.params": 1}, host={"reference": 1}, disk={"actor.optimizer": 1}
+    )
     parked = {"actor.grads": "none", "actor.optimizer": "disk", "reference": "host"}
     assert replace(plan, start=start).parked_at_start == parked, "but for the engine's"

@@ -29,8 +29,17 @@ DRIVER_NAMES = {  # as torch.cuda.get_device_name tells them
     "Tesla V100-SXM2-32GB": "v100-32g",
     "Tesla T4": "t4",
 }
-OTHERS = ["NVIDIA H200 NVL", "NVIDIA H100 NVL", "NVIDIA H200 MIG 1g.18gb", "NVIDIA GeForce RTX 4090 Laptop GPU",
-          "NVIDIA GeForce RTX 4090 D", "NVIDIA A800-SXM4-80GB", "AMD Instinct MI300X", "cpu", ""]  # fmt: skip
+OTHERS = [
+    "NVIDIA H200 NVL",
+    "NVIDIA H100 NVL",
+    "NVIDIA H200 MIG 1g.18gb",
+    "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "NVIDIA GeForce RTX 4090 D",
+    "NVIDIA A800-SXM4-80GB",
+    "AMD Instinct MI300X",
+    "cpu",
+    "",
+]
 
 
 def test_every_gpu_of_the_table_is_recognised() -> None:
@@ -70,7 +79,9 @@ def test_one_kind_is_name_capability_and_memory(change, alike) -> None:
 
 
 def test_who_has_what_is_told_with_memory() -> None:
-    told = find_mixture([H200, replace(H200, host="b", memory_bytes=84_000_000_000), replace(H200, host="c")])
+    told = find_mixture(
+        [H200, replace(H200, host="b", memory_bytes=84_000_000_000), replace(H200, host="c")]
+    )
     assert told == (
         "ranks 0, 2 (a, c): NVIDIA H200 with 139.7 GiB, compute capability 9.0; "
         "rank 1 (b): NVIDIA H200 with 78.2 GiB, compute capability 9.0"
@@ -104,10 +115,15 @@ ROWS = [
 
 @pytest.mark.parametrize(("given", "name"), ROWS)
 @pytest.mark.parametrize("zero", [None, 0, 1, 2, 3])
-def test_every_row_has_a_plan_whose_parts_sum_up_and_whose_lines_have_reasons(given, name, zero) -> None:
+def test_every_row_has_a_plan_whose_parts_sum_up_and_whose_lines_have_reasons(
+    given, name, zero
+) -> None:
     found = plan_shape(PlanRequest(gpus=8, gpu="h200", zero=zero, **given))
     stage, beyond = found["stages"][name], given["sequence_tokens"] > SHAPES[name].context_tokens
-    assert bool(found["notes"]) is beyond and ("rotary embedding must be stretched" in found["text"]) is beyond
+    assert (
+        bool(found["notes"]) is beyond
+        and ("rotary embedding must be stretched" in found["text"]) is beyond
+    )
     best = stage["best"]
     assert best["device_bytes"] <= stage["device_budget_bytes"] and not best["short_device_bytes"]
     assert zero in (None, best["layout"]["zero"])
@@ -116,7 +132,11 @@ def test_every_row_has_a_plan_whose_parts_sum_up_and_whose_lines_have_reasons(gi
         assert moment["allocated_bytes"] == sum(moment["parts"].values())
         assert all(size > 0 for size in moment["parts"].values())
     assert best["device_bytes"] > max(moment["allocated_bytes"] for moment in moments.values())
-    states = {part: size for part, size in moments["optimiser step"]["parts"].items() if part.startswith("actor.")}
+    states = {
+        part: size
+        for part, size in moments["optimiser step"]["parts"].items()
+        if part.startswith("actor.")
+    }
     assert all(size == moments["loss"]["parts"][part] for part, size in states.items())
     for part in ("training", "inference"):
         for line in stage["checklists"][part]:

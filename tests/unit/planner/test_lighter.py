@@ -1,4 +1,5 @@
-"""What a refusal says would fit: each change of a setting is judged alone, and the cheapest comes first."""
+"""What a refusal says would fit: each change of a setting is judged alone, and the cheapest comes
+first."""
 
 from __future__ import annotations
 
@@ -27,10 +28,16 @@ H200 = replace(
 def trained(shape: str, **changes) -> PlanInputs:
     """One objective without an engine, in chunks of one sequence."""
     base = {
-        "model": model_numbers(find_shape(shape)), "objective": "sft", "online": False, "reference": False,
-        "prompts_per_step": 64, "completions_per_prompt": 1, "max_prompt_tokens": 8192, "max_completion_tokens": 0,
+        "model": model_numbers(find_shape(shape)),
+        "objective": "sft",
+        "online": False,
+        "reference": False,
+        "prompts_per_step": 64,
+        "completions_per_prompt": 1,
+        "max_prompt_tokens": 8192,
+        "max_completion_tokens": 0,
         "tokens_per_chunk": 8192,
-    }  # fmt: skip
+    }
     return ask(**{**base, **changes})
 
 
@@ -53,12 +60,16 @@ def offers_of(inputs: PlanInputs) -> list[str]:
             with pytest.raises(MemoryBudgetError):
                 make_plan(changed, H200)
         assert len(offered) <= 1, "the first of a kind"
-    assert offers == [text for kind in kinds for text in kind if text in offers], "the cheapest kind first"
+    assert offers == [text for kind in kinds for text in kind if text in offers], (
+        "the cheapest kind first"
+    )
     return offers
 
 
 def test_a_long_sequence_is_offered_checkpointing_and_never_more_than_the_gpu_has() -> None:
-    asked = trained("qwen3-4b", max_prompt_tokens=32_768, tokens_per_chunk=32_768, host_budget_bytes=40 << 30)
+    asked = trained(
+        "qwen3-4b", max_prompt_tokens=32_768, tokens_per_chunk=32_768, host_budget_bytes=40 << 30
+    )
     assert offers_of(asked)[0] == 'trainer.checkpointing = "selective"'
     with pytest.raises(MemoryBudgetError) as caught:
         make_plan(asked, H200)
@@ -67,9 +78,14 @@ def test_a_long_sequence_is_offered_checkpointing_and_never_more_than_the_gpu_ha
 
 def test_a_large_chunk_is_offered_the_largest_that_fits() -> None:
     asked = trained("qwen3-4b", tokens_per_chunk=65_536)
-    assert offers_of(asked) == ['trainer.checkpointing = "full"', "trainer.tokens_per_chunk = 16384"]
+    assert offers_of(asked) == [
+        'trainer.checkpointing = "full"',
+        "trainer.tokens_per_chunk = 16384",
+    ]
     uneven = trained("qwen3-4b", tokens_per_chunk=20_000, max_prompt_tokens=12_000)
-    assert "trainer.tokens_per_chunk = 12000" in offers_of(uneven), "no shorter than the longest sequence"
+    assert "trainer.tokens_per_chunk = 12000" in offers_of(uneven), (
+        "no shorter than the longest sequence"
+    )
 
 
 def test_a_model_that_ranks_hold_whole_is_offered_shards() -> None:
@@ -82,13 +98,29 @@ def test_a_model_that_ranks_hold_whole_is_offered_shards() -> None:
     whole = replace(asked, shards={})
     assert offers_of(whole) == ["parallel.zero = 2 with parallel.shard_ranks = 8"]
     for own in (Shards(), Shards(zero=1, ranks=8)):  # also where it is set to what the actor has
-        apart = replace(asked, shards=lain | {"reference": own}, reference=True, lie_apart=("reference",))
-        (zero3,) = [way.asked for kind in lighter(apart) for way in kind if way.words(None) == "parallel.zero = 3"]
+        apart = replace(
+            asked, shards=lain | {"reference": own}, reference=True, lie_apart=("reference",)
+        )
+        (zero3,) = [
+            way.asked
+            for kind in lighter(apart)
+            for way in kind
+            if way.words(None) == "parallel.zero = 3"
+        ]
         assert zero3.shards["reference"] == own and zero3.shards["actor"] == Shards(zero=3, ranks=8)
     hybrid = replace(asked, shards=lain | {"reference": Shards(zero=1, ranks=2)})
-    (zero3,) = [way.asked for kind in lighter(hybrid) for way in kind if way.words(None) == "parallel.zero = 3"]
+    (zero3,) = [
+        way.asked
+        for kind in lighter(hybrid)
+        for way in kind
+        if way.words(None) == "parallel.zero = 3"
+    ]
     assert zero3.shards["reference"] == Shards(zero=3, ranks=2)
-    for keeps in ({"offload_parameters": ("actor",)}, {"engines_alone": True}, {"batch_invariant": True}):
+    for keeps in (
+        {"offload_parameters": ("actor",)},
+        {"engines_alone": True},
+        {"batch_invariant": True},
+    ):
         texts = [way.words(None) for kind in lighter(replace(asked, **keeps)) for way in kind]
         assert not any("zero" in text for text in texts), "the config refuses it"
     assert not any("checkpointing" in text for text in texts), "it would change nothing"

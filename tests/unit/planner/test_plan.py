@@ -1,4 +1,5 @@
-"""Plans: always complete, always within the machine, the same for the same question; refusals say what would fit."""
+"""Plans: always complete, always within the machine, the same for the same question; refusals say
+what would fit."""
 
 from __future__ import annotations
 
@@ -156,7 +157,9 @@ def test_derived_numbers_add_up(data) -> None:
     for note in uneven:
         better = int(re.findall(r"; (\d+) would divide", note)[0])
         assert sequences % better == 0 and better <= update
-    assert any("cuts through" in note for note in derived.notes) == (completions > 1 and bool(update % completions))
+    assert any("cuts through" in note for note in derived.notes) == (
+        completions > 1 and bool(update % completions)
+    )
 
 
 @settings(max_examples=80, deadline=None)
@@ -181,20 +184,38 @@ def test_the_largest_divisor_is_found_without_trying_all(number: int, most: int)
     ],
 )
 def test_the_plan_says_how_long_the_queue_gets(prompts, size, limits, queue, parts) -> None:
-    inputs = ask(prompts_per_step=prompts, completions_per_prompt=size, max_running=256, max_prompt_tokens=64, **limits)
+    inputs = ask(
+        prompts_per_step=prompts,
+        completions_per_prompt=size,
+        max_running=256,
+        max_prompt_tokens=64,
+        **limits,
+    )
     plan = make_plan(inputs, LAPTOP)
     assert (plan.derived.longest_queue, plan.derived.submissions) == (queue, parts)
-    line = next(line for line in explain(plan, columns=200).splitlines() if "queue, longest" in line)
+    line = next(
+        line for line in explain(plan, columns=200).splitlines() if "queue, longest" in line
+    )
     assert f" {queue} " in line and (f"{parts} parts" in line) == (parts > 1)
-    assert plan.derived.most_sampled_per_step == prompts * size and "sampled_per_step" not in explain(plan)
+    assert (
+        plan.derived.most_sampled_per_step == prompts * size
+        and "sampled_per_step" not in explain(plan)
+    )
     refilled = make_plan(replace(inputs, max_refills=2, remarks=("by part 'answer'",)), LAPTOP)
     assert refilled.derived.most_sampled_per_step == 3 * prompts * size
-    assert "sampled_per_step, most" in explain(refilled) and "- by part 'answer'" in explain(refilled)
+    assert "sampled_per_step, most" in explain(refilled) and "- by part 'answer'" in explain(
+        refilled
+    )
 
 
 def test_a_laptop_keeps_everything_where_it_is() -> None:
     plan = make_plan(ask(), LAPTOP)
-    assert (plan.device, plan.dtype, plan.threads, plan.residency) == ("cpu", "float32", 2, "resident")
+    assert (plan.device, plan.dtype, plan.threads, plan.residency) == (
+        "cpu",
+        "float32",
+        2,
+        "resident",
+    )
     assert [phase.phase for phase in plan.phases] == list(RING)
     assert all(phase.moved_bytes == 0 and not phase.host for phase in plan.phases)
     assert plan.kv_pages == 256 * 12
@@ -203,12 +224,17 @@ def test_a_laptop_keeps_everything_where_it_is() -> None:
 
 def test_a_small_device_takes_turns() -> None:
     """All components need 260 MiB at once; the largest phase alone needs less."""
-    plan = make_plan(ask(device_budget_bytes=230 * MIB, tokens_per_chunk=512, kv_pages=1500), LAPTOP)
+    plan = make_plan(
+        ask(device_budget_bytes=230 * MIB, tokens_per_chunk=512, kv_pages=1500), LAPTOP
+    )
     assert plan.residency == "spill"
     by_phase = {phase.phase: phase for phase in plan.phases}
     assert "engine.kv" in by_phase["rollout"].device
     assert "actor.optimizer" in by_phase["train"].device
-    assert any(phase.moved_bytes for phase in plan.phases) or "engine.kv" not in by_phase["train"].device
+    assert (
+        any(phase.moved_bytes for phase in plan.phases)
+        or "engine.kv" not in by_phase["train"].device
+    )
     assert plan.reasons["residency"].startswith("not everything fits")
 
 
@@ -221,25 +247,37 @@ def test_kv_takes_what_is_left_and_the_plan_says_what_that_means() -> None:
 
 def test_the_host_pool_for_swapped_kv_counts_on_the_host_and_nowhere_else() -> None:
     asked = ask(device_budget_bytes=260 * MIB, tokens_per_chunk=512)
-    without, plan = make_plan(asked, LAPTOP), make_plan(replace(asked, kv_host_bytes=100 * MIB), LAPTOP)
+    without, plan = (
+        make_plan(asked, LAPTOP),
+        make_plan(replace(asked, kv_host_bytes=100 * MIB), LAPTOP),
+    )
     (pool,) = [component for component in plan.components if component.name == "engine.kv_host"]
     assert 99 * MIB < pool.size_bytes <= 100 * MIB
     assert plan.kv_pages == without.kv_pages
     for phase, before in zip(plan.phases, without.phases, strict=True):
-        assert phase.host == {**before.host, "engine.kv_host": pool.size_bytes} and phase.device == before.device
+        assert (
+            phase.host == {**before.host, "engine.kv_host": pool.size_bytes}
+            and phase.device == before.device
+        )
         assert phase.peak_host_bytes == before.peak_host_bytes + pool.size_bytes
     assert re.search(r"engine\.kv_host +\S+ MiB \(host\)", explain(plan))
     assert re.search(r"engine\.kv_host .* slots × \d+ bytes", explain(plan))
     assert (
         "engine.kv_host"
-        in make_plan(replace(asked, kv_host_bytes=MIB, leave={"engine": "destroy"}), LAPTOP).phases[0].host
+        in make_plan(replace(asked, kv_host_bytes=MIB, leave={"engine": "destroy"}), LAPTOP)
+        .phases[0]
+        .host
     )
-    with pytest.raises(MemoryBudgetError, match=r"no room for engine\.kv_host .* on host") as refusal:
+    with pytest.raises(
+        MemoryBudgetError, match=r"no room for engine\.kv_host .* on host"
+    ) as refusal:
         make_plan(replace(asked, kv_host_bytes=100 * MIB, host_budget_bytes=90 * MIB), LAPTOP)
     assert "memory.host_budget_bytes" in refusal.value.hint
     with pytest.raises(ConfigError, match=r"engine\.kv_host_bytes = 10: one KV page"):
         make_plan(ask(kv_host_bytes=10), LAPTOP)
-    offline = make_plan(ask(objective="dpo", online=False, completions_per_prompt=2, kv_host_bytes=10), LAPTOP)
+    offline = make_plan(
+        ask(objective="dpo", online=False, completions_per_prompt=2, kv_host_bytes=10), LAPTOP
+    )
     assert "engine.kv_host" not in explain(offline)
 
 
@@ -249,7 +287,9 @@ def test_what_background_snapshots_are_staged_in_comes_off_the_host_budget() -> 
     each = (12 + 4) * asked.model.num_parameters
     assert plan.host_budget_bytes == 900 * MIB - each
     assert "snapshots are staged in" in plan.reasons["host_budget_bytes"]
-    shared = make_plan(replace(asked, snapshot_background=True, ranks=4, reference_average=True), LAPTOP)
+    shared = make_plan(
+        replace(asked, snapshot_background=True, ranks=4, reference_average=True), LAPTOP
+    )
     assert shared.host_budget_bytes == 900 * MIB - -(-20 * asked.model.num_parameters // 4)
     with pytest.raises(MemoryBudgetError, match="background snapshots need"):
         make_plan(replace(asked, snapshot_background=True, host_budget_bytes=each - 1), LAPTOP)
@@ -286,7 +326,8 @@ def test_without_bfloat16_a_gpu_takes_float16_and_a_cpu_float32() -> None:
 
 def test_8_bit_products_take_working_memory() -> None:
     same, fp8 = (
-        make_plan(ask(matmul=matmul, tokens_per_chunk=8192), GPU).working["train"] for matmul in ("same", "fp8")
+        make_plan(ask(matmul=matmul, tokens_per_chunk=8192), GPU).working["train"]
+        for matmul in ("same", "fp8")
     )
     assert same < fp8 < 1.2 * same
 
@@ -324,7 +365,13 @@ def test_notes_warn_of_slow_choices() -> None:
 def test_explanation_names_each_number_and_owner() -> None:
     plan = make_plan(ask(), LAPTOP)
     text = explain(plan)
-    for name in ("prompts_per_step", "completions_per_prompt", "sequences_per_update", "tokens_per_chunk", "kv_pages"):
+    for name in (
+        "prompts_per_step",
+        "completions_per_prompt",
+        "sequences_per_update",
+        "tokens_per_chunk",
+        "kv_pages",
+    ):
         assert name in text
     for component in plan.components:
         assert component.name in text
@@ -362,7 +409,11 @@ def test_a_cut_table_leaves_out_empty_rows() -> None:
 def test_a_plan_of_another_version_is_refused() -> None:
     plan = make_plan(ask(), LAPTOP)
     values = json.loads(plan.to_json())
-    for damage in ({**values, "surprise": 1}, {k: v for k, v in values.items() if k != "sizes"}, []):
+    for damage in (
+        {**values, "surprise": 1},
+        {k: v for k, v in values.items() if k != "sizes"},
+        [],
+    ):
         with pytest.raises(SnapshotError, match="not a plan of this version"):
             Plan.from_json(json.dumps(damage))
     with pytest.raises(SnapshotError):
@@ -379,14 +430,18 @@ def test_this_machine_can_be_planned_for(tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_offered_the_least_offloading_that_does() -> None:
-    """Activations are small here: what is in the way are 16 bytes per parameter, but for the first case, where keeping
-    less of a layer is enough too."""
-    inputs = ask(online=False, reference=False, prompts_per_step=1, completions_per_prompt=1, dtype="float32")
+    """Activations are small here: what is in the way are 16 bytes per parameter, but for the first
+    case, where keeping less of a layer is enough too."""
+    inputs = ask(
+        online=False, reference=False, prompts_per_step=1, completions_per_prompt=1, dtype="float32"
+    )
     tight = replace(inputs, offload_cut_bytes=1 << 16, host_budget_bytes=1 << 30)
     train = make_plan(tight, LAPTOP).working["train"]
     offers = []
     for bytes_per_parameter in (15, 7, 3, 1):
-        small = replace(tight, device_budget_bytes=train + bytes_per_parameter * MODEL.num_parameters + MIB)
+        small = replace(
+            tight, device_budget_bytes=train + bytes_per_parameter * MODEL.num_parameters + MIB
+        )
         with pytest.raises(MemoryBudgetError) as caught:
             make_plan(small, LAPTOP)
         fits, _, _ = caught.value.hint.rpartition("; else ")
@@ -396,7 +451,9 @@ def test_a_model_that_does_not_fit_is_offered_the_least_offloading_that_does() -
             continue
         away = ("actor",) if "parameters" in offers[-1] else ()
         gradients = "gradients" in offers[-1]
-        fitting = replace(small, offload_optimizer="host", offload_gradients=gradients, offload_parameters=away)
+        fitting = replace(
+            small, offload_optimizer="host", offload_gradients=gradients, offload_parameters=away
+        )
         plan = make_plan(fitting, LAPTOP)
         (train_phase,) = [phase for phase in plan.phases if phase.phase == "train"]
         assert train_phase.host["actor.optimizer"] == 8 * MODEL.num_parameters
@@ -405,24 +462,33 @@ def test_a_model_that_does_not_fit_is_offered_the_least_offloading_that_does() -
     assert offers == [
         'trainer.checkpointing = "selective"; or trainer.offload_optimizer = "host"',
         'trainer.offload_optimizer = "host" and trainer.offload_gradients = true',
-        'trainer.offload_optimizer = "host", trainer.offload_gradients = true and trainer.offload_parameters = ["actor"]',
+        'trainer.offload_optimizer = "host", trainer.offload_gradients = true and '
+        'trainer.offload_parameters = ["actor"]',
         "",
     ]
 
 
 def test_a_stage_begins_with_one_model_after_the_other() -> None:
-    """The peak of the start is the largest of what is there with what is made; what the first phase keeps elsewhere
-    goes there at once. A device that cannot hold that is refused."""
+    """The peak of the start is the largest of what is there with what is made; what the first phase
+    keeps elsewhere goes there at once. A device that cannot hold that is refused."""
     plan = make_plan(ask(critic=True, reference=True, residency="phase"), LAPTOP)
     sizes = {c.name: c.size_bytes for c in plan.components}
-    actor, critic, reference = (sum(s for n, s in sizes.items() if n.startswith(o)) for o in ("actor", "critic", "ref"))
+    actor, critic, reference = (
+        sum(s for n, s in sizes.items() if n.startswith(o)) for o in ("actor", "critic", "ref")
+    )
     assert plan.parked_at_start == {
         "actor.grads": "none",
         "actor.optimizer": "host",
-        **{name: "none" if name.endswith("grads") else "host" for name in sizes if name.startswith(("critic", "ref"))},
+        **{
+            name: "none" if name.endswith("grads") else "host"
+            for name in sizes
+            if name.startswith(("critic", "ref"))
+        },
     }
     engine = sum(size for name, size in sizes.items() if name.startswith("engine."))
-    assert plan.start.peak_device_bytes == max(actor, critic, reference, sizes["actor.params"] + engine)
+    assert plan.start.peak_device_bytes == max(
+        actor, critic, reference, sizes["actor.params"] + engine
+    )
     assert plan.start.device == {name: plan.phases[0].device[name] for name in plan.start.device}
     stay = make_plan(ask(critic=True, reference=True, residency="resident"), LAPTOP)
     assert stay.parked_at_start == {} and stay.start.peak_device_bytes == sum(sizes_of(stay))
@@ -435,13 +501,21 @@ def sizes_of(plan) -> list[int]:
 def test_a_model_that_fits_in_shards_alone_is_planned_for() -> None:
     """Each rank's plan has its part of the states, and what it gathers of them to compute."""
     asked = ask(
-        objective="sft", online=False, reference=False, prompts_per_step=4, completions_per_prompt=1,
-        max_completion_tokens=0, residency="resident", device_budget_bytes=45_000_000,
-    )  # fmt: skip
+        objective="sft",
+        online=False,
+        reference=False,
+        prompts_per_step=4,
+        completions_per_prompt=1,
+        max_completion_tokens=0,
+        residency="resident",
+        device_budget_bytes=45_000_000,
+    )
     with pytest.raises(MemoryBudgetError):
         make_plan(asked, LAPTOP)
     plans = {
-        zero: make_plan(replace(asked, ranks=4, shards={"actor": Shards(zero=zero, ranks=4)}), LAPTOP)
+        zero: make_plan(
+            replace(asked, ranks=4, shards={"actor": Shards(zero=zero, ranks=4)}), LAPTOP
+        )
         for zero in (1, 3)
     }
     whole = 4 * MODEL.num_parameters
@@ -455,12 +529,19 @@ def test_a_model_that_fits_in_shards_alone_is_planned_for() -> None:
     assert "/ 4 ranks" in explain(plans[3])
 
 
-def test_gradients_that_are_summed_once_take_working_memory_where_an_update_has_several_chunks() -> None:
-    lain = {"ranks": 4, "shards": {"actor": Shards(zero=3, ranks=4), "critic": Shards(zero=1, ranks=4)}}
+def test_gradients_that_are_summed_once_take_working_memory_where_an_update_has_several_chunks() -> (
+    None
+):
+    lain = {
+        "ranks": 4,
+        "shards": {"actor": Shards(zero=3, ranks=4), "critic": Shards(zero=1, ranks=4)},
+    }
     asked = ask(critic=True, dtype="float32", sequences_per_update=16, **lain)
 
     def train_bytes(tokens: int, **changes) -> int:
-        return make_plan(replace(asked, tokens_per_chunk=tokens, **changes), LAPTOP).working["train"]
+        return make_plan(replace(asked, tokens_per_chunk=tokens, **changes), LAPTOP).working[
+            "train"
+        ]
 
     for tokens, held in ((4 * 192, 0), (3 * 192, 4 * MODEL.num_parameters)):
         assert train_bytes(tokens, sum_gradients="update") - train_bytes(tokens) == held

@@ -1,4 +1,5 @@
-"""What the plan says of ranks, against a trainer on real processes over gloo: bytes of states, bytes sent."""
+"""What the plan says of ranks, against a trainer on real processes over gloo: bytes of states,
+bytes sent."""
 
 from __future__ import annotations
 
@@ -34,46 +35,74 @@ def planned_layout(name: str, *, ranks: int = 4) -> Layout:
 
 @pytest.mark.parametrize("layout", PLANNED)
 def test_the_plan_is_what_the_ledger_and_the_tensors_say(ranks, layout):
-    """Bytes of each component, planned and measured, and of every tensor that a rank has when nothing computes."""
+    """Bytes of each component, planned and measured, and of every tensor that a rank has when
+    nothing computes."""
     model, planned = model_numbers(SPEC), planned_layout(layout)
     expected = state_bytes(model, "bfloat16", planned)
     expected |= {name: frozen_bytes(model, "bfloat16", planned) for name in ("reference", "reward")}
     own = Shards(zero=planned.zero, ranks=planned.shard_ranks)
     shards = {"actor": own, "reference": own, "reward": own}
     inputs = PlanInputs(
-        model=model, objective="grpo", online=False, prompts_per_step=4, completions_per_prompt=1, max_prompt_tokens=32,
-        max_completion_tokens=0, reference=True, reward_model=model, ranks=4, shards=shards,
-    )  # fmt: skip
+        model=model,
+        objective="grpo",
+        online=False,
+        prompts_per_step=4,
+        completions_per_prompt=1,
+        max_prompt_tokens=32,
+        max_completion_tokens=0,
+        reference=True,
+        reward_model=model,
+        ranks=4,
+        shards=shards,
+    )
     components = predict_components(inputs, dtype="bfloat16", page_tokens=16, kv_pages=0)
-    assert {component.name: component.size_bytes for component in components} == expected, "what a run is planned by"
+    assert {component.name: component.size_bytes for component in components} == expected, (
+        "what a run is planned by"
+    )
     head_bytes = 4 * SPEC.hidden_size  # the reward model's, float32, which the plan does not count
     for told, alive in ranks.run(alive_bytes, "grpo", dtype="bfloat16", layout=layout):
-        assert sum(told.values()) == pytest.approx(alive, abs=1024), "a tensor that no component has, or the reverse"
+        assert sum(told.values()) == pytest.approx(alive, abs=1024), (
+            "a tensor that no component has, or the reverse"
+        )
         told["reward"] -= head_bytes
-        assert told == pytest.approx(expected, rel=0.025), "up to the alignment of small tensors in flat buffers"
+        assert told == pytest.approx(expected, rel=0.025), (
+            "up to the alignment of small tensors in flat buffers"
+        )
 
 
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
 def test_a_moving_average_is_planned_as_the_ledger_counts_it(ranks, layout):
     own = Shards(zero=planned_layout(layout).zero, ranks=4)
     inputs = PlanInputs(
-        model=model_numbers(SPEC), objective="grpo", online=False, prompts_per_step=4, completions_per_prompt=1,
-        max_prompt_tokens=32, max_completion_tokens=0, reference=True, reference_average=True, ranks=4,
+        model=model_numbers(SPEC),
+        objective="grpo",
+        online=False,
+        prompts_per_step=4,
+        completions_per_prompt=1,
+        max_prompt_tokens=32,
+        max_completion_tokens=0,
+        reference=True,
+        reference_average=True,
+        ranks=4,
         shards={"actor": own, "reference": own},
-    )  # fmt: skip
+    )
     (planned,) = [
         component.size_bytes
         for component in predict_components(inputs, dtype="bfloat16", page_tokens=16, kv_pages=0)
         if component.name == "reference"
     ]
-    for told in ranks.run(held_bytes, "grpo", dtype="bfloat16", layout=layout, reference_moving_average=0.9):
+    for told in ranks.run(
+        held_bytes, "grpo", dtype="bfloat16", layout=layout, reference_moving_average=0.9
+    ):
         assert told["reference"] == pytest.approx(planned, rel=0.025)
 
 
 @pytest.mark.parametrize("layout", PLANNED)
 def test_ranks_send_what_the_planner_says(ranks, layout):
     """By kind of collective, over all ranks; beside it only metrics are shared."""
-    job = replace(make_job("qwen3-0.6b", longest=32, update=100), model=model_numbers(SPEC), dtype="float32")
+    job = replace(
+        make_job("qwen3-0.6b", longest=32, update=100), model=model_numbers(SPEC), dtype="float32"
+    )
     expected: dict[str, int] = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
     for name, size in sent_bytes(job, planned_layout(layout)).items():
         expected[name.removesuffix(" among groups").replace("-", "_")] += size * 4
@@ -87,8 +116,11 @@ def test_ranks_send_what_the_planner_says(ranks, layout):
 
 @pytest.mark.parametrize("layout", ["zero2", "zero3", "zero3_once", "hybrid3", "hybrid3_once"])
 def test_gradients_of_several_chunks_are_held_and_sent_as_planned(ranks, layout):
-    """Whole in float32 on every rank from the first chunk on where ranks sum once; else nothing waits."""
-    planned = replace(planned_layout(layout), tokens_per_chunk=32, sum_gradients=LAYOUTS[layout].sum_gradients)
+    """Whole in float32 on every rank from the first chunk on where ranks sum once; else nothing
+    waits."""
+    planned = replace(
+        planned_layout(layout), tokens_per_chunk=32, sum_gradients=LAYOUTS[layout].sum_gradients
+    )
     results = ranks.run(held_between_chunks, layout=layout, tokens_per_chunk=32, dtype="bfloat16")
     held, sent = results[0]
     model, chunks = model_numbers(SPEC), len(held)
@@ -97,7 +129,8 @@ def test_gradients_of_several_chunks_are_held_and_sent_as_planned(ranks, layout)
     job = make_job("qwen3-0.6b", longest=32, update=4 * 32 * chunks, model=model)
     assert chunks_per_update(job, planned) == job.most_chunks(planned) == chunks
     expected = sent_bytes(job, planned)
-    if not planned.sums_once:  # what is summed by chunk is `test_ranks_send_what_the_planner_says`'s, in float32
+    # what is summed by chunk is `test_ranks_send_what_the_planner_says`'s, in float32
+    if not planned.sums_once:
         del expected["reduce-scatter"]
     for name, size in expected.items():  # beside an all-reduce only metrics are shared
         kind = name.removesuffix(" among groups").replace("-", "_")

@@ -23,7 +23,9 @@ def test_parts_are_chosen_by_kind_and_named_after_it():
         ("answer", "answer", 1.0),
         ("format", "shape", 0.2),
     ]
-    assert [part.kind for part in RewardsConfig().parts] == ["answer"] and RewardsConfig().parts[0].name == "answer"
+    assert [part.kind for part in RewardsConfig().parts] == ["answer"] and RewardsConfig().parts[
+        0
+    ].name == "answer"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,8 @@ def test_refusals(parts, said):
     assert said in str(refusal.value)
 
 
-# A process in a user namespace that may hold no further ones: the kernel refuses, as on a machine that forbids them.
+# A process in a user namespace that may hold no further ones: the kernel refuses, as on a machine
+# that forbids them.
 REFUSED = """
 import contextlib, json, os, sys
 from gyre.core.errors import ConfigError
@@ -69,8 +72,14 @@ except ConfigError as error:
 
 
 def _refused(wish: str) -> dict:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PATH": "/nowhere"}
-    done = subprocess.run([sys.executable, "-c", REFUSED, wish], env=environment, capture_output=True, timeout=60)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PATH": "/nowhere",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED, wish], env=environment, capture_output=True, timeout=60
+    )
     return json.loads(done.stdout)
 
 

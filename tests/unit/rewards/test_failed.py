@@ -1,4 +1,5 @@
-"""What a check that failed is worth: never more than a wrong answer, whatever the part, its values and its weight."""
+"""What a check that failed is worth: never more than a wrong answer, whatever the part, its values
+and its weight."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def module(tmp_path_factory: pytest.TempPathFactory):
     sys.path.remove(str(folder))
 
 
-def score(parts: list[dict], texts: list[str], *, deadline_s: float = 60.0, workers: int = 1) -> list[Score]:
+def score(
+    parts: list[dict], texts: list[str], *, deadline_s: float = 60.0, workers: int = 1
+) -> list[Score]:
     async def go() -> list[Score]:
         config = RewardsConfig.model_validate({"parts": parts, "workers": workers})
         scorer = RuleScorer(config, emit=Events().emit, clock=time.monotonic)
@@ -54,7 +57,11 @@ def score(parts: list[dict], texts: list[str], *, deadline_s: float = 60.0, work
 
 
 def test_an_answer_that_hangs_the_matcher_gains_nothing() -> None:
-    cases = [{"wrong": -1.0}, {"wrong": -1.0, "unreadable": -2.0}, {"right": 3.0, "wrong": 1.0, "unreadable": 2.0}]
+    cases = [
+        {"wrong": -1.0},
+        {"wrong": -1.0, "unreadable": -2.0},
+        {"right": 3.0, "wrong": 1.0, "unreadable": 2.0},
+    ]
     parts = [
         {"kind": "answer", "name": f"{number} {weight}", "limit_s": 1.0, "weight": weight, **values}
         for number, values in enumerate(cases)
@@ -65,7 +72,9 @@ def test_an_answer_that_hangs_the_matcher_gains_nothing() -> None:
     for place in range(len(parts)):
         failed = tower.parts[place]
         assert failed.outcome == "timeout"
-        assert failed.weight * failed.value == min(s.parts[place].weight * s.parts[place].value for s in others)
+        assert failed.weight * failed.value == min(
+            s.parts[place].weight * s.parts[place].value for s in others
+        )
     assert tower.value == pytest.approx(sum(part.weight * part.value for part in tower.parts))
 
 
@@ -96,26 +105,39 @@ def test_parts_that_no_check_reached_in_time_count_as_their_least() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.booleans(), st.booleans()), min_size=1, max_size=8),
+    st.lists(
+        st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.booleans(), st.booleans()),
+        min_size=1,
+        max_size=8,
+    ),
     st.floats(-2, 2),
     st.floats(-2, 2),
 )
 def test_no_failure_is_worth_more_than_any_value(rows, first_weight, second_weight) -> None:
     def part(name, value, weight, ok):
-        return ScorePart(name=name, value=value, weight=weight, reason="", outcome="ok" if ok else "error")
+        return ScorePart(
+            name=name, value=value, weight=weight, reason="", outcome="ok" if ok else "error"
+        )
 
     scores = []
     for number, (first, second, first_ok, second_ok) in enumerate(rows):
-        parts = (part("a", first, first_weight, first_ok), part("b", second, second_weight, second_ok))
+        parts = (
+            part("a", first, first_weight, first_ok),
+            part("b", second, second_weight, second_ok),
+        )
         value = float(sum(p.weight * p.value for p in parts))
         scores.append(Score(rollout_id=str(number), value=value, parts=parts))
     lowered = lower_failed_parts(scores)
     for place in (0, 1):
-        worth = [(s.parts[place].weight * s.parts[place].value, s.parts[place].outcome) for s in lowered]
+        worth = [
+            (s.parts[place].weight * s.parts[place].value, s.parts[place].outcome) for s in lowered
+        ]
         for value, outcome in worth:
             assert outcome == "ok" or value == min(value for value, _ in worth)
     for before, after in zip(scores, lowered, strict=True):
         assert after.value == pytest.approx(sum(p.weight * p.value for p in after.parts))
-        assert [p for p in after.parts if p.outcome == "ok"] == [p for p in before.parts if p.outcome == "ok"]
+        assert [p for p in after.parts if p.outcome == "ok"] == [
+            p for p in before.parts if p.outcome == "ok"
+        ]
     assert lower_failed_parts(lowered) == lowered
     assert lower_failed_parts([*lower_failed_parts(scores[:3]), *scores[3:]]) == lowered

@@ -53,7 +53,10 @@ def leaves(task, completion):
 
 not_callable = 5
 """
-SAMPLES = [rollout(1, "a good one: 5", {"answer": "5"}), rollout(2, "a bad one", {"answer": "7", "level": 3})]
+SAMPLES = [
+    rollout(1, "a good one: 5", {"answer": "5"}),
+    rollout(2, "a bad one", {"answer": "7", "level": 3}),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,7 +77,10 @@ def test_accepts_what_keeps_the_contract(name):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("raises", ["raised KeyError at ", "my_rewards.py:16: 'colour'", "'a bad one'", "'level': 3"]),
+        (
+            "raises",
+            ["raised KeyError at ", "my_rewards.py:16: 'colour'", "'a bad one'", "'level': 3"],
+        ),
         ("raises_on_empty", ["IndexError", "on the completion ''"]),
         ("nan", ["returned nan (", "my_rewards.py:22)", "'a bad one'"]),
         ("text", ["returned str, not a number (", "my_rewards.py:25): '1.0'", "'a good one: 5'"]),
@@ -87,13 +93,17 @@ def test_accepts_what_keeps_the_contract(name):
 )
 def test_refuses_with_the_failing_case(name, said):
     with pytest.raises(InputError) as refusal:
-        check_reward_function(f"my_rewards:{name}", SAMPLES, limit_s=0.5 if name == "slow" else 10.0)
+        check_reward_function(
+            f"my_rewards:{name}", SAMPLES, limit_s=0.5 if name == "slow" else 10.0
+        )
     for words in said:
         assert words in refusal.value.message
     assert refusal.value.hint
 
 
-@pytest.mark.parametrize(("path", "said"), [("my_broken:f", "no_such_module_at_all"), ("nowhere_at_all:f", "nowhere")])
+@pytest.mark.parametrize(
+    ("path", "said"), [("my_broken:f", "no_such_module_at_all"), ("nowhere_at_all:f", "nowhere")]
+)
 def test_refuses_what_cannot_be_imported(path, said):
     with pytest.raises(InputError, match=said):
         check_reward_function(path, SAMPLES)

@@ -1,4 +1,5 @@
-"""Rule scorer: sums and reasons; hangs, deaths and deadlines cost one labelled part and leave no process."""
+"""Rule scorer: sums and reasons; hangs, deaths and deadlines cost one labelled part and leave no
+process."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def _score(parts, rollouts, *, deadline_s=60.0, workers=2, calls=1, **settings):
         config = RewardsConfig.model_validate({"parts": parts, "workers": workers, **settings})
         scorer = RuleScorer(config, emit=events.emit, clock=time.monotonic)
         try:
-            return await asyncio.gather(*(scorer.score(rollouts, deadline_s=deadline_s) for _ in range(calls)))
+            return await asyncio.gather(
+                *(scorer.score(rollouts, deadline_s=deadline_s) for _ in range(calls))
+            )
         finally:
             await scorer.close()
             await scorer.close()
@@ -86,18 +89,23 @@ def test_weighted_sum_with_a_reason_for_each_part():
     good = rollout(0, "<think>a</think><answer>1/2</answer><|end|>", {"answer": "0.5"})
     bad = rollout(1, "it is 0.5", {"answer": "0.5"}, num_tokens=9)
     (first, second), events = _score(parts, [good, bad])
-    assert [part.name for part in first.parts] == ["answer", "format", "length"]  # the loop adds the model's part
+    # the loop adds the model's part
+    assert [part.name for part in first.parts] == ["answer", "format", "length"]
     assert first.value == pytest.approx(1.0 + 0.2 - 0.5 * 0.25)
     assert [part.value for part in first.parts] == [1.0, 1.0, -0.25]
     assert second.value == pytest.approx(-0.5) and "unreadable answer" in second.parts[0].reason
-    assert all(part.reason and part.outcome == "ok" for score in (first, second) for part in score.parts)
+    assert all(
+        part.reason and part.outcome == "ok" for score in (first, second) for part in score.parts
+    )
     assert first.started_s <= first.ended_s and first.ended_s > 0.0
     assert not events
 
 
 def test_a_tower_of_exponents_is_killed_and_costs_one_part():
     parts = [{"kind": "answer", "limit_s": 1.0}, {"kind": "format", "weight": 0.25}]
-    rollouts = [rollout(n, f"<think>a</think><answer>{n}.0</answer>", {"answer": str(n)}) for n in range(40)]
+    rollouts = [
+        rollout(n, f"<think>a</think><answer>{n}.0</answer>", {"answer": str(n)}) for n in range(40)
+    ]
     rollouts[7] = rollout(7, TOWER, {"answer": "5 + x"})
     scores, events = _score(parts, rollouts)
     tower = scores.pop(7)
@@ -132,7 +140,9 @@ def test_a_bad_function_call_costs_its_own_part_only(text, outcome, said):
 
 
 def test_every_call_may_hang_and_each_is_told():
-    scores, events = _score([{**MISBEHAVE, "limit_s": 0.2}], [rollout(n, "sleep", {}) for n in range(5)])
+    scores, events = _score(
+        [{**MISBEHAVE, "limit_s": 0.2}], [rollout(n, "sleep", {}) for n in range(5)]
+    )
     assert {score.parts[0].outcome for score in scores} == {"timeout"}
     assert events.kinds().count("reward.worker_replaced") == 5
 
@@ -141,10 +151,14 @@ def test_the_deadline_ends_a_call():
     events = Events()
 
     async def go():
-        config = RewardsConfig.model_validate({"parts": [{**MISBEHAVE, "limit_s": 100.0}], "workers": 1})
+        config = RewardsConfig.model_validate(
+            {"parts": [{**MISBEHAVE, "limit_s": 100.0}], "workers": 1}
+        )
         scorer = RuleScorer(config, emit=events.emit, clock=time.monotonic)
         await scorer.score([rollout(0, "fine", {})], deadline_s=60.0)
-        late = await scorer.score([rollout(n, "fine" if n else "sleep", {}) for n in range(4)], deadline_s=0.3)
+        late = await scorer.score(
+            [rollout(n, "fine" if n else "sleep", {}) for n in range(4)], deadline_s=0.3
+        )
         after = await scorer.score([rollout(0, "fine", {})], deadline_s=60.0)
         await scorer.close()
         return late, after
@@ -160,11 +174,15 @@ def test_calls_overlap_and_a_cancelled_one_frees_its_workers():
     events = Events()
 
     async def go():
-        config = RewardsConfig.model_validate({"parts": [{**MISBEHAVE, "limit_s": 100.0}], "workers": 1})
+        config = RewardsConfig.model_validate(
+            {"parts": [{**MISBEHAVE, "limit_s": 100.0}], "workers": 1}
+        )
         scorer = RuleScorer(config, emit=events.emit, clock=time.monotonic)
         hanging = asyncio.create_task(scorer.score([rollout(0, "sleep", {})], deadline_s=100.0))
         await scorer.score([], deadline_s=1.0)
-        while not scorer._pool._workers or not any(worker.batch for worker in scorer._pool._workers.values()):
+        while not scorer._pool._workers or not any(
+            worker.batch for worker in scorer._pool._workers.values()
+        ):
             await asyncio.sleep(0.01)
         second = asyncio.create_task(scorer.score([rollout(1, "fine", {})], deadline_s=60.0))
         await asyncio.sleep(0.01)
@@ -199,14 +217,19 @@ def test_the_nursery_s_death_costs_nothing():
 
 
 def test_end_markers_are_taken_off_however_many():
-    texts = ["4" + end * count for end in ("</s>", " <|im_end|>\n</s>\n") for count in (0, 1, 3, 3000)]
+    texts = [
+        "4" + end * count for end in ("</s>", " <|im_end|>\n</s>\n") for count in (0, 1, 3, 3000)
+    ]
     rollouts = [rollout(n, text, {"answer": "4"}) for n, text in enumerate(texts)]
     scores, events = _score([{"kind": "answer", "forms": ["plain"]}], rollouts)
     assert {score.value for score in scores} == {1.0} and events.kinds() == []
 
 
 def test_labels_that_cannot_be_read_are_invalid():
-    rollouts = [rollout(0, "<answer>5</answer>", {}), rollout(1, "<answer>5</answer>", {"answer": "5"})]
+    rollouts = [
+        rollout(0, "<answer>5</answer>", {}),
+        rollout(1, "<answer>5</answer>", {"answer": "5"}),
+    ]
     scores, events = _score([{"kind": "answer", "compare": "numeric"}], rollouts)
     assert [score.parts[0].outcome for score in scores] == ["invalid", "ok"]
     assert [score.value for score in scores] == [0.0, 1.0]
@@ -226,8 +249,16 @@ def test_tasks_may_hold_numpy_and_bad_ones_are_labelled():
 
 
 def test_programs_run_in_the_sandbox_and_say_how():
-    task = {"function": "add", "tests": [{"args": [1, 2], "expected": 3}, "assert add(2, 2) == 4"], "setup": "ONE = 1"}
-    texts = ["```python\ndef add(a, b): return a + b * ONE\n```", "```python\ndef add(a, b): return 3\n```", "none"]
+    task = {
+        "function": "add",
+        "tests": [{"args": [1, 2], "expected": 3}, "assert add(2, 2) == 4"],
+        "setup": "ONE = 1",
+    }
+    texts = [
+        "```python\ndef add(a, b): return a + b * ONE\n```",
+        "```python\ndef add(a, b): return 3\n```",
+        "none",
+    ]
     rollouts = [rollout(n, text, task) for n, text in enumerate(texts)]
     rollouts.append(rollout(3, texts[0], {"tests": []}))
     scores, events = _score([{"kind": "code"}], rollouts)
@@ -253,7 +284,10 @@ def test_reasoning_gym_s_own_scorer():
 
 
 def test_workers_load_no_torch():
-    code = "import gyre.rewards.pool.worker, sys; print(sorted({'torch', 'numpy', 'pydantic', 'sympy'} & set(sys.modules)))"
+    code = (
+        "import gyre.rewards.pool.worker, sys; print(sorted({'torch', 'numpy', 'pydantic', "
+        "'sympy'} & set(sys.modules)))"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
     async def go():
@@ -278,13 +312,18 @@ def test_workers_that_cannot_start_end_the_call_with_the_reason(monkeypatch, tmp
         finally:
             await scorer.close()
 
-    with pytest.raises(DeadlineError, match="did not start in 6 tries; the last one ended with exit code 1"):
+    with pytest.raises(
+        DeadlineError, match="did not start in 6 tries; the last one ended with exit code 1"
+    ):
         asyncio.run(go())
     assert set(events.kinds()) == {"reward.nursery_replaced"}
 
 
 def test_refused_system_calls_are_an_event_that_the_report_counts():
-    program = "```python\nimport socket\ntry:\n    socket.socket(40, 1)\nexcept OSError:\n    print(7)\n```"
+    program = (
+        "```python\nimport socket\ntry:\n    socket.socket(40, 1)\nexcept OSError:\n    "
+        "print(7)\n```"
+    )
     rollouts = [rollout(0, program, {"tests": [{"stdin": "", "stdout": "7\n"}]})]
     scores, events = _score([{"kind": "code"}], rollouts)
     assert scores[0].value == 1.0

@@ -1,4 +1,5 @@
-"""Hub folders of the Llama 3 and Qwen kind, built small: ids, chat text and end tokens as transformers has them."""
+"""Hub folders of the Llama 3 and Qwen kind, built small: ids, chat text and end tokens as
+transformers has them."""
 
 from __future__ import annotations
 
@@ -7,23 +8,39 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from gyre.core.errors import ConfigError, InputError
 from gyre.text.render import render_prompt
 from gyre.text.tokenizer import Tokenizer, load_tokenizer
 
-WORDS = r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = (
+    r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 LLAMA_CHAT = (
     "{{- bos_token }}{%- for m in messages %}"
-    "{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim + '<|eot_id|>' }}"
+    "{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim + "
+    "'<|eot_id|>' }}"
     "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' "
+    "}}{%- endif %}"
 )
 QWEN_CHAT = (
-    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' "
+    "}}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
-    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- "
+    "'<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
     "{%- endif %}"
 )
 TEXTS = ["What is 12 + 345?", "héllo 日本 🙂 it's", "<answer>-7</answer>\n\n  x"]
@@ -32,7 +49,13 @@ TEXTS = ["What is 12 + 345?", "héllo 日本 🙂 it's", "<answer>-7</answer>\n\
 def hub_folder(folder: Path, kind: str, *, chat: bool = True) -> Path:
     """Files as the hub has them, with a vocabulary trained on a few sentences."""
     specials = {
-        "llama": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        "llama": [
+            "<|begin_of_text|>",
+            "<|end_of_text|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eot_id|>",
+        ],
         "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     }[kind]
     backend = tokenizers.Tokenizer(models.BPE())
@@ -50,19 +73,31 @@ def hub_folder(folder: Path, kind: str, *, chat: bool = True) -> Path:
         ["the user asked what the answer is"] * 20,
         trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False),
     )
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in specials])
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in specials]
+    )
     if kind == "llama":
         bos = (specials[0], backend.token_to_id(specials[0]))
-        backend.post_processor = processors.TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos[0]} $A", special_tokens=[bos]
+        )
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
     end = specials[-1]
-    config = {"tokenizer_class": "PreTrainedTokenizerFast" if kind == "llama" else "Qwen2Tokenizer", "eos_token": end}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast" if kind == "llama" else "Qwen2Tokenizer",
+        "eos_token": end,
+    }
     config |= {"bos_token": specials[0]} if kind == "llama" else {"pad_token": specials[0]}
     config |= {"chat_template": LLAMA_CHAT if kind == "llama" else QWEN_CHAT} if chat else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama" if kind == "llama" else "qwen3"}))
-    further = [backend.token_to_id(token) for token in ([specials[1], end] if kind == "llama" else [end, specials[0]])]
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "llama" if kind == "llama" else "qwen3"})
+    )
+    further = [
+        backend.token_to_id(token)
+        for token in ([specials[1], end] if kind == "llama" else [end, specials[0]])
+    ]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": further}))
     return folder
 
@@ -91,10 +126,14 @@ def test_ids_and_text_are_those_of_transformers(folder: Path) -> None:
 @pytest.mark.parametrize("system", ["", "Think first."])
 def test_chat_prompt_is_that_of_transformers(folder: Path, system: str) -> None:
     ours, theirs = load_tokenizer(folder), reference(folder)
-    messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": "What is 1 + 2?"}]
+    messages = [{"role": "system", "content": system}] * bool(system) + [
+        {"role": "user", "content": "What is 1 + 2?"}
+    ]
     tokens, text = render_prompt(ours, "What is 1 + 2?", system=system)
     assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    encoded = theirs.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=True)
+    encoded = theirs.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=True
+    )
     assert tokens.tolist() == encoded["input_ids"]
     assert tokens.tolist().count(ours.bos_id) == (1 if ours.bos_id is not None else 0)
 
@@ -102,7 +141,9 @@ def test_chat_prompt_is_that_of_transformers(folder: Path, system: str) -> None:
 def test_end_tokens_are_the_tokenizers_then_the_models(folder: Path) -> None:
     ours, theirs = load_tokenizer(folder), reference(folder)
     assert ours.end_id == theirs.eos_token_id
-    assert set(ours.eos_ids) == set(json.loads((folder / "generation_config.json").read_text())["eos_token_id"])
+    assert set(ours.eos_ids) == set(
+        json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    )
     assert len(ours.eos_ids) == 2
 
 
@@ -115,7 +156,9 @@ def test_saving_keeps_everything(folder: Path, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     assert again.render_chat(messages) == ours.render_chat(messages)
     theirs = reference(tmp_path)
-    assert [theirs(text)["input_ids"] for text in TEXTS] == [reference(folder)(text)["input_ids"] for text in TEXTS]
+    assert [theirs(text)["input_ids"] for text in TEXTS] == [
+        reference(folder)(text)["input_ids"] for text in TEXTS
+    ]
 
 
 def test_template_options_reach_the_template(tmp_path: Path) -> None:
@@ -142,7 +185,9 @@ def test_no_chat_template_is_an_error_with_a_way_out(tmp_path: Path) -> None:
 
 def test_template_that_refuses_is_an_error_of_the_user(tmp_path: Path) -> None:
     path = hub_folder(tmp_path, "llama") / "tokenizer_config.json"
-    config = json.loads(path.read_text()) | {"chat_template": "{{ raise_exception('no system message') }}"}
+    config = json.loads(path.read_text()) | {
+        "chat_template": "{{ raise_exception('no system message') }}"
+    }
     path.write_text(json.dumps(config))
     with pytest.raises(InputError, match="no system message"):
         render_prompt(load_tokenizer(tmp_path), "hi", system="s")

@@ -23,7 +23,12 @@ def sentencepiece_like() -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     special = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special[:2], show_progress=False)
@@ -39,7 +44,9 @@ def chunks(ids: list[int], cuts: list[int]) -> list[list[int]]:
     return [ids[a:b] for a, b in itertools.pairwise(edges)]
 
 
-def streamed(tokenizer: Tokenizer, pieces: list[list[int]], *, skip_special: bool = False) -> list[str]:
+def streamed(
+    tokenizer: Tokenizer, pieces: list[list[int]], *, skip_special: bool = False
+) -> list[str]:
     detokeniser = Detokeniser(tokenizer, skip_special=skip_special)
     return [*(detokeniser.push(piece) for piece in pieces), detokeniser.flush()]
 
@@ -49,8 +56,11 @@ def streamed(tokenizer: Tokenizer, pieces: list[list[int]], *, skip_special: boo
     st.lists(st.integers(0, 99), max_size=8),
     st.booleans(),
 )
-def test_pieces_join_to_the_decoded_whole(ids: list[int], cuts: list[int], skip_special: bool) -> None:
-    """Random ids: bytes that are no UTF-8, special tokens and ids without a token are all among them."""
+def test_pieces_join_to_the_decoded_whole(
+    ids: list[int], cuts: list[int], skip_special: bool
+) -> None:
+    """Random ids: bytes that are no UTF-8, special tokens and ids without a token are all among
+    them."""
     whole = TOKENIZER.decode(ids, skip_special=skip_special)
     assert "".join(streamed(TOKENIZER, chunks(ids, cuts), skip_special=skip_special)) == whole
 
@@ -86,7 +96,9 @@ SENTENCEPIECE = sentencepiece_like()
     st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
     st.lists(st.text("abc", max_size=4), max_size=10),
 )
-def test_stop_is_found_in_the_first_piece_that_completes_one(stops: list[str], pieces: list[str]) -> None:
+def test_stop_is_found_in_the_first_piece_that_completes_one(
+    stops: list[str], pieces: list[str]
+) -> None:
     matcher = StopMatcher(stops)
     text = ""
     for piece in pieces:
@@ -103,8 +115,15 @@ def test_example_masks_the_prompt_and_ends_once() -> None:
     assert text == "Think.\nWhat is 1 + 2?\n"
     for response in (r1_response("1 + 2 = 3", "3"), r1_response("1 + 2 = 3", "3") + END):
         tokens, loss_mask = render_example(TOKENIZER, prompt, response)
-        assert (tokens.dtype, loss_mask.dtype, tokens.shape) == (np.int32, np.bool_, loss_mask.shape)
-        assert TOKENIZER.decode(tokens[loss_mask]) == f"<think>1 + 2 = 3</think><answer>3</answer>{END}"
+        assert (tokens.dtype, loss_mask.dtype, tokens.shape) == (
+            np.int32,
+            np.bool_,
+            loss_mask.shape,
+        )
+        assert (
+            TOKENIZER.decode(tokens[loss_mask])
+            == f"<think>1 + 2 = 3</think><answer>3</answer>{END}"
+        )
         assert TOKENIZER.decode(tokens[~loss_mask]) == text
 
 
@@ -125,10 +144,16 @@ def test_one_system_message_is_given_not_two() -> None:
     assert render_prompt(TOKENIZER, own)[1] == "OWN\na\n"
     assert render_prompt(TOKENIZER, own[1:], system="GIVEN")[1] == "GIVEN\na\n"
     for turns in (own, [*own[1:], {"role": "assistant", "content": "b"}, *own]):
-        with pytest.raises(InputError, match=r"data\.system is set, and the prompt has a system message of its own"):
+        with pytest.raises(
+            InputError, match=r"data\.system is set, and the prompt has a system message of its own"
+        ):
             render_prompt(TOKENIZER, turns, system="GIVEN")
 
 
 def test_plain_chat_of_a_conversation() -> None:
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
     assert plain_chat(turns) == f"a\nb{END}c\n"

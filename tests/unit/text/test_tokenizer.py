@@ -1,4 +1,5 @@
-"""Our own tokenizer: round trips, digits alone, boilerplate merged, the same in any process and in transformers."""
+"""Our own tokenizer: round trips, digits alone, boilerplate merged, the same in any process and in
+transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre.core.errors import InputError
-from gyre.text.tokenizer import END, PAD, SPECIAL, Tokenizer, is_misread, load_tokenizer, train_tokenizer
+from gyre.text.tokenizer import (
+    END,
+    PAD,
+    SPECIAL,
+    Tokenizer,
+    is_misread,
+    load_tokenizer,
+    train_tokenizer,
+)
 
 MESSAGES = [
     {"role": "system", "content": "Think first."},
@@ -25,7 +34,8 @@ MESSAGES = [
 
 def training_texts() -> list[str]:
     return [
-        f"State the final answer to the following problem: {a} - {b} =\n<think>{a} - {b} = {a - b}</think>"
+        f"State the final answer to the following problem: {a} - {b} =\n<think>{a} - {b} = "
+        f"{a - b}</think>"
         f"<answer>{a - b}</answer>"
         for a in range(3, 40)
         for b in range(1, 30, 4)
@@ -66,22 +76,49 @@ def test_each_digit_and_sign_is_its_own_token(number: int, before: str, after: s
 
 @given(st.text(alphabet="abcxyz", min_size=3, max_size=12))
 def test_letters_of_a_spelled_word_are_single(word: str) -> None:
-    pieces = [TOKENIZER.decode([i]) for i in TOKENIZER.encode("\n".join([" ".join(word), " ".join(word[::-1])]))]
+    pieces = [
+        TOKENIZER.decode([i])
+        for i in TOKENIZER.encode("\n".join([" ".join(word), " ".join(word[::-1])]))
+    ]
     assert pieces == list(" ".join(word) + "\n" + " ".join(word[::-1]))
 
 
 def test_boilerplate_is_one_token() -> None:
     pieces = [
-        TOKENIZER.decode([i]) for i in TOKENIZER.encode("State the final answer to the following problem: 15 - 3 =\n")
+        TOKENIZER.decode([i])
+        for i in TOKENIZER.encode("State the final answer to the following problem: 15 - 3 =\n")
     ]
-    assert pieces == ["State the final answer to the following problem: ", "1", "5", " - ", "3", " =\n"]
+    assert pieces == [
+        "State the final answer to the following problem: ",
+        "1",
+        "5",
+        " - ",
+        "3",
+        " =\n",
+    ]
 
 
 def test_special_tokens_have_the_first_ids_and_only_pad_and_end_are_skipped() -> None:
     assert TOKENIZER.encode("".join(SPECIAL)).tolist() == list(range(len(SPECIAL)))
-    assert (TOKENIZER.pad_id, TOKENIZER.eos_ids, TOKENIZER.end_id, TOKENIZER.bos_id) == (0, (1,), 1, None)
-    assert TOKENIZER.decode(range(len(SPECIAL)), skip_special=True) == "<think></think><answer></answer>"
-    assert [TOKENIZER.is_special(i) for i in range(7)] == [True, True, False, False, False, False, False]
+    assert (TOKENIZER.pad_id, TOKENIZER.eos_ids, TOKENIZER.end_id, TOKENIZER.bos_id) == (
+        0,
+        (1,),
+        1,
+        None,
+    )
+    assert (
+        TOKENIZER.decode(range(len(SPECIAL)), skip_special=True)
+        == "<think></think><answer></answer>"
+    )
+    assert [TOKENIZER.is_special(i) for i in range(7)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_no_merge_crosses_a_special_token() -> None:
@@ -116,7 +153,8 @@ def test_training_is_the_same_in_another_process() -> None:
 
 def test_own_tokenizer_needs_neither_transformers_nor_torch(saved: Path) -> None:
     code = (
-        "import sys; from gyre.text.tokenizer import load_tokenizer; from gyre.text.render import render_prompt\n"
+        "import sys; from gyre.text.tokenizer import load_tokenizer; from gyre.text.render import "
+        "render_prompt\n"
         f"render_prompt(load_tokenizer({str(saved)!r}), 'hi', system='s')\n"
         "print([m for m in ('transformers', 'torch', 'jinja2') if m in sys.modules])"
     )
@@ -156,14 +194,19 @@ def test_saved_folder_loads_as_the_same_tokenizer(saved: Path) -> None:
 def test_transformers_reads_the_saved_folder_the_same_way(
     tmp_path: Path, model_type: str, tokenizer: Tokenizer
 ) -> None:
-    """Also beside the config.json of an exported model, by which AutoTokenizer chooses its class."""
+    """Also beside the config.json of an exported model, by which AutoTokenizer chooses its
+    class."""
     from transformers import AutoTokenizer
 
     tokenizer.save(tmp_path)
     if model_type:
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 400}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_type": model_type, "vocab_size": 400})
+        )
     hub = AutoTokenizer.from_pretrained(str(tmp_path))
-    assert not is_misread(tokenizer, model_type) and not is_misread(load_tokenizer(tmp_path), model_type)
+    assert not is_misread(tokenizer, model_type) and not is_misread(
+        load_tokenizer(tmp_path), model_type
+    )
     for text in (
         "State the final answer to the following problem: 15 - -3 =\n<think>",
         "é日本🙂 don 't .",
@@ -173,7 +216,11 @@ def test_transformers_reads_the_saved_folder_the_same_way(
         assert hub(text)["input_ids"] == ids
         assert hub.decode(ids) == text
         assert hub.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids, skip_special=True)
-    assert (hub.eos_token_id, hub.pad_token_id, len(hub)) == (tokenizer.end_id, tokenizer.pad_id, tokenizer.vocab_size)
+    assert (hub.eos_token_id, hub.pad_token_id, len(hub)) == (
+        tokenizer.end_id,
+        tokenizer.pad_id,
+        tokenizer.vocab_size,
+    )
     for messages in (MESSAGES, MESSAGES[1:2], MESSAGES[:2]):
         text = hub.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert text == tokenizer.render_chat(messages)
@@ -186,7 +233,10 @@ def test_files_that_transformers_would_read_otherwise_are_known(tmp_path: Path) 
     text = "State the final answer to the following problem: 15 - -3 ="
     TOKENIZER.save(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 400}))
-    assert AutoTokenizer.from_pretrained(str(tmp_path))(text)["input_ids"] != TOKENIZER.encode(text).tolist()
+    assert (
+        AutoTokenizer.from_pretrained(str(tmp_path))(text)["input_ids"]
+        != TOKENIZER.encode(text).tolist()
+    )
     assert is_misread(TOKENIZER, "qwen2") and not is_misread(QWEN2, "qwen2")
 
 

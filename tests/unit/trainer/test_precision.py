@@ -14,11 +14,20 @@ from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.trainer.optim.grad_scaler import GOOD_UPDATES, LossScale
 from gyre.trainer.trainer import NativeTrainer
-from trainer_cases import CPU, SPEC, assert_bits_equal, make_batch, make_decoder, make_trainer, weights_of
+from trainer_cases import (
+    CPU,
+    SPEC,
+    assert_bits_equal,
+    make_batch,
+    make_decoder,
+    make_trainer,
+    weights_of,
+)
 
 
 def test_the_scale_is_that_of_torch_s_scaler():
-    """Through overflows at random, one right after the other, and two runs of good updates that are long enough."""
+    """Through overflows at random, one right after the other, and two runs of good updates that are
+    long enough."""
     rng = np.random.default_rng(0)
     finite = [
         True,
@@ -38,7 +47,10 @@ def test_the_scale_is_that_of_torch_s_scaler():
         scaler.step(sgd)
         scaler.update()
         ours = ours.after(finite=bool(good))
-    assert {"scale": ours.factor, "_growth_tracker": ours.good_updates}.items() <= scaler.state_dict().items()
+    assert {
+        "scale": ours.factor,
+        "_growth_tracker": ours.good_updates,
+    }.items() <= scaler.state_dict().items()
 
 
 def with_overflow(seed: int):
@@ -49,8 +61,11 @@ def with_overflow(seed: int):
 
 
 def test_updates_are_those_of_torch_s_scaler_over_the_same_gradients():
-    """Scaled gradients as they were summed go to torch.amp.GradScaler, clip_grad_norm_ and AdamW as well."""
-    trainer = make_trainer("grpo", dtype=torch.float16, grad_clip=0.5, weight_decay=0.0, learning_rate=1e-3)
+    """Scaled gradients as they were summed go to torch.amp.GradScaler, clip_grad_norm_ and AdamW as
+    well."""
+    trainer = make_trainer(
+        "grpo", dtype=torch.float16, grad_clip=0.5, weight_decay=0.0, learning_rate=1e-3
+    )
     optimizer = trainer._models.actor.optimizer
     theirs = torch.nn.Parameter(optimizer.master_N.clone())
     scaler, adamw = (
@@ -59,7 +74,13 @@ def test_updates_are_those_of_torch_s_scaler_over_the_same_gradients():
     )
     scaler.scale(torch.ones(()))
     for step, batch in enumerate(
-        [make_batch(seed=0), with_overflow(1), with_overflow(2), make_batch(seed=3), make_batch(seed=4)]
+        [
+            make_batch(seed=0),
+            with_overflow(1),
+            with_overflow(2),
+            make_batch(seed=3),
+            make_batch(seed=4),
+        ]
     ):
         taken: list[torch.Tensor] = []
         optimizer.reduce = lambda taken=taken: taken.append(optimizer.grad_N.clone())
@@ -82,7 +103,11 @@ def test_an_overflow_leaves_the_update_out_and_is_told():
     trainer = make_trainer("ppo", dtype=torch.float16, events=events)
     before = weights_of(trainer)
     report = trainer.step_now(with_overflow(0))
-    assert (report.num_updates, report.metrics["skipped_updates"], report.metrics["loss_scale"]) == (0, 1.0, 2.0**15)
+    assert (
+        report.num_updates,
+        report.metrics["skipped_updates"],
+        report.metrics["loss_scale"],
+    ) == (0, 1.0, 2.0**15)
     assert [name for name, _ in events] == ["trainer.loss_scale", "trainer.update_skipped"]
     assert_bits_equal(weights_of(trainer), before)
     assert trainer.step_now(make_batch()).num_updates == 1
@@ -100,7 +125,13 @@ def test_metrics_are_of_the_gradient_before_scaling():
 @pytest.mark.parametrize("kind", ["sft", "ppo"])
 def test_float16_goes_on_from_a_snapshot_to_the_bit(kind):
     settings = {"dtype": torch.float16, "sequences_per_update": 4}
-    batches = [make_batch(seed=0), with_overflow(1), make_batch(seed=2), with_overflow(3), make_batch(seed=4)]
+    batches = [
+        make_batch(seed=0),
+        with_overflow(1),
+        make_batch(seed=2),
+        with_overflow(3),
+        make_batch(seed=4),
+    ]
 
     def run(trainer: NativeTrainer, steps: range) -> list:
         return [trainer.step_now(replace(batches[step], step=step)) for step in steps]
@@ -130,7 +161,9 @@ def test_a_snapshot_of_a_wider_run_starts_the_scale_anew():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings", [{"dtype": torch.float16}, {"matmul": "fp8"}, {"matmul": "fp8", "dtype": torch.bfloat16}], ids=str
+    "settings",
+    [{"dtype": torch.float16}, {"matmul": "fp8"}, {"matmul": "fp8", "dtype": torch.bfloat16}],
+    ids=str,
 )
 def test_a_model_learns(settings):
     """As far as wide products learn, on the same batch."""
@@ -139,7 +172,10 @@ def test_a_model_learns(settings):
         decoder = Decoder(SPEC, device=CPU, dtype=how.get("dtype", torch.float32))
         init_weights(decoder, 0)
         trainer = make_trainer(
-            "sft", decoder=decoder, learning_rate=3e-3, **{k: v for k, v in how.items() if k != "dtype"}
+            "sft",
+            decoder=decoder,
+            learning_rate=3e-3,
+            **{k: v for k, v in how.items() if k != "dtype"},
         )
         losses[name] = [trainer.step_now(make_batch(6)).metrics["loss"] for _ in range(30)]
     assert losses["narrow"][0] == pytest.approx(losses["wide"][0], rel=0.02)
@@ -165,7 +201,10 @@ def test_8_bit_products_are_told_with_what_stays_wide():
     init_weights(odd, 0)
     events.clear()
     trainer = make_trainer("sft", decoder=odd, matmul="fp8", events=events)
-    assert events[0][1]["layers"] == ["out", "qkv"] and set(events[0][1]["left_wide"]) == {"gate_up", "down"}
+    assert events[0][1]["layers"] == ["out", "qkv"] and set(events[0][1]["left_wide"]) == {
+        "gate_up",
+        "down",
+    }
     assert events[0][1]["counted"] and trainer.step_now(make_batch()).num_updates == 1
 
 
@@ -183,7 +222,8 @@ def test_the_first_step_is_on_policy_and_on_the_reference(kind):
     trainer = make_trainer(kind, matmul="fp8", epochs_per_batch=2)
     batch = make_batch()
     ours, reference = (
-        trainer.evaluate_now(batch, which).per_token for which in ("policy", "reference" if kind != "ppo" else "policy")
+        trainer.evaluate_now(batch, which).per_token
+        for which in ("policy", "reference" if kind != "ppo" else "policy")
     )
     assert all(np.array_equal(a, b) for a, b in zip(ours, reference, strict=True))
     plain = make_trainer(kind).evaluate_now(batch, "policy").per_token

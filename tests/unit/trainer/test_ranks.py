@@ -38,16 +38,21 @@ from zero_cases import (
     with_a_bad_number,
 )
 
-# Every layout with the objective that has the most models; every objective with the layouts that differ most.
+# Every layout with the objective that has the most models; every objective with the layouts that
+# differ most.
 PAIRS = [("ppo", layout) for layout in LAYOUTS]
 PAIRS += [(kind, layout) for kind in OBJECTIVES if kind != "ppo" for layout in ("zero1", "hybrid3")]
 
 
-def assert_close(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], *, relative: float) -> None:
+def assert_close(
+    found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], *, relative: float
+) -> None:
     """Equal within a part of each tensor's largest number."""
     assert found.keys() == expected.keys() and any(tensor.any() for tensor in expected.values())
     for name, tensor in expected.items():
-        np.testing.assert_allclose(found[name], tensor, atol=relative * np.abs(tensor).max(), rtol=0, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], tensor, atol=relative * np.abs(tensor).max(), rtol=0, err_msg=name
+        )
 
 
 @pytest.mark.parametrize(("kind", "layout"), PAIRS)
@@ -81,7 +86,9 @@ def test_two_ranks_train_as_one_process(pair, layout):
     expected, state = train(None, "dpo", spec="odd")
     results = pair.run(train, "dpo", spec="odd", layout=layout)
     assert results[0][0] == results[1][0]
-    assert [r.metrics["loss"] for r in results[0][0]] == pytest.approx([r.metrics["loss"] for r in expected], rel=1e-5)
+    assert [r.metrics["loss"] for r in results[0][0]] == pytest.approx(
+        [r.metrics["loss"] for r in expected], rel=1e-5
+    )
     assert_close(results[0][1], state, relative=2e-4)
 
 
@@ -94,16 +101,28 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_update_on_all(ranks
 
 @pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3", "hybrid1", "hybrid2", "hybrid3"])
 def test_training_equals_one_process(ranks, layout):
-    """Two epochs of three updates, twice: reports are the same on every rank, weights and moments as alone."""
-    settings = {"epochs_per_batch": 2, "sequences_per_update": 4, "weight_decay": 0.1, "reference_moving_average": 0.5}
+    """Two epochs of three updates, twice: reports are the same on every rank, weights and moments
+    as alone."""
+    settings = {
+        "epochs_per_batch": 2,
+        "sequences_per_update": 4,
+        "weight_decay": 0.1,
+        "reference_moving_average": 0.5,
+    }
     expected, state = train(None, "grpo", **settings)
     results = ranks.run(train, "grpo", layout=layout, **settings)
     assert all(reports == results[0][0] for reports, _ in results)
     for report, one in zip(results[0][0], expected, strict=True):
-        assert (report.version, report.num_tokens, report.num_updates) == (one.version, one.num_tokens, one.num_updates)
+        assert (report.version, report.num_tokens, report.num_updates) == (
+            one.version,
+            one.num_tokens,
+            one.num_updates,
+        )
         assert report.metrics.keys() == one.metrics.keys()
         metrics = {name: value for name, value in one.metrics.items() if name != "padding_share"}
-        assert {name: report.metrics[name] for name in metrics} == pytest.approx(metrics, rel=2e-4, abs=2e-6)
+        assert {name: report.metrics[name] for name in metrics} == pytest.approx(
+            metrics, rel=2e-4, abs=2e-6
+        )
     assert_close(results[0][1], state, relative=2e-4)
     assert not any(state for _, state in results[1:])
 
@@ -112,15 +131,20 @@ def test_training_equals_one_process(ranks, layout):
 @pytest.mark.parametrize("num_sequences", [2, 6])
 def test_ranks_without_work_stay_in_step(ranks, layout, num_sequences):
     expected, state = train(None, "ppo", num_sequences=num_sequences, tokens_per_chunk=16)
-    results = ranks.run(train, "ppo", num_sequences=num_sequences, tokens_per_chunk=16, layout=layout)
+    results = ranks.run(
+        train, "ppo", num_sequences=num_sequences, tokens_per_chunk=16, layout=layout
+    )
     assert results[0][0][0].metrics["loss"] == pytest.approx(expected[0].metrics["loss"], rel=1e-4)
     assert_close(results[0][1], state, relative=2e-4)
 
 
 @pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3", "mixed"])
-@pytest.mark.parametrize(("kind", "which"), [("ppo", "critic"), ("grpo", "reference"), ("rm", "reward")])
+@pytest.mark.parametrize(
+    ("kind", "which"), [("ppo", "critic"), ("grpo", "reference"), ("rm", "reward")]
+)
 def test_evaluation_gives_every_rank_the_whole_batch(ranks, kind, which, layout):
-    """Before a step and after it: nothing that was gathered for the first pass is read by the second."""
+    """Before a step and after it: nothing that was gathered for the first pass is read by the
+    second."""
     settings = {"reference_refresh_steps": 1} if which == "reference" else {}
     expected = evaluate(None, kind, which, **settings)
     for found in ranks.run(evaluate, kind, which, layout=layout, **settings):
@@ -139,7 +163,8 @@ def test_the_policy_is_evaluated_with_its_new_weights(ranks):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bfloat16_follows_float32_masters(ranks, dtype):
-    """Every split rounds and sums in its own order; they stay as near to each other as bfloat16 lets them."""
+    """Every split rounds and sums in its own order; they stay as near to each other as bfloat16
+    lets them."""
     expected, norms = gradients(None, "rm", dtype=dtype)
     for layout in ("zero1", "zero3"):
         found, own = ranks.run(gradients, "rm", dtype=dtype, layout=layout)[0]
@@ -150,25 +175,40 @@ def test_bfloat16_follows_float32_masters(ranks, dtype):
 @pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "zero3", "zero3_once"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_8_bit_products_are_the_same_over_ranks(pair, layout, dtype):
-    """Scales are of a chunk's numbers, so each sequence is a chunk here, wherever it goes. What is left is the order of
-    sums: in float32 its last bits; in bfloat16 gradients of chunks are rounded before they are added."""
-    settings = {"dtype": dtype, "matmul": "fp8", "tokens_per_chunk": 16, "longer_than": 8, "num_sequences": 16}
+    """Scales are of a chunk's numbers, so each sequence is a chunk here, wherever it goes. What is
+    left is the order of sums: in float32 its last bits; in bfloat16 gradients of chunks are rounded
+    before they are added."""
+    settings = {
+        "dtype": dtype,
+        "matmul": "fp8",
+        "tokens_per_chunk": 16,
+        "longer_than": 8,
+        "num_sequences": 16,
+    }
     expected, norms = gradients(None, "ppo", **settings)
     results = pair.run(gradients, "ppo", layout=layout, **settings)
     assert_close(results[0][0], expected, relative=1e-5 if dtype == "float32" else 0.02)
-    assert results[1][1] == results[0][1] == pytest.approx(norms, rel=1e-5 if dtype == "float32" else 0.01)
+    assert (
+        results[1][1]
+        == results[0][1]
+        == pytest.approx(norms, rel=1e-5 if dtype == "float32" else 0.01)
+    )
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_8_bit_weights_are_gathered_again_for_what_is_made_again(pair, mode):
     settings = {"matmul": "fp8", "layout": "zero3"}
     expected = pair.run(gradients, "grpo", **settings)[0][0]
-    assert_close(pair.run(gradients, "grpo", checkpointing=mode, **settings)[0][0], expected, relative=1e-6)
+    assert_close(
+        pair.run(gradients, "grpo", checkpointing=mode, **settings)[0][0], expected, relative=1e-6
+    )
 
 
 def test_layers_are_gathered_in_8_bits(pair):
     """Half the bytes, but for the norms; also after the weights and their scales have changed."""
-    (wide, _, wide_bytes), (before, after, narrow_bytes) = (pair.run(gathered_dtypes, m)[0] for m in ("same", "fp8"))
+    (wide, _, wide_bytes), (before, after, narrow_bytes) = (
+        pair.run(gathered_dtypes, m)[0] for m in ("same", "fp8")
+    )
     assert set(wide) == {"bfloat16"} and before == after
     assert before.count("float8_e4m3fn") == 4 and set(before) == {"float8_e4m3fn", "bfloat16"}
     assert 0.5 < narrow_bytes / wide_bytes < 0.52
@@ -176,15 +216,21 @@ def test_layers_are_gathered_in_8_bits(pair):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_travel_as_computed_and_are_summed_in_float32(pair, dtype):
-    """To the bit what a reduce-scatter in float32 gives, which "update" takes: of one chunk, and two ranks' numbers have
-    one sum. Half the bytes."""
+    """To the bit what a reduce-scatter in float32 gives, which "update" takes: of one chunk, and
+    two ranks' numbers have one sum. Half the bytes."""
     settings = {"dtype": dtype, "tokens_per_chunk": 1000}
-    wide, narrow = (pair.run(gradients, "sft", layout=layout, **settings)[0] for layout in ("zero3_once", "zero3"))
+    wide, narrow = (
+        pair.run(gradients, "sft", layout=layout, **settings)[0]
+        for layout in ("zero3_once", "zero3")
+    )
     assert narrow[1] == wide[1] and narrow[0].keys() == wide[0].keys()
     for name, tensor in wide[0].items():
         assert tensor.any(), name
         np.testing.assert_array_equal(narrow[0][name], tensor, err_msg=name)
-    told = [pair.run(measures, "sft", layout=layout, **settings)[0]["measured"] for layout in ("zero3_once", "zero3")]
+    told = [
+        pair.run(measures, "sft", layout=layout, **settings)[0]["measured"]
+        for layout in ("zero3_once", "zero3")
+    ]
     whole, half = (counted["sent_bytes/reduce_scatter"] for counted in told)
     assert half == whole / 2 > 0
 
@@ -194,21 +240,30 @@ def test_training_with_8_bit_products_goes_on_from_another_layout_s_snapshot(pai
     """The scales of gathered weights follow the weights that were read."""
     settings = {"matmul": "fp8", "dtype": "bfloat16"}
     state = saved(None, "sft", steps=2, **settings)
-    written = {name: t.float().clone().numpy() for name, t in whole_tensors(state["tensors"].values()).items()}
+    written = {
+        name: t.float().clone().numpy()
+        for name, t in whole_tensors(state["tensors"].values()).items()
+    }
     results = pair.run(resume, state, "sft", steps=range(0), layout=layout, **settings)
     for name, tensor in written.items():
         np.testing.assert_array_equal(results[0][1][name], tensor, err_msg=name)
-    on = [pair.run(resume, state, "sft", steps=range(2, 4), layout=each, **settings)[0] for each in (layout, "zero0")]
+    on = [
+        pair.run(resume, state, "sft", steps=range(2, 4), layout=each, **settings)[0]
+        for each in (layout, "zero0")
+    ]
     assert_close(on[0][1], on[1][1], relative=1e-3)
 
 
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
 def test_8_bit_products_of_parked_components_and_of_the_reference(pair, layout):
-    """Shards that were away are gathered as before; the reference, never trained, multiplies what the policy does."""
+    """Shards that were away are gathered as before; the reference, never trained, multiplies what
+    the policy does."""
     settings = {"matmul": "fp8", "dtype": "bfloat16", "layout": layout}
     expected = pair.run(train, "grpo", **settings)[0][1]
     assert_close(pair.run(moved, "grpo", **settings)[0], expected, relative=1e-6)
-    ours, theirs = (pair.run(evaluate, "grpo", which, **settings)[0] for which in ("policy", "reference"))
+    ours, theirs = (
+        pair.run(evaluate, "grpo", which, **settings)[0] for which in ("policy", "reference")
+    )
     assert all(np.array_equal(a, b) for a, b in zip(ours[:9], theirs[:9], strict=True))
 
 
@@ -217,7 +272,9 @@ def test_an_overflow_in_float16_is_skipped_on_all_ranks_alike(pair, layout):
     expected, state = overflowed(None)
     results = pair.run(overflowed, layout=layout)
     assert results[0][0] == results[1][0]
-    assert [row[:2] for row in results[0][0]] == [row[:2] for row in expected] and expected[1][0] == 0
+    assert [row[:2] for row in results[0][0]] == [row[:2] for row in expected] and expected[1][
+        0
+    ] == 0
     assert expected[1][1] == expected[0][1] / 2
     assert_close(results[0][1], state, relative=0.05)
 
@@ -228,7 +285,9 @@ def test_snapshots_fit_any_number_of_ranks(ranks, layout, dtype):
     """One process's into four ranks and back, to the bit; and the run goes on from it."""
     settings = {"dtype": dtype, "reference_moving_average": 0.9, "spec": "odd"}
     state = saved(None, "ppo", steps=2, **settings)
-    written = {name: t.float().numpy() for name, t in whole_tensors(state["tensors"].values()).items()}
+    written = {
+        name: t.float().numpy() for name, t in whole_tensors(state["tensors"].values()).items()
+    }
     results = ranks.run(resume, state, "ppo", steps=range(0), layout=layout, **settings)
     assert results[0][1].keys() == written.keys()
     for name, tensor in written.items():
@@ -247,8 +306,11 @@ def test_snapshots_fit_any_number_of_ranks(ranks, layout, dtype):
 @pytest.mark.parametrize("layout", ["zero1", "zero3", "hybrid3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_rank_gets_the_version_whole(ranks, layout, dtype):
-    """Through buckets smaller than a tensor, on each rank the weights that the forward pass computes with."""
-    versions = ranks.run(gathered, bucket_bytes=1000, layout=layout, dtype=dtype, spec="odd", learning_rate=1e-2)
+    """Through buckets smaller than a tensor, on each rank the weights that the forward pass
+    computes with."""
+    versions = ranks.run(
+        gathered, bucket_bytes=1000, layout=layout, dtype=dtype, spec="odd", learning_rate=1e-2
+    )
     manifest, expected = gathered(None, bucket_bytes=0, dtype=dtype, spec="odd", learning_rate=1e-2)
     for own, found in versions:
         assert {(e.name, e.dtype, e.shape) for e in own.entries} == {
@@ -267,7 +329,9 @@ def test_every_rank_gets_the_version_whole(ranks, layout, dtype):
 )
 def test_state_away_from_the_device_changes_no_bit(ranks, tmp_path, kind, layout, dtype):
     hows = list(AWAY) if dtype == "bfloat16" else ["disk and gradients"]
-    results = ranks.run(equal_away, kind, hows, str(tmp_path), layout=layout, dtype=dtype, spec="odd")
+    results = ranks.run(
+        equal_away, kind, hows, str(tmp_path), layout=layout, dtype=dtype, spec="odd"
+    )
     assert results == [[]] * 4
 
 
@@ -275,10 +339,14 @@ def test_state_away_from_the_device_changes_no_bit(ranks, tmp_path, kind, layout
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
 def test_snapshots_of_state_away_fit_state_on_the_device_and_back(ranks, tmp_path, layout):
     state = saved(None, "ppo", steps=2, dtype="bfloat16")
-    written = {name: t.float().numpy() for name, t in whole_tensors(state["tensors"].values()).items()}
+    written = {
+        name: t.float().numpy() for name, t in whole_tensors(state["tensors"].values()).items()
+    }
     for how in ("disk", "host and gradients"):
         settings = {"steps": range(0), "layout": layout, "dtype": "bfloat16"}
-        results = ranks.run(away, resume_first, "ppo", how, f"{tmp_path}/{how}", state=state, **settings)
+        results = ranks.run(
+            away, resume_first, "ppo", how, f"{tmp_path}/{how}", state=state, **settings
+        )
         back = resume(None, results[0][2], "ppo", steps=range(0), dtype="bfloat16")[1]
         for name, tensor in written.items():
             np.testing.assert_array_equal(results[0][1][name], tensor, err_msg=name)
@@ -303,13 +371,15 @@ def test_parked_components_come_back(ranks, layout):
 
 
 def test_layers_are_freed_between_forward_and_backward(pair):
-    """So that equal gradients (above) show that the saved weights of a hand-written backward pass are gathered anew."""
+    """So that equal gradients (above) show that the saved weights of a hand-written backward pass
+    are gathered anew."""
     for during, after, has_gradient in pair.run(freed_between_passes):
         assert all(size > 0 for size in during) and after == [0, 0] and has_gradient
 
 
 def test_a_head_of_its_own_is_summed_before_the_layers(pair):
-    """And it stays gathered from the loss to its backward pass; a tied one is the embedding, which comes last."""
+    """And it stays gathered from the loss to its backward pass; a tied one is the embedding, which
+    comes last."""
     layers = [f"layers.{index}" for index in range(3)]
     forward = [f"gather {name}" for name in ("root", *layers, "head")]
     backward = [f"{what} {name}" for name in layers[::-1] for what in ("gather", "sum")]
@@ -325,26 +395,37 @@ def test_a_head_of_its_own_is_summed_before_the_layers(pair):
 
 @pytest.mark.parametrize("layout", ["zero2", "zero3"])
 def test_each_wait_beside_the_computation_has_two_ends(pair, layout):
-    """As on a GPU: the computation comes to what it needs before it is gathered, or later where it is gathered ahead;
-    to the sum of a layer's gradient when that of the next layer is there."""
+    """As on a GPU: the computation comes to what it needs before it is gathered, or later where it
+    is gathered ahead; to the sum of a layer's gradient when that of the next layer is there."""
     for told, pairs in pair.run(waits, layout, "odd"):
         collectives = [name for name in told if name.startswith(("gather", "sum"))]
         ends = [told[done - 1] for _, done in pairs]
-        assert all(told[reached] == "computing" and told[done] == "beside" for reached, done in pairs)
+        assert all(
+            told[reached] == "computing" and told[done] == "beside" for reached, done in pairs
+        )
         assert sorted([*ends, "sum layers.0"]) == sorted(collectives), "one wait is not seen"
         for reached, done in pairs:
             kind, name = told[done - 1].split()
-            waits_after = [at for at, what in enumerate(told) if what == f"wait {name}" and at > max(reached, done)]
+            waits_after = [
+                at
+                for at, what in enumerate(told)
+                if what == f"wait {name}" and at > max(reached, done)
+            ]
             others = [mark for mark, _ in pairs if told[mark] == "computing" and mark > reached]
             assert kind == "sum" or waits_after, f"{name}: the mark is not before FSDP2's own wait"
-            assert kind == "sum" or not any(reached < mark < waits_after[0] for mark in others), name
+            assert kind == "sum" or not any(reached < mark < waits_after[0] for mark in others), (
+                name
+            )
         later = sorted(told[done - 1] for reached, done in pairs if reached > done)
-        ahead = ["gather layers.0", "gather layers.1", "gather layers.2"] if layout == "zero3" else []
+        ahead = (
+            ["gather layers.0", "gather layers.1", "gather layers.2"] if layout == "zero3" else []
+        )
         assert later == [*ahead, "sum head", "sum layers.1", "sum layers.2"]
 
 
 def test_what_each_layout_holds(ranks):
-    """Bytes per parameter of the actor, in units of the float32 model, up to the padding of small tensors."""
+    """Bytes per parameter of the actor, in units of the float32 model, up to the padding of small
+    tensors."""
     alone = held_bytes(None, "grpo", dtype="bfloat16")
     count = alone["actor.grads"] / 4
     for layout, (params, grads, rest) in {
@@ -355,12 +436,19 @@ def test_what_each_layout_holds(ranks):
         "hybrid3": (2, 2, 4),
     }.items():
         for held in ranks.run(held_bytes, "grpo", dtype="bfloat16", layout=layout):
-            got = held["actor.params"], held["actor.grads"], held["actor.optimizer"] + held.get("actor.master", 0)
-            assert [size / count for size in got] == pytest.approx([params, grads, rest], rel=0.05), layout
+            got = (
+                held["actor.params"],
+                held["actor.grads"],
+                held["actor.optimizer"] + held.get("actor.master", 0),
+            )
+            assert [size / count for size in got] == pytest.approx(
+                [params, grads, rest], rel=0.05
+            ), layout
 
 
 def test_an_export_streams_from_the_shards(ranks, tmp_path):
-    """No rank ever holds more than two buckets, and a block on the way to the disk, beside its shard."""
+    """No rank ever holds more than two buckets, and a block on the way to the disk, beside its
+    shard."""
     folder = tmp_path / "export"
     results = ranks.run(exported, str(folder), layout="zero3")
     model_bytes = sum(tensor.nbytes for tensor in results[0]["tensors"].values())
@@ -372,7 +460,9 @@ def test_an_export_streams_from_the_shards(ranks, tmp_path):
     assert len(files) > 2 and (folder / "model.safetensors.index.json").is_file()
     spec, decoder = load_hub(folder, device=torch.device("cpu"), dtype=torch.float32)
     for name, parameter in decoder.named_parameters():
-        np.testing.assert_array_equal(parameter.detach().numpy(), results[0]["tensors"][name], err_msg=name)
+        np.testing.assert_array_equal(
+            parameter.detach().numpy(), results[0]["tensors"][name], err_msg=name
+        )
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     stored = {name: file for file in files for name in safetensors.torch.load_file(file)}
     assert {name: file.name for name, file in stored.items()} == index
@@ -385,14 +475,17 @@ def test_an_export_streams_from_the_shards(ranks, tmp_path):
         verify_runs(folder, spec, runs)
 
 
-# What the metrics say of ranks ------------------------------------------------------------------------------------------
+# What the metrics say of ranks
+# ------------------------------------------------------------------------------------------
 
 
 def test_ranks_count_the_work_of_one_process_together(ranks):
     alone = measures(None, "ppo", tokens_per_chunk=40)
     for layout in ("zero1", "zero3"):
         results = ranks.run(measures, "ppo", layout=layout, tokens_per_chunk=40)
-        assert sum(result["flops"] for result in results) == pytest.approx(alone["flops"], rel=1e-12)
+        assert sum(result["flops"] for result in results) == pytest.approx(
+            alone["flops"], rel=1e-12
+        )
 
 
 def test_the_first_rank_writes_the_trace(pair, tmp_path):
@@ -411,13 +504,19 @@ def test_the_first_rank_writes_the_trace(pair, tmp_path):
 def test_ranks_with_different_devices_refuse_each_other(ranks):
     same = ranks.run(refused_mixture, ["NVIDIA H200"] * 4)
     assert same == [""] * 4
-    for told in ranks.run(refused_mixture, ["NVIDIA H200", "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA H200"]):
-        assert "ranks 0, 1, 3 (node-0, node-1): NVIDIA H200 with 1.0 GiB, compute capability 9.0" in told
+    for told in ranks.run(
+        refused_mixture, ["NVIDIA H200", "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA H200"]
+    ):
+        assert (
+            "ranks 0, 1, 3 (node-0, node-1): NVIDIA H200 with 1.0 GiB, compute capability 9.0"
+            in told
+        )
         assert "rank 2 (node-1): NVIDIA A100-SXM4-80GB" in told
 
 
 def test_ranks_share_texts_of_any_length(pair):
-    sizes = [0, 1, 300, 330, 340, 345, 2000, 40_000]  # six bytes a letter: a frame ends between the fourth and fifth
+    # six bytes a letter: a frame ends between the fourth and fifth
+    sizes = [0, 1, 300, 330, 340, 345, 2000, 40_000]
     for told in pair.run(shared, sizes):
         for size, (first, second) in zip(sizes, told, strict=True):
             assert first == {"text": "é", "rank": 0} and second == {"text": "é" * size, "rank": 1}

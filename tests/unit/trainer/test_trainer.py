@@ -1,4 +1,5 @@
-"""NativeTrainer: first-step identities, learning, resume to the bit, components, what happens to bad batches."""
+"""NativeTrainer: first-step identities, learning, resume to the bit, components, what happens to
+bad batches."""
 
 from __future__ import annotations
 
@@ -43,12 +44,18 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_grpo_first_step_has_ratio_1_and_kl_0(dtype):
     trainer = make_trainer("grpo", dtype=dtype)
-    batch = with_column(make_batch(), "reference_logprobs", trainer.evaluate_now(make_batch(), "reference"))
+    batch = with_column(
+        make_batch(), "reference_logprobs", trainer.evaluate_now(make_batch(), "reference")
+    )
     batch = with_column(batch, "logprobs", trainer.evaluate_now(batch, "policy"))
     metrics = trainer.step_now(batch).metrics
     assert metrics["ratio"] == 1.0 and metrics["clip_fraction"] == 0.0
     assert metrics["kl_reference"] == 0.0 and metrics["kl_old"] == 0.0
-    assert metrics["logprob_gap"] == 0.0 and metrics["logprob_gap_mult"] == 1.0 and metrics["logprob_gap_max"] == 0.0
+    assert (
+        metrics["logprob_gap"] == 0.0
+        and metrics["logprob_gap_mult"] == 1.0
+        and metrics["logprob_gap_max"] == 0.0
+    )
     later = with_column(batch, "logprobs", trainer.evaluate_now(batch, "policy"))
     assert trainer.step_now(later).metrics["kl_reference"] > 0.0
 
@@ -61,7 +68,9 @@ def test_dpo_first_step_is_ln_2():
 
 def test_rm_first_step_is_ln_2():
     """A fresh scalar head says 0 for everything."""
-    assert make_trainer("rm").step_now(make_batch()).metrics["loss"] == pytest.approx(math.log(2.0), abs=1e-7)
+    assert make_trainer("rm").step_now(make_batch()).metrics["loss"] == pytest.approx(
+        math.log(2.0), abs=1e-7
+    )
 
 
 def test_fresh_critic_says_zero():
@@ -72,7 +81,9 @@ def test_fresh_critic_says_zero():
 @pytest.mark.parametrize("kind", OBJECTIVES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_learning_rate_0_leaves_weights_bit_equal(kind, dtype):
-    trainer = make_trainer(kind, dtype=dtype, learning_rate=0.0, epochs_per_batch=2, sequences_per_update=4)
+    trainer = make_trainer(
+        kind, dtype=dtype, learning_rate=0.0, epochs_per_batch=2, sequences_per_update=4
+    )
     before = weights_of(trainer)
     report = trainer.step_now(make_batch())
     assert report.num_updates == 6 and report.version == 6
@@ -92,7 +103,8 @@ def test_each_objective_learns_its_batch(kind):
 
 
 def test_old_logprobs_are_those_before_the_first_update():
-    """With several updates per batch the ratio leaves 1, and the gap to the engine stays that of the first forward."""
+    """With several updates per batch the ratio leaves 1, and the gap to the engine stays that of
+    the first forward."""
     trainer = make_trainer("grpo", epochs_per_batch=2, sequences_per_update=4)
     batch = with_column(make_batch(), "logprobs", trainer.evaluate_now(make_batch(), "policy"))
     metrics = trainer.step_now(batch).metrics
@@ -117,7 +129,12 @@ def test_policy_logprobs_that_the_batch_brings_are_the_old_ones():
                 batch = with_column(batch, "policy_logprobs", trainer.evaluate_now(batch, "policy"))
             calls.clear()
             metrics = trainer.step_now(batch).metrics
-            found[brought, epochs] = calls.count(False), metrics["kl_old"], metrics["ratio"], metrics["loss"]
+            found[brought, epochs] = (
+                calls.count(False),
+                metrics["kl_old"],
+                metrics["ratio"],
+                metrics["loss"],
+            )
     assert found[False, 2][0] > 0 == found[True, 2][0]
     assert found[False, 2][1:] == found[True, 2][1:] and found[True, 2][1] > 0.0
     assert found[False, 1] == found[True, 1] and found[True, 1][:3] == (0, 0.0, 1.0)
@@ -128,7 +145,9 @@ def test_evaluate_returns_batch_order_and_zeros_off_target():
     together = trainer.evaluate_now(batch, "policy").per_token
     assert [len(values) for values in together] == [len(s.tokens) for s in batch.sequences]
     for sequence, values in zip(batch.sequences, together, strict=True):
-        (alone,) = trainer.evaluate_now(TrainBatch(sequences=(sequence,), step=0), "policy").per_token
+        (alone,) = trainer.evaluate_now(
+            TrainBatch(sequences=(sequence,), step=0), "policy"
+        ).per_token
         np.testing.assert_allclose(values, alone, atol=1e-5)
         assert not values[~sequence.columns["loss_mask"]].any()
         assert (values[sequence.columns["loss_mask"]] < 0).all()
@@ -142,16 +161,21 @@ def test_without_a_mask_all_but_the_first_token_are_targets():
 
 
 def test_values_and_scores_read_the_right_tokens():
-    """The critic's value of a target is the head's at the token before it; a score is the head's at the last token."""
+    """The critic's value of a target is the head's at the token before it; a score is the head's at
+    the last token."""
     head = ScalarHead(SPEC.hidden_size, device=CPU)
     torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(1))
-    trainer = make_trainer("ppo", critic=(make_decoder(seed=3), head), reward_model=(make_decoder(seed=3), head))
+    trainer = make_trainer(
+        "ppo", critic=(make_decoder(seed=3), head), reward_model=(make_decoder(seed=3), head)
+    )
     batch = make_batch()
     values, scores = trainer.evaluate_now(batch, "critic"), trainer.evaluate_now(batch, "reward")
     np.testing.assert_allclose(values.per_sequence, scores.per_sequence, atol=1e-5)
     for index, sequence in enumerate(batch.sequences):
         for t in np.flatnonzero(sequence.columns["loss_mask"]):
-            cut = TrainBatch(sequences=(replace(sequence, tokens=sequence.tokens[:t], columns={}),), step=0)
+            cut = TrainBatch(
+                sequences=(replace(sequence, tokens=sequence.tokens[:t], columns={}),), step=0
+            )
             assert trainer.evaluate_now(cut, "reward").per_sequence[0] == pytest.approx(
                 values.per_token[index][t], abs=2e-5
             )
@@ -174,7 +198,8 @@ def test_fully_masked_batch_is_nothing_to_train():
     trainer = make_trainer("grpo", events=events)
     batch = make_batch(2)
     mute = tuple(
-        replace(s, columns={**s.columns, "loss_mask": np.zeros(len(s.tokens), dtype=bool)}) for s in batch.sequences
+        replace(s, columns={**s.columns, "loss_mask": np.zeros(len(s.tokens), dtype=bool)})
+        for s in batch.sequences
     )
     report = trainer.step_now(replace(batch, sequences=mute))
     assert report.num_updates == 0 and report.metrics["sequences_left_out"] == 2.0
@@ -205,7 +230,10 @@ def test_training_that_stays_without_a_finite_gradient_ends_and_names_the_learni
         trainer.step_now(replace(bad, step=6))
     assert "3 steps, up to step 6" in caught.value.message and caught.value.exit_code == 1
     assert "learning rate of 0.75 of the actor and 0.5 of the critic" in caught.value.message
-    assert "trainer.learning_rate" in caught.value.hint and "cold_start.learning_rate" in caught.value.hint
+    assert (
+        "trainer.learning_rate" in caught.value.hint
+        and "cold_start.learning_rate" in caught.value.hint
+    )
 
 
 def test_a_loss_scale_may_fall_for_as_long_as_it_must():
@@ -237,7 +265,10 @@ def test_a_step_cut_short_leaves_no_gradient_behind(monkeypatch):
 
 def test_long_sequences_get_a_chunk_and_an_event():
     events: list = []
-    assert make_trainer("sft", tokens_per_chunk=16, events=events).step_now(make_batch()).num_updates == 1
+    assert (
+        make_trainer("sft", tokens_per_chunk=16, events=events).step_now(make_batch()).num_updates
+        == 1
+    )
     assert "trainer.oversized_chunks" in [kind for kind, _ in events]
 
 
@@ -248,8 +279,16 @@ def test_reference_refresh_and_moving_average():
     for expected in ("start", "now", "now before", "now"):
         earlier = weights_of(refreshed)
         refreshed.step_now(batch)
-        reference = {name: p.detach() for name, p in refreshed._reference.decoder.named_parameters()}
-        kept = weights_of(refreshed) if expected == "now" else start if expected == "start" else earlier
+        reference = {
+            name: p.detach() for name, p in refreshed._reference.decoder.named_parameters()
+        }
+        kept = (
+            weights_of(refreshed)
+            if expected == "now"
+            else start
+            if expected == "start"
+            else earlier
+        )
         assert_bits_equal(reference, kept)
     averaged = make_trainer("grpo", reference_moving_average=0.75)
     averaged.step_now(batch)
@@ -262,14 +301,17 @@ def test_reference_refresh_and_moving_average():
 def test_a_reference_that_is_forbidden_says_so():
     with pytest.raises(ConfigError, match="reference"):
         make_trainer("dpo", reference="none").step_now(make_batch())
-    batch = with_column(make_batch(), "reference_logprobs", make_trainer("dpo").evaluate_now(make_batch(), "policy"))
+    batch = with_column(
+        make_batch(), "reference_logprobs", make_trainer("dpo").evaluate_now(make_batch(), "policy")
+    )
     assert make_trainer("dpo", reference="none").step_now(batch).num_updates == 1
 
 
 @pytest.mark.parametrize("kind", OBJECTIVES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_resume_from_a_snapshot_is_bit_equal(kind, dtype, tmp_path):
-    """Six steps in one go, or three, a snapshot on disk, and three in a new trainer with other weights."""
+    """Six steps in one go, or three, a snapshot on disk, and three in a new trainer with other
+    weights."""
     settings = {
         "dtype": dtype,
         "sequences_per_update": 4,
@@ -303,7 +345,9 @@ def test_a_snapshot_is_a_copy():
     kept = whole_tensors(taken)
     trainer.step_now(make_batch(seed=1))
     assert_bits_equal(whole_tensors(taken), kept)
-    assert any(not torch.equal(kept[name], tensor) for name, tensor in saved_tensors(trainer).items())
+    assert any(
+        not torch.equal(kept[name], tensor) for name, tensor in saved_tensors(trainer).items()
+    )
 
 
 def test_snapshots_of_another_run_are_refused():
@@ -321,7 +365,13 @@ def test_moving_components_keeps_bits_and_identity(dtype, tier, tmp_path, monkey
     moved = make_trainer("ppo", dtype=dtype, disk_folder=tmp_path, reward_model=reward_model(dtype))
     still = make_trainer("ppo", dtype=dtype, reward_model=reward_model(dtype))
     names = [c.name for c in moved.components() if tier in c.tiers]
-    assert {"actor.params", "actor.optimizer", "critic.params", "critic.optimizer", "reward"} <= set(names)
+    assert {
+        "actor.params",
+        "actor.optimizer",
+        "critic.params",
+        "critic.optimizer",
+        "reward",
+    } <= set(names)
     assert ("actor.master" in names) == (dtype == torch.bfloat16)
     tensors = moved.register()[1]
     for step in range(3):
@@ -335,14 +385,16 @@ def test_moving_components_keeps_bits_and_identity(dtype, tier, tmp_path, monkey
             assert {"host": usage.host_bytes, "disk": usage.disk_bytes}[tier] >= sizes[name] > 0
         with monkeypatch.context() as patched:
             patched.setattr(StoragePool, "move", lambda *_: pytest.fail("a snapshot moves nothing"))
-            assert_bits_equal(saved_tensors(moved), saved_tensors(still))  # even from where they are parked
+            # even from where they are parked
+            assert_bits_equal(saved_tensors(moved), saved_tensors(still))
         assert all(moved.measure()[name].device_bytes == 0 for name in names)
         moved.move(names, "device")
         assert {name: usage.device_bytes for name, usage in moved.measure().items()} == sizes
     assert_bits_equal(dict(tensors), weights_of(still))
     batch = make_batch()
     np.testing.assert_array_equal(
-        moved.evaluate_now(batch, "reward").per_sequence, still.evaluate_now(batch, "reward").per_sequence
+        moved.evaluate_now(batch, "reward").per_sequence,
+        still.evaluate_now(batch, "reward").per_sequence,
     )
 
 
@@ -398,7 +450,14 @@ def test_close_leaves_the_policy_usable():
     trainer.step_now(make_batch())
     before = weights_of(trainer)
     asyncio.run(trainer.close())
-    assert sum(usage.device_bytes for name, usage in trainer.measure().items() if name != "actor.params") == 0
+    assert (
+        sum(
+            usage.device_bytes
+            for name, usage in trainer.measure().items()
+            if name != "actor.params"
+        )
+        == 0
+    )
     following = make_trainer("grpo", decoder=decoder, version=trainer.version)
     assert_bits_equal(weights_of(following), before)
     assert following.step_now(make_batch()).version == 2

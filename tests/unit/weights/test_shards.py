@@ -1,4 +1,5 @@
-"""Shards: every number is held once, and comes back to where it was, whatever shapes, ranks and bucket sizes."""
+"""Shards: every number is held once, and comes back to where it was, whatever shapes, ranks and
+bucket sizes."""
 
 from __future__ import annotations
 
@@ -18,9 +19,19 @@ from gyre.distributed.config import ParallelConfig
 from gyre.distributed.mesh import Splitter, shard_size
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.weights.gather import ShardSource
-from gyre.weights.shards import ALIGN, ShardLayout, align, plan_gather, row_layout, slice_layout, whole_layout
+from gyre.weights.shards import (
+    ALIGN,
+    ShardLayout,
+    align,
+    plan_gather,
+    row_layout,
+    slice_layout,
+    whole_layout,
+)
 
-SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
+SHAPES = st.lists(
+    st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6
+)
 
 
 def starts_of(shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, int], int]:
@@ -39,10 +50,14 @@ def layouts(draw) -> tuple[ShardLayout, frozenset[str]]:
     replicated = frozenset([last]) if draw(st.booleans()) and len(shapes) > 1 else frozenset()
     if draw(st.booleans()):
         return row_layout(shapes, num_ranks=num_ranks, replicated=replicated), replicated
-    starts, size = starts_of({name: shape for name, shape in shapes.items() if name not in replicated})
+    starts, size = starts_of(
+        {name: shape for name, shape in shapes.items() if name not in replicated}
+    )
     whole = align(size, num_ranks * ALIGN)
     starts |= dict.fromkeys(replicated, whole)
-    return slice_layout(shapes, starts, whole, num_ranks=num_ranks, replicated=replicated), replicated
+    return slice_layout(
+        shapes, starts, whole, num_ranks=num_ranks, replicated=replicated
+    ), replicated
 
 
 @given(layouts())
@@ -69,19 +84,31 @@ def test_what_is_gathered_is_what_was_there(case, numbers_per_bucket):
     buffers = [np.full(layout.size, np.nan) for _ in layout.ranks]
     for buffer, places in zip(buffers, layout.ranks, strict=True):
         for name, place in places.items():
-            buffer[place.at : place.at + place.stop - place.start] = whole[name][place.start : place.stop]
+            buffer[place.at : place.at + place.stop - place.start] = whole[name][
+                place.start : place.stop
+            ]
     back = {name: np.full(len(values), np.nan) for name, values in whole.items()}
     step = max(ALIGN, numbers_per_bucket // len(layout.ranks))
     at = 0
     for bucket in plan_gather(layout, numbers_per_bucket=numbers_per_bucket):
         assert bucket.size <= step
-        low = bucket.landings[0].start - layout.ranks[bucket.landings[0].rank][bucket.landings[0].name].start
-        low += layout.ranks[bucket.landings[0].rank][bucket.landings[0].name].at - bucket.landings[0].offset
+        low = (
+            bucket.landings[0].start
+            - layout.ranks[bucket.landings[0].rank][bucket.landings[0].name].start
+        )
+        low += (
+            layout.ranks[bucket.landings[0].rank][bucket.landings[0].name].at
+            - bucket.landings[0].offset
+        )
         assert low >= at
         at = low + bucket.size
         for landing in bucket.landings:
-            got = buffers[landing.rank][low + landing.offset : low + landing.offset + landing.stop - landing.start]
-            assert np.isnan(back[landing.name][landing.start : landing.stop]).all(), "a number lands once"
+            got = buffers[landing.rank][
+                low + landing.offset : low + landing.offset + landing.stop - landing.start
+            ]
+            assert np.isnan(back[landing.name][landing.start : landing.stop]).all(), (
+                "a number lands once"
+            )
             back[landing.name][landing.start : landing.stop] = got
     for name, values in whole.items():
         np.testing.assert_array_equal(back[name], values)
@@ -100,8 +127,8 @@ def test_rows_are_cut_as_torch_cuts_them(shapes, num_ranks):
 
 
 class Wire:
-    """All-gathers of ranks that are threads. Numbers arrive when they are waited for and not before, from where the
-    sender has them then."""
+    """All-gathers of ranks that are threads. Numbers arrive when they are waited for and not
+    before, from where the sender has them then."""
 
     def __init__(self, size: int) -> None:
         self.began: list[dict[int, torch.Tensor]] = []
@@ -119,7 +146,9 @@ class Wire:
         def wait() -> None:
             self.log += [("end", index)] if rank == 0 else []
             self.barrier.wait()
-            x_SN.copy_(torch.cat([self.began[index][sender] for sender in range(self.barrier.parties)]))
+            x_SN.copy_(
+                torch.cat([self.began[index][sender] for sender in range(self.barrier.parties)])
+            )
             self.barrier.wait()
 
         return wait
@@ -127,7 +156,9 @@ class Wire:
 
 class WiredGroup(RankGroup):
     def __init__(self, wire: Wire, rank: int) -> None:
-        super().__init__(name="wired", rank=rank, size=wire.barrier.parties, device=torch.device("cpu"))
+        super().__init__(
+            name="wired", rank=rank, size=wire.barrier.parties, device=torch.device("cpu")
+        )
         self._wire, self._count = wire, itertools.count()
 
     def begin_all_gather(self, x_SN: torch.Tensor, own_N: torch.Tensor):
@@ -137,18 +168,25 @@ class WiredGroup(RankGroup):
 @settings(deadline=None, max_examples=50)
 @given(layouts(), st.integers(1, 400))
 def test_a_bucket_travels_while_the_one_before_is_written(case, bucket_bytes):
-    """Each is begun before the runs of the last are handed out, and its room is not touched while it is under way."""
+    """Each is begun before the runs of the last are handed out, and its room is not touched while
+    it is under way."""
     layout, _ = case
     size = len(layout.ranks)
     assume(size > 1)
     whole = {name: torch.randn(shape) for name, shape in layout.shapes.items()}
     wire, got = (
         Wire(size),
-        [{name: torch.full(shape, torch.nan) for name, shape in layout.shapes.items()} for _ in range(size)],
+        [
+            {name: torch.full(shape, torch.nan) for name, shape in layout.shapes.items()}
+            for _ in range(size)
+        ],
     )
 
     def gather(rank: int) -> None:
-        own = {name: whole[name].view(-1)[place.start : place.stop] for name, place in layout.ranks[rank].items()}
+        own = {
+            name: whole[name].view(-1)[place.start : place.stop]
+            for name, place in layout.ranks[rank].items()
+        }
         source = ShardSource(layout, own, group=WiredGroup(wire, rank), dtype=torch.float32)
         source.gather_into({} if rank == 1 else got[rank], bucket_bytes=bucket_bytes)
 
@@ -167,17 +205,24 @@ def test_one_process_gathers_from_itself():
     tensors = {"a": torch.randn(3, 4), "b": torch.randn(5)}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     starts, size = starts_of(shapes)
-    source = ShardSource(whole_layout(shapes, starts, size), tensors, group=alone(), dtype=torch.bfloat16)
+    source = ShardSource(
+        whole_layout(shapes, starts, size), tensors, group=alone(), dtype=torch.bfloat16
+    )
     into = {name: torch.zeros(shape) for name, shape in shapes.items()}
     assert source.gather_into(into, bucket_bytes=8) == 68
-    assert all(torch.equal(into[name], tensor.bfloat16().float()) for name, tensor in tensors.items())
+    assert all(
+        torch.equal(into[name], tensor.bfloat16().float()) for name, tensor in tensors.items()
+    )
 
 
 def test_a_rank_reads_its_own_runs_of_what_lies_in_shards():
     whole = {"a": torch.randn(5, 3), "b": torch.randn(4)}
     layout = row_layout({name: tuple(tensor.shape) for name, tensor in whole.items()}, num_ranks=2)
     for rank in range(2):
-        own = {name: whole[name].view(-1)[place.start : place.stop] for name, place in layout.ranks[rank].items()}
+        own = {
+            name: whole[name].view(-1)[place.start : place.stop]
+            for name, place in layout.ranks[rank].items()
+        }
         source = ShardSource(layout, own, group=WiredGroup(Wire(2), rank), dtype=torch.bfloat16)
         assert source.shapes == layout.shapes
         for name, place in layout.ranks[rank].items():
@@ -191,7 +236,9 @@ def test_a_rank_reads_its_own_runs_of_what_lies_in_shards():
 def test_copies_must_be_whole():
     assert [shard_size(8, n) for n in (0, 1, 2, 4, 8)] == [8, 1, 2, 4, 8]
     for bad in (3, 16):
-        with pytest.raises(ConfigError, match=f"parallel.shard_ranks = {bad}: 8 ranks do not divide") as found:
+        with pytest.raises(
+            ConfigError, match=f"parallel.shard_ranks = {bad}: 8 ranks do not divide"
+        ) as found:
             shard_size(8, bad)
         assert "1, 2, 4, 8" in found.value.hint
 

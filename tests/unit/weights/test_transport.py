@@ -21,7 +21,9 @@ def silent(name: str, **fields) -> None: ...
 def tensors(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = {"embed": (13, 8), "norm": (8,), "empty": (0, 3), "big": (40, 8)}
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
+    }
 
 
 @given(sizes=st.lists(st.integers(0, 500), max_size=20), bucket_bytes=st.integers(1, 300))
@@ -43,7 +45,9 @@ def test_buckets_carry_every_byte_once_within_bounds(sizes, bucket_bytes):
 
 
 @given(
-    bits=st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=30), at=st.integers(0, 10_000), bit=st.integers(0, 15)
+    bits=st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=30),
+    at=st.integers(0, 10_000),
+    bit=st.integers(0, 15),
 )
 def test_any_flipped_bit_changes_the_checksum(bits, at, bit):
     """Over all bfloat16 patterns, NaNs and signed zeros among them."""
@@ -86,7 +90,11 @@ def test_a_version_arrives_whole(bucket_bytes, dtype):
     manifest = make_manifest(1, source, shared=False, checksums=True)
     staged = stage(manifest, source, device=CPU, bucket_bytes=bucket_bytes, emit=silent)
     assert all(torch.equal(live[name], before[name]) for name in live)
-    assert not any(staged[name].data_ptr() == source[name].data_ptr() for name in source if source[name].numel())
+    assert not any(
+        staged[name].data_ptr() == source[name].data_ptr()
+        for name in source
+        if source[name].numel()
+    )
     swap_in(staged, live)
     for name, tensor in live.items():
         assert torch.equal(tensor, source[name]) and tensor.data_ptr() == addresses[name]
@@ -98,7 +106,9 @@ def test_corrupt_weights_are_cured_by_a_sync():
     live = {name: torch.full_like(tensor, float("nan")) for name, tensor in source.items()}
     manifest = make_manifest(2, source, shared=False, checksums=True)
     swap_in(stage(manifest, source, device=CPU, emit=silent), live)
-    assert [checksum(live[entry.name]) for entry in manifest.entries] == [entry.checksum for entry in manifest.entries]
+    assert [checksum(live[entry.name]) for entry in manifest.entries] == [
+        entry.checksum for entry in manifest.entries
+    ]
 
 
 def test_what_differs_from_the_manifest_never_arrives():
@@ -125,5 +135,7 @@ def test_shared_storage_is_seen():
     ours = tensors()
     assert shares_storage(ours, {name: tensor.view(tensor.shape) for name, tensor in ours.items()})
     assert not shares_storage(ours, tensors())
-    assert not shares_storage(ours, {name: tensor for name, tensor in ours.items() if name != "big"})
+    assert not shares_storage(
+        ours, {name: tensor for name, tensor in ours.items() if name != "big"}
+    )
     assert not shares_storage({"a": ours["big"][:8]}, {"a": ours["big"][:8, :8].t()})

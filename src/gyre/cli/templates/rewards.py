@@ -1,12 +1,13 @@
-"""The reward of this run. Try it without a model: gyre score RUN.toml COMPLETIONS.jsonl, a file with rows like
-{"completion": "3 + 4 = 7, so <answer>7</answer>", "answer": "7"}.
+"""The reward of this run. Try it without a model: gyre score RUN.toml COMPLETIONS.jsonl, a file
+with rows like {"completion": "3 + 4 = 7, so <answer>7</answer>", "answer": "7"}.
 """
 
 import re
 
 
 def score(task: dict, completion: str) -> tuple[float, str]:
-    """Return a number, or a number and its reason. `task` holds the data row's answer and its further fields."""
+    """Return a number, or a number and its reason. `task` holds the data row's answer and its
+    further fields."""
     found = re.findall(r"<answer>(.*?)</answer>", completion)
     if len(found) != 1:
         return 0.0, f"{len(found)} answers instead of one"

@@ -1,14 +1,16 @@
-"""Engine pool: many engines as one. In: Requests. Out: their streams, whichever engine answers. Implements
-RolloutEngine and EngineLifecycle.
+"""Engine pool: many engines as one.
+Past 500 lines: it implements RolloutEngine and EngineLifecycle over one state of its engines. In:
+Requests. Out: their streams, whichever engine answers.
 
     submit ──▶ desk: routed by outstanding tokens ──▶ member.send ──▶ engine ──▶ news ──▶ book ──▶ stream
                             ▲                                           │ lost
                             └──────── again, from what has come ◀───────┘
 
-An engine that is lost costs its own requests only: the others go on with them. It is started again where that is
-possible, and takes work once it has the weights that the others have. An engine beside a trainer rank is vital: with it
-the rank is gone, so every stream ends with RankError and the run restarts. A fault in the pool itself, such as a full
-disk under the events, ends every stream with that fault.
+An engine that is lost costs its own requests only: the others go on with them. It is started again
+where that is possible, and takes work once it has the weights that the others have. An engine
+beside a trainer rank is vital: with it the rank is gone, so every stream ends with RankError and
+the run restarts. A fault in the pool itself, such as a full disk under the events, ends every
+stream with that fault.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from gyre.core.errors import GyreError, RankError
 from gyre.core.records import EngineStats, Health, Manifest, Partial, Request
 
 STOP_S = 10.0  # on top of an engine's own deadline, for its answer to arrive
-WATCH_S = 10.0  # on top of the deadline of an engine beside a rank: its watchdog is to judge first, with all stacks
+# on top of the deadline of an engine beside a rank: its watchdog is to judge first, with all stacks
+WATCH_S = 10.0
 Revive = Callable[[str], Awaitable[WorkerHandle]]
 
 
@@ -46,7 +49,8 @@ class PoolSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Offer:
-    """A version that the engines are to have. `source` has its tensors, or fetches them where it is asked."""
+    """A version that the engines are to have. `source` has its tensors, or fetches them where it is
+    asked."""
 
     manifest: Manifest
     source: Mapping[str, Any]
@@ -61,8 +65,9 @@ class Offer:
 
 
 class EnginePool:
-    """`engines` are workers whose object has an EngineSeat as `engine`; those in `vital` hold a trainer rank too.
-    `revive(name)` starts a lost engine's worker again; without it a lost engine stays lost."""
+    """`engines` are workers whose object has an EngineSeat as `engine`; those in `vital` hold a
+    trainer rank too. `revive(name)` starts a lost engine's worker again; without it a lost engine
+    stays lost."""
 
     def __init__(
         self,
@@ -87,7 +92,8 @@ class EnginePool:
             progress_tokens=settings.progress_tokens,
             emit=emit,
         )
-        self._members = {handle.name: self._make_member(handle, "up") for handle in engines}  # the newest life of each
+        # the newest life of each
+        self._members = {handle.name: self._make_member(handle, "up") for handle in engines}
         self._restarts: Counter[str] = Counter()
         self._version = version
         self._offered: Offer | None = None
@@ -108,10 +114,12 @@ class EnginePool:
         if member is not None and member.handle is handle:
             self._lose(member, cause)
 
-    # RolloutEngine ---------------------------------------------------------------------------------------------------
+    # RolloutEngine
+    # ----------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> PoolStream:
-        """Enqueue at once. What is submitted in one turn of the event loop is routed together, in order."""
+        """Enqueue at once. What is submitted in one turn of the event loop is routed together, in
+        order."""
         self._watch_all()
         return self._desk.submit(request)
 
@@ -130,14 +138,25 @@ class EnginePool:
     async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
         """What engines had that are lost meanwhile is told as far as it had come."""
         self._surely(self._desk.route)
-        members, lives, end_s = self._present(), self._desk.all(), asyncio.get_running_loop().time() + deadline_s
+        members, lives, end_s = (
+            self._present(),
+            self._desk.all(),
+            asyncio.get_running_loop().time() + deadline_s,
+        )
         self._desk.begin_end(lives, "interrupted", "")
         wait_s = deadline_s + STOP_S
         parts = await self._gather(
-            {member: member.ask("engine.interrupt", deadline_s, deadline_s=wait_s) for member in members}
+            {
+                member: member.ask("engine.interrupt", deadline_s, deadline_s=wait_s)
+                for member in members
+            }
         )
-        await self._desk.until_gone(lives, max(0.0, end_s - asyncio.get_running_loop().time()) + STOP_S)
-        told = {request_id: partials for part in parts.values() for request_id, partials in part.items()}
+        await self._desk.until_gone(
+            lives, max(0.0, end_s - asyncio.get_running_loop().time()) + STOP_S
+        )
+        told = {
+            request_id: partials for part in parts.values() for request_id, partials in part.items()
+        }
         cut = [live for live in lives if live.member is None and live.request_id not in told]
         return told | {live.request_id: live.book.for_engine().partials for live in cut}
 
@@ -158,7 +177,8 @@ class EnginePool:
     async def drain(self, *, deadline_s: float) -> None:
         await self._desk.drain(deadline_s)
 
-    # EngineLifecycle -------------------------------------------------------------------------------------------------
+    # EngineLifecycle
+    # ----------------------------------------------------------------------------------------------
 
     async def start(self, *, dummy: bool) -> None:
         self._watch_all()
@@ -166,21 +186,33 @@ class EnginePool:
         await self._gather(calls, watched="start of the engines")
 
     async def prepare(self, manifest: Manifest, source: Mapping[str, Any]) -> None:
-        """Every engine receives the version: from the trainer rank beside it, or a copy. One that is being brought to
-        the weights of before takes it after the commit."""
+        """Every engine receives the version: from the trainer rank beside it, or a copy. One that
+        is being brought to the weights of before takes it after the commit."""
         self._watch_all()
         members = [member for member in self._present() if not member.catching_up]
         offer = Offer(manifest=manifest, source=source)
-        copy = await self._copy(offer) if any(not offer.is_home(member) for member in members) else None
+        copy = (
+            await self._copy(offer)
+            if any(not offer.is_home(member) for member in members)
+            else None
+        )
         calls = {member: self._prepare(member, offer, copy) for member in members}
         await self._gather(calls, watched=f"receipt of version {offer.version}")
         self._offered = offer
 
     async def commit(self, version: int, *, policy: CommitPolicy) -> None:
         """Engines that came back after `prepare` follow by themselves, and take no work before."""
-        offer = self._offered if self._offered is not None and self._offered.version == version else None
+        offer = (
+            self._offered
+            if self._offered is not None and self._offered.version == version
+            else None
+        )
         up = [member for member in self._present() if member.state == "up"]
-        ready = up if offer is None else [member for member in self._present() if member.prepared == version]
+        ready = (
+            up
+            if offer is None
+            else [member for member in self._present() if member.prepared == version]
+        )
         calls = {member: member.ask("engine.commit", version, policy) for member in ready}
         await self._gather(calls, watched=f"commit of version {version}")
         self._version, self._published, self._offered = version, offer or self._published, None
@@ -197,7 +229,9 @@ class EnginePool:
         members = [member for member in self._present() if not member.catching_up]
         for member in members:
             member.prepared = None
-        await self._gather({member: member.ask("engine.rollback", deadline_s=STOP_S) for member in members})
+        await self._gather(
+            {member: member.ask("engine.rollback", deadline_s=STOP_S) for member in members}
+        )
 
     async def terminate(self) -> None:
         """There is no version any more that an engine which comes back could catch up with."""
@@ -216,23 +250,28 @@ class EnginePool:
         await asyncio.gather(*tasks, return_exceptions=True)
         for member in self._members.values():
             await member.close()
-        self._desk.break_off(RankError("the engine pool was closed", hint="nothing to do: the run is ending"))
+        self._desk.break_off(
+            RankError("the engine pool was closed", hint="nothing to do: the run is ending")
+        )
 
-    # Losses and returns ----------------------------------------------------------------------------------------------
+    # Losses and returns
+    # ----------------------------------------------------------------------------------------------
 
     def _make_member(self, handle: WorkerHandle, state: Literal["up", "fresh"]) -> EngineReplica:
         return EngineReplica(
             handle,
             vital=handle.name in self._vital,
             state=state,
-            deadline_s=self._settings.call_deadline_s + (WATCH_S if handle.name in self._vital else 0.0),
+            deadline_s=self._settings.call_deadline_s
+            + (WATCH_S if handle.name in self._vital else 0.0),
             hang_s=self._settings.hang_s,
             on_news=lambda member, news: self._surely(self._desk.take_news, member, news),
             on_lost=self._lose,
         )
 
     def _find_engines(self) -> Sequence[EngineReplica] | BaseException | None:
-        """Who takes work; or the error that ends every request; or None while an engine is on its way back."""
+        """Who takes work; or the error that ends every request; or None while an engine is on its
+        way back."""
         if self._broken is not None:
             return self._broken
         up = [member for member in self._members.values() if member.state == "up"]
@@ -240,7 +279,9 @@ class EnginePool:
             return up or None
         if any(member.state == "fresh" for member in self._members.values()):
             return ()
-        return RankError("every engine is lost", hint="events.jsonl says why each was; look for engine.lost")
+        return RankError(
+            "every engine is lost", hint="events.jsonl says why each was; look for engine.lost"
+        )
 
     def _watch_all(self) -> None:
         for member in self._members.values():
@@ -264,7 +305,8 @@ class EnginePool:
         if member.vital:
             self._break_off(
                 RankError(
-                    f"worker {member.name} ({place}), with a trainer rank and an engine, is lost: {cause}",
+                    f"worker {member.name} ({place}), with a trainer rank and an engine, is lost: "
+                    f"{cause}",
                     hint="cluster.max_restarts lets the run restart from its newest snapshot",
                 )
             )
@@ -280,7 +322,8 @@ class EnginePool:
         self._desk.route()
 
     def _surely(self, work: Callable[..., None], *args: Any) -> None:
-        """Do it. Whatever breaks it, a full disk under the events above all, every reader and caller gets that."""
+        """Do it. Whatever breaks it, a full disk under the events above all, every reader and
+        caller gets that."""
         try:
             work(*args)
         except Exception as error:  # noqa: BLE001  it is raised to all of them
@@ -312,7 +355,8 @@ class EnginePool:
         task.add_done_callback(done)
 
     async def _restart(self, lost: EngineReplica) -> None:
-        """Start a lost engine's worker again, as often as is allowed, and bring it to the current weights."""
+        """Start a lost engine's worker again, as often as is allowed, and bring it to the current
+        weights."""
         name = lost.name
         await lost.close()
         await self._cluster.stop(lost.handle)
@@ -342,8 +386,8 @@ class EnginePool:
         return member
 
     async def _catch_up(self, member: EngineReplica) -> None:
-        """Give a fresh engine the version that the others answer with. One whose tensors are gone by now gets the next
-        version with the others."""
+        """Give a fresh engine the version that the others answer with. One whose tensors are gone
+        by now gets the next version with the others."""
         if member.catching_up:
             return  # whoever is at it looks again at what the others have
         member.catching_up = True
@@ -353,7 +397,12 @@ class EnginePool:
                 if member.state != "fresh" or offer is not self._published:
                     continue
                 if reason:
-                    self._emit("engine.waits_for_weights", engine=member.name, version=offer.version, reason=reason)
+                    self._emit(
+                        "engine.waits_for_weights",
+                        engine=member.name,
+                        version=offer.version,
+                        reason=reason,
+                    )
                     return
                 self._join(member, offer.version)
         finally:
@@ -381,7 +430,8 @@ class EnginePool:
             return error.message
         return ""
 
-    # Fan-out ---------------------------------------------------------------------------------------------------------
+    # Fan-out
+    # ----------------------------------------------------------------------------------------------
 
     def _present(self) -> list[EngineReplica]:
         if self._broken is not None:
@@ -389,7 +439,8 @@ class EnginePool:
         return [member for member in self._members.values() if member.state != "lost"]
 
     async def _copy(self, offer: Offer) -> Any:
-        """A version's tensors, to give to engines that no trainer rank is beside; fetched and sent once."""
+        """A version's tensors, to give to engines that no trainer rank is beside; fetched and sent
+        once."""
         source = offer.source
         if isinstance(source, VersionTensors):
             source = await asyncio.to_thread(source.fetch_all)
@@ -412,9 +463,10 @@ class EnginePool:
     async def _gather(
         self, calls: Mapping[EngineReplica, Coroutine[Any, Any, Any]], *, watched: str = ""
     ) -> dict[str, Any]:
-        """Answers by name. The loss of an engine that the others can do without is no error. After any other error the
-        calls that are open may wait for the engine that failed: they have a moment, or none when the pool breaks.
-        `watched` says what ranks are at that the watchdog looks at meanwhile."""
+        """Answers by name. The loss of an engine that the others can do without is no error. After
+        any other error the calls that are open may wait for the engine that failed: they have a
+        moment, or none when the pool breaks. `watched` says what ranks are at that the watchdog
+        looks at meanwhile."""
         answers: dict[str, Any] = {}
         own: list[BaseException] = []  # no losses, as they came
 
@@ -459,7 +511,9 @@ class EnginePool:
 
 
 def find_first(own: Sequence[BaseException], broken: BaseException | None) -> BaseException | None:
-    """Of the engines' own errors, as they came, and that of the pool the one that began it. An engine that only saw a
-    rank fail did not. Pure."""
+    """Of the engines' own errors, as they came, and that of the pool the one that began it. An
+    engine that only saw a rank fail did not. Pure."""
     first = find_cause(dict(enumerate(own)))[1] if own else None
-    return broken if broken is not None and (first is None or isinstance(first, RankError)) else first
+    return (
+        broken if broken is not None and (first is None or isinstance(first, RankError)) else first
+    )

@@ -1,5 +1,5 @@
-"""Streams: what the pool's `submit` hands back. In: chunks, or an error. Out: an async iterator of the chunks, which
-raises the error when there is one. Caller: cluster.engine_pool.pool."""
+"""Streams: what the pool's `submit` hands back. In: chunks, or an error. Out: an async iterator of
+the chunks, which raises the error when there is one. Caller: cluster.engine_pool.pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from gyre.core.records import TokenChunk
 
 
 class PoolStream(AsyncIterator[TokenChunk]):
-    """One request's chunks, for one reader, on one event loop. Closing it early aborts the request."""
+    """One request's chunks, for one reader, on one event loop. Closing it early aborts the
+    request."""
 
     def __init__(self, request_id: str, abort: Callable[[str], Awaitable[None]]) -> None:
         self._request_id, self._abort = request_id, abort
@@ -35,7 +36,8 @@ class PoolStream(AsyncIterator[TokenChunk]):
     async def __anext__(self) -> TokenChunk:
         while not self._chunks:
             if self._error is not None:
-                raise self._error.with_traceback(None)  # that of the reader before tells this one nothing
+                # that of the reader before tells this one nothing
+                raise self._error.with_traceback(None)
             if self._ended:
                 raise StopAsyncIteration
             self._changed.clear()

@@ -1,8 +1,9 @@
-"""Member: one life of an engine in a pool, from its start to its loss. In: requests to send, a handle. Out: calls in
-order, news until nothing is unanswered.
+"""Member: one life of an engine in a pool, from its start to its loss. In: requests to send, a
+handle. Out: calls in order, news until nothing is unanswered.
 
-States: `up` takes work; `fresh` is started and waits for the current weights; `lost` is gone for good. An engine that
-is started again is a new member, so whatever arrives late from an earlier life concerns that one alone.
+States: `up` takes work; `fresh` is started and waits for the current weights; `lost` is gone for
+good. An engine that is started again is a new member, so whatever arrives late from an earlier life
+concerns that one alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from gyre.core.records import Request
 
 
 class EngineReplica:
-    """`on_news` gets what the engine told, `on_lost` why it is of no use any more; neither raises."""
+    """`on_news` gets what the engine told, `on_lost` why it is of no use any more; neither
+    raises."""
 
     def __init__(
         self,
@@ -46,7 +48,8 @@ class EngineReplica:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def send(self, requests: Sequence[Request]) -> None:
-        """Give requests to the engine, together and at once: what is asked later finds them there."""
+        """Give requests to the engine, together and at once: what is asked later finds them
+        there."""
         self.unanswered |= {request.request_id for request in requests}
         sent = self.handle.begin("engine.submit", tuple(requests))
         task = asyncio.create_task(self._confirm(sent))
@@ -78,11 +81,14 @@ class EngineReplica:
             self._pump = asyncio.create_task(self._poll())
 
     async def _poll(self) -> None:
-        """Waits for: the engine's news, each time by a deadline. Ends when every request is answered."""
+        """Waits for: the engine's news, each time by a deadline. Ends when every request is
+        answered."""
         pulse, limit_s = Heartbeat((self.name,), time.monotonic()), POLL_S + self._hang_s
         while self.unanswered and self.state != "lost":
             try:
-                news = await ask(self.handle, "engine.poll", deadline_s=limit_s, key=HANGS, stacks=True)
+                news = await ask(
+                    self.handle, "engine.poll", deadline_s=limit_s, key=HANGS, stacks=True
+                )
             except Exception as error:  # noqa: BLE001  whatever it was, what it had to tell is not known any more
                 self._on_lost(self, str(error))
                 return
@@ -90,5 +96,7 @@ class EngineReplica:
             pulse.observe({self.name: news.progress}, time.monotonic())
             if self.unanswered and pulse.stalled(time.monotonic(), self._hang_s):
                 self._on_lost(
-                    self, f"no progress of the engine for {self._hang_s:g} s\n{await read_stacks(self.handle)}"
+                    self,
+                    f"no progress of the engine for {self._hang_s:g} "
+                    f"s\n{await read_stacks(self.handle)}",
                 )

@@ -1,5 +1,5 @@
-"""Book: what has come of one request, so that it can be gone on with elsewhere. In: the request, chunks. Out: chunks
-for the caller, the request as another engine must get it. Pure.
+"""Book: what has come of one request, so that it can be gone on with elsewhere. In: the request,
+chunks. Out: chunks for the caller, the request as another engine must get it. Pure.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from gyre.core.records import Partial, Request, TokenChunk
 
 
 class RequestLog:
-    """One request's chunks so far, by completion. A caller that asked for one chunk at the end gets one chunk at the
-    end, although the engine reports every `progress_tokens`."""
+    """One request's chunks so far, by completion. A caller that asked for one chunk at the end gets
+    one chunk at the end, although the engine reports every `progress_tokens`."""
 
     def __init__(self, request: Request, *, progress_tokens: int) -> None:
         self.request = request
@@ -41,8 +41,8 @@ class RequestLog:
         return rest + (0 if self._chunks else len(self.request.tokens))
 
     def take(self, chunk: TokenChunk) -> list[TokenChunk]:
-        """Note a chunk; return what the caller gets of it. One for a completion that has ended, as an engine that went
-        on with a request sends it, is nothing new."""
+        """Note a chunk; return what the caller gets of it. One for a completion that has ended, as
+        an engine that went on with a request sends it, is nothing new."""
         index = chunk.index
         if index in self._ended:
             return []
@@ -58,19 +58,23 @@ class RequestLog:
         return [] if self._whole else [chunk]
 
     def for_engine(self, *, waited_s: float = 0.0) -> Request:
-        """The request as an engine gets it now: what has come so far is where its completions begin. `waited_s` is what
-        has passed of its deadline."""
+        """The request as an engine gets it now: what has come so far is where its completions
+        begin. `waited_s` is what has passed of its deadline."""
         deadline_s = self.request.deadline_s
         return replace(
             self.request,
             chunk_tokens=self._progress_tokens if self._whole else self.request.chunk_tokens,
-            partials=tuple(self._partial(i) for i in range(self.request.sampling.n) if self._num_chosen(i)),
+            partials=tuple(
+                self._partial(i) for i in range(self.request.sampling.n) if self._num_chosen(i)
+            ),
             deadline_s=None if deadline_s is None else max(0.0, deadline_s - waited_s),
         )
 
     def _num_chosen(self, index: int) -> int:
         begun = self._begun.get(index)
-        return (0 if begun is None else len(begun.tokens)) + sum(len(c.tokens) for c in self._chunks.get(index, ()))
+        return (0 if begun is None else len(begun.tokens)) + sum(
+            len(c.tokens) for c in self._chunks.get(index, ())
+        )
 
     def _partial(self, index: int) -> Partial:
         begun = [self._begun[index]] if index in self._begun else []

@@ -1,7 +1,9 @@
-"""RequestRouter: the pool's requests, from submit to their last chunk. In: Requests, engines' news. Out: streams; requests sent
-to the engine with the least outstanding tokens, again from what has come when it is lost.
+"""RequestRouter: the pool's requests, from submit to their last chunk. In: Requests, engines' news.
+Out: streams; requests sent to the engine with the least outstanding tokens, again from what has
+come when it is lost.
 
-A request that somebody has asked to end is never sent again: when its engine is lost before it said so, it ends here.
+A request that somebody has asked to end is never sent again: when its engine is lost before it said
+so, it ends here.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ class RequestRouter:
         progress_tokens: int,
         emit: Callable[..., None],
     ) -> None:
-        """`find_engines`: an empty sequence refuses, an error is raised to the readers, None lets requests wait.
-        `surely(work, *args)` runs what the event loop calls; `on_broken` hears of an engine that ends requests which
-        nobody asked to end."""
+        """`find_engines`: an empty sequence refuses, an error is raised to the readers, None lets
+        requests wait. `surely(work, *args)` runs what the event loop calls; `on_broken` hears of an
+        engine that ends requests which nobody asked to end."""
         self._find_engines, self._abort, self._emit = find_engines, abort, emit
         self._surely, self._on_broken = surely, on_broken
         self._progress_tokens = progress_tokens
@@ -78,7 +80,8 @@ class RequestRouter:
         return self._live.get(request_id)
 
     def submit(self, request: Request) -> PoolStream:
-        """Enqueue at once. What is submitted in one turn of the event loop is routed together, in order."""
+        """Enqueue at once. What is submitted in one turn of the event loop is routed together, in
+        order."""
         stream = PoolStream(request.request_id, self._abort)
         if reason := self._why_refuse(request):
             self._refusals.note(request.request_id, reason)
@@ -104,7 +107,12 @@ class RequestRouter:
         waiting, self._incoming = self._incoming, []
         if isinstance(engines, BaseException) or not engines:
             for live in waiting:
-                self.end(live, "refused", NO_ENGINE, error=engines if isinstance(engines, BaseException) else None)
+                self.end(
+                    live,
+                    "refused",
+                    NO_ENGINE,
+                    error=engines if isinstance(engines, BaseException) else None,
+                )
             return
         up = {member.name: member for member in engines}
         now_s = asyncio.get_running_loop().time()
@@ -138,8 +146,8 @@ class RequestRouter:
                 live.stream.end()
 
     def take_back(self, member: EngineReplica) -> list[Live]:
-        """Requests of an engine that is lost. Those that are not answered wholly and not asked to end are routed again
-        from what has come of them; they are returned."""
+        """Requests of an engine that is lost. Those that are not answered wholly and not asked to
+        end are routed again from what has come of them; they are returned."""
         again = []
         for live in [live for live in self._live.values() if live.member is member]:
             live.member = None
@@ -151,7 +159,8 @@ class RequestRouter:
         return again
 
     def begin_end(self, lives: Sequence[Live], finish: Finish, reason: str) -> None:
-        """Requests are to end: those that no engine has do so now, the others when their engine says so or is lost."""
+        """Requests are to end: those that no engine has do so now, the others when their engine
+        says so or is lost."""
         for live in lives:
             if live.ending is None:
                 live.ending = (finish, reason)
@@ -161,7 +170,9 @@ class RequestRouter:
     def all(self) -> list[Live]:
         return list(self._live.values())
 
-    def end(self, live: Live, finish: Finish, reason: str, *, error: BaseException | None = None) -> None:
+    def end(
+        self, live: Live, finish: Finish, reason: str, *, error: BaseException | None = None
+    ) -> None:
         """Answer a request that no engine has."""
         if finish == "refused" and error is None:
             self._refusals.note(live.request_id, reason)
@@ -202,7 +213,11 @@ class RequestRouter:
         live.timer = None
         if live.member is None:
             self._emit("engine.deadline", request_id=live.request_id)
-            self.end(live, "deadline", f"past its deadline of {live.book.request.deadline_s:g} s: no engine took it")
+            self.end(
+                live,
+                "deadline",
+                f"past its deadline of {live.book.request.deadline_s:g} s: no engine took it",
+            )
 
     def _outstanding(self, up: Mapping[str, EngineReplica]) -> dict[str, int]:
         outstanding = dict.fromkeys(up, 0)
@@ -227,6 +242,8 @@ class RequestRouter:
         if not isinstance(n, int) or not 1 <= n <= MOST_COMPLETIONS:
             return f"sampling.n = {n!r}: need a whole number from 1 to {MOST_COMPLETIONS}"
         deadline_s = request.deadline_s
-        if deadline_s is not None and not (isinstance(deadline_s, int | float) and math.isfinite(deadline_s)):
+        if deadline_s is not None and not (
+            isinstance(deadline_s, int | float) and math.isfinite(deadline_s)
+        ):
             return f"deadline_s = {deadline_s!r}: need None or a finite number"
         return ""

@@ -1,5 +1,6 @@
-"""Pulse: who makes no progress. In: counts that grow while work goes on, by name, and the time. Out: who has stood
-still for too long. Pure. Callers: cluster.trainer_group, cluster.engine_pool.pool."""
+"""Pulse: who makes no progress. In: counts that grow while work goes on, by name, and the time.
+Out: who has stood still for too long. Pure. Callers: cluster.trainer_group,
+cluster.engine_pool.pool."""
 
 from __future__ import annotations
 

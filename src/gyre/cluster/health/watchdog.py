@@ -1,8 +1,9 @@
-"""Watchdog: who holds up a call to all ranks. In: the ranks' handles, calls under way. Out: nothing when they have
-ended, RankError with all stacks when they hang.
+"""Watchdog: who holds up a call to all ranks. In: the ranks' handles, calls under way. Out: nothing
+when they have ended, RankError with all stacks when they hang.
 
-A call hangs when none of the ranks that are still at it makes progress, for as long as that kind of call may take
-without; or when the process of one answers nothing for `hang_s`, whatever it is at: looks have a thread of their own.
+A call hangs when none of the ranks that are still at it makes progress, for as long as that kind of
+call may take without; or when the process of one answers nothing for `hang_s`, whatever it is at:
+looks have a thread of their own.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import RankError
 
 LOOK_S = 1.0  # between two looks at the ranks, and longest wait for the answer to one
-HINT = "cluster.max_restarts lets the run restart from its newest snapshot; events.jsonl has what came before"
+HINT = (
+    "cluster.max_restarts lets the run restart from its newest snapshot; events.jsonl has "
+    "what came before"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long ranks that are at a call may show no progress, and the key of the config that says so."""
+    """How long ranks that are at a call may show no progress, and the key of the config that says
+    so."""
 
     key: str
     seconds: float
@@ -53,12 +58,15 @@ class Watchdog:
         *,
         grace_s: float | None = None,
     ) -> None:
-        """Return when all calls, by worker, have ended; with `grace_s`, so long after one has failed. RankError when
-        they hang. Those that are open then are cancelled. Waits for: the calls, watched."""
+        """Return when all calls, by worker, have ended; with `grace_s`, so long after one has
+        failed. RankError when they hang. Those that are open then are cancelled. Waits for: the
+        calls, watched."""
         guard = asyncio.create_task(self.guard(what, calls, patience))
         try:
             while open_ := [call for call in calls.values() if not call.done()]:
-                if grace_s is not None and any(call.exception() for call in calls.values() if call not in open_):
+                if grace_s is not None and any(
+                    call.exception() for call in calls.values() if call not in open_
+                ):
                     await asyncio.wait(open_, timeout=grace_s)
                     return
                 await asyncio.wait([*open_, guard], return_when=asyncio.FIRST_COMPLETED)
@@ -69,7 +77,9 @@ class Watchdog:
                 task.cancel()
             await asyncio.gather(guard, *calls.values(), return_exceptions=True)
 
-    async def guard(self, what: str, calls: Mapping[str, asyncio.Future[Any]], patience: Patience) -> NoReturn:
+    async def guard(
+        self, what: str, calls: Mapping[str, asyncio.Future[Any]], patience: Patience
+    ) -> NoReturn:
         """Raise when the calls hang. Waits for: looks, each with a deadline."""
         began_s, looks = self._clock(), 0
         work, answers = Heartbeat(tuple(calls), began_s), Heartbeat(tuple(calls), began_s)
@@ -81,7 +91,11 @@ class Watchdog:
             answers.observe(dict.fromkeys(counts, looks), now_s)
             busy = {name for name, call in calls.items() if not call.done()}
             still = {name: s for name, s in work.still_s(now_s).items() if name in busy}
-            silent = {name: s for name, s in answers.still_s(now_s).items() if name in busy and s >= self.hang.seconds}
+            silent = {
+                name: s
+                for name, s in answers.still_s(now_s).items()
+                if name in busy and s >= self.hang.seconds
+            }
             if still and min(still.values()) >= patience.seconds:
                 raise await self._describe(what, still, patience)
             if silent:
@@ -94,21 +108,39 @@ class Watchdog:
             except LOSSES:
                 return None
 
-        busy = [handle for handle in self._handles if handle.name in calls and not calls[handle.name].done()]
+        busy = [
+            handle
+            for handle in self._handles
+            if handle.name in calls and not calls[handle.name].done()
+        ]
         counts = await asyncio.gather(*(one(handle) for handle in busy))
-        return {handle.name: count for handle, count in zip(busy, counts, strict=True) if count is not None}
+        return {
+            handle.name: count
+            for handle, count in zip(busy, counts, strict=True)
+            if count is not None
+        }
 
-    async def _describe(self, what: str, still: Mapping[str, float], patience: Patience) -> RankError:
+    async def _describe(
+        self, what: str, still: Mapping[str, float], patience: Patience
+    ) -> RankError:
         """The error for a hang, with what every rank is at."""
         texts = await asyncio.gather(*(read_stacks(handle) for handle in self._handles))
         stacks = {handle.name: text for handle, text in zip(self._handles, texts, strict=True)}
-        rank, first = next((rank, one) for rank, one in enumerate(self._handles) if one.name in still)
+        rank, first = next(
+            (rank, one) for rank, one in enumerate(self._handles) if one.name in still
+        )
         silent = [name for name, text in stacks.items() if text.startswith("no stacks")]
-        about = f"{', '.join(silent)} answers nothing" if silent else "all ranks that are at it stand still"
+        about = (
+            f"{', '.join(silent)} answers nothing"
+            if silent
+            else "all ranks that are at it stand still"
+        )
         self._emit("rank.hung", what=what, still_s=dict(still), stacks=stacks)
         waits = ", ".join(f"{name} for {seconds:.0f} s" for name, seconds in still.items())
         told = "\n\n".join(f"== {name}\n{text}" for name, text in stacks.items())
         return RankError(
-            f"{what} hangs: no progress on {waits}; {about} (rank {rank} is {first.name}, {first.place})\n\n{told}",
-            hint=f"{patience.key} = {patience.seconds:g} is how long a rank may stand still there. {HINT}",
+            f"{what} hangs: no progress on {waits}; {about} (rank {rank} is {first.name}, "
+            f"{first.place})\n\n{told}",
+            hint=f"{patience.key} = {patience.seconds:g} is how long a rank may stand still "
+            f"there. {HINT}",
         )

@@ -1,5 +1,5 @@
-"""Seats: a trainer rank and an engine as a worker's object offers them to calls from outside. In: calls by plain values
-and records. Out: records. They live in the worker.
+"""Seats: a trainer rank and an engine as a worker's object offers them to calls from outside. In:
+calls by plain values and records. Out: records. They live in the worker.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class News:
 
 
 class TrainerEndpoint:
-    """One rank of the trainer. Every rank gets every call; the first one's answers stand for all."""
+    """One rank of the trainer. Every rank gets every call; the first one's answers stand for
+    all."""
 
     def __init__(self, trainer: Any, *, rank: int, compute: Executor) -> None:
         """`trainer` is a PolicyTrainer and a MemoryTenant."""
@@ -63,7 +64,8 @@ class TrainerEndpoint:
         return manifest
 
     async def tensors(self, version: int, names: Sequence[str]) -> list[Any]:
-        """Copies on the host of some of a version's tensors. InputError when the trainer is past that version."""
+        """Copies on the host of some of a version's tensors. InputError when the trainer is past
+        that version."""
 
         def copy() -> list[Any]:
             manifest, tensors = self.trainer.register()
@@ -72,7 +74,9 @@ class TrainerEndpoint:
                     f"version {version} was asked for, the trainer is at {manifest.version}",
                     hint="tensors of a version are there until the next step: register again",
                 )
-            assert isinstance(tensors, dict), "one rank alone cannot give tensors that lie in shards"
+            assert isinstance(tensors, dict), (
+                "one rank alone cannot give tensors that lie in shards"
+            )
             return [tensors[name].detach().cpu().clone() for name in names]
 
         return await self._on_compute(copy)
@@ -103,10 +107,15 @@ class EngineEndpoint:
     """One engine. What it streams is kept until somebody polls."""
 
     def __init__(
-        self, engine: Any, *, trainer: TrainerEndpoint | None = None, ticks: Callable[[], int] = lambda: 0
+        self,
+        engine: Any,
+        *,
+        trainer: TrainerEndpoint | None = None,
+        ticks: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`engine` is a RolloutEngine and an EngineLifecycle; `trainer` the rank in this process, if there is one.
-        `ticks` grows within a step, so that a first one which compiles its kernels is seen to go on."""
+        """`engine` is a RolloutEngine and an EngineLifecycle; `trainer` the rank in this process,
+        if there is one. `ticks` grows within a step, so that a first one which compiles its kernels
+        is seen to go on."""
         self.engine, self._trainer, self._ticks = engine, trainer, ticks
         self._chunks: list[TokenChunk] = []
         self._ended: list[str] = []
@@ -151,11 +160,14 @@ class EngineEndpoint:
         await self.engine.prepare(manifest, tensors)
 
     async def prepare_own(self, version: int) -> None:
-        """Take the version from the trainer rank in this process: from its storage into the engine's."""
+        """Take the version from the trainer rank in this process: from its storage into the
+        engine's."""
         assert self._trainer is not None, "this worker has no trainer rank"
         rank, loop = self._trainer, asyncio.get_running_loop()
         manifest, tensors = await loop.run_in_executor(rank._compute, rank.trainer.register)
-        assert manifest.version == version, f"this rank is at version {manifest.version}, the first one at {version}"
+        assert manifest.version == version, (
+            f"this rank is at version {manifest.version}, the first one at {version}"
+        )
         await self.engine.prepare(manifest, tensors)
 
     async def commit(self, version: int, policy: CommitPolicy) -> None:
@@ -177,7 +189,9 @@ class EngineEndpoint:
                 self._tell()
         except Exception as error:  # noqa: BLE001  whatever broke, every completion gets its answer
             why = f"its stream broke: {type(error).__name__}: {error}"
-            self._chunks += [TokenChunk.end(request.request_id, index, "abort", why) for index in sorted(open_)]
+            self._chunks += [
+                TokenChunk.end(request.request_id, index, "abort", why) for index in sorted(open_)
+            ]
         self._ended.append(request.request_id)
         self._tell()
 
@@ -200,6 +214,10 @@ def add_usage(parts: Sequence[Mapping[str, Usage]]) -> dict[str, Usage]:
 
 def add_stats(parts: Sequence[EngineStats], *, refused: int, version: int) -> EngineStats:
     """Counters and gauges of several engines together."""
-    names = [name for name in EngineStats.__dataclass_fields__ if name not in ("refused", "version")]
+    names = [
+        name for name in EngineStats.__dataclass_fields__ if name not in ("refused", "version")
+    ]
     sums = {name: int(np.sum([getattr(part, name) for part in parts])) for name in names}
-    return EngineStats(**sums, refused=refused + sum(part.refused for part in parts), version=version)
+    return EngineStats(
+        **sums, refused=refused + sum(part.refused for part in parts), version=version
+    )

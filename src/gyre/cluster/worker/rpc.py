@@ -1,5 +1,5 @@
-"""Waiting: for a worker's answer, by a deadline. In: a handle, a method, a deadline. Out: the answer, or the error that
-names the worker. Callers: every file of the room that asks workers."""
+"""Waiting: for a worker's answer, by a deadline. In: a handle, a method, a deadline. Out: the
+answer, or the error that names the worker. Callers: every file of the room that asks workers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ from gyre.cluster.worker.server import WorkerFault
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import WorkerLate, WorkerLost
 
-LOSSES = (WorkerLost, WorkerLate, WorkerFault)  # after one of these nobody knows what state the worker is in
-CALLS, STARTS, HANGS = "cluster.call_deadline_s", "cluster.start_deadline_s", "cluster.hang_s"  # keys of deadlines
+# after one of these nobody knows what state the worker is in
+LOSSES = (WorkerLost, WorkerLate, WorkerFault)
+# keys of deadlines
+CALLS, STARTS, HANGS = "cluster.call_deadline_s", "cluster.start_deadline_s", "cluster.hang_s"
 STACKS_S = 5.0  # longest wait for a worker's stacks
 
 
 async def ask(
-    handle: WorkerHandle, method: str, *args: Any, deadline_s: float, key: str = CALLS, stacks: bool = False
+    handle: WorkerHandle,
+    method: str,
+    *args: Any,
+    deadline_s: float,
+    key: str = CALLS,
+    stacks: bool = False,
 ) -> Any:
-    """The answer. WorkerLate past the deadline, with `stacks` saying what the worker is at: it may still go on. `key`
-    of the config sets the deadline, unless it is empty."""
+    """The answer. WorkerLate past the deadline, with `stacks` saying what the worker is at: it may
+    still go on. `key` of the config sets the deadline, unless it is empty."""
     try:
         return await arrive(handle.begin(method, *args), handle, method, deadline_s, key=key)
     except WorkerLate as error:
@@ -29,13 +36,16 @@ async def ask(
         raise WorkerLate(f"{error.message}\n{await read_stacks(handle)}", hint=error.hint) from None
 
 
-async def arrive(future: Future[Any], handle: WorkerHandle, what: str, deadline_s: float, *, key: str = CALLS) -> Any:
+async def arrive(
+    future: Future[Any], handle: WorkerHandle, what: str, deadline_s: float, *, key: str = CALLS
+) -> Any:
     """Wait for an answer that was begun."""
     try:
         return await asyncio.wait_for(asyncio.wrap_future(future), deadline_s)
     except TimeoutError:
         raise WorkerLate(
-            f"worker {handle.name} ({handle.place}) had not answered '{what}' after {deadline_s:g} s",
+            f"worker {handle.name} ({handle.place}) had not answered '{what}' after "
+            f"{deadline_s:g} s",
             hint="look at that process" + (f"; a higher {key} allows more time" if key else ""),
         ) from None
 

@@ -1,5 +1,5 @@
-"""Host: the worker's side of a handle. In: a RoleSpec, then calls by name. Out: a Reply to each, with the events that
-came up meanwhile. The same in a Ray actor and in a thread.
+"""Host: the worker's side of a handle. In: a RoleSpec, then calls by name. Out: a Reply to each,
+with the events that came up meanwhile. The same in a Ray actor and in a thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ MAX_EVENTS = 10_000  # that wait for the next reply; older ones give way, and th
 
 
 class WorkerFault(RuntimeError):
-    """A call that raised something else than a GyreError in the worker: a fault of ours. Ends with its traceback."""
+    """A call that raised something else than a GyreError in the worker: a fault of ours. Ends with
+    its traceback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,8 @@ class Reply:
 
 
 class Context:
-    """What a builder gets: who it is, where events go, and how it says that work goes on. Safe from any thread."""
+    """What a builder gets: who it is, where events go, and how it says that work goes on. Safe from
+    any thread."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -112,8 +114,8 @@ class WorkerServer:
 
 
 def settle_reply(out: Future[Any], reply: Reply, worker: str, on_event: OnEvent) -> None:
-    """Give a reply to whoever waits for it, its events first. Events that cannot be noted, on a full disk, fail the
-    call: nobody would hear of them otherwise."""
+    """Give a reply to whoever waits for it, its events first. Events that cannot be noted, on a
+    full disk, fail the call: nobody would hear of them otherwise."""
     try:
         for kind, fields in reply.events:
             on_event(worker, kind, **fields)
@@ -125,7 +127,9 @@ def settle_reply(out: Future[Any], reply: Reply, worker: str, on_event: OnEvent)
     elif reply.failure.error is not None:
         out.set_exception(reply.failure.error)
     else:
-        out.set_exception(WorkerFault(f"{reply.failure.text}\n\nin worker {worker}:\n{reply.failure.trace}"))
+        out.set_exception(
+            WorkerFault(f"{reply.failure.text}\n\nin worker {worker}:\n{reply.failure.trace}")
+        )
 
 
 def describe_stacks() -> str:

@@ -1,5 +1,5 @@
-"""Admission: may this request enter? In: a Request, the engine's limits, what is unanswered. Out: None, or the reason
-to refuse it, in words that say what we got and what we accept. Pure.
+"""Admission: may this request enter? In: a Request, the engine's limits, what is unanswered. Out:
+None, or the reason to refuse it, in words that say what we got and what we accept. Pure.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 
 from gyre.core.records import Partial, Request, Support
-from gyre.engine.frontend.sampling_params import LARGEST_COUNT, find_bad_sampling, is_number, is_text, is_whole
+from gyre.engine.frontend.sampling_params import (
+    LARGEST_COUNT,
+    find_bad_sampling,
+    is_number,
+    is_text,
+    is_whole,
+)
 from gyre.engine.scheduler.sequence import truncates
 
 WHOLE = "iu"  # kinds of whole numbers, as numpy names them
@@ -31,7 +37,8 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is unanswered, or may be: what fits into rows and cache, and as much again as may wait."""
+    """What is unanswered, or may be: what fits into rows and cache, and as much again as may
+    wait."""
 
     completions: int
     tokens: int  # given ones: of prompts and beginnings
@@ -43,16 +50,19 @@ def given_tokens(request: Request) -> int:
 
 
 def find_overload(request: Request, load: Load, most: Load) -> str | None:
-    """Return why there is no place for the request now, or None. Counts what is unanswered and not what happens to
-    run already, so that the verdict depends on no timing."""
+    """Return why there is no place for the request now, or None. Counts what is unanswered and not
+    what happens to run already, so that the verdict depends on no timing."""
     if load.completions + request.sampling.n > most.completions:
         return (
-            f"the queue is full: {load.completions} completions are unanswered, this request asks for "
-            f"{request.sampling.n}, and {most.completions} (engine.max_running + engine.max_queued) fit"
+            f"the queue is full: {load.completions} completions are unanswered, this request asks "
+            "for "
+            f"{request.sampling.n}, and {most.completions} (engine.max_running + "
+            "engine.max_queued) fit"
         )
     if load.tokens and load.tokens + given_tokens(request) > most.tokens:
         return (
-            f"the queue is full: {load.tokens} given tokens are unanswered, this request has {given_tokens(request)}, "
+            f"the queue is full: {load.tokens} given tokens are unanswered, this request has "
+            f"{given_tokens(request)}, "
             f"and {most.tokens} (the KV cache + engine.max_queued_tokens) fit"
         )
     return None
@@ -90,14 +100,20 @@ def _bad_fields(request: Request) -> str | None:
     if abs(request.priority) > LARGEST_COUNT:
         return f"priority = {request.priority}: need {-LARGEST_COUNT} to {LARGEST_COUNT}"
     if not 0 <= request.chunk_tokens <= LARGEST_COUNT:
-        return f"chunk_tokens = {request.chunk_tokens}: need 0 (one chunk at the end) or more, to {LARGEST_COUNT}"
+        return (
+            f"chunk_tokens = {request.chunk_tokens}: need 0 (one chunk at the end) or more, "
+            f"to {LARGEST_COUNT}"
+        )
     if request.deadline_s is not None and not is_number(request.deadline_s):
         return f"deadline_s = {request.deadline_s!r}: need None or a finite number"
     if not is_text(request.tenant_salt):
         return f"tenant_salt = {request.tenant_salt!r}: need text that UTF-8 can hold"
     if not _is_row(request.tokens, WHOLE):
         return "the prompt is no one-dimensional array of whole numbers"
-    if not (isinstance(request.partials, (tuple, list)) and all(isinstance(one, Partial) for one in request.partials)):
+    if not (
+        isinstance(request.partials, (tuple, list))
+        and all(isinstance(one, Partial) for one in request.partials)
+    ):
         return f"partials = {str(request.partials)[:200]}: need a tuple of Partial"
     return None
 
@@ -107,7 +123,10 @@ def _bad_tokens(request: Request, limits: RequestLimits) -> str | None:
         return "an empty prompt: need at least one token"
     low, high = int(request.tokens.min()), int(request.tokens.max())
     if low < 0 or high >= limits.vocab_size:
-        return f"prompt token {low if low < 0 else high}: the vocabulary has 0 to {limits.vocab_size - 1}"
+        return (
+            f"prompt token {low if low < 0 else high}: the vocabulary has 0 to "
+            f"{limits.vocab_size - 1}"
+        )
     return None
 
 
@@ -115,18 +134,24 @@ def _bad_size(request: Request, limits: RequestLimits) -> str | None:
     prompt, wanted = len(request.tokens), request.sampling.max_tokens
     if prompt >= limits.context_tokens:
         return (
-            f"prompt of {prompt} tokens: the context is {limits.context_tokens} tokens and one must be left to choose"
+            f"prompt of {prompt} tokens: the context is {limits.context_tokens} tokens and "
+            "one must be left to choose"
         )
     if prompt + 1 > limits.cache_tokens:
-        return f"prompt of {prompt} tokens: the whole KV cache holds {limits.cache_tokens}; raise engine.kv_bytes"
+        return (
+            f"prompt of {prompt} tokens: the whole KV cache holds {limits.cache_tokens}; "
+            "raise engine.kv_bytes"
+        )
     if prompt + wanted > limits.context_tokens:
         return (
-            f"max_tokens = {wanted} after a prompt of {prompt}: the context is {limits.context_tokens} tokens, "
+            f"max_tokens = {wanted} after a prompt of {prompt}: the context is "
+            f"{limits.context_tokens} tokens, "
             f"so at most {limits.context_tokens - prompt} can be chosen"
         )
     if prompt + wanted - 1 > limits.cache_tokens:  # the last chosen token's KV is never needed
         return (
-            f"max_tokens = {wanted} after a prompt of {prompt}: the whole KV cache holds {limits.cache_tokens} tokens; "
+            f"max_tokens = {wanted} after a prompt of {prompt}: the whole KV cache holds "
+            f"{limits.cache_tokens} tokens; "
             "raise engine.kv_bytes or lower max_tokens"
         )
     return None
@@ -135,8 +160,15 @@ def _bad_size(request: Request, limits: RequestLimits) -> str | None:
 def _bad_partials(request: Request, limits: RequestLimits) -> str | None:
     seen: set[int] = set()
     for partial in request.partials:
-        if not is_whole(partial.index) or not 0 <= partial.index < request.sampling.n or partial.index in seen:
-            return f"partial with index {partial.index!r}: need distinct indices below n = {request.sampling.n}"
+        if (
+            not is_whole(partial.index)
+            or not 0 <= partial.index < request.sampling.n
+            or partial.index in seen
+        ):
+            return (
+                f"partial with index {partial.index!r}: need distinct indices below n = "
+                f"{request.sampling.n}"
+            )
         seen.add(partial.index)
         if reason := _bad_partial(partial, request, limits):
             return f"partial {partial.index}: {reason}"
@@ -146,13 +178,19 @@ def _bad_partials(request: Request, limits: RequestLimits) -> str | None:
 def _bad_partial(partial: Partial, request: Request, limits: RequestLimits) -> str | None:
     for name, kinds in PARTIAL_COLUMNS.items():
         if not _is_row(getattr(partial, name), kinds):
-            return f"{name} is no one-dimensional array of {'whole numbers' if kinds == WHOLE else 'float numbers'}"
+            return (
+                f"{name} is no one-dimensional array of "
+                f"{'whole numbers' if kinds == WHOLE else 'float numbers'}"
+            )
     count = len(partial.tokens)
     if count > request.sampling.max_tokens:
         return f"{count} tokens, more than max_tokens = {request.sampling.max_tokens}"
     if not len(partial.logprobs) == len(partial.raw_logprobs) == len(partial.versions) == count:
         return "tokens, logprobs, raw_logprobs and versions differ in length"
-    if count and not 0 <= int(partial.tokens.min()) <= int(partial.tokens.max()) < limits.vocab_size:
+    if (
+        count
+        and not 0 <= int(partial.tokens.min()) <= int(partial.tokens.max()) < limits.vocab_size
+    ):
         return f"a token outside 0 to {limits.vocab_size - 1}"
     if count and truncates(request):
         if partial.support is None:

@@ -1,11 +1,13 @@
-"""Front desk: the event loop's side of the engine. In: admitted requests. Out: their streams, fed by a pump.
+"""Front desk: the event loop's side of the engine. In: admitted requests. Out: their streams, fed
+by a pump.
 
-One pump task runs bursts on the compute thread as long as a request is unanswered. Requests accepted without an await
-between them reach the cycle together, in order, so such a run is deterministic. Streams and what is incoming are
-touched on the event loop's thread only, the cycle on the compute thread only.
+One pump task runs bursts on the compute thread as long as a request is unanswered. Requests
+accepted without an await between them reach the cycle together, in order, so such a run is
+deterministic. Streams and what is incoming are touched on the event loop's thread only, the cycle
+on the compute thread only.
 
-Whatever raises in work on the cycle breaks it: `failure` says so at once, on the compute thread, so that nothing queued
-behind touches it; the event loop answers everyone as soon as it hears of it.
+Whatever raises in work on the cycle breaks it: `failure` says so at once, on the compute thread, so
+that nothing queued behind touches it; the event loop answers everyone as soon as it hears of it.
 """
 
 from __future__ import annotations
@@ -39,14 +41,16 @@ class Admitted:
 
 
 class CycleBroke(EngineRefused):
-    """Work on the cycle raised, now or before. Everyone who waited is answered; only a restart heals."""
+    """Work on the cycle raised, now or before. Everyone who waited is answered; only a restart
+    heals."""
 
     def __init__(self, failure: str) -> None:
         super().__init__(f"the engine failed: {failure}", hint="terminate and start it again")
 
 
 class AsyncFrontend:
-    """`burst(batch)` takes requests in, runs some steps and returns chunks; `blocked()` says why no step can run."""
+    """`burst(batch)` takes requests in, runs some steps and returns chunks; `blocked()` says why no
+    step can run."""
 
     def __init__(
         self,
@@ -57,11 +61,18 @@ class AsyncFrontend:
         emit: Callable[..., None],
         clock: Callable[[], float],
     ) -> None:
-        self._compute, self._burst, self._blocked, self._emit, self._clock = compute, burst, blocked, emit, clock
+        self._compute, self._burst, self._blocked, self._emit, self._clock = (
+            compute,
+            burst,
+            blocked,
+            emit,
+            clock,
+        )
         self.load = Load(completions=0, tokens=0)  # unanswered
         self.failure = ""  # why the cycle broke; written on the compute thread
         self._unanswered_failure = False  # it broke, and nobody was told yet
-        self.in_a_hurry = False  # somebody waits for the compute thread: a burst should end after its step
+        # somebody waits for the compute thread: a burst should end after its step
+        self.in_a_hurry = False
         self._streams: dict[str, TokenStream] = {}  # unanswered requests
         self._tokens: dict[str, int] = {}  # given ones, of unanswered requests
         self._incoming: list[Admitted] = []  # not in the cycle yet
@@ -89,7 +100,12 @@ class AsyncFrontend:
 
     def withdraw(self, request_id: str) -> bool:
         """Answer a request "abort" that has not entered the cycle yet. False when it has."""
-        return self._end_incoming(lambda admitted: admitted.request.request_id == request_id, "abort", WITHDRAWN) > 0
+        return (
+            self._end_incoming(
+                lambda admitted: admitted.request.request_id == request_id, "abort", WITHDRAWN
+            )
+            > 0
+        )
 
     def is_drained(self) -> bool:
         return not self._streams
@@ -122,8 +138,9 @@ class AsyncFrontend:
         *,
         held_too: bool = False,
     ) -> Result:
-        """Run work on the cycle with every accepted request in it (those held outside if asked), and deliver its
-        chunks, also when the caller is cancelled: they may be other requests'. CycleBroke when it raises."""
+        """Run work on the cycle with every accepted request in it (those held outside if asked),
+        and deliver its chunks, also when the caller is cancelled: they may be other requests'.
+        CycleBroke when it raises."""
         batch = self._take_incoming() if held_too or not self._held else []
         errand = asyncio.get_running_loop().create_task(self._run_between(add, work, batch))
         self._errands.add(errand)
@@ -152,7 +169,8 @@ class AsyncFrontend:
         return result
 
     async def at_rest(self, work: Callable[[], Result]) -> Result:
-        """Run work that replaces the cycle: on the compute thread, with nobody waiting for one that broke."""
+        """Run work that replaces the cycle: on the compute thread, with nobody waiting for one that
+        broke."""
         while True:
             found = await self.on_compute(lambda: None if self._unanswered_failure else (work(),))
             if found is not None:
@@ -209,7 +227,8 @@ class AsyncFrontend:
         self._unanswered_failure = True
 
     def _answer_failure(self, error: Exception | None) -> None:
-        """The cycle broke, or with `error` the way to it: answer everyone; no work until a restart."""
+        """The cycle broke, or with `error` the way to it: answer everyone; no work until a
+        restart."""
         if error is not None and not self.failure:
             self._break(error)
         if not self._unanswered_failure:
@@ -227,8 +246,8 @@ class AsyncFrontend:
         self._emit("engine.failed", error=self.failure, unanswered=unanswered)
 
     async def _pump(self) -> None:
-        """Waits for: the compute thread, or, when nothing can run, a poke. Woken by: accept, hold's end, moves.
-        Ends: when every request is answered."""
+        """Waits for: the compute thread, or, when nothing can run, a poke. Woken by: accept, hold's
+        end, moves. Ends: when every request is answered."""
         self._poked = asyncio.Event()
         while self._streams:
             self._poked.clear()
@@ -265,13 +284,20 @@ class AsyncFrontend:
         self._incoming = [admitted for admitted in self._incoming if not is_due(admitted)]
         for admitted in due:
             name = admitted.request.request_id
-            self._deliver([TokenChunk.end(name, index, finish, reason) for index in self._streams[name].unfinished])
+            self._deliver(
+                [
+                    TokenChunk.end(name, index, finish, reason)
+                    for index in self._streams[name].unfinished
+                ]
+            )
             if finish == "deadline":
                 self._emit("engine.deadline", request_id=name)
         return len(due)
 
     def _count(self, *, completions: int = 0, tokens: int = 0) -> None:
-        self.load = Load(completions=self.load.completions + completions, tokens=self.load.tokens + tokens)
+        self.load = Load(
+            completions=self.load.completions + completions, tokens=self.load.tokens + tokens
+        )
 
     def _deliver(self, chunks: Sequence[TokenChunk]) -> None:
         for chunk in chunks:
@@ -292,6 +318,7 @@ async def by_deadline(work: asyncio.Future[Result], deadline_s: float, what: str
     done, _ = await asyncio.wait({work}, timeout=deadline_s)
     if not done:
         raise DeadlineError(
-            f"the engine waited {deadline_s:g} s for {what}", hint="raise the deadline, or interrupt or abort"
+            f"the engine waited {deadline_s:g} s for {what}",
+            hint="raise the deadline, or interrupt or abort",
         )
     return work.result()

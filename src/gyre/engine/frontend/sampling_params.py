@@ -1,5 +1,6 @@
-"""Parameters: can this Sampling be satisfied? In: a Sampling, whatever is in it, and the engine's limits. Out: None, or
-the reason to refuse it, in words that say what we got and what we accept. Pure.
+"""Parameters: can this Sampling be satisfied? In: a Sampling, whatever is in it, and the engine's
+limits. Out: None, or the reason to refuse it, in words that say what we got and what we accept.
+Pure.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ LARGEST_COUNT = 2**31 - 1
 Check = tuple[bool, str]
 
 
-def find_bad_sampling(s: Sampling, *, vocab_size: int, most_completions: int, eos_ids: Iterable[int]) -> str | None:
+def find_bad_sampling(
+    s: Sampling, *, vocab_size: int, most_completions: int, eos_ids: Iterable[int]
+) -> str | None:
     """Return why these parameters cannot be satisfied, or None. Types are looked at first."""
     return (
         _first(_check_types(s))
@@ -39,7 +42,9 @@ def is_whole(value: Any) -> bool:
 def is_number(value: Any) -> bool:
     """A finite number that float64 holds."""
     try:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        )
     except OverflowError:
         return False
 
@@ -61,11 +66,23 @@ def _each(is_right: Callable[[Any], bool], values: Any) -> bool:
 
 
 def _is_bias(pair: Any) -> bool:
-    return isinstance(pair, (tuple, list)) and len(pair) == 2 and is_whole(pair[0]) and is_number(pair[1])
+    return (
+        isinstance(pair, (tuple, list))
+        and len(pair) == 2
+        and is_whole(pair[0])
+        and is_number(pair[1])
+    )
 
 
 def _check_types(s: Sampling) -> Iterable[Check]:
-    numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    numbers = (
+        "temperature",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    )
     for name in numbers:
         yield is_number(getattr(s, name)), f"{name} = {getattr(s, name)!r}: need a finite number"
     for name in ("top_k", "max_tokens", "n", "min_tokens", "top_logprobs"):
@@ -83,28 +100,52 @@ def _check_ranges(s: Sampling, most_completions: int) -> Iterable[Check]:
     warm = s.temperature == 0.0 or COLDEST <= s.temperature <= HOTTEST
     yield warm, f"temperature = {s.temperature}: need 0 (greedy), or {COLDEST:g} to {HOTTEST:g}"
     yield 0.0 < s.top_p <= 1.0, f"top_p = {s.top_p}: need more than 0 and at most 1"
-    yield 0 <= s.top_k <= LARGEST_COUNT, f"top_k = {s.top_k}: need 0 (all) or more, to {LARGEST_COUNT}"
+    yield (
+        0 <= s.top_k <= LARGEST_COUNT,
+        f"top_k = {s.top_k}: need 0 (all) or more, to {LARGEST_COUNT}",
+    )
     yield 0.0 <= s.min_p <= 1.0, f"min_p = {s.min_p}: need 0 to 1"
     yield s.max_tokens >= 1, f"max_tokens = {s.max_tokens}: need 1 or more"
     yield s.n >= 1, f"n = {s.n}: need 1 or more"
-    yield s.n <= most_completions, f"n = {s.n}: running and waiting together, {most_completions} completions fit"
-    repetition, span = s.repetition_penalty, f"{WEAKEST_REPETITION:g} to {STRONGEST_REPETITION:g}; 1 is off"
+    yield (
+        s.n <= most_completions,
+        f"n = {s.n}: running and waiting together, {most_completions} completions fit",
+    )
+    repetition, span = (
+        s.repetition_penalty,
+        f"{WEAKEST_REPETITION:g} to {STRONGEST_REPETITION:g}; 1 is off",
+    )
     within = WEAKEST_REPETITION <= repetition <= STRONGEST_REPETITION
     yield within, f"repetition_penalty = {repetition}: need {span}"
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(s, name)
-        yield -PENALTY <= value <= PENALTY, f"{name} = {value}: need {-PENALTY:g} to {PENALTY:g}; 0 is off"
-    yield 0 <= s.top_logprobs <= MOST_TOLD, f"top_logprobs = {s.top_logprobs}: need 0 to {MOST_TOLD}"
+        yield (
+            -PENALTY <= value <= PENALTY,
+            f"{name} = {value}: need {-PENALTY:g} to {PENALTY:g}; 0 is off",
+        )
+    yield (
+        0 <= s.top_logprobs <= MOST_TOLD,
+        f"top_logprobs = {s.top_logprobs}: need 0 to {MOST_TOLD}",
+    )
     told = s.prompt_logprobs
-    yield told is None or 0 <= told <= MOST_TOLD, f"prompt_logprobs = {told}: need None, or 0 to {MOST_TOLD}"
+    yield (
+        told is None or 0 <= told <= MOST_TOLD,
+        f"prompt_logprobs = {told}: need None, or 0 to {MOST_TOLD}",
+    )
     yield s.min_tokens >= 0, f"min_tokens = {s.min_tokens}: need 0 or more"
-    yield s.min_tokens <= s.max_tokens, f"min_tokens = {s.min_tokens}: more than max_tokens = {s.max_tokens}"
+    yield (
+        s.min_tokens <= s.max_tokens,
+        f"min_tokens = {s.min_tokens}: more than max_tokens = {s.max_tokens}",
+    )
     yield all(s.stop), "an empty stop string: it would end every completion at once"
     yield len(s.stop) <= MOST_STOPS, f"{len(s.stop)} stop strings: at most {MOST_STOPS}"
     longest = max(map(len, s.stop), default=0)
     yield longest <= LONGEST_STOP, f"a stop string of {longest} characters: at most {LONGEST_STOP}"
     yield len(s.stop_ids) <= MOST_STOP_IDS, f"{len(s.stop_ids)} stop_ids: at most {MOST_STOP_IDS}"
-    yield len(s.logit_bias) <= MOST_BIASED, f"logit_bias for {len(s.logit_bias)} tokens: at most {MOST_BIASED}"
+    yield (
+        len(s.logit_bias) <= MOST_BIASED,
+        f"logit_bias for {len(s.logit_bias)} tokens: at most {MOST_BIASED}",
+    )
 
 
 def _check_ids(s: Sampling, vocab_size: int) -> Iterable[Check]:
@@ -117,7 +158,10 @@ def _check_ids(s: Sampling, vocab_size: int) -> Iterable[Check]:
         yield token not in seen, f"logit_bias names token {token} twice"
         seen.add(token)
         limit = f"need {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}"
-        yield -LARGEST_BIAS <= value <= LARGEST_BIAS, f"logit_bias of {value} for token {token}: {limit}"
+        yield (
+            -LARGEST_BIAS <= value <= LARGEST_BIAS,
+            f"logit_bias of {value} for token {token}: {limit}",
+        )
     for name in ("top_logprobs", "prompt_logprobs"):
         told = getattr(s, name) or 0
         yield told <= vocab_size, f"{name} = {told}: {vocabulary}"
@@ -128,4 +172,7 @@ def _check_sense(s: Sampling, vocab_size: int, eos_ids: Iterable[int]) -> Iterab
     if s.min_tokens:
         banned |= set(s.stop_ids) | (set() if s.ignore_eos else set(eos_ids))
     left = "min_tokens and a logit_bias of -100 leave no token to choose"
-    yield len(banned & set(range(vocab_size))) < vocab_size if len(banned) >= vocab_size else True, left
+    yield (
+        len(banned & set(range(vocab_size))) < vocab_size if len(banned) >= vocab_size else True,
+        left,
+    )

@@ -1,4 +1,5 @@
-"""Streams: what `submit` hands back. In: chunks, pushed on the event loop's thread. Out: an async iterator of them."""
+"""Streams: what `submit` hands back. In: chunks, pushed on the event loop's thread. Out: an async
+iterator of them."""
 
 from __future__ import annotations
 
@@ -12,9 +13,12 @@ from gyre.core.records import Completion, TokenChunk
 
 
 class TokenStream(AsyncIterator[TokenChunk]):
-    """Chunks of one request, in order; ends after each of its completions has carried `finish`. One reader."""
+    """Chunks of one request, in order; ends after each of its completions has carried `finish`. One
+    reader."""
 
-    def __init__(self, request_id: str, num_completions: int, abort: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(
+        self, request_id: str, num_completions: int, abort: Callable[[str], Awaitable[None]]
+    ) -> None:
         self.request_id = request_id
         self._abort = abort
         self._unfinished = set(range(num_completions))
@@ -27,7 +31,9 @@ class TokenStream(AsyncIterator[TokenChunk]):
         return sorted(self._unfinished)
 
     def push(self, chunk: TokenChunk) -> None:
-        assert chunk.index in self._unfinished, f"{chunk.request_id}[{chunk.index}] was answered before"
+        assert chunk.index in self._unfinished, (
+            f"{chunk.request_id}[{chunk.index}] was answered before"
+        )
         self._chunks.append(chunk)
         if chunk.finish is not None:
             self._unfinished.remove(chunk.index)

@@ -1,5 +1,5 @@
-"""Host KV: page slots in host memory, pinned beside a GPU. In: page and slot numbers. Out: copies, queued on the device
-in the order of the calls and not waited for.
+"""Host KV: page slots in host memory, pinned beside a GPU. In: page and slot numbers. Out: copies,
+queued on the device in the order of the calls and not waited for.
 """
 
 # S slots, L layers, K kv heads, D head dim
@@ -19,15 +19,20 @@ STAGED_PAGES = 64  # copied through device memory at once
 
 
 class HostKv:
-    """The other end of `KvPool.tensor`, whose dimension 1 is the page: here the slot comes first, so that a page of all
-    layers is one piece. The host never reads or writes it, so the device's order is all that matters."""
+    """The other end of `KvPool.tensor`, whose dimension 1 is the page: here the slot comes first,
+    so that a page of all layers is one piece. The host never reads or writes it, so the device's
+    order is all that matters."""
 
     def __init__(self, pool: KvPool, num_slots: int, *, name: str) -> None:
         self.pool, self.num_slots = pool, num_slots
         layers, _, *page_shape = pool.tensor.shape
         page_bytes = layers * int(np.prod(page_shape)) * pool.tensor.element_size()
-        self._buffer = HostBuffer(num_slots * page_bytes, pin=pool.tensor.is_cuda, owner=f"component {name}")
-        self._slots = self._buffer.bytes.view(pool.tensor.dtype).view(num_slots, layers, *page_shape)
+        self._buffer = HostBuffer(
+            num_slots * page_bytes, pin=pool.tensor.is_cuda, owner=f"component {name}"
+        )
+        self._slots = self._buffer.bytes.view(pool.tensor.dtype).view(
+            num_slots, layers, *page_shape
+        )
 
     @property
     def size_bytes(self) -> int:
@@ -46,7 +51,9 @@ class HostKv:
             part = to_device(pages[at : at + STAGED_PAGES].astype(np.int64), device)
             staged_SL = self.pool.tensor.index_select(1, part).transpose(0, 1).contiguous()
             for begin, slot, count in _runs(slots[at : at + STAGED_PAGES]):
-                self._slots[slot : slot + count].copy_(staged_SL[begin : begin + count], non_blocking=True)
+                self._slots[slot : slot + count].copy_(
+                    staged_SL[begin : begin + count], non_blocking=True
+                )
 
     @torch.inference_mode()
     def copy_in(self, slots: np.ndarray, pages: np.ndarray) -> None:
@@ -54,9 +61,13 @@ class HostKv:
         tensor = self.pool.tensor
         for at in range(0, len(pages), STAGED_PAGES):
             part = to_device(pages[at : at + STAGED_PAGES].astype(np.int64), tensor.device)
-            staged_SL = torch.empty((len(part), *self._slots.shape[1:]), device=tensor.device, dtype=tensor.dtype)
+            staged_SL = torch.empty(
+                (len(part), *self._slots.shape[1:]), device=tensor.device, dtype=tensor.dtype
+            )
             for begin, slot, count in _runs(slots[at : at + STAGED_PAGES]):
-                staged_SL[begin : begin + count].copy_(self._slots[slot : slot + count], non_blocking=True)
+                staged_SL[begin : begin + count].copy_(
+                    self._slots[slot : slot + count], non_blocking=True
+                )
             tensor.index_copy_(1, part, staged_SL.transpose(0, 1))
 
 

@@ -1,7 +1,7 @@
 """Pages: who holds which KV page. In: counts and page numbers. Out: page numbers. Pure.
 
-Each page is free, in use (with a count of its users) or idle (kept by the prefix cache, no user). Page 0 belongs to
-nobody and stays zero: padding points at it.
+Each page is free, in use (with a count of its users) or idle (kept by the prefix cache, no user).
+Page 0 belongs to nobody and stays zero: padding points at it.
 """
 
 from __future__ import annotations
@@ -56,15 +56,18 @@ class Pages:
         self._users[pages] += 1
 
     def stamps(self, pages: np.ndarray) -> np.ndarray:
-        """Return the number of each page's present stay with somebody, to ask `still_hold` later."""
+        """Return the number of each page's present stay with somebody, to ask `still_hold`
+        later."""
         return self._stamps[pages]
 
     def still_hold(self, pages: np.ndarray, stamps: np.ndarray) -> np.ndarray:
-        """Return per page whether it holds what it held then, and can be shared: full pages never change."""
+        """Return per page whether it holds what it held then, and can be shared: full pages never
+        change."""
         return (self._stamps[pages] == stamps) & ((self._users[pages] > 0) | self._cached[pages])
 
     def give(self, pages: np.ndarray) -> None:
-        """Take one user from each of the distinct pages of one sequence. Tails are evicted before heads."""
+        """Take one user from each of the distinct pages of one sequence. Tails are evicted before
+        heads."""
         self._users[pages] -= 1
         assert (self._users[pages] >= 0).all(), "a page was given back twice"
         unused = pages[self._users[pages] == 0]
@@ -90,7 +93,8 @@ class Pages:
                 self._cached[page] = True
 
     def drop_cached(self, *, keep_version: int | None = None) -> int:
-        """Forget cached pages of other versions; return how many. Those in use stay with their users."""
+        """Forget cached pages of other versions; return how many. Those in use stay with their
+        users."""
         idle, used = self.prefix.drop(keep_version=keep_version)
         self._cached[np.asarray(idle + used, dtype=np.int32)] = False
         self._push(np.asarray(idle, dtype=np.int32))
@@ -112,7 +116,9 @@ class Pages:
         free = self._free[: self._num_free].tolist()
         idle = list(self.prefix.idle_pages)
         used = np.flatnonzero(self._users).tolist()
-        assert sorted(free + idle + used) == list(range(1, self.num_pages + 1)), "a page leaked or is held twice"
+        assert sorted(free + idle + used) == list(range(1, self.num_pages + 1)), (
+            "a page leaked or is held twice"
+        )
         cached = np.flatnonzero(self._cached).tolist()
         assert len(cached) == len(self.prefix) and all(page in self.prefix for page in cached)
 

@@ -1,4 +1,5 @@
-"""KV pool: the pages of keys and values of all layers. In: sizes, a device. Out: pages to be written and gathered."""
+"""KV pool: the pages of keys and values of all layers. In: sizes, a device. Out: pages to be
+written and gathered."""
 
 # T tokens, K kv heads, D head dim
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 
 class KvPool:
-    """KV pages of all layers. Page 0 stays zero. Its tensors keep their identity when the bytes move away."""
+    """KV pages of all layers. Page 0 stays zero. Its tensors keep their identity when the bytes
+    move away."""
 
     def __init__(
         self,
@@ -30,7 +32,8 @@ class KvPool:
         self.tensor = zeros(shape, device=device, dtype=dtype)
         self.num_pages, self.num_kv_heads, self.page_tokens = num_pages, num_kv_heads, page_tokens
         self._slots = [layer.view(-1, head_dim) for layer in self.tensor]  # rows that take writes
-        self._planes = [layer.view(-1, page_tokens * head_dim) for layer in self.tensor]  # rows that are gathered
+        # rows that are gathered
+        self._planes = [layer.view(-1, page_tokens * head_dim) for layer in self.tensor]
 
     def layer(self, index: int) -> Tensor:
         """Return a layer's pages, [page, 2, K, page_tokens, D]."""
@@ -51,7 +54,9 @@ class KvPool:
         self.tensor.index_copy_(1, pairs[:, 1], self.tensor.index_select(1, pairs[:, 0]))
 
     def zero_pages(self, pages: np.ndarray) -> None:
-        self.tensor.index_fill_(1, torch.tensor(pages, device=self.tensor.device, dtype=torch.int64), 0.0)
+        self.tensor.index_fill_(
+            1, torch.tensor(pages, device=self.tensor.device, dtype=torch.int64), 0.0
+        )
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

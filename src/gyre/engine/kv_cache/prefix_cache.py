@@ -1,8 +1,9 @@
-"""Prefix cache: which page holds the KV of which beginning. In: chained block keys. Out: pages to share, pages to give
-up. Pure.
+"""Prefix cache: which page holds the KV of which beginning. In: chained block keys. Out: pages to
+share, pages to give up. Pure.
 
-A key is a 128-bit keyed hash chained over token blocks; its root is weight version and tenant salt, so that a block of
-another version or tenant never matches. A page that nobody refers to stays here, idle, until evicted, oldest first.
+A key is a 128-bit keyed hash chained over token blocks; its root is weight version and tenant salt,
+so that a block of another version or tenant never matches. A page that nobody refers to stays here,
+idle, until evicted, oldest first.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ def root_key(version: int, tenant_salt: str) -> BlockKey:
     return hashlib.blake2b(f"{version}:{len(salt)}:".encode() + salt, digest_size=16).digest()
 
 
-def extend_keys(keys: list[BlockKey], root: BlockKey, tokens: np.ndarray, page_tokens: int, num_blocks: int) -> None:
-    """Append keys in place until there is one for each of the first `num_blocks` full blocks of tokens (int32)."""
+def extend_keys(
+    keys: list[BlockKey], root: BlockKey, tokens: np.ndarray, page_tokens: int, num_blocks: int
+) -> None:
+    """Append keys in place until there is one for each of the first `num_blocks` full blocks of
+    tokens (int32)."""
     parent = keys[-1] if keys else root
     for block in range(len(keys), num_blocks):
         data = tokens[block * page_tokens : (block + 1) * page_tokens].tobytes()
@@ -37,7 +41,8 @@ class PrefixCache:
     """Keys ↔ pages, and the order in which idle pages are given up."""
 
     def __init__(self, score_bytes: int = 0) -> None:
-        self.scores = ScoreStore(score_bytes)  # prompt log-probs of known pages; they go with their page
+        # prompt log-probs of known pages; they go with their page
+        self.scores = ScoreStore(score_bytes)
         self._page_of: dict[BlockKey, int] = {}
         self._entry_of: dict[int, tuple[BlockKey, int]] = {}  # page → key and weight version
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -70,7 +75,8 @@ class PrefixCache:
         return key in self._page_of
 
     def remember(self, key: BlockKey, page: int, version: int) -> bool:
-        """Enter a page in use. False when the key has a page already (two equal prompts ran side by side)."""
+        """Enter a page in use. False when the key has a page already (two equal prompts ran side by
+        side)."""
         if key in self._page_of or page in self._entry_of:
             return False
         self._page_of[key] = page
@@ -95,7 +101,8 @@ class PrefixCache:
         return pages
 
     def drop(self, *, keep_version: int | None = None) -> tuple[list[int], list[int]]:
-        """Forget all entries but those of `keep_version`. Return (idle pages, now free; pages still in use)."""
+        """Forget all entries but those of `keep_version`. Return (idle pages, now free; pages still
+        in use)."""
         gone = [page for page, (_, version) in self._entry_of.items() if version != keep_version]
         idle = [page for page in gone if page in self._idle]
         used = [page for page in gone if page not in self._idle]

@@ -1,9 +1,11 @@
-"""Prompt log-probs on the host: what is known of one prompt, and what is kept of cached blocks. In: pieces that steps
-computed. Out: what must still be computed, a PromptLogprobs when all is known. Pure (numpy).
+"""Prompt log-probs on the host: what is known of one prompt, and what is kept of cached blocks. In:
+pieces that steps computed. Out: what must still be computed, a PromptLogprobs when all is known.
+Pure (numpy).
 
-An entry belongs to its token as the target, so it is a function of the tokens up to and with it: the key of a block
-decides all entries of the block's own tokens, and weight version and tenant are inside the key. The hidden state that
-gives the first entry of a block lies in the block before, which is why a hit may have to be shortened by a block.
+An entry belongs to its token as the target, so it is a function of the tokens up to and with it:
+the key of a block decides all entries of the block's own tokens, and weight version and tenant are
+inside the key. The hidden state that gives the first entry of a block lies in the block before,
+which is why a hit may have to be shortened by a block.
 """
 
 # P prompt tokens, K best tokens, L tokens of a block
@@ -58,8 +60,8 @@ class PromptLogprobStore:
         return bool(np.isfinite(self._logprobs_P).all())
 
     def wanted(self, start: int, count: int) -> tuple[int, int]:
-        """Return the first target and the number of targets to compute when the tokens start … start + count - 1 are
-        computed: from the first unknown one on."""
+        """Return the first target and the number of targets to compute when the tokens start …
+        start + count - 1 are computed: from the first unknown one on."""
         first = max(start + 1, min(self.first_unknown, start + count + 1))
         return first, max(0, min(start + count + 1, self.num_tokens) - first)
 
@@ -70,8 +72,9 @@ class PromptLogprobStore:
         self._top_PK[span] = piece.top_logprobs[:, : self.best]
 
     def under(self, version: int) -> PromptLogprobStore:
-        """Return this book, or one without entries of other versions if it has any: their KV is computed again too. A
-        copy, since siblings on the same prompt share a book and may go on with what it says."""
+        """Return this book, or one without entries of other versions if it has any: their KV is
+        computed again too. A copy, since siblings on the same prompt share a book and may go on
+        with what it says."""
         foreign_P = (self._versions_P != version) & (self._versions_P != UNKNOWN)
         if not foreign_P.any():
             return self
@@ -132,8 +135,8 @@ class BlockScores:
 
 
 class ScoreStore:
-    """Entries of cached blocks by block key, within a bound of bytes; those used longest ago go first. An entry goes
-    with its page (`drop`), so it never outlives the KV that it belongs to."""
+    """Entries of cached blocks by block key, within a bound of bytes; those used longest ago go
+    first. An entry goes with its page (`drop`), so it never outlives the KV that it belongs to."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.num_bytes = max_bytes, 0
@@ -170,10 +173,14 @@ class ScoreStore:
 
 
 def load_known(
-    book: PromptLogprobStore, keys: Sequence[bytes], store: ScoreStore, page_tokens: int, version: int
+    book: PromptLogprobStore,
+    keys: Sequence[bytes],
+    store: ScoreStore,
+    page_tokens: int,
+    version: int,
 ) -> None:
-    """Fill the book from the store, block by block from the first that it does not know, until one is missing. The
-    keys are of this version, and so is the book."""
+    """Fill the book from the store, block by block from the first that it does not know, until one
+    is missing. The keys are of this version, and so is the book."""
     for block in range(book.first_unknown // page_tokens, len(keys)):
         if (block + 1) * page_tokens > book.num_tokens:
             return
@@ -192,9 +199,14 @@ class KnowsPages(Protocol):
 
 
 def keep_known(
-    book: PromptLogprobStore, keys: Sequence[bytes], cache: KnowsPages, page_tokens: int, version: int
+    book: PromptLogprobStore,
+    keys: Sequence[bytes],
+    cache: KnowsPages,
+    page_tokens: int,
+    version: int,
 ) -> None:
-    """Keep the book's entries of each whole block whose page is cached. The keys are of this version."""
+    """Keep the book's entries of each whole block whose page is cached. The keys are of this
+    version."""
     for block, key in enumerate(keys[: book.num_tokens // page_tokens]):
         if cache.knows(key) and cache.scores.find(key, book.best) is None:
             scores = book.block(block, page_tokens, version)
@@ -203,8 +215,9 @@ def keep_known(
 
 
 def usable_pages(book: PromptLogprobStore, num_hits: int, page_tokens: int) -> int:
-    """Return how many cached pages may be shared so that every unknown target is still computed: computing starts at
-    page_tokens × pages and gives the targets after that token, so all up to it must be known."""
+    """Return how many cached pages may be shared so that every unknown target is still computed:
+    computing starts at page_tokens × pages and gives the targets after that token, so all up to it
+    must be known."""
     if book.is_whole:
         return num_hits
     return min(num_hits, (book.first_unknown - 1) // page_tokens)

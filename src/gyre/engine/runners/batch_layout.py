@@ -1,12 +1,14 @@
-"""Layout: where the tokens of a step lie, as index arrays. In: the roster's arrays and a Step. Out: a StepLayout.
-Pure (numpy).
+"""Layout: where the tokens of a step lie, as index arrays. In: the roster's arrays and a Step. Out:
+a StepLayout. Pure (numpy).
 
-The KV pool of a layer is [page, 2, K, page_tokens, D]. Seen as rows of D it takes writes; seen as rows of
-page_tokens × D it is read, one row per (page, k or v, kv head), so that one gather yields [2, B, K, L, D].
-Sequences of similar size are attended to together, in buckets, so that padding stays small.
+The KV pool of a layer is [page, 2, K, page_tokens, D]. Seen as rows of D it takes writes; seen as
+rows of page_tokens × D it is read, one row per (page, k or v, kv head), so that one gather yields
+[2, B, K, L, D]. Sequences of similar size are attended to together, in buckets, so that padding
+stays small.
 """
 
-# T tokens of the step, S its sequences, B those of a bucket, P pages per sequence, K kv heads, D head dim
+# T tokens of the step, S its sequences, B those of a bucket, P pages per sequence, K kv heads, D
+# head dim
 
 from __future__ import annotations
 
@@ -61,13 +63,22 @@ class StepLayout:
 def lay_out(rows: InputBatch, step: Step, *, num_kv_heads: int) -> StepLayout:
     """Order the step's sequences into buckets and index everything they read and write."""
     num_decode = len(step.decode_rows)
-    row_S = np.concatenate([step.decode_rows, np.asarray([c.row for c in step.chunks], dtype=np.int64)])
-    start_S = np.concatenate([rows.computed_R[step.decode_rows], np.asarray([c.start for c in step.chunks], np.int64)])
+    row_S = np.concatenate(
+        [step.decode_rows, np.asarray([c.row for c in step.chunks], dtype=np.int64)]
+    )
+    start_S = np.concatenate(
+        [rows.computed_R[step.decode_rows], np.asarray([c.start for c in step.chunks], np.int64)]
+    )
     count_S = np.ones(len(row_S), dtype=np.int64)
     count_S[num_decode:] = [c.count for c in step.chunks]
     pages_S = -(-(start_S + count_S) // rows.page_tokens)
     order_S, bounds = plan_buckets(count_S, pages_S * rows.page_tokens)
-    row_S, start_S, count_S, pages_S = row_S[order_S], start_S[order_S], count_S[order_S], pages_S[order_S]
+    row_S, start_S, count_S, pages_S = (
+        row_S[order_S],
+        start_S[order_S],
+        count_S[order_S],
+        pages_S[order_S],
+    )
 
     last_S = np.cumsum(count_S)
     seq_T = np.repeat(np.arange(len(row_S)), count_S)
@@ -83,15 +94,28 @@ def lay_out(rows: InputBatch, step: Step, *, num_kv_heads: int) -> StepLayout:
         source_N=_find_sources(step, order_S, last_S),
         chunk_places_C=(last_S - count_S)[np.argsort(order_S)[num_decode:]],
         buckets=tuple(
-            _make_bucket(rows, row_S[a:b], start_S[a:b], count_S[a:b], int(pages_S[a:b].max()), num_kv_heads, first)
-            for (a, b), first in zip(bounds, [0, *(int(last_S[b - 1]) for _, b in bounds)], strict=False)
+            _make_bucket(
+                rows,
+                row_S[a:b],
+                start_S[a:b],
+                count_S[a:b],
+                int(pages_S[a:b].max()),
+                num_kv_heads,
+                first,
+            )
+            for (a, b), first in zip(
+                bounds, [0, *(int(last_S[b - 1]) for _, b in bounds)], strict=False
+            )
         ),
     )
 
 
-def plan_buckets(count_S: np.ndarray, keys_S: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """Order sequences by size and cut them into runs whose padding is small. Returns the order and the runs' bounds.
-    One run in the given order when that is good enough, as in most decoding steps."""
+def plan_buckets(
+    count_S: np.ndarray, keys_S: np.ndarray
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """Order sequences by size and cut them into runs whose padding is small. Returns the order and
+    the runs' bounds. One run in the given order when that is good enough, as in most decoding
+    steps."""
     area_S = count_S * keys_S
     if _fits(len(area_S), int(count_S.max()), int(keys_S.max()), int(area_S.sum())):
         return np.arange(len(area_S)), [(0, len(area_S))]

@@ -1,4 +1,6 @@
-"""CPU runner: one Step through the C kernels, done when `launch` returns. In: rows and a Step. Out: a Flight. Chosen by runners; decode inputs come from the rows, so nothing may be in flight when a step is launched."""
+"""CPU runner: one Step through the C kernels, done when `launch` returns. In: rows and a Step. Out:
+a Flight. Chosen by runners; decode inputs come from the rows, so nothing may be in flight when a
+step is launched."""
 
 # N rows that choose, Q prompt tokens scored, C chunks
 
@@ -31,14 +33,17 @@ class Landed:
 
 
 class CpuRunner:
-    """Rows that ask for nothing but a temperature are served by one call; others choose by torch, on its logits."""
+    """Rows that ask for nothing but a temperature are served by one call; others choose by torch,
+    on its logits."""
 
     def __init__(self, decoder: Decoder, pool: KvPool, *, rows_at_once: int) -> None:
         self.decoder, self.pool = decoder, pool
         self._step = CpuStep(decoder, pool)
         self.instructions = self._step.instructions
         self._rows_at_once = rows_at_once  # of logits, where prompts are scored
-        self._rules = SamplerState(decoder.spec.vocab_size, decoder.device, rows_at_once=rows_at_once)
+        self._rules = SamplerState(
+            decoder.spec.vocab_size, decoder.device, rows_at_once=rows_at_once
+        )
 
     @torch.inference_mode()
     def launch(self, rows: InputBatch, step: Step) -> Flight:
@@ -46,7 +51,11 @@ class CpuRunner:
         uniform_N = uniforms(rows.key_R[row_N], step.sample_positions - rows.prompt_R[row_N])
         targets = find_targets(rows, step, _places(step))
         chosen = self._step.choose(
-            rows, step, _inverse(rows.temperature_R[row_N]), uniform_N, None if targets is None else targets.place_Q
+            rows,
+            step,
+            _inverse(rows.temperature_R[row_N]),
+            uniform_N,
+            None if targets is None else targets.place_Q,
         )
         self.pool.copy_pages(step.copies)
         ruled_N = rows.truncated_R[row_N] | rows.shaped_R[row_N] | (rows.told_R[row_N] > 0)
@@ -54,17 +63,22 @@ class CpuRunner:
             return Landed(chosen.sampled)
         scores = None
         if targets is not None:
-            scores = score(targets, chosen.hidden_QE, self.decoder.logits, rows_at_once=self._rows_at_once)
+            scores = score(
+                targets, chosen.hidden_QE, self.decoder.logits, rows_at_once=self._rows_at_once
+            )
         if not ruled_N.any():
             pieces = TorchFlight(None, None, scores).fetch().pieces
             return Landed(replace(chosen.sampled, pieces=pieces))
-        choice, rules = self._rules.choose(chosen.logits_NV, rows, step, torch.from_numpy(uniform_N))
+        choice, rules = self._rules.choose(
+            chosen.logits_NV, rows, step, torch.from_numpy(uniform_N)
+        )
         by_rules = TorchFlight(choice, rules, scores).fetch()
         return Landed(_merge(by_rules, chosen.sampled, ruled_N))
 
 
 def _merge(by_rules: SampledTokens, plain: SampledTokens, ruled_N: np.ndarray) -> SampledTokens:
-    """Rows without rules keep what the kernels chose for them, so that no neighbour's rules change a bit of theirs."""
+    """Rows without rules keep what the kernels chose for them, so that no neighbour's rules change
+    a bit of theirs."""
     return replace(
         by_rules,
         tokens=np.where(ruled_N, by_rules.tokens, plain.tokens),

@@ -1,8 +1,8 @@
-"""CPU step: one Step as one call of the C kernels. In: roster arrays and a Step. Out: logits, or Sampled at once when
-rows choose by nothing but temperature.
+"""CPU step: one Step as one call of the C kernels. In: roster arrays and a Step. Out: logits, or
+Sampled at once when rows choose by nothing but temperature.
 
-The kernels read the rows' tokens and block tables where they lie, and weights and pages by their addresses of the
-moment, so that whoever moves or changes them need not say so.
+The kernels read the rows' tokens and block tables where they lie, and weights and pages by their
+addresses of the moment, so that whoever moves or changes them need not say so.
 """
 
 # S sequences of a step, N rows that choose, V vocabulary, F = head dim / 2
@@ -31,7 +31,11 @@ FIRST_POSITIONS = 1024  # rows of the first rotary table; it doubles when a posi
 def why_not_c(decoder: Decoder) -> str | None:
     """Return why torch must do the work of a step on a CPU, or None."""
     spec = decoder.spec
-    odd = {name: size for name in ("hidden_size", "mlp_size", "head_dim") if (size := getattr(spec, name)) % 2}
+    odd = {
+        name: size
+        for name in ("hidden_size", "mlp_size", "head_dim")
+        if (size := getattr(spec, name)) % 2
+    }
     if odd:
         return f"sizes must be even, got {odd}"
     library = load_decoder(decoder.dtype)
@@ -48,8 +52,9 @@ class StepOutput:
 
 
 class CpuStep:
-    """Scratch, rotary tables and argument records, kept from step to step. Scratch and logits are no component of the
-    ledger: they are part of what the planner calls working memory of a rollout, and lie well within it."""
+    """Scratch, rotary tables and argument records, kept from step to step. Scratch and logits are
+    no component of the ledger: they are part of what the planner calls working memory of a rollout,
+    and lie well within it."""
 
     def __init__(self, decoder: Decoder, pool: KvPool) -> None:
         library = load_decoder(decoder.dtype)
@@ -60,7 +65,11 @@ class CpuStep:
         self._model, self._step = CModel(), CStep()
         model = self._model
         model.layers, model.hidden, model.mlp = spec.num_layers, spec.hidden_size, spec.mlp_size
-        model.heads, model.kv_heads, model.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        model.heads, model.kv_heads, model.head_dim = (
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+        )
         model.vocab, model.norm_eps = spec.vocab_size, spec.norm_eps
         self._parts = list_parts(decoder)
         self._ends = (decoder.embed.weight, decoder.final_norm.weight, decoder.head_weight)
@@ -84,8 +93,8 @@ class CpuStep:
         uniform_N: np.ndarray,
         place_Q: np.ndarray | None = None,
     ) -> StepOutput:
-        """Run the step and choose a token per row: greedy where inverse_N (1 / temperature, float32) is 0. With
-        place_Q, also give the hidden states of these tokens of the step."""
+        """Run the step and choose a token per row: greedy where inverse_N (1 / temperature,
+        float32) is 0. With place_Q, also give the hidden states of these tokens of the step."""
         row_S, start_S, count_S, source_N = _sequences(rows, step)
         num_samples = len(source_N)
         place_Q = np.empty(0, np.int64) if place_Q is None else place_Q
@@ -96,9 +105,13 @@ class CpuStep:
         record.token_N, record.logprob_N, record.raw_N = _at(token_N), _at(logprob_N), _at(raw_N)
         residual_QE = self._run(rows, (row_S, start_S, count_S), source_N, place_Q, chooses=True)
         return StepOutput(
-            sampled=SampledTokens(tokens=token_N, logprobs=logprob_N, raw_logprobs=raw_N, supports={}),
+            sampled=SampledTokens(
+                tokens=token_N, logprobs=logprob_N, raw_logprobs=raw_N, supports={}
+            ),
             logits_NV=self._last_logits(num_samples),
-            hidden_QE=rms_norm(residual_QE.to(decoder.dtype), decoder.final_norm.weight, decoder.spec.norm_eps),
+            hidden_QE=rms_norm(
+                residual_QE.to(decoder.dtype), decoder.final_norm.weight, decoder.spec.norm_eps
+            ),
         )
 
     def _last_logits(self, count: int) -> Tensor:
@@ -117,7 +130,11 @@ class CpuStep:
         (row_S, start_S, count_S), source = sequences, np.concatenate([source_N, place_Q])
         residual_QE = torch.empty(len(place_Q), self._decoder.spec.hidden_size)
         record, pool = self._step, self._pool.tensor
-        record.sequences, record.tokens, record.samples = len(row_S), int(count_S.sum()), len(source)
+        record.sequences, record.tokens, record.samples = (
+            len(row_S),
+            int(count_S.sum()),
+            len(source),
+        )
         record.projected, record.residual_NE = len(source_N), residual_QE.data_ptr()
         record.threads = torch.get_num_threads()
         record.row_S, record.start_S, record.count_S = _at(row_S), _at(start_S), _at(count_S)
@@ -148,7 +165,10 @@ class CpuStep:
             self._sizes = sizes
         if record.projected * model.vocab > self._logits.numel():
             self._logits = torch.empty(record.projected * model.vocab)
-        record.scratch, record.logits_NV = -(-self._scratch.data_ptr() // 64) * 64, self._logits.data_ptr()
+        record.scratch, record.logits_NV = (
+            -(-self._scratch.data_ptr() // 64) * 64,
+            self._logits.data_ptr(),
+        )
 
     def _tables(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin of every position [position, F], rounded as the decoder's own."""
@@ -161,18 +181,28 @@ class CpuStep:
 def list_parts(decoder: Decoder) -> list[Tensor | None]:
     """Weights of all layers in the order of PARTS."""
     named = dict(decoder.named_parameters())
-    names = [part.replace("qkv_bias", "qkv.bias") if "bias" in part else f"{part}.weight" for part in PARTS]
-    return [named.get(f"layers.{i}.{name}") for i in range(decoder.spec.num_layers) for name in names]
+    names = [
+        part.replace("qkv_bias", "qkv.bias") if "bias" in part else f"{part}.weight"
+        for part in PARTS
+    ]
+    return [
+        named.get(f"layers.{i}.{name}") for i in range(decoder.spec.num_layers) for name in names
+    ]
 
 
-def _sequences(rows: InputBatch, step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Row, first position and number of tokens of each sequence; and the token that each sampling row continues."""
+def _sequences(
+    rows: InputBatch, step: Step
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Row, first position and number of tokens of each sequence; and the token that each sampling
+    row continues."""
     decode = step.decode_rows
     if not step.chunks:
         count = len(decode)
         return decode, rows.computed_R[decode], np.ones(count, np.int64), np.arange(count)
     row_S = np.concatenate([decode, np.asarray([chunk.row for chunk in step.chunks], np.int64)])
-    start_S = np.concatenate([rows.computed_R[decode], np.asarray([chunk.start for chunk in step.chunks], np.int64)])
+    start_S = np.concatenate(
+        [rows.computed_R[decode], np.asarray([chunk.start for chunk in step.chunks], np.int64)]
+    )
     count_S = np.ones(len(row_S), np.int64)
     count_S[len(decode) :] = [chunk.count for chunk in step.chunks]
     last_S = np.cumsum(count_S) - 1

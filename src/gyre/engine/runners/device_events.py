@@ -1,7 +1,8 @@
-"""ResultEvent: waits for the device that end. In: an event behind what was queued, a deadline. Out: nothing, or an error
-that names what was awaited.
+"""ResultEvent: waits for the device that end. In: an event behind what was queued, a deadline. Out:
+nothing, or an error that names what was awaited.
 
-A device that hangs cannot be made to stop from here; the error at least frees the thread and says which step it was.
+A device that hangs cannot be made to stop from here; the error at least frees the thread and says
+which step it was.
 """
 
 from __future__ import annotations
@@ -33,18 +34,22 @@ def wait_for(
     clock: Callable[[], float] = time.monotonic,
     nap: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Return when the event has happened; DeadlineError after `deadline_s` without it. What went wrong on the device
-    before it is raised as it is."""
+    """Return when the event has happened; DeadlineError after `deadline_s` without it. What went
+    wrong on the device before it is raised as it is."""
     begun_s = clock()
     while not event.query():
         waited_s = clock() - begun_s
         if waited_s > deadline_s:
             raise DeadlineError(
-                f"the device did not finish {describe()} within engine.step_deadline_s = {deadline_s:g} s",
-                hint="look for a hung kernel or a lost device (nvidia-smi, the driver's lines in dmesg) and start "
-                "again; a model whose steps take longer needs a longer deadline or a smaller engine.token_budget",
+                f"the device did not finish {describe()} within engine.step_deadline_s = "
+                f"{deadline_s:g} s",
+                hint="look for a hung kernel or a lost device (nvidia-smi, the driver's lines in "
+                "dmesg) and start "
+                "again; a model whose steps take longer needs a longer deadline or a smaller "
+                "engine.token_budget",
             )
-        nap(0.0 if waited_s < SPIN_S else NAP_S)  # 0: other threads of this process may run between two questions
+        # 0: other threads of this process may run between two questions
+        nap(0.0 if waited_s < SPIN_S else NAP_S)
 
 
 class ResultEvent:
@@ -66,4 +71,7 @@ class ResultEvent:
 
     def _describe(self) -> str:
         prompt_tokens = sum(chunk.count for chunk in self._step.chunks)
-        return f"a step of {len(self._step.decode_rows)} decoding completions and {prompt_tokens} prompt tokens"
+        return (
+            f"a step of {len(self._step.decode_rows)} decoding completions and "
+            f"{prompt_tokens} prompt tokens"
+        )

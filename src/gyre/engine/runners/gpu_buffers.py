@@ -1,8 +1,9 @@
-"""What the GPU runner keeps on the device between steps, and how a step's numbers get there. In: host arrays. Out:
-device views with fixed addresses.
+"""What the GPU runner keeps on the device between steps, and how a step's numbers get there. In:
+host arrays. Out: device views with fixed addresses.
 
-A step's numbers are written to one pinned buffer and sent in one copy, in stream order, so that a captured graph finds
-them where it expects them. Buffers take turns; one is written again only when its copy is done.
+A step's numbers are written to one pinned buffer and sent in one copy, in stream order, so that a
+captured graph finds them where it expects them. Buffers take turns; one is written again only when
+its copy is done.
 """
 
 # R rows, P pages per row
@@ -23,10 +24,16 @@ TORCH_OF = {"int32": torch.int32, "float32": torch.float32, "float64": torch.flo
 
 
 class MirroredBuffer:
-    """Named arrays in one device buffer, with pinned mirrors. The last array may be sent in part."""
+    """Named arrays in one device buffer, with pinned mirrors. The last array may be sent in
+    part."""
 
     def __init__(
-        self, sections: Mapping[str, tuple[str, int]], device: torch.device, *, deadline_s: float, mirrors: int = 3
+        self,
+        sections: Mapping[str, tuple[str, int]],
+        device: torch.device,
+        *,
+        deadline_s: float,
+        mirrors: int = 3,
     ) -> None:
         offset, spans = 0, {}
         for name, (dtype, length) in sections.items():
@@ -39,9 +46,14 @@ class MirroredBuffer:
             name: self._buffer[first : first + size].view(TORCH_OF[dtype])
             for name, (dtype, first, size) in spans.items()
         }
-        self._mirrors = [torch.zeros(offset, dtype=torch.uint8, pin_memory=True) for _ in range(mirrors)]
+        self._mirrors = [
+            torch.zeros(offset, dtype=torch.uint8, pin_memory=True) for _ in range(mirrors)
+        ]
         self._views = [
-            {name: mirror.numpy()[first : first + size].view(dtype) for name, (dtype, first, size) in spans.items()}
+            {
+                name: mirror.numpy()[first : first + size].view(dtype)
+                for name, (dtype, first, size) in spans.items()
+            }
             for mirror in self._mirrors
         ]
         self._sent = [torch.cuda.Event() for _ in range(mirrors)]
@@ -50,7 +62,11 @@ class MirroredBuffer:
     def begin(self) -> dict[str, np.ndarray]:
         """Return a mirror to write, once the copy that last read it is done."""
         self._turn = (self._turn + 1) % len(self._mirrors)
-        wait_for(self._sent[self._turn], lambda: "the copy of an earlier step's numbers", self._deadline_s)
+        wait_for(
+            self._sent[self._turn],
+            lambda: "the copy of an earlier step's numbers",
+            self._deadline_s,
+        )
         return self._views[self._turn]
 
     def send(self, last_count: int) -> None:
@@ -61,18 +77,21 @@ class MirroredBuffer:
 
 
 class DeviceRows:
-    """The block table and each row's last token, on the device. Row R is nobody's: padding points at it."""
+    """The block table and each row's last token, on the device. Row R is nobody's: padding points
+    at it."""
 
     def __init__(self, *, max_running: int, pages_per_row: int, device: torch.device) -> None:
         self.max_running, self.pages_per_row = max_running, pages_per_row
-        self.table_RP = torch.zeros(max_running + 1, pages_per_row, dtype=torch.int32, device=device)
+        self.table_RP = torch.zeros(
+            max_running + 1, pages_per_row, dtype=torch.int32, device=device
+        )
         self.last_R = torch.zeros(max_running + 1, dtype=torch.int32, device=device)
         self._tenure_R = np.full(max_running, -1, dtype=np.int64)  # whose pages are entered
         self._entered_R = np.zeros(max_running, dtype=np.int64)  # how many
 
     def new_entries(self, rows: InputBatch, row_S: np.ndarray) -> np.ndarray:
-        """Return int32 [3, N]: (row, column, page) of the table that these distinct rows need and the device lacks.
-        They count as entered from now on."""
+        """Return int32 [3, N]: (row, column, page) of the table that these distinct rows need and
+        the device lacks. They count as entered from now on."""
         changed_S = rows.tenure_R[row_S] != self._tenure_R[row_S]
         entered_S = np.where(changed_S, 0, self._entered_R[row_S])
         missing_S = rows.pages_R[row_S] - entered_S

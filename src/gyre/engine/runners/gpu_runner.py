@@ -1,11 +1,13 @@
 """GPU runner: one Step on a CUDA device without waiting for it. In: rows and a Step. Out: a Flight.
 
-A step that only decodes replays a CUDA graph captured for its batch size, LM head and sampling inside; the host sends
-one small buffer before it. A step with prompt chunks runs the same kernels one by one. Input tokens of decoding rows
-come from the device, where sampling left them, so that a step can be launched before the last one's tokens are known.
+A step that only decodes replays a CUDA graph captured for its batch size, LM head and sampling
+inside; the host sends one small buffer before it. A step with prompt chunks runs the same kernels
+one by one. Input tokens of decoding rows come from the device, where sampling left them, so that a
+step can be launched before the last one's tokens are known.
 """
 
-# T tokens of the step, B decoding rows, N rows that choose, C chunks, R rows of the engine, V vocabulary
+# T tokens of the step, B decoding rows, N rows that choose, C chunks, R rows of the engine, V
+# vocabulary
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ class GpuRunner:
         self.device = decoder.device
         spec = decoder.spec
         self._rows = DeviceRows(
-            max_running=max_running, pages_per_row=-(-spec.context_tokens // pool.page_tokens), device=self.device
+            max_running=max_running,
+            pages_per_row=-(-spec.context_tokens // pool.page_tokens),
+            device=self.device,
         )
         self._forward = FusedForward(decoder, pool.layer, self._rows.table_RP, invariant=invariant)
         self._attention = GpuAttention(
@@ -103,17 +107,25 @@ class GpuRunner:
             {**choosing, "tail": ("int32", items + entries)}, self.device, deadline_s=deadline_s
         )
         tokens = dict.fromkeys(("token_t", "position_t", "row_t"), ("int32", token_budget))
-        self._mixed = MirroredBuffer({**tokens, "source": ("int32", max_running)}, self.device, deadline_s=deadline_s)
+        self._mixed = MirroredBuffer(
+            {**tokens, "source": ("int32", max_running)}, self.device, deadline_s=deadline_s
+        )
         self._sampling = SampleScratch.make(max_running, spec.vocab_size, self.device)
         self._out_3B = torch.zeros(3, max_running, dtype=torch.int32, device=self.device)
-        self._out_host = [torch.zeros(3, max_running, dtype=torch.int32, pin_memory=True) for _ in range(OUT_SLOTS)]
+        self._out_host = [
+            torch.zeros(3, max_running, dtype=torch.int32, pin_memory=True)
+            for _ in range(OUT_SLOTS)
+        ]
         self._turn = 0
         self._rules = SamplerState(spec.vocab_size, self.device, rows_at_once=rows_at_once)
         self._rows_at_once = rows_at_once  # of logits, where prompts are scored
         self._batches = plan_graph_batches(max_running)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        # Where graphs that stop before sampling leave their logits. Made now, so the ledger knows it from the start.
-        self._logits_NV = torch.empty(max_running, spec.vocab_size, device=self.device, dtype=decoder.dtype)
+        # Where graphs that stop before sampling leave their logits. Made now, so the ledger knows
+        # it from the start.
+        self._logits_NV = torch.empty(
+            max_running, spec.vocab_size, device=self.device, dtype=decoder.dtype
+        )
         self._memory = torch.cuda.graph_pool_handle()
         self._addresses: tuple[int, ...] = ()
         self._tensors = list(decoder.parameters())
@@ -145,17 +157,27 @@ class GpuRunner:
         return self._bring_out(len(row_N), arrival)
 
     def _choose_by_rules(
-        self, rows: InputBatch, step: Step, logits_NV: Tensor, scores: Scores | None, ruled_N: np.ndarray
+        self,
+        rows: InputBatch,
+        step: Step,
+        logits_NV: Tensor,
+        scores: Scores | None,
+        ruled_N: np.ndarray,
     ) -> Flight:
-        """Choose outside the graphs: rows truncate, are shaped, or tell alternatives; or prompts are scored beside.
-        Rows without rules keep what the kernel chooses, so that no neighbour's rules change a bit of theirs."""
+        """Choose outside the graphs: rows truncate, are shaped, or tell alternatives; or prompts
+        are scored beside. Rows without rules keep what the kernel chooses, so that no neighbour's
+        rules change a bit of theirs."""
         count = len(step.sample_rows)
         self._sample(logits_NV, count)
-        choice, rules = self._rules.choose(logits_NV.float(), rows, step, self._staging.on_device["uniform"][:count])
+        choice, rules = self._rules.choose(
+            logits_NV.float(), rows, step, self._staging.on_device["uniform"][:count]
+        )
         asks_N = to_device(ruled_N, self.device)
         logprobs_2N = self._out_3B[1:, :count].view(torch.float32)
         tokens_N = torch.where(asks_N, choice.tokens_N, self._out_3B[0, :count].long())
-        self._rows.last_R.index_copy_(0, self._staging.on_device["row"][:count].long(), tokens_N.int())
+        self._rows.last_R.index_copy_(
+            0, self._staging.on_device["row"][:count].long(), tokens_N.int()
+        )
         merged = replace(
             choice,
             tokens_N=tokens_N,
@@ -165,7 +187,8 @@ class GpuRunner:
         return TorchFlight(merged, rules, scores, ResultEvent(step, self._deadline_s))
 
     def _restore(self, rows: InputBatch, step: Step) -> None:
-        """Rows that start decoding with a token that the device has not chosen: it comes from the host."""
+        """Rows that start decoding with a token that the device has not chosen: it comes from the
+        host."""
         row_S = step.restored_rows
         token_S = rows.tokens_RW[row_S, rows.computed_R[row_S]].astype(np.int32)
         pairs_2S = torch.from_numpy(np.stack([row_S, token_S]).astype(np.int64)).pin_memory()
@@ -183,8 +206,10 @@ class GpuRunner:
         return None if plain else self._logits_NV[:count]
 
     def _stage_decode(self, rows: InputBatch, step: Step, size: int) -> None:
-        """Write and send what a step needs besides its prompt chunks. `size` places, the last ones padding."""
-        views, row_B, row_N = self._staging.begin(), step.decode_rows, step.sample_rows  # the first B of N are row_B
+        """Write and send what a step needs besides its prompt chunks. `size` places, the last ones
+        padding."""
+        # the first B of N are row_B
+        views, row_B, row_N = self._staging.begin(), step.decode_rows, step.sample_rows
         count, position_B = len(row_B), rows.computed_R[row_B]
         views["row"][: len(row_N)], views["row"][len(row_N) : size] = row_N, self._rows.max_running
         views["position"][:count], views["position"][count:size] = position_B, -1
@@ -192,10 +217,14 @@ class GpuRunner:
         piece = INVARIANT_PIECE
         if not self._attention.invariant:
             num_tokens, pool_tokens = int(position_B.sum()) + count, self._attention.pool_tokens
-            piece = plan_piece(num_tokens, self.pool.num_kv_heads, self.pool.page_tokens, pool_tokens=pool_tokens)
+            piece = plan_piece(
+                num_tokens, self.pool.num_kv_heads, self.pool.page_tokens, pool_tokens=pool_tokens
+            )
         first_B, item_I = cut_pieces(position_B + 1, piece)
         views["first"][:count], views["size"][:] = first_B, (len(item_I), piece)
-        touched = np.concatenate([row_B, np.asarray([chunk.row for chunk in step.chunks], dtype=np.int64)])
+        touched = np.concatenate(
+            [row_B, np.asarray([chunk.row for chunk in step.chunks], dtype=np.int64)]
+        )
         entries_3N = self._rows.new_entries(rows, touched)
         tail, begin = views["tail"], align(len(item_I))
         tail[: len(item_I)] = item_I
@@ -205,7 +234,9 @@ class GpuRunner:
             entered = self._staging.on_device["tail"][begin : begin + entries_3N.size]
             enter_pages(self._rows.table_RP, entered.view(3, -1))
 
-    def _stage_choosing(self, views: dict[str, np.ndarray], rows: InputBatch, step: Step, size: int) -> None:
+    def _stage_choosing(
+        self, views: dict[str, np.ndarray], rows: InputBatch, step: Step, size: int
+    ) -> None:
         row_N, position_N = step.sample_rows, step.sample_positions
         count = len(row_N)
         temperature_N = rows.temperature_R[row_N]
@@ -216,14 +247,16 @@ class GpuRunner:
         views["inverse"][count:size], views["uniform"][count:size] = 1.0, 0.0
 
     def _run_mixed(self, rows: InputBatch, step: Step) -> tuple[Tensor | None, Scores | None]:
-        """Run a step with prompt chunks. Returns logits_NV of the rows that choose, or None when none does; and the
-        log-probs of prompts that want them."""
+        """Run a step with prompt chunks. Returns logits_NV of the rows that choose, or None when
+        none does; and the log-probs of prompts that want them."""
         num_decode, num_rows = len(step.decode_rows), len(step.sample_rows)
         self._stage_decode(rows, step, num_decode)
         chunks = ChunkArrays.of(step.chunks, num_decode)
         num_tokens = self._stage_mixed(rows, step, chunks)
         device = self._mixed.on_device
-        token_T, position_T, row_T = (device[name][:num_tokens] for name in ("token_t", "position_t", "row_t"))
+        token_T, position_T, row_T = (
+            device[name][:num_tokens] for name in ("token_t", "position_t", "row_t")
+        )
         if num_decode:
             torch.index_select(self._rows.last_R, 0, row_T[:num_decode], out=token_T[:num_decode])
         attend = self._attention.mixed(self._decode_work(num_decode), num_decode, chunks)
@@ -233,7 +266,9 @@ class GpuRunner:
         x_NE = self._forward.residual(token_T, position_T, row_T, attend, source_N)
         scores = None
         if targets is not None:
-            scores = score(targets, x_NE[num_rows:], self._forward.logits, rows_at_once=self._rows_at_once)
+            scores = score(
+                targets, x_NE[num_rows:], self._forward.logits, rows_at_once=self._rows_at_once
+            )
         return self._forward.logits(x_NE[:num_rows]) if num_rows else None, scores
 
     def _stage_mixed(self, rows: InputBatch, step: Step, chunks: ChunkArrays) -> int:
@@ -300,8 +335,8 @@ class GpuRunner:
 
     @torch.inference_mode()
     def capture_all(self) -> int:
-        """Capture a graph for every planned batch size, the largest first, so that the others reuse its memory. Return
-        how many."""
+        """Capture a graph for every planned batch size, the largest first, so that the others reuse
+        its memory. Return how many."""
         self._check_addresses()
         self._warm()
         for size in reversed(self._batches):
@@ -309,15 +344,19 @@ class GpuRunner:
         return len(self._graphs)
 
     def _capture(self, size: int, plain: bool) -> None:
-        """Capture decoding of `size` places. The pass before it, which compiles kernels, runs on padding."""
+        """Capture decoding of `size` places. The pass before it, which compiles kernels, runs on
+        padding."""
         stream = self._capture_stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._stage_padding(size)
             self._sample(self._decode_logits(size), size)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may pin memory and copy meanwhile (a snapshot's), which is nothing to this graph.
-            with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
+            # Other threads may pin memory and copy meanwhile (a snapshot's), which is nothing to
+            # this graph.
+            with torch.cuda.graph(
+                graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"
+            ):
                 logits_NV = self._decode_logits(size)
                 if plain:
                     self._sample(logits_NV, size)
@@ -327,10 +366,14 @@ class GpuRunner:
         self._graphs[size, plain] = graph
 
     def _warm(self) -> None:
-        """Compile what no graph holds: the page table's kernel, and in invariant mode the products' tiles for as many
-        rows as a step with prompts may have. Prefill attention is compiled when it is chosen."""
+        """Compile what no graph holds: the page table's kernel, and in invariant mode the products'
+        tiles for as many rows as a step with prompts may have. Prefill attention is compiled when
+        it is chosen."""
         nobody, device = self._rows.max_running, self.device
-        enter_pages(self._rows.table_RP, torch.tensor([[nobody], [0], [0]], dtype=torch.int32, device=device))
+        enter_pages(
+            self._rows.table_RP,
+            torch.tensor([[nobody], [0], [0]], dtype=torch.int32, device=device),
+        )
         if not self._attention.invariant:
             return
 
@@ -338,19 +381,26 @@ class GpuRunner:
             out_THD.zero_()
 
         for num_tokens in [fewest for fewest in TILES if fewest <= self._token_budget]:
-            token_T, row_T = (torch.full((num_tokens,), n, dtype=torch.int32, device=device) for n in (0, nobody))
+            token_T, row_T = (
+                torch.full((num_tokens,), n, dtype=torch.int32, device=device) for n in (0, nobody)
+            )
             self._forward.residual(token_T, torch.full_like(row_T, -1), row_T, attend_nothing)
 
     def _stage_padding(self, size: int) -> None:
         views = self._staging.begin()
-        for name, value in (("row", self._rows.max_running), ("position", -1), ("first", 0), ("inverse", 1.0)):
+        for name, value in (
+            ("row", self._rows.max_running),
+            ("position", -1),
+            ("first", 0),
+            ("inverse", 1.0),
+        ):
             views[name][:size] = value
         views["uniform"][:size], views["size"][:] = 0.0, (0, self.pool.page_tokens)
         self._staging.send(0)
 
     def _check_addresses(self) -> None:
-        """Graphs hold addresses. Virtual memory keeps those over moves; where there is none, or the owner of shared
-        weights made them anew, capture anew."""
+        """Graphs hold addresses. Virtual memory keeps those over moves; where there is none, or the
+        owner of shared weights made them anew, capture anew."""
         addresses = (self.pool.tensor.data_ptr(), *(tensor.data_ptr() for tensor in self._tensors))
         if addresses == self._addresses:
             return
@@ -358,6 +408,10 @@ class GpuRunner:
         self._attention.refresh()
         self._graphs.clear()
         if captured:
-            self.emit("engine.graphs_recaptured", graphs=len(captured), reason="weights or KV pages have new addresses")
+            self.emit(
+                "engine.graphs_recaptured",
+                graphs=len(captured),
+                reason="weights or KV pages have new addresses",
+            )
             for size, plain in captured:
                 self._capture(size, plain)

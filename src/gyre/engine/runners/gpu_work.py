@@ -1,5 +1,5 @@
-"""How a step's attention is cut for the GPU kernels, and what the GPU runner keeps beside weights and pages. In:
-positions and chunks; sizes. Out: work lists; bytes. Pure (numpy).
+"""How a step's attention is cut for the GPU kernels, and what the GPU runner keeps beside weights
+and pages. In: positions and chunks; sizes. Out: work lists; bytes. Pure (numpy).
 """
 
 # C chunks, I items of a work list
@@ -17,9 +17,10 @@ MIN_WORK = 400  # (piece, kv head) pairs that keep an H200 busy; measured
 
 
 def plan_piece(num_tokens: int, num_kv_heads: int, page_tokens: int, *, pool_tokens: int) -> int:
-    """Return how many keys a piece has, so that there is work for every program without a second pass for short
-    sequences. Powers of two from 128 to 1,024, page_tokens at least; more where sequences share so many pages that
-    together they are longer than the pool, and 1,024 would leave more pieces than the scratch holds."""
+    """Return how many keys a piece has, so that there is work for every program without a second
+    pass for short sequences. Powers of two from 128 to 1,024, page_tokens at least; more where
+    sequences share so many pages that together they are longer than the pool, and 1,024 would leave
+    more pieces than the scratch holds."""
     wanted, piece = num_tokens * num_kv_heads // MIN_WORK, LARGEST_PIECE
     while piece > max(wanted, SMALLEST_PIECE):
         piece //= 2
@@ -31,8 +32,9 @@ def plan_piece(num_tokens: int, num_kv_heads: int, page_tokens: int, *, pool_tok
 
 
 def most_pieces(num_tokens: int, num_kv_heads: int, *, invariant: bool) -> int:
-    """Return a bound of the whole pieces of any step; each sequence may add one begun. `num_tokens` is the size of the
-    pool, by which `plan_piece` goes; in invariant mode, where pieces have one size, all rows at full length."""
+    """Return a bound of the whole pieces of any step; each sequence may add one begun. `num_tokens`
+    is the size of the pool, by which `plan_piece` goes; in invariant mode, where pieces have one
+    size, all rows at full length."""
     if invariant:
         return num_tokens // INVARIANT_PIECE
     return num_tokens // LARGEST_PIECE + 2 * MIN_WORK // num_kv_heads + 1
@@ -48,8 +50,17 @@ def cut_tiles(start_C: np.ndarray, count_C: np.ndarray, tile_queries: int) -> np
 
 
 def plan_graph_batches(max_running: int) -> tuple[int, ...]:
-    """Batch sizes to capture: few, and close enough that padding costs little. The largest is max_running."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, 4097, 128)]
+    """Batch sizes to capture: few, and close enough that padding costs little. The largest is
+    max_running."""
+    sizes = [
+        1,
+        2,
+        4,
+        *range(8, 64, 8),
+        *range(64, 256, 16),
+        *range(256, 512, 32),
+        *range(512, 4097, 128),
+    ]
     return (*(size for size in sizes if size < max_running), max_running)
 
 
@@ -67,9 +78,9 @@ def buffer_bytes(
     logit_bytes: int,
     invariant: bool,
 ) -> int:
-    """Device bytes that the GPU runner has from its start to its end, as gpu_runner and gpu_attention make them: the
-    attention's scratch, the block table, what a step is sent in, the sampler's scratch, logits, tokens on their way to
-    the host."""
+    """Device bytes that the GPU runner has from its start to its end, as gpu_runner and
+    gpu_attention make them: the attention's scratch, the block table, what a step is sent in, the
+    sampler's scratch, logits, tokens on their way to the host."""
     rows, pages_per_row = max_running, -(-context_tokens // page_tokens)
     bound_tokens = rows * context_tokens if invariant else pool_tokens
     items = rows + most_pieces(bound_tokens, num_kv_heads, invariant=invariant)

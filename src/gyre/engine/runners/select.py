@@ -1,5 +1,5 @@
-"""Which runner serves a model on a device, and why. In: decoder, KV pool, config. Out: a StepRunner. Callers: native;
-wire, which asks whether the trainer can run the same kernels."""
+"""Which runner serves a model on a device, and why. In: decoder, KV pool, config. Out: a
+StepRunner. Callers: native; wire, which asks whether the trainer can run the same kernels."""
 
 from __future__ import annotations
 
@@ -31,17 +31,21 @@ def choose_runner(
     capture: torch.cuda.Stream | None = None,
     emit: Callable[..., None],
 ) -> StepRunner:
-    """Return the fused runner on a CUDA device, which captures its graphs on `capture`, the one of the C kernels on a
-    CPU, and where these cannot serve, the one in plain torch; say which."""
+    """Return the fused runner on a CUDA device, which captures its graphs on `capture`, the one of
+    the C kernels on a CPU, and where these cannot serve, the one in plain torch; say which."""
     on_gpu = decoder.device.type == "cuda"
     if on_gpu:
-        reason = why_too_old(decoder.device) or why_not_fused(decoder.spec, decoder.dtype, pool.page_tokens)
+        reason = why_too_old(decoder.device) or why_not_fused(
+            decoder.spec, decoder.dtype, pool.page_tokens
+        )
     else:
         reason = why_not_kernels(decoder, config)
     if config.batch_invariant and reason is not None:
         raise InputError(
-            f"engine.batch_invariant needs the engine's own kernels, which cannot run here: {reason}",
-            hint="run `gyre doctor` for what this machine lacks, or set engine.batch_invariant = false",
+            "engine.batch_invariant needs the engine's own kernels, which cannot run here: "
+            f"{reason}",
+            hint="run `gyre doctor` for what this machine lacks, or set engine.batch_invariant = "
+            "false",
         )
     if reason is not None:
         emit("engine.torch_kernels", reason=reason)
@@ -72,7 +76,11 @@ def choose_runner(
         capture=capture,
         emit=emit,
     )
-    emit("engine.graphs_captured", graphs=runner.capture_all(), batch_invariant=config.batch_invariant)
+    emit(
+        "engine.graphs_captured",
+        graphs=runner.capture_all(),
+        batch_invariant=config.batch_invariant,
+    )
     return runner
 
 
@@ -96,7 +104,10 @@ def why_not_fused(spec: ModelSpec, dtype: torch.dtype, page_tokens: int) -> str 
     if dtype not in FUSED_DTYPES:
         return f"dtype {dtype}: the fused kernels take bfloat16 and float16"
     if spec.head_dim not in FUSED_HEAD_DIMS:
-        return f"head_dim {spec.head_dim}: the fused kernels take {', '.join(map(str, FUSED_HEAD_DIMS))}"
+        return (
+            f"head_dim {spec.head_dim}: the fused kernels take "
+            f"{', '.join(map(str, FUSED_HEAD_DIMS))}"
+        )
     if page_tokens < 16 or page_tokens & (page_tokens - 1):
         return f"page_tokens {page_tokens}: the fused kernels take powers of two from 16"
     return None

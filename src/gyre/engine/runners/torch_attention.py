@@ -1,11 +1,13 @@
-"""Paged attention: the KV pool, and attention of one step over it. In: a StepLayout. Out: `attend` for the decoder.
+"""Paged attention: the KV pool, and attention of one step over it. In: a StepLayout. Out: `attend`
+for the decoder.
 
-Writes the step's keys and values to their slots, gathers each bucket's pages once, and attends by two batched
-products, with the mask and the scale inside the first. Long prompts go through the fused SDPA instead, which never
-holds the scores. The same code serves CPU and CUDA.
+Writes the step's keys and values to their slots, gathers each bucket's pages once, and attends by
+two batched products, with the mask and the scale inside the first. Long prompts go through the
+fused SDPA instead, which never holds the scores. The same code serves CPU and CUDA.
 """
 
-# T tokens, B sequences of a bucket, Q queries and L keys per sequence, H heads, K kv heads, G = H / K, D head dim
+# T tokens, B sequences of a bucket, Q queries and L keys per sequence, H heads, K kv heads, G = H /
+# K, D head dim
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class BucketPlan:
         Tensor | None
     )  # int64, the token at each place (the bucket's first where padded); None when nothing is padded
     unpad_T: Tensor | None  # int64, the place of each token
-    mask: Tensor | None  # added to the scores: [B·K, Q or 1, L] for batched products, [B, 1, Q, L] for fused
+    # added to the scores: [B·K, Q or 1, L] for batched products, [B, 1, Q, L] for fused
+    mask: Tensor | None
     window_mask: Tensor | None  # the same for windowed layers
 
 
@@ -67,9 +70,15 @@ def plan_bucket(
 
 
 def _make_mask(
-    bucket: AttentionBucket, group: int, num_kv_heads: int, device: torch.device, dtype: torch.dtype, window: int | None
+    bucket: AttentionBucket,
+    group: int,
+    num_kv_heads: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    window: int | None,
 ) -> Tensor | None:
-    """0 where a query may look, -inf where not. Padded queries see what their place implies; nobody reads them."""
+    """0 where a query may look, -inf where not. Padded queries see what their place implies; nobody
+    reads them."""
     fused = is_fused(bucket)
     if fused and window is None and not bucket.start_B.any():
         return None  # plain causal: real keys come before padded ones
@@ -79,12 +88,16 @@ def _make_mask(
     seen_BQL = key_L <= query_BQ1
     if window is not None:
         seen_BQL &= key_L > query_BQ1 - window
-    mask_BQL = torch.zeros(seen_BQL.shape, device=device, dtype=dtype).masked_fill_(~seen_BQL, float("-inf"))
+    mask_BQL = torch.zeros(seen_BQL.shape, device=device, dtype=dtype).masked_fill_(
+        ~seen_BQL, float("-inf")
+    )
     if fused:
         return mask_BQL[:, None]
     if bucket.queries == 1:
         return mask_BQL.repeat_interleave(num_kv_heads, dim=0)
-    wide = mask_BQL[:, None, None].expand(bucket.batch, num_kv_heads, group, bucket.queries, bucket.keys)
+    wide = mask_BQL[:, None, None].expand(
+        bucket.batch, num_kv_heads, group, bucket.queries, bucket.keys
+    )
     return wide.reshape(bucket.batch * num_kv_heads, group * bucket.queries, bucket.keys)
 
 
@@ -102,12 +115,19 @@ def make_attend(
     window: int | None = None,
     first_window_layer: int = 0,
 ) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-    """Return `attend(layer, q_THD, k_TKD, v_TKD) -> out_THD` for one step. With `window`, tokens see the newest so many
-    tokens in the layers from `first_window_layer` on."""
+    """Return `attend(layer, q_THD, k_TKD, v_TKD) -> out_THD` for one step. With `window`, tokens
+    see the newest so many tokens in the layers from `first_window_layer` on."""
     group = num_heads // pool.num_kv_heads
     write_2TK = to_device(layout.write_2TK, device)
     plans = [
-        plan_bucket(bucket, group=group, num_kv_heads=pool.num_kv_heads, device=device, dtype=dtype, window=window)
+        plan_bucket(
+            bucket,
+            group=group,
+            num_kv_heads=pool.num_kv_heads,
+            device=device,
+            dtype=dtype,
+            window=window,
+        )
         for bucket in layout.buckets
     ]
 
@@ -125,7 +145,9 @@ def make_attend(
     return attend
 
 
-def _attend_bucket(pool: KvPool, layer: int, plan: BucketPlan, q_THD: Tensor, windowed: bool) -> Tensor:
+def _attend_bucket(
+    pool: KvPool, layer: int, plan: BucketPlan, q_THD: Tensor, windowed: bool
+) -> Tensor:
     bucket, num_kv, (_, num_heads, head_dim) = plan.bucket, pool.num_kv_heads, q_THD.shape
     mask = plan.window_mask if windowed else plan.mask
     batch, queries, group = bucket.batch, bucket.queries, num_heads // num_kv
@@ -137,7 +159,9 @@ def _attend_bucket(pool: KvPool, layer: int, plan: BucketPlan, q_THD: Tensor, wi
     elif not is_fused(bucket):
         q_BKGQD = padded.reshape(batch, queries, num_kv, group, head_dim).permute(0, 2, 3, 1, 4)
         q = q_BKGQD.reshape(batch * num_kv, group * queries, head_dim)
-        out_BKGQD = _attend_products(q, kv, mask, head_dim).view(batch, num_kv, group, queries, head_dim)
+        out_BKGQD = _attend_products(q, kv, mask, head_dim).view(
+            batch, num_kv, group, queries, head_dim
+        )
         out = out_BKGQD.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)
     else:
         out = _attend_fused(padded.reshape(batch, queries, num_heads, head_dim), kv, mask)
@@ -157,6 +181,11 @@ def _attend_fused(q_BQHD: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         keys_BKLD, values_BKLD = keys_BKLD[:, :, :queries], values_BKLD[:, :, :queries]
     out_BHQD = F.scaled_dot_product_attention(
-        q_BQHD.transpose(1, 2), keys_BKLD, values_BKLD, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        q_BQHD.transpose(1, 2),
+        keys_BKLD,
+        values_BKLD,
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=True,
     )
     return out_BHQD.transpose(1, 2).reshape(-1, num_heads, head_dim)

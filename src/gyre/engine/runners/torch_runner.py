@@ -1,7 +1,8 @@
-"""Runner: one Step on the device. In: roster arrays and a Step. Out: a Flight, which becomes Sampled when the results
-are on the host.
+"""Runner: one Step on the device. In: roster arrays and a Step. Out: a Flight, which becomes
+Sampled when the results are on the host.
 
-`StepRunner` is what the cycle asks of any runner; `Runner` is the one in plain torch, for every device.
+`StepRunner` is what the cycle asks of any runner; `Runner` is the one in plain torch, for every
+device.
 """
 
 # T tokens of the step, N rows that choose, R rows, V vocabulary, E hidden size
@@ -26,7 +27,8 @@ from gyre.models.decoder import Decoder
 
 
 class TorchFlight:
-    """Results on their way to pinned host memory; on a CPU they are there already, and need no arrival."""
+    """Results on their way to pinned host memory; on a CPU they are there already, and need no
+    arrival."""
 
     def __init__(
         self,
@@ -40,11 +42,19 @@ class TorchFlight:
         self._told_A2K: Tensor | None = None
         self._scored: Tensor | None = None
         if choice is not None:
-            packed = torch.stack([choice.tokens_N.double(), choice.logprobs_N.double(), choice.raw_logprobs_N.double()])
+            packed = torch.stack(
+                [
+                    choice.tokens_N.double(),
+                    choice.logprobs_N.double(),
+                    choice.raw_logprobs_N.double(),
+                ]
+            )
             self._packed_3N = self._send(packed)
             if choice.best is not None:
                 best = choice.best
-                self._told_A2K = self._send(torch.cat([best.ids_NK.double(), best.logprobs_NK.double()], dim=1))
+                self._told_A2K = self._send(
+                    torch.cat([best.ids_NK.double(), best.logprobs_NK.double()], dim=1)
+                )
         if scores is not None:
             self._scored = self._send(scores.numbers)
 
@@ -66,7 +76,11 @@ class TorchFlight:
         if self._choice is None or self._rules is None or self._packed_3N is None:
             none = np.empty(0, np.float32)
             return SampledTokens(
-                tokens=none.astype(np.int32), logprobs=none, raw_logprobs=none, supports={}, pieces=pieces
+                tokens=none.astype(np.int32),
+                logprobs=none,
+                raw_logprobs=none,
+                supports={},
+                pieces=pieces,
             )
         tokens, logprobs, raw = self._packed_3N.numpy()
         return SampledTokens(
@@ -105,7 +119,8 @@ class Runner:
     ) -> None:
         self.decoder, self.pool, self.device, self.dtype = decoder, pool, device, dtype
         self._deadline_s = deadline_s  # of a step
-        self._rows_at_once = rows_at_once  # of logits, where prompts, alternatives or penalties need more than one
+        # of logits, where prompts, alternatives or penalties need more than one
+        self._rows_at_once = rows_at_once
         self.last_token_R = torch.zeros(max_running, dtype=torch.int64, device=device)
         self._rules = SamplerState(decoder.spec.vocab_size, device, rows_at_once=rows_at_once)
 
@@ -125,7 +140,9 @@ class Runner:
             first_window_layer=spec.first_window_layer,
         )
         tokens_T = self._input_tokens(rows, step, layout)
-        hidden_TE = self.decoder.hidden(tokens_T, to_device(layout.positions_T, self.device), attend)
+        hidden_TE = self.decoder.hidden(
+            tokens_T, to_device(layout.positions_T, self.device), attend
+        )
         if step.copies:
             self.pool.copy_pages(step.copies)
         scores = score_prompts(
@@ -142,18 +159,23 @@ class Runner:
             hidden_TE = hidden_TE.index_select(0, to_device(layout.source_N, self.device))
         position_N = step.sample_positions - rows.prompt_R[step.sample_rows]
         uniform_N = to_device(uniforms(rows.key_R[step.sample_rows], position_N), self.device)
-        choice, rules = self._rules.choose(self.decoder.logits(hidden_TE).float(), rows, step, uniform_N)
+        choice, rules = self._rules.choose(
+            self.decoder.logits(hidden_TE).float(), rows, step, uniform_N
+        )
         self.last_token_R.index_copy_(0, to_device(step.sample_rows, self.device), choice.tokens_N)
         return TorchFlight(choice, rules, scores, arrival)
 
     def _input_tokens(self, rows: InputBatch, step: Step, layout: StepLayout) -> Tensor:
-        """Known tokens from the host; decoding rows' from the last choice, which only the device may know yet."""
+        """Known tokens from the host; decoding rows' from the last choice, which only the device
+        may know yet."""
         tokens_T = to_device(layout.tokens_T, self.device)
         num_decode = len(step.decode_rows)
         if num_decode == 0:
             return tokens_T
         if len(step.restored_rows):
-            restored = rows.tokens_RW[step.restored_rows, rows.computed_R[step.restored_rows]].astype(np.int64)
+            restored = rows.tokens_RW[
+                step.restored_rows, rows.computed_R[step.restored_rows]
+            ].astype(np.int64)
             self.last_token_R.index_copy_(
                 0, to_device(step.restored_rows, self.device), to_device(restored, self.device)
             )
@@ -161,7 +183,9 @@ class Runner:
         if layout.source_N is None:  # tokens lie in the order of the rows
             tokens_T[:num_decode] = decode_tokens
             return tokens_T
-        return tokens_T.index_copy_(0, to_device(layout.source_N[:num_decode], self.device), decode_tokens)
+        return tokens_T.index_copy_(
+            0, to_device(layout.source_N[:num_decode], self.device), decode_tokens
+        )
 
 
 def _split_told(told_A2K: np.ndarray, rules: Rules) -> dict[int, tuple[np.ndarray, np.ndarray]]:

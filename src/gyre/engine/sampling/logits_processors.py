@@ -1,12 +1,14 @@
-"""Shaping: what bends logits before temperature, for the rows that ask. In: raw logits, the rows' Sampling, their
-history. Out: shaped logits.
+"""Shaping: what bends logits before temperature, for the rows that ask. In: raw logits, the rows'
+Sampling, their history. Out: shaped logits.
 
-The order, which is vLLM's: no stop id before min_tokens, logit bias, repetition penalty (over prompt and chosen tokens:
-positive logits ÷ it, negative × it), frequency penalty, presence penalty (both over chosen tokens). Temperature, min-p,
-top-k and top-p follow in sampler. Counts over the vocabulary exist for a few rows at a time and only within a call.
+The order, which is vLLM's: no stop id before min_tokens, logit bias, repetition penalty (over
+prompt and chosen tokens: positive logits ÷ it, negative × it), frequency penalty, presence penalty
+(both over chosen tokens). Temperature, min-p, top-k and top-p follow in sampler. Counts over the
+vocabulary exist for a few rows at a time and only within a call.
 """
 
-# N rows, M rows that ask, L of them that look back, V vocabulary, W tokens looked back at, B pairs of row and token
+# N rows, M rows that ask, L of them that look back, V vocabulary, W tokens looked back at, B pairs
+# of row and token
 
 from __future__ import annotations
 
@@ -60,7 +62,12 @@ def make_shaping(
 ) -> Shaping:
     """Gather what the rows at `places` ask: their sampling and their stop ids."""
     back = tuple(m for m, (s, _) in enumerate(asks) if looks_back(s))
-    bans = [(m, token, s.min_tokens) for m, (s, stops) in enumerate(asks) if s.min_tokens for token in stops]
+    bans = [
+        (m, token, s.min_tokens)
+        for m, (s, stops) in enumerate(asks)
+        if s.min_tokens
+        for token in stops
+    ]
     bias = [(m, token, value) for m, (s, _) in enumerate(asks) for token, value in s.logit_bias]
 
     def pairs(found: Sequence[tuple[int, int, float]], dtype: torch.dtype) -> LogitEntries | None:
@@ -68,7 +75,11 @@ def make_shaping(
             return None
         rows, ids, numbers = zip(*found, strict=True)
         made = torch.tensor([rows, ids], device=device)
-        return LogitEntries(rows_B=made[0], ids_B=made[1], numbers_B=torch.tensor(numbers, dtype=dtype, device=device))
+        return LogitEntries(
+            rows_B=made[0],
+            ids_B=made[1],
+            numbers_B=torch.tensor(numbers, dtype=dtype, device=device),
+        )
 
     def column(name: str) -> Tensor | None:
         values = [getattr(asks[m][0], name) for m in back]
@@ -111,7 +122,11 @@ def _penalise(shaped_MV: Tensor, shaping: Shaping, past: Past, rows_at_once: int
         part = slice(first, first + rows_at_once)
         shaped_MV[shaping.back_L[part]] = penalise(
             shaped_MV[shaping.back_L[part]],
-            Past(ids_LW=past.ids_LW[part], prompt_L1=past.prompt_L1[part], length_L1=past.length_L1[part]),
+            Past(
+                ids_LW=past.ids_LW[part],
+                prompt_L1=past.prompt_L1[part],
+                length_L1=past.length_L1[part],
+            ),
             repetition_L1=shaping.repetition_L1[part],
             frequency_L1=shaping.frequency_L1[part],
             presence_L1=shaping.presence_L1[part],
@@ -119,7 +134,12 @@ def _penalise(shaped_MV: Tensor, shaping: Shaping, past: Past, rows_at_once: int
 
 
 def penalise(
-    logits_LV: Tensor, past: Past, *, repetition_L1: Tensor, frequency_L1: Tensor, presence_L1: Tensor
+    logits_LV: Tensor,
+    past: Past,
+    *,
+    repetition_L1: Tensor,
+    frequency_L1: Tensor,
+    presence_L1: Tensor,
 ) -> Tensor:
     """Return logits less the penalties, in the order repetition, frequency, presence."""
     count, vocab_size = logits_LV.shape
@@ -131,7 +151,9 @@ def penalise(
     seen_LV = torch.zeros((count, vocab_size + 1), dtype=torch.bool, device=logits_LV.device)
     seen_LV.scatter_(1, torch.where(known_LW, ids_LW, nowhere), True)
     times_LV = torch.zeros((count, vocab_size + 1), dtype=torch.float32, device=logits_LV.device)
-    times_LV.scatter_add_(1, torch.where(chosen_LW, ids_LW, nowhere), torch.ones_like(ids_LW, dtype=torch.float32))
+    times_LV.scatter_add_(
+        1, torch.where(chosen_LW, ids_LW, nowhere), torch.ones_like(ids_LW, dtype=torch.float32)
+    )
     seen_LV, times_LV = seen_LV[:, :-1], times_LV[:, :-1]
     repeated_LV = torch.where(logits_LV > 0, logits_LV / repetition_L1, logits_LV * repetition_L1)
     penalised_LV = torch.where(seen_LV, repeated_LV, logits_LV)

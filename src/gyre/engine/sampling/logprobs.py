@@ -1,6 +1,6 @@
-"""Raw log-probs on the device: of the plain softmax, before any rule of sampling. In: logits or hidden states, a few
-rows at a time. Out: own and best log-probs. Equal log-probs stand by token id, so that what is told never depends on
-the batch or the device's order.
+"""Raw log-probs on the device: of the plain softmax, before any rule of sampling. In: logits or
+hidden states, a few rows at a time. Out: own and best log-probs. Equal log-probs stand by token id,
+so that what is told never depends on the batch or the device's order.
 """
 
 # T tokens, N rows, V vocabulary, E hidden size, K best tokens
@@ -37,17 +37,23 @@ def find_best(logits_NV: Tensor, count: int, *, rows_at_once: int) -> Best:
     """Return the `count` best tokens of each row of float32 logits; equal ones by id."""
     parts = [_best_of(part_NV, count) for part_NV in logits_NV.split(rows_at_once)]
     return Best(
-        ids_NK=torch.cat([part.ids_NK for part in parts]), logprobs_NK=torch.cat([part.logprobs_NK for part in parts])
+        ids_NK=torch.cat([part.ids_NK for part in parts]),
+        logprobs_NK=torch.cat([part.logprobs_NK for part in parts]),
     )
 
 
 def _best_of(logits_NV: Tensor, count: int) -> Best:
     vocab_size = logits_NV.shape[1]
     # Order and id in one number: no two are equal, so topk has one answer.
-    order_NV = (order_key(logits_NV).long() << 32) + torch.arange(vocab_size - 1, -1, -1, device=logits_NV.device)
+    order_NV = (order_key(logits_NV).long() << 32) + torch.arange(
+        vocab_size - 1, -1, -1, device=logits_NV.device
+    )
     packed_NK = order_NV.topk(count, dim=1).values
     ids_NK = vocab_size - 1 - (packed_NK & 0xFFFFFFFF)
-    return Best(ids_NK=ids_NK, logprobs_NK=logits_NV.gather(1, ids_NK) - logits_NV.logsumexp(dim=1, keepdim=True))
+    return Best(
+        ids_NK=ids_NK,
+        logprobs_NK=logits_NV.gather(1, ids_NK) - logits_NV.logsumexp(dim=1, keepdim=True),
+    )
 
 
 def score_targets(
@@ -59,10 +65,12 @@ def score_targets(
     best: int,
     rows_at_once: int,
 ) -> Tensor:
-    """Return float64 [N, 1 + 2·best]: the log-prob of the target that follows each place, the best tokens' ids, their
-    log-probs. Logits exist for `rows_at_once` rows at a time only."""
+    """Return float64 [N, 1 + 2·best]: the log-prob of the target that follows each place, the best
+    tokens' ids, their log-probs. Logits exist for `rows_at_once` rows at a time only."""
     parts = []
-    for places_part, targets_part in zip(places_N.split(rows_at_once), targets_N.split(rows_at_once), strict=True):
+    for places_part, targets_part in zip(
+        places_N.split(rows_at_once), targets_N.split(rows_at_once), strict=True
+    ):
         logits_NV = project(hidden_TE.index_select(0, places_part)).float()
         columns = [raw_logprob(logits_NV, targets_part)[:, None].double()]
         if best:

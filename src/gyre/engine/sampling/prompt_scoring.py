@@ -1,5 +1,5 @@
-"""Scoring: prompt log-probs of one step, for the prompts that ask. In: the Step with its layout and hidden states. Out:
-numbers on the device, and later the Pieces that they are.
+"""Scoring: prompt log-probs of one step, for the prompts that ask. In: the Step with its layout and
+hidden states. Out: numbers on the device, and later the Pieces that they are.
 """
 
 # T tokens of the step, Q targets scored, C chunks, E hidden size, K best tokens
@@ -38,8 +38,8 @@ class Targets:
 
 
 def find_targets(rows: InputBatch, step: Step, place_C: np.ndarray) -> Targets | None:
-    """Return the targets that the step's chunks give and nobody knows yet. place_C: where each chunk's first token lies
-    in the step. None when no chunk's prompt asks."""
+    """Return the targets that the step's chunks give and nobody knows yet. place_C: where each
+    chunk's first token lies in the step. None when no chunk's prompt asks."""
     spans, places, tokens = [], [], []
     for chunk, place in zip(step.chunks, place_C.tolist(), strict=True):
         book = rows.sequence_at(chunk.row).book
@@ -52,10 +52,14 @@ def find_targets(rows: InputBatch, step: Step, place_C: np.ndarray) -> Targets |
             tokens.append(rows.tokens_RW[chunk.row, first : first + count].astype(np.int64))
     if not spans:
         return None
-    return Targets(spans=tuple(spans), place_Q=np.concatenate(places), token_Q=np.concatenate(tokens))
+    return Targets(
+        spans=tuple(spans), place_Q=np.concatenate(places), token_Q=np.concatenate(tokens)
+    )
 
 
-def score(targets: Targets, hidden_QE: Tensor, project: Callable[[Tensor], Tensor], *, rows_at_once: int) -> Scores:
+def score(
+    targets: Targets, hidden_QE: Tensor, project: Callable[[Tensor], Tensor], *, rows_at_once: int
+) -> Scores:
     """Score targets by the hidden states that they follow, one each."""
     device = hidden_QE.device
     numbers = score_targets(

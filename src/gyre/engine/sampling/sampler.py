@@ -1,14 +1,17 @@
-"""Sampler: one token per row of logits, each row by its own rules. In: logits, Rules, one uniform per row. Out: tokens,
-their log-probs (raw and processed), what truncation kept, and the best alternatives.
+"""Sampler: one token per row of logits, each row by its own rules. In: logits, Rules, one uniform
+per row. Out: tokens, their log-probs (raw and processed), what truncation kept, and the best
+alternatives.
 
-The order: raw log-probs and alternatives are of the plain softmax of the logits as they come. Then, for rows that ask,
-shaping (no stop id before min_tokens, bias, penalties), then temperature, then truncation (min-p, top-k, top-p). The
-processed log-prob is of the softmax over what is left. This is vLLM's order, except that top-k keeps exactly k tokens
-when some tie. See shaping and truncation for their definitions.
+The order: raw log-probs and alternatives are of the plain softmax of the logits as they come. Then,
+for rows that ask, shaping (no stop id before min_tokens, bias, penalties), then temperature, then
+truncation (min-p, top-k, top-p). The processed log-prob is of the softmax over what is left. This
+is vLLM's order, except that top-k keeps exactly k tokens when some tie. See shaping and truncation
+for their definitions.
 
-Every choice is an inverse-CDF draw in token order, so truncation that removes nothing changes nothing, and a row's
-token does not depend on the rows beside it. Greedy rows (temperature 0) take the first best token with certainty, so
-their processed log-prob is 0. A row without finite logits gets a log-prob that is not finite; settle ends it.
+Every choice is an inverse-CDF draw in token order, so truncation that removes nothing changes
+nothing, and a row's token does not depend on the rows beside it. Greedy rows (temperature 0) take
+the first best token with certainty, so their processed log-prob is 0. A row without finite logits
+gets a log-prob that is not finite; settle ends it.
 """
 
 # N rows, V vocabulary, M truncating rows, A rows that ask for alternatives
@@ -28,7 +31,8 @@ from gyre.engine.sampling.truncation import TruncationLimits, make_cut, truncate
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rules:
-    """How each row chooses, as tensors on the device; made once and used while the rows stay the same."""
+    """How each row chooses, as tensors on the device; made once and used while the rows stay the
+    same."""
 
     num_rows: int
     greedy_N: Tensor | None  # bool; None when no row is greedy
@@ -76,12 +80,16 @@ def make_rules(
     np.divide(1.0, temperature_N, out=inverse_N, where=~greedy_N)
     cut = None
     if len(places):
-        cut = make_cut(top_k_N[places], top_p_N[places], min_p_N[places], vocab_size=vocab_size, device=device)
+        cut = make_cut(
+            top_k_N[places], top_p_N[places], min_p_N[places], vocab_size=vocab_size, device=device
+        )
     return Rules(
         num_rows=len(temperature_N),
         greedy_N=torch.tensor(greedy_N, device=device) if greedy_N.any() else None,
         all_greedy=bool(greedy_N.all()),
-        inverse_temperature_N1=torch.tensor(inverse_N, device=device)[:, None] if (inverse_N != 1.0).any() else None,
+        inverse_temperature_N1=torch.tensor(inverse_N, device=device)[:, None]
+        if (inverse_N != 1.0).any()
+        else None,
         truncated_M=torch.tensor(places, device=device) if len(places) else None,
         truncated_places=tuple(places.tolist()),
         cut=cut,
@@ -94,32 +102,51 @@ def make_rules(
 
 
 def choose(
-    logits_NV: Tensor, rules: Rules, uniform_N: Tensor, *, chosen_N: Tensor | None = None, past: Past | None = None
+    logits_NV: Tensor,
+    rules: Rules,
+    uniform_N: Tensor,
+    *,
+    chosen_N: Tensor | None = None,
+    past: Past | None = None,
 ) -> SamplerOutput:
-    """Choose one token per row. logits are float32, uniforms float64 in [0, 1). Where rows ask for shaping, chosen_N is
-    how many tokens each has chosen before and `past` what those that look back know."""
+    """Choose one token per row. logits are float32, uniforms float64 in [0, 1). Where rows ask for
+    shaping, chosen_N is how many tokens each has chosen before and `past` what those that look back
+    know."""
     best = None
     if rules.told_A is not None:
-        best = find_best(logits_NV.index_select(0, rules.told_A), rules.told, rows_at_once=rules.rows_at_once)
+        best = find_best(
+            logits_NV.index_select(0, rules.told_A), rules.told, rows_at_once=rules.rows_at_once
+        )
     shaped_NV = logits_NV
     if rules.shaping is not None:
         assert chosen_N is not None
         places_A = rules.shaping.places_M
         asking_AV = logits_NV.index_select(0, places_A)
-        asking_AV = shape_logits(asking_AV, rules.shaping, chosen_N[places_A], past, rows_at_once=rules.rows_at_once)
+        asking_AV = shape_logits(
+            asking_AV, rules.shaping, chosen_N[places_A], past, rows_at_once=rules.rows_at_once
+        )
         shaped_NV = logits_NV.index_copy(0, places_A, asking_AV)
     tokens_N, logprobs_N, kept_MV = _choose_shaped(shaped_NV, rules, uniform_N)
     plain = rules.inverse_temperature_N1 is None and shaped_NV is logits_NV and kept_MV is None
     raw_N = logprobs_N if plain and rules.greedy_N is None else raw_logprob(logits_NV, tokens_N)
-    return SamplerOutput(tokens_N=tokens_N, logprobs_N=logprobs_N, raw_logprobs_N=raw_N, kept_MV=kept_MV, best=best)
+    return SamplerOutput(
+        tokens_N=tokens_N, logprobs_N=logprobs_N, raw_logprobs_N=raw_N, kept_MV=kept_MV, best=best
+    )
 
 
-def _choose_shaped(shaped_NV: Tensor, rules: Rules, uniform_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Temperature, truncation, draw. Returns tokens_N, their processed log-probs, and what truncation kept."""
+def _choose_shaped(
+    shaped_NV: Tensor, rules: Rules, uniform_N: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Temperature, truncation, draw. Returns tokens_N, their processed log-probs, and what
+    truncation kept."""
     if rules.all_greedy:
         best_N = shaped_NV.argmax(dim=-1)
         return best_N, torch.zeros_like(best_N, dtype=torch.float64), None
-    scaled_NV = shaped_NV if rules.inverse_temperature_N1 is None else shaped_NV * rules.inverse_temperature_N1
+    scaled_NV = (
+        shaped_NV
+        if rules.inverse_temperature_N1 is None
+        else shaped_NV * rules.inverse_temperature_N1
+    )
     weights_NV = torch.exp(scaled_NV - scaled_NV.amax(dim=-1, keepdim=True))
     kept_MV = None
     if rules.truncated_M is not None:
@@ -134,7 +161,8 @@ def _choose_shaped(shaped_NV: Tensor, rules: Rules, uniform_N: Tensor) -> tuple[
 
 
 def _draw(weights_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse CDF over unnormalised weights, summed in float64. Returns tokens_N and their log-probs."""
+    """Inverse CDF over unnormalised weights, summed in float64. Returns tokens_N and their
+    log-probs."""
     mass_NV = weights_NV.cumsum(dim=-1, dtype=torch.float64)
     total_N1 = mass_NV[:, -1:]
     tokens_N1 = torch.searchsorted(mass_NV, uniform_N[:, None] * total_N1, right=True)

@@ -1,5 +1,5 @@
-"""Rule book: the rows' sampling rules as tensors on the device, made again only when rows come or go, and choosing by
-them. In: rows, logits. Out: a Choice.
+"""Rule book: the rows' sampling rules as tensors on the device, made again only when rows come or
+go, and choosing by them. In: rows, logits. Out: a Choice.
 """
 
 # N rows that choose, L rows that look back at their tokens, W widest of those, V vocabulary
@@ -23,14 +23,20 @@ class SamplerState:
 
     def __init__(self, vocab_size: int, device: torch.device, *, rows_at_once: int) -> None:
         self._vocab_size, self._device = vocab_size, device
-        self._rows_at_once = rows_at_once  # of logits, where alternatives or penalties need more than one
+        # of logits, where alternatives or penalties need more than one
+        self._rows_at_once = rows_at_once
         self._history = History(device)
-        self._back_slots: Tensor | None = None  # the history of the rows that the rules were made for
+        # the history of the rows that the rules were made for
+        self._back_slots: Tensor | None = None
         self._rules: Rules | None = None
-        self._rules_of: tuple[int, bytes] | None = None  # row revision and rows that the rules were made for
+        # row revision and rows that the rules were made for
+        self._rules_of: tuple[int, bytes] | None = None
 
-    def choose(self, logits_NV: Tensor, rows: InputBatch, step: Step, uniform_N: Tensor) -> tuple[SamplerOutput, Rules]:
-        """Choose one token for each sampling row; logits are float32. Rows that look back remember what they chose."""
+    def choose(
+        self, logits_NV: Tensor, rows: InputBatch, step: Step, uniform_N: Tensor
+    ) -> tuple[SamplerOutput, Rules]:
+        """Choose one token for each sampling row; logits are float32. Rows that look back remember
+        what they chose."""
         rules = self._rules_for(rows, step.sample_rows)
         shaping = rules.shaping
         if shaping is None:
@@ -77,7 +83,9 @@ class SamplerState:
             return None
         asking = [rows.sequence_at(int(rows_N[place])) for place in places]
         shaping = make_shaping(
-            places, [(sequence.request.sampling, sequence.stop_ids) for sequence in asking], device=self._device
+            places,
+            [(sequence.request.sampling, sequence.stop_ids) for sequence in asking],
+            device=self._device,
         )
         if shaping.back_places:
             self._back_slots = self._history.slots(rows, rows_N[np.asarray(shaping.back_places)])

@@ -1,6 +1,6 @@
-"""History: the token ids of rows whose penalties look back, kept on the device. In: the roster's arrays when a row
-first chooses, then each chosen token as it is chosen, without the host. Out: ids for the penalties.
-Rows without penalties have no place here.
+"""History: the token ids of rows whose penalties look back, kept on the device. In: the roster's
+arrays when a row first chooses, then each chosen token as it is chosen, without the host. Out: ids
+for the penalties. Rows without penalties have no place here.
 """
 
 # R rows, M rows that look back, S slots, W widest sequence
@@ -24,7 +24,8 @@ class History:
         self._ids_SW = torch.zeros((0, 0), dtype=torch.int32, device=device)
 
     def slots(self, rows: InputBatch, rows_M: np.ndarray) -> Tensor:
-        """Return slots_M; rows that were taken since they were last here are loaded with what they know."""
+        """Return slots_M; rows that were taken since they were last here are loaded with what they
+        know."""
         for row in [row for row, (_, stay) in self._slot_of.items() if rows.tenure_R[row] != stay]:
             self._free.append(self._slot_of.pop(row)[0])
         missing = [row for row in rows_M.tolist() if row not in self._slot_of]
@@ -32,13 +33,16 @@ class History:
             self._grow(len(missing) - len(self._free), int(rows.limit_R[rows_M].max()))
             for row in missing:
                 self._slot_of[row] = (self._free.pop(), int(rows.tenure_R[row]))
-                assert rows.known_R[row] == rows.length_R[row], "a row starts with what the host knows"
+                assert rows.known_R[row] == rows.length_R[row], (
+                    "a row starts with what the host knows"
+                )
                 known = torch.from_numpy(rows.tokens_RW[row, : rows.length_R[row]].copy())
                 self._ids_SW[self._slot_of[row][0], : len(known)] = known.to(self._device)
         return torch.tensor([self._slot_of[row][0] for row in rows_M.tolist()], device=self._device)
 
     def ids(self, slots_M: Tensor, width: int) -> Tensor:
-        """Return ids_MW, the first `width` tokens of each; what lies past a row's length is no token of its."""
+        """Return ids_MW, the first `width` tokens of each; what lies past a row's length is no
+        token of its."""
         return self._ids_SW[:, :width].index_select(0, slots_M)
 
     def append(self, slots_M: Tensor, at_M: Tensor, tokens_M: Tensor) -> None:

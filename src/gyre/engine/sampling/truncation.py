@@ -1,12 +1,13 @@
-"""Truncation: which tokens min-p, top-k and top-p leave choosable. In: scaled logits of rows that truncate, their
-limits. Out: kept_MV. Two ways to the same set, bit for bit: `keep_by_candidates` looks at the best few tokens first
-and asks the device whether they sufficed; `keep_by_bisection` has fixed shapes and never waits for the host, so that
-a CUDA graph can hold it.
+"""Truncation: which tokens min-p, top-k and top-p leave choosable. In: scaled logits of rows that
+truncate, their limits. Out: kept_MV. Two ways to the same set, bit for bit: `keep_by_candidates`
+looks at the best few tokens first and asks the device whether they sufficed; `keep_by_bisection`
+has fixed shapes and never waits for the host, so that a CUDA graph can hold it.
 
-The definition. Tokens stand in descending order, equal ones by id. min-p drops those below min_p × the best
-probability, and -inf is never kept; top-k keeps the first k of the rest; top-p keeps, of these, each token before which
-less than top_p of their mass lies. At least one token stays. Masses are whole numbers (float64 weights scaled by a
-power of two), so that a sum does not depend on its order and both ways agree.
+The definition. Tokens stand in descending order, equal ones by id. min-p drops those below min_p ×
+the best probability, and -inf is never kept; top-k keeps the first k of the rest; top-p keeps, of
+these, each token before which less than top_p of their mass lies. At least one token stays. Masses
+are whole numbers (float64 weights scaled by a power of two), so that a sum does not depend on its
+order and both ways agree.
 """
 
 # M truncating rows, V vocabulary, C candidates (the best C tokens of each row)
@@ -37,11 +38,17 @@ class TruncationLimits:
     top_k_M1: Tensor | None  # int64, the vocabulary size where off
     top_p_M1: Tensor | None  # float64, 1 where off
     min_p_M1: Tensor | None  # float64, 0 where off
-    candidates: int  # tokens to look at first: enough for every top-k; more only if top-p or min-p keep them all
+    # tokens to look at first: enough for every top-k; more only if top-p or min-p keep them all
+    candidates: int
 
 
 def make_cut(
-    top_k_M: np.ndarray, top_p_M: np.ndarray, min_p_M: np.ndarray, *, vocab_size: int, device: torch.device
+    top_k_M: np.ndarray,
+    top_p_M: np.ndarray,
+    min_p_M: np.ndarray,
+    *,
+    vocab_size: int,
+    device: torch.device,
 ) -> TruncationLimits:
     """Gather the limits of truncating rows. top_k 0, top_p 1 and min_p 0 are off."""
 
@@ -68,14 +75,21 @@ def truncate(scaled_MV: Tensor, cut: TruncationLimits) -> Tensor:
     if not scaled_MV.is_cuda:
         return keep_by_candidates(scaled_MV, cut)
     parts = range(0, len(scaled_MV), ROWS_AT_ONCE)
-    kept = [keep_by_bisection(scaled_MV[at : at + ROWS_AT_ONCE], _part(cut, at, ROWS_AT_ONCE)) for at in parts]
+    kept = [
+        keep_by_bisection(scaled_MV[at : at + ROWS_AT_ONCE], _part(cut, at, ROWS_AT_ONCE))
+        for at in parts
+    ]
     return kept[0] if len(kept) == 1 else torch.cat(kept)
 
 
 def _part(cut: TruncationLimits, start: int, count: int) -> TruncationLimits:
     columns = (cut.top_k_M1, cut.top_p_M1, cut.min_p_M1)
-    top_k, top_p, min_p = (None if column is None else column[start : start + count] for column in columns)
-    return TruncationLimits(top_k_M1=top_k, top_p_M1=top_p, min_p_M1=min_p, candidates=cut.candidates)
+    top_k, top_p, min_p = (
+        None if column is None else column[start : start + count] for column in columns
+    )
+    return TruncationLimits(
+        top_k_M1=top_k, top_p_M1=top_p, min_p_M1=min_p, candidates=cut.candidates
+    )
 
 
 def keep_by_candidates(scaled_MV: Tensor, cut: TruncationLimits) -> Tensor:
@@ -92,10 +106,15 @@ def keep_by_candidates(scaled_MV: Tensor, cut: TruncationLimits) -> Tensor:
 
 
 def _count_kept(scaled_MV: Tensor, best_MC: Tensor, cut: TruncationLimits) -> tuple[Tensor, bool]:
-    """Return how many of the best tokens each row keeps, and whether the candidates sufficed to tell."""
+    """Return how many of the best tokens each row keeps, and whether the candidates sufficed to
+    tell."""
     vocab_size, num_candidates = scaled_MV.shape[-1], best_MC.shape[-1]
     best_M1 = best_MC[:, :1]
-    limit_M1 = torch.full_like(best_M1, vocab_size, dtype=torch.int64) if cut.top_k_M1 is None else cut.top_k_M1
+    limit_M1 = (
+        torch.full_like(best_M1, vocab_size, dtype=torch.int64)
+        if cut.top_k_M1 is None
+        else cut.top_k_M1
+    )
     rank_C = torch.arange(num_candidates, device=best_MC.device)
     alive_MC, mass_MC = _weigh(best_MC, best_M1, cut)
     kept_MC = alive_MC & (rank_C < limit_M1)
@@ -104,21 +123,27 @@ def _count_kept(scaled_MV: Tensor, best_MC: Tensor, cut: TruncationLimits) -> tu
         upto_MC = mass_MC.cumsum(dim=-1)
         whole_M1 = _weigh(scaled_MV, best_M1, cut)[1].sum(dim=-1, keepdim=True)
         total_M1 = torch.where(limit_M1 <= num_candidates, upto_MC[:, -1:], whole_M1)
-        kept_MC &= (upto_MC - mass_MC < _mass_wanted(total_M1, cut.top_p_M1)) | (cut.top_p_M1 >= 1.0)
+        kept_MC &= (upto_MC - mass_MC < _mass_wanted(total_M1, cut.top_p_M1)) | (
+            cut.top_p_M1 >= 1.0
+        )
     unsure_M1 = kept_MC[:, -1:] & (limit_M1 > num_candidates)
     return kept_MC.sum(dim=-1, keepdim=True).clamp_(min=1), not bool(unsure_M1.any())
 
 
 def keep_by_bisection(scaled_MV: Tensor, cut: TruncationLimits) -> Tensor:
-    """Find each limit's threshold by halving the range of float bits 32 times; no shape depends on a value."""
+    """Find each limit's threshold by halving the range of float bits 32 times; no shape depends on
+    a value."""
     best_M1 = scaled_MV.amax(dim=-1, keepdim=True)
     alive_MV, mass_MV = _weigh(scaled_MV, best_M1, cut)
     key_MV = torch.where(alive_MV, order_key(scaled_MV), LOWEST_KEY)
     count_M1 = alive_MV.sum(dim=-1, keepdim=True)
-    threshold_M1 = torch.full_like(count_M1, LOWEST_KEY)  # the key of the last token kept, or anything below
+    # the key of the last token kept, or anything below
+    threshold_M1 = torch.full_like(count_M1, LOWEST_KEY)
     if cut.top_k_M1 is not None:
         count_M1 = torch.minimum(count_M1, cut.top_k_M1)
-        threshold_M1 = _least_key(key_MV, lambda above_MV: above_MV.sum(dim=-1, keepdim=True) < count_M1)
+        threshold_M1 = _least_key(
+            key_MV, lambda above_MV: above_MV.sum(dim=-1, keepdim=True) < count_M1
+        )
     if cut.top_p_M1 is not None:
         count_M1, threshold_M1 = _cut_by_mass(key_MV, mass_MV, threshold_M1, count_M1, cut.top_p_M1)
     return _first_in_order(key_MV, threshold_M1.to(key_MV.dtype), count_M1.clamp(min=1))
@@ -127,12 +152,17 @@ def keep_by_bisection(scaled_MV: Tensor, cut: TruncationLimits) -> Tensor:
 def _cut_by_mass(
     key_MV: Tensor, mass_MV: Tensor, last_M1: Tensor, count_M1: Tensor, top_p_M1: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of each row's first `count` tokens, the last of key `last`, return how many top-p keeps and the new last key."""
+    """Of each row's first `count` tokens, the last of key `last`, return how many top-p keeps and
+    the new last key."""
     above_MV = key_MV > last_M1
     ties_M1 = count_M1 - above_MV.sum(dim=-1, keepdim=True)
-    total_M1 = (above_MV * mass_MV).sum(dim=-1, keepdim=True) + ties_M1 * _mass_at(key_MV, mass_MV, last_M1)
+    total_M1 = (above_MV * mass_MV).sum(dim=-1, keepdim=True) + ties_M1 * _mass_at(
+        key_MV, mass_MV, last_M1
+    )
     wanted_M1 = _mass_wanted(total_M1, top_p_M1)
-    edge_M1 = _least_key(key_MV, lambda above_MV: (above_MV * mass_MV).sum(dim=-1, keepdim=True) < wanted_M1)
+    edge_M1 = _least_key(
+        key_MV, lambda above_MV: (above_MV * mass_MV).sum(dim=-1, keepdim=True) < wanted_M1
+    )
     before_MV = key_MV > edge_M1
     each_M1 = _mass_at(key_MV, mass_MV, edge_M1).clamp_(min=1)
     lacking_M1 = wanted_M1 - (before_MV * mass_MV).sum(dim=-1, keepdim=True)
@@ -142,7 +172,8 @@ def _cut_by_mass(
 
 
 def _least_key(key_MV: Tensor, is_low_enough: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return per row the least key x (int64) for which the tokens above x satisfy a test that rises with x."""
+    """Return per row the least key x (int64) for which the tokens above x satisfy a test that rises
+    with x."""
     low_M1 = torch.full_like(key_MV[:, :1], LOWEST_KEY, dtype=torch.int64)
     high_M1 = torch.full_like(low_M1, HIGHEST_KEY)
     for _ in range(32):
@@ -154,7 +185,8 @@ def _least_key(key_MV: Tensor, is_low_enough: Callable[[Tensor], Tensor]) -> Ten
 
 
 def _weigh(scaled_MX: Tensor, best_M1: Tensor, cut: TruncationLimits) -> tuple[Tensor, Tensor]:
-    """Return which tokens min-p leaves (-inf never), and all tokens' masses in whole numbers, 0 where dropped."""
+    """Return which tokens min-p leaves (-inf never), and all tokens' masses in whole numbers, 0
+    where dropped."""
     weight_MX = torch.exp((scaled_MX - best_M1).double())
     alive_MX = scaled_MX > -torch.inf
     if cut.min_p_M1 is not None:

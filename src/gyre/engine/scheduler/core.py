@@ -1,10 +1,12 @@
-"""EngineCore: schedule, launch, advance; fetch and book up to `depth` launches later. In: requests. Out: TokenChunks.
-Everything here runs on the compute thread and between two steps nothing else touches the roster.
+"""EngineCore: schedule, launch, advance; fetch and book up to `depth` launches later. In: requests.
+Out: TokenChunks. Everything here runs on the compute thread and between two steps nothing else
+touches the roster.
 
-With depth 0 each step is booked at once. With depth 1 step n+1 is scheduled and launched before the host reads what
-step n chose. The device runs launches in order; so a page given back by a booking may be handed out at once, though a
-step in flight still uses it for a completion that was found finished. Whatever needs the truth (who is preempted,
-abort, interrupt, deadlines, new weights, moves) first books everything in flight: `quiesce`.
+With depth 0 each step is booked at once. With depth 1 step n+1 is scheduled and launched before the
+host reads what step n chose. The device runs launches in order; so a page given back by a booking
+may be handed out at once, though a step in flight still uses it for a completion that was found
+finished. Whatever needs the truth (who is preempted, abort, interrupt, deadlines, new weights,
+moves) first books everything in flight: `quiesce`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from typing import Protocol
 import numpy as np
 
 from gyre.core.records import Finish, Partial, Request, TokenChunk
-from gyre.engine.scheduler.postprocess import TextStop, advance, book, end_complete_partials, end_request
+from gyre.engine.scheduler.postprocess import (
+    TextStop,
+    advance,
+    book,
+    end_complete_partials,
+    end_request,
+)
 from gyre.engine.scheduler.preemption import mix_versions, preempt, void_swapped
 from gyre.engine.scheduler.scheduler import must_preempt, schedule
 from gyre.engine.scheduler.sequence import LATE, Sequence, sequences_of
@@ -25,7 +33,9 @@ from gyre.engine.scheduler.state import SchedulerState
 from gyre.engine.scheduler.step import Flight, Step, StepRunner
 from gyre.engine.scheduler.swap import HostSlots
 
-SPARE_TOKENS = 4  # decoded beyond the longest stop string, so that its first character never lies at the window's edge
+# decoded beyond the longest stop string, so that its first character never lies at the window's
+# edge
+SPARE_TOKENS = 4
 
 
 class Decodes(Protocol):
@@ -38,7 +48,8 @@ class Decodes(Protocol):
 
 
 class HostPages(Protocol):
-    """Where KV pages lie while their sequence is swapped. Copies are queued on the device, in order, between steps."""
+    """Where KV pages lie while their sequence is swapped. Copies are queued on the device, in
+    order, between steps."""
 
     def copy_out(self, pages: np.ndarray, slots: np.ndarray) -> None: ...
 
@@ -46,9 +57,10 @@ class HostPages(Protocol):
 
 
 def make_text_stop(tokenizer: Decodes | None) -> TextStop:
-    """Look for stop strings in the text of the last tokens only: a token holds at least a byte, and what earlier
-    tokens completed ended the completion then, unless min_tokens forbade it: then only what the last token completed
-    counts. Keeps no state, so preemption and continuation cannot upset it."""
+    """Look for stop strings in the text of the last tokens only: a token holds at least a byte, and
+    what earlier tokens completed ended the completion then, unless min_tokens forbade it: then only
+    what the last token completed counts. Keeps no state, so preemption and continuation cannot
+    upset it."""
 
     def text_stop(sequence: Sequence, tokens: np.ndarray) -> bool:
         assert tokenizer is not None, "admission refuses stop strings without a tokenizer"
@@ -58,7 +70,9 @@ def make_text_stop(tokenizer: Decodes | None) -> TextStop:
         if sequence.request.sampling.min_tokens == 0:
             return any(stop in text for stop in stops)
         before = tokenizer.decode(tokens[-window:-1].tolist())
-        old = next((at for at, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before))
+        old = next(
+            (at for at, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before)
+        )
         return any(text.rfind(stop) + len(stop) > old for stop in stops if stop in text)
 
     return text_stop
@@ -89,7 +103,12 @@ class EngineCore:
         host: HostPages | None = None,
     ) -> None:
         self.roster, self.runner, self.version, self.host = roster, runner, version, host
-        self._token_budget, self._eos_ids, self._clock, self._depth = token_budget, eos_ids, clock, depth
+        self._token_budget, self._eos_ids, self._clock, self._depth = (
+            token_budget,
+            eos_ids,
+            clock,
+            depth,
+        )
         self._text_stop = make_text_stop(tokenizer)
         self._deadlines: dict[str, float] = {}
         self._arrivals = 0
@@ -101,26 +120,37 @@ class EngineCore:
         return not self.roster.requests and not self._out
 
     def add(self, request: Request, deadline_at: float | None) -> list[TokenChunk]:
-        """Enter a request. Returns the answers of completions whose given beginning was whole already."""
+        """Enter a request. Returns the answers of completions whose given beginning was whole
+        already."""
         self._arrivals += 1
-        # Admission takes numpy's whole numbers too: they would wrap in sums, and a seed's draws go by its type.
-        seed, priority, chunk_tokens = int(request.seed), int(request.priority), int(request.chunk_tokens)
+        # Admission takes numpy's whole numbers too: they would wrap in sums, and a seed's draws go
+        # by its type.
+        seed, priority, chunk_tokens = (
+            int(request.seed),
+            int(request.priority),
+            int(request.chunk_tokens),
+        )
         request = replace(request, seed=seed, priority=priority, chunk_tokens=chunk_tokens)
         sequences = sequences_of(request, arrival=self._arrivals, eos_ids=self._eos_ids)
         self.roster.enqueue(sequences)
         if deadline_at is not None:
             self._deadlines[request.request_id] = deadline_at
-        self._out += end_complete_partials(self.roster, sequences, version=self.version, text_stop=self._text_stop)
+        self._out += end_complete_partials(
+            self.roster, sequences, version=self.version, text_stop=self._text_stop
+        )
         return self._take_out()
 
     def step(self) -> list[TokenChunk]:
-        """Launch one step, and book those beyond the depth; when there is none to launch, book the oldest."""
+        """Launch one step, and book those beyond the depth; when there is none to launch, book the
+        oldest."""
         if self._in_flight and must_preempt(self.roster):
             self.quiesce()
         step = schedule(self.roster, token_budget=self._token_budget, version=self.version)
         if step is not None:
             self._swap(step)
-            self._in_flight.append(InFlightStep(step=step, flight=self.runner.launch(self.roster.rows, step)))
+            self._in_flight.append(
+                InFlightStep(step=step, flight=self.runner.launch(self.roster.rows, step))
+            )
             advance(self.roster, step)
         if self._in_flight and (step is None or len(self._in_flight) > self._depth):
             self._book_oldest()
@@ -144,7 +174,9 @@ class EngineCore:
         if any(now >= at for at in self._deadlines.values()):
             self.quiesce()
         self._deadlines = {
-            request_id: at for request_id, at in self._deadlines.items() if request_id in self.roster.requests
+            request_id: at
+            for request_id, at in self._deadlines.items()
+            if request_id in self.roster.requests
         }
         for request_id, at in list(self._deadlines.items()):
             if now >= at:
@@ -173,7 +205,8 @@ class EngineCore:
         return partials, self._take_out()
 
     def forget_kv(self, reason: str) -> None:
-        """The pages' contents are about to go: whoever runs computes again, and nothing stays cached."""
+        """The pages' contents are about to go: whoever runs computes again, and nothing stays
+        cached."""
         self.quiesce()
         self._preempt_all(reason)
         void_swapped(self.roster, reason)
@@ -187,8 +220,9 @@ class EngineCore:
         self.host, self.roster.slots = host, HostSlots(num_slots)
 
     def change_version(self, version: int, *, recompute: bool, keep_cached: bool) -> None:
-        """From the next step on tokens are chosen by `version`. Running and swapped sequences keep their KV unless
-        `recompute`; KV of mixed versions is never cached. Cached pages of other versions can never match again."""
+        """From the next step on tokens are chosen by `version`. Running and swapped sequences keep
+        their KV unless `recompute`; KV of mixed versions is never cached. Cached pages of other
+        versions can never match again."""
         self.quiesce()
         if recompute:
             self._preempt_all("new weights")
@@ -201,7 +235,9 @@ class EngineCore:
 
     def _book_oldest(self) -> None:
         oldest = self._in_flight.popleft()
-        self._out += book(self.roster, oldest.step, oldest.flight.fetch(), text_stop=self._text_stop)
+        self._out += book(
+            self.roster, oldest.step, oldest.flight.fetch(), text_stop=self._text_stop
+        )
         if self.roster.tainted:
             self.runner.pool.zero_pages(np.concatenate(self.roster.tainted))
             self.roster.tainted.clear()
@@ -213,7 +249,9 @@ class EngineCore:
         if request_id not in self.roster.requests:
             return []
         self.quiesce()
-        chunks, partials = end_request(self.roster, request_id, finish, reason, version=self.version)
+        chunks, partials = end_request(
+            self.roster, request_id, finish, reason, version=self.version
+        )
         self._out += chunks
         return partials
 

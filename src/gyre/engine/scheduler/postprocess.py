@@ -1,8 +1,9 @@
-"""Settle: accounts for a step in two parts. `advance`, as soon as it is launched, counts what needs no token values;
-`book`, when the values are on the host, writes them where the step said and finds who is finished. Steps may be
-launched in between: whoever finishes in `book` may have taken part in them, and that surplus is dropped when they are
-booked, told by the stay's number. In: the roster, the Step, the Sampled. Out: TokenChunks to hand out. Pure. Also ends
-requests for reasons from outside (abort, deadline, interrupt), with nothing in flight.
+"""Settle: accounts for a step in two parts. `advance`, as soon as it is launched, counts what needs
+no token values; `book`, when the values are on the host, writes them where the step said and finds
+who is finished. Steps may be launched in between: whoever finishes in `book` may have taken part in
+them, and that surplus is dropped when they are booked, told by the stay's number. In: the roster,
+the Step, the Sampled. Out: TokenChunks to hand out. Pure. Also ends requests for reasons from
+outside (abort, deadline, interrupt), with nothing in flight.
 """
 
 # N rows that chose a token
@@ -23,7 +24,8 @@ TextStop = Callable[[Sequence, np.ndarray], bool]
 
 
 def advance(roster: SchedulerState, step: Step) -> None:
-    """Count a launched step: KV that it will have written, and a place for each token that it will have chosen."""
+    """Count a launched step: KV that it will have written, and a place for each token that it will
+    have chosen."""
     rows = roster.rows
     rows.computed_R[step.decode_rows] += 1
     for chunk in step.chunks:
@@ -32,10 +34,12 @@ def advance(roster: SchedulerState, step: Step) -> None:
     roster.counters.steps += 1
 
 
-def book(roster: SchedulerState, step: Step, sampled: SampledTokens, *, text_stop: TextStop) -> list[TokenChunk]:
-    """Write what a launched step chose and return the chunks that are due. Finished sequences give back rows and
-    pages; a step launched meanwhile may still read and write those pages, and whoever gets them next does so in a
-    later step, hence after it: the device works in order."""
+def book(
+    roster: SchedulerState, step: Step, sampled: SampledTokens, *, text_stop: TextStop
+) -> list[TokenChunk]:
+    """Write what a launched step chose and return the chunks that are due. Finished sequences give
+    back rows and pages; a step launched meanwhile may still read and write those pages, and whoever
+    gets them next does so in a later step, hence after it: the device works in order."""
     live_N = roster.rows.tenure_R[step.sample_rows] == step.sample_tenures
     for piece in sampled.pieces:
         piece.book.enter(piece, step.version)
@@ -52,7 +56,8 @@ def book(roster: SchedulerState, step: Step, sampled: SampledTokens, *, text_sto
 
 
 def _remember_prompts(roster: SchedulerState, step: Step, live_N: np.ndarray) -> None:
-    """Others with the same prompt may share it from now on. A fork shares its leader's pages: once is enough."""
+    """Others with the same prompt may share it from now on. A fork shares its leader's pages: once
+    is enough."""
     leaders = np.unique(step.sample_chunks, return_index=True)[1] + len(step.decode_rows)
     for place in leaders[live_N[leaders]].tolist():
         roster.remember(int(step.sample_rows[place]), step.version)
@@ -64,12 +69,20 @@ def _select(sampled: SampledTokens, places: np.ndarray) -> SampledTokens:
         tokens=sampled.tokens[places],
         logprobs=sampled.logprobs[places],
         raw_logprobs=sampled.raw_logprobs[places],
-        supports={new_place[place]: ids for place, ids in sampled.supports.items() if place in new_place},
+        supports={
+            new_place[place]: ids for place, ids in sampled.supports.items() if place in new_place
+        },
         told={new_place[place]: told for place, told in sampled.told.items() if place in new_place},
     )
 
 
-def _write(roster: SchedulerState, rows_N: np.ndarray, at_N: np.ndarray, sampled: SampledTokens, version: int) -> None:
+def _write(
+    roster: SchedulerState,
+    rows_N: np.ndarray,
+    at_N: np.ndarray,
+    sampled: SampledTokens,
+    version: int,
+) -> None:
     rows = roster.rows
     assert (rows.known_R[rows_N] == at_N).all(), "flights are booked in the order of their launch"
     rows.tokens_RW[rows_N, at_N] = sampled.tokens
@@ -86,7 +99,11 @@ def _write(roster: SchedulerState, rows_N: np.ndarray, at_N: np.ndarray, sampled
 
 
 def _hand_out(
-    roster: SchedulerState, rows_N: np.ndarray, sampled: SampledTokens, version: int, text_stop: TextStop
+    roster: SchedulerState,
+    rows_N: np.ndarray,
+    sampled: SampledTokens,
+    version: int,
+    text_stop: TextStop,
 ) -> list[TokenChunk]:
     rows = roster.rows
     stop_N = (rows.stops_RS[rows_N] == sampled.tokens[:, None]).any(axis=1)
@@ -94,7 +111,8 @@ def _hand_out(
         row = int(rows_N[place])
         stop_N[place] = _stops_in_text(rows.sequence_at(row), rows.chosen(row).tokens, text_stop)
     broken_N = ~(np.isfinite(sampled.raw_logprobs) & np.isfinite(sampled.logprobs))
-    for place in np.flatnonzero(rows.scored_R[rows_N]).tolist():  # once, when the first token is chosen
+    # once, when the first token is chosen
+    for place in np.flatnonzero(rows.scored_R[rows_N]).tolist():
         broken_N[place] |= _has_unsound_prompt(rows.sequence_at(int(rows_N[place])))
         rows.scored_R[rows_N[place]] = False
     known_N = rows.known_R[rows_N]
@@ -106,7 +124,9 @@ def _hand_out(
         if broken_N[place]:
             chunks.append(_end_broken(roster, sequence, version))
         elif finished_N[place]:
-            chunks.append(make_chunk(sequence, rows.chosen(row), "stop" if stop_N[place] else "length"))
+            chunks.append(
+                make_chunk(sequence, rows.chosen(row), "stop" if stop_N[place] else "length")
+            )
             roster.retire(sequence, version=version)
         else:
             chunks.append(make_chunk(sequence, rows.chosen(row), None))
@@ -124,7 +144,8 @@ def _has_unsound_prompt(sequence: Sequence) -> bool:
 
 
 def _end_broken(roster: SchedulerState, sequence: Sequence, version: int) -> TokenChunk:
-    """The model gave non-finite logits: answer without the last token, and keep its KV from being shared."""
+    """The model gave non-finite logits: answer without the last token, and keep its KV from being
+    shared."""
     assert sequence.row is not None
     chosen = roster.rows.chosen(sequence.row)
     sound = GeneratedTokens(
@@ -137,7 +158,12 @@ def _end_broken(roster: SchedulerState, sequence: Sequence, version: int) -> Tok
     del sequence.told[len(sound.tokens) - sequence.told_from :]
     if _has_unsound_prompt(sequence):
         sequence.book = None
-    roster.emit("engine.nonfinite", request_id=sequence.request.request_id, index=sequence.index, version=version)
+    roster.emit(
+        "engine.nonfinite",
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        version=version,
+    )
     chunk = make_chunk(sequence, sound, "abort", "the model gave non-finite logits")
     roster.retire(sequence, version=version, keep_pages=False)
     return chunk
@@ -166,7 +192,9 @@ def end_complete_partials(
         if len(tokens) == 0:
             continue
         banned = len(tokens) <= sequence.request.sampling.min_tokens
-        stopped = not banned and (int(tokens[-1]) in sequence.stop_ids or _stops_in_text(sequence, tokens, text_stop))
+        stopped = not banned and (
+            int(tokens[-1]) in sequence.stop_ids or _stops_in_text(sequence, tokens, text_stop)
+        )
         if stopped or len(tokens) >= sequence.request.sampling.max_tokens:
             roster.queue.remove(sequence)
             chunks.append(make_chunk(sequence, sequence.chosen, "stop" if stopped else "length"))

@@ -1,6 +1,6 @@
-"""Preemption: takes row and pages from a running sequence, and gives them back. Its KV goes to host memory or is
-computed again (`swap.choose_preemption`). In: the roster, a row or a waiting sequence. Out: the roster's accounts, and
-page moves for the next step. Pure but for the roster's `emit`.
+"""Preemption: takes row and pages from a running sequence, and gives them back. Its KV goes to host
+memory or is computed again (`swap.choose_preemption`). In: the roster, a row or a waiting sequence.
+Out: the roster's accounts, and page moves for the next step. Pure but for the roster's `emit`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ def choose(roster: SchedulerState, row: int) -> Preemption:
     )
 
 
-def preempt(roster: SchedulerState, row: int, *, reason: str, version: int, must_recompute: bool = False) -> None:
-    """Take row and pages back; the sequence waits. Cached pages may survive. Nothing of the row may be in flight."""
+def preempt(
+    roster: SchedulerState, row: int, *, reason: str, version: int, must_recompute: bool = False
+) -> None:
+    """Take row and pages back; the sequence waits. Cached pages may survive. Nothing of the row may
+    be in flight."""
     rows = roster.rows
     assert rows.known_R[row] == rows.length_R[row], row
     sequence, computed = rows.sequence_at(row), int(rows.computed_R[row])
@@ -53,8 +56,8 @@ def preempt(roster: SchedulerState, row: int, *, reason: str, version: int, must
 
 
 def resume(roster: SchedulerState, sequence: Sequence) -> int:
-    """Give a swapped sequence a row and its KV back; nothing is computed again. Pages that still hold what they held
-    are shared, the others come from host memory."""
+    """Give a swapped sequence a row and its KV back; nothing is computed again. Pages that still
+    hold what they held are shared, the others come from host memory."""
     rows, swapped = roster.rows, sequence.swapped
     assert swapped is not None
     row = rows.take(sequence)
@@ -87,7 +90,8 @@ def resume(roster: SchedulerState, sequence: Sequence) -> int:
 
 
 def num_pages_to_resume(roster: SchedulerState, sequence: Sequence) -> int:
-    """Return how many pages a swapped sequence needs to go on: a decoding one has room for its next token's KV."""
+    """Return how many pages a swapped sequence needs to go on: a decoding one has room for its next
+    token's KV."""
     assert sequence.swapped is not None
     if sequence.swapped.decoding:
         return roster.num_pages_for(sequence.swapped.computed + 1) - sequence.swapped.first
@@ -111,7 +115,8 @@ def void_swapped(roster: SchedulerState, reason: str) -> None:
 
 
 def mix_versions(roster: SchedulerState) -> None:
-    """New weights came: KV that goes on being used is of mixed versions from now on, and is never cached."""
+    """New weights came: KV that goes on being used is of mixed versions from now on, and is never
+    cached."""
     roster.rows.kv_version_R[:] = -1
     for sequence in roster.queue:
         if sequence.swapped is not None:
@@ -119,7 +124,11 @@ def mix_versions(roster: SchedulerState) -> None:
 
 
 def _swap_out(roster: SchedulerState, row: int, sequence: Sequence) -> None:
-    rows, computed, first = roster.rows, int(roster.rows.computed_R[row]), int(roster.rows.first_R[row])
+    rows, computed, first = (
+        roster.rows,
+        int(roster.rows.computed_R[row]),
+        int(roster.rows.first_R[row]),
+    )
     pages = rows.pages_of(row)[: roster.num_pages_for(computed) - first].copy()
     slots = roster.slots.take(len(pages))
     roster.moves.take_out(pages, slots)

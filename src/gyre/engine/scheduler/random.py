@@ -1,5 +1,6 @@
-"""Draws: one uniform number per sampled token, a pure function of (seed, index, position). In: keys and positions.
-Out: uniforms. Vectorised, counter-based, stateless: the batch, chunking and preemption cannot change a draw.
+"""Draws: one uniform number per sampled token, a pure function of (seed, index, position). In: keys
+and positions. Out: uniforms. Vectorised, counter-based, stateless: the batch, chunking and
+preemption cannot change a draw.
 """
 
 # N rows
@@ -21,7 +22,8 @@ def draw_key(seed: int, index: int) -> int:
 
 
 def uniforms(key_N: np.ndarray, position_N: np.ndarray) -> np.ndarray:
-    """Return float64 in [0, 1 - 2^-40] for each (uint64 key, position of the chosen token): splitmix64, 40 bits."""
+    """Return float64 in [0, 1 - 2^-40] for each (uint64 key, position of the chosen token):
+    splitmix64, 40 bits."""
     with np.errstate(over="ignore"):
         z_N = key_N + (position_N.astype(np.uint64) + np.uint64(1)) * _GOLDEN
         z_N = (z_N ^ (z_N >> np.uint64(30))) * _MIX_1

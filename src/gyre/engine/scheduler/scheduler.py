@@ -1,10 +1,10 @@
-"""Scheduler: chooses what one step computes. In: the roster, a token budget. Out: a Step, or None when nothing can run.
-Pure: no torch, no clock.
+"""Scheduler: chooses what one step computes. In: the roster, a token budget. Out: a Step, or None
+when nothing can run. Pure: no torch, no clock.
 
-Decoding rows come first, one token each; then prompts in progress, then the queue's head as long as budget, rows and
-pages last. When a decoding row finds no page, the running sequence of lowest priority, then least lost work, then
-latest arrival is preempted; what is swapped to host memory loses no work. The queue's head blocks those behind it, so
-nothing starves.
+Decoding rows come first, one token each; then prompts in progress, then the queue's head as long as
+budget, rows and pages last. When a decoding row finds no page, the running sequence of lowest
+priority, then least lost work, then latest arrival is preempted; what is swapped to host memory
+loses no work. The queue's head blocks those behind it, so nothing starves.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from gyre.engine.scheduler.step import PrefillChunk, Step
 
 
 def schedule(roster: SchedulerState, *, token_budget: int, version: int) -> Step | None:
-    """Decide the next step. Rows and pages it needs are taken; a launch and `settle.advance` must follow. With steps
-    in flight, ask `must_preempt` first: who is preempted is decided on what the host knows."""
+    """Decide the next step. Rows and pages it needs are taken; a launch and `settle.advance` must
+    follow. With steps in flight, ask `must_preempt` first: who is preempted is decided on what the
+    host knows."""
     decode_rows = _provide_decode_pages(roster, version)
     assert len(decode_rows) <= token_budget
     chunks = _continue_prefills(roster, token_budget - len(decode_rows))
@@ -55,7 +56,9 @@ def must_preempt(roster: SchedulerState) -> bool:
 def _full_rows(roster: SchedulerState, decode_rows: np.ndarray) -> np.ndarray:
     """Return those that need another page for their next token."""
     rows = roster.rows
-    return decode_rows[rows.computed_R[decode_rows] == rows.pages_R[decode_rows] * roster.page_tokens]
+    return decode_rows[
+        rows.computed_R[decode_rows] == rows.pages_R[decode_rows] * roster.page_tokens
+    ]
 
 
 def _provide_decode_pages(roster: SchedulerState, version: int) -> np.ndarray:
@@ -76,7 +79,9 @@ def _provide_decode_pages(roster: SchedulerState, version: int) -> np.ndarray:
 def _choose_victim(roster: SchedulerState) -> int:
     """Lowest priority, then least lost work (none for what is swapped), then latest arrival."""
     active, rows = roster.active_rows(), roster.rows
-    assert len(active) > 1, "one sequence alone outgrew the cache; admission lets no such request in"
+    assert len(active) > 1, (
+        "one sequence alone outgrew the cache; admission lets no such request in"
+    )
     lost = np.asarray([choose(roster, row).lost_tokens for row in active.tolist()])
     order = np.lexsort((-active, -rows.arrival_R[active], lost, rows.priority_R[active]))
     return int(active[order[0]])
@@ -92,9 +97,11 @@ def _continue_prefills(roster: SchedulerState, budget: int) -> list[PrefillChunk
     return chunks
 
 
-def _start_waiting(roster: SchedulerState, budget: int, version: int) -> tuple[list[PrefillChunk], np.ndarray]:
-    """Start from the queue's head while budget, rows and pages last. Returns chunks of prompts, and rows that were
-    swapped and go straight on decoding."""
+def _start_waiting(
+    roster: SchedulerState, budget: int, version: int
+) -> tuple[list[PrefillChunk], np.ndarray]:
+    """Start from the queue's head while budget, rows and pages last. Returns chunks of prompts, and
+    rows that were swapped and go straight on decoding."""
     chunks: list[PrefillChunk] = []
     restored: list[int] = []
     while budget > 0 and roster.queue and roster.rows.num_free:
@@ -110,7 +117,11 @@ def _start_waiting(roster: SchedulerState, budget: int, version: int) -> tuple[l
         if needed + _headroom(roster) > roster.pages.num_available:
             break
         roster.queue.pop(0)
-        row = roster.start(sequence, hits, version) if sequence.swapped is None else resume(roster, sequence)
+        row = (
+            roster.start(sequence, hits, version)
+            if sequence.swapped is None
+            else resume(roster, sequence)
+        )
         if roster.rows.decoding_R[row]:
             restored.append(row)
             budget -= 1
@@ -121,20 +132,23 @@ def _start_waiting(roster: SchedulerState, budget: int, version: int) -> tuple[l
 
 
 def _headroom(roster: SchedulerState) -> int:
-    """Pages left to those that run when another starts: one each, so that a start is not undone by a preemption at
-    once. None when nothing runs, so that whatever was admitted can run alone."""
+    """Pages left to those that run when another starts: one each, so that a start is not undone by
+    a preemption at once. None when nothing runs, so that whatever was admitted can run alone."""
     return roster.rows.num_active
 
 
 def _cut(roster: SchedulerState, row: int, budget: int) -> PrefillChunk:
     start = int(roster.rows.computed_R[row])
-    return PrefillChunk(row=row, start=start, count=min(budget, int(roster.rows.length_R[row]) - start))
+    return PrefillChunk(
+        row=row, start=start, count=min(budget, int(roster.rows.length_R[row]) - start)
+    )
 
 
 def _finish_prompts(
     roster: SchedulerState, chunks: list[PrefillChunk]
 ) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-    """Find the rows whose known tokens end in this step, and fork their waiting siblings onto the same prompt."""
+    """Find the rows whose known tokens end in this step, and fork their waiting siblings onto the
+    same prompt."""
     rows, sample_rows, sample_chunks, copies = roster.rows, [], [], []
     for position, chunk in enumerate(chunks):
         if chunk.start + chunk.count < rows.length_R[chunk.row]:

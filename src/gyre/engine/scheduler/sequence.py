@@ -1,5 +1,5 @@
-"""Sequences: one completion each, and the states it goes through. In: an admitted Request. Out: its Sequences, and
-TokenChunks cut from what they chose. Pure.
+"""Sequences: one completion each, and the states it goes through. In: an admitted Request. Out: its
+Sequences, and TokenChunks cut from what they chose. Pure.
 
     waiting → prefilling → decoding → finished    (any state may end in finished: abort, deadline, interrupt)
                ↑  ↑ ╰───┬─────╯ ↑
@@ -21,7 +21,8 @@ from gyre.engine.kv_cache.prompt_logprobs import PromptLogprobStore
 from gyre.engine.scheduler.random import draw_key
 from gyre.engine.scheduler.swap import Swapped
 
-WITHDRAWN, LATE = "aborted by the caller", "the request's deadline passed"  # why a sequence was ended
+# why a sequence was ended
+WITHDRAWN, LATE = "aborted by the caller", "the request's deadline passed"
 
 
 class State(enum.Enum):
@@ -34,11 +35,13 @@ class State(enum.Enum):
 
 
 _NEXT = {
-    State.WAITING: {State.PREFILLING, State.DECODING, State.FINISHED},  # straight to decoding: forked from a sibling
+    # straight to decoding: forked from a sibling
+    State.WAITING: {State.PREFILLING, State.DECODING, State.FINISHED},
     State.PREFILLING: {State.DECODING, State.PREEMPTED, State.SWAPPED, State.FINISHED},
     State.DECODING: {State.PREEMPTED, State.SWAPPED, State.FINISHED},
     State.PREEMPTED: {State.PREFILLING, State.FINISHED},
-    State.SWAPPED: {State.PREFILLING, State.DECODING, State.PREEMPTED, State.FINISHED},  # preempted: its KV went void
+    # preempted: its KV went void
+    State.SWAPPED: {State.PREFILLING, State.DECODING, State.PREEMPTED, State.FINISHED},
     State.FINISHED: set(),
 }
 
@@ -62,7 +65,8 @@ NOTHING_CHOSEN = GeneratedTokens(
 
 
 class Sequence:
-    """One completion of a request. Lives in the roster; its growing arrays lie in its row while it runs."""
+    """One completion of a request. Lives in the roster; its growing arrays lie in its row while it
+    runs."""
 
     __slots__ = (
         "arrival",
@@ -86,14 +90,18 @@ class Sequence:
         "told_from",
     )
 
-    def __init__(self, request: Request, index: int, *, arrival: int, stop_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, request: Request, index: int, *, arrival: int, stop_ids: tuple[int, ...]
+    ) -> None:
         self.request, self.index, self.arrival, self.stop_ids = request, index, arrival, stop_ids
         self.state = State.WAITING
         self.row: int | None = None
         self.chosen = NOTHING_CHOSEN  # meaningful while row is None
         self.supports: list[np.ndarray] = []  # one per chosen token when the request truncates
-        self.told: list[tuple[np.ndarray, np.ndarray]] = []  # ids and log-probs [K] per token chosen from told_from on
-        self.told_from = 0  # tokens of a given beginning; their alternatives went out when they were chosen
+        # ids and log-probs [K] per token chosen from told_from on
+        self.told: list[tuple[np.ndarray, np.ndarray]] = []
+        # tokens of a given beginning; their alternatives went out when they were chosen
+        self.told_from = 0
         self.book: PromptLogprobStore | None = None  # the prompt's log-probs, until they go out
         self.hits_given_up = 0  # cached pages that are computed again for the prompt's log-probs
         self.emitted = 0  # chosen tokens that went out in chunks; a partial's own count as out
@@ -102,10 +110,13 @@ class Sequence:
         self.keys_root: BlockKey = b""
         self.swapped: Swapped | None = None  # its KV in host memory, while its state is SWAPPED
         self.lost_tokens = 0  # whose KV was given up when it was preempted
-        self.followers: list[Sequence] = []  # siblings that wait for this one to prefill their prompt
+        # siblings that wait for this one to prefill their prompt
+        self.followers: list[Sequence] = []
 
     def enter(self, state: State) -> None:
-        assert state in _NEXT[self.state], f"{self.request.request_id}[{self.index}]: {self.state} → {state}"
+        assert state in _NEXT[self.state], (
+            f"{self.request.request_id}[{self.index}]: {self.state} → {state}"
+        )
         self.state = state
 
     @property
@@ -118,8 +129,11 @@ class Sequence:
         return truncates(self.request)
 
     def known_tokens(self) -> np.ndarray:
-        """Prompt and chosen tokens, while it holds no row; int32, whatever the prompt is: block keys are of bytes."""
-        return np.concatenate([self.request.tokens, self.chosen.tokens], dtype=np.int32, casting="unsafe")
+        """Prompt and chosen tokens, while it holds no row; int32, whatever the prompt is: block
+        keys are of bytes."""
+        return np.concatenate(
+            [self.request.tokens, self.chosen.tokens], dtype=np.int32, casting="unsafe"
+        )
 
 
 def truncates(request: Request) -> bool:
@@ -130,9 +144,12 @@ def truncates(request: Request) -> bool:
 
 def sequences_of(request: Request, *, arrival: int, eos_ids: tuple[int, ...]) -> list[Sequence]:
     """Return the request's completions in the order in which they should start."""
-    stops = set(request.sampling.stop_ids) | (set() if request.sampling.ignore_eos else set(eos_ids))
+    stops = set(request.sampling.stop_ids) | (
+        set() if request.sampling.ignore_eos else set(eos_ids)
+    )
     sequences = [
-        Sequence(request, index, arrival=arrival, stop_ids=tuple(sorted(stops))) for index in range(request.sampling.n)
+        Sequence(request, index, arrival=arrival, stop_ids=tuple(sorted(stops)))
+        for index in range(request.sampling.n)
     ]
     best = request.sampling.prompt_logprobs
     book = None if best is None else PromptLogprobStore(len(request.tokens), best)
@@ -150,7 +167,9 @@ def sequences_of(request: Request, *, arrival: int, eos_ids: tuple[int, ...]) ->
         )
         sequence.emitted = sequence.told_from = len(partial.tokens)
         if partial.support is not None and sequence.truncates:
-            sequence.supports = np.split(partial.support.ids, partial.support.offsets[1:-1])[: len(partial.tokens)]
+            sequence.supports = np.split(partial.support.ids, partial.support.offsets[1:-1])[
+                : len(partial.tokens)
+            ]
     return sequences
 
 
@@ -162,15 +181,21 @@ def make_support(supports: Seq[np.ndarray]) -> Support:
     return Support(offsets=offsets, ids=ids.astype(np.int32, copy=False))
 
 
-def make_chunk(sequence: Sequence, chosen: GeneratedTokens, finish: Finish | None, reason: str = "") -> TokenChunk:
+def make_chunk(
+    sequence: Sequence, chosen: GeneratedTokens, finish: Finish | None, reason: str = ""
+) -> TokenChunk:
     """Cut what has not gone out yet, and count it as out."""
     start, sequence.emitted = sequence.emitted, len(chosen.tokens)
     top_ids, top_logprobs = _cut_told(sequence, start)
     prompt_logprobs = None
     if sequence.book is not None and len(chosen.tokens):
         whole = sequence.book.is_whole
-        assert whole or finish not in (None, "stop", "length"), "a token was chosen after a prompt with gaps"
-        prompt_logprobs, sequence.book = (sequence.book.result(), None) if whole else (None, sequence.book)
+        assert whole or finish not in (None, "stop", "length"), (
+            "a token was chosen after a prompt with gaps"
+        )
+        prompt_logprobs, sequence.book = (
+            (sequence.book.result(), None) if whole else (None, sequence.book)
+        )
     return TokenChunk(
         request_id=sequence.request.request_id,
         index=sequence.index,
@@ -188,7 +213,8 @@ def make_chunk(sequence: Sequence, chosen: GeneratedTokens, finish: Finish | Non
 
 
 def _cut_told(sequence: Sequence, start: int) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return the alternatives of the tokens chosen from `start` on, [c, K] each; None when nobody asked."""
+    """Return the alternatives of the tokens chosen from `start` on, [c, K] each; None when nobody
+    asked."""
     best = sequence.request.sampling.top_logprobs
     if best == 0:
         return None, None

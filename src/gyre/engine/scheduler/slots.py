@@ -1,9 +1,12 @@
-"""Rows: the state of running sequences as arrays, one row each, so that a step touches all of them at once.
+"""Rows: the state of running sequences as arrays, one row each, so that a step touches all of them
+at once.
 
-In: sequences that start or stop running. Out: arrays indexed by row. Pure (numpy). 2-D arrays are indexed by absolute position: entry t belongs to token t as the target.
+In: sequences that start or stop running. Out: arrays indexed by row. Pure (numpy). 2-D arrays are
+indexed by absolute position: entry t belongs to token t as the target.
 
-A step that is launched counts at once in `length_R` and `computed_R`; the values of the tokens that it chooses come
-later and are counted in `known_R`. With nothing in flight known and length are equal.
+A step that is launched counts at once in `length_R` and `computed_R`; the values of the tokens that
+it chooses come later and are counted in `known_R`. With nothing in flight known and length are
+equal.
 """
 
 # R rows, W widest sequence, P pages per sequence, S stop ids
@@ -25,20 +28,28 @@ class InputBatch:
     def __init__(self, max_running: int, page_tokens: int) -> None:
         self.max_running, self.page_tokens = max_running, page_tokens
         self.sequences: list[Sequence | None] = [None] * max_running
-        self._free = list(range(max_running))  # a heap: the lowest row first, whatever was taken and left before
+        # a heap: the lowest row first, whatever was taken and left before
+        self._free = list(range(max_running))
         self.revision = 0  # changes whenever a row is taken or left
         self._stays = 0
-        self.tenure_R = np.zeros(max_running, dtype=np.int64)  # number of this stay, unique; 0 while the row is free
+        # number of this stay, unique; 0 while the row is free
+        self.tenure_R = np.zeros(max_running, dtype=np.int64)
         self.active_R = np.zeros(max_running, dtype=bool)
         self.decoding_R = np.zeros(max_running, dtype=bool)
         self.prompt_R = np.zeros(max_running, dtype=np.int64)  # prompt tokens
-        self.length_R = np.zeros(max_running, dtype=np.int64)  # prompt and chosen tokens, those in flight too
-        self.known_R = np.zeros(max_running, dtype=np.int64)  # of these, tokens whose values the host has
-        self.computed_R = np.zeros(max_running, dtype=np.int64)  # tokens whose KV is in pages, or will be: in flight
+        # prompt and chosen tokens, those in flight too
+        self.length_R = np.zeros(max_running, dtype=np.int64)
+        # of these, tokens whose values the host has
+        self.known_R = np.zeros(max_running, dtype=np.int64)
+        # tokens whose KV is in pages, or will be: in flight
+        self.computed_R = np.zeros(max_running, dtype=np.int64)
         self.limit_R = np.zeros(max_running, dtype=np.int64)  # prompt + max_tokens
-        self.chunk_due_R = np.zeros(max_running, dtype=np.int64)  # length at which the next chunk goes out
-        self.pages_R = np.zeros(max_running, dtype=np.int64)  # places of the table in use, from the first on
-        self.first_R = np.zeros(max_running, dtype=np.int64)  # of these, given back already: out of every window
+        # length at which the next chunk goes out
+        self.chunk_due_R = np.zeros(max_running, dtype=np.int64)
+        # places of the table in use, from the first on
+        self.pages_R = np.zeros(max_running, dtype=np.int64)
+        # of these, given back already: out of every window
+        self.first_R = np.zeros(max_running, dtype=np.int64)
         self.kv_version_R = np.full(max_running, -1, dtype=np.int64)  # of all its KV; -1 when mixed
         self.priority_R = np.zeros(max_running, dtype=np.int64)
         self.arrival_R = np.zeros(max_running, dtype=np.int64)
@@ -49,8 +60,10 @@ class InputBatch:
         self.top_k_R = np.zeros(max_running, dtype=np.int64)
         self.truncated_R = np.zeros(max_running, dtype=bool)
         self.shaped_R = np.zeros(max_running, dtype=bool)  # asks for bias, penalties or min_tokens
-        self.told_R = np.zeros(max_running, dtype=np.int64)  # alternatives told beside each chosen token
-        self.scored_R = np.zeros(max_running, dtype=bool)  # asks for prompt log-probs, not yet looked over
+        # alternatives told beside each chosen token
+        self.told_R = np.zeros(max_running, dtype=np.int64)
+        # asks for prompt log-probs, not yet looked over
+        self.scored_R = np.zeros(max_running, dtype=bool)
         self.text_stop_R = np.zeros(max_running, dtype=bool)
         self.stops_RS = np.full((max_running, 1), NO_STOP, dtype=np.int32)
         self.table_RP = np.zeros((max_running, 1), dtype=np.int32)
@@ -71,7 +84,11 @@ class InputBatch:
         """Give the sequence a row and load what it knows. Its KV and pages start empty."""
         row = heapq.heappop(self._free)
         self.revision += 1
-        request, sampling, known = sequence.request, sequence.request.sampling, sequence.known_tokens()
+        request, sampling, known = (
+            sequence.request,
+            sequence.request.sampling,
+            sequence.known_tokens(),
+        )
         prompt, length = len(request.tokens), len(known)
         self._widen(prompt + sampling.max_tokens, len(sequence.stop_ids))
         self.sequences[row], sequence.row = sequence, row
@@ -81,7 +98,9 @@ class InputBatch:
         self.prompt_R[row], self.computed_R[row] = prompt, 0
         self.length_R[row] = self.known_R[row] = length
         self.limit_R[row] = prompt + sampling.max_tokens
-        self.chunk_due_R[row] = prompt + sequence.emitted + (request.chunk_tokens or sampling.max_tokens + 1)
+        self.chunk_due_R[row] = (
+            prompt + sequence.emitted + (request.chunk_tokens or sampling.max_tokens + 1)
+        )
         self.pages_R[row], self.first_R[row], self.kv_version_R[row] = 0, 0, -1
         self.priority_R[row], self.arrival_R[row] = request.priority, sequence.arrival
         self.key_R[row] = sequence.key
@@ -123,7 +142,8 @@ class InputBatch:
         return sequence
 
     def chosen(self, row: int) -> GeneratedTokens:
-        """Views of what the row has chosen and the host knows; copy what must outlive the next step."""
+        """Views of what the row has chosen and the host knows; copy what must outlive the next
+        step."""
         span = slice(int(self.prompt_R[row]), int(self.known_R[row]))
         return GeneratedTokens(
             tokens=self.tokens_RW[row, span],

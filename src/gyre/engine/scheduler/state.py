@@ -1,5 +1,5 @@
-"""SchedulerState: who waits, who runs, who holds which page; the moves between them keep the accounts. In: sequences. Out: rows
-and pages given and taken back. Pure but for `emit`.
+"""SchedulerState: who waits, who runs, who holds which page; the moves between them keep the
+accounts. In: sequences. Out: rows and pages given and taken back. Pure but for `emit`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Counters:
 
 
 class SchedulerState:
-    """Every sequence that has not been answered is in exactly one of: queue, a leader's followers, a row."""
+    """Every sequence that has not been answered is in exactly one of: queue, a leader's followers,
+    a row."""
 
     def __init__(
         self,
@@ -48,8 +49,14 @@ class SchedulerState:
         score_bytes: int = 0,
         window: int | None = None,
     ) -> None:
-        self.window = window  # tokens that the widest layer looks back at; None: some layer looks at all
-        self.page_tokens, self.prefix_cache, self.emit, self.rates = page_tokens, prefix_cache, emit, rates
+        # tokens that the widest layer looks back at; None: some layer looks at all
+        self.window = window
+        self.page_tokens, self.prefix_cache, self.emit, self.rates = (
+            page_tokens,
+            prefix_cache,
+            emit,
+            rates,
+        )
         self.rows = InputBatch(max_running, page_tokens)
         self.pages = Pages(num_pages, score_bytes=score_bytes)
         self.slots = HostSlots(num_slots)
@@ -57,7 +64,8 @@ class SchedulerState:
         self.queue: list[Sequence] = []  # by rank
         self.prefilling: list[int] = []  # rows, in the order in which they started
         self.requests: dict[str, list[Sequence]] = {}  # unanswered completions of each request
-        self.tainted: list[np.ndarray] = []  # pages given back with unsound KV; the cycle zeroes them
+        # pages given back with unsound KV; the cycle zeroes them
+        self.tainted: list[np.ndarray] = []
         self.counters = Counters()
 
     # -- questions
@@ -69,14 +77,16 @@ class SchedulerState:
         )
 
     def decoding_rows(self) -> np.ndarray:
-        """Rows that can choose another token. Those whose last one is in flight only wait for it."""
+        """Rows that can choose another token. Those whose last one is in flight only wait for
+        it."""
         return np.flatnonzero(self.rows.decoding_R & (self.rows.length_R < self.rows.limit_R))
 
     def active_rows(self) -> np.ndarray:
         return np.flatnonzero(self.rows.active_R)
 
     def find_hits(self, sequence: Sequence, version: int) -> np.ndarray:
-        """Return cached pages for the sequence's beginning. The last known token is always left to compute."""
+        """Return cached pages for the sequence's beginning. The last known token is always left to
+        compute."""
         if not self.prefix_cache:
             return np.empty(0, np.int32)
         known = sequence.known_tokens()
@@ -85,7 +95,9 @@ class SchedulerState:
         if sequence.book is None:
             return hits
         sequence.book = sequence.book.under(version)
-        load_known(sequence.book, sequence.keys, self.pages.prefix.scores, self.page_tokens, version)
+        load_known(
+            sequence.book, sequence.keys, self.pages.prefix.scores, self.page_tokens, version
+        )
         usable = usable_pages(sequence.book, len(hits), self.page_tokens)
         sequence.hits_given_up = len(hits) - usable
         return hits[:usable]
@@ -93,7 +105,8 @@ class SchedulerState:
     # -- moves
 
     def enqueue(self, sequences: list[Sequence]) -> None:
-        """Enter the completions of one new request. Those without a beginning of their own share one prefill."""
+        """Enter the completions of one new request. Those without a beginning of their own share
+        one prefill."""
         request_id = sequences[0].request.request_id
         assert request_id not in self.requests, request_id
         self.requests[request_id] = list(sequences)
@@ -109,7 +122,8 @@ class SchedulerState:
         bisect.insort(self.queue, sequence, key=lambda waiting: waiting.rank)
 
     def start(self, sequence: Sequence, hits: np.ndarray, version: int) -> int:
-        """Give a row and pages for everything known; cached pages are shared and count as computed."""
+        """Give a row and pages for everything known; cached pages are shared and count as
+        computed."""
         rows, was_preempted = self.rows, sequence.state is State.PREEMPTED
         row = rows.take(sequence)
         sequence.enter(State.PREFILLING)
@@ -132,14 +146,17 @@ class SchedulerState:
         rows.kv_version_R[row] = version
         self.prefilling.append(row)
         if was_preempted:
-            self.counters.recomputed_tokens += max(0, sequence.lost_tokens - len(hits) * self.page_tokens)
+            self.counters.recomputed_tokens += max(
+                0, sequence.lost_tokens - len(hits) * self.page_tokens
+            )
         else:
             self.counters.prompt_tokens += len(sequence.request.tokens)
             self.counters.prefix_hit_tokens += len(hits) * self.page_tokens
         return row
 
     def fork(self, leader: int, sequence: Sequence) -> tuple[int, tuple[int, int] | None]:
-        """Start a sibling on the leader's prompt pages. Return its row and the (from, to) page to copy, if any."""
+        """Start a sibling on the leader's prompt pages. Return its row and the (from, to) page to
+        copy, if any."""
         rows, prompt = self.rows, len(sequence.request.tokens)
         assert rows.first_R[leader] == 0, "a prompt keeps its pages until it is computed"
         row = rows.take(sequence)
@@ -161,7 +178,8 @@ class SchedulerState:
         return row, copy
 
     def retire(self, sequence: Sequence, *, version: int, keep_pages: bool = True) -> None:
-        """Take everything back from a sequence that has its answer; its full pages stay cached when `keep_pages`."""
+        """Take everything back from a sequence that has its answer; its full pages stay cached when
+        `keep_pages`."""
         if sequence.row is not None:
             row = sequence.row
             if keep_pages:
@@ -179,7 +197,8 @@ class SchedulerState:
             del self.requests[sequence.request.request_id]
 
     def withdraw(self, request_id: str) -> list[Sequence]:
-        """Take a whole request out of the queue and its leaders. Those that run stay in their rows until retired."""
+        """Take a whole request out of the queue and its leaders. Those that run stay in their rows
+        until retired."""
         sequences = list(self.requests.get(request_id, ()))
         for sequence in sequences:
             sequence.followers = []
@@ -187,15 +206,17 @@ class SchedulerState:
         return sequences
 
     def release_followers(self, leader: Sequence, started: int) -> None:
-        """The leader's prompt is computed: followers beyond the first `started` wait on their own."""
+        """The leader's prompt is computed: followers beyond the first `started` wait on their
+        own."""
         rest, leader.followers = leader.followers[started:], []
         if rest:
             rest[0].followers = rest[1:]
             self.wait(rest[0])
 
     def remember(self, row: int, version: int) -> None:
-        """Enter the row's full pages into the prefix cache, if all of its KV is of the current version: pages whose
-        tokens are known and whose KV is written or will be before any later step reads it."""
+        """Enter the row's full pages into the prefix cache, if all of its KV is of the current
+        version: pages whose tokens are known and whose KV is written or will be before any later
+        step reads it."""
         rows = self.rows
         if not self.prefix_cache or rows.kv_version_R[row] != version:
             return
@@ -203,15 +224,20 @@ class SchedulerState:
         blocks = int(min(rows.computed_R[row], rows.known_R[row])) // self.page_tokens
         self._extend_keys(sequence, rows.tokens_RW[row], blocks, version)
         first = int(rows.first_R[row])
-        self.pages.remember(sequence.keys[first:blocks], rows.pages_of(row)[: max(0, blocks - first)], version)
+        self.pages.remember(
+            sequence.keys[first:blocks], rows.pages_of(row)[: max(0, blocks - first)], version
+        )
         if sequence.book is not None:
-            keep_known(sequence.book, sequence.keys[:blocks], self.pages.prefix, self.page_tokens, version)
+            keep_known(
+                sequence.book, sequence.keys[:blocks], self.pages.prefix, self.page_tokens, version
+            )
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)
 
     def give_unseen(self, decoding: np.ndarray) -> None:
-        """Take back pages that no later token sees, when every layer has a window; the null page takes their places."""
+        """Take back pages that no later token sees, when every layer has a window; the null page
+        takes their places."""
         if self.window is None:
             return
         rows = self.rows
@@ -244,16 +270,25 @@ class SchedulerState:
         rows = self.rows
         active = self.active_rows().tolist()
         self.pages.check(rows.pages_of(row) for row in active)
-        self.slots.check(waiting.swapped.slots for waiting in self.queue if waiting.swapped is not None)
-        assert all((waiting.swapped is not None) == (waiting.state is State.SWAPPED) for waiting in self.queue)
+        self.slots.check(
+            waiting.swapped.slots for waiting in self.queue if waiting.swapped is not None
+        )
+        assert all(
+            (waiting.swapped is not None) == (waiting.state is State.SWAPPED)
+            for waiting in self.queue
+        )
         places = list(self._places())
         assert len(places) == len(set(map(id, places))), "a sequence is in two places"
         unanswered = [sequence for siblings in self.requests.values() for sequence in siblings]
-        assert set(map(id, places)) == set(map(id, unanswered)), "a sequence is nowhere, or answered and still here"
+        assert set(map(id, places)) == set(map(id, unanswered)), (
+            "a sequence is nowhere, or answered and still here"
+        )
         assert self.queue == sorted(self.queue, key=lambda waiting: waiting.rank)
         assert sorted([*self.prefilling, *np.flatnonzero(rows.decoding_R).tolist()]) == active
         for row in active:
-            assert rows.computed_R[row] <= min(rows.length_R[row], rows.pages_R[row] * self.page_tokens), row
+            assert rows.computed_R[row] <= min(
+                rows.length_R[row], rows.pages_R[row] * self.page_tokens
+            ), row
             assert rows.known_R[row] <= rows.length_R[row] <= rows.limit_R[row], row
             assert rows.known_R[row] < rows.limit_R[row], row
             assert rows.tenure_R[row] > 0, row
@@ -264,7 +299,9 @@ class SchedulerState:
             yield sequence
             yield from sequence.followers
 
-    def _extend_keys(self, sequence: Sequence, tokens: np.ndarray, blocks: int, version: int) -> None:
+    def _extend_keys(
+        self, sequence: Sequence, tokens: np.ndarray, blocks: int, version: int
+    ) -> None:
         root = root_key(version, sequence.request.tenant_salt)
         if sequence.keys_root != root:
             sequence.keys, sequence.keys_root = [], root

@@ -1,5 +1,6 @@
-"""Step: what one forward pass computes, what the sampler chose in it, and what runs it. Records and protocols only.
-In: nothing. Out: Step and Sampled, which pass between scheduler, runners and postprocess; StepRunner and Flight.
+"""Step: what one forward pass computes, what the sampler chose in it, and what runs it. Records and
+protocols only. In: nothing. Out: Step and Sampled, which pass between scheduler, runners and
+postprocess; StepRunner and Flight.
 """
 
 # N rows that choose a token, B rows that decode
@@ -32,11 +33,15 @@ class Step:
 
     decode_rows: np.ndarray  # int64 [B]: one token each
     chunks: tuple[PrefillChunk, ...]
-    sample_rows: np.ndarray  # int64 [N]: decode_rows, then rows whose prompt ends in this step, and their forks
-    sample_chunks: np.ndarray  # int64 [N - B]: for the latter, the chunk whose last token they continue
+    # int64 [N]: decode_rows, then rows whose prompt ends in this step, and their forks
+    sample_rows: np.ndarray
+    # int64 [N - B]: for the latter, the chunk whose last token they continue
+    sample_chunks: np.ndarray
     sample_positions: np.ndarray  # int64 [N]: where in its sequence each chosen token goes
-    sample_tenures: np.ndarray  # int64 [N]: the stays for which they choose; a row may have a new tenant by then
-    restored_rows: np.ndarray  # int64: decoding rows whose last token the device must take from the host
+    # int64 [N]: the stays for which they choose; a row may have a new tenant by then
+    sample_tenures: np.ndarray
+    # int64: decoding rows whose last token the device must take from the host
+    restored_rows: np.ndarray
     version: int  # of the weights that choose
     swap_out: Pairs  # pages → slots of the host pool, copied before all else
     swap_in: Pairs  # slots → pages, copied next
@@ -54,14 +59,17 @@ class SampledTokens:
     tokens: np.ndarray  # int32 [N]
     logprobs: np.ndarray  # float32 [N], after temperature and truncation
     raw_logprobs: np.ndarray  # float32 [N]
-    supports: dict[int, np.ndarray]  # place in sample_rows → int32 ids that truncation left, for rows that truncate
-    told: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # place → ids, raw log-probs [≥ K]
-    pieces: tuple[PromptSlice, ...] = ()  # prompt log-probs of the step's chunks, for those that ask
+    # place in sample_rows → int32 ids that truncation left, for rows that truncate
+    supports: dict[int, np.ndarray]
+    # place → ids, raw log-probs [≥ K]
+    told: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    # prompt log-probs of the step's chunks, for those that ask
+    pieces: tuple[PromptSlice, ...] = ()
 
 
 class Flight(Protocol):
-    """A launched step whose results may not be on the host yet. Flights are fetched in the order of their launch, at
-    most once each; one that nobody needs any more is dropped unfetched."""
+    """A launched step whose results may not be on the host yet. Flights are fetched in the order of
+    their launch, at most once each; one that nobody needs any more is dropped unfetched."""
 
     def fetch(self) -> SampledTokens:
         """Block until the results are on the host; DeadlineError when the device takes too long."""
@@ -71,11 +79,12 @@ class Flight(Protocol):
 class StepRunner(Protocol):
     """Runs steps on one device, in the order in which they are launched.
 
-    `launch` reads the rows before it returns, and the rows change as soon as it has. At that time the step itself is
-    not counted yet: computed_R[row] is the position of a decoding row's input token and length_R[row] that of the
-    token to be chosen (`step.sample_positions`). The values in tokens_RW are only known up to known_R, so a runner
-    keeps each row's last chosen token on the device and takes decode inputs from there; what `step.restored_rows`
-    names it first takes from tokens_RW[row, computed_R[row]]. All other token values that a step needs are known.
+    `launch` reads the rows before it returns, and the rows change as soon as it has. At that time
+    the step itself is not counted yet: computed_R[row] is the position of a decoding row's input
+    token and length_R[row] that of the token to be chosen (`step.sample_positions`). The values in
+    tokens_RW are only known up to known_R, so a runner keeps each row's last chosen token on the
+    device and takes decode inputs from there; what `step.restored_rows` names it first takes from
+    tokens_RW[row, computed_R[row]]. All other token values that a step needs are known.
     """
 
     pool: KvPool

@@ -1,6 +1,6 @@
-"""Swap: what becomes of the KV of a preempted sequence. In: its size, what the host pool has free, rates. Out: a
-Preemption: kept in host memory or computed again, whichever is predicted to be cheaper. Pure. Also who holds which slot
-of the host pool.
+"""Swap: what becomes of the KV of a preempted sequence. In: its size, what the host pool has free,
+rates. Out: a Preemption: kept in host memory or computed again, whichever is predicted to be
+cheaper. Pure. Also who holds which slot of the host pool.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Swapped:
 
     slots: np.ndarray  # int64, of the host pool
     pages: np.ndarray  # int32, where each was on the device
-    stamps: np.ndarray  # int64, of those pages: an equal stamp means that the page was not handed out since
+    # int64, of those pages: an equal stamp means that the page was not handed out since
+    stamps: np.ndarray
     computed: int  # tokens
     first: int  # pages before the first kept one, out of every window
     decoding: bool
@@ -76,11 +77,14 @@ class PageMoves:
 def _join(pairs: list[tuple[np.ndarray, np.ndarray]]) -> Pairs:
     if not pairs:
         return None
-    return np.concatenate([first for first, _ in pairs]), np.concatenate([second for _, second in pairs])
+    return np.concatenate([first for first, _ in pairs]), np.concatenate(
+        [second for _, second in pairs]
+    )
 
 
 class HostSlots:
-    """Allocator over the host pool's slots 0 … num_slots - 1. Low slots leave first, so that runs stay together."""
+    """Allocator over the host pool's slots 0 … num_slots - 1. Low slots leave first, so that runs
+    stay together."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -99,12 +103,17 @@ class HostSlots:
         assert len(self._free) <= self.num_slots, "a slot was given back twice"
 
     def check(self, owned: Iterable[np.ndarray]) -> None:
-        """Assert that every slot is accounted for once, given the slots of all swapped sequences."""
+        """Assert that every slot is accounted for once, given the slots of all swapped
+        sequences."""
         held = [slot for slots in owned for slot in slots.tolist()]
-        assert sorted(held + self._free) == list(range(self.num_slots)), "a slot leaked or is held twice"
+        assert sorted(held + self._free) == list(range(self.num_slots)), (
+            "a slot leaked or is held twice"
+        )
 
 
-def choose_preemption(*, computed_tokens: int, num_pages: int, slots: HostSlots, rates: SwapRates) -> Preemption:
+def choose_preemption(
+    *, computed_tokens: int, num_pages: int, slots: HostSlots, rates: SwapRates
+) -> Preemption:
     """Bytes there and back over the link's rate, against tokens over the prefill rate."""
     size_bytes = num_pages * rates.page_bytes
     swap_s = 2 * size_bytes / rates.swap_bytes_per_s
@@ -115,7 +124,10 @@ def choose_preemption(*, computed_tokens: int, num_pages: int, slots: HostSlots,
     elif recompute_s <= swap_s:
         why = "computing again is cheaper"
     elif num_pages > slots.num_free:
-        why = f"the host pool is full: {num_pages} pages to keep, {slots.num_free} of {slots.num_slots} slots free"
+        why = (
+            f"the host pool is full: {num_pages} pages to keep, {slots.num_free} of "
+            f"{slots.num_slots} slots free"
+        )
     else:
         swap, why = True, "swapping is cheaper"
     return Preemption(

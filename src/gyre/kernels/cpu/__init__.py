@@ -1,1 +1,2 @@
-"""C kernels for the CPU, built on first use with the system's compiler; without one, torch does the same work."""
+"""C kernels for the CPU, built on first use with the system's compiler; without one, torch does the
+same work."""

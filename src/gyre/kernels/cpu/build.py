@@ -1,9 +1,10 @@
-"""Build: the C sources of this folder as one shared library per dtype and instruction set. In: the system's C compiler.
-Out: a loaded library, or Unavailable with the reason.
+"""Build: the C sources of this folder as one shared library per dtype and instruction set. In: the
+system's C compiler. Out: a loaded library, or Unavailable with the reason.
 
-The processor has its say once: the first of INSTRUCTION_SETS that it and the compiler have is taken. A library is
-compiled once and kept in the user's cache folder under a name that holds the instruction set and a hash of the sources,
-the compiler, its flags and the processor. It is built aside and renamed, so that processes may race.
+The processor has its say once: the first of INSTRUCTION_SETS that it and the compiler have is
+taken. A library is compiled once and kept in the user's cache folder under a name that holds the
+instruction set and a hash of the sources, the compiler, its flags and the processor. It is built
+aside and renamed, so that processes may race.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ COMPILERS = ("cc", "gcc", "clang")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstructionSet:
-    """What lanes.h is compiled for. `features` are the processor's; the compiler names them by macros."""
+    """What lanes.h is compiled for. `features` are the processor's; the compiler names them by
+    macros."""
 
     name: str
     features: tuple[str, ...]
@@ -45,9 +47,15 @@ class InstructionSet:
 
 
 INSTRUCTION_SETS = (  # best first
-    InstructionSet(name="avx512_bf16", features=("avx512f", "avx512bw", "avx512bf16"), flags=("-march=native",)),
-    InstructionSet(name="avx512", features=("avx512f", "avx512bw"), flags=("-march=native", "-mno-avx512bf16")),
-    InstructionSet(name="avx2", features=("avx2", "fma"), flags=("-mavx2", "-mfma", "-mtune=native")),
+    InstructionSet(
+        name="avx512_bf16", features=("avx512f", "avx512bw", "avx512bf16"), flags=("-march=native",)
+    ),
+    InstructionSet(
+        name="avx512", features=("avx512f", "avx512bw"), flags=("-march=native", "-mno-avx512bf16")
+    ),
+    InstructionSet(
+        name="avx2", features=("avx2", "fma"), flags=("-mavx2", "-mfma", "-mtune=native")
+    ),
 )
 
 
@@ -86,9 +94,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gyre" / "kernels"
 
 
-def load(source: str, *, bf16: bool, instructions: InstructionSet | None = None) -> CompiledLibrary | Unavailable:
-    """Return the library of one C file, compiling it where the cache has none. `instructions`: the processor's best if
-    not said."""
+def load(
+    source: str, *, bf16: bool, instructions: InstructionSet | None = None
+) -> CompiledLibrary | Unavailable:
+    """Return the library of one C file, compiling it where the cache has none. `instructions`: the
+    processor's best if not said."""
     compiler = find_compiler()
     if compiler is None:
         return Unavailable(reason=f"there is no C compiler (looked for {', '.join(COMPILERS)})")
@@ -98,7 +108,9 @@ def load(source: str, *, bf16: bool, instructions: InstructionSet | None = None)
         if isinstance(taken, Unavailable):
             return taken
         if missing := taken.missing(macros):
-            return Unavailable(reason=f"{taken.name}: this processor or compiler lacks {' and '.join(missing)}")
+            return Unavailable(
+                reason=f"{taken.name}: this processor or compiler lacks {' and '.join(missing)}"
+            )
         flags = (*FLAGS, *taken.flags, f"-DGYRE_BF16={int(bf16)}")
         path = cache_folder() / f"{Path(source).stem}-{taken.name}-{_key(compiler, flags)}.so"
         if not path.is_file():
@@ -115,14 +127,18 @@ def _macros(compiler: str) -> frozenset[str]:
     """What the compiler defines for this processor."""
     command = [compiler, "-march=native", "-dM", "-E", "-x", "c", os.devnull]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE_S)
-    return frozenset(line.split()[1] for line in ran.stdout.splitlines() if line.startswith("#define "))
+    return frozenset(
+        line.split()[1] for line in ran.stdout.splitlines() if line.startswith("#define ")
+    )
 
 
 def _key(compiler: str, flags: tuple[str, ...]) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for path in sorted(SOURCES.glob("*.[ch]")):
         digest.update(path.name.encode() + path.read_bytes())
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=DEADLINE_S)
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, check=True, timeout=DEADLINE_S
+    )
     for part in (compiler, version.stdout, *flags, _processor(), str(_threads_library())):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()
@@ -139,7 +155,8 @@ def _processor() -> str:
 
 
 def _threads_library() -> Path | None:
-    """The OpenMP runtime that torch brings and has loaded, so that there is one team of threads and not two."""
+    """The OpenMP runtime that torch brings and has loaded, so that there is one team of threads and
+    not two."""
     found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     return found[0] if found else None
 

@@ -1,5 +1,5 @@
-"""Library: the C kernels' records and functions, as ctypes sees them. In: a dtype; an instruction set, where not the
-processor's best is wanted. Out: DecoderLibrary, or Unavailable.
+"""Library: the C kernels' records and functions, as ctypes sees them. In: a dtype; an instruction
+set, where not the processor's best is wanted. Out: DecoderLibrary, or Unavailable.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ class CModel(ctypes.Structure):
     """`Model` of decoder.c."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "vocab")),
+        *(
+            (name, c_int64)
+            for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "vocab")
+        ),
         ("norm_eps", c_double),
-        *((name, c_void_p) for name in ("embed", "final_norm", "head", "weights", "cosines", "sines")),
+        *(
+            (name, c_void_p)
+            for name in ("embed", "final_norm", "head", "weights", "cosines", "sines")
+        ),
     ]
 
 
@@ -37,7 +43,10 @@ class CStep(ctypes.Structure):
         *((name, c_int64) for name in ("layer_stride", "page_stride", "page_tokens")),
         *((name, c_void_p) for name in ("logits_NV", "residual_NE")),
         ("chooses", c_int64),
-        *((name, c_void_p) for name in ("inverse_N", "uniform_N", "token_N", "logprob_N", "raw_N", "scratch")),
+        *(
+            (name, c_void_p)
+            for name in ("inverse_N", "uniform_N", "token_N", "logprob_N", "raw_N", "scratch")
+        ),
     ]
 
 
@@ -54,7 +63,9 @@ class DecoderLibrary:
         self.step.argtypes = [ctypes.POINTER(CModel), ctypes.POINTER(CStep)]
 
 
-def load_decoder(dtype: torch.dtype, instructions: InstructionSet | None = None) -> DecoderLibrary | Unavailable:
+def load_decoder(
+    dtype: torch.dtype, instructions: InstructionSet | None = None
+) -> DecoderLibrary | Unavailable:
     if dtype not in DTYPES:
         return Unavailable(reason=f"there is none for {dtype}")
     built = build.load("decoder.c", bf16=DTYPES[dtype], instructions=instructions)

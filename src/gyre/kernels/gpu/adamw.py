@@ -1,9 +1,10 @@
-"""AdamW in one pass over float32 weights, gradients and moments that lie in any number of places, in Triton. In: parts,
-each four tensors of one length. Out: the same, in place; gradients are zero afterwards; where asked, the largest number
-of each part's new weights.
+"""AdamW in one pass over float32 weights, gradients and moments that lie in any number of places,
+in Triton. In: parts, each four tensors of one length. Out: the same, in place; gradients are zero
+afterwards; where asked, the largest number of each part's new weights.
 
-One launch updates all parts: a rank has some hundreds of shards, and to launch each costs the host more than updating
-it costs the device once eight ranks share the work. A program finds its part in a table of addresses.
+One launch updates all parts: a rank has some hundreds of shards, and to launch each costs the host
+more than updating it costs the device once eight ranks share the work. A program finds its part in
+a table of addresses.
 """
 
 # N numbers of a part, P parts, C columns of the table
@@ -29,15 +30,25 @@ Part = tuple[Tensor, Tensor, Tensor, Tensor]  # weight_N, grad_N, exp_avg_N, exp
 
 
 def adamw(
-    parts: Sequence[Part], decays: Sequence[bool], *,
-    learning_rate: float, grad_scale: float, betas: tuple[float, float], eps: float, weight_decay: float,
-    num_updates: int, find_largest: bool = False,
-) -> Tensor | None:  # fmt: skip
-    """One update, the `num_updates`-th. Reads and writes 16 bytes per number. With `find_largest` the largest absolute
-    number of each part's new weights, float32, [P]."""
+    parts: Sequence[Part],
+    decays: Sequence[bool],
+    *,
+    learning_rate: float,
+    grad_scale: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    num_updates: int,
+    find_largest: bool = False,
+) -> Tensor | None:
+    """One update, the `num_updates`-th. Reads and writes 16 bytes per number. With `find_largest`
+    the largest absolute number of each part's new weights, float32, [P]."""
     counts = np.array([part[0].numel() for part in parts], dtype=np.int64)
     for part in parts:
-        assert all(x.is_contiguous() and x.numel() == part[0].numel() and x.dtype == torch.float32 for x in part)
+        assert all(
+            x.is_contiguous() and x.numel() == part[0].numel() and x.dtype == torch.float32
+            for x in part
+        )
     device, beta1, beta2 = parts[0][0].device, *betas
     largest_P = torch.zeros(len(parts), device=device) if find_largest else None
     programs = -(-counts // BLOCK)
@@ -47,17 +58,32 @@ def adamw(
     first = np.cumsum(programs) - programs
     wide = not (addresses % WIDE_BYTES).any() and not (counts % WIDE_NUMBERS).any()
     table = np.column_stack([addresses, counts, np.array(decays, dtype=np.int64), first])
-    # Nothing is waited for: a copy from memory that is not pinned has taken its bytes when the call returns.
+    # Nothing is waited for: a copy from memory that is not pinned has taken its bytes when the call
+    # returns.
     table_PC = torch.from_numpy(table).to(device, non_blocking=True)
     programs_P = torch.from_numpy(programs.astype(np.int32)).to(device, non_blocking=True)
     owner = torch.repeat_interleave(programs_P, output_size=total)  # the part of each program
     _adamw[(total,)](
-        table_PC, owner, table_PC if largest_P is None else largest_P, grad_scale, 1.0 - learning_rate * weight_decay,
-        1.0 - beta1, beta2, 1.0 - beta2, math.sqrt(1.0 - beta2**num_updates), eps,
+        table_PC,
+        owner,
+        table_PC if largest_P is None else largest_P,
+        grad_scale,
+        1.0 - learning_rate * weight_decay,
+        1.0 - beta1,
+        beta2,
+        1.0 - beta2,
+        math.sqrt(1.0 - beta2**num_updates),
+        eps,
         -learning_rate / (1.0 - beta1**num_updates),
-        FROM_END=1.0 - beta1 >= 0.5, FINDS=find_largest, WIDE=wide, COLUMNS=COLUMNS, WIDE_BYTES=WIDE_BYTES,
-        WIDE_NUMBERS=WIDE_NUMBERS, BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
+        FROM_END=1.0 - beta1 >= 0.5,
+        FINDS=find_largest,
+        WIDE=wide,
+        COLUMNS=COLUMNS,
+        WIDE_BYTES=WIDE_BYTES,
+        WIDE_NUMBERS=WIDE_NUMBERS,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
     return largest_P
 
 
@@ -72,10 +98,25 @@ def _at(entry_ptr, offs, WIDE: tl.constexpr, WIDE_BYTES: tl.constexpr):
 
 @triton.jit
 def _adamw(
-    table_ptr, owner_ptr, largest_ptr, grad_scale, keep, share, beta2, rest, correction, eps, rate,
-    FROM_END: tl.constexpr, FINDS: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, WIDE_BYTES: tl.constexpr,
-    WIDE_NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    table_ptr,
+    owner_ptr,
+    largest_ptr,
+    grad_scale,
+    keep,
+    share,
+    beta2,
+    rest,
+    correction,
+    eps,
+    rate,
+    FROM_END: tl.constexpr,
+    FINDS: tl.constexpr,
+    WIDE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDE_BYTES: tl.constexpr,
+    WIDE_NUMBERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     part = tl.load(owner_ptr + tl.program_id(0))
     entry_ptr = table_ptr + part * COLUMNS
     count, decays = tl.load(entry_ptr + 4), tl.load(entry_ptr + 5)
@@ -84,8 +125,14 @@ def _adamw(
     kept = tl.where(decays != 0, keep, 1.0)
     offs = (tl.program_id(0) - tl.load(entry_ptr + 6)) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < count
-    weights, grads = _at(entry_ptr, offs, WIDE, WIDE_BYTES), _at(entry_ptr + 1, offs, WIDE, WIDE_BYTES)
-    averages, squares = _at(entry_ptr + 2, offs, WIDE, WIDE_BYTES), _at(entry_ptr + 3, offs, WIDE, WIDE_BYTES)
+    weights, grads = (
+        _at(entry_ptr, offs, WIDE, WIDE_BYTES),
+        _at(entry_ptr + 1, offs, WIDE, WIDE_BYTES),
+    )
+    averages, squares = (
+        _at(entry_ptr + 2, offs, WIDE, WIDE_BYTES),
+        _at(entry_ptr + 3, offs, WIDE, WIDE_BYTES),
+    )
     grad = tl.load(grads, mask=inside, other=0.0) * grad_scale
     weight = tl.load(weights, mask=inside, other=0.0) * kept
     exp_avg = tl.load(averages, mask=inside, other=0.0)

@@ -1,13 +1,16 @@
-"""Decode attention over KV pages in Triton: one query per sequence, split over its keys. In: queries, a layer's pages,
-the block table, a work list. Out: attended heads. Oracle: reference_kernels.paged_attention.
+"""Decode attention over KV pages in Triton: one query per sequence, split over its keys. In:
+queries, a layer's pages, the block table, a work list. Out: attended heads. Oracle:
+reference_kernels.paged_attention.
 
-The keys of a sequence are cut into pieces of a fixed size, so that what is added in which order depends on the sequence
-alone (flash-decoding, Dao et al. 2023, with a fixed piece instead of a fixed count). The host lists the pieces; a fixed
-number of programs walks the list, so that one CUDA graph serves any lengths. A sequence of one piece is done at once;
-those of more are joined by a second kernel.
+The keys of a sequence are cut into pieces of a fixed size, so that what is added in which order
+depends on the sequence alone (flash-decoding, Dao et al. 2023, with a fixed piece instead of a
+fixed count). The host lists the pieces; a fixed number of programs walks the list, so that one CUDA
+graph serves any lengths. A sequence of one piece is done at once; those of more are joined by a
+second kernel.
 """
 
-# B sequences, H heads, K kv heads, G = H / K, D head dim, I pieces of the work list, R rows of the table, P pages each
+# B sequences, H heads, K kv heads, G = H / K, D head dim, I pieces of the work list, R rows of the
+# table, P pages each
 
 from __future__ import annotations
 
@@ -28,10 +31,12 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecodeWork:
-    """Where the sequences lie and how they are cut. Device tensors with fixed addresses; all int32."""
+    """Where the sequences lie and how they are cut. Device tensors with fixed addresses; all
+    int32."""
 
     row_B: Tensor  # row of the block table
-    position_B: Tensor  # position of the query, whose own key is in the pages; -1: padding, answered with zeros
+    # position of the query, whose own key is in the pages; -1: padding, answered with zeros
+    position_B: Tensor
     first_B: Tensor  # where the sequence's pieces lie in the scratch
     item_I: Tensor  # place << ITEM_BITS | piece, in any order; the longest first balance best
     size_2: Tensor  # items; tokens of a piece, a multiple of page_tokens
@@ -63,8 +68,8 @@ def decode_attention(
     *,
     num_programs: int,
 ) -> None:
-    """Write attended heads to `out_BHD`. `pages` is [page, 2, K, page_tokens, D]; the last two axes of `q_BHD` are
-    contiguous."""
+    """Write attended heads to `out_BHD`. `pages` is [page, 2, K, page_tokens, D]; the last two axes
+    of `q_BHD` are contiguous."""
     batch, num_heads, head_dim = q_BHD.shape
     num_kv, page_tokens = pages.shape[2], pages.shape[3]
     assert q_BHD.stride(1) == head_dim and out_BHD.is_contiguous()
@@ -79,18 +84,45 @@ def decode_attention(
         num_warps=2, num_stages=3, launch_pdl=True,
     )  # fmt: skip
     _join_pieces[(batch, num_kv)](
-        out_BHD, scratch.out_IHD, scratch.weight_IH, work.position_B, work.first_B, work.size_2,
-        K=num_kv, G=group, D=head_dim, GP=triton.next_power_of_2(group), num_warps=1, launch_pdl=True,
-    )  # fmt: skip
+        out_BHD,
+        scratch.out_IHD,
+        scratch.weight_IH,
+        work.position_B,
+        work.first_B,
+        work.size_2,
+        K=num_kv,
+        G=group,
+        D=head_dim,
+        GP=triton.next_power_of_2(group),
+        num_warps=1,
+        launch_pdl=True,
+    )
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend_pieces(
-    q_ptr, pages_ptr, out_ptr, part_ptr, weight_ptr, row_ptr, position_ptr, first_ptr, item_ptr, size_ptr, table_ptr,
-    q_stride, table_stride, scale_log2,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ITEM_BITS: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, GP: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    pages_ptr,
+    out_ptr,
+    part_ptr,
+    weight_ptr,
+    row_ptr,
+    position_ptr,
+    first_ptr,
+    item_ptr,
+    size_ptr,
+    table_ptr,
+    q_stride,
+    table_stride,
+    scale_log2,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    ITEM_BITS: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    GP: tl.constexpr,
+):
     offs_g, offs_d, offs_t = tl.arange(0, GP), tl.arange(0, D), tl.arange(0, TILE)
     total, piece_tokens = tl.load(size_ptr) * K, tl.load(size_ptr + 1)
     gdc_wait()  # started early: the queries and the newest keys are being written until here
@@ -140,7 +172,11 @@ def _attend_pieces(
         else:
             part = tl.load(first_ptr + place) + piece
             tl.store(part_ptr + part * (K * G * D) + out_offs, acc, mask=in_group[:, None])
-            tl.store(weight_ptr + part * (K * G) + head * G + offs_g, best + tl.log2(total_w), mask=in_group)
+            tl.store(
+                weight_ptr + part * (K * G) + head * G + offs_g,
+                best + tl.log2(total_w),
+                mask=in_group,
+            )
     gdc_launch_dependents()
 
 
@@ -157,7 +193,9 @@ def _join_pieces(
     out_offs = place.to(tl.int64) * (K * G * D) + heads[:, None] * D + offs_d[None, :]
     gdc_wait()
     if length <= 0:
-        tl.store(out_ptr + out_offs, tl.zeros([GP, D], out_ptr.dtype.element_ty), mask=in_group[:, None])
+        tl.store(
+            out_ptr + out_offs, tl.zeros([GP, D], out_ptr.dtype.element_ty), mask=in_group[:, None]
+        )
     piece_tokens = tl.load(size_ptr + 1)
     if length > piece_tokens:
         first = tl.load(first_ptr + place)
@@ -175,4 +213,8 @@ def _join_pieces(
             total_w = total_w * shrink + grow
             acc = acc * shrink[:, None] + part * grow[:, None]
             best = new_best
-        tl.store(out_ptr + out_offs, (acc / total_w[:, None]).to(out_ptr.dtype.element_ty), mask=in_group[:, None])
+        tl.store(
+            out_ptr + out_offs,
+            (acc / total_w[:, None]).to(out_ptr.dtype.element_ty),
+            mask=in_group[:, None],
+        )

@@ -1,6 +1,6 @@
-"""FlashAttention-4, where the package flash-attn-4 is installed. For prompt chunks: queries, a layer's pages and a
-block table in, attended heads out; it reads pages fastest when they are its key tiles. For training: packed sequences
-in, attended heads out, under autograd.
+"""FlashAttention-4, where the package flash-attn-4 is installed. For prompt chunks: queries, a
+layer's pages and a block table in, attended heads out; it reads pages fastest when they are its key
+tiles. For training: packed sequences in, attended heads out, under autograd.
 """
 
 # T tokens, C chunks, H heads, K kv heads, D head dim, P pages per row
@@ -25,7 +25,8 @@ TrainingFlash4 = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 def is_installed() -> bool:
     return (
-        importlib.util.find_spec("flash_attn") is not None and importlib.util.find_spec("flash_attn.cute") is not None
+        importlib.util.find_spec("flash_attn") is not None
+        and importlib.util.find_spec("flash_attn.cute") is not None
     )
 
 
@@ -36,7 +37,12 @@ def find_flash4() -> Flash4 | None:
     from flash_attn.cute import flash_attn_varlen_func  # an optional package
 
     def attend(
-        q_THD: Tensor, pages: Tensor, table_CP: Tensor, bounds_C1: Tensor, lengths_C: Tensor, longest_chunk: int
+        q_THD: Tensor,
+        pages: Tensor,
+        table_CP: Tensor,
+        bounds_C1: Tensor,
+        lengths_C: Tensor,
+        longest_chunk: int,
     ) -> Tensor:
         """Chunk c holds the last queries of a sequence of lengths_C[c] keys."""
         result = flash_attn_varlen_func(
@@ -55,7 +61,8 @@ def find_flash4() -> Flash4 | None:
 
 
 def make_training_flash4() -> TrainingFlash4:
-    """Return causal attention of packed sequences, each to itself. It compiles on its first call."""
+    """Return causal attention of packed sequences, each to itself. It compiles on its first
+    call."""
     from flash_attn.cute import flash_attn_varlen_func  # an optional package
 
     def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, offsets: Tensor, bound: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""8-bit operands of matrix products, in Triton. In: rows in BF16, FP16 or FP32. Out: their largest absolute number; the
-rows scaled, rounded and, where asked, transposed.
+"""8-bit operands of matrix products, in Triton. In: rows in BF16, FP16 or FP32. Out: their largest
+absolute number; the rows scaled, rounded and, where asked, transposed.
 
-Each kernel reads its input once; rows and columns come from the same reading. The largest number is found by atomics,
-which is exact in any order; kernels of `training` and `adamw` that write an operand find it by the same two
-functions as they go.
+Each kernel reads its input once; rows and columns come from the same reading. The largest number is
+found by atomics, which is exact in any order; kernels of `training` and `adamw` that write an
+operand find it by the same two functions as they go.
 """
 
 # N rows, K features of a row, M rows padded with zeros to a multiple of 16
@@ -25,7 +25,9 @@ class Float8Kernels:
     @staticmethod
     def largest(x_NK: Tensor) -> Tensor:
         amax, count = torch.zeros((), dtype=torch.float32, device=x_NK.device), x_NK.numel()
-        _largest[(triton.cdiv(count, BLOCK * STEPS),)](x_NK.contiguous(), amax, count, BLOCK=BLOCK, STEPS=STEPS)
+        _largest[(triton.cdiv(count, BLOCK * STEPS),)](
+            x_NK.contiguous(), amax, count, BLOCK=BLOCK, STEPS=STEPS
+        )
         return amax
 
     @staticmethod
@@ -33,21 +35,37 @@ class Float8Kernels:
         x_NK: Tensor, amax: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """Return rows_NK, columns_KM (None where not asked for) and the inverse of the scale."""
-        if columns and x_NK.dtype == torch.float32:  # Triton 3.6 transposes such a tile wrongly: odd features are lost
-            rows_NK, _, inverse = Float8Kernels.quantise(x_NK, amax, dtype, rows=True, columns=False)
+        # Triton 3.6 transposes such a tile wrongly: odd features are lost
+        if columns and x_NK.dtype == torch.float32:
+            rows_NK, _, inverse = Float8Kernels.quantise(
+                x_NK, amax, dtype, rows=True, columns=False
+            )
             assert rows_NK is not None
             return rows_NK if rows else None, Float8Kernels.transposed(rows_NK), inverse
         count, width = x_NK.shape
         longer = triton.cdiv(count, MULTIPLE) * MULTIPLE
         rows_NK = torch.empty(count, width, dtype=dtype, device=x_NK.device) if rows else None
-        columns_KM = torch.empty(width, longer, dtype=dtype, device=x_NK.device) if columns else None
+        columns_KM = (
+            torch.empty(width, longer, dtype=dtype, device=x_NK.device) if columns else None
+        )
         inverse = torch.empty((), dtype=torch.float32, device=x_NK.device)
         some = rows_NK if rows_NK is not None else columns_KM
         _quantise[(triton.cdiv(longer, TILE), triton.cdiv(width, TILE))](
-            x_NK, amax, some if rows_NK is None else rows_NK, some if columns_KM is None else columns_KM, inverse,
-            count, width, longer, MOST=torch.finfo(dtype).max, SMALLEST=SMALLEST_AMAX, ROWS=rows, COLUMNS=columns,
-            TILE=TILE, num_warps=4,
-        )  # fmt: skip
+            x_NK,
+            amax,
+            some if rows_NK is None else rows_NK,
+            some if columns_KM is None else columns_KM,
+            inverse,
+            count,
+            width,
+            longer,
+            MOST=torch.finfo(dtype).max,
+            SMALLEST=SMALLEST_AMAX,
+            ROWS=rows,
+            COLUMNS=columns,
+            TILE=TILE,
+            num_warps=4,
+        )
         return rows_NK, columns_KM, inverse
 
     @staticmethod
@@ -56,9 +74,14 @@ class Float8Kernels:
         (count, width), longer = data_NK.shape, triton.cdiv(len(data_NK), MULTIPLE) * MULTIPLE
         columns_KM = torch.empty(width, longer, dtype=data_NK.dtype, device=data_NK.device)
         _transposed[(triton.cdiv(longer, TILE), triton.cdiv(width, TILE))](
-            data_NK.contiguous().view(torch.int8), columns_KM.view(torch.int8), count, width, longer, TILE=TILE,
+            data_NK.contiguous().view(torch.int8),
+            columns_KM.view(torch.int8),
+            count,
+            width,
+            longer,
+            TILE=TILE,
             num_warps=4,
-        )  # fmt: skip
+        )
         return columns_KM
 
 
@@ -81,10 +104,11 @@ def sizes(x):
 
 @triton.jit
 def raise_to(amax_ptr, found):
-    """Raise the cell to the largest of these sizes. It is looked at first, past the multiprocessor's own cache: it only
-    grows, so soon few programs have more, and an old number costs a needless atomic. Without the look, the atomics of
-    tens of thousands of programs on one cell took as long as half of their kernel. Nobody reads the cell before the
-    kernel ends, so nothing is fenced."""
+    """Raise the cell to the largest of these sizes. It is looked at first, past the
+    multiprocessor's own cache: it only grows, so soon few programs have more, and an old number
+    costs a needless atomic. Without the look, the atomics of tens of thousands of programs on one
+    cell took as long as half of their kernel. Nobody reads the cell before the kernel ends, so
+    nothing is fenced."""
     most = tl.max(found)
     if most > tl.load(amax_ptr, cache_modifier=".cg"):
         tl.atomic_max(amax_ptr, most, sem="relaxed")
@@ -92,18 +116,35 @@ def raise_to(amax_ptr, found):
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["amax_ptr"])
 def _quantise(
-    x_ptr, amax_ptr, rows_ptr, columns_ptr, inverse_ptr, count, width, longer,
-    MOST: tl.constexpr, SMALLEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    amax_ptr,
+    rows_ptr,
+    columns_ptr,
+    inverse_ptr,
+    count,
+    width,
+    longer,
+    MOST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (n[:, None] < count) & (k[None, :] < width)
     amax = tl.load(amax_ptr)
     scale = tl.div_rn(tl.full((), MOST, tl.float32), tl.maximum(amax, SMALLEST))
-    x = tl.load(x_ptr + n[:, None] * width + k[None, :], mask=inside, other=0.0).to(tl.float32) * scale
-    x = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))  # not min and max: what is no number stays none
+    x = (
+        tl.load(x_ptr + n[:, None] * width + k[None, :], mask=inside, other=0.0).to(tl.float32)
+        * scale
+    )
+    # not min and max: what is no number stays none
+    x = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))
     if ROWS:
-        tl.store(rows_ptr + n[:, None] * width + k[None, :], x.to(rows_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            rows_ptr + n[:, None] * width + k[None, :], x.to(rows_ptr.dtype.element_ty), mask=inside
+        )
     if COLUMNS:
         wanted = (k[:, None] < width) & (n[None, :] < longer)
         rounded = tl.trans(x).to(columns_ptr.dtype.element_ty)

@@ -1,10 +1,10 @@
-"""Matrix products whose rows do not depend on the rows beside them, in Triton. In: activations, a weight, perhaps a
-bias or a residual. Out: products. Oracle: torch.nn.functional.linear.
+"""Matrix products whose rows do not depend on the rows beside them, in Triton. In: activations, a
+weight, perhaps a bias or a residual. Out: products. Oracle: torch.nn.functional.linear.
 
-A library picks another kernel, and so another order of addition, for another number of rows. Here every shape of tile
-adds along the columns in the same order, sixteen at a time, into one float32 accumulator per element (always by the
-64-row instruction of Hopper's tensor cores), and nothing is split along them. So the tile may follow the number of rows
-and no bit does.
+A library picks another kernel, and so another order of addition, for another number of rows. Here
+every shape of tile adds along the columns in the same order, sixteen at a time, into one float32
+accumulator per element (always by the 64-row instruction of Hopper's tensor cores), and nothing is
+split along them. So the tile may follow the number of rows and no bit does.
 """
 
 # M rows, N columns of the product, K columns of the input
@@ -50,9 +50,13 @@ def invariant_linear(
     residual_MN: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Return x · weightᵀ (+ bias) (+ residual), rounded once. All bfloat16 or all float16; rows contiguous."""
+    """Return x · weightᵀ (+ bias) (+ residual), rounded once. All bfloat16 or all float16; rows
+    contiguous."""
     (num_rows, depth), width = x_MK.shape, weight_NK.shape[0]
-    assert x_MK.stride(1) == 1 and weight_NK.is_contiguous() and depth % 16 == 0, (x_MK.stride(), depth)
+    assert x_MK.stride(1) == 1 and weight_NK.is_contiguous() and depth % 16 == 0, (
+        x_MK.stride(),
+        depth,
+    )
     assert residual_MN is None or residual_MN.is_contiguous()
     tile = tile or choose_tile(num_rows)
     out_MN = torch.empty(num_rows, width, device=x_MK.device, dtype=x_MK.dtype)
@@ -70,17 +74,33 @@ def invariant_linear(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear(
-    x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, x_stride,
-    N: tl.constexpr, K: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr, GROUP: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    x_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TM: tl.constexpr,
+    TN: tl.constexpr,
+    TK: tl.constexpr,
+    GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
     program = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(num_rows, TM), tl.cdiv(N, TN)
     first_m = program // (GROUP * tiles_n) * GROUP
     group_m = tl.minimum(tiles_m - first_m, GROUP)
     tile_m = first_m + (program % (GROUP * tiles_n)) % group_m
     tile_n = (program % (GROUP * tiles_n)) // group_m
-    offs_m, offs_n, offs_k = tile_m * TM + tl.arange(0, TM), tile_n * TN + tl.arange(0, TN), tl.arange(0, TK)
+    offs_m, offs_n, offs_k = (
+        tile_m * TM + tl.arange(0, TM),
+        tile_n * TN + tl.arange(0, TN),
+        tl.arange(0, TK),
+    )
     rows = (offs_m % num_rows).to(tl.int64)  # rows past the end repeat others and are not stored
     columns = (offs_n % N).to(tl.int64)
     x_ptrs = x_ptr + rows[:, None] * x_stride + offs_k[None, :]

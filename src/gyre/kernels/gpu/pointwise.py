@@ -1,5 +1,7 @@
-"""Everything between the matrix products of an inference pass, in Triton: norm, per-head norm + rotation + KV write,
-gated activation, page bookkeeping. In: activations. Out: activations; keys and values in their pages. Oracles: kernels.norm, kernels.rope, kernels.silu; each step rounds where those round.
+"""Everything between the matrix products of an inference pass, in Triton: norm, per-head norm +
+rotation + KV write, gated activation, page bookkeeping. In: activations. Out: activations; keys and
+values in their pages. Oracles: kernels.norm, kernels.rope, kernels.silu; each step rounds where
+those round.
 """
 
 # T tokens, E hidden size, H heads, K kv heads, J = H + 2K, D head dim, F = D / 2, M mlp size,
@@ -16,7 +18,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float, out_TE: Tensor) -> None:
     width = x_TE.shape[1]
     block = triton.next_power_of_2(width)
-    _rms_norm[(len(x_TE),)](x_TE, weight_E, out_TE, eps, E=width, BLOCK=block, num_warps=8 if block > 2048 else 4)
+    _rms_norm[(len(x_TE),)](
+        x_TE, weight_E, out_TE, eps, E=width, BLOCK=block, num_warps=8 if block > 2048 else 4
+    )
 
 
 @triton.jit
@@ -59,7 +63,9 @@ def _add_rms_norm(x_ptr, y_ptr, weight_ptr, out_ptr, eps, E: tl.constexpr, BLOCK
 
 def silu_mul(gate_up_T2M: Tensor, out_TM: Tensor) -> None:
     num_tokens, width = out_TM.shape
-    _silu_mul[(num_tokens, triton.cdiv(width, 1024))](gate_up_T2M, out_TM, M=width, BLOCK=1024, num_warps=4)
+    _silu_mul[(num_tokens, triton.cdiv(width, 1024))](
+        gate_up_T2M, out_TM, M=width, BLOCK=1024, num_warps=4
+    )
 
 
 @triton.jit
@@ -70,7 +76,9 @@ def _silu_mul(gate_up_ptr, out_ptr, M: tl.constexpr, BLOCK: tl.constexpr):
     up = tl.load(gate_up_ptr + token * 2 * M + M + offs, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
     activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
-    tl.store(out_ptr + token * M + offs, (activated * up.to(tl.float32)).to(gate.dtype), mask=inside)
+    tl.store(
+        out_ptr + token * M + offs, (activated * up.to(tl.float32)).to(gate.dtype), mask=inside
+    )
 
 
 def turn_and_write(
@@ -87,25 +95,56 @@ def turn_and_write(
     num_heads: int,
     eps: float,
 ) -> None:
-    """Norm (where weights are given) and turn the query heads in place; norm and turn the keys and write them and the
-    values to their slots. Tokens with a negative position are padding and write nothing."""
+    """Norm (where weights are given) and turn the query heads in place; norm and turn the keys and
+    write them and the values to their slots. Tokens with a negative position are padding and write
+    nothing."""
     num_kv, page_tokens, head_dim = pages.shape[2:]
     weights = (q_norm_D, k_norm_D) if q_norm_D is not None else (qkv_TJD, qkv_TJD)
     _turn_and_write[(len(qkv_TJD), num_heads // num_kv + 1)](
-        qkv_TJD, *weights, cos_PF, sin_PF, row_T, position_T, table_RP, pages, table_RP.stride(0), eps,
-        H=num_heads, K=num_kv, KP=triton.next_power_of_2(num_kv), D=head_dim, PAGE=page_tokens,
-        NORM=q_norm_D is not None, num_warps=4 if num_kv * head_dim >= 1024 else 2,
-    )  # fmt: skip
+        qkv_TJD,
+        *weights,
+        cos_PF,
+        sin_PF,
+        row_T,
+        position_T,
+        table_RP,
+        pages,
+        table_RP.stride(0),
+        eps,
+        H=num_heads,
+        K=num_kv,
+        KP=triton.next_power_of_2(num_kv),
+        D=head_dim,
+        PAGE=page_tokens,
+        NORM=q_norm_D is not None,
+        num_warps=4 if num_kv * head_dim >= 1024 else 2,
+    )
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _turn_and_write(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, row_ptr, position_ptr, table_ptr, pages_ptr, table_stride, eps,
-    H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    row_ptr,
+    position_ptr,
+    table_ptr,
+    pages_ptr,
+    table_stride,
+    eps,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    NORM: tl.constexpr,
+):
     """Program (t, g): K query heads from g · K on; the last g does keys and values."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    gdc_launch_dependents()  # attention may get ready meanwhile; it waits for our end before it reads
+    # attention may get ready meanwhile; it waits for our end before it reads
+    gdc_launch_dependents()
     position = tl.load(position_ptr + token)
     if position < 0:
         return
@@ -121,7 +160,9 @@ def _turn_and_write(
     if NORM:
         norm_ptr = k_norm_ptr if is_key else q_norm_ptr
         wide_1, wide_2 = first.to(tl.float32), second.to(tl.float32)
-        rstd = tl.rsqrt((tl.sum(wide_1 * wide_1, 1) + tl.sum(wide_2 * wide_2, 1)) / D + eps)[:, None]
+        rstd = tl.rsqrt((tl.sum(wide_1 * wide_1, 1) + tl.sum(wide_2 * wide_2, 1)) / D + eps)[
+            :, None
+        ]
         weight_1 = tl.load(norm_ptr + offs_f).to(tl.float32)[None, :]
         weight_2 = tl.load(norm_ptr + F + offs_f).to(tl.float32)[None, :]
         first = ((wide_1 * rstd).to(kind).to(tl.float32) * weight_1).to(kind)
@@ -132,8 +173,15 @@ def _turn_and_write(
     turned_1 = ((wide_1 * cos).to(kind).to(tl.float32) - wide_2 * sin).to(kind)
     turned_2 = ((wide_2 * cos).to(kind).to(tl.float32) + wide_1 * sin).to(kind)
     if is_key:
-        page = tl.load(table_ptr + tl.load(row_ptr + token).to(tl.int64) * table_stride + position // PAGE).to(tl.int64)
-        slot = pages_ptr + (page * 2 * K * PAGE + position % PAGE) * D + offs_k[:, None] * (PAGE * D) + offs_f[None, :]
+        page = tl.load(
+            table_ptr + tl.load(row_ptr + token).to(tl.int64) * table_stride + position // PAGE
+        ).to(tl.int64)
+        slot = (
+            pages_ptr
+            + (page * 2 * K * PAGE + position % PAGE) * D
+            + offs_k[:, None] * (PAGE * D)
+            + offs_f[None, :]
+        )
         tl.store(slot, turned_1, mask=inside)
         tl.store(slot + F, turned_2, mask=inside)
         value_1 = tl.load(base + K * D + offs, mask=inside, other=0.0)
@@ -148,7 +196,9 @@ def _turn_and_write(
 def enter_pages(table_RP: Tensor, entries_3N: Tensor) -> None:
     """table[entries[0], entries[1]] = entries[2]."""
     count = entries_3N.shape[1]
-    _enter_pages[(triton.cdiv(count, 256),)](table_RP, entries_3N, table_RP.stride(0), count, BLOCK=256)
+    _enter_pages[(triton.cdiv(count, 256),)](
+        table_RP, entries_3N, table_RP.stride(0), count, BLOCK=256
+    )
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -1,12 +1,14 @@
-"""Prefill attention over KV pages in Triton: chunks of prompts, causal, their keys in the pages already. In: queries of
-all chunks in a row, a layer's pages, the block table, a tile list. Out: attended heads. Oracle:
-reference_kernels.paged_attention.
+"""Prefill attention over KV pages in Triton: chunks of prompts, causal, their keys in the pages
+already. In: queries of all chunks in a row, a layer's pages, the block table, a tile list. Out:
+attended heads. Oracle: reference_kernels.paged_attention.
 
-FlashAttention-2's loop (Dao 2023, algorithm 1) with one page per round, fetched by the tensor memory accelerator. What
-is added in which order depends on the query's position alone, not on how the prompt was cut.
+FlashAttention-2's loop (Dao 2023, algorithm 1) with one page per round, fetched by the tensor
+memory accelerator. What is added in which order depends on the query's position alone, not on how
+the prompt was cut.
 """
 
-# T tokens of all chunks, C chunks, H heads, K kv heads, G = H / K, D head dim, M queries of a tile, I tiles
+# T tokens of all chunks, C chunks, H heads, K kv heads, G = H / K, D head dim, M queries of a tile,
+# I tiles
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class PrefillWork:
 
 
 def describe_pages(pages: Tensor) -> TensorDescriptor:
-    """Return the descriptor of a layer's pages [page, 2, K, page_tokens, D], read a head's page at a time."""
+    """Return the descriptor of a layer's pages [page, 2, K, page_tokens, D], read a head's page at
+    a time."""
     page_tokens, head_dim = pages.shape[3], pages.shape[4]
     return TensorDescriptor.from_tensor(pages.view(-1, head_dim), [page_tokens, head_dim])
 
@@ -53,11 +56,27 @@ def prefill_attention(
     _, num_heads, head_dim = q_THD.shape
     assert q_THD.stride(1) == head_dim and out_THD.is_contiguous()
     _attend_tiles[(num_heads, len(work.item_I))](
-        q_THD, pages, out_THD, work.row_C, work.first_C, work.start_C, work.count_C, work.item_I, table_RP,
-        q_THD.stride(0), table_RP.stride(0), LOG2_E / head_dim**0.5,
-        H=num_heads, K=num_kv_heads, D=head_dim, PAGE=pages.block_shape[0], M=TILE_QUERIES, ITEM_BITS=ITEM_BITS,
-        num_warps=4, num_stages=3,
-    )  # fmt: skip
+        q_THD,
+        pages,
+        out_THD,
+        work.row_C,
+        work.first_C,
+        work.start_C,
+        work.count_C,
+        work.item_I,
+        table_RP,
+        q_THD.stride(0),
+        table_RP.stride(0),
+        LOG2_E / head_dim**0.5,
+        H=num_heads,
+        K=num_kv_heads,
+        D=head_dim,
+        PAGE=pages.block_shape[0],
+        M=TILE_QUERIES,
+        ITEM_BITS=ITEM_BITS,
+        num_warps=4,
+        num_stages=3,
+    )
 
 
 @triton.jit
@@ -83,10 +102,25 @@ def _attend_page(
 
 @triton.jit
 def _attend_tiles(
-    q_ptr, pages_desc, out_ptr, row_ptr, first_ptr, start_ptr, count_ptr, item_ptr, table_ptr,
-    q_stride, table_stride, scale_log2,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr, ITEM_BITS: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    pages_desc,
+    out_ptr,
+    row_ptr,
+    first_ptr,
+    start_ptr,
+    count_ptr,
+    item_ptr,
+    table_ptr,
+    q_stride,
+    table_stride,
+    scale_log2,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    M: tl.constexpr,
+    ITEM_BITS: tl.constexpr,
+):
     head = tl.program_id(0)
     packed = tl.load(item_ptr + tl.program_id(1))
     chunk, tile = packed >> ITEM_BITS, packed & ((1 << ITEM_BITS) - 1)
@@ -95,7 +129,9 @@ def _attend_tiles(
     offs_m, offs_d = tile * M + tl.arange(0, M), tl.arange(0, D)
     token_m = (tl.load(first_ptr + chunk) + offs_m).to(tl.int64)
     real = (offs_m < count)[:, None]
-    q = tl.load(q_ptr + token_m[:, None] * q_stride + head * D + offs_d[None, :], mask=real, other=0.0)
+    q = tl.load(
+        q_ptr + token_m[:, None] * q_stride + head * D + offs_d[None, :], mask=real, other=0.0
+    )
     position_m = chunk_start + offs_m
     kv_head = head // (H // K)
     best = tl.full([M], float("-inf"), tl.float32)
@@ -105,11 +141,35 @@ def _attend_tiles(
     end = chunk_start + tl.minimum((tile + 1) * M, count)
     for start in tl.range(0, seen_by_all, PAGE):
         acc, best, total_w = _attend_page(
-            q, acc, best, total_w, pages_desc, table_row, start, kv_head, position_m, scale_log2, K, PAGE, False
+            q,
+            acc,
+            best,
+            total_w,
+            pages_desc,
+            table_row,
+            start,
+            kv_head,
+            position_m,
+            scale_log2,
+            K,
+            PAGE,
+            False,
         )
     for start in tl.range(seen_by_all, end, PAGE):
         acc, best, total_w = _attend_page(
-            q, acc, best, total_w, pages_desc, table_row, start, kv_head, position_m, scale_log2, K, PAGE, True
+            q,
+            acc,
+            best,
+            total_w,
+            pages_desc,
+            table_row,
+            start,
+            kv_head,
+            position_m,
+            scale_log2,
+            K,
+            PAGE,
+            True,
         )
     out = (acc / total_w[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token_m[:, None] * (H * D) + head * D + offs_d[None, :], out, mask=real)

@@ -1,10 +1,11 @@
-"""Sampling without truncation in Triton: one token per row by inverse CDF, read from the logits once. In: logits,
-inverse temperatures, uniforms. Out: tokens and their log-probs, plain and after temperature; log-probs of given tokens
-to the same bits. Oracle: engine.sampling.sampler.choose.
+"""Sampling without truncation in Triton: one token per row by inverse CDF, read from the logits
+once. In: logits, inverse temperatures, uniforms. Out: tokens and their log-probs, plain and after
+temperature; log-probs of given tokens to the same bits. Oracle: engine.sampling.sampler.choose.
 
-Blocks of the vocabulary leave their maximum and their sums of exponentials; then one program per row finds the block
-in float64 and the token within it. Blocks are fixed, so a row's token does not depend on the rows beside it. What a row
-is normalised by comes from that one program for a given token too: a kernel of its own might add in another order.
+Blocks of the vocabulary leave their maximum and their sums of exponentials; then one program per
+row finds the block in float64 and the token within it. Blocks are fixed, so a row's token does not
+depend on the rows beside it. What a row is normalised by comes from that one program for a given
+token too: a kernel of its own might add in another order.
 """
 
 # N rows of logits, R rows of the engine, V vocabulary, S blocks of the vocabulary
@@ -29,17 +30,28 @@ class SampleScratch:
     where_NS: Tensor  # int32, the first best token
     sum_NS: Tensor  # float32, after temperature
     raw_sum_NS: Tensor  # float32
-    best_N: Tensor  # float32, of the whole row; with the next one only written where the temperature is above 0
-    log_total_N: Tensor  # float32, log of the sum of exponentials of what lies below the best, after temperature
+    # float32, of the whole row; with the next one only written where the temperature is above 0
+    best_N: Tensor
+    # float32, log of the sum of exponentials of what lies below the best, after temperature
+    log_total_N: Tensor
 
     @staticmethod
     def make(num_rows: int, vocab_size: int, device: torch.device) -> SampleScratch:
         shape = (num_rows, triton.cdiv(vocab_size, BLOCK_TOKENS))
-        best, total, raw = (torch.empty(shape, device=device, dtype=torch.float32) for _ in range(3))
+        best, total, raw = (
+            torch.empty(shape, device=device, dtype=torch.float32) for _ in range(3)
+        )
         where = torch.empty(shape, device=device, dtype=torch.int32)
-        best_N, log_total_N = (torch.empty(num_rows, device=device, dtype=torch.float32) for _ in range(2))
+        best_N, log_total_N = (
+            torch.empty(num_rows, device=device, dtype=torch.float32) for _ in range(2)
+        )
         return SampleScratch(
-            best_NS=best, where_NS=where, sum_NS=total, raw_sum_NS=raw, best_N=best_N, log_total_N=log_total_N
+            best_NS=best,
+            where_NS=where,
+            sum_NS=total,
+            raw_sum_NS=raw,
+            best_N=best_N,
+            log_total_N=log_total_N,
         )
 
 
@@ -53,22 +65,45 @@ def sample(
     token_N: Tensor,
     logprobs_2N: Tensor,
 ) -> None:
-    """Write tokens (int32), also to their rows in `last_R`, and log-probs (float32; after temperature, then plain). An
-    inverse temperature of 0 means greedy: the first best token, with log-prob 0. A row with a logit that is not
-    finite gets a NaN plain log-prob."""
+    """Write tokens (int32), also to their rows in `last_R`, and log-probs (float32; after
+    temperature, then plain). An inverse temperature of 0 means greedy: the first best token, with
+    log-prob 0. A row with a logit that is not finite gets a NaN plain log-prob."""
     num_rows, vocab_size = logits_NV.shape
     blocks = triton.cdiv(vocab_size, BLOCK_TOKENS)
     assert logits_NV.is_contiguous()
     _scan_blocks[(num_rows, blocks)](
-        logits_NV, inverse_temperature_N, scratch.best_NS, scratch.where_NS, scratch.sum_NS, scratch.raw_sum_NS,
-        V=vocab_size, S=blocks, BLOCK=BLOCK_TOKENS, num_warps=4,
-    )  # fmt: skip
+        logits_NV,
+        inverse_temperature_N,
+        scratch.best_NS,
+        scratch.where_NS,
+        scratch.sum_NS,
+        scratch.raw_sum_NS,
+        V=vocab_size,
+        S=blocks,
+        BLOCK=BLOCK_TOKENS,
+        num_warps=4,
+    )
     _choose[(num_rows,)](
-        logits_NV, inverse_temperature_N, uniform_N,
-        scratch.best_NS, scratch.where_NS, scratch.sum_NS, scratch.raw_sum_NS, scratch.best_N, scratch.log_total_N,
-        row_N, last_R, token_N, logprobs_2N, logprobs_2N.stride(0),
-        V=vocab_size, S=blocks, SP=triton.next_power_of_2(blocks), BLOCK=BLOCK_TOKENS, num_warps=4,
-    )  # fmt: skip
+        logits_NV,
+        inverse_temperature_N,
+        uniform_N,
+        scratch.best_NS,
+        scratch.where_NS,
+        scratch.sum_NS,
+        scratch.raw_sum_NS,
+        scratch.best_N,
+        scratch.log_total_N,
+        row_N,
+        last_R,
+        token_N,
+        logprobs_2N,
+        logprobs_2N.stride(0),
+        V=vocab_size,
+        S=blocks,
+        SP=triton.next_power_of_2(blocks),
+        BLOCK=BLOCK_TOKENS,
+        num_warps=4,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,19 +116,28 @@ class Given:
 
 
 def given_logprobs(logits_NV: Tensor, inverse_temperature_N: Tensor, target_N: Tensor) -> Given:
-    """Return what `sample` says of a token that it chooses, for tokens that are given. Temperatures are above 0."""
+    """Return what `sample` says of a token that it chooses, for tokens that are given. Temperatures
+    are above 0."""
     (num_rows, vocab_size), device = logits_NV.shape, logits_NV.device
     scratch = SampleScratch.make(num_rows, vocab_size, device)
     nothing_2N = torch.zeros(2, num_rows, device=device)
-    token_N, last_1 = (torch.zeros(count, dtype=torch.int32, device=device) for count in (num_rows, 1))
+    token_N, last_1 = (
+        torch.zeros(count, dtype=torch.int32, device=device) for count in (num_rows, 1)
+    )
     uniform_N = torch.zeros(num_rows, dtype=torch.float64, device=device)
     row_N = torch.zeros(num_rows, dtype=torch.int32, device=device)
     sample(logits_NV, inverse_temperature_N, uniform_N, scratch, row_N, last_1, token_N, nothing_2N)
     logprobs_N = torch.empty(num_rows, device=device, dtype=torch.float32)
     _look_up[(num_rows,)](
-        logits_NV, inverse_temperature_N, target_N, scratch.best_N, scratch.log_total_N, logprobs_N, V=vocab_size,
+        logits_NV,
+        inverse_temperature_N,
+        target_N,
+        scratch.best_N,
+        scratch.log_total_N,
+        logprobs_N,
+        V=vocab_size,
         num_warps=1,
-    )  # fmt: skip
+    )
     return Given(logprobs_N=logprobs_N, best_N=scratch.best_N, log_total_N=scratch.log_total_N)
 
 
@@ -104,10 +148,16 @@ def _logprob_of(logit, best, inverse, log_total):
 
 
 @triton.jit
-def _look_up(logits_ptr, inverse_ptr, target_ptr, best_ptr, log_total_ptr, logprob_ptr, V: tl.constexpr):
+def _look_up(
+    logits_ptr, inverse_ptr, target_ptr, best_ptr, log_total_ptr, logprob_ptr, V: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     logit = tl.load(logits_ptr + row * V + tl.load(target_ptr + row)).to(tl.float32)
-    inverse, best, log_total = tl.load(inverse_ptr + row), tl.load(best_ptr + row), tl.load(log_total_ptr + row)
+    inverse, best, log_total = (
+        tl.load(inverse_ptr + row),
+        tl.load(best_ptr + row),
+        tl.load(log_total_ptr + row),
+    )
     tl.store(logprob_ptr + row, _logprob_of(logit, best, inverse, log_total))
 
 
@@ -130,10 +180,25 @@ def _scan_blocks(
 
 @triton.jit(do_not_specialize=["logprob_stride"])
 def _choose(
-    logits_ptr, inverse_ptr, uniform_ptr, best_ptr, where_ptr, sum_ptr, raw_ptr, row_best_ptr, log_total_ptr,
-    row_ptr, last_ptr, token_ptr, logprob_ptr, logprob_stride,
-    V: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    inverse_ptr,
+    uniform_ptr,
+    best_ptr,
+    where_ptr,
+    sum_ptr,
+    raw_ptr,
+    row_best_ptr,
+    log_total_ptr,
+    row_ptr,
+    last_ptr,
+    token_ptr,
+    logprob_ptr,
+    logprob_stride,
+    V: tl.constexpr,
+    S: tl.constexpr,
+    SP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     offs_s = tl.arange(0, SP)
     inside = offs_s < S
@@ -141,14 +206,18 @@ def _choose(
     best_s = tl.load(best_ptr + row * S + offs_s, mask=inside, other=float("-inf"))
     best, _ = tl.max(best_s, 0, return_indices=True)
     below_s = tl.where(inside, best_s - best, -1e30)
-    raw_total = tl.sum(tl.load(raw_ptr + row * S + offs_s, mask=inside, other=0.0) * tl.exp(below_s), 0)
+    raw_total = tl.sum(
+        tl.load(raw_ptr + row * S + offs_s, mask=inside, other=0.0) * tl.exp(below_s), 0
+    )
     if inverse == 0.0:
         first_s = tl.where(best_s == best, offs_s, SP)
         block = tl.minimum(tl.min(first_s, 0), S - 1)
         token = tl.load(where_ptr + row * S + block)
         logprob = 0.0
     else:
-        mass_s = tl.load(sum_ptr + row * S + offs_s, mask=inside, other=0.0) * tl.exp(below_s * inverse)
+        mass_s = tl.load(sum_ptr + row * S + offs_s, mask=inside, other=0.0) * tl.exp(
+            below_s * inverse
+        )
         mass_s = mass_s.to(tl.float64)
         sums_s = tl.cumsum(mass_s, 0)
         total = tl.sum(mass_s, 0)
@@ -157,9 +226,15 @@ def _choose(
         block = tl.minimum(tl.sum((sums_s <= target).to(tl.int32), 0), last)
         before = tl.sum(tl.where(offs_s < block, mass_s, 0.0), 0)
         block_best = tl.max(tl.where(offs_s == block, best_s, float("-inf")), 0)
-        rest = ((target - before) / tl.exp((block_best - best) * inverse).to(tl.float64)).to(tl.float32)
+        rest = ((target - before) / tl.exp((block_best - best) * inverse).to(tl.float64)).to(
+            tl.float32
+        )
         offs = tl.arange(0, BLOCK)
-        x = tl.load(logits_ptr + row * V + block * BLOCK + offs, mask=block * BLOCK + offs < V, other=float("-inf"))
+        x = tl.load(
+            logits_ptr + row * V + block * BLOCK + offs,
+            mask=block * BLOCK + offs < V,
+            other=float("-inf"),
+        )
         weights = tl.exp((x.to(tl.float32) - block_best) * inverse)
         last = tl.max(tl.where(weights > 0, offs, 0), 0)
         inner = tl.minimum(tl.sum((tl.cumsum(weights, 0) <= rest).to(tl.int32), 0), last)

@@ -1,6 +1,6 @@
-"""Slabs: attention in which every token is a query of the split decode kernel, with pieces of one size, so that a token
-is computed in one way only. In: rows and positions of tokens. Out: work lists on the device, by slabs that share one
-scratch.
+"""Slabs: attention in which every token is a query of the split decode kernel, with pieces of one
+size, so that a token is computed in one way only. In: rows and positions of tokens. Out: work lists
+on the device, by slabs that share one scratch.
 """
 
 # T tokens, I items of a slab's work list
@@ -28,9 +28,11 @@ class Slab:
     num_items: int
 
 
-def cut_slabs(row_T: np.ndarray, position_T: np.ndarray, *, longest_tokens: int, device: torch.device) -> list[Slab]:
-    """Cut tokens into slabs. No sequence is longer than `longest_tokens`; the keys of every token are in their pages
-    before a slab runs."""
+def cut_slabs(
+    row_T: np.ndarray, position_T: np.ndarray, *, longest_tokens: int, device: torch.device
+) -> list[Slab]:
+    """Cut tokens into slabs. No sequence is longer than `longest_tokens`; the keys of every token
+    are in their pages before a slab runs."""
     slab_tokens = max(1, SLAB_ITEMS // -(-longest_tokens // INVARIANT_PIECE))
     slabs: list[Slab] = []
     for begin in range(0, len(row_T), slab_tokens):
@@ -38,13 +40,16 @@ def cut_slabs(row_T: np.ndarray, position_T: np.ndarray, *, longest_tokens: int,
         first_S, item_I = cut_pieces(position_T[span] + 1, INVARIANT_PIECE)
         size_2 = np.array([len(item_I), INVARIANT_PIECE])
         sent = send(device, row_T[span], position_T[span], first_S, item_I, size_2)
-        work = DecodeWork(row_B=sent[0], position_B=sent[1], first_B=sent[2], item_I=sent[3], size_2=sent[4])
+        work = DecodeWork(
+            row_B=sent[0], position_B=sent[1], first_B=sent[2], item_I=sent[3], size_2=sent[4]
+        )
         slabs.append(Slab(span=span, work=work, num_items=len(item_I)))
     return slabs
 
 
 def send(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
-    """Return the arrays on the device as int32, sent in one copy, each aligned as kernels were compiled for."""
+    """Return the arrays on the device as int32, sent in one copy, each aligned as kernels were
+    compiled for."""
     flat, spans = pack(arrays)
     sent = torch.from_numpy(flat).pin_memory().to(device, non_blocking=True)
     return [sent[span] for span in spans]

@@ -1,5 +1,5 @@
-"""Sums of rows in float32, in Triton: each number is read once, each sum written once. In: rows in any float dtype, one
-behind the other. Out: their sum in the order of the rows, float32, in place.
+"""Sums of rows in float32, in Triton: each number is read once, each sum written once. In: rows in
+any float dtype, one behind the other. Out: their sum in the order of the rows, float32, in place.
 """
 
 # R rows, N numbers
@@ -19,7 +19,9 @@ def add_up_rows(parts_RN: Tensor, out_N: Tensor) -> None:
     assert parts_RN.is_contiguous() and out_N.is_contiguous() and out_N.shape == (count,)
     assert out_N.dtype == torch.float32
     if count:
-        _add_up[(triton.cdiv(count, BLOCK),)](parts_RN, out_N, count, rows, BLOCK=BLOCK, num_warps=4)
+        _add_up[(triton.cdiv(count, BLOCK),)](
+            parts_RN, out_N, count, rows, BLOCK=BLOCK, num_warps=4
+        )
 
 
 @triton.jit
@@ -28,5 +30,7 @@ def _add_up(parts_ptr, out_ptr, count, rows, BLOCK: tl.constexpr):
     inside = offs < count
     total = tl.load(parts_ptr + offs, mask=inside, other=0.0).to(tl.float32)
     for row in range(1, rows):
-        total += tl.load(parts_ptr + row.to(tl.int64) * count + offs, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(parts_ptr + row.to(tl.int64) * count + offs, mask=inside, other=0.0).to(
+            tl.float32
+        )
     tl.store(out_ptr + offs, total, mask=inside)

@@ -1,20 +1,25 @@
-"""Everything between the matrix products of a training pass, in Triton: norm, per-head norm + rotation, gated
-activation, each forward and backward. In: BF16 or FP16 rows. Out: new tensors of that type. Oracles: the torch code beside each call.
+"""Everything between the matrix products of a training pass, in Triton.
+Past 500 lines: each kernel stands beside its launch. Norm, per-head norm + rotation, gated
+activation, each forward and backward. In: BF16 or FP16 rows. Out: new tensors of that type.
+Oracles: the torch code beside each call.
 
-Arithmetic is float32. The forward kernels round where torch's operations would, the backward ones only at the end.
-Every kernel reads and writes each row once. Gradients of norm weights are sums per program, then one sum over programs:
-no atomics, so a gradient depends on shapes and the device alone.
+Arithmetic is float32. The forward kernels round where torch's operations would, the backward ones
+only at the end. Every kernel reads and writes each row once. Gradients of norm weights are sums per
+program, then one sum over programs: no atomics, so a gradient depends on shapes and the device
+alone.
 
-Where the rows are about to be operands in 8 bits, `amax` asks for the largest absolute number among them, as rounded,
-what is masked out being 0 or none: at most one atomic per program, which is exact in any order (kernels.gpu.float8).
+Where the rows are about to be operands in 8 bits, `amax` asks for the largest absolute number among
+them, as rounded, what is masked out being 0 or none: at most one atomic per program, which is exact
+in any order (kernels.gpu.float8).
 
-Triton compiles a kernel anew for a number that is 1, or is a multiple of 16 where the last was not, and for an address
-that is no multiple of 16 bytes. How many tokens a chunk has only masks whole rows, so it is not looked at; widths,
-which masks along a row need for wide loads, are constants. Addresses are those of whole tensors, or of rows of them.
+Triton compiles a kernel anew for a number that is 1, or is a multiple of 16 where the last was not,
+and for an address that is no multiple of 16 bytes. How many tokens a chunk has only masks whole
+rows, so it is not looked at; widths, which masks along a row need for wide loads, are constants.
+Addresses are those of whole tensors, or of rows of them.
 """
 
-# N rows, E features of a row, T tokens, H heads, K kv heads, J = H + K heads that turn, R = (H + 2K)·D rows of qkv,
-# D head dim, F = D / 2, G heads of a group, M mlp size, P programs
+# N rows, E features of a row, T tokens, H heads, K kv heads, J = H + K heads that turn, R = (H +
+# 2K)·D rows of qkv, D head dim, F = D / 2, G heads of a group, M mlp size, P programs
 
 from __future__ import annotations
 
@@ -32,7 +37,8 @@ from gyre.kernels.gpu.token_logprobs import block_statistics, logits_gradient
 
 DTYPES = (torch.bfloat16, torch.float16)
 PROGRAMS_PER_SM = 4  # of the kernels that walk over rows with sums of their own
-TILE_ROWS = 16  # head rows of a tile: each of 128 threads then loads 16 bytes per half of a head of 128
+# head rows of a tile: each of 128 threads then loads 16 bytes per half of a head of 128
+TILE_ROWS = 16
 SILU_BLOCK = 2048
 
 
@@ -40,7 +46,9 @@ class TrainingKernels:
     """The same calls as ChunkKernels of kernels.cpu, for CUDA tensors."""
 
     @staticmethod
-    def norm(x_NE: Tensor, weight_E: Tensor, eps: float, amax: Amax | None = None) -> tuple[Tensor, Tensor]:
+    def norm(
+        x_NE: Tensor, weight_E: Tensor, eps: float, amax: Amax | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the normed rows and rstd with a last axis of 1."""
         x_NE, width = x_NE.contiguous(), x_NE.shape[-1]
         y_NE = torch.empty_like(x_NE)
@@ -49,9 +57,17 @@ class TrainingKernels:
         if rows := rstd_N1.numel():
             block = triton.next_power_of_2(width)
             _norm[(rows,)](
-                x_NE, weight_E.contiguous(), y_NE, rstd_N1, cell, eps, E=width, BLOCK=block, AMAX=amax is not None,
+                x_NE,
+                weight_E.contiguous(),
+                y_NE,
+                rstd_N1,
+                cell,
+                eps,
+                E=width,
+                BLOCK=block,
+                AMAX=amax is not None,
                 num_warps=row_warps(block),
-            )  # fmt: skip
+            )
         return y_NE, rstd_N1
 
     @staticmethod
@@ -68,36 +84,75 @@ class TrainingKernels:
         partial_PE = torch.empty(programs, width, dtype=torch.float32, device=x_NE.device)
         block = triton.next_power_of_2(width)
         _norm_backward[(programs,)](
-            grad_NE, x_NE, weight_E.contiguous(), rstd_N1.contiguous(),
-            grad_NE if through_NE is None else through_NE.contiguous(), grad_x_NE, partial_PE, cell, rows,
-            E=width, BLOCK=block, THROUGH=through_NE is not None, AMAX=amax is not None, num_warps=row_warps(block),
-        )  # fmt: skip
+            grad_NE,
+            x_NE,
+            weight_E.contiguous(),
+            rstd_N1.contiguous(),
+            grad_NE if through_NE is None else through_NE.contiguous(),
+            grad_x_NE,
+            partial_PE,
+            cell,
+            rows,
+            E=width,
+            BLOCK=block,
+            THROUGH=through_NE is not None,
+            AMAX=amax is not None,
+            num_warps=row_warps(block),
+        )
         return grad_x_NE, partial_PE.sum(0).to(weight_E.dtype)
 
     @staticmethod
     def heads(
-        qkv_TR: Tensor, q_norm_D: Tensor | None, k_norm_D: Tensor | None, cos_T1D: Tensor, sin_T1D: Tensor,
-        heads: tuple[int, int], eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        qkv_TR: Tensor,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        cos_T1D: Tensor,
+        sin_T1D: Tensor,
+        heads: tuple[int, int],
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return q_THD and k_TKD, normed and turned, and rstd_TJ1."""
         tokens, dim, (num_heads, num_kv) = len(qkv_TR), cos_T1D.shape[-1], heads
         q_THD, k_TKD = (qkv_TR.new_empty(tokens, count, dim) for count in heads)
         norms = q_norm_D is not None and k_norm_D is not None
-        rstd_TJ1 = qkv_TR.new_empty(tokens, num_heads + num_kv, 1, dtype=torch.float32) if norms else None
+        rstd_TJ1 = (
+            qkv_TR.new_empty(tokens, num_heads + num_kv, 1, dtype=torch.float32) if norms else None
+        )
         if tokens:
             group, tile = head_tile(heads, dim)
             _heads[(triton.cdiv(tokens, tile), (num_heads + num_kv) // group)](
-                qkv_TR.contiguous(), q_norm_D if norms else qkv_TR, k_norm_D if norms else qkv_TR,
-                cos_T1D.contiguous(), sin_T1D.contiguous(), q_THD, k_TKD, rstd_TJ1 if norms else qkv_TR, tokens, eps,
-                H=num_heads, K=num_kv, G=group, D=dim, TILE=tile, NORM=norms, num_warps=4,
-            )  # fmt: skip
+                qkv_TR.contiguous(),
+                q_norm_D if norms else qkv_TR,
+                k_norm_D if norms else qkv_TR,
+                cos_T1D.contiguous(),
+                sin_T1D.contiguous(),
+                q_THD,
+                k_TKD,
+                rstd_TJ1 if norms else qkv_TR,
+                tokens,
+                eps,
+                H=num_heads,
+                K=num_kv,
+                G=group,
+                D=dim,
+                TILE=tile,
+                NORM=norms,
+                num_warps=4,
+            )
         return q_THD, k_TKD, rstd_TJ1
 
     @staticmethod
     def heads_backward(
-        grads: tuple[Tensor, Tensor, Tensor], qkv_TR: Tensor, rstd_TJ1: Tensor | None, q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None, cos_T1D: Tensor, sin_T1D: Tensor, heads: tuple[int, int], amax: Amax | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        grads: tuple[Tensor, Tensor, Tensor],
+        qkv_TR: Tensor,
+        rstd_TJ1: Tensor | None,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        cos_T1D: Tensor,
+        sin_T1D: Tensor,
+        heads: tuple[int, int],
+        amax: Amax | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the gradients of qkv and of both norm weights."""
         tokens, dim, (num_heads, num_kv) = len(qkv_TR), cos_T1D.shape[-1], heads
         norms = rstd_TJ1 is not None and q_norm_D is not None and k_norm_D is not None
@@ -109,11 +164,26 @@ class TrainingKernels:
         cell = _cell(amax, partial_PD)
         if tokens:
             _heads_backward[(programs, groups)](
-                *(grad.contiguous() for grad in grads), qkv_TR.contiguous(),
-                rstd_TJ1 if norms else qkv_TR, q_norm_D if norms else qkv_TR, k_norm_D if norms else qkv_TR,
-                cos_T1D.contiguous(), sin_T1D.contiguous(), grad_qkv_TR, partial_PD, cell, tokens,
-                H=num_heads, K=num_kv, G=group, D=dim, TILE=tile, NORM=norms, AMAX=amax is not None, num_warps=4,
-            )  # fmt: skip
+                *(grad.contiguous() for grad in grads),
+                qkv_TR.contiguous(),
+                rstd_TJ1 if norms else qkv_TR,
+                q_norm_D if norms else qkv_TR,
+                k_norm_D if norms else qkv_TR,
+                cos_T1D.contiguous(),
+                sin_T1D.contiguous(),
+                grad_qkv_TR,
+                partial_PD,
+                cell,
+                tokens,
+                H=num_heads,
+                K=num_kv,
+                G=group,
+                D=dim,
+                TILE=tile,
+                NORM=norms,
+                AMAX=amax is not None,
+                num_warps=4,
+            )
         if not norms:
             return grad_qkv_TR, None, None
         of_q, of_k, _ = partial_PD.split([num_heads // group, num_kv // group, num_kv // group])
@@ -126,22 +196,36 @@ class TrainingKernels:
         cell = _cell(amax, product_TM)
         if tokens:
             _silu[(tokens, triton.cdiv(width, SILU_BLOCK))](
-                gate_up_T2M.contiguous(), product_TM, cell, M=width, BLOCK=SILU_BLOCK, AMAX=amax is not None,
+                gate_up_T2M.contiguous(),
+                product_TM,
+                cell,
+                M=width,
+                BLOCK=SILU_BLOCK,
+                AMAX=amax is not None,
                 num_warps=4,
-            )  # fmt: skip
+            )
         return product_TM
 
     @staticmethod
-    def silu_backward(grad_TM: Tensor, gate_up_T2M: Tensor, amax: Amax | None = None) -> tuple[Tensor, Tensor]:
-        """Return the gradient of gate_up, and the product, computed again and written over grad_TM."""
+    def silu_backward(
+        grad_TM: Tensor, gate_up_T2M: Tensor, amax: Amax | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient of gate_up, and the product, computed again and written over
+        grad_TM."""
         grad_TM, gate_up_T2M = grad_TM.contiguous(), gate_up_T2M.contiguous()
         grad_gate_up_T2M, (tokens, width) = torch.empty_like(gate_up_T2M), grad_TM.shape
         cell = _cell(amax, grad_TM)
         if tokens:
             _silu_backward[(tokens, triton.cdiv(width, SILU_BLOCK))](
-                grad_TM, gate_up_T2M, grad_gate_up_T2M, cell, M=width, BLOCK=SILU_BLOCK, AMAX=amax is not None,
+                grad_TM,
+                gate_up_T2M,
+                grad_gate_up_T2M,
+                cell,
+                M=width,
+                BLOCK=SILU_BLOCK,
+                AMAX=amax is not None,
                 num_warps=4,
-            )  # fmt: skip
+            )
         return grad_gate_up_T2M, grad_TM
 
     block_statistics = staticmethod(block_statistics)
@@ -161,12 +245,16 @@ def row_warps(block: int) -> int:
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Of a CUDA device; 1 under Triton's interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )
 
 
 def head_tile(heads: tuple[int, int], dim: int) -> tuple[int, int]:
-    """Heads per group, a power of two that divides both counts, so that a program's heads are of one kind; and tokens
-    per tile."""
+    """Heads per group, a power of two that divides both counts, so that a program's heads are of
+    one kind; and tokens per tile."""
     common = math.gcd(*heads)
     group = min(common & -common, 8)
     return group, max(TILE_ROWS * 128 // dim // group, 1)
@@ -174,8 +262,16 @@ def head_tile(heads: tuple[int, int], dim: int) -> tuple[int, int]:
 
 @triton.jit
 def _norm(
-    x_ptr, weight_ptr, out_ptr, rstd_ptr, amax_ptr, eps, E: tl.constexpr, BLOCK: tl.constexpr, AMAX: tl.constexpr
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    rstd_ptr,
+    amax_ptr,
+    eps,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AMAX: tl.constexpr,
+):
     row, offs = tl.program_id(0), tl.arange(0, BLOCK)
     inside = offs < E
     first = row.to(tl.int64) * E
@@ -196,12 +292,15 @@ def _norm_backward(
     grad_ptr, x_ptr, weight_ptr, rstd_ptr, through_ptr, out_ptr, partial_ptr, amax_ptr, num_rows,
     E: tl.constexpr, BLOCK: tl.constexpr, THROUGH: tl.constexpr, AMAX: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes rows p, p + P, …, and keeps its part of the weight's gradient in registers."""
+    """Program p takes rows p, p + P, …, and keeps its part of the weight's gradient in
+    registers."""
     program, programs, offs = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
     inside = offs < E
     weight = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
     acc = tl.zeros([BLOCK], tl.float32)
-    if AMAX:  # of eight neighbours, which one thread holds: a whole row of them would take a quarter more registers
+    # of eight neighbours, which one thread holds: a whole row of them would take a quarter more
+    # registers
+    if AMAX:
         found = tl.zeros([BLOCK // 8], tl.float32)
     at = program.to(tl.int64) * E + offs
     for row in tl.range(program, num_rows, programs):
@@ -226,16 +325,33 @@ def _norm_backward(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _heads(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, rstd_ptr, num_tokens, eps,
-    H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_ptr,
+    k_ptr,
+    rstd_ptr,
+    num_tokens,
+    eps,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+    NORM: tl.constexpr,
+):
     """Program (t, g): heads g · G on of TILE tokens. A row of the tile is one head of one token."""
     F: tl.constexpr = D // 2
     group, offs_r, offs_f = tl.program_id(1), tl.arange(0, TILE * G), tl.arange(0, F)
     token = tl.program_id(0) * TILE + offs_r // G
     inside, head, is_key = token < num_tokens, group * G + offs_r % G, group >= H // G
     token = token.to(tl.int64)
-    at, mask = qkv_ptr + (token * ((H + 2 * K) * D) + head * D)[:, None] + offs_f[None, :], inside[:, None]
+    at, mask = (
+        qkv_ptr + (token * ((H + 2 * K) * D) + head * D)[:, None] + offs_f[None, :],
+        inside[:, None],
+    )
     first, second = tl.load(at, mask=mask, other=0.0), tl.load(at + F, mask=mask, other=0.0)
     kind = first.dtype
     wide_1, wide_2 = first.to(tl.float32), second.to(tl.float32)
@@ -245,11 +361,16 @@ def _heads(
         tl.store(rstd_ptr + token * (H + K) + head, rstd, mask=inside)
         weight_1 = tl.load(norm_ptr + offs_f).to(tl.float32)[None, :]
         weight_2 = tl.load(norm_ptr + F + offs_f).to(tl.float32)[None, :]
-        wide_1 = ((wide_1 * rstd[:, None]).to(kind).to(tl.float32) * weight_1).to(kind).to(tl.float32)
-        wide_2 = ((wide_2 * rstd[:, None]).to(kind).to(tl.float32) * weight_2).to(kind).to(tl.float32)
+        wide_1 = (
+            ((wide_1 * rstd[:, None]).to(kind).to(tl.float32) * weight_1).to(kind).to(tl.float32)
+        )
+        wide_2 = (
+            ((wide_2 * rstd[:, None]).to(kind).to(tl.float32) * weight_2).to(kind).to(tl.float32)
+        )
     angles = (token * D)[:, None] + offs_f[None, :]
     cos = tl.load(cos_ptr + angles, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angles + F, mask=mask, other=0.0).to(tl.float32)  # the first half is the negative of it
+    # the first half is the negative of it
+    sin = tl.load(sin_ptr + angles + F, mask=mask, other=0.0).to(tl.float32)
     turned_1 = ((wide_1 * cos).to(kind).to(tl.float32) - wide_2 * sin).to(kind)
     turned_2 = ((wide_2 * cos).to(kind).to(tl.float32) + wide_1 * sin).to(kind)
     count, local = tl.where(is_key, K, H), head - tl.where(is_key, H, 0)
@@ -260,19 +381,43 @@ def _heads(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _heads_backward(
-    grad_q_ptr, grad_k_ptr, grad_v_ptr, qkv_ptr, rstd_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, out_ptr,
-    partial_ptr, amax_ptr, num_tokens,
-    H: tl.constexpr, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr,
+    grad_q_ptr,
+    grad_k_ptr,
+    grad_v_ptr,
+    qkv_ptr,
+    rstd_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    partial_ptr,
+    amax_ptr,
+    num_tokens,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+    NORM: tl.constexpr,
     AMAX: tl.constexpr,
-):  # fmt: skip
-    """Program (p, g): heads g · G on, of every P-th tile of tokens; the last groups are values, which only move."""
+):
+    """Program (p, g): heads g · G on, of every P-th tile of tokens; the last groups are values,
+    which only move."""
     F: tl.constexpr = D // 2
     program, programs, group = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     offs_r, offs_f = tl.arange(0, TILE * G), tl.arange(0, F)
     head = group * G + offs_r % G
-    is_query, is_value, found = group < H // G, group >= (H + K) // G, tl.zeros([TILE * G, F], tl.float32)
+    is_query, is_value, found = (
+        group < H // G,
+        group >= (H + K) // G,
+        tl.zeros([TILE * G, F], tl.float32),
+    )
     grad_ptr = tl.where(is_query, grad_q_ptr, tl.where(is_value, grad_v_ptr, grad_k_ptr))
-    count, local = tl.where(is_query, H, K), head - tl.where(is_query, 0, tl.where(is_value, H + K, H))
+    count, local = (
+        tl.where(is_query, H, K),
+        head - tl.where(is_query, 0, tl.where(is_value, H + K, H)),
+    )
     if NORM:
         norm_ptr = tl.where(is_query, q_norm_ptr, k_norm_ptr)
         weight_1 = tl.load(norm_ptr + offs_f).to(tl.float32)[None, :]
@@ -300,9 +445,15 @@ def _heads_backward(
                 back_1 *= weight_1
                 back_2 *= weight_2
                 mean = ((tl.sum(back_1 * scaled_1, 1) + tl.sum(back_2 * scaled_2, 1)) / D)[:, None]
-                back_1, back_2 = (back_1 - scaled_1 * mean) * rstd, (back_2 - scaled_2 * mean) * rstd
+                back_1, back_2 = (
+                    (back_1 - scaled_1 * mean) * rstd,
+                    (back_2 - scaled_2 * mean) * rstd,
+                )
             grad_1, grad_2 = back_1, back_2
-        rounded_1, rounded_2 = grad_1.to(out_ptr.dtype.element_ty), grad_2.to(out_ptr.dtype.element_ty)
+        rounded_1, rounded_2 = (
+            grad_1.to(out_ptr.dtype.element_ty),
+            grad_2.to(out_ptr.dtype.element_ty),
+        )
         tl.store(out_ptr + place, rounded_1, mask=mask)
         tl.store(out_ptr + place + F, rounded_2, mask=mask)
         if AMAX:
@@ -331,8 +482,14 @@ def _silu(gate_up_ptr, out_ptr, amax_ptr, M: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def _silu_backward(
-    grad_ptr, gate_up_ptr, out_ptr, amax_ptr, M: tl.constexpr, BLOCK: tl.constexpr, AMAX: tl.constexpr
-):  # fmt: skip
+    grad_ptr,
+    gate_up_ptr,
+    out_ptr,
+    amax_ptr,
+    M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AMAX: tl.constexpr,
+):
     token, offs = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, at = offs < M, token * (2 * M) + offs
     grad = tl.load(grad_ptr + token * M + offs, mask=inside, other=0.0)
@@ -350,4 +507,6 @@ def _silu_backward(
     if AMAX:
         raise_to(amax_ptr, tl.maximum(found, sizes(grad_up)))
     tl.store(out_ptr + at + M, grad_up, mask=inside)
-    tl.store(grad_ptr + token * M + offs, (activated.to(kind).to(tl.float32) * up).to(kind), mask=inside)
+    tl.store(
+        grad_ptr + token * M + offs, (activated.to(kind).to(tl.float32) * up).to(kind), mask=inside
+    )

@@ -1,6 +1,6 @@
-"""Items of the attention kernels' work lists: two numbers in one int32, how keys are cut into them, block tables of
-whole sequences, and how arrays share one copy to the device. In: lengths, arrays. Out: work lists, tables (numpy). No
-Triton here, so that the host's side is tested without.
+"""Items of the attention kernels' work lists: two numbers in one int32, how keys are cut into them,
+block tables of whole sequences, and how arrays share one copy to the device. In: lengths, arrays.
+Out: work lists, tables (numpy). No Triton here, so that the host's side is tested without.
 """
 
 # B or S sequences, I items of a work list, P pages of the longest sequence
@@ -12,13 +12,16 @@ from collections.abc import Sequence
 import numpy as np
 
 ITEM_BITS = 16  # low bits hold the piece or tile, high bits the sequence or chunk
-ALIGN = 4  # int32 numbers in 16 bytes: Triton compiles a kernel anew for a pointer that is not a multiple of that
+# int32 numbers in 16 bytes: Triton compiles a kernel anew for a pointer that is not a multiple of
+# that
+ALIGN = 4
 INVARIANT_PIECE = 512  # keys of a piece in batch-invariant mode; a multiple of every page size
 
 
 def cut_pieces(length_B: np.ndarray, piece_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut each sequence's keys into pieces of a fixed size. Returns first_B, where a sequence's pieces lie in the
-    scratch, and item_I, the longest pieces first, so that programs which take items in turn finish together."""
+    """Cut each sequence's keys into pieces of a fixed size. Returns first_B, where a sequence's
+    pieces lie in the scratch, and item_I, the longest pieces first, so that programs which take
+    items in turn finish together."""
     pieces_B = -(-length_B // piece_tokens)
     first_B = np.cumsum(pieces_B) - pieces_B
     place_I = np.repeat(np.arange(len(length_B)), pieces_B)
@@ -29,7 +32,8 @@ def cut_pieces(length_B: np.ndarray, piece_tokens: int) -> tuple[np.ndarray, np.
 
 
 def lay_out_pages(lengths_S: np.ndarray, page_tokens: int) -> tuple[np.ndarray, int]:
-    """Return the block table, one sequence's pages after the other's, and how many pages there are."""
+    """Return the block table, one sequence's pages after the other's, and how many pages there
+    are."""
     pages_S = -(-lengths_S // page_tokens)
     column_P = np.arange(max(1, int(pages_S.max())))
     first_S1 = (np.cumsum(pages_S) - pages_S)[:, None]

@@ -1,5 +1,6 @@
-"""Placement: where a run's trainer and engine live. In: a stage, its plan. Out: the contracts that the loop drives.
-Inline: in this process, on one device. `launch.placement.ray_placement` has the other one.
+"""Placement: where a run's trainer and engine live. In: a stage, its plan. Out: the contracts that
+the loop drives. Inline: in this process, on one device. `launch.placement.ray_placement` has the
+other one.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class Placement(Protocol):
         """What is wrong with a snapshot; every byte is looked at, by all ranks together."""
         ...
 
-    async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None) -> StageParts:
+    async def begin(
+        self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None
+    ) -> StageParts:
         """Make a stage's objects; the trainer continues from `found` if there is one."""
         ...
 
@@ -94,18 +97,29 @@ class Inline:
         return self._policy
 
     async def look_through(self, path: Path) -> list[Fault]:
-        return await asyncio.get_running_loop().run_in_executor(self._machine.compute, find_faults, path)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._machine.compute, find_faults, path
+        )
 
-    async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None) -> StageParts:
+    async def begin(
+        self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None
+    ) -> StageParts:
         assert self._policy is not None
-        device = self._device = StageRuntime(self._config, plan, self._folder, self._machine, self._emit)
+        device = self._device = StageRuntime(
+            self._config, plan, self._folder, self._machine, self._emit
+        )
         trainer = device.make_trainer(stage, self._policy, version, resumed=found is not None)
         if found is not None:
             trainer.restore({"tensors": found.tensors, "state": found.state["trainer"]})
         engine = await device.make_engine(self._policy) if plan.kv_pages > 0 else None
         device.manage()
-        where, resumed_step = (self._config, self._folder, stage.name), 0 if found is None else found.step
-        self._snapshots = make_snapshots(*where, trainer, self._machine, self._emit, resumed_step=resumed_step)
+        where, resumed_step = (
+            (self._config, self._folder, stage.name),
+            0 if found is None else found.step,
+        )
+        self._snapshots = make_snapshots(
+            *where, trainer, self._machine, self._emit, resumed_step=resumed_step
+        )
         self._snapshots.prepare()
         return StageParts(
             trainer=trainer,
@@ -154,8 +168,8 @@ def make_snapshots(
     group: RankGroup | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Snapshots:
-    """What writes a stage's snapshots. Every rank has one. `resumed_step`: of the snapshot that the stage goes on from,
-    0 if it begins."""
+    """What writes a stage's snapshots. Every rank has one. `resumed_step`: of the snapshot that the
+    stage goes on from, 0 if it begins."""
     saver = Saver(
         stage_store(config, folder, stage, emit, resumed_step=resumed_step),
         group or alone(machine.device),
@@ -170,17 +184,28 @@ def make_snapshots(
 class Snapshots:
     """SnapshotPort: the trainer's parts and the loop's state in one folder."""
 
-    def __init__(self, saver: Saver, trainer: NativeTrainer, compute: ThreadPoolExecutor, *, prepares: bool) -> None:
+    def __init__(
+        self, saver: Saver, trainer: NativeTrainer, compute: ThreadPoolExecutor, *, prepares: bool
+    ) -> None:
         """Without `prepares` the only save is the one at the end, which may wait for its memory."""
-        self._saver, self._trainer, self._compute, self._prepares = saver, trainer, compute, prepares
+        self._saver, self._trainer, self._compute, self._prepares = (
+            saver,
+            trainer,
+            compute,
+            prepares,
+        )
 
     def prepare(self) -> None:
         """Begin to make the memory that saves need; after the engine's graphs are captured."""
         if self._prepares:
             self._saver.prepare(self._trainer.snapshot_bytes())
 
-    async def save(self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._compute, self._save, step, state, blobs)
+    async def save(
+        self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]
+    ) -> None:
+        await asyncio.get_running_loop().run_in_executor(
+            self._compute, self._save, step, state, blobs
+        )
 
     async def finish(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._compute, self._saver.finish)

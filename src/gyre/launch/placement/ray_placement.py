@@ -1,8 +1,8 @@
-"""Fleet: a run on the workers of a Ray cluster. In: the config's `[cluster]`. Out: a Placement whose trainer is a group
-of ranks and whose engine is a pool.
+"""Fleet: a run on the workers of a Ray cluster. In: the config's `[cluster]`. Out: a Placement
+whose trainer is a group of ranks and whose engine is a pool.
 
-Ray is kept over restarts of a run; the workers, the store that the ranks meet at and its round are new each time, since
-ranks that find addresses of dead ones in an old store hang.
+Ray is kept over restarts of a run; the workers, the store that the ranks meet at and its round are
+new each time, since ranks that find addresses of dead ones in an old store hang.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class RayWorkers:
         self._emit: Emit = lambda kind, **fields: None
         self.cluster = RayCluster(config.cluster, on_event=self._forward)
         self.num_workers = config.cluster.num_workers or max(1, self.cluster.num_gpus)
-        self.on_gpus = config.run.device == "cuda" or (config.run.device == "auto" and self.cluster.num_gpus > 0)
+        self.on_gpus = config.run.device == "cuda" or (
+            config.run.device == "auto" and self.cluster.num_gpus > 0
+        )
         self._check_room()
 
     @property
@@ -80,13 +82,17 @@ class RayWorkers:
             offered = f"{self.cluster.num_cpus:g} cores and {self.cluster.num_gpus} GPUs"
             asyncio.run(self.close())
             raise ConfigError(
-                f"{wanted} workers need {cores:g} cores and {gpus} GPUs, the cluster offers {offered}",
+                f"{wanted} workers need {cores:g} cores and {gpus} GPUs, the cluster offers "
+                f"{offered}",
                 hint="lower cluster.num_workers, cluster.engine_workers or cluster.cpus_per_worker",
             )
-        if self.on_gpus and (mixture := find_mixed_types(self.cluster.gpus_by_type, self.num_workers)):
+        if self.on_gpus and (
+            mixture := find_mixed_types(self.cluster.gpus_by_type, self.num_workers)
+        ):
             asyncio.run(self.close())
             raise ConfigError(
-                f"{self.num_workers} trainer ranks need GPUs of one type, the cluster has {mixture}",
+                f"{self.num_workers} trainer ranks need GPUs of one type, the cluster has "
+                f"{mixture}",
                 hint="set cluster.num_workers to what one type has, or join a cluster of one type",
             )
 
@@ -94,8 +100,16 @@ class RayWorkers:
 class RayPlacement:
     """Placement over a fleet, for one attempt at a run."""
 
-    def __init__(self, config: RunConfig, folder: Path, machine: Machine, emit: Emit, fleet: RayWorkers) -> None:
-        self._config, self._folder, self._machine, self._emit, self._fleet = config, folder, machine, emit, fleet
+    def __init__(
+        self, config: RunConfig, folder: Path, machine: Machine, emit: Emit, fleet: RayWorkers
+    ) -> None:
+        self._config, self._folder, self._machine, self._emit, self._fleet = (
+            config,
+            folder,
+            machine,
+            emit,
+            fleet,
+        )
         self._settings = fleet.config
         self._handles: list[WorkerHandle] = []  # of the trainer's ranks, by rank
         self._store: Any = None
@@ -119,23 +133,33 @@ class RayPlacement:
         self._store = hold_store(self._fleet.host, timeout_s=self._settings.start_deadline_s)
         names = [f"worker-{rank}" for rank in range(self._fleet.num_workers)]
         self._emit("cluster.starting", workers=names, engine_workers=self._settings.engine_workers)
-        starts = [self._fleet.cluster.start(self._spec(name, rank)) for rank, name in enumerate(names)]
+        starts = [
+            self._fleet.cluster.start(self._spec(name, rank)) for rank, name in enumerate(names)
+        ]
         self._handles = await _all_or_first_error(starts)
-        self._emit("cluster.started", workers={handle.name: handle.place for handle in self._handles})
+        self._emit(
+            "cluster.started", workers={handle.name: handle.place for handle in self._handles}
+        )
         return facts
 
     async def look_through(self, path: Path) -> list[Fault]:
         what = f"looking through {path.name}"
         return join_faults(
-            await self._make_group().run(what, "look_through", str(path.absolute()), patience=self._patience)
+            await self._make_group().run(
+                what, "look_through", str(path.absolute()), patience=self._patience
+            )
         )
 
-    async def begin(self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None) -> StageParts:
+    async def begin(
+        self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None
+    ) -> StageParts:
         self._stage = (stage, plan)
         group = self._group = self._make_group()
         snapshot = "" if found is None else str(found.path.absolute())
         begun = (stage.name, plan.to_json(), version, snapshot)
-        versions = await group.run(f"start of stage {stage.name}", "begin", *begun, patience=self._patience)
+        versions = await group.run(
+            f"start of stage {stage.name}", "begin", *begun, patience=self._patience
+        )
         group.version = versions[0]
         if plan.kv_pages > 0:
             self._pool = await self._make_pool(group.version)
@@ -261,11 +285,18 @@ class RayPlacement:
         )
 
     def _environment(self) -> dict[str, str]:
-        threads = self._config.run.threads or max(1, describe_hardware()["cores"] // self._fleet.share)
-        environment = {"OMP_NUM_THREADS": str(threads), **child_environment(multicast=self._settings.multicast)}
+        threads = self._config.run.threads or max(
+            1, describe_hardware()["cores"] // self._fleet.share
+        )
+        environment = {
+            "OMP_NUM_THREADS": str(threads),
+            **child_environment(multicast=self._settings.multicast),
+        }
         if not self._settings.address:
             environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        return environment | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        return environment | {
+            name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ
+        }
 
 
 class SpreadSnapshots:
@@ -274,24 +305,32 @@ class SpreadSnapshots:
     def __init__(self, group: TrainerGroup, *, patience: Patience) -> None:
         self._group, self._patience = group, patience
 
-    async def save(self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
-        await self._group.run(f"snapshot of step {step}", "save", step, state, blobs, patience=self._patience)
+    async def save(
+        self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]
+    ) -> None:
+        await self._group.run(
+            f"snapshot of step {step}", "save", step, state, blobs, patience=self._patience
+        )
 
 
 async def _all_or_first_error(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Results of all. When one fails, that error: the others have a moment to say what they saw, and are ended then,
-    since they may wait for the one that failed. A worker that breaks or does not come up in time is a lost rank: its
-    node may be gone, and another attempt finds it so."""
+    """Results of all. When one fails, that error: the others have a moment to say what they saw,
+    and are ended then, since they may wait for the one that failed. A worker that breaks or does
+    not come up in time is a lost rank: its node may be gone, and another attempt finds it so."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        _, late = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else ((), ())
+        _, late = (
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else ((), ())
+        )
         if late:
             await asyncio.wait(late, timeout=GRACE_S)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    errors = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
+    errors = [
+        error for task in tasks if not task.cancelled() and (error := task.exception()) is not None
+    ]
     if errors:
         _, error = find_cause(dict(enumerate(errors)))
         if isinstance(error, WorkerFault | WorkerLate):
@@ -302,8 +341,9 @@ async def _all_or_first_error(works: Iterable[Coroutine[Any, Any, Result]]) -> l
 
 
 def find_mixed_types(gpus_by_type: Mapping[str, int], num_ranks: int) -> str:
-    """What the cluster has of each type, when no type has enough for all ranks; "" when one has. Pure. Ray may still
-    place ranks on two types where one has enough: then they refuse it themselves when they meet."""
+    """What the cluster has of each type, when no type has enough for all ranks; "" when one has.
+    Pure. Ray may still place ranks on two types where one has enough: then they refuse it
+    themselves when they meet."""
     if len(gpus_by_type) < 2 or max(gpus_by_type.values()) >= num_ranks:
         return ""
     return ", ".join(f"{count} × {kind}" for kind, count in sorted(gpus_by_type.items()))
@@ -313,7 +353,8 @@ def _refuse_unsupported(config: RunConfig) -> None:
     zero, _ = config.parallel.of("actor")
     if config.cluster.engine_workers and zero >= 2:
         raise ConfigError(
-            f"cluster.engine_workers = {config.cluster.engine_workers} with parallel.zero = {zero}: "
+            f"cluster.engine_workers = {config.cluster.engine_workers} with parallel.zero = "
+            f"{zero}: "
             "shards reach only engines beside a trainer rank",
             hint="set parallel.zero = 1, or cluster.engine_workers = 0",
         )

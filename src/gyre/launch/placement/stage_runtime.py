@@ -1,5 +1,6 @@
-"""Device: what one device holds during one stage: a trainer rank, an engine, the memory manager over both.
-In: a policy, a plan, the group of ranks. Out: the live objects, made in order and closed in reverse.
+"""Device: what one device holds during one stage: a trainer rank, an engine, the memory manager
+over both. In: a policy, a plan, the group of ranks. Out: the live objects, made in order and closed
+in reverse.
 """
 
 from __future__ import annotations
@@ -49,7 +50,13 @@ class StageRuntime:
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`progress` is what the trainer calls where it works for long without running a layer."""
-        self._config, self._plan, self._folder, self._machine, self._emit = config, plan, folder, machine, emit
+        self._config, self._plan, self._folder, self._machine, self._emit = (
+            config,
+            plan,
+            folder,
+            machine,
+            emit,
+        )
         self._group, self._progress = group, progress
         self._manager: MemoryManager | None = None
         self._own_weights = False  # the engine's, beside the trainer's
@@ -59,14 +66,18 @@ class StageRuntime:
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether the actor's weights lie in shards, so that an engine cannot read them where they are."""
+        """Whether the actor's weights lie in shards, so that an engine cannot read them where they
+        are."""
         ranks = 1 if self._group is None else self._group.size
         zero, shard_ranks = self._config.parallel.of("actor")
         return ranks > 1 and zero >= 2 and shard_ranks != 1
 
-    def make_trainer(self, stage: Stage, policy: Policy, version: int, *, resumed: bool) -> NativeTrainer:
-        """The trainer on the policy's decoder, which has this rank's part of the weights from here on. One that is
-        `resumed` reads none: they come from the snapshot, and until then it does nothing."""
+    def make_trainer(
+        self, stage: Stage, policy: Policy, version: int, *, resumed: bool
+    ) -> NativeTrainer:
+        """The trainer on the policy's decoder, which has this rank's part of the weights from here
+        on. One that is `resumed` reads none: they come from the snapshot, and until then it does
+        nothing."""
         reads = policy.decoder.device.type == "meta" and not resumed
         with self._making("trainer"), contextlib.ExitStack() as files:
             weights = policy.weights if reads else None
@@ -74,7 +85,9 @@ class StageRuntime:
                 files.callback(policy.weights.close)
             reward, scored, reward_weights = self._config.rewards.model_part(), None, None
             if reward is not None and stage.name == MAIN:
-                decoder, head, reward_weights = make_reward_model(reward.path, self._machine, policy)
+                decoder, head, reward_weights = make_reward_model(
+                    reward.path, self._machine, policy
+                )
                 scored = decoder, head
                 files.callback(reward_weights.close)
             self.trainer = NativeTrainer(
@@ -104,25 +117,33 @@ class StageRuntime:
         device = self._machine.device
         if device.type != "cuda":
             return None
-        return peak_flops(torch.cuda.get_device_name(device), str(self._machine.dtype).removeprefix("torch."))
+        return peak_flops(
+            torch.cuda.get_device_name(device), str(self._machine.dtype).removeprefix("torch.")
+        )
 
     def _logprobs(self, stage: Stage) -> ChunkLogprobs | None:
-        """The engine's own kernels in batch-invariant mode, which `check_invariant` has found able."""
+        """The engine's own kernels in batch-invariant mode, which `check_invariant` has found
+        able."""
         if not trains_invariant(self._config, stage):
             return None
-        from gyre.trainer.passes.batch_invariant import InvariantLogprobs  # here, since a CPU has no Triton
+        # here, since a CPU has no Triton
+        from gyre.trainer.passes.batch_invariant import InvariantLogprobs
 
         return InvariantLogprobs(page_tokens=self._plan.page_tokens)
 
     async def make_engine(self, policy: Policy, *, own_weights: bool = False) -> NativeEngine:
         """On the trainer's decoder, or with `own_weights` on one that is filled by handovers."""
         plan, self._own_weights = self._plan, own_weights
-        sizes = self._config.engine.model_copy(update={"num_pages": plan.kv_pages, "page_tokens": plan.page_tokens})
+        sizes = self._config.engine.model_copy(
+            update={"num_pages": plan.kv_pages, "page_tokens": plan.page_tokens}
+        )
         if own_weights:
             decoder = Decoder(policy.spec, device=self._machine.device, dtype=self._machine.dtype)
             policy = replace(policy, decoder=decoder)
         with self._making("engine"):
-            self.engine = make_engine(sizes, policy, self._machine, self._emit, shared_weights=not own_weights)
+            self.engine = make_engine(
+                sizes, policy, self._machine, self._emit, shared_weights=not own_weights
+            )
             await self.engine.start(dummy=own_weights)
         return self.engine
 
@@ -150,7 +171,9 @@ class StageRuntime:
         """PhaseGate over the memory manager, on the compute thread."""
         manager = self._manager
         assert manager is not None
-        await asyncio.get_running_loop().run_in_executor(self._machine.compute, lambda: manager.enter(phase, step=step))
+        await asyncio.get_running_loop().run_in_executor(
+            self._machine.compute, lambda: manager.enter(phase, step=step)
+        )
 
     @property
     def held_bytes(self) -> int:
@@ -164,9 +187,9 @@ class StageRuntime:
             await self.trainer.close()
 
     def left_policy(self, policy: Policy) -> Policy:
-        """The policy as the next stage begins with it; all ranks call it, before `close`. Where critic and reference
-        would be cut like this one, each rank reads its own shards, which live until then; else it has the weights
-        whole."""
+        """The policy as the next stage begins with it; all ranks call it, before `close`. Where
+        critic and reference would be cut like this one, each rank reads its own shards, which live
+        until then; else it has the weights whole."""
         assert self.trainer is not None
         if self._group is None or not self.cuts_weights:
             return policy
@@ -182,7 +205,8 @@ class StageRuntime:
         return replace(policy, decoder=decoder)
 
     def _cuts_alike(self) -> bool:
-        """Whether each model that may begin with the policy's weights would have the actor's cuts."""
+        """Whether each model that may begin with the policy's weights would have the actor's
+        cuts."""
         assert self._group is not None
         splits = [self._config.parallel.of(model) for model in ("actor", "critic", "reference")]
         sizes = {shard_size(self._group.size, shard_ranks) for _, shard_ranks in splits}
@@ -197,8 +221,8 @@ class StageRuntime:
         return source
 
     def _disk_folder(self) -> Path | None:
-        """Inside the run's folder, or for a folder elsewhere a part of it that no other run touches. Ranks do not
-        share one."""
+        """Inside the run's folder, or for a folder elsewhere a part of it that no other run
+        touches. Ranks do not share one."""
         name = self._config.memory.disk_folder
         if not name:
             return None

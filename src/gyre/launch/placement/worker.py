@@ -1,5 +1,6 @@
-"""Rank: the object in a worker of a training run. In: the run's config, which rank it is, then stages. Out: seats for a
-trainer rank and an engine. Every rank gets every call but those for one engine. Started by launch.placement.ray_placement, by the name
+"""Rank: the object in a worker of a training run. In: the run's config, which rank it is, then
+stages. Out: seats for a trainer rank and an engine. Every rank gets every call but those for one
+engine. Started by launch.placement.ray_placement, by the name
 "gyre.launch.placement.worker:build_rank".
 """
 
@@ -57,7 +58,9 @@ async def build_rank(context: Context, *, order: WorkerSpec) -> RankWorker:
     machine = make_machine(order.config)
     tokenizer = load_tokenizer(order.folder / "tokenizer")
     loop = asyncio.get_running_loop()
-    policy = await loop.run_in_executor(machine.compute, make_policy, order.config, tokenizer, machine)
+    policy = await loop.run_in_executor(
+        machine.compute, make_policy, order.config, tokenizer, machine
+    )
     group = None
     if order.rank is not None:
         seat = RankSpec(
@@ -71,7 +74,8 @@ async def build_rank(context: Context, *, order: WorkerSpec) -> RankWorker:
             timeout_s=order.config.parallel.timeout_s,
         )
         group = await loop.run_in_executor(machine.compute, join, seat)
-    register_module_forward_pre_hook(lambda module, args: context.tick())  # one for each layer that runs
+    # one for each layer that runs
+    register_module_forward_pre_hook(lambda module, args: context.tick())
     return RankWorker(context, order, machine, policy, group)
 
 
@@ -79,7 +83,12 @@ class RankWorker:
     """`trainer` and `engine` are there from `begin` to `end`; an engine worker has no trainer."""
 
     def __init__(
-        self, context: Context, order: WorkerSpec, machine: Machine, policy: Policy, group: RankGroup | None
+        self,
+        context: Context,
+        order: WorkerSpec,
+        machine: Machine,
+        policy: Policy,
+        group: RankGroup | None,
     ) -> None:
         self._context, self._order, self._machine = context, order, machine
         self._config, self._policy, self._group = order.config, policy, group
@@ -91,8 +100,11 @@ class RankWorker:
         self.engine: EngineEndpoint | None = None
 
     async def begin(self, stage_name: str, plan_json: str, version: int, snapshot: str) -> int:
-        """Make the stage's objects; with `snapshot`, a path, the trainer goes on from it. Returns its version."""
-        stage = next(stage for stage in plan_stages(self._config, "all") if stage.name == stage_name)
+        """Make the stage's objects; with `snapshot`, a path, the trainer goes on from it. Returns
+        its version."""
+        stage = next(
+            stage for stage in plan_stages(self._config, "all") if stage.name == stage_name
+        )
         plan = Plan.from_json(plan_json)
         device = self._device = StageRuntime(
             self._config,
@@ -108,27 +120,39 @@ class RankWorker:
                 lambda: device.make_trainer(stage, self._policy, version, resumed=bool(snapshot))
             )
             self._policy = replace(self._policy, weights=None)
-            # Read: shards of the stage before leave the device now. Their model is a cycle of references.
+            # Read: shards of the stage before leave the device now. Their model is a cycle of
+            # references.
             await self._on_compute(lambda: give_back(self._machine.device, collect=True))
             if snapshot:
                 await self._on_compute(lambda: trainer.restore(_load(snapshot)))
             where = (self._config, self._order.folder, stage_name)
             resumed_step = step_of(Path(snapshot)) if snapshot else 0
-            given = {"resumed_step": resumed_step, "group": self._group, "progress": self._context.tick}
-            self._snapshots = make_snapshots(*where, trainer, self._machine, self._context.emit, **given)
-            self.trainer = TrainerEndpoint(trainer, rank=self._order.rank, compute=self._machine.compute)
+            given = {
+                "resumed_step": resumed_step,
+                "group": self._group,
+                "progress": self._context.tick,
+            }
+            self._snapshots = make_snapshots(
+                *where, trainer, self._machine, self._context.emit, **given
+            )
+            self.trainer = TrainerEndpoint(
+                trainer, rank=self._order.rank, compute=self._machine.compute
+            )
             version = trainer.version
         if plan.kv_pages > 0:
             own_weights = self.trainer is None or device.cuts_weights
             engine = await device.make_engine(self._policy, own_weights=own_weights)
-            self.engine = EngineEndpoint(engine, trainer=self.trainer, ticks=lambda: self._context.ticks)
+            self.engine = EngineEndpoint(
+                engine, trainer=self.trainer, ticks=lambda: self._context.ticks
+            )
         await self._on_compute(device.manage)
         if self._snapshots is not None:
             await self._on_compute(self._snapshots.prepare)
         return version
 
     async def end(self, last: bool) -> None:
-        """Close the stage's objects, and keep the policy for the next stage, or shards for an export after the last."""
+        """Close the stage's objects, and keep the policy for the next stage, or shards for an
+        export after the last."""
         device, self._device = self._device, None
         assert device is not None
         self.trainer = self.engine = None
@@ -144,7 +168,8 @@ class RankWorker:
             self._snapshots = None
 
     async def enter(self, phase: Phase, step: int) -> int:
-        """Move this device's memory for a phase. Returns the bytes that its components hold there afterwards."""
+        """Move this device's memory for a phase. Returns the bytes that its components hold there
+        afterwards."""
         assert self._device is not None
         await self._device.enter(phase, step=step)
         return self._device.held_bytes
@@ -158,7 +183,9 @@ class RankWorker:
         """What is wrong with this rank's share of a snapshot's bytes."""
         share, shares = self._order.rank, self._order.world_size
         assert share is not None
-        return await self._on_compute(lambda: find_faults(Path(path), share=share, num_shares=shares))
+        return await self._on_compute(
+            lambda: find_faults(Path(path), share=share, num_shares=shares)
+        )
 
     async def export(self, folder: str, tokenizer_files: str) -> None:
         """Write the model in hub layout. Every rank gets the call; the first one writes."""
@@ -166,10 +193,14 @@ class RankWorker:
         shards, group, spec = self._shards, self._group, self._policy.spec
         if shards is not None and group is not None:
             given = {"deadline_s": self._config.snapshot.deadline_s, "progress": self._context.tick}
-            work = partial(export_shards, spec, self._head, shards, group, where, self._machine, files, **given)
+            work = partial(
+                export_shards, spec, self._head, shards, group, where, self._machine, files, **given
+            )
             await self._on_compute(work)
         elif self._order.rank == 0:
-            await self._on_compute(lambda: export_policy(self._policy, self._head, where, self._machine, files))
+            await self._on_compute(
+                lambda: export_policy(self._policy, self._head, where, self._machine, files)
+            )
 
     async def _on_compute(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._machine.compute, work)

@@ -1,5 +1,5 @@
-"""Attempts: what a run keeps to when it goes on, and what it may change. In: a run folder, what the command line sets.
-Out: the config of the next attempt, and files in the folder. Torch-free.
+"""Attempts: what a run keeps to when it goes on, and what it may change. In: a run folder, what the
+command line sets. Out: the config of the next attempt, and files in the folder. Torch-free.
 
     config.toml, overrides.json   of the first attempt; resolved.json holds their digest and the config they made
     attempts/3.json               what attempt 3 changed with --resume RUN --set KEY=VALUE; it holds for those after it
@@ -17,7 +17,8 @@ from gyre.core.errors import ConfigError, SnapshotError
 from gyre.runconfig import RunConfig
 
 RESOLVED, ATTEMPTS, OVERRIDES = "resolved.json", "attempts", "overrides.json"
-# Nothing that was computed so far would have been another number with another value of these. "*": all of a table.
+# Nothing that was computed so far would have been another number with another value of these. "*":
+# all of a table.
 CHANGEABLE = (
     "trainer.steps",
     "trainer.trace_steps",
@@ -49,9 +50,14 @@ def read_changes(folder: Path) -> list[str]:
     place = folder / ATTEMPTS
     if not place.is_dir():
         if place.exists() or place.is_symlink():
-            raise SnapshotError(f"{place} is no folder", hint="put back the folder of what earlier attempts changed")
+            raise SnapshotError(
+                f"{place} is no folder", hint="put back the folder of what earlier attempts changed"
+            )
         return []
-    files = sorted((path for path in place.glob("*.json") if path.stem.isdecimal()), key=lambda path: int(path.stem))
+    files = sorted(
+        (path for path in place.glob("*.json") if path.stem.isdecimal()),
+        key=lambda path: int(path.stem),
+    )
     return [override for path in files for override in texts_of(read_json(path), path, "set")]
 
 
@@ -60,14 +66,20 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is no JSON ({str(error)[:100]})"
-        raise SnapshotError(f"cannot read {path}: {reason}", hint="put the file back as the run wrote it") from error
+        reason = (
+            error.strerror if isinstance(error, OSError) else f"it is no JSON ({str(error)[:100]})"
+        )
+        raise SnapshotError(
+            f"cannot read {path}: {reason}", hint="put the file back as the run wrote it"
+        ) from error
 
 
 def texts_of(value: Any, path: Path, key: str = "") -> list[str]:
     found = value.get(key) if key and isinstance(value, dict) else value
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise SnapshotError(f"{path} holds no list of texts", hint="put the file back as the run wrote it")
+        raise SnapshotError(
+            f"{path} holds no list of texts", hint="put the file back as the run wrote it"
+        )
     return found
 
 
@@ -84,50 +96,67 @@ def write_changes(
 
 
 def find_changes(before: RunConfig, after: RunConfig, folder: Path) -> dict[str, tuple[Any, Any]]:
-    """Keys whose value another attempt changes: (before, after). ConfigError for one that it may not change."""
+    """Keys whose value another attempt changes: (before, after). ConfigError for one that it may
+    not change."""
     changed = differing_keys(before.model_dump(mode="json"), after.model_dump(mode="json"))
     refused = [key for key in changed if not is_changeable(key)]
     if refused:
-        named = "; ".join(f"{key} = {changed[key][0]!r}, given {changed[key][1]!r}" for key in refused[:MOST_TOLD])
+        named = "; ".join(
+            f"{key} = {changed[key][0]!r}, given {changed[key][1]!r}" for key in refused[:MOST_TOLD]
+        )
         raise ConfigError(
-            f"--resume goes on with the run as it was: {named}. What was computed so far follows from "
-            f"{'it' if len(refused) == 1 else 'them'}; a run that goes on may change {', '.join(CHANGEABLE)}",
+            f"--resume goes on with the run as it was: {named}. What was computed so far follows "
+            "from "
+            f"{'it' if len(refused) == 1 else 'them'}; a run that goes on may change "
+            f"{', '.join(CHANGEABLE)}",
             hint="leave it out; to change it, begin a new run: "
-            f"gyre train {folder / 'config.toml'} --set KEY=VALUE (with model.path={folder / 'export'}, once it is "
+            f"gyre train {folder / 'config.toml'} --set KEY=VALUE (with "
+            f"model.path={folder / 'export'}, once it is "
             "there, from the weights that this one came to)",
         )
     return changed
 
 
 def refuse_edited(folder: Path, config: RunConfig) -> None:
-    """ConfigError when config.toml or overrides.json are not what the run began with, and it shows in `config`, which
-    was read from them. A run folder that is older than resolved.json has nothing to compare with."""
+    """ConfigError when config.toml or overrides.json are not what the run began with, and it shows
+    in `config`, which was read from them. A run folder that is older than resolved.json has nothing
+    to compare with."""
     path = folder / RESOLVED
     if not path.exists():
         return
     kept = read_json(path)
     if not isinstance(kept, dict) or not isinstance(kept.get("config"), dict):
         raise SnapshotError(f"{path} holds no config", hint="put the file back as the run wrote it")
-    if kept.get("sha256") == _digest((folder / "config.toml").read_bytes(), (folder / OVERRIDES).read_bytes()):
+    if kept.get("sha256") == _digest(
+        (folder / "config.toml").read_bytes(), (folder / OVERRIDES).read_bytes()
+    ):
         return
     changed = differing_keys(kept["config"], config.model_dump(mode="json"))
     if not changed:
         return
-    named = "; ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in list(changed.items())[:MOST_TOLD])
+    named = "; ".join(
+        f"{key} was {old!r} and is {new!r}" for key, (old, new) in list(changed.items())[:MOST_TOLD]
+    )
     raise ConfigError(
         f"{folder / 'config.toml'} was edited after the run began: {named}",
-        hint=f"put it back; --resume {folder} --set KEY=VALUE changes {', '.join(CHANGEABLE)}, and any other key "
+        hint=f"put it back; --resume {folder} --set KEY=VALUE changes {', '.join(CHANGEABLE)}, "
+        "and any other key "
         "begins a new run",
     )
 
 
 def is_changeable(key: str) -> bool:
-    return any(key == known or (known.endswith("*") and key.startswith(known[:-1])) for known in CHANGEABLE)
+    return any(
+        key == known or (known.endswith("*") and key.startswith(known[:-1])) for known in CHANGEABLE
+    )
 
 
-def differing_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Keys "a.b" of two trees that hold different values; None where one has none. A key that only the newer of two
-    versions of gyre knows differs where it is not the default, which nobody knows here: it is left out."""
+def differing_keys(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Keys "a.b" of two trees that hold different values; None where one has none. A key that only
+    the newer of two versions of gyre knows differs where it is not the default, which nobody knows
+    here: it is left out."""
     old, new = dict(_flatten(before, "")), dict(_flatten(after, ""))
     return {key: (old[key], new.get(key)) for key in old if old[key] != new.get(key)} | {
         key: (None, new[key]) for key in new if key not in old and _parent_changed(key, old)

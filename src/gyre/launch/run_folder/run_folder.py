@@ -1,8 +1,8 @@
-"""Folders: what lies in a run folder, and which model a command means. In: paths. Out: paths and the config of a run.
+"""Folders: what lies in a run folder, and which model a command means. In: paths. Out: paths and
+the config of a run.
 
-config.toml is as given; overrides.json holds what the command line changed, a list of texts (a value may hold line
-breaks); stage.txt which stages were asked for.
-Torch-free.
+config.toml is as given; overrides.json holds what the command line changed, a list of texts (a
+value may hold line breaks); stage.txt which stages were asked for. Torch-free.
 """
 
 from __future__ import annotations
@@ -20,15 +20,23 @@ from pathlib import Path
 
 from gyre.core.errors import InputError, SnapshotError, is_disk_full
 from gyre.core.hub import near_folders
-from gyre.launch.run_folder.attempts import OVERRIDES, RESOLVED, read_changes, read_json, resolved_text, texts_of
+from gyre.launch.run_folder.attempts import (
+    OVERRIDES,
+    RESOLVED,
+    read_changes,
+    read_json,
+    resolved_text,
+    texts_of,
+)
 from gyre.runconfig import RunConfig, load_run_config
 
-TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # what renaming a folder onto something meets
+# what renaming a folder onto something meets
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 def make_run_folder(config: RunConfig, config_path: Path, overrides: list[str], stage: str) -> Path:
-    """runs/NAME, or NAME-2, …; holds the config as given and what the command line changed. It is there whole, or not
-    at all; of several that are made at once each gets a name of its own."""
+    """runs/NAME, or NAME-2, …; holds the config as given and what the command line changed. It is
+    there whole, or not at all; of several that are made at once each gets a name of its own."""
     base = Path(config.run.folder) / config.run.name
     aside = base.with_name(f".{base.name}.{uuid.uuid4().hex}")
     aside.mkdir(parents=True)
@@ -75,7 +83,8 @@ def refuse_damaged(folder: Path) -> None:
 
 
 def refuse_unusable(error: OSError, folder: Path | None) -> None:
-    """SnapshotError for what the disk or the rights of a run folder refuse. Other errors are nobody's word here."""
+    """SnapshotError for what the disk or the rights of a run folder refuse. Other errors are
+    nobody's word here."""
     place = error.filename2 or error.filename
     named = Path(os.fsdecode(place)).absolute() if isinstance(place, str | bytes) else None
     ours = folder is not None and named is not None and named.is_relative_to(folder.absolute())
@@ -89,15 +98,16 @@ def refuse_unusable(error: OSError, folder: Path | None) -> None:
 
 
 def hold(folder: Path) -> int | None:
-    """Keep other processes from writing this run, until the handle is closed or the process ends. None where the file
-    system knows no locks."""
+    """Keep other processes from writing this run, until the handle is closed or the process ends.
+    None where the file system knows no locks."""
     handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(handle)
         raise SnapshotError(
-            f"{folder} is still running, in another process", hint="wait until it ends, or stop it with Ctrl-C first"
+            f"{folder} is still running, in another process",
+            hint="wait until it ends, or stop it with Ctrl-C first",
         ) from error
     except OSError:
         os.close(handle)
@@ -106,7 +116,8 @@ def hold(folder: Path) -> int | None:
 
 
 def read_overrides(folder: Path) -> list[str]:
-    """What the command line set when the run began. SnapshotError where the folder is no run's, or damaged."""
+    """What the command line set when the run began. SnapshotError where the folder is no run's, or
+    damaged."""
     for name in ("config.toml", OVERRIDES, "stage.txt"):
         if not (folder / name).is_file():
             why = why_missing(folder) or f": it has no {name}"
@@ -125,7 +136,9 @@ def read_stage(folder: Path, accepted: Sequence[str]) -> str:
     try:
         stage = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise SnapshotError(f"cannot read {path}: {error}", hint="put the file back as the run wrote it") from error
+        raise SnapshotError(
+            f"cannot read {path}: {error}", hint="put the file back as the run wrote it"
+        ) from error
     if stage not in accepted:
         raise SnapshotError(
             f"{path} holds {stage[:40]!r}, and must hold {' or '.join(accepted)}",
@@ -144,21 +157,30 @@ def why_missing(folder: Path) -> str:
     return f": {'it is a file' if folder.exists() else 'it does not exist'}{near}"
 
 
-def find_model(target: Path, config_path: Path | None, overrides: list[str]) -> tuple[Path, RunConfig]:
+def find_model(
+    target: Path, config_path: Path | None, overrides: list[str]
+) -> tuple[Path, RunConfig]:
     """(hub-layout folder, config) of a run folder or of a model folder."""
     if (target / "events.jsonl").is_file():
         model = target / "export"
         if not model.is_dir():
-            raise InputError(f"{target} has no export yet", hint=f"finish it: gyre train --resume {target}")
-        own = read_all_overrides(target) if config_path is None else []  # they were made for the run's own config
+            raise InputError(
+                f"{target} has no export yet", hint=f"finish it: gyre train --resume {target}"
+            )
+        # they were made for the run's own config
+        own = read_all_overrides(target) if config_path is None else []
         return model, load_run_config(config_path or target / "config.toml", [*own, *overrides])
     if not (target / "config.json").is_file():
         raise InputError(
-            f"{target} is neither a run folder nor a model folder{why_missing(target)}", hint="runs are under runs/"
+            f"{target} is neither a run folder nor a model folder{why_missing(target)}",
+            hint="runs are under runs/",
         )
     if config_path is not None:
         return target, load_run_config(config_path, overrides)
     with tempfile.TemporaryDirectory() as bare:
         minimal = Path(bare) / "chat.toml"
-        minimal.write_text(f'[model]\npath = {json.dumps(str(target))}\n[objective]\nkind = "sft"\n', encoding="utf-8")
+        minimal.write_text(
+            f'[model]\npath = {json.dumps(str(target))}\n[objective]\nkind = "sft"\n',
+            encoding="utf-8",
+        )
         return target, load_run_config(minimal, overrides)

@@ -1,13 +1,15 @@
 """Virtual memory: device addresses that stay while the memory behind them goes and comes back.
 
-In: a size, the CUDA driver. Out: an address range reserved once, `map` and `unmap`, and torch storages over it; so
-whatever holds addresses (captured graphs, tensor-map descriptors, views) is valid again after a round trip.
+In: a size, the CUDA driver. Out: an address range reserved once, `map` and `unmap`, and torch
+storages over it; so whatever holds addresses (captured graphs, tensor-map descriptors, views) is
+valid again after a round trip.
 
-Invariants. A range is mapped whole or not at all, by one piece of physical memory. Nobody touches it while it is
-unmapped: a kernel that does kills the CUDA context. So `unmap` waits for every stream of the device first, and the
-caller must have stopped launching. Fresh memory holds anything: whoever maps, fills. Torch's allocator knows nothing
-of these bytes: it neither counts them nor gives back what it keeps for their sake, hence `give_back` before `map`.
-They cannot be exported by CUDA IPC, and no other device of the process may read them.
+Invariants. A range is mapped whole or not at all, by one piece of physical memory. Nobody touches
+it while it is unmapped: a kernel that does kills the CUDA context. So `unmap` waits for every
+stream of the device first, and the caller must have stopped launching. Fresh memory holds anything:
+whoever maps, fills. Torch's allocator knows nothing of these bytes: it neither counts them nor
+gives back what it keeps for their sake, hence `give_back` before `map`. They cannot be exported by
+CUDA IPC, and no other device of the process may read them.
 """
 
 from __future__ import annotations
@@ -77,14 +79,23 @@ class AccessDesc(ctypes.Structure):
     )
 
 
-_POINTER, _SIZE, _HANDLE, _FLAGS = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_uint64
+_POINTER, _SIZE, _HANDLE, _FLAGS = (
+    ctypes.c_uint64,
+    ctypes.c_size_t,
+    ctypes.c_uint64,
+    ctypes.c_uint64,
+)
 
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (ctypes.c_uint,),
     "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
     "cuDeviceGetAttribute": (ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int),
     "cuGetErrorName": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
-    "cuMemGetAllocationGranularity": (ctypes.POINTER(_SIZE), ctypes.POINTER(AllocationProp), ctypes.c_int),
+    "cuMemGetAllocationGranularity": (
+        ctypes.POINTER(_SIZE),
+        ctypes.POINTER(AllocationProp),
+        ctypes.c_int,
+    ),
     "cuMemAddressReserve": (ctypes.POINTER(_POINTER), _SIZE, _SIZE, _POINTER, _FLAGS),
     "cuMemAddressFree": (_POINTER, _SIZE),
     "cuMemCreate": (ctypes.POINTER(_HANDLE), _SIZE, ctypes.POINTER(AllocationProp), _FLAGS),
@@ -104,7 +115,8 @@ class Driver:
     location: Location
     synchronize: Callable[[], None]  # waits for every stream of the device
     give_back: Callable[[], None]  # torch's allocator returns to the driver what no tensor holds
-    bytes_at: Callable[[int, int, object], Tensor]  # (address, length, what must live as long) → uint8 over it
+    # (address, length, what must live as long) → uint8 over it
+    bytes_at: Callable[[int, int, object], Tensor]
 
     def call(self, name: str, *arguments: Any, owner: str) -> None:
         """Call a function of the library; MemoryBudgetError unless it succeeds."""
@@ -115,7 +127,8 @@ class Driver:
             return
         raise MemoryBudgetError(
             f"{owner}: {name} failed on {self.device} with {self._name_error(code)}",
-            hint="gyre doctor shows the driver and the device; a fault before this one may have broken the context",
+            hint="gyre doctor shows the driver and the device; a fault before this one may have "
+            "broken the context",
         )
 
     def granularity(self, *, owner: str) -> int:
@@ -135,12 +148,15 @@ class Driver:
 
 
 def find_driver(device: torch.device) -> Driver | None:
-    """The driver of a CUDA device that has virtual memory, or None. Without it storages are made anew when they come
-    back, at other addresses; graphs are captured again then, which is an event."""
+    """The driver of a CUDA device that has virtual memory, or None. Without it storages are made
+    anew when they come back, at other addresses; graphs are captured again then, which is an
+    event."""
     if device.type != "cuda":
         return None
     torch.cuda.init()
-    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    device = torch.device(
+        "cuda", torch.cuda.current_device() if device.index is None else device.index
+    )
     try:
         library = ctypes.CDLL("libcuda.so.1")
         for name, arguments in SIGNATURES.items():
@@ -151,7 +167,10 @@ def find_driver(device: torch.device) -> Driver | None:
     ordinal, supported = ctypes.c_int(), ctypes.c_int()
     if library.cuInit(0) or library.cuDeviceGet(ctypes.byref(ordinal), device.index):
         return None
-    if library.cuDeviceGetAttribute(ctypes.byref(supported), HAS_VIRTUAL_MEMORY, ordinal) or not supported.value:
+    if (
+        library.cuDeviceGetAttribute(ctypes.byref(supported), HAS_VIRTUAL_MEMORY, ordinal)
+        or not supported.value
+    ):
         return None
     return Driver(
         library=library,
@@ -169,7 +188,8 @@ def _give_back(device: torch.device) -> None:
 
 
 class _Window:
-    """Bytes on the device as torch.as_tensor understands them. `keep` lives as long as the storage made of it."""
+    """Bytes on the device as torch.as_tensor understands them. `keep` lives as long as the storage
+    made of it."""
 
     def __init__(self, address: int, size_bytes: int, keep: object) -> None:
         self._keep = keep
@@ -190,8 +210,8 @@ def _cuda_bytes(device: torch.device, address: int, size_bytes: int, keep: objec
 
 
 class VirtualMemory:
-    """An address range, and the physical memory that is under it or not. The range is given up when neither the object
-    nor any storage over it is left."""
+    """An address range, and the physical memory that is under it or not. The range is given up when
+    neither the object nor any storage over it is left."""
 
     def __init__(self, size_bytes: int, driver: Driver, *, owner: str) -> None:
         assert size_bytes > 0, owner
@@ -199,11 +219,15 @@ class VirtualMemory:
         self.size_bytes = -(-size_bytes // granularity) * granularity
         self.driver, self.owner = driver, owner
         address = ctypes.c_uint64()
-        driver.call("cuMemAddressReserve", ctypes.byref(address), self.size_bytes, 0, 0, 0, owner=owner)
+        driver.call(
+            "cuMemAddressReserve", ctypes.byref(address), self.size_bytes, 0, 0, 0, owner=owner
+        )
         self.address = address.value
         self._handles: list[int] = []  # of the physical memory: one when mapped, else none
         self._storages: list[weakref.ref[torch.UntypedStorage]] = []
-        abandon = weakref.finalize(self, _abandon, driver, self.address, self.size_bytes, self._handles, owner)
+        abandon = weakref.finalize(
+            self, _abandon, driver, self.address, self.size_bytes, self._handles, owner
+        )
         abandon.atexit = False  # a process that ends gives everything back by itself
 
     @property
@@ -211,7 +235,8 @@ class VirtualMemory:
         return bool(self._handles)
 
     def map(self) -> None:
-        """Put physical memory under the range, contents undefined. On any error nothing has changed."""
+        """Put physical memory under the range, contents undefined. On any error nothing has
+        changed."""
         assert not self.is_mapped, f"{self.owner}: mapped twice"
         driver, address, size = self.driver, self.address, self.size_bytes
         driver.give_back()
@@ -220,7 +245,9 @@ class VirtualMemory:
             driver.call("cuMemMap", address, size, 0, handle, 0, owner=self.owner)
             try:
                 access = AccessDesc(location=driver.location, flags=READ_WRITE)
-                driver.call("cuMemSetAccess", address, size, ctypes.byref(access), 1, owner=self.owner)
+                driver.call(
+                    "cuMemSetAccess", address, size, ctypes.byref(access), 1, owner=self.owner
+                )
             except BaseException:
                 driver.call("cuMemUnmap", address, size, owner=self.owner)
                 raise
@@ -235,11 +262,15 @@ class VirtualMemory:
         _unmap(self.driver, self.address, self.size_bytes, self._handles, self.owner)
 
     def storage(self, offset_bytes: int, size_bytes: int) -> torch.UntypedStorage:
-        """Bytes of the range as a storage, of fixed size. Made while mapped; it keeps the range reserved."""
+        """Bytes of the range as a storage, of fixed size. Made while mapped; it keeps the range
+        reserved."""
         assert self.is_mapped and size_bytes > 0, self.owner
         assert 0 <= offset_bytes <= self.size_bytes - size_bytes, self.owner
-        storage = self.driver.bytes_at(self.address + offset_bytes, size_bytes, self).untyped_storage()
-        setattr(storage, _UNDER, self)  # torch keeps the object, attributes and all, as long as the storage lives
+        storage = self.driver.bytes_at(
+            self.address + offset_bytes, size_bytes, self
+        ).untyped_storage()
+        # torch keeps the object, attributes and all, as long as the storage lives
+        setattr(storage, _UNDER, self)
         self._storages.append(weakref.ref(storage))
         return storage
 
@@ -249,10 +280,15 @@ class VirtualMemory:
 
     def _create(self) -> int:
         handle, prop = ctypes.c_uint64(), self.driver.allocation_prop()
-        code = int(self.driver.library.cuMemCreate(ctypes.byref(handle), self.size_bytes, ctypes.byref(prop), 0))
+        code = int(
+            self.driver.library.cuMemCreate(
+                ctypes.byref(handle), self.size_bytes, ctypes.byref(prop), 0
+            )
+        )
         if code == OUT_OF_MEMORY:
             raise MemoryBudgetError(
-                f"{self.owner} could not be placed on {self.driver.device}: {self.size_bytes} bytes are not free there",
+                f"{self.owner} could not be placed on {self.driver.device}: {self.size_bytes} "
+                "bytes are not free there",
                 hint="lower the sizes of the phase or let another component leave the device",
             )
         self.driver.check("cuMemCreate", code, owner=self.owner)
@@ -296,6 +332,7 @@ def virtual_zeros(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualUsage(Usage):
-    """Usage of a component whose device bytes are virtual memory: torch's allocator does not count them."""
+    """Usage of a component whose device bytes are virtual memory: torch's allocator does not count
+    them."""
 
     mapped_bytes: int  # what the driver gave for device_bytes, rounded up to whole granules

@@ -1,9 +1,10 @@
 """Disk file: one component's bytes in one raw file, with a manifest of checksums beside it.
 
-In: flat uint8 tensors (segments) in a fixed order. Out: the same bytes, or SnapshotError naming the component.
-Written aside, fsynced, read back and compared before it gets its name.
+In: flat uint8 tensors (segments) in a fixed order. Out: the same bytes, or SnapshotError naming the
+component. Written aside, fsynced, read back and compared before it gets its name.
 
-Both directions go through one staging buffer of at most STAGING_BYTES, so the disk tier costs hardly any host memory.
+Both directions go through one staging buffer of at most STAGING_BYTES, so the disk tier costs
+hardly any host memory.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class DiskFile:
         self._manifest = None
 
     def write(self, segments: Sequence[Tensor]) -> None:
-        """Store the segments. After it returns they are on disk and were read back equal; on error nothing is left."""
+        """Store the segments. After it returns they are on disk and were read back equal; on error
+        nothing is left."""
         aside = self.data_path.with_suffix(".part")
         try:
             self.data_path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,26 +88,33 @@ class DiskFile:
         sizes = [segment.numel() for segment in segments]
         assert sizes == [entry["size_bytes"] for entry in manifest["segments"]], self.name
         if (got := self.size_bytes()) != manifest["size_bytes"]:
-            self._refuse(f"{self.data_path} has {got} bytes, its manifest says {manifest['size_bytes']}")
+            self._refuse(
+                f"{self.data_path} has {got} bytes, its manifest says {manifest['size_bytes']}"
+            )
         try:
             self._read_data(segments, [entry["blake2b"] for entry in manifest["segments"]])
         except OSError as error:
             self._refuse(f"{self.data_path} cannot be read: {error.strerror or error}")
 
     def map(self) -> list[Tensor]:
-        """The segments as they lie in the file, mapped rather than read: they cost no host memory of ours. Their
-        checksums are looked at first; SnapshotError as `read`."""
+        """The segments as they lie in the file, mapped rather than read: they cost no host memory
+        of ours. Their checksums are looked at first; SnapshotError as `read`."""
         manifest = self._read_manifest()
         try:
             self._check_written(self.data_path, manifest)
             sizes = [entry["size_bytes"] for entry in manifest["segments"]]
-            mapped = torch.from_file(str(self.data_path), shared=False, size=sum(sizes), dtype=torch.uint8)
+            mapped = torch.from_file(
+                str(self.data_path), shared=False, size=sum(sizes), dtype=torch.uint8
+            )
         except OSError as error:
             self._refuse(f"{self.data_path} cannot be read: {error.strerror or error}")
         return list(mapped.split(sizes))
 
     def _read_data(self, segments: Sequence[Tensor], checksums: Sequence[str]) -> None:
-        with open(self.data_path, "rb", buffering=0) as file, _Staging(segments, self.name) as staging:
+        with (
+            open(self.data_path, "rb", buffering=0) as file,
+            _Staging(segments, self.name) as staging,
+        ):
             for index, (segment, checksum) in enumerate(zip(segments, checksums, strict=True)):
                 digest = hashlib.blake2b(digest_size=8)
                 for part in segment.split(STAGING_BYTES):
@@ -115,7 +124,9 @@ class DiskFile:
                     if host is not part:
                         part.copy_(host)
                 if digest.hexdigest() != checksum:
-                    self._refuse(f"bytes of segment {index} in {self.data_path} do not match their checksum")
+                    self._refuse(
+                        f"bytes of segment {index} in {self.data_path} do not match their checksum"
+                    )
 
     def _write_data(self, path: Path, segments: Sequence[Tensor]) -> list[str]:
         checksums = []
@@ -164,16 +175,22 @@ class DiskFile:
     def _refuse(self, what: str) -> NoReturn:
         raise SnapshotError(
             f"component {self.name} cannot be reloaded from disk: {what}",
-            hint="check the disk under memory.disk_folder, then resume the run from its last snapshot",
+            hint="check the disk under memory.disk_folder, then resume the run from its last "
+            "snapshot",
         )
 
 
 class _Staging:
-    """Host memory to read into or write from: the part itself on a CPU, a pinned buffer for a device."""
+    """Host memory to read into or write from: the part itself on a CPU, a pinned buffer for a
+    device."""
 
     def __init__(self, segments: Sequence[Tensor], owner: str) -> None:
         sizes = [segment.numel() for segment in segments if segment.device.type != "cpu"]
-        self._buffer = HostBuffer(min(max(sizes), STAGING_BYTES), pin=True, owner=owner) if any(sizes) else None
+        self._buffer = (
+            HostBuffer(min(max(sizes), STAGING_BYTES), pin=True, owner=owner)
+            if any(sizes)
+            else None
+        )
 
     def __enter__(self) -> _Staging:
         return self
@@ -182,7 +199,11 @@ class _Staging:
         self._buffer = None
 
     def view(self, part: Tensor) -> Tensor:
-        return part if self._buffer is None or part.device.type == "cpu" else self._buffer.bytes[: part.numel()]
+        return (
+            part
+            if self._buffer is None or part.device.type == "cpu"
+            else self._buffer.bytes[: part.numel()]
+        )
 
 
 def _raw(host: Tensor) -> memoryview:

@@ -1,8 +1,8 @@
-"""Fixed pool: a component that stays on one tier for good, host memory or disk, whatever the phase. In: its size. Out:
-what the ledger asks.
+"""Fixed pool: a component that stays on one tier for good, host memory or disk, whatever the phase.
+In: its size. Out: what the ledger asks.
 
-Its owner brings parts of it to the device by itself (optimiser state that is streamed). Its bytes count once: on its
-tier. What visits the device lies in another component of the owner's.
+Its owner brings parts of it to the device by itself (optimiser state that is streamed). Its bytes
+count once: on its tier. What visits the device lies in another component of the owner's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ class FixedPool:
     """One component that does not move."""
 
     def __init__(
-        self, name: str, tier: Literal["host", "disk"], *, size_bytes: int, held_bytes: Callable[[], int]
+        self,
+        name: str,
+        tier: Literal["host", "disk"],
+        *,
+        size_bytes: int,
+        held_bytes: Callable[[], int],
     ) -> None:
         """`held_bytes` measures what is really there."""
         self.name, self.size_bytes, self._held_bytes = name, size_bytes, held_bytes
@@ -28,7 +33,9 @@ class FixedPool:
         self.tiers: tuple[Tier, ...] = (tier,)
 
     def component(self) -> Component:
-        return Component(name=self.name, size_bytes=self.size_bytes, tier=self.tier, tiers=self.tiers)
+        return Component(
+            name=self.name, size_bytes=self.size_bytes, tier=self.tier, tiers=self.tiers
+        )
 
     def measure(self) -> Usage:
         held = {self.tier: self._held_bytes()}
@@ -40,7 +47,9 @@ class FixedPool:
 
     def move(self, tier: Tier) -> None:
         if tier != self.tier:
-            raise InputError(f"component {self.name} stays on tier '{self.tier}' (accepted: {self.tier})")
+            raise InputError(
+                f"component {self.name} stays on tier '{self.tier}' (accepted: {self.tier})"
+            )
 
     def keep_pages(self, keep: bool) -> None:
         """Its pages stay anyway."""

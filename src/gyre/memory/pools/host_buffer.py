@@ -1,8 +1,10 @@
-"""Host buffer: one exact-size, page-aligned piece of host memory that really goes back to the system when released.
+"""Host buffer: one exact-size, page-aligned piece of host memory that really goes back to the
+system when released.
 
 In: a length in bytes, whether to pin it for a CUDA device. Out: a flat uint8 tensor over it.
 
-Torch's own pinned allocator rounds up to a power of two and keeps what is freed, so its bytes could not be budgeted.
+Torch's own pinned allocator rounds up to a power of two and keeps what is freed, so its bytes could
+not be budgeted.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ def _unpin(address: int) -> None:
 
 
 class HostBuffer:
-    """Anonymous private pages, pinned when `pin`. Freed when the last reference, views included, is gone."""
+    """Anonymous private pages, pinned when `pin`. Freed when the last reference, views included, is
+    gone."""
 
     def __init__(self, size_bytes: int, *, pin: bool, owner: str) -> None:
         assert size_bytes > 0, owner
@@ -33,26 +36,32 @@ class HostBuffer:
         except OSError as error:
             raise MemoryBudgetError(
                 f"{owner}: the system refused {size_bytes} bytes of host memory ({error})",
-                hint="lower memory.host_budget_bytes or let this component leave to disk (memory.leave)",
+                hint="lower memory.host_budget_bytes or let this component leave to disk "
+                "(memory.leave)",
             ) from error
-        with contextlib.suppress(OSError):  # only a hint: a kernel without huge pages faults small ones instead
+        # only a hint: a kernel without huge pages faults small ones instead
+        with contextlib.suppress(OSError):
             self._pages.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
         if pin:
             self._pin(owner)
 
     def _pin(self, owner: str) -> None:
-        self.bytes.zero_()  # by all threads: the driver would fetch page after page from the system with one
+        # by all threads: the driver would fetch page after page from the system with one
+        self.bytes.zero_()
         address = self.bytes.data_ptr()
         runtime: Any = torch.cuda.cudart()
         code = runtime.cudaHostRegister(address, self.size_bytes, 0)
         if int(code) != 0:
             raise MemoryBudgetError(
-                f"{owner}: could not pin {self.size_bytes} bytes of host memory (CUDA error {int(code)})",
-                hint="raise the limit on locked memory (ulimit -l) or lower memory.host_budget_bytes",
+                f"{owner}: could not pin {self.size_bytes} bytes of host memory (CUDA error "
+                f"{int(code)})",
+                hint="raise the limit on locked memory (ulimit -l) or lower "
+                "memory.host_budget_bytes",
             )
         weakref.finalize(self, _unpin, address)  # runs before the pages are unmapped
 
     def watch(self) -> weakref.ref:
-        """A reference that dies only when the pages themselves are gone, whoever held a view of them."""
+        """A reference that dies only when the pages themselves are gone, whoever held a view of
+        them."""
         return weakref.ref(self._pages)

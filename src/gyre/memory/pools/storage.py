@@ -1,9 +1,11 @@
-"""Storage pool: the tensors of one component, moved as a whole between device, host, disk and nowhere.
+"""Storage pool: the tensors of one component, moved as a whole between device, host, disk and
+nowhere.
 
-In: named tensors on one device. Out: the same tensors, same identity, with or without bytes under them: a pool frees
-and refills *storages* (`untyped_storage().resize_`), so Parameters, optimiser references and views stay valid. With a
-`driver` of virtual memory the addresses stay too, and captured CUDA graphs with them.
-While a pool is not on the device its tensors must not be touched. Not thread-safe: runs on the compute thread.
+In: named tensors on one device. Out: the same tensors, same identity, with or without bytes under
+them: a pool frees and refills *storages* (`untyped_storage().resize_`), so Parameters, optimiser
+references and views stay valid. With a `driver` of virtual memory the addresses stay too, and
+captured CUDA graphs with them. While a pool is not on the device its tensors must not be touched.
+Not thread-safe: runs on the compute thread.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ ALL_TIERS: tuple[Tier, ...] = ("device", "host", "disk", "none")
 
 
 class StoragePool:
-    """One component, on the device at first; made of Parameters themselves rather than their `detach()`ed aliases.
-    "none" forgets the contents: it returns zero-filled, then `refill` runs. With a `driver` its storages move into
-    virtual memory at once, and everything that shares them must be among the tensors."""
+    """One component, on the device at first; made of Parameters themselves rather than their
+    `detach()`ed aliases. "none" forgets the contents: it returns zero-filled, then `refill` runs.
+    With a `driver` its storages move into virtual memory at once, and everything that shares them
+    must be among the tensors."""
 
     def __init__(
         self,
@@ -51,11 +54,13 @@ class StoragePool:
         self._refill = refill
         self._sharers = _group_by_storage(name, tensors, device)
         self._storages = [sharers[0].untyped_storage() for sharers in self._sharers]
-        self._virtual: list[VirtualMemory] = adopt(name, self._storages, self._sharers, driver)  # under all, or none
+        # under all, or none
+        self._virtual: list[VirtualMemory] = adopt(name, self._storages, self._sharers, driver)
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._host: HostBuffer | None = None  # on the device too while pages are kept
         self._keeps_pages = False
-        self._watched: list[weakref.ref] = []  # pages of every host buffer ever made here and not known to be dead
+        # pages of every host buffer ever made here and not known to be dead
+        self._watched: list[weakref.ref] = []
         self._file = DiskFile(folder, name) if folder is not None else None
         if self._file is not None:
             self._file.remove()  # what a killed process left: a new pool has nothing on disk
@@ -66,10 +71,13 @@ class StoragePool:
         return sum(self._sizes)
 
     def component(self) -> Component:
-        return Component(name=self.name, size_bytes=self.size_bytes, tier=self.tier, tiers=self.tiers)
+        return Component(
+            name=self.name, size_bytes=self.size_bytes, tier=self.tier, tiers=self.tiers
+        )
 
     def measure(self) -> Usage:
-        """Bytes that exist now: of storages, of host pages that anything still holds, of the file."""
+        """Bytes that exist now: of storages, of host pages that anything still holds, of the
+        file."""
         self._watched = [ref for ref in self._watched if ref() is not None]
         usage = Usage(
             device_bytes=sum(storage.nbytes() for storage in self._storages if is_present(storage)),
@@ -82,15 +90,22 @@ class StoragePool:
         return VirtualUsage(**asdict(usage), mapped_bytes=mapped_bytes)
 
     def move(self, tier: Tier) -> None:
-        """Move the whole component. The source is let go only after the destination holds everything."""
+        """Move the whole component. The source is let go only after the destination holds
+        everything."""
         if tier == self.tier:
             return
         self._check_move(tier)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # no kernel of any stream may still use the storages
+            # no kernel of any stream may still use the storages
+            torch.cuda.synchronize(self.device)
         if self.tier == "device" and not self._virtual:
             self._make_resizable()
-        {"device": self._to_device, "host": self._to_host, "disk": self._to_disk, "none": lambda: None}[tier]()
+        {
+            "device": self._to_device,
+            "host": self._to_host,
+            "disk": self._to_disk,
+            "none": lambda: None,
+        }[tier]()
         left, self.tier = self.tier, tier
         self._let_go(left)
         self._settle_pages()
@@ -98,9 +113,9 @@ class StoragePool:
             self._refill()
 
     def readable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors that lie in the component's storages, where their bytes are now, without a move: the tensors
-        themselves on the device, tensors over the pages on the host, tensors over the mapped file on disk. Valid until
-        the component moves or changes."""
+        """Tensors that lie in the component's storages, where their bytes are now, without a move:
+        the tensors themselves on the device, tensors over the pages on the host, tensors over the
+        mapped file on disk. Valid until the component moves or changes."""
         assert self.tier != "none", f"{self.name} has no contents"
         if self.tier == "device":
             return {name: tensor.detach() for name, tensor in tensors.items()}
@@ -110,23 +125,30 @@ class StoragePool:
         else:
             segments = self._host_segments()
         place = {storage._cdata: index for index, storage in enumerate(self._storages)}
-        return {name: _lay_out(t, segments[place[t.untyped_storage()._cdata]]) for name, t in tensors.items()}
+        return {
+            name: _lay_out(t, segments[place[t.untyped_storage()._cdata]])
+            for name, t in tensors.items()
+        }
 
     def keep_pages(self, keep: bool) -> None:
-        """Whether host pages stay, pinned, when the component comes back from them to the device: pinning them anew
-        takes longer than the copy. Without it those that are there are freed."""
+        """Whether host pages stay, pinned, when the component comes back from them to the device:
+        pinning them anew takes longer than the copy. Without it those that are there are freed."""
         self._keeps_pages = keep
         self._settle_pages()
 
     def _check_move(self, tier: Tier) -> None:
         if tier not in self.tiers:
             raise InputError(
-                f"component {self.name} may not live on tier '{tier}' (accepted: {', '.join(self.tiers)})",
-                hint="" if tier != "disk" else "set memory.disk_folder to give components a disk tier",
+                f"component {self.name} may not live on tier '{tier}' (accepted: "
+                f"{', '.join(self.tiers)})",
+                hint=""
+                if tier != "disk"
+                else "set memory.disk_folder to give components a disk tier",
             )
         if self.tier == "none" and tier != "device":
             raise InputError(
-                f"component {self.name} was destroyed and has no contents to move to '{tier}' (accepted: device)",
+                f"component {self.name} was destroyed and has no contents to move to '{tier}' "
+                "(accepted: device)",
                 hint="instantiate it on the device first",
             )
 
@@ -136,9 +158,11 @@ class StoragePool:
             self._fill_device()
         except BaseException as error:
             self._free_device()
-            if isinstance(error, RuntimeError):  # torch has no common type for a failed allocation on CPU and CUDA
+            # torch has no common type for a failed allocation on CPU and CUDA
+            if isinstance(error, RuntimeError):
                 raise MemoryBudgetError(
-                    f"component {self.name} ({self.size_bytes} bytes) could not be placed on {self.device}: {error}",
+                    f"component {self.name} ({self.size_bytes} bytes) could not be placed on "
+                    f"{self.device}: {error}",
                     hint="lower the sizes of the phase or let another component leave the device",
                 ) from error
             raise
@@ -166,7 +190,9 @@ class StoragePool:
         if self.size_bytes == 0:
             return
         if self._host is None:
-            self._host = HostBuffer(self.size_bytes, pin=self.device.type == "cuda", owner=f"component {self.name}")
+            self._host = HostBuffer(
+                self.size_bytes, pin=self.device.type == "cuda", owner=f"component {self.name}"
+            )
             self._watched.append(self._host.watch())
         try:
             if self.tier == "disk":
@@ -180,7 +206,9 @@ class StoragePool:
 
     def _to_disk(self) -> None:
         assert self._file is not None
-        self._file.write(self._device_segments() if self.tier == "device" else self._host_segments())
+        self._file.write(
+            self._device_segments() if self.tier == "device" else self._host_segments()
+        )
 
     def _let_go(self, tier: Tier) -> None:
         if tier == "device":
@@ -203,9 +231,9 @@ class StoragePool:
             storage.resize_(0)
 
     def _make_resizable(self) -> None:
-        """Torch does not resize what NumPy has seen (`Tensor.numpy()`) or what was mapped from a file. Such a storage
-        is replaced by a copy under the pool's tensors; refused when anything else still holds it, since that would go
-        on with stale bytes."""
+        """Torch does not resize what NumPy has seen (`Tensor.numpy()`) or what was mapped from a
+        file. Such a storage is replaced by a copy under the pool's tensors; refused when anything
+        else still holds it, since that would go on with stale bytes."""
         for index in range(len(self._storages)):
             if self._storages[index].resizable():
                 continue
@@ -215,9 +243,11 @@ class StoragePool:
             if (held := old()) is not None:
                 self._set_storage(index, held)
                 raise MemoryBudgetError(
-                    f"component {self.name}: {self._sizes[index]} bytes shared with NumPy or a file mapping are held "
+                    f"component {self.name}: {self._sizes[index]} bytes shared with NumPy or a "
+                    "file mapping are held "
                     "by something outside the component, so they cannot leave the device",
-                    hint="give the pool the Parameters themselves; read bytes by numpy.from_dlpack, not Tensor.numpy()",
+                    hint="give the pool the Parameters themselves; read bytes by "
+                    "numpy.from_dlpack, not Tensor.numpy()",
                 )
 
     def _set_storage(self, index: int, storage: torch.UntypedStorage) -> None:
@@ -227,7 +257,10 @@ class StoragePool:
         self._storages[index] = storage
 
     def _device_segments(self) -> list[Tensor]:
-        return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in self._storages]
+        return [
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            for storage in self._storages
+        ]
 
     def _host_segments(self) -> list[Tensor]:
         if self._host is None:
@@ -256,19 +289,25 @@ def _lay_out(like: Tensor, segment: Tensor) -> Tensor:
     return bare.set_(segment.untyped_storage(), offset, like.size(), like.stride())  # pyright: ignore
 
 
-def _group_by_storage(name: str, tensors: Mapping[str, Tensor], device: torch.device) -> list[list[Tensor]]:
+def _group_by_storage(
+    name: str, tensors: Mapping[str, Tensor], device: torch.device
+) -> list[list[Tensor]]:
     sharers: dict[int, list[Tensor]] = {}
     for key, tensor in tensors.items():
         same = tensor.device.type == device.type and device.index in (None, tensor.device.index)
         assert same, f"{name}: {key} is on {tensor.device}, its pool on {device}"
         storage = tensor.untyped_storage()
-        assert is_present(storage) or not tensor.numel(), f"{name}: {key} has no bytes; it is off the device already"
-        sharers.setdefault(storage._cdata, []).append(tensor)  # the address of the storage object, not of its bytes
+        assert is_present(storage) or not tensor.numel(), (
+            f"{name}: {key} has no bytes; it is off the device already"
+        )
+        # the address of the storage object, not of its bytes
+        sharers.setdefault(storage._cdata, []).append(tensor)
     return list(sharers.values())
 
 
 class PoolTenant:
-    """The MemoryTenant of an owner whose components are pools. An owner holds one and forwards the three methods."""
+    """The MemoryTenant of an owner whose components are pools. An owner holds one and forwards the
+    three methods."""
 
     def __init__(self, pools: Sequence[StoragePool | FixedPool]) -> None:
         self._pools: dict[str, StoragePool | FixedPool] = {}
@@ -298,7 +337,8 @@ class PoolTenant:
             self._pools[name].move(tier)
 
     def keep_pages(self, keep: bool) -> None:
-        """Whether components that come back from the host keep their pages there. See StoragePool.keep_pages."""
+        """Whether components that come back from the host keep their pages there. See
+        StoragePool.keep_pages."""
         for pool in self._pools.values():
             pool.keep_pages(keep)
 

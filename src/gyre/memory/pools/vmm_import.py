@@ -1,9 +1,12 @@
-"""Slabs: storages that torch made, moved once into virtual memory, so that their addresses stay from then on.
+"""Slabs: storages that torch made, moved once into virtual memory, so that their addresses stay
+from then on.
 
-In: a component's storages and the tensors on them. Out: the same tensors, same identity, other addresses.
+In: a component's storages and the tensors on them. Out: the same tensors, same identity, other
+addresses.
 
-Each storage lies whole in one slab. A slab is copied and its old storages are freed before the next one is begun, so
-the move needs room for the largest slab beside the component, not for the component twice.
+Each storage lies whole in one slab. A slab is copied and its old storages are freed before the next
+one is begun, so the move needs room for the largest slab beside the component, not for the
+component twice.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ SLAB_BYTES = 1 << 30  # a larger storage has a slab of its own
 
 
 def plan_slabs(sizes: Sequence[int], *, limit: int) -> list[list[tuple[int, int]]]:
-    """Place storages in slabs of at most `limit` bytes, in order: (index, offset) by slab. Empty ones have no place."""
+    """Place storages in slabs of at most `limit` bytes, in order: (index, offset) by slab. Empty
+    ones have no place."""
     slabs: list[list[tuple[int, int]]] = []
     end = limit
     for index, size in enumerate(sizes):
@@ -37,14 +41,20 @@ def plan_slabs(sizes: Sequence[int], *, limit: int) -> list[list[tuple[int, int]
 
 
 def adopt(
-    name: str, storages: list[torch.UntypedStorage], sharers: Sequence[Sequence[Tensor]], driver: Driver | None
+    name: str,
+    storages: list[torch.UntypedStorage],
+    sharers: Sequence[Sequence[Tensor]],
+    driver: Driver | None,
 ) -> list[VirtualMemory]:
-    """Replace, in the list and under the tensors, each storage by one in virtual memory with the same bytes, and return
-    what is under them. Storages that are virtual already stay; without a driver the others do too. On an error those
-    done so far stay done: every tensor has its bytes at any moment."""
+    """Replace, in the list and under the tensors, each storage by one in virtual memory with the
+    same bytes, and return what is under them. Storages that are virtual already stay; without a
+    driver the others do too. On an error those done so far stay done: every tensor has its bytes at
+    any moment."""
     memories = _take_over(name, storages)
     if driver is None:
-        assert not memories or all(memory_under(storage) for storage in storages if storage.nbytes()), name
+        assert not memories or all(
+            memory_under(storage) for storage in storages if storage.nbytes()
+        ), name
         return memories
     sizes = [storage.nbytes() if memory_under(storage) is None else 0 for storage in storages]
     for slab in plan_slabs(sizes, limit=SLAB_BYTES):
@@ -58,7 +68,8 @@ def adopt(
 
 
 def _take_over(name: str, storages: Sequence[torch.UntypedStorage]) -> list[VirtualMemory]:
-    """The virtual memory that the storages lie in already. What unmaps it must own everything there."""
+    """The virtual memory that the storages lie in already. What unmaps it must own everything
+    there."""
     under = (memory_under(storage) for storage in storages)
     memories = list(dict.fromkeys(memory for memory in under if memory is not None))
     own = {id(storage) for storage in storages}
@@ -69,9 +80,14 @@ def _take_over(name: str, storages: Sequence[torch.UntypedStorage]) -> list[Virt
 
 
 def _replace(
-    name: str, storages: list[torch.UntypedStorage], index: int, tensors: Sequence[Tensor], to: torch.UntypedStorage
+    name: str,
+    storages: list[torch.UntypedStorage],
+    index: int,
+    tensors: Sequence[Tensor],
+    to: torch.UntypedStorage,
 ) -> None:
-    """Refused when anything but the given tensors holds the old storage: it would go on with stale bytes."""
+    """Refused when anything but the given tensors holds the old storage: it would go on with stale
+    bytes."""
     old = weakref.ref(storages[index])
     as_bytes(to).copy_(as_bytes(storages[index]))
     storages[index] = to
@@ -80,9 +96,11 @@ def _replace(
         storages[index] = held
         point(tensors, held)
         raise MemoryBudgetError(
-            f"component {name}: {to.nbytes()} bytes cannot get an address that stays, since something outside the "
+            f"component {name}: {to.nbytes()} bytes cannot get an address that stays, since "
+            "something outside the "
             "component holds them",
-            hint="give the pool the Parameters themselves and every other tensor that shares their storage",
+            hint="give the pool the Parameters themselves and every other tensor that shares "
+            "their storage",
         )
 
 

@@ -1,6 +1,6 @@
-"""Checkpoint: the weights of a hub-layout folder under our names, read a run at a time. In: a folder or hub name.
-Out: a source of numbers, whose names and shapes were checked before any was read. Files are mapped: a run touches its
-own pages only.
+"""Checkpoint: the weights of a hub-layout folder under our names, read a run at a time. In: a
+folder or hub name. Out: a source of numbers, whose names and shapes were checked before any was
+read. Files are mapped: a run touches its own pages only.
 """
 
 # N numbers of a run, R rows, C columns
@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import InputError
-from gyre.models.hub.files import CONFIG_FILE, StoredTensor, find_folder, is_float, listed, open_tensors, read_json
+from gyre.models.hub.files import (
+    CONFIG_FILE,
+    StoredTensor,
+    find_folder,
+    is_float,
+    listed,
+    open_tensors,
+    read_json,
+)
 from gyre.models.names import HubEntry, hub_entries
 from gyre.models.spec import ModelSpec, spec_from_hub_config
 
@@ -27,7 +35,8 @@ class Checkpoint:
     """Open until `close`. Has the shape of `weights.tensor_source.TensorSource`."""
 
     def __init__(self, folder_or_name: str | Path) -> None:
-        """Open a folder, or a hub name (downloaded or cached), and check its whole list of names and shapes."""
+        """Open a folder, or a hub name (downloaded or cached), and check its whole list of names
+        and shapes."""
         folder = find_folder(folder_or_name)
         self.origin = str(folder)
         self.spec = spec_from_hub_config(read_json(folder / CONFIG_FILE))
@@ -50,8 +59,8 @@ class Checkpoint:
 
     @torch.no_grad()
     def read(self, name: str, start: int, stop: int, out_N: Tensor) -> None:
-        """Write numbers [start, stop) of a tensor of ours into `out_N`, from all hub tensors that it is fused of.
-        InputError if a repeated head of tied embeddings is another one there."""
+        """Write numbers [start, stop) of a tensor of ours into `out_N`, from all hub tensors that
+        it is fused of. InputError if a repeated head of tied embeddings is another one there."""
         for hub_name, first, last, at in self._cut(name, start, stop):
             run_N = read_run(self._tensors[hub_name], first, last)
             if hub_name == EMBEDDING and self.spec.tied and HEAD in self._tensors:
@@ -59,7 +68,8 @@ class Checkpoint:
             out_N[at : at + last - first].copy_(run_N)
 
     def _cut(self, name: str, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
-        """(hub tensor, its run, where that run begins in what was asked for), for each part of ours."""
+        """(hub tensor, its run, where that run begins in what was asked for), for each part of
+        ours."""
         for entry in self._parts[name]:
             columns = math.prod(entry.shape[1:])
             low, high = entry.row_start * columns, entry.row_stop * columns
@@ -70,8 +80,10 @@ class Checkpoint:
     def _check_tied(self, embedding_N: Tensor, head_N: Tensor) -> None:
         if not torch.equal(embedding_N, head_N):
             raise InputError(
-                f"{self.origin}: config.json ties the head to the embedding, but {HEAD} differs from it",
-                hint="set tie_word_embeddings to false in config.json if the head was trained apart",
+                f"{self.origin}: config.json ties the head to the embedding, but {HEAD} differs "
+                "from it",
+                hint="set tie_word_embeddings to false in config.json if the head was trained "
+                "apart",
             )
 
 
@@ -93,10 +105,16 @@ def check_names_and_shapes(
     missing = [name for name in wanted if name not in tensors]
     if missing:
         faults.append(f"missing: {listed(missing)}")
-    extra = sorted(name for name in tensors if name not in wanted and not name.endswith("rotary_emb.inv_freq"))
+    extra = sorted(
+        name for name in tensors if name not in wanted and not name.endswith("rotary_emb.inv_freq")
+    )
     if extra:
         faults.append(f"not part of a {spec.family} model of this config: {listed(extra)}")
-    numbers = [f"{name} is {tensors[name].dtype}" for name in wanted if name in tensors and not is_float(tensors[name])]
+    numbers = [
+        f"{name} is {tensors[name].dtype}"
+        for name in wanted
+        if name in tensors and not is_float(tensors[name])
+    ]
     if numbers:
         faults.append(f"no floating-point weights, as quantised models have: {listed(numbers)}")
     wrong = [

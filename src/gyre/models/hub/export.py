@@ -1,8 +1,9 @@
-"""Export: our decoder to a folder in hub layout. In: a decoder, or runs of its tensors in any order; a folder. Out: a
-folder that transformers and vLLM load. Written aside, synced and renamed: it is there whole or not at all.
+"""Export: our decoder to a folder in hub layout. In: a decoder, or runs of its tensors in any
+order; a folder. Out: a folder that transformers and vLLM load. Written aside, synced and renamed:
+it is there whole or not at all.
 
-Weights stream: each run goes to its place in its file as it comes, so a model that lies in shards over many ranks is
-never whole in any memory.
+Weights stream: each run goes to its place in its file as it comes, so a model that lies in shards
+over many ranks is never whole in any memory.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from gyre.models.scalar_head import ScalarHead
 from gyre.models.spec import ModelSpec, hub_config_from_spec
 
 SHARD_BYTES = 5_000_000_000
-Run = tuple[str, int, int, Tensor]  # our parameter; numbers [start, stop) of the row-major tensor; their values, flat
+# our parameter; numbers [start, stop) of the row-major tensor; their values, flat
+Run = tuple[str, int, int, Tensor]
 TORCH_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -52,7 +54,9 @@ def export_hub(
     """Write the decoder in hub layout. See `export_runs`."""
 
     def runs() -> Iterable[Run]:
-        return ((name, 0, p.numel(), p.detach().reshape(-1)) for name, p in decoder.named_parameters())
+        return (
+            (name, 0, p.numel(), p.detach().reshape(-1)) for name, p in decoder.named_parameters()
+        )
 
     export_runs(
         decoder.spec,
@@ -76,12 +80,15 @@ def export_runs(
     scalar_head: ScalarHead | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a model in hub layout. `runs` yields every number of every parameter once, in any order. `tokenizer_files`
-    is a folder whose files are copied in. An earlier export at the same place is replaced; anything else there is
-    refused."""
+    """Write a model in hub layout. `runs` yields every number of every parameter once, in any
+    order. `tokenizer_files` is a folder whose files are copied in. An earlier export at the same
+    place is replaced; anything else there is refused."""
     folder = Path(folder)
     if folder.exists() and not (folder / CHECKSUMS_FILE).is_file():
-        raise InputError(f"{folder} exists and is no export of ours", hint="give a new folder, or remove it first")
+        raise InputError(
+            f"{folder} exists and is no export of ours",
+            hint="give a new folder, or remove it first",
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
@@ -89,7 +96,10 @@ def export_runs(
     try:
         if tokenizer_files is not None:
             copy_tokenizer(tokenizer_files, aside)
-        config = hub_config_from_spec(spec) | {"dtype": TORCH_NAMES[dtype], "torch_dtype": TORCH_NAMES[dtype]}
+        config = hub_config_from_spec(spec) | {
+            "dtype": TORCH_NAMES[dtype],
+            "torch_dtype": TORCH_NAMES[dtype],
+        }
         write_json(aside / CONFIG_FILE, config)
         write_json(aside / CHECKSUMS_FILE, write_weights(spec, runs(), aside, dtype, shard_bytes))
         if scalar_head is not None:
@@ -98,7 +108,8 @@ def export_runs(
         swap_in(aside, folder)
     except (OSError, SafetensorError) as fault:
         raise SnapshotError(
-            f"export to {folder} failed: {fault}", hint="free disk space or choose another folder; nothing was replaced"
+            f"export to {folder} failed: {fault}",
+            hint="free disk space or choose another folder; nothing was replaced",
         ) from fault
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -119,7 +130,11 @@ def write_weights(
     shards = plan_shards(sizes, shard_bytes)
     files: dict[str, list[HubEntry]] = {}
     for number, members in enumerate(shards, start=1):
-        name = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = (
+            WEIGHTS_FILE
+            if len(shards) == 1
+            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
         files[name] = [entries[i] for i in members]
     with HubTensors(folder, files, dtype) as tensors:
         for name, start, stop, values_N in runs:
@@ -127,7 +142,9 @@ def write_weights(
         sums = tensors.checksums()
     if len(shards) > 1:
         weight_map = {entry.hub_name: name for name, members in files.items() for entry in members}
-        write_json(folder / INDEX_FILE, {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
+        write_json(
+            folder / INDEX_FILE, {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+        )
     return sums
 
 
@@ -144,7 +161,10 @@ def checksum(tensor: Tensor) -> str:
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """Copy tokenizer files, and no weights or config that may lie beside them."""
     for path in sorted(source.iterdir()):
-        ours = path.name in (CONFIG_FILE, INDEX_FILE, CHECKSUMS_FILE) or path.suffix in (".safetensors", ".bin")
+        ours = path.name in (CONFIG_FILE, INDEX_FILE, CHECKSUMS_FILE) or path.suffix in (
+            ".safetensors",
+            ".bin",
+        )
         if path.is_file() and not ours:
             shutil.copyfile(path, folder / path.name)
 

@@ -1,5 +1,5 @@
-"""Hub files: finds a checkpoint's folder and opens its files. In: a folder or hub name. Out: parsed config and readers
-of single tensors; what cannot be read is an InputError that says so.
+"""Hub files: finds a checkpoint's folder and opens its files. In: a folder or hub name. Out: parsed
+config and readers of single tensors; what cannot be read is an InputError that says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from gyre.core.jsonfile import read_json
 from gyre.models.hub.folders import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, find_folder
 from gyre.models.hub.schema import read_weight_map
 
-__all__ = ["CONFIG_FILE", "INDEX_FILE", "WEIGHTS_FILE", "find_folder", "open_file", "open_tensors", "read_json"]
+__all__ = [
+    "CONFIG_FILE",
+    "INDEX_FILE",
+    "WEIGHTS_FILE",
+    "find_folder",
+    "open_file",
+    "open_tensors",
+    "read_json",
+]
 
 SCALAR_HEAD_FILE = "scalar_head.safetensors"
 SCALAR_HEAD_TENSOR = "scalar_head.weight"
@@ -33,19 +41,22 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str  # as safetensors names it
     read: Callable[[], Tensor]
-    read_rows: Callable[[int, int], Tensor]  # [first, stop) of them; the rest of a mapped file is not touched
+    # [first, stop) of them; the rest of a mapped file is not touched
+    read_rows: Callable[[int, int], Tensor]
 
 
 def open_file(path: Path) -> Any:
     if not path.is_file():
         raise InputError(
-            f"{path} is not there, or is no regular file", hint="copy the folder again, with all its files"
+            f"{path} is not there, or is no regular file",
+            hint="copy the folder again, with all its files",
         )
     try:
         return safe_open(str(path), framework="pt", device="cpu")
     except (OSError, SafetensorError) as fault:
         raise InputError(
-            f"cannot read {path}: {fault}", hint="the file is missing, torn or no safetensors file; copy it again"
+            f"cannot read {path}: {fault}",
+            hint="the file is missing, torn or no safetensors file; copy it again",
         ) from fault
 
 
@@ -58,7 +69,8 @@ def open_tensors(folder: Path, files: ExitStack) -> dict[str, StoredTensor]:
     elif not (folder / WEIGHTS_FILE).is_file():
         raise InputError(
             f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}",
-            hint="convert pickled weights first: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)",
+            hint="convert pickled weights first: "
+            "AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)",
         )
     names = sorted(set(weight_map.values())) if weight_map is not None else [WEIGHTS_FILE]
     tensors: dict[str, StoredTensor] = {}

@@ -1,5 +1,5 @@
-"""Model folders: finds a checkpoint's folder. In: a folder or hub name. Out: the folder. Imports no torch, so that a
-name that does not exist is refused at once.
+"""Model folders: finds a checkpoint's folder. In: a folder or hub name. Out: the folder. Imports no
+torch, so that a name that does not exist is refused at once.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ def look_for_folder(folder_or_name: str | Path) -> Path | None:
     if "/" in name and is_hub_name(name) and not folder.exists():
         return None
     raise InputError(
-        f"model folder {name} {'is no folder' if folder.exists() else 'does not exist'}{near_folders(folder)}",
+        f"model folder {name} "
+        f"{'is no folder' if folder.exists() else 'does not exist'}{near_folders(folder)}",
         hint='give an existing folder, or a hub name "owner/model"',
     )
 
 
 def refuse_missing(folder_or_name: str | Path) -> None:
-    """InputError for a folder that is not there, or a name that can be had from nowhere. Downloads nothing."""
+    """InputError for a folder that is not there, or a name that can be had from nowhere. Downloads
+    nothing."""
     if look_for_folder(folder_or_name) is None:
         refuse_unknown(str(folder_or_name), "model")
 
@@ -48,5 +50,6 @@ def check_folder(folder: Path) -> None:
     if not (folder / CONFIG_FILE).is_file():
         raise InputError(
             f"{folder} has no {CONFIG_FILE}",
-            hint=f"a hub-layout folder holds {CONFIG_FILE} and {WEIGHTS_FILE} (or shards with {INDEX_FILE})",
+            hint=f"a hub-layout folder holds {CONFIG_FILE} and {WEIGHTS_FILE} (or shards with "
+            f"{INDEX_FILE})",
         )

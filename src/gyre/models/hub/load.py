@@ -1,6 +1,7 @@
-"""Load: checkpoints in hub layout to our decoder, and proof that an export holds one. In: a folder or a hub name. Out:
-(ModelSpec, Decoder). Every tensor of the checkpoint must be known, present and of the right shape; what is not is
-named. The front door of the room: `export_hub` and `init_weights` are importable here.
+"""Load: checkpoints in hub layout to our decoder, and proof that an export holds one. In: a folder
+or a hub name. Out: (ModelSpec, Decoder). Every tensor of the checkpoint must be known, present and
+of the right shape; what is not is named. The front door of the room: `export_hub` and
+`init_weights` are importable here.
 """
 
 # T tokens, V vocabulary
@@ -33,10 +34,19 @@ from gyre.models.names import hub_entries
 from gyre.models.scalar_head import ScalarHead
 from gyre.models.spec import ModelSpec
 
-__all__ = ["export_hub", "init_weights", "load_hub", "load_scalar_head", "save_scalar_head", "verify_export"]
+__all__ = [
+    "export_hub",
+    "init_weights",
+    "load_hub",
+    "load_scalar_head",
+    "save_scalar_head",
+    "verify_export",
+]
 
 
-def load_hub(folder_or_name: str | Path, *, device: torch.device, dtype: torch.dtype) -> tuple[ModelSpec, Decoder]:
+def load_hub(
+    folder_or_name: str | Path, *, device: torch.device, dtype: torch.dtype
+) -> tuple[ModelSpec, Decoder]:
     """Return the model of a hub-layout folder, or of a hub name (downloaded or cached)."""
     with contextlib.closing(Checkpoint(folder_or_name)) as source:
         decoder = Decoder(source.spec, device=device, dtype=dtype)
@@ -57,9 +67,14 @@ def load_scalar_head(folder: str | Path, *, device: torch.device) -> ScalarHead:
         if SCALAR_HEAD_TENSOR not in file.keys():  # noqa: SIM118  safe_open is no mapping
             raise InputError(f"{path} lacks the tensor {SCALAR_HEAD_TENSOR}")
         weight_1E = file.get_tensor(SCALAR_HEAD_TENSOR)
-    if not weight_1E.is_floating_point() or weight_1E.dim() not in (1, 2) or weight_1E.numel() != weight_1E.shape[-1]:
+    if (
+        not weight_1E.is_floating_point()
+        or weight_1E.dim() not in (1, 2)
+        or weight_1E.numel() != weight_1E.shape[-1]
+    ):
         raise InputError(
-            f"{path}: {SCALAR_HEAD_TENSOR} is {weight_1E.dtype} {list(weight_1E.shape)}; need one row of floats",
+            f"{path}: {SCALAR_HEAD_TENSOR} is {weight_1E.dtype} {list(weight_1E.shape)}; need one "
+            "row of floats",
             hint="copy the folder again, or train the reward model again",
         )
     head = ScalarHead(weight_1E.shape[-1], device=device)
@@ -70,34 +85,48 @@ def load_scalar_head(folder: str | Path, *, device: torch.device) -> ScalarHead:
 
 @torch.no_grad()
 def verify_export(folder: str | Path, decoder: Decoder) -> None:
-    """Prove that `folder` holds `decoder`: names, shapes, checksums of the bytes on disk, one logit vector."""
+    """Prove that `folder` holds `decoder`: names, shapes, checksums of the bytes on disk, one logit
+    vector."""
     folder = Path(folder)
     try:
         sums = {str(k): str(v) for k, v in read_json(folder / CHECKSUMS_FILE).items()}
         dtype = getattr(torch, read_json(folder / CONFIG_FILE)["dtype"])
         _, loaded = load_hub(folder, device=decoder.device, dtype=decoder.dtype)
     except (GyreError, KeyError, AttributeError) as fault:
-        raise SnapshotError(f"export {folder} does not load: {fault}", hint="export again") from fault
-    ours = {entry.hub_name: checksum(rows_of(decoder, entry).to(dtype)) for entry in hub_entries(decoder.spec)}
+        raise SnapshotError(
+            f"export {folder} does not load: {fault}", hint="export again"
+        ) from fault
+    ours = {
+        entry.hub_name: checksum(rows_of(decoder, entry).to(dtype))
+        for entry in hub_entries(decoder.spec)
+    }
     on_disk = checksums_on_disk(folder)
     for what, got in (("recorded checksum", sums), ("content", on_disk)):
         wrong = sorted(name for name in ours | got if ours.get(name) != got.get(name))
         if wrong:
             raise SnapshotError(
-                f"export {folder}: {what} of {', '.join(wrong[:4])} is not that of the model ({len(wrong)} tensors)",
+                f"export {folder}: {what} of {', '.join(wrong[:4])} is not that of the model "
+                f"({len(wrong)} tensors)",
                 hint="the folder holds another version or is damaged; export again",
             )
     got_V, want_V = probe_logits(loaded), probe_logits(decoder)
-    # Rounding the weights to a narrower dtype moves logits by about its step; a wrong layout moves them by their size.
-    tolerance = 0.0 if dtype == decoder.dtype else 16 * torch.finfo(dtype).eps * want_V.abs().max().item()
+    # Rounding the weights to a narrower dtype moves logits by about its step; a wrong layout moves
+    # them by their size.
+    tolerance = (
+        0.0 if dtype == decoder.dtype else 16 * torch.finfo(dtype).eps * want_V.abs().max().item()
+    )
     worst = (got_V - want_V).abs().max().item()
     if not worst <= tolerance:
-        raise SnapshotError(f"export {folder}: logits differ by {worst:.3g}, at most {tolerance:.3g} is rounding")
+        raise SnapshotError(
+            f"export {folder}: logits differ by {worst:.3g}, at most {tolerance:.3g} is rounding"
+        )
 
 
 def checksums_on_disk(folder: Path) -> dict[str, str]:
     with ExitStack() as files:
-        return {name: checksum(stored.read()) for name, stored in open_tensors(folder, files).items()}
+        return {
+            name: checksum(stored.read()) for name, stored in open_tensors(folder, files).items()
+        }
 
 
 def probe_logits(decoder: Decoder, num_tokens: int = 8) -> Tensor:

@@ -1,5 +1,6 @@
-"""Schemas of a model's files: config.json as far as we read it, and the index of its shards. In: a mapping or a path.
-Out: nothing, or an InputError that names the key; an index's table. What a value means is `spec`'s matter.
+"""Schemas of a model's files: config.json as far as we read it, and the index of its shards. In: a
+mapping or a path. Out: nothing, or an InputError that names the key; an index's table. What a value
+means is `spec`'s matter.
 """
 
 from __future__ import annotations
@@ -69,19 +70,26 @@ class Index(Foreign):
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """InputError for a key of another type than it has, a number that is none, or a size beyond any model."""
+    """InputError for a key of another type than it has, a number that is none, or a size beyond any
+    model."""
     check(config, ConfigKeys, "config.json")
 
 
 def read_weight_map(path: Path) -> Mapping[str, str]:
-    """Return hub tensor → shard. A shard is a file of the index's own folder, which may be a link, as it is in the
-    hub's cache."""
+    """Return hub tensor → shard. A shard is a file of the index's own folder, which may be a link,
+    as it is in the hub's cache."""
     weight_map = check(read_json(path), Index, str(path)).weight_map
     for tensor, shard in weight_map.items():
         name = PurePosixPath(shard)
-        if len(name.parts) != 1 or name.parts[0] in ("..", "/") or name.suffix != ".safetensors" or "\0" in shard:
+        if (
+            len(name.parts) != 1
+            or name.parts[0] in ("..", "/")
+            or name.suffix != ".safetensors"
+            or "\0" in shard
+        ):
             raise InputError(
-                f"{path}: weight_map.{tensor} = {shard[:80]!r}; need the name of a .safetensors file beside it",
+                f"{path}: weight_map.{tensor} = {shard[:80]!r}; need the name of a .safetensors "
+                "file beside it",
                 hint="copy the folder again from its source",
             )
     return weight_map

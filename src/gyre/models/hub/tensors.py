@@ -1,8 +1,10 @@
-"""Hub tensors: safetensors files that are filled in any order, from runs of our parameters. In: which hub tensors each
-file has, then runs. Out: the files; a checksum of each tensor on disk; which tensors are not what runs say.
+"""Hub tensors: safetensors files that are filled in any order, from runs of our parameters. In:
+which hub tensors each file has, then runs. Out: the files; a checksum of each tensor on disk; which
+tensors are not what runs say.
 
-The safetensors package writes a file from whole tensors in memory. Here the header comes first, and each run goes to
-its place as it comes, through at most BLOCK_BYTES of host memory. The package reads the files.
+The safetensors package writes a file from whole tensors in memory. Here the header comes first, and
+each run goes to its place as it comes, through at most BLOCK_BYTES of host memory. The package
+reads the files.
 """
 
 from __future__ import annotations
@@ -40,11 +42,17 @@ class HubTensors:
     """Open files, each with its header and room for its tensors. A context manager."""
 
     def __init__(
-        self, folder: Path, files: Mapping[str, Sequence[HubEntry]], dtype: torch.dtype, *, new: bool = True
+        self,
+        folder: Path,
+        files: Mapping[str, Sequence[HubEntry]],
+        dtype: torch.dtype,
+        *,
+        new: bool = True,
     ) -> None:
         """`new` makes the files; otherwise they are there and are only read."""
         self._dtype, self._handles = dtype, list[int]()
-        self._at: dict[str, tuple[int, int, int]] = {}  # hub name → handle, offset in the file, bytes
+        # hub name → handle, offset in the file, bytes
+        self._at: dict[str, tuple[int, int, int]] = {}
         self._entries: dict[str, list[HubEntry]] = {}  # by our parameter
         try:
             for name, entries in files.items():
@@ -78,7 +86,8 @@ class HubTensors:
         )
 
     def checksums(self) -> dict[str, str]:
-        """16 hex digits of blake2b over each hub tensor's bytes on disk, as `export.checksum` gives them."""
+        """16 hex digits of blake2b over each hub tensor's bytes on disk, as `export.checksum` gives
+        them."""
         found = {}
         for hub_name, (handle, at, size_bytes) in self._at.items():
             digest = hashlib.blake2b(digest_size=8)
@@ -113,7 +122,9 @@ class HubTensors:
             self._at[entry.hub_name] = (handle, first + offset, size_bytes)
             self._entries.setdefault(entry.name, []).append(entry)
 
-    def _places(self, name: str, start: int, stop: int, values_N: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    def _places(
+        self, name: str, start: int, stop: int, values_N: Tensor
+    ) -> Iterator[tuple[int, int, Tensor]]:
         """(file, offset, values on the host) of a run, in blocks."""
         item, step = self._dtype.itemsize, BLOCK_BYTES // self._dtype.itemsize
         for entry in self._entries[name]:

@@ -1,6 +1,6 @@
-"""Verify: proof that a folder in hub layout holds a model that is nowhere whole. In: a folder, runs of the model's
-tensors. Out: nothing, or SnapshotError with the first tensors that differ. For a model on one device,
-`load.verify_export` compares logits too.
+"""Verify: proof that a folder in hub layout holds a model that is nowhere whole. In: a folder, runs
+of the model's tensors. Out: nothing, or SnapshotError with the first tensors that differ. For a
+model on one device, `load.verify_export` compares logits too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from gyre.models.spec import ModelSpec, spec_from_hub_config
 
 @torch.no_grad()
 def verify_runs(folder: str | Path, spec: ModelSpec, runs: Iterable[Run]) -> None:
-    """Compare what is on disk with every number that `runs` yields, which are in the export's dtype. The config must
-    give the same model, and the safetensors package must find each tensor in its shape."""
+    """Compare what is on disk with every number that `runs` yields, which are in the export's
+    dtype. The config must give the same model, and the safetensors package must find each tensor in
+    its shape."""
     folder, entries = Path(folder), hub_entries(spec)
     try:
         config = read_json(folder / CONFIG_FILE)
@@ -32,7 +33,9 @@ def verify_runs(folder: str | Path, spec: ModelSpec, runs: Iterable[Run]) -> Non
         with ExitStack() as stack:
             shapes = {name: stored.shape for name, stored in open_tensors(folder, stack).items()}
     except (GyreError, KeyError, AttributeError) as fault:
-        raise SnapshotError(f"export {folder} does not load: {fault}", hint="export again") from fault
+        raise SnapshotError(
+            f"export {folder} does not load: {fault}", hint="export again"
+        ) from fault
     wrong = [entry.hub_name for entry in entries if shapes.pop(entry.hub_name, None) != entry.shape]
     if not same_model or wrong or shapes:
         what = ", ".join([*wrong, *shapes][:4]) or CONFIG_FILE
@@ -44,7 +47,8 @@ def verify_runs(folder: str | Path, spec: ModelSpec, runs: Iterable[Run]) -> Non
                 changed[name] = None
     if changed:
         raise SnapshotError(
-            f"export {folder}: content of {', '.join(list(changed)[:4])} is not that of the model ({len(changed)} "
+            f"export {folder}: content of {', '.join(list(changed)[:4])} is not that of the model "
+            f"({len(changed)} "
             "tensors)",
             hint="the folder holds another version or is damaged; export again",
         )

@@ -1,4 +1,5 @@
-"""Blocks: the two halves of a decoder layer around attention, each one differentiable op with a hand-written backward.
+"""Blocks: the two halves of a decoder layer around attention, each one differentiable op with a
+hand-written backward.
 
 `attention_inputs`: norm, q|k|v projection, per-head norms (where given), rotary turning.
 `layer_output`: output projection, residual, norm, gated MLP, residual.
@@ -8,8 +9,8 @@ to q, k and v, and the stream between the halves; norms, turned heads, gate, up 
 `float8` names the projections whose products are of 8-bit operands (kernels.linear).
 """
 
-# T packed tokens, E hidden size, R = (H + 2K)·D rows of qkv, H heads, K kv heads, J = H + K heads that turn,
-# D head dim, A = H·D, M mlp size
+# T packed tokens, E hidden size, R = (H + 2K)·D rows of qkv, H heads, K kv heads, J = H + K heads
+# that turn, D head dim, A = H·D, M mlp size
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def attention_inputs(
     lean: RecomputeQK | None = None,
     float8: frozenset[Projection] = frozenset(),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (x_TE itself, q_THD, k_TKD, v_TKD); `heads` is (H, K). `lean` learns how to make q and k again."""
+    """Return (x_TE itself, q_THD, k_TKD, v_TKD); `heads` is (H, K). `lean` learns how to make q and
+    k again."""
     tensors = x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D
     return AttentionInputs.apply(*tensors, heads, eps, lean, float8)
 
@@ -61,9 +63,11 @@ def layer_output(
     again: bool = False,
     float8: frozenset[Projection] = frozenset(),
 ) -> Tensor:
-    """Return the residual stream after the layer. `again` is for a pass that is run for what it keeps alone: the result
-    is not computed."""
-    return LayerOutput.apply(x_TE, attended_TA, out_EA, norm_E, gate_up_2ME, down_EM, eps, lean, again, float8)
+    """Return the residual stream after the layer. `again` is for a pass that is run for what it
+    keeps alone: the result is not computed."""
+    return LayerOutput.apply(
+        x_TE, attended_TA, out_EA, norm_E, gate_up_2ME, down_EM, eps, lean, again, float8
+    )
 
 
 class AttentionInputs(torch.autograd.Function):
@@ -93,9 +97,20 @@ class AttentionInputs(torch.autograd.Function):
             lean.make = lambda: turn_heads(qkv_TR, *norms_and_tables, heads=heads, eps=eps)[:2]
         ctx.heads, ctx.eps = heads, eps
         ctx.save_for_backward(
-            x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D, normed_TE, rstd_T1, qkv_TR, rstd_TJ1,
+            x_TE,
+            norm_E,
+            qkv_RE,
+            bias_R,
+            q_norm_D,
+            k_norm_D,
+            cos_T1D,
+            sin_T1D,
+            normed_TE,
+            rstd_T1,
+            qkv_TR,
+            rstd_TJ1,
             *amaxes,
-        )  # fmt: skip
+        )
         return x_TE, q_THD, k_TKD, v_TKD
 
     @staticmethod
@@ -103,21 +118,49 @@ class AttentionInputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x_TE, grad_q_THD, grad_k_TKD, grad_v_TKD = grads
         (
-            x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D, normed_TE, rstd_T1, qkv_TR, rstd_TJ1,
+            x_TE,
+            norm_E,
+            qkv_RE,
+            bias_R,
+            q_norm_D,
+            k_norm_D,
+            cos_T1D,
+            sin_T1D,
+            normed_TE,
+            rstd_T1,
+            qkv_TR,
+            rstd_TJ1,
             *amaxes,
-        ) = ctx.saved_tensors  # fmt: skip
+        ) = ctx.saved_tensors
         amax = Amax() if amaxes[0] is not None else None
         grad_qkv_TR, grad_q_norm_D, grad_k_norm_D = turn_heads_backward(
-            (grad_q_THD, grad_k_TKD, grad_v_TKD), qkv_TR, rstd_TJ1, q_norm_D, k_norm_D, cos_T1D, sin_T1D,
-            heads=ctx.heads, amax=amax,
-        )  # fmt: skip
+            (grad_q_THD, grad_k_TKD, grad_v_TKD),
+            qkv_TR,
+            rstd_TJ1,
+            q_norm_D,
+            k_norm_D,
+            cos_T1D,
+            sin_T1D,
+            heads=ctx.heads,
+            amax=amax,
+        )
         if normed_TE is None:
             normed_TE, _ = rms_norm_forward(x_TE, norm_E, ctx.eps)
         through_qkv = OutputGradient(grad_qkv_TR, tuple(amaxes), amax)
         grad_qkv_RE = through_qkv.of_weight(normed_TE)
         grad_bias_R = grad_qkv_TR.sum(0) if bias_R is not None else None
-        grad_TE, grad_norm_E = rms_norm_backward(through_qkv.of_input(qkv_RE), x_TE, rstd_T1, norm_E, grad_x_TE)
-        return grad_TE, grad_norm_E, grad_qkv_RE, grad_bias_R, grad_q_norm_D, grad_k_norm_D, *[None] * 6
+        grad_TE, grad_norm_E = rms_norm_backward(
+            through_qkv.of_input(qkv_RE), x_TE, rstd_T1, norm_E, grad_x_TE
+        )
+        return (
+            grad_TE,
+            grad_norm_E,
+            grad_qkv_RE,
+            grad_bias_R,
+            grad_q_norm_D,
+            grad_k_norm_D,
+            *[None] * 6,
+        )
 
 
 class LayerOutput(torch.autograd.Function):
@@ -138,19 +181,32 @@ class LayerOutput(torch.autograd.Function):
         middle_TE, of_out = linear(attended_TA, out_EA, onto_TO=x_TE, float8="out" in float8)
         amax = Amax() if "gate_up" in float8 else None
         normed_TE, rstd_T1 = rms_norm_forward(middle_TE, norm_E, eps, amax)
-        gate_up_T2M, of_gate_up = linear(normed_TE, gate_up_2ME, float8="gate_up" in float8, amax=amax)
+        gate_up_T2M, of_gate_up = linear(
+            normed_TE, gate_up_2ME, float8="gate_up" in float8, amax=amax
+        )
         amax = Amax() if "down" in float8 else None
         product_TM, kept = silu_mul_forward(gate_up_T2M, amax)
         if again:
             result_TE = torch.empty_like(middle_TE)
             of_down = amaxes_of(product_TM, down_EM, float8="down" in float8, amax=amax)
         else:
-            result_TE, of_down = linear(product_TM, down_EM, onto_TO=middle_TE, float8="down" in float8, amax=amax)
+            result_TE, of_down = linear(
+                product_TM, down_EM, onto_TO=middle_TE, float8="down" in float8, amax=amax
+            )
         ctx.eps, ctx.lean = eps, lean
         ctx.save_for_backward(
-            attended_TA, out_EA, norm_E, gate_up_2ME, down_EM, middle_TE, rstd_T1, *of_out, *of_gate_up, *of_down,
+            attended_TA,
+            out_EA,
+            norm_E,
+            gate_up_2ME,
+            down_EM,
+            middle_TE,
+            rstd_T1,
+            *of_out,
+            *of_gate_up,
+            *of_down,
             *(() if lean else (normed_TE, gate_up_T2M, *kept)),
-        )  # fmt: skip
+        )
         return result_TE
 
     @staticmethod
@@ -161,13 +217,17 @@ class LayerOutput(torch.autograd.Function):
         of_out, of_gate_up, of_down = saved[7:9], saved[9:11], saved[11:13]
         if ctx.lean:
             normed_TE, _ = rms_norm_forward(middle_TE, norm_E, ctx.eps)
-            gate_up_T2M, _ = linear(normed_TE, gate_up_2ME, float8=of_gate_up[0] is not None, amax=Amax(of_gate_up[0]))
+            gate_up_T2M, _ = linear(
+                normed_TE, gate_up_2ME, float8=of_gate_up[0] is not None, amax=Amax(of_gate_up[0])
+            )
             kept = silu_mul_forward(gate_up_T2M)[1] if keeps_product(gate_up_T2M) else ()
         else:
             normed_TE, gate_up_T2M, *kept = saved[13:]
         through_down = OutputGradient(grad_TE, of_down)
         amax = Amax() if of_gate_up[0] is not None else None
-        grad_gate_up_T2M, product_TM = silu_mul_backward(through_down.of_input(down_EM), gate_up_T2M, tuple(kept), amax)
+        grad_gate_up_T2M, product_TM = silu_mul_backward(
+            through_down.of_input(down_EM), gate_up_T2M, tuple(kept), amax
+        )
         grad_down_EM = through_down.of_weight(product_TM)
         del product_TM, through_down
         through_gate_up = OutputGradient(grad_gate_up_T2M, of_gate_up, amax)
@@ -178,5 +238,10 @@ class LayerOutput(torch.autograd.Function):
         )
         del through_gate_up
         through_out = OutputGradient(grad_middle_TE, of_out, amax)
-        grads_of_weights = through_out.of_weight(attended_TA), grad_norm_E, grad_gate_up_2ME, grad_down_EM
+        grads_of_weights = (
+            through_out.of_weight(attended_TA),
+            grad_norm_E,
+            grad_gate_up_2ME,
+            grad_down_EM,
+        )
         return grad_middle_TE, through_out.of_input(out_EA), *grads_of_weights, *[None] * 4

@@ -30,7 +30,9 @@ def turn_heads(
     heads_TRD = qkv_TR.view(len(qkv_TR), num_heads + 2 * num_kv_heads, cos_T1D.shape[-1])
     qk_TJD, v_TKD = heads_TRD.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
     if kernels := kernels_for(qkv_TR, head_dim=cos_T1D.shape[-1]):
-        q_THD, k_TKD, rstd_TJ1 = kernels.heads(qkv_TR, q_norm_D, k_norm_D, cos_T1D, sin_T1D, heads, eps)
+        q_THD, k_TKD, rstd_TJ1 = kernels.heads(
+            qkv_TR, q_norm_D, k_norm_D, cos_T1D, sin_T1D, heads, eps
+        )
         return q_THD, k_TKD, v_TKD, rstd_TJ1
     rstd_TJ1 = None
     if q_norm_D is not None and k_norm_D is not None:
@@ -52,10 +54,12 @@ def turn_heads_backward(
     heads: tuple[int, int],
     amax: Amax | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of qkv_TR, of which Triton's kernels find `amax`, of q_norm_D and k_norm_D from those of q,
-    k and v."""
+    """Return the gradients of qkv_TR, of which Triton's kernels find `amax`, of q_norm_D and
+    k_norm_D from those of q, k and v."""
     if kernels := kernels_for(qkv_TR, head_dim=cos_T1D.shape[-1]):
-        return kernels.heads_backward(grads, qkv_TR, rstd_TJ1, q_norm_D, k_norm_D, cos_T1D, sin_T1D, heads, amax)
+        return kernels.heads_backward(
+            grads, qkv_TR, rstd_TJ1, q_norm_D, k_norm_D, cos_T1D, sin_T1D, heads, amax
+        )
     grad_q_THD, grad_k_TKD = (turn_back(grad, cos_T1D, sin_T1D) for grad in grads[:2])
     grad_q_norm_D = grad_k_norm_D = None
     if rstd_TJ1 is not None and q_norm_D is not None and k_norm_D is not None:
@@ -65,4 +69,8 @@ def turn_heads_backward(
         rstd_q, rstd_k = rstd_TJ1.split(heads, dim=1)
         grad_q_THD, grad_q_norm_D = rms_norm_backward(grad_q_THD, raw_q, rstd_q, q_norm_D)
         grad_k_TKD, grad_k_norm_D = rms_norm_backward(grad_k_TKD, raw_k, rstd_k, k_norm_D)
-    return torch.cat([grad_q_THD, grad_k_TKD, grads[2]], dim=1).flatten(1), grad_q_norm_D, grad_k_norm_D
+    return (
+        torch.cat([grad_q_THD, grad_k_TKD, grads[2]], dim=1).flatten(1),
+        grad_q_norm_D,
+        grad_k_norm_D,
+    )

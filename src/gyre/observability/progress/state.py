@@ -1,5 +1,5 @@
-"""Live state: what a person wants to know of a run now. In: event rows, one by one. Out: a LiveState. Pure: times
-are those of the rows. Caller: live.py."""
+"""Live state: what a person wants to know of a run now. In: event rows, one by one. Out: a
+LiveState. Pure: times are those of the rows. Caller: live.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class LiveState:
     """A run so far."""
 
     name: str = ""
-    started_t: float | None = None  # unix time of the first row; later by what passed between attempts
+    # unix time of the first row; later by what passed between attempts
+    started_t: float | None = None
     now_t: float = 0.0  # unix time of the newest row
     stages: tuple[tuple[str, int], ...] = ()  # (name, steps), in order; steps 0 where unknown
     stage: str = ""
@@ -32,10 +33,13 @@ class LiveState:
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the newest step
     step_ends: tuple[tuple[int, float], ...] = ()  # (step, unix time) of the stage's newest steps
     rewards: tuple[float, ...] = ()
-    evals: Mapping[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)  # by name, in order
-    counted: Mapping[str, int] = field(default_factory=dict)  # fallbacks, drops, retries and warnings by kind
+    # by name, in order
+    evals: Mapping[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
+    # fallbacks, drops, retries and warnings by kind
+    counted: Mapping[str, int] = field(default_factory=dict)
     last_counted: str = ""
-    failures: Mapping[str, int] = field(default_factory=dict)  # of rewards: how often each kind was met, by what it is
+    # of rewards: how often each kind was met, by what it is
+    failures: Mapping[str, int] = field(default_factory=dict)
     contradiction: Mapping[str, Any] | None = None  # the newest warn.figures_contradict row
     done: Mapping[str, Any] | None = None  # the run.done row
 
@@ -71,7 +75,9 @@ def advance(state: LiveState, row: Mapping[str, Any]) -> LiveState:
         state = replace(state, started_t=row["t"])
     elif kind == "attempt.started":
         away_s = max(0.0, row["t"] - state.now_t)
-        state = replace(state, started_t=(state.started_t or 0.0) + away_s, step_ends=(), phase="", done=None)
+        state = replace(
+            state, started_t=(state.started_t or 0.0) + away_s, step_ends=(), phase="", done=None
+        )
     state = replace(state, now_t=row["t"])
     if is_counted(row):
         counted = {**state.counted, kind: state.counted.get(kind, 0) + weight_of(row)}
@@ -100,7 +106,8 @@ def advance(state: LiveState, row: Mapping[str, Any]) -> LiveState:
 
 
 def failure_of(row: Mapping[str, Any]) -> str | None:
-    """Return the kind of failure that a row of a reward tells, the same for all of its kind; None for other rows."""
+    """Return the kind of failure that a row of a reward tells, the same for all of its kind; None
+    for other rows."""
     if row["kind"] != "warn.reward_failed":
         return None
     return f"{row.get('what')}: {row['failure']}" if row.get("failure") else str(row.get("what"))
@@ -119,7 +126,11 @@ def read_stages(value: Any) -> tuple[tuple[str, int], ...]:
 
 def _start_stage(state: LiveState, row: Mapping[str, Any]) -> LiveState:
     stage = str(row.get("stage", ""))
-    stages = state.stages if any(name == stage for name, _ in state.stages) else (*state.stages, (stage, 0))
+    stages = (
+        state.stages
+        if any(name == stage for name, _ in state.stages)
+        else (*state.stages, (stage, 0))
+    )
     return replace(
         state,
         stage=stage,

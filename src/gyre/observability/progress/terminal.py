@@ -1,5 +1,5 @@
-"""Live progress: what the terminal shows while a run goes on, and the panel at its end. In: event rows. Out: text on
-stderr: one panel redrawn in a terminal, plain lines elsewhere.
+"""Live progress: what the terminal shows while a run goes on, and the panel at its end. In: event
+rows. Out: text on stderr: one panel redrawn in a terminal, plain lines elsewhere.
 """
 
 from __future__ import annotations
@@ -28,8 +28,15 @@ from gyre.observability.progress.state import CONTRADICTION, LiveState, advance,
 ECHO_COLUMNS = 5  # that stay free to the right of the panel, for ^C^C
 MOST_KINDS = 3  # of counted events that the end of a run names
 SPARKS = "▁▂▃▄▅▆▇█"
-SHOWN = (("reward", "reward"), ("accuracy", "accuracy"), ("loss", "loss"), ("length", "length"), ("kl", "KL"),
-         ("tokens_per_second", "tokens/s"), ("mfu", "MFU"))  # fmt: skip
+SHOWN = (
+    ("reward", "reward"),
+    ("accuracy", "accuracy"),
+    ("loss", "loss"),
+    ("length", "length"),
+    ("kl", "KL"),
+    ("tokens_per_second", "tokens/s"),
+    ("mfu", "MFU"),
+)
 
 
 class Progress(Protocol):
@@ -47,28 +54,38 @@ class Progress(Protocol):
 
 
 def make_progress(
-    *, plain: bool = False, console: Console | None = None, history: Iterable[Mapping[str, Any]] = ()
+    *,
+    plain: bool = False,
+    console: Console | None = None,
+    history: Iterable[Mapping[str, Any]] = (),
 ) -> Progress:
-    """Return a panel where stderr is a terminal, and lines where it is not or `plain` is asked (as by --json).
+    """Return a panel where stderr is a terminal, and lines where it is not or `plain` is asked (as
+    by --json).
 
-    `history` holds the live rows of earlier attempts: a resumed run shows its evaluations and its place from the start.
+    `history` holds the live rows of earlier attempts: a resumed run shows its evaluations and its
+    place from the start.
     """
     console = console or Console(stderr=True)
     state = LiveState()
     for row in history:
         state = advance(state, row)
-    return LineProgress(console, state) if plain or not console.is_terminal else PanelProgress(console, state)
+    return (
+        LineProgress(console, state)
+        if plain or not console.is_terminal
+        else PanelProgress(console, state)
+    )
 
 
 class LineProgress:
-    """One line per step, evaluation and stage, none of them redrawn. The first counted event of a kind has a line;
-    further ones stand in the line of their step, or in the summary's counts."""
+    """One line per step, evaluation and stage, none of them redrawn. The first counted event of a
+    kind has a line; further ones stand in the line of their step, or in the summary's counts."""
 
     def __init__(self, console: Console, state: LiveState | None = None):
         self._console = console
         self._state = state or LiveState()
         self._told: set[str] = set()  # kinds that had their line in this attempt
-        self._repeated: Counter[str] = Counter()  # counted events since the newest step's line, by kind
+        # counted events since the newest step's line, by kind
+        self._repeated: Counter[str] = Counter()
 
     def __call__(self, row: Mapping[str, Any]) -> None:
         failure = new_failure(self._state, row)
@@ -81,7 +98,14 @@ class LineProgress:
         elif kind == "eval.done":
             self._print(eval_line(row))
         elif kind == "step.done":
-            self._print("  ".join([step_line(state), *(f"{name} {count}" for name, count in self._repeated.items())]))
+            self._print(
+                "  ".join(
+                    [
+                        step_line(state),
+                        *(f"{name} {count}" for name, count in self._repeated.items()),
+                    ]
+                )
+            )
             self._repeated.clear()
         elif kind == "trace.written":
             self._print("\n".join(trace_lines(row)))
@@ -111,7 +135,13 @@ class LineProgress:
 class PanelProgress:
     """One panel at the foot of the terminal. Lines that others print scroll by above it."""
 
-    def __init__(self, console: Console, state: LiveState | None = None, *, clock: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        console: Console,
+        state: LiveState | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+    ):
         self._console = console
         self._clock = clock
         self._state = state or LiveState()
@@ -123,19 +153,30 @@ class PanelProgress:
         if failure:
             self._console.print(failure, markup=False, highlight=False, soft_wrap=True, style="red")
         if self._live is None and self._state.done is None:
-            self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=4, transient=True)
+            self._live = Live(
+                get_renderable=self.render,
+                console=self._console,
+                refresh_per_second=4,
+                transient=True,
+            )
             self._live.start()
         if row["kind"] == "trace.written":  # in a terminal it scrolls by above the panel
-            self._console.print("\n".join(trace_lines(row)), markup=False, highlight=False, soft_wrap=True)
+            self._console.print(
+                "\n".join(trace_lines(row)), markup=False, highlight=False, soft_wrap=True
+            )
         if row["kind"] == "warn.steps_lost":
-            self._console.print(f"{row['kind']}: {event_detail(row)}", markup=False, highlight=False, soft_wrap=True)
+            self._console.print(
+                f"{row['kind']}: {event_detail(row)}", markup=False, highlight=False, soft_wrap=True
+            )
         if row["kind"] == "run.done":
             self.close()
 
     def render(self) -> RenderableType:
-        """The cursor rests behind the last line. A terminal echoes ^C there: a line that wrapped would move the panel
-        down by one, and leave its first line behind when it is erased."""
-        return Constrain(render_panel(self._state, self._clock()), max(1, self._console.width - ECHO_COLUMNS))
+        """The cursor rests behind the last line. A terminal echoes ^C there: a line that wrapped
+        would move the panel down by one, and leave its first line behind when it is erased."""
+        return Constrain(
+            render_panel(self._state, self._clock()), max(1, self._console.width - ECHO_COLUMNS)
+        )
 
     def close(self) -> None:
         if self._live is not None:
@@ -149,7 +190,11 @@ class PanelProgress:
 
 def step_line(state: LiveState) -> str:
     """Return one step as a line of plain text."""
-    parts = [f"[{state.stage} {state.step}/{state.steps}]" if state.steps else f"[{state.stage} {state.step}]"]
+    parts = [
+        f"[{state.stage} {state.step}/{state.steps}]"
+        if state.steps
+        else f"[{state.stage} {state.step}]"
+    ]
     parts += [f"{label} {show_metric(label, value)}" for label, value in shown_metrics(state)]
     if state.seconds_per_step is not None:
         parts.append(f"{show_seconds(state.seconds_per_step)}/step")
@@ -169,18 +214,25 @@ def eval_line(row: Mapping[str, Any]) -> str:
 
 def contradiction_line(row: Mapping[str, Any]) -> str:
     """Return what training and held-out figures say against each other, as a line of plain text."""
-    return f"warning: at step {row.get('step', 0)} of {row.get('stage') or 'the run'}, {row.get('reason')}"
+    return (
+        f"warning: at step {row.get('step', 0)} of {row.get('stage') or 'the run'}, "
+        f"{row.get('reason')}"
+    )
 
 
 def new_failure(state: LiveState, row: Mapping[str, Any]) -> str:
-    """Return what a reward met for the first time, as a line of plain text; "" for anything else."""
+    """Return what a reward met for the first time, as a line of plain text; "" for anything
+    else."""
     failure = failure_of(row)
     if failure is None or failure in state.failures:
         return ""
     where = f"at step {row['step']}" if "step" in row else f"in {row.get('where')}"
     checks = f" of {row['checks']}" if "checks" in row else ""
     reason = row.get("reason") or "no reason recorded"
-    return f"reward failed: {row.get('what')}, {row.get('count', 1)}{checks} completions {where}: {reason}"
+    return (
+        f"reward failed: {row.get('what')}, {row.get('count', 1)}{checks} completions "
+        f"{where}: {reason}"
+    )
 
 
 def trace_lines(row: Mapping[str, Any]) -> list[str]:
@@ -192,7 +244,10 @@ def trace_lines(row: Mapping[str, Any]) -> list[str]:
         "idle": "idle_s",
     }
     spent = ", ".join(f"{name} {float(row.get(key) or 0.0):.4f} s" for name, key in parts.items())
-    lines = [f"trace of step {row.get('step')}: {row.get('file')}, {float(row.get('seconds') or 0.0):.4f} s: {spent}"]
+    lines = [
+        f"trace of step {row.get('step')}: {row.get('file')}, "
+        f"{float(row.get('seconds') or 0.0):.4f} s: {spent}"
+    ]
     for entry in row.get("top") or ():
         lines.append(f"  {entry['seconds']:>10.6f} s  {entry['calls']:>7} ×  {entry['name']}")
     return lines
@@ -222,7 +277,11 @@ def render_panel(state: LiveState, now_t: float) -> RenderableType:
     head = Table.grid(expand=True, padding=(0, 1))
     head.add_column(ratio=1)
     head.add_column(justify="right")
-    phase = f"{state.phase} {show_seconds(max(0.0, now_t - state.phase_started_t))}" if state.phase else "…"
+    phase = (
+        f"{state.phase} {show_seconds(max(0.0, now_t - state.phase_started_t))}"
+        if state.phase
+        else "…"
+    )
     head.add_row(
         Text.assemble((state.stage or "starting", "bold"), (f"  stage {number} of {total}", "dim")),
         Text.assemble(("phase ", "dim"), (phase, "cyan")),
@@ -230,7 +289,9 @@ def render_panel(state: LiveState, now_t: float) -> RenderableType:
     bar = Table.grid(expand=True, padding=(0, 1))
     bar.add_column(ratio=1)
     bar.add_column(justify="right", no_wrap=True)
-    bar.add_row(ProgressBar(total=max(1, state.steps), completed=state.step), progress_text(state, now_t))
+    bar.add_row(
+        ProgressBar(total=max(1, state.steps), completed=state.step), progress_text(state, now_t)
+    )
     parts: list[RenderableType] = [head, bar]
     if state.metrics:
         parts.append(metrics_table(state))
@@ -238,10 +299,22 @@ def render_panel(state: LiveState, now_t: float) -> RenderableType:
     if state.contradiction is not None:
         parts.append(Text(contradiction_line(state.contradiction), style="yellow"))
     if state.num_counted:
-        parts.append(Text(f"counted events: {state.num_counted}, the last {state.last_counted}", style="yellow"))
+        parts.append(
+            Text(
+                f"counted events: {state.num_counted}, the last {state.last_counted}",
+                style="yellow",
+            )
+        )
     elapsed = show_seconds(max(0.0, now_t - state.started_t)) if state.started_t is not None else ""
     title = Text.assemble(("gyre", "bold cyan"), (f"  {state.name}" if state.name else ""))
-    return Panel(Group(*parts), title=title, title_align="left", subtitle=elapsed, subtitle_align="right", box=ROUNDED)
+    return Panel(
+        Group(*parts),
+        title=title,
+        title_align="left",
+        subtitle=elapsed,
+        subtitle_align="right",
+        box=ROUNDED,
+    )
 
 
 def progress_text(state: LiveState, now_t: float) -> Text:
@@ -273,8 +346,13 @@ def render_summary(state: LiveState, run_folder: Path, report: Path | None) -> R
     lines = summary_lines(state, run_folder, report)
     body = Text("\n".join(lines[1:]))
     finished = state.done is not None
-    return Panel(body, title=Text(lines[0], style="bold green" if finished else "bold yellow"), title_align="left",
-                 box=ROUNDED, padding=(1, 2))  # fmt: skip
+    return Panel(
+        body,
+        title=Text(lines[0], style="bold green" if finished else "bold yellow"),
+        title_align="left",
+        box=ROUNDED,
+        padding=(1, 2),
+    )
 
 
 def summary_lines(state: LiveState, run_folder: Path, report: Path | None) -> list[str]:
@@ -299,7 +377,10 @@ def summary_lines(state: LiveState, run_folder: Path, report: Path | None) -> li
         lines.append(f"go on    gyre train --resume {run_folder}")
     answers = "pair_accuracy" not in state.evals  # a reward model scores answers and gives none
     commands = [*(("chat", "eval") if answers else ()), "report"]
-    return lines + [f"{'next' if i == 0 else '':<8} gyre {command} {run_folder}" for i, command in enumerate(commands)]
+    return lines + [
+        f"{'next' if i == 0 else '':<8} gyre {command} {run_folder}"
+        for i, command in enumerate(commands)
+    ]
 
 
 def eval_span(name: str, rows: tuple[Mapping[str, Any], ...]) -> str:
@@ -319,18 +400,25 @@ def over(row: Mapping[str, Any]) -> str:
     judged, interval = eval_measure(row), eval_interval(row)
     parts = [f"n = {row['n']}"] if row.get("n") else []
     if judged is not None and interval is not None:
-        parts.append("95 % interval " + " to ".join(show_measure(judged[0], bound) for bound in interval))
+        parts.append(
+            "95 % interval " + " to ".join(show_measure(judged[0], bound) for bound in interval)
+        )
     return f" ({', '.join(parts)})" if parts else ""
 
 
 def meanings(state: LiveState) -> list[str]:
     """Return what each figure of the evaluations means, in words."""
     newest = [(eval_measure(rows[-1]), rows[-1].get("meaning")) for rows in state.evals.values()]
-    return [f"{judged[0].replace('_', ' ')}: {meaning}" for judged, meaning in newest if judged and meaning]
+    return [
+        f"{judged[0].replace('_', ' ')}: {meaning}"
+        for judged, meaning in newest
+        if judged and meaning
+    ]
 
 
 def show_measure(measure: str, value: float) -> str:
-    """Return what an evaluation found: a share as per cent, the mean of rewards or losses as a number."""
+    """Return what an evaluation found: a share as per cent, the mean of rewards or losses as a
+    number."""
     return show_share(value) if measure in SHARES else show_number(value)
 
 
@@ -346,7 +434,8 @@ def sparkline(values: tuple[float, ...], *, width: int) -> str:
     finite = [value for value in values if math.isfinite(value)][-width:]
     if not finite:
         return ""
-    low, high = min(finite) / 2, max(finite) / 2  # halves: the whole range may be more than a float holds
+    # halves: the whole range may be more than a float holds
+    low, high = min(finite) / 2, max(finite) / 2
     shares = ((value / 2 - low) / (high - low) if high > low else 0.0 for value in finite)
     return "".join(SPARKS[round(share * (len(SPARKS) - 1))] for share in shares)
 

@@ -1,7 +1,8 @@
-"""Report: a run folder as one self-contained page. In: RUN/events.jsonl and what lies beside it. Out: RUN/report.html.
+"""Report: a run folder as one self-contained page. In: RUN/events.jsonl and what lies beside it.
+Out: RUN/report.html.
 
-The page holds its data as JSON, its style and its script; it loads nothing, and its policy forbids it to. What was
-thinned to keep it small is said on it.
+The page holds its data as JSON, its style and its script; it loads nothing, and its policy forbids
+it to. What was thinned to keep it small is said on it.
 """
 
 from __future__ import annotations
@@ -39,15 +40,25 @@ from gyre.observability.report.samples import samples
 from gyre.observability.report.story import Story, tell
 
 FORMAT = 1  # of the embedded data
-SCRIPTS = ("base.js", "charts.js", "overview.js", "curves.js", "stacks.js", "timeline.js", "rollouts.js", "tables.js",
-           "main.js")  # fmt: skip
+SCRIPTS = (
+    "base.js",
+    "charts.js",
+    "overview.js",
+    "curves.js",
+    "stacks.js",
+    "timeline.js",
+    "rollouts.js",
+    "tables.js",
+    "main.js",
+)
 MAX_FILE_CHARS = 300_000
 MAX_EXAMPLES = 5  # rows shown per kind of counted event
 MAX_FAILURES = 20  # kinds of failure of rewards
 
 
 def write_report(run_folder: Path | str) -> Path:
-    """Write RUN/report.html and return its path. Works on a run that is going on, was killed, or is done."""
+    """Write RUN/report.html and return its path. Works on a run that is going on, was killed, or is
+    done."""
     folder = Path(run_folder)
     if not (folder / "events.jsonl").is_file():
         raise InputError(
@@ -57,12 +68,14 @@ def write_report(run_folder: Path | str) -> Path:
     page = render_page(gather(folder))
     target, aside = folder / "report.html", folder / "report.html.part"
     try:
-        aside.write_text(page, encoding="utf-8", errors="replace")  # a name may hold half of a character
+        # a name may hold half of a character
+        aside.write_text(page, encoding="utf-8", errors="replace")
         os.replace(aside, target)
     except OSError as error:
         aside.unlink(missing_ok=True)
         raise InputError(
-            f"cannot write {target}: {error.strerror or error}; the page takes about {len(page):,} bytes",
+            f"cannot write {target}: {error.strerror or error}; the page takes about "
+            f"{len(page):,} bytes",
             hint="free space there, or make the folder writable, then: "
             f"gyre report {folder}; an older report.html is as it was",
         ) from error
@@ -101,12 +114,16 @@ def describe_run(folder: Path, rows: LiveRows, story: Story) -> dict[str, Any]:
     return {
         "name": str(started.get("name") or folder.resolve().name),
         "folder": folder.resolve().name,
-        "objective": str(started.get("objective") or (config.get("objective") or {}).get("kind") or ""),
+        "objective": str(
+            started.get("objective") or (config.get("objective") or {}).get("kind") or ""
+        ),
         "model": describe_model(started.get("model") or config.get("model")),
         "seed": started.get("seed", config.get("seed")),
         "device": " · ".join(str(started[key]) for key in ("device", "dtype") if started.get(key)),
         "gyre": str(started.get("gyre") or gyre_version()),
-        "startedAt": None if story.started_t is None else datetime.fromtimestamp(story.started_t, UTC).isoformat(),
+        "startedAt": None
+        if story.started_t is None
+        else datetime.fromtimestamp(story.started_t, UTC).isoformat(),
         "seconds": round(story.seconds, 2),
         "finished": bool(done),
         "attempts": rows.lineage.num_attempts,
@@ -132,7 +149,8 @@ def describe_run(folder: Path, rows: LiveRows, story: Story) -> dict[str, Any]:
 
 
 def describe_model(model: Any) -> str:
-    """Return one short line for a model given as text, or as a mapping with some of the usual keys."""
+    """Return one short line for a model given as text, or as a mapping with some of the usual
+    keys."""
     if not isinstance(model, Mapping):
         return str(model or "")
     if model.get("name"):
@@ -142,14 +160,18 @@ def describe_model(model: Any) -> str:
     shape = model.get("shape") if isinstance(model.get("shape"), Mapping) else model
     assert isinstance(shape, Mapping)
     size = shape.get("num_parameters") or shape.get("parameters")
-    words = [str(shape.get("family", "")), f"{size / 1e6:.1f} M parameters" if isinstance(size, int | float) else ""]
+    words = [
+        str(shape.get("family", "")),
+        f"{size / 1e6:.1f} M parameters" if isinstance(size, int | float) else "",
+    ]
     if not words[1] and shape.get("num_layers"):
         words[1] = f"{shape['num_layers']} layers, hidden {shape.get('hidden_size')}"
     return " · ".join(word for word in words if word)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.toml parsed, or {} where there is none to parse; its text is shown either way."""
+    """Return config.toml parsed, or {} where there is none to parse; its text is shown either
+    way."""
     try:
         return tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -164,26 +186,42 @@ def gyre_version() -> str:
 
 
 def counted_events(story: Story) -> list[dict[str, Any]]:
-    """Return each kind of fallback, drop, retry and warning with its count and a few of its rows; failures of rewards
-    that are alike as one, with their count."""
+    """Return each kind of fallback, drop, retry and warning with its count and a few of its rows;
+    failures of rewards that are alike as one, with their count."""
     by_kind: dict[str, dict[str, Any]] = {}
     for told in story.told:
         if not is_counted(told.row):
             continue
         kind = told.row["kind"]
         entry = by_kind.setdefault(
-            kind, {"kind": kind, "count": 0, "rows": 0, "first": told.time_s, "last": 0.0, "examples": []}
+            kind,
+            {
+                "kind": kind,
+                "count": 0,
+                "rows": 0,
+                "first": told.time_s,
+                "last": 0.0,
+                "examples": [],
+            },
         )
         entry["count"] += weight_of(told.row)
         entry["rows"] += 1
         entry["last"] = told.time_s
         failure = failure_of(told.row)
-        alike = next((e for e in entry["examples"] if failure is not None and e["failure"] == failure), None)
+        alike = next(
+            (e for e in entry["examples"] if failure is not None and e["failure"] == failure), None
+        )
         if alike is not None:
             alike["count"] += weight_of(told.row)
         elif len(entry["examples"]) < (MAX_EXAMPLES if failure is None else MAX_FAILURES):
             detail, times = _detail(told.row), weight_of(told.row)
-            example = {"t": told.time_s, "stage": told.stage, "detail": detail, "count": times, "failure": failure}
+            example = {
+                "t": told.time_s,
+                "stage": told.stage,
+                "detail": detail,
+                "count": times,
+                "failure": failure,
+            }
             entry["examples"].append(example)
     for entry in by_kind.values():
         for example in entry["examples"]:
@@ -198,12 +236,18 @@ def mismatches(story: Story) -> list[str]:
     dtype = str(_last_row(story, "run.started").get("dtype") or "")
     steps: dict[str, list[dict[str, float]]] = {}
     for told in story.of_kind("step.done"):
-        numbers = {name: as_number(value) for name, value in (told.row.get("metrics") or {}).items()}
+        numbers = {
+            name: as_number(value) for name, value in (told.row.get("metrics") or {}).items()
+        }
         known = {name: value for name, value in numbers.items() if value is not None}
         steps.setdefault(told.stage, []).append(known)
     found = {stage: find_mismatch(metrics, dtype) for stage, metrics in steps.items()}
     several = len(steps) > 1
-    return [f"Stage {stage}: {one.line}" if several else one.line for stage, one in found.items() if one is not None]
+    return [
+        f"Stage {stage}: {one.line}" if several else one.line
+        for stage, one in found.items()
+        if one is not None
+    ]
 
 
 def contradiction(story: Story) -> str | None:
@@ -220,14 +264,22 @@ def _detail(row: Mapping[str, Any]) -> str:
 
 def run_files(folder: Path, story: Story) -> list[dict[str, Any]]:
     """Return the texts that say what was asked, what was decided and where it ran."""
-    names = ["config.toml", "overrides.json", *sorted(path.name for path in folder.glob("plan*.json"))]
+    names = [
+        "config.toml",
+        "overrides.json",
+        *sorted(path.name for path in folder.glob("plan*.json")),
+    ]
     texts = [(name, _read_text(folder / name)) for name in names]
     for told in story.of_kind("trace.written"):
         opened = "Open the file with Perfetto (ui.perfetto.dev) or chrome://tracing."
         texts.append((str(told.row.get("file")), "\n".join((opened, "", *trace_lines(told.row)))))
     started = _last_row(story, "run.started")
     if started.get("hardware"):
-        machine = {key: started[key] for key in ("device", "dtype", "threads", "hardware") if key in started}
+        machine = {
+            key: started[key]
+            for key in ("device", "dtype", "threads", "hardware")
+            if key in started
+        }
         texts.append(("machine", json.dumps(machine, indent=2, ensure_ascii=False)))
     return [
         {"name": name, "text": text[:MAX_FILE_CHARS], "cut": max(0, len(text) - MAX_FILE_CHARS)}
@@ -237,7 +289,8 @@ def run_files(folder: Path, story: Story) -> list[dict[str, Any]]:
 
 
 def render_page(data: Mapping[str, Any]) -> str:
-    """Fill the template. Nothing of the data can end its script element or be taken for a place to fill."""
+    """Fill the template. Nothing of the data can end its script element or be taken for a place to
+    fill."""
     style = _asset("report.css")
     script = "".join(_asset(name) for name in SCRIPTS)
     script = f'"use strict";(() => {{\n{script}\n}})();'
@@ -256,7 +309,8 @@ def render_page(data: Mapping[str, Any]) -> str:
 
 
 def embed_json(data: Mapping[str, Any]) -> str:
-    """Return JSON that is safe inside a script element: no "<", ">" or "&", no line separators of JavaScript."""
+    """Return JSON that is safe inside a script element: no "<", ">" or "&", no line separators of
+    JavaScript."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
@@ -275,10 +329,16 @@ def summarise(data: Mapping[str, Any]) -> str:
     measure, newest = first["measure"], first["after"]
     after = show_measure(measure, newest["value"])
     title, n = first["title"].capitalize(), over({measure: newest["value"], **newest})
-    meaning = f" {measure.replace('_', ' ').capitalize()}: {first['meaning']}." if first["meaning"] else ""
+    meaning = (
+        f" {measure.replace('_', ' ').capitalize()}: {first['meaning']}."
+        if first["meaning"]
+        else ""
+    )
     if len(first["path"]) == 1:
         return f"{title} {after}{n}.{meaning}"
-    return f"{title} {show_measure(measure, first['before']['value'])} → {after}{n} {spent}.{meaning}"
+    return (
+        f"{title} {show_measure(measure, first['before']['value'])} → {after}{n} {spent}.{meaning}"
+    )
 
 
 def _asset(name: str) -> str:

@@ -1,5 +1,5 @@
-"""Curves of the report. In: a Story. Out: panels with series, ready for JSON; what evaluations say of the outcome.
-Pure. Caller: report.py."""
+"""Curves of the report. In: a Story. Out: panels with series, ready for JSON; what evaluations say
+of the outcome. Pure. Caller: report.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ FRACTION_ENDINGS = ("_fraction", "_share", "accuracy")
 
 NOT_MEASURED = {"step", "n", "standard_error"}  # numbers of an evaluation that have no curve
 
-Point = tuple[float, float, float | None, float]  # x (step), run time in seconds, value or None, problems
+# x (step), run time in seconds, value or None, problems
+Point = tuple[float, float, float | None, float]
 
 
 @dataclass(slots=True)
@@ -39,7 +40,8 @@ class Series:
     name: str
     dots: bool  # an evaluation, not a value of each step
     points: list[Point] = field(default_factory=list)
-    intervals: dict[float, tuple[float, float]] = field(default_factory=dict)  # 95 %, of points by x
+    # 95 %, of points by x
+    intervals: dict[float, tuple[float, float]] = field(default_factory=dict)
 
 
 def gather_series(story: Story) -> dict[str, Series]:
@@ -50,7 +52,9 @@ def gather_series(story: Story) -> dict[str, Series]:
         for name, value in (told.row.get("metrics") or {}).items():
             number = as_number(value)
             if number is not None:
-                found.setdefault(name, Series(name, False)).points.append((x, told.time_s, _finite(number), 0))
+                found.setdefault(name, Series(name, False)).points.append(
+                    (x, told.time_s, _finite(number), 0)
+                )
     for told in story.of_kind("eval.done"):
         x = story.x(told.stage, float(told.row.get("step") or 0))
         for name, value in eval_numbers(told).items():
@@ -58,7 +62,11 @@ def gather_series(story: Story) -> dict[str, Series]:
             point = (x, told.time_s, _finite(value), float(told.row.get("n") or 0))
             series = found.setdefault(label, Series(label, True))
             series.points.append(point)
-            if (judged := eval_measure(told.row)) and judged[0] == name and (interval := eval_interval(told.row)):
+            if (
+                (judged := eval_measure(told.row))
+                and judged[0] == name
+                and (interval := eval_interval(told.row))
+            ):
                 series.intervals[x] = interval
     return found
 
@@ -67,7 +75,11 @@ def eval_numbers(told: PlacedRow) -> dict[str, float]:
     """Return the measures of one evaluation."""
     detail = told.row.get("detail")
     fields = {**(detail if isinstance(detail, Mapping) else {}), **told.row}
-    own = {name: as_number(value) for name, value in fields.items() if name not in RESERVED | NOT_MEASURED}
+    own = {
+        name: as_number(value)
+        for name, value in fields.items()
+        if name not in RESERVED | NOT_MEASURED
+    }
     return {name: value for name, value in own.items() if value is not None}
 
 
@@ -78,7 +90,9 @@ def curve_panels(story: Story) -> tuple[list[dict[str, Any]], list[dict[str, Any
     everything = gather_series(story)
     notes = curve_notes(list(everything.values()))
     for series in everything.values():
-        series.points = thin_series(series, [stage.first_x for stage in story.stages if stage.num_steps])
+        series.points = thin_series(
+            series, [stage.first_x for stage in story.stages if stage.num_steps]
+        )
         metric = series.name.split(": ", 1)[-1] if series.dots else series.name
         where = place(metric)
         if where is not None:
@@ -89,16 +103,30 @@ def curve_panels(story: Story) -> tuple[list[dict[str, Any]], list[dict[str, Any
         else:
             placed.setdefault(f"~{metric.split('/')[0]}", []).append((0, series))
     for panel in PANELS:
-        if panel.panel_id in placed and _is_empty(panel, [series for _, series in placed[panel.panel_id]]):
-            constants += [{"name": s.name, "value": s.points[0][2]} for _, s in placed.pop(panel.panel_id)]
-    known = [_panel_json(panel, placed.pop(panel.panel_id)) for panel in PANELS if panel.panel_id in placed]
+        if panel.panel_id in placed and _is_empty(
+            panel, [series for _, series in placed[panel.panel_id]]
+        ):
+            constants += [
+                {"name": s.name, "value": s.points[0][2]} for _, s in placed.pop(panel.panel_id)
+            ]
+    known = [
+        _panel_json(panel, placed.pop(panel.panel_id))
+        for panel in PANELS
+        if panel.panel_id in placed
+    ]
     other = [_panel_json(_own_panel(key[1:]), placed[key]) for key in sorted(placed)]
     return known + other, constants, notes
 
 
 def _own_panel(metric: str) -> Panel:
     unit = "fraction" if metric.endswith(FRACTION_ENDINGS) else ""
-    return Panel(panel_id=f"more-{metric}", title=metric.replace("_", " "), unit=unit, help="", metrics=(metric,))
+    return Panel(
+        panel_id=f"more-{metric}",
+        title=metric.replace("_", " "),
+        unit=unit,
+        help="",
+        metrics=(metric,),
+    )
 
 
 def _panel_json(panel: Panel, members: Sequence[tuple[int, Series]]) -> dict[str, Any]:
@@ -127,7 +155,8 @@ def _series_json(series: Series, panel: Panel) -> dict[str, Any]:
         result["n"] = [int(n) for _, _, _, n in points]
         shares = panel.unit == "fraction"
         bounds = [
-            series.intervals.get(x) or (wilson_interval(value, int(n)) if shares else None) for x, _, value, n in points
+            series.intervals.get(x) or (wilson_interval(value, int(n)) if shares else None)
+            for x, _, value, n in points
         ]
         if any(bounds):
             result["lo"] = [significant(bound[0]) if bound else None for bound in bounds]
@@ -140,7 +169,9 @@ def series_label(series: Series, panel: Panel) -> str:
     if series.dots:
         name, metric = series.name.split(": ", 1)
         whose = "held out" if name in EVAL_MEASURES else name.replace("_", " ")
-        return whose + ("" if metric in ("accuracy", panel.panel_id) else f" {metric.replace('_', ' ')}")
+        return whose + (
+            "" if metric in ("accuracy", panel.panel_id) else f" {metric.replace('_', ' ')}"
+        )
     label = series.name.split("/", 1)[-1] if "/" in series.name else series.name
     return "in training" if label in ("accuracy", "train_accuracy") else label.replace("_", " ")
 
@@ -152,10 +183,13 @@ def curve_notes(everything: Sequence[Series]) -> list[str]:
     if long:
         most = max(len(series.points) for series in long)
         notes.append(
-            f"{len(long)} curves have more than {MAX_POINTS:,} points, up to {most:,}: they are drawn through means of "
+            f"{len(long)} curves have more than {MAX_POINTS:,} points, up to {most:,}: they are "
+            "drawn through means of "
             "neighbours, evaluations through every n-th. events.jsonl has all points."
         )
-    lost = {series.name: sum(1 for point in series.points if point[2] is None) for series in everything}
+    lost = {
+        series.name: sum(1 for point in series.points if point[2] is None) for series in everything
+    }
     holes = [f"{name} ({count:,})" for name, count in lost.items() if count]
     if holes:
         notes.append(f"Values that were not finite numbers leave gaps: {', '.join(holes)}.")
@@ -163,7 +197,8 @@ def curve_notes(everything: Sequence[Series]) -> list[str]:
 
 
 def thin_series(series: Series, stage_starts: Sequence[float]) -> list[Point]:
-    """Bound the points of a series. Means never reach over the border of two stages; evaluations are not averaged."""
+    """Bound the points of a series. Means never reach over the border of two stages; evaluations
+    are not averaged."""
     if len(series.points) <= MAX_POINTS:
         return series.points
     if series.dots:
@@ -172,11 +207,14 @@ def thin_series(series: Series, stage_starts: Sequence[float]) -> list[Point]:
     parts: dict[int, list[Point]] = {}
     for point in series.points:
         parts.setdefault(sum(1 for start in stage_starts if point[0] >= start), []).append(point)
-    return [point for part in parts.values() for point in thin(part, max(3, int(share * len(part))))]
+    return [
+        point for part in parts.values() for point in thin(part, max(3, int(share * len(part))))
+    ]
 
 
 def thin(points: Sequence[Point], limit: int) -> list[Point]:
-    """Return at most `limit` points: means of runs of neighbours, the first and last point kept as they are."""
+    """Return at most `limit` points: means of runs of neighbours, the first and last point kept as
+    they are."""
     if len(points) <= limit:
         return list(points)
     inner = points[1:-1]
@@ -192,7 +230,8 @@ def _mean_point(bucket: Sequence[Point]) -> Point:
 
 
 def outcomes(story: Story) -> list[dict[str, Any]]:
-    """Return the path of each evaluation from first to newest: accuracies first, and held-out ones before others."""
+    """Return the path of each evaluation from first to newest: accuracies first, and held-out ones
+    before others."""
     paths: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for told in story.of_kind("eval.done"):
         judged = eval_measure(told.row)
@@ -200,8 +239,15 @@ def outcomes(story: Story) -> list[dict[str, Any]]:
             continue
         measure, value = judged
         step, n = told.row.get("step") or 0, int(told.row.get("n") or 0)
-        point = {"value": value, "n": n, "step": step, "x": story.x(told.stage, float(step)), "stage": told.stage,
-                 "interval": eval_interval(told.row), "meaning": str(told.row.get("meaning") or "")}  # fmt: skip
+        point = {
+            "value": value,
+            "n": n,
+            "step": step,
+            "x": story.x(told.stage, float(step)),
+            "stage": told.stage,
+            "interval": eval_interval(told.row),
+            "meaning": str(told.row.get("meaning") or ""),
+        }
         paths.setdefault((str(told.row.get("name", "eval")), measure), []).append(point)
     result = [
         {
@@ -218,7 +264,11 @@ def outcomes(story: Story) -> list[dict[str, Any]]:
     order = EVAL_MEASURES.index  # a share or a reward before a loss
     return sorted(
         result,
-        key=lambda out: (order(out["measure"]) > order("reward"), "held" not in out["title"], len(out["path"]) < 2),
+        key=lambda out: (
+            order(out["measure"]) > order("reward"),
+            "held" not in out["title"],
+            len(out["path"]) < 2,
+        ),
     )
 
 
@@ -232,8 +282,8 @@ def _finite(value: float) -> float | None:
 
 
 def _is_empty(panel: Panel, members: Sequence[Series]) -> bool:
-    """Say whether a panel has nothing to see: no finite number, or nothing but zeros. What a run is about is shown even
-    then."""
+    """Say whether a panel has nothing to see: no finite number, or nothing but zeros. What a run is
+    about is shown even then."""
     values = [value for series in members for _, _, value, _ in series.points if value is not None]
     if not values:
         return True

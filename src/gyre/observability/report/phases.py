@@ -1,5 +1,5 @@
-"""Time and memory of the report. In: a Story. Out: spans, seconds by phase, overlap account, bytes by owner, ready for
-JSON. Pure. Caller: report.py."""
+"""Time and memory of the report. In: a Story. Out: spans, seconds by phase, overlap account, bytes
+by owner, ready for JSON. Pure. Caller: report.py."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ MAX_COLUMNS = 400  # of seconds per step
 MAX_WHOLE_OVER_PEAK = 4  # the whole device is drawn while what is used is at least a quarter of it
 MAX_MEMORY_POINTS = 2400
 
-Span = tuple[str, int, float, float, float, str]  # phase, depth, start s, seconds, x (step) or -1, stage
+# phase, depth, start s, seconds, x (step) or -1, stage
+Span = tuple[str, int, float, float, float, str]
 
 
 def timeline(story: Story) -> dict[str, Any] | None:
-    """Return every phase with its time, and shares of the whole. None for a run that recorded no phase."""
+    """Return every phase with its time, and shares of the whole. None for a run that recorded no
+    phase."""
     spans = sorted(phase_spans(story), key=lambda span: (span[2], span[1]))
     if not spans:
         return None
@@ -29,7 +31,8 @@ def timeline(story: Story) -> dict[str, Any] | None:
     notes = []
     if len(shown) < len(spans):
         notes.append(
-            f"{len(shown):,} of {len(spans):,} phases are drawn: inner phases of some steps only, evenly spread. "
+            f"{len(shown):,} of {len(spans):,} phases are drawn: inner phases of some steps only, "
+            "evenly spread. "
             "Shares and seconds per step count all."
         )
     outer = [span for span in spans if span[1] == 0]
@@ -42,7 +45,9 @@ def timeline(story: Story) -> dict[str, Any] | None:
         "outer": [phase for phase in phases if any(span[0] == phase for span in outer)],
         "seconds": {phase: round(seconds[phase], 3) for phase in phases},
         "counts": {phase: sum(1 for span in spans if span[0] == phase) for phase in phases},
-        "unaccounted_s": round(max(0.0, story.seconds - length(union((s[2], s[2] + s[3]) for s in outer))), 3),
+        "unaccounted_s": round(
+            max(0.0, story.seconds - length(union((s[2], s[2] + s[3]) for s in outer))), 3
+        ),
         "spans": [[index[s[0]], s[1], round(s[2], 3), round(s[3], 4), s[4], s[5]] for s in shown],
         "columns": step_columns(outer),
         "notes": notes,
@@ -61,9 +66,12 @@ def phase_spans(story: Story) -> list[Span]:
             open_phases[phase] = told
         else:
             open_phases.pop(phase, None)
-            spans.append(_span(story, told, phase, as_number(told.row.get("seconds")) or 0.0, told.time_s))
+            spans.append(
+                _span(story, told, phase, as_number(told.row.get("seconds")) or 0.0, told.time_s)
+            )
     spans += [
-        _span(story, told, phase, story.seconds - told.time_s, story.seconds) for phase, told in open_phases.items()
+        _span(story, told, phase, story.seconds - told.time_s, story.seconds)
+        for phase, told in open_phases.items()
     ]
     return spans
 
@@ -76,21 +84,24 @@ def _span(story: Story, told: PlacedRow, phase: str, seconds: float, end_s: floa
 
 
 def order_phases(names: Sequence[str]) -> list[str]:
-    """Return each phase once: the ring's own in its order, others as they came, children behind their parent."""
+    """Return each phase once: the ring's own in its order, others as they came, children behind
+    their parent."""
     seen = list(dict.fromkeys(names))
 
     def rank(name: str) -> tuple[int, int, int]:
         parent = name.split("/")[0]
         known = PHASE_ORDER.index(parent) if parent in PHASE_ORDER else len(PHASE_ORDER)
-        first = next(position for position, other in enumerate(seen) if other.split("/")[0] == parent)
+        first = next(
+            position for position, other in enumerate(seen) if other.split("/")[0] == parent
+        )
         return (known, first, -1 if name == parent else seen.index(name))
 
     return sorted(seen, key=rank)
 
 
 def choose_spans(spans: Sequence[Span], limit: int) -> list[Span]:
-    """Return about `limit` spans at most, in order of time: the outermost (the longest, if even they are too many),
-    and the inner ones of whole steps, evenly spread."""
+    """Return about `limit` spans at most, in order of time: the outermost (the longest, if even
+    they are too many), and the inner ones of whole steps, evenly spread."""
     if len(spans) <= limit:
         return list(spans)
     outer = sorted((span for span in spans if span[1] == 0), key=lambda span: -span[3])[:limit]
@@ -105,7 +116,8 @@ def choose_spans(spans: Sequence[Span], limit: int) -> list[Span]:
 
 
 def step_columns(outer: Sequence[Span]) -> dict[str, Any]:
-    """Return seconds by phase for each step, or for runs of neighbouring steps where there are many."""
+    """Return seconds by phase for each step, or for runs of neighbouring steps where there are
+    many."""
     by_x: dict[float, dict[str, float]] = {}
     for phase, _, _, seconds, x, _ in outer:
         if x >= 0:
@@ -120,19 +132,25 @@ def step_columns(outer: Sequence[Span]) -> dict[str, Any]:
         "x": [run[0] for run in runs],
         "phases": phases,
         "seconds": {
-            phase: [round(sum(by_x[x].get(phase, 0.0) for x in run) / len(run), 4) for run in runs] for phase in phases
+            phase: [round(sum(by_x[x].get(phase, 0.0) for x in run) / len(run), 4) for run in runs]
+            for phase in phases
         },
     }
 
 
 def overlap(story: Story) -> dict[str, Any] | None:
-    """Return how much of the rules' time each window hid, per step and in all. None where nothing was recorded."""
+    """Return how much of the rules' time each window hid, per step and in all. None where nothing
+    was recorded."""
     names = ("rule_s", "rollout_s", "reference_s", "hidden_s")
     steps: list[dict[str, float]] = []
     for told in story.of_kind("reward.window"):
         numbers = {name: as_number(told.row.get(name)) or 0.0 for name in names}
         step = told.row.get("step")
-        numbers["x"] = story.x(told.stage, float(step)) if isinstance(step, int | float) else float(len(steps) + 1)
+        numbers["x"] = (
+            story.x(told.stage, float(step))
+            if isinstance(step, int | float)
+            else float(len(steps) + 1)
+        )
         steps.append(numbers)
     if not steps:
         return None
@@ -143,7 +161,9 @@ def overlap(story: Story) -> dict[str, Any] | None:
         "total": total,
         "size": size,
         "x": [run[0]["x"] for run in runs],
-        "steps": {name: [round(sum(s[name] for s in run) / len(run), 4) for run in runs] for name in names},
+        "steps": {
+            name: [round(sum(s[name] for s in run) / len(run), 4) for run in runs] for name in names
+        },
     }
 
 
@@ -156,11 +176,15 @@ def memory(story: Story) -> dict[str, Any] | None:
     workers = sorted({str(told.row["worker"]) for told in rows if "worker" in told.row})
     if workers:  # all do the same; one is drawn
         rows = [told for told in rows if told.row.get("worker") == workers[0]]
-        notes.append(f"Of {len(workers)} workers {workers[0]} is drawn; events.jsonl has what each one measured.")
+        notes.append(
+            f"Of {len(workers)} workers {workers[0]} is drawn; events.jsonl has what each one "
+            "measured."
+        )
     shown = choose_boundaries(rows, MAX_MEMORY_POINTS)
     if len(shown) < len(rows):
         notes.append(
-            f"{len(shown):,} of {len(rows):,} boundaries are drawn: those of whole steps, evenly spread, with the peak "
+            f"{len(shown):,} of {len(rows):,} boundaries are drawn: those of whole steps, evenly "
+            "spread, with the peak "
             "of each tier among them."
         )
     owners = list(dict.fromkeys(owner for told in rows for owner in told.row.get("owners") or {}))
@@ -181,20 +205,22 @@ def memory(story: Story) -> dict[str, Any] | None:
 
 
 def measured_peak(rows: Sequence[PlacedRow], *, on_cpu: bool) -> dict[str, Any] | None:
-    """Return the most that was ever allocated, over all workers: on a device within phases, as the allocator counted;
-    on a CPU by the whole process, as the system did. None for a run that did not record it."""
+    """Return the most that was ever allocated, over all workers: on a device within phases, as the
+    allocator counted; on a CPU by the whole process, as the system did. None for a run that did not
+    record it."""
     key = "host_peak_rss_bytes" if on_cpu else "device_peak_bytes"
     found = [(size, told) for told in rows if (size := as_number(told.row.get(key)))]
     if not found:
         return None
     size, told = max(found, key=lambda pair: pair[0])
-    phase = "" if on_cpu else str(told.row.get("left") or "")  # a row tells the peak of the phase that it leaves
+    # a row tells the peak of the phase that it leaves
+    phase = "" if on_cpu else str(told.row.get("left") or "")
     return {"of": "process" if on_cpu else "device", "bytes": int(size), "phase": phase}
 
 
 def whole_device(rows: Sequence[PlacedRow], *, on_cpu: bool) -> dict[str, Any] | None:
-    """Return all that components could hold on the device: a caption, and a line over the chart where that doesn't make
-    what is used of it too small to read. On a CPU it is the budget."""
+    """Return all that components could hold on the device: a caption, and a line over the chart
+    where that doesn't make what is used of it too small to read. On a CPU it is the budget."""
     used = [tier_bytes(told, "device") for told in rows]
     frees = [as_number(told.row.get("device_free_bytes")) for told in rows]
     totals = [None if free is None else free + held for free, held in zip(frees, used, strict=True)]
@@ -207,7 +233,9 @@ def whole_device(rows: Sequence[PlacedRow], *, on_cpu: bool) -> dict[str, Any] |
 
 
 def _is_on_cpu(story: Story) -> bool:
-    return any(str(told.row.get("device", "")).startswith("cpu") for told in story.of_kind("run.started"))
+    return any(
+        str(told.row.get("device", "")).startswith("cpu") for told in story.of_kind("run.started")
+    )
 
 
 def owner_bytes(told: PlacedRow, owner: str, tier: str) -> int:
@@ -215,7 +243,8 @@ def owner_bytes(told: PlacedRow, owner: str, tier: str) -> int:
 
 
 def choose_boundaries(rows: Sequence[PlacedRow], limit: int) -> list[PlacedRow]:
-    """Return about `limit` rows at most: all of some steps, evenly spread and with the first peak of each tier."""
+    """Return about `limit` rows at most: all of some steps, evenly spread and with the first peak
+    of each tier."""
     if len(rows) <= limit:
         return list(rows)
     by_step: dict[tuple[str, Any], list[int]] = {}

@@ -1,5 +1,5 @@
-"""Samples of the report. In: samples.jsonl, which may be far larger than a page. Out: a bounded choice of whole groups,
-ready for JSON, and a note of what was left out.
+"""Samples of the report. In: samples.jsonl, which may be far larger than a page. Out: a bounded
+choice of whole groups, ready for JSON, and a note of what was left out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def samples(path: Path, lineage: Lineage, story: Story) -> dict[str, Any] | None
     if num_shown < num_all:
         num_steps = len({(group.stage, group.step) for group in groups})
         notes.append(
-            f"{num_shown:,} of {num_all:,} recorded rollouts are on this page, from {len(steps):,} of {num_steps:,} "
+            f"{num_shown:,} of {num_all:,} recorded rollouts are on this page, from "
+            f"{len(steps):,} of {num_steps:,} "
             "steps, evenly spread; samples.jsonl has all."
         )
     return {
@@ -75,7 +76,9 @@ def index_groups(path: Path, lineage: Lineage) -> list[GroupRef]:
             offsets.append(offset)
             sizes.append(min(MAX_TOKENS_PER_SAMPLE, len(row.get("tokens") or ())))
     return [
-        GroupRef(stage=stage, step=step, group_id=group_id, offsets=tuple(offsets), num_tokens=sum(sizes))
+        GroupRef(
+            stage=stage, step=step, group_id=group_id, offsets=tuple(offsets), num_tokens=sum(sizes)
+        )
         for (stage, step, group_id), (offsets, sizes) in found.items()
     ]
 
@@ -83,7 +86,8 @@ def index_groups(path: Path, lineage: Lineage) -> list[GroupRef]:
 def choose_groups(
     groups: Sequence[GroupRef], *, max_tokens: int = MAX_TOKENS, max_steps: int = MAX_STEPS
 ) -> list[GroupRef]:
-    """Choose steps evenly, first and last included, then whole groups of each while their share of tokens lasts.
+    """Choose steps evenly, first and last included, then whole groups of each while their share of
+    tokens lasts.
 
     Every chosen step keeps at least one group.
     """
@@ -106,7 +110,9 @@ def choose_groups(
     return chosen
 
 
-def _group_json(group: GroupRef, rows: Sequence[dict[str, Any]], pieces: dict[tuple[int, str], int]) -> dict[str, Any]:
+def _group_json(
+    group: GroupRef, rows: Sequence[dict[str, Any]], pieces: dict[tuple[int, str], int]
+) -> dict[str, Any]:
     prompt = str(rows[0].get("prompt", ""))
     cut = len(prompt) - MAX_PROMPT_CHARS
     return {
@@ -118,7 +124,11 @@ def _group_json(group: GroupRef, rows: Sequence[dict[str, Any]], pieces: dict[tu
 
 
 def _rollout_json(row: dict[str, Any], pieces: dict[tuple[int, str], int]) -> dict[str, Any]:
-    tokens, texts, logprobs = row.get("tokens") or [], row.get("pieces") or [], row.get("logprobs") or []
+    tokens, texts, logprobs = (
+        row.get("tokens") or [],
+        row.get("pieces") or [],
+        row.get("logprobs") or [],
+    )
     known = min(len(tokens), len(texts))
     shown = min(known, MAX_TOKENS_PER_SAMPLE)
     pairs = [(int(tokens[at]), str(texts[at])) for at in range(shown)]

@@ -1,6 +1,8 @@
-"""Story: a run's rows on one axis of steps and one of time. In: live rows of events.jsonl. Out: a Story. Pure.
+"""Story: a run's rows on one axis of steps and one of time. In: live rows of events.jsonl. Out: a
+Story. Pure.
 
-Steps of stages that count from the start again are laid end to end; time that passed between two attempts is cut out.
+Steps of stages that count from the start again are laid end to end; time that passed between two
+attempts is cut out.
 """
 
 from __future__ import annotations
@@ -97,15 +99,24 @@ def _place_in_time(rows: Sequence[Row]) -> tuple[list[PlacedRow], list[float]]:
 
 
 def _lay_out_stages(told: Sequence[PlacedRow]) -> list[StageSpan]:
-    """Lay stages end to end: one whose steps count from the start again begins where the last one ended."""
+    """Lay stages end to end: one whose steps count from the start again begins where the last one
+    ended."""
     planned = _planned_steps(told)
     stages: list[StageSpan] = []
     last_x = 0.0
     for name in dict.fromkeys(item.stage for item in told if item.stage):
         rows = [item for item in told if item.stage == name]
-        steps = [float(item.row.get("step") or 0) for item in rows if item.row["kind"] == "step.done"]
+        steps = [
+            float(item.row.get("step") or 0) for item in rows if item.row["kind"] == "step.done"
+        ]
         restarts = bool(stages) and (not steps or min(steps) <= last_x)
-        offset = last_x + 1 - min(steps) if restarts and steps and min(steps) <= 0 else last_x if restarts else 0.0
+        offset = (
+            last_x + 1 - min(steps)
+            if restarts and steps and min(steps) <= 0
+            else last_x
+            if restarts
+            else 0.0
+        )
         stage = StageSpan(
             name=name,
             offset=offset,

@@ -1,9 +1,9 @@
-"""Activations: the bytes that one chunk keeps for its backward pass, tensor by tensor, and the largest temporaries of
-the passes. Pure arithmetic.
+"""Activations: the bytes that one chunk keeps for its backward pass, tensor by tensor, and the
+largest temporaries of the passes. Pure arithmetic.
 
-In: sizes of the model, dtype, tokens, where the layers run. Out: bytes.
-Each row of `kept_by_layer` is a tensor that models/layers/blocks.py, heads.py or attention.py saves, under the name that it
-has there; a test compares the sums with what autograd really saves.
+In: sizes of the model, dtype, tokens, where the layers run. Out: bytes. Each row of `kept_by_layer`
+is a tensor that models/layers/blocks.py, heads.py or attention.py saves, under the name that it has
+there; a test compares the sums with what autograd really saves.
 
 Letters: E hidden, M MLP, H heads, K KV heads, D head size, A = H·D, R = A + 2·K·D rows of q|k|v, V vocabulary,
 T tokens of a chunk, N targets among them.
@@ -24,11 +24,21 @@ BLOCK_LOGITS, FUSED_BLOCK_LOGITS = 2**24, 2**27  # as in kernels.logprobs: by to
 FEWEST_COLUMNS, WHOLE_COLUMNS = 1024, 128  # as in kernels.logprobs
 QUERY_BLOCK, KEEP_TOKENS = 128, 256  # as in kernels.layout
 
-# What selective checkpointing makes again: everything but the inputs of the products that are dear, and attention.
-MADE_AGAIN = ("normed_TE", "attention.qk", "mlp.normed_TE", "mlp.gate_up_T2M", "mlp.activated_TM", "mlp.product_TM")
+# What selective checkpointing makes again: everything but the inputs of the products that are dear,
+# and attention.
+MADE_AGAIN = (
+    "normed_TE",
+    "attention.qk",
+    "mlp.normed_TE",
+    "mlp.gate_up_T2M",
+    "mlp.activated_TM",
+    "mlp.product_TM",
+)
 
 
-def kept_by_layer(model: ModelNumbers, dtype: Dtype, saving: Saving, *, longest: int) -> dict[str, int]:
+def kept_by_layer(
+    model: ModelNumbers, dtype: Dtype, saving: Saving, *, longest: int
+) -> dict[str, int]:
     """Bytes per token of each tensor that one layer keeps when nothing is computed again."""
     item, m = ITEM_BYTES[dtype], model
     hidden, query, kv, mlp = m.hidden_size, m.query_size, m.kv_size, m.mlp_size
@@ -61,13 +71,17 @@ def _kept_by_attention(m: ModelNumbers, item: int, saving: Saving, longest: int)
 
 
 def _scores_per_token(length: int) -> int:
-    """Probabilities per head and token that a padded bucket of this length keeps, by blocks of queries."""
+    """Probabilities per head and token that a padded bucket of this length keeps, by blocks of
+    queries."""
     if length > KEEP_TOKENS:
         return 0
     blocks = -(-length // QUERY_BLOCK)
     size = -(-length // blocks)
     stops = [min(start + size, length) for start in range(0, length, size)]
-    return sum((stop - start) * stop for start, stop in zip([0, *stops], stops, strict=False)) // length
+    return (
+        sum((stop - start) * stop for start, stop in zip([0, *stops], stops, strict=False))
+        // length
+    )
 
 
 def layer_bytes(
@@ -91,8 +105,8 @@ def saved_bytes(
     targets: int,
     longest: int,
 ) -> int:
-    """Everything that a chunk keeps, from the embedding to the log-probs. The last layer goes on with the targets'
-    rows only, unless every token is one."""
+    """Everything that a chunk keeps, from the embedding to the log-probs. The last layer goes on
+    with the targets' rows only, unless every token is one."""
     item, m = ITEM_BYTES[dtype], model
     kept = kept_by_layer(model, dtype, saving, longest=longest)
     per_token = layer_bytes(model, dtype, saving, checkpointing, longest=longest)
@@ -100,19 +114,27 @@ def saved_bytes(
     total += tokens * per_token
     if checkpointing != "full" and targets < tokens:
         again = MADE_AGAIN if checkpointing == "selective" else ()
-        mlp = sum(size for name, size in kept.items() if name.startswith("mlp.") and name not in again)
+        mlp = sum(
+            size for name, size in kept.items() if name.startswith("mlp.") and name not in again
+        )
         total -= (tokens - targets) * mlp
-        output = 0 if saving == "torch_cpu" else tokens * kept["attended_TA"]  # which attention keeps of every token
+        # which attention keeps of every token
+        output = 0 if saving == "torch_cpu" else tokens * kept["attended_TA"]
         total += targets * (kept["attended_TA"] + INDEX) + output - tokens * kept["attended_TA"]
     tables = tokens * (INDEX + 2 * m.head_dim * item)  # token ids; cos and sin of the positions
     return total + tables + targets * _head_row_bytes(m, item, saving, checkpointing, targets)
 
 
-def _head_row_bytes(m: ModelNumbers, item: int, saving: Saving, checkpointing: Checkpointing, targets: int) -> int:
-    """Final norm and log-probs: its rows before and after, statistics, the target; by torch probabilities where the
-    vocabulary is one block, by Triton logits also where nothing is made again."""
+def _head_row_bytes(
+    m: ModelNumbers, item: int, saving: Saving, checkpointing: Checkpointing, targets: int
+) -> int:
+    """Final norm and log-probs: its rows before and after, statistics, the target; by torch
+    probabilities where the vocabulary is one block, by Triton logits also where nothing is made
+    again."""
     row = 2 * item * m.hidden_size + STATISTIC + INDEX + 3 * STATISTIC
-    keeps = block_columns(saving, targets) >= m.vocab_size or (saving == "triton" and checkpointing == "none")
+    keeps = block_columns(saving, targets) >= m.vocab_size or (
+        saving == "triton" and checkpointing == "none"
+    )
     return row + (item * m.vocab_size if keeps else 0)
 
 
@@ -123,27 +145,34 @@ def block_columns(saving: Saving, rows: int) -> int:
 
 
 def head_forward_bytes(model: ModelNumbers, saving: Saving, targets: int) -> int:
-    """Temporaries of the log-probs' forward pass. By Triton: two blocks of logits. By torch: logits in the compute
-    dtype and in float32, beside the block before's logits and probabilities."""
+    """Temporaries of the log-probs' forward pass. By Triton: two blocks of logits. By torch: logits
+    in the compute dtype and in float32, beside the block before's logits and probabilities."""
     block = targets * min(model.vocab_size, block_columns(saving, targets))
     return (4 if saving == "triton" else 14) * block
 
 
 def head_backward_bytes(model: ModelNumbers, dtype: Dtype, saving: Saving, targets: int) -> int:
-    """Temporaries of the log-probs' backward pass: the head's gradient whole, the hidden rows' gradient in float32
-    with a block's part of it, and two blocks as in the forward pass."""
+    """Temporaries of the log-probs' backward pass: the head's gradient whole, the hidden rows'
+    gradient in float32 with a block's part of it, and two blocks as in the forward pass."""
     item = ITEM_BYTES[dtype]
     rows = targets * model.hidden_size * (4 + 4 + item)
     return item * model.embedding_parameters + rows + head_forward_bytes(model, saving, targets)
 
 
-def layer_backward_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, matmul: Matmul = "same") -> int:
-    """Temporaries of the backward pass behind attention, at the widest of its three wide places: the gated product; the
-    norm, with the MLP's gradients; the output projection, with all of this half's gradients. With matmul "fp8" also
-    8-bit copies: the gradient of gate and up twice, the rows that they come from, the weight."""
+def layer_backward_bytes(
+    model: ModelNumbers, dtype: Dtype, tokens: int, matmul: Matmul = "same"
+) -> int:
+    """Temporaries of the backward pass behind attention, at the widest of its three wide places:
+    the gated product; the norm, with the MLP's gradients; the output projection, with all of this
+    half's gradients. With matmul "fp8" also 8-bit copies: the gradient of gate and up twice, the
+    rows that they come from, the weight."""
     item, m = ITEM_BYTES[dtype], model
     mlp, out = 3 * m.hidden_size * m.mlp_size, m.hidden_size * m.query_size
-    rounded = tokens * (4 * m.mlp_size + m.hidden_size) + 2 * m.hidden_size * m.mlp_size if matmul == "fp8" else 0
+    rounded = (
+        tokens * (4 * m.mlp_size + m.hidden_size) + 2 * m.hidden_size * m.mlp_size
+        if matmul == "fp8"
+        else 0
+    )
     return rounded + item * max(
         tokens * (m.hidden_size + 3 * m.mlp_size),
         tokens * (3 * m.hidden_size + 2 * m.mlp_size) + mlp,
@@ -152,17 +181,28 @@ def layer_backward_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, matmul:
 
 
 def again_bytes(
-    model: ModelNumbers, dtype: Dtype, saving: Saving, checkpointing: Checkpointing, tokens: int, *, longest: int
+    model: ModelNumbers,
+    dtype: Dtype,
+    saving: Saving,
+    checkpointing: Checkpointing,
+    tokens: int,
+    *,
+    longest: int,
 ) -> int:
-    """What the layer whose backward pass runs has made again, behind attention where that is widest."""
+    """What the layer whose backward pass runs has made again, behind attention where that is
+    widest."""
     kept = kept_by_layer(model, dtype, saving, longest=longest)
     if checkpointing == "none":
         return 0
     if checkpointing == "full":
         return tokens * (sum(kept.values()) - kept["x_TE"])
-    return tokens * sum(size for name, size in kept.items() if name in MADE_AGAIN and name.startswith("mlp."))
+    return tokens * sum(
+        size for name, size in kept.items() if name in MADE_AGAIN and name.startswith("mlp.")
+    )
 
 
-def forward_layer_bytes(model: ModelNumbers, dtype: Dtype, saving: Saving, tokens: int, *, longest: int) -> int:
+def forward_layer_bytes(
+    model: ModelNumbers, dtype: Dtype, saving: Saving, tokens: int, *, longest: int
+) -> int:
     """One layer of a pass without a backward one."""
     return tokens * sum(kept_by_layer(model, dtype, saving, longest=longest).values())

@@ -1,8 +1,8 @@
 """Memory: predicted bytes of each component and of each phase's working memory. Pure arithmetic.
 
-In: sizes of the models and batches. Out: ComponentPlans, bytes by phase. What a run really
-holds is measured by `memory.manager`; the components agree to the byte (up to alignment), working memory is an estimate
-from above, checked against saved tensors by a test.
+In: sizes of the models and batches. Out: ComponentPlans, bytes by phase. What a run really holds is
+measured by `memory.manager`; the components agree to the byte (up to alignment), working memory is
+an estimate from above, checked against saved tensors by a test.
 
 Activations are counted tensor by tensor in `planner.memory_model.activations`.
 """
@@ -39,18 +39,30 @@ from gyre.planner.memory_model.states import (
     state_bytes,
     unsummed_bytes,
 )
-from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, ModelNumbers, PlanInputs, Saving, Shards
+from gyre.planner.plan import (
+    ComponentPlan,
+    DeviceKind,
+    Dtype,
+    ModelNumbers,
+    PlanInputs,
+    Saving,
+    Shards,
+)
 from gyre.trainer.adamw.blocks import BLOCK
 from gyre.trainer.offload.slices import LAYER_ROOMS, SLOTS
 
 BRIEF: tuple[Tier, ...] = ("device", "none")  # nothing to keep between steps
 ROOMS = f"embedding, head and {LAYER_ROOMS} layers of weights on the host, on the device"
-HANDOVER_BYTES = 3 * (256 << 20)  # two buckets, as in weights.gather, and what one rank of two sends of them
-TRUNCATION_ROWS, TRUNCATION_BYTES = 64, 48  # as in engine.sampling.truncation: rows at a time, bytes per row and token
+# two buckets, as in weights.gather, and what one rank of two sends of them
+HANDOVER_BYTES = 3 * (256 << 20)
+# as in engine.sampling.truncation: rows at a time, bytes per row and token
+TRUNCATION_ROWS, TRUNCATION_BYTES = 64, 48
 
 
 def kv_bytes_per_page(model: ModelNumbers, dtype: Dtype, page_tokens: int) -> int:
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * page_tokens * ITEM_BYTES[dtype]
+    return (
+        2 * model.num_layers * model.num_kv_heads * model.head_dim * page_tokens * ITEM_BYTES[dtype]
+    )
 
 
 def activation_bytes(
@@ -64,22 +76,30 @@ def activation_bytes(
     matmul: Matmul = "same",
 ) -> int:
     """What one chunk keeps for its backward pass, and the largest temporaries of that pass."""
-    kept = saved_bytes(model, dtype, saving, checkpointing, tokens=tokens, targets=tokens, longest=longest)
-    head = max(head_forward_bytes(model, saving, tokens), head_backward_bytes(model, dtype, saving, tokens))
+    kept = saved_bytes(
+        model, dtype, saving, checkpointing, tokens=tokens, targets=tokens, longest=longest
+    )
+    head = max(
+        head_forward_bytes(model, saving, tokens), head_backward_bytes(model, dtype, saving, tokens)
+    )
     again = again_bytes(model, dtype, saving, checkpointing, tokens, longest=longest)
     return kept + max(head, again + layer_backward_bytes(model, dtype, tokens, matmul))
 
 
-def forward_bytes(model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, saving: Saving) -> int:
+def forward_bytes(
+    model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, saving: Saving
+) -> int:
     """A forward pass without a backward: one layer's temporaries at a time."""
     layer = forward_layer_bytes(model, dtype, saving, tokens, longest=longest)
     return layer + head_forward_bytes(model, saving, tokens)
 
 
-def engine_bytes(model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int, longest: int) -> int:
-    """One engine step: a layer's temporaries, gathered keys and values, float32 logits of all running sequences, and
-    truncation of some of them at a time. The C kernels' work area and logits on a CPU are less, up to 16
-    threads at least."""
+def engine_bytes(
+    model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int, longest: int
+) -> int:
+    """One engine step: a layer's temporaries, gathered keys and values, float32 logits of all
+    running sequences, and truncation of some of them at a time. The C kernels' work area and logits
+    on a CPU are less, up to 16 threads at least."""
     m, item = model, ITEM_BYTES[dtype]
     heads = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
     layer = tokens * item * (4 * m.hidden_size + 2 * heads + 4 * m.mlp_size)
@@ -88,9 +108,11 @@ def engine_bytes(model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int
     return layer + gathered + sampling
 
 
-def engine_buffer_bytes(inputs: PlanInputs, *, dtype: Dtype, page_tokens: int, max_running: int) -> int:
-    """What an engine on a GPU keeps from its start to its end, beside weights, pages and graphs. It stays in every
-    phase: graphs have its addresses."""
+def engine_buffer_bytes(
+    inputs: PlanInputs, *, dtype: Dtype, page_tokens: int, max_running: int
+) -> int:
+    """What an engine on a GPU keeps from its start to its end, beside weights, pages and graphs. It
+    stays in every phase: graphs have its addresses."""
     model, longest = inputs.model, inputs.max_prompt_tokens + inputs.max_completion_tokens
     return buffer_bytes(
         max_running=max_running,
@@ -108,16 +130,29 @@ def engine_buffer_bytes(inputs: PlanInputs, *, dtype: Dtype, page_tokens: int, m
 
 
 def working_bytes(
-    inputs: PlanInputs, *, dtype: Dtype, saving: Saving, tokens_per_chunk: int, page_tokens: int, max_running: int
+    inputs: PlanInputs,
+    *,
+    dtype: Dtype,
+    saving: Saving,
+    tokens_per_chunk: int,
+    page_tokens: int,
+    max_running: int,
 ) -> dict[Phase, int]:
-    """Device bytes beside the components, by phase; on a GPU with the engine's buffers, which stay in all of them."""
+    """Device bytes beside the components, by phase; on a GPU with the engine's buffers, which stay
+    in all of them."""
     model, longest = inputs.model, inputs.max_prompt_tokens + inputs.max_completion_tokens
     scored = [model] + ([inputs.reward_model] if inputs.reward_model is not None else [])
-    score = max(forward_bytes(m, dtype, tokens_per_chunk, longest=longest, saving=saving) for m in scored)
-    generate = engine_bytes(model, dtype, tokens=inputs.engine_tokens_per_step, running=max_running, longest=longest)
+    score = max(
+        forward_bytes(m, dtype, tokens_per_chunk, longest=longest, saving=saving) for m in scored
+    )
+    generate = engine_bytes(
+        model, dtype, tokens=inputs.engine_tokens_per_step, running=max_running, longest=longest
+    )
     kept = 0
     if inputs.online and saving in ("triton", "torch_cuda"):
-        kept = engine_buffer_bytes(inputs, dtype=dtype, page_tokens=page_tokens, max_running=max_running)
+        kept = engine_buffer_bytes(
+            inputs, dtype=dtype, page_tokens=page_tokens, max_running=max_running
+        )
     score += _gathered_to_score(inputs, dtype)
     own_weights = 0 if inputs.shared_weights else ITEM_BYTES[dtype] * model.num_parameters
     passing: dict[Phase, int] = {
@@ -140,23 +175,36 @@ def working_bytes(
 
 
 def _gathered_to_train(inputs: PlanInputs, dtype: Dtype, tokens_per_chunk: int) -> int:
-    """Weights and gradients that FSDP2 makes whole for a while; of two models that are trained, one layer at a time.
-    Whole gradients that wait for the end of an update are of both."""
-    layouts = [_layout(inputs, owner) for owner in (("actor", "critic") if inputs.critic else ("actor",))]
+    """Weights and gradients that FSDP2 makes whole for a while; of two models that are trained, one
+    layer at a time. Whole gradients that wait for the end of an update are of both."""
+    layouts = [
+        _layout(inputs, owner) for owner in (("actor", "critic") if inputs.critic else ("actor",))
+    ]
     given = inputs.model, dtype
     groups = [layer_group_bytes(*given, layout, inputs.matmul) for layout in layouts]
     longest = inputs.max_prompt_tokens + inputs.max_completion_tokens
-    per_update = inputs.sequences_per_update or inputs.prompts_per_step * inputs.completions_per_prompt
-    chunks = most_chunks(per_update * longest, longest=longest, ranks=inputs.ranks, tokens_per_chunk=tokens_per_chunk)
+    per_update = (
+        inputs.sequences_per_update or inputs.prompts_per_step * inputs.completions_per_prompt
+    )
+    chunks = most_chunks(
+        per_update * longest, longest=longest, ranks=inputs.ranks, tokens_per_chunk=tokens_per_chunk
+    )
     waiting = sum(unsummed_bytes(inputs.model, layout, chunks) for layout in layouts)
-    return max(groups) + sum(gathered_bytes(*given, layout, inputs.matmul) for layout in layouts) + waiting
+    return (
+        max(groups)
+        + sum(gathered_bytes(*given, layout, inputs.matmul) for layout in layouts)
+        + waiting
+    )
 
 
 def _gathered_to_score(inputs: PlanInputs, dtype: Dtype) -> int:
     """Of the one model that is asked: what it has whole through the pass, and two layers."""
     found = [0]
     for owner in ("actor", "critic", "reference", "reward"):
-        layout, model = _layout(inputs, owner), inputs.reward_model if owner == "reward" else inputs.model
+        layout, model = (
+            _layout(inputs, owner),
+            inputs.reward_model if owner == "reward" else inputs.model,
+        )
         if model is not None and layout.zero >= 2:
             layers = 2 * ITEM_BYTES[dtype] * model.layer_parameters
             found.append(gathered_bytes(model, dtype, layout, inputs.matmul) + layers)
@@ -173,8 +221,9 @@ def staging_bytes(
     ranks: int,
     moments: Moments = "float32",
 ) -> int:
-    """Host bytes per rank that background snapshots are staged in: float32 masters and both moments of each trained
-    model, the reference, its average. Ranks share it evenly, whatever the layout."""
+    """Host bytes per rank that background snapshots are staged in: float32 masters and both moments
+    of each trained model, the reference, its average. Ranks share it evenly, whatever the
+    layout."""
     coded = coded_parameters(model, moments)
     state = 12 * model.num_parameters - 8 * coded + CODED_BYTES * (coded // BLOCK)
     frozen = (ITEM_BYTES[dtype] if reference else 0) + (4 if reference and average else 0)
@@ -186,7 +235,9 @@ def predict_components(
 ) -> tuple[ComponentPlan, ...]:
     """Bytes and places of each component that the run will have."""
     needs = default_needs(shared_weights=inputs.shared_weights)
-    keeping: tuple[Tier, ...] = ("device", "host", "disk") if inputs.disk_tier else ("device", "host")
+    keeping: tuple[Tier, ...] = (
+        ("device", "host", "disk") if inputs.disk_tier else ("device", "host")
+    )
     rows: list[tuple[str, int, tuple[Tier, ...], str]] = []
     rows += _trained("actor", inputs, dtype, device, keeping)
     if inputs.critic:
@@ -202,15 +253,18 @@ def predict_components(
         formula = f"({kv_pages} pages + 1 spare) × {page} bytes"
         rows.append(("engine.kv", (kv_pages + 1) * page, (*keeping, "none"), formula))
         if slots := plan_num_slots(inputs.kv_host_bytes, page_bytes=page):
-            rows.append(("engine.kv_host", slots * page, ("host", "none"), f"{slots} slots × {page} bytes"))
+            rows.append(
+                ("engine.kv_host", slots * page, ("host", "none"), f"{slots} slots × {page} bytes")
+            )
     return tuple(_component(row, needs, inputs.leave) for row in rows)
 
 
 def _trained(
     owner: str, inputs: PlanInputs, dtype: Dtype, device: DeviceKind, keeping: tuple[Tier, ...]
 ) -> list[tuple[str, int, tuple[Tier, ...], str]]:
-    """Weights that are trained: float32 gradients and moments, and float32 masters beside lower-precision weights; what
-    is offloaded, and the places through which it visits the device."""
+    """Weights that are trained: float32 gradients and moments, and float32 masters beside
+    lower-precision weights; what is offloaded, and the places through which it visits the
+    device."""
     model, layout = inputs.model, _layout(inputs, owner)
     away: dict[str, tuple[Tier, ...]] = {"none": keeping, "host": ("host",), "disk": ("disk",)}
     state = away[inputs.offload_optimizer]
@@ -231,15 +285,27 @@ def _trained(
     if not layout.holds_weights(owner):
         rows.append((f"{owner}.rooms", room_bytes(model, dtype), BRIEF, ROOMS))
     if places := device_staging_bytes(model, dtype, layout, inputs.offload_cut_bytes, owner=owner):
-        rows.append((f"{owner}.staging", places, BRIEF, f"{SLOTS} cuts of offloaded state, on the device"))
-    beside = host_staging_bytes(model, dtype, layout, inputs.offload_cut_bytes, owner=owner, device=device)
+        rows.append(
+            (f"{owner}.staging", places, BRIEF, f"{SLOTS} cuts of offloaded state, on the device")
+        )
+    beside = host_staging_bytes(
+        model, dtype, layout, inputs.offload_cut_bytes, owner=owner, device=device
+    )
     if beside:
-        rows.append((f"{owner}.staging_host", beside, ("host",), "buffers between the device and what is offloaded"))
+        rows.append(
+            (
+                f"{owner}.staging_host",
+                beside,
+                ("host",),
+                "buffers between the device and what is offloaded",
+            )
+        )
     return rows
 
 
 def _layout(inputs: PlanInputs, owner: str) -> Layout:
-    """How a model lies over the ranks. One that no rank shares is whole, whatever its ZeRO stage."""
+    """How a model lies over the ranks. One that no rank shares is whole, whatever its ZeRO
+    stage."""
     shards = inputs.shards.get(owner, Shards())
     return Layout(
         gpus=inputs.ranks,
@@ -270,7 +336,9 @@ def _frozen(
     return [(owner, size_bytes, ("host",), formula), (f"{owner}.rooms", rooms, BRIEF, ROOMS)]
 
 
-def _weights(model: ModelNumbers, dtype: Dtype, tiers: tuple[Tier, ...]) -> tuple[int, tuple[Tier, ...], str]:
+def _weights(
+    model: ModelNumbers, dtype: Dtype, tiers: tuple[Tier, ...]
+) -> tuple[int, tuple[Tier, ...], str]:
     item = ITEM_BYTES[dtype]
     return model.num_parameters * item, tiers, f"{model.num_parameters} × {item} bytes"
 

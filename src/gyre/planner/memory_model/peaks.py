@@ -1,8 +1,10 @@
-"""Moments: the device bytes of one rank at each instant that may be a training step's peak, between steps while the
-engine has the GPU, and while a stage begins. Pure arithmetic over `activations` and `layouts`.
+"""Moments: the device bytes of one rank at each instant that may be a training step's peak, between
+steps while the engine has the GPU, and while a stage begins. Pure arithmetic over `activations` and
+`layouts`.
 
-In: a Job, a Layout. Out: Moments with their parts; the peak is the largest. The four instants are those of the survey (research, 3.5): the loss, the deepest layer, the end of
-the backward pass, the optimiser step.
+In: a Job, a Layout. Out: Moments with their parts; the peak is the largest. The four instants are
+those of the survey (research, 3.5): the loss, the deepest layer, the end of the backward pass, the
+optimiser step.
 """
 
 from __future__ import annotations
@@ -47,11 +49,14 @@ MIB, GIB = 1 << 20, 1 << 30
 
 USABLE_SHARE = 0.92  # of the device, as the survey's skeleton says (3.8)
 CONTEXT_BYTES = 512 * MIB  # CUDA context and kernels, which the allocator never sees (survey 3.5)
-COLLECTIVE_BYTES = GIB  # buffers of one process group per rank; an estimate: they grow with groups and channels
-# The allocator reserves more than is in use. Whole buffers that live for the run do not fragment; what comes and goes
-# does. Survey 3.5: reserved over active is 8-16 % of the transient part with compiled layers, 17-26 % with eager ones.
+# buffers of one process group per rank; an estimate: they grow with groups and channels
+COLLECTIVE_BYTES = GIB
+# The allocator reserves more than is in use. Whole buffers that live for the run do not fragment;
+# what comes and goes does. Survey 3.5: reserved over active is 8-16 % of the transient part with
+# compiled layers, 17-26 % with eager ones.
 FRAGMENT_SHARE = 0.10
-WORKSPACE_BYTES = 96 * MIB  # cuBLAS keeps 32 MiB per thread: those of the engine, the trainer and the backward pass
+# cuBLAS keeps 32 MiB per thread: those of the engine, the trainer and the backward pass
+WORKSPACE_BYTES = 96 * MIB
 KEPT = "kept activations"
 UNSUMMED = "gradients not yet summed"
 
@@ -122,21 +127,39 @@ class PeakInstant:
         return sum(self.parts.values())
 
 
-def train_moments(job: TrainingJob, layout: Layout, beside: Mapping[str, int] | None = None) -> tuple[PeakInstant, ...]:
+def train_moments(
+    job: TrainingJob, layout: Layout, beside: Mapping[str, int] | None = None
+) -> tuple[PeakInstant, ...]:
     """The four instants of a training step. `beside`: what else stays on the device meanwhile."""
     base = _resident(job, layout) | dict(beside or {})
     tokens, m, dtype = job.chunk_tokens(layout), job.model, job.dtype
     item = ITEM_BYTES[dtype]
     targets = min(tokens - 1, max(1, round(tokens * job.target_share)))
-    kept = saved_bytes(m, dtype, job.saving, layout.checkpointing, tokens=tokens, targets=targets, longest=job.longest)
+    kept = saved_bytes(
+        m,
+        dtype,
+        job.saving,
+        layout.checkpointing,
+        tokens=tokens,
+        targets=targets,
+        longest=job.longest,
+    )
     gathered = {"gathered weights": gathered_bytes(m, dtype, layout, job.matmul)}
     head = item * m.embedding_parameters if m.tied else 0  # waits for the embedding's gradient
-    whole_head, summed = (item * head_parameters(m), FLOAT * head_parameters(m)) if layout.zero >= 2 else (0, 0)
+    whole_head, summed = (
+        (item * head_parameters(m), FLOAT * head_parameters(m)) if layout.zero >= 2 else (0, 0)
+    )
     chunks = job.most_chunks(layout)
     waiting = {UNSUMMED: job.copies * unsummed_bytes(m, layout, chunks)}
-    between = waiting | (gathered if layout.zero == 2 and chunks > 1 else {})  # what stays from one chunk to the next
-    loss = max(head_forward_bytes(m, job.saving, targets), head_backward_bytes(m, dtype, job.saving, targets))
-    layer = layer_backward_bytes(m, dtype, tokens, job.matmul) + layer_group_bytes(m, dtype, layout, job.matmul)
+    # what stays from one chunk to the next
+    between = waiting | (gathered if layout.zero == 2 and chunks > 1 else {})
+    loss = max(
+        head_forward_bytes(m, job.saving, targets),
+        head_backward_bytes(m, dtype, job.saving, targets),
+    )
+    layer = layer_backward_bytes(m, dtype, tokens, job.matmul) + layer_group_bytes(
+        m, dtype, layout, job.matmul
+    )
     embedding = item * m.embedding_parameters + head
     if waiting[UNSUMMED]:  # what is reduced leaves its place among these
         layer, summed = max(layer, summed), 0
@@ -144,19 +167,29 @@ def train_moments(job: TrainingJob, layout: Layout, beside: Mapping[str, int] | 
         embedding = max(embedding, (item + FLOAT) * root_parameters(m))
     again = again_bytes(m, dtype, job.saving, layout.checkpointing, tokens, longest=job.longest)
     during = {**base, **gathered, **waiting, KEPT: kept}
-    let_go = {"gathered weights": gathered["gathered weights"] - (whole_head if layout.zero == 3 else 0)}
-    deepest = let_go | {"computed again": again, "layer's gradients": layer, "head's gradient": head + summed}
+    let_go = {
+        "gathered weights": gathered["gathered weights"] - (whole_head if layout.zero == 3 else 0)
+    }
+    deepest = let_go | {
+        "computed again": again,
+        "layer's gradients": layer,
+        "head's gradient": head + summed,
+    }
     return (
         _moment("loss", during | {"log-probs": loss}),
         _moment("deepest layer", during | deepest),
-        _moment("end of backward", base | between | {"embedding's and head's gradients": embedding}),
+        _moment(
+            "end of backward", base | between | {"embedding's and head's gradients": embedding}
+        ),
         _moment("optimiser step", base),
     )
 
 
-def phase_moments(job: TrainingJob, layout: Layout, residency: Residency, running: int) -> tuple[PeakInstant, ...]:
-    """Every instant of an iteration. "resident": nothing leaves the device. "phase": what a phase does not need is on
-    the host, or destroyed. `running` completions of full length hold pages."""
+def phase_moments(
+    job: TrainingJob, layout: Layout, residency: Residency, running: int
+) -> tuple[PeakInstant, ...]:
+    """Every instant of an iteration. "resident": nothing leaves the device. "phase": what a phase
+    does not need is on the host, or destroyed. `running` completions of full length hold pages."""
     frozen, engine = _frozen(job, layout), _engine(job, layout, running)
     stays, always = residency == "resident", _fixed(job)
     moments = [
@@ -165,7 +198,9 @@ def phase_moments(job: TrainingJob, layout: Layout, residency: Residency, runnin
     ]
     if job.engine is not None or frozen:
         states = _resident(job, layout)
-        parked = {name: size for name, size in states.items() if name.endswith((".params", ".rooms"))}
+        parked = {
+            name: size for name, size in states.items() if name.endswith((".params", ".rooms"))
+        }
         beside = states | engine if stays else parked | always
         moments.append(_score_moment(job, layout, beside | frozen))
     if job.engine is not None:
@@ -176,13 +211,20 @@ def phase_moments(job: TrainingJob, layout: Layout, residency: Residency, runnin
     return tuple(moments)
 
 
-def _start_moment(job: TrainingJob, layout: Layout, engine: Mapping[str, int] | None) -> PeakInstant:
-    """A stage begins: a rank makes its part of each model and reads its own runs. Master weights are rounded to the
-    compute dtype on the way, a run at a time. Without `engine`, phases take turns: what the first one does not need is
-    parked when its model is made."""
+def _start_moment(
+    job: TrainingJob, layout: Layout, engine: Mapping[str, int] | None
+) -> PeakInstant:
+    """A stage begins: a rank makes its part of each model and reads its own runs. Master weights
+    are rounded to the compute dtype on the way, a run at a time. Without `engine`, phases take
+    turns: what the first one does not need is parked when its model is made."""
     models, item = (job.model, *_frozen_models(job).values()), ITEM_BYTES[job.dtype]
-    largest = max(max(m.embedding_parameters, 2 * m.mlp_size * m.hidden_size) for m in models)  # of a tensor
-    run = item * -(-largest // layout.shard_ranks) if layout.zero >= 2 and job.dtype != "float32" else 0
+    # of a tensor
+    largest = max(max(m.embedding_parameters, 2 * m.mlp_size * m.hidden_size) for m in models)
+    run = (
+        item * -(-largest // layout.shard_ranks)
+        if layout.zero >= 2 and job.dtype != "float32"
+        else 0
+    )
     states, frozen, reading = _resident(job, layout), _frozen(job, layout), {"run being read": run}
     if engine is not None:
         return _moment("start", {**states, **frozen, **engine, **reading})
@@ -194,7 +236,8 @@ def _start_moment(job: TrainingJob, layout: Layout, engine: Mapping[str, int] | 
 
 
 def _score_moment(job: TrainingJob, layout: Layout, beside: Mapping[str, int]) -> PeakInstant:
-    """Log-probs without a gradient, of the policy and of the frozen models; the one of them that takes most."""
+    """Log-probs without a gradient, of the policy and of the frozen models; the one of them that
+    takes most."""
     tokens = job.chunk_tokens(layout)
     passes = []
     for model in (job.model, *_frozen_models(job).values()):
@@ -213,7 +256,8 @@ def page_bytes(job: TrainingJob) -> int:
 
 
 def device_bytes_of(moment: PeakInstant, layout: Layout) -> int:
-    """Bytes that the device must have free for it: allocated, reserved beside it, and outside the allocator."""
+    """Bytes that the device must have free for it: allocated, reserved beside it, and outside the
+    allocator."""
     whole = sum(size for name, size in moment.parts.items() if _is_whole(name))
     passing = moment.allocated_bytes - whole
     outside = CONTEXT_BYTES + WORKSPACE_BYTES + (COLLECTIVE_BYTES if layout.gpus > 1 else 0)
@@ -221,8 +265,8 @@ def device_bytes_of(moment: PeakInstant, layout: Layout) -> int:
 
 
 def host_bytes_of(job: TrainingJob, layout: Layout, residency: Residency) -> int:
-    """Pinned host memory per rank: what is offloaded, what snapshots are staged in, and under "phase" everything that
-    leaves and is not destroyed."""
+    """Pinned host memory per rank: what is offloaded, what snapshots are staged in, and under
+    "phase" everything that leaves and is not destroyed."""
     states = _states(job, layout)
     away = host_state_bytes(states, layout) | _host_staging(job, layout) | _frozen_away(job, layout)
     if job.snapshot_background:
@@ -247,7 +291,9 @@ def host_bytes_of(job: TrainingJob, layout: Layout, residency: Residency) -> int
         and not (shared and name == "actor.params")
         and name not in on_disk
     }
-    frozen = {name: size for name, size in _frozen(job, layout).items() if not name.endswith(".rooms")}
+    frozen = {
+        name: size for name, size in _frozen(job, layout).items() if not name.endswith(".rooms")
+    }
     return sum((away | leaves | frozen).values())
 
 
@@ -270,14 +316,18 @@ def _resident(job: TrainingJob, layout: Layout) -> dict[str, int]:
     for owner in _owners(job):
         given = job.model, job.dtype, layout, job.offload_cut_bytes
         places[f"{owner}.staging"] = device_staging_bytes(*given, owner=owner)
-        places[f"{owner}.rooms"] = 0 if layout.holds_weights(owner) else room_bytes(job.model, job.dtype)
+        places[f"{owner}.rooms"] = (
+            0 if layout.holds_weights(owner) else room_bytes(job.model, job.dtype)
+        )
     kept = {name: size for name, size in states.items() if name not in away}
     return kept | {name: size for name, size in places.items() if size}
 
 
 def _host_staging(job: TrainingJob, layout: Layout) -> dict[str, int]:
     given = job.model, job.dtype, layout, job.offload_cut_bytes
-    sizes = {f"{owner}.staging_host": host_staging_bytes(*given, owner=owner) for owner in _owners(job)}
+    sizes = {
+        f"{owner}.staging_host": host_staging_bytes(*given, owner=owner) for owner in _owners(job)
+    }
     return {name: size for name, size in sizes.items() if size}
 
 
@@ -288,7 +338,9 @@ def _owners(job: TrainingJob) -> tuple[str, ...]:
 def _frozen(job: TrainingJob, layout: Layout) -> dict[str, int]:
     """Of models that are not trained, what is on the device when they are asked."""
     sizes = {
-        owner: frozen_bytes(model, job.dtype, layout, average=owner == "reference" and job.reference_average)
+        owner: frozen_bytes(
+            model, job.dtype, layout, average=owner == "reference" and job.reference_average
+        )
         for owner, model in _frozen_models(job).items()
     }
     there = {owner: size for owner, size in sizes.items() if layout.holds_weights(owner)}
@@ -297,7 +349,11 @@ def _frozen(job: TrainingJob, layout: Layout) -> dict[str, int]:
 
 
 def _frozen_away(job: TrainingJob, layout: Layout) -> dict[str, int]:
-    models = {owner: model for owner, model in _frozen_models(job).items() if not layout.holds_weights(owner)}
+    models = {
+        owner: model
+        for owner, model in _frozen_models(job).items()
+        if not layout.holds_weights(owner)
+    }
     return {owner: frozen_bytes(model, job.dtype, layout) for owner, model in models.items()}
 
 
@@ -307,7 +363,8 @@ def _frozen_models(job: TrainingJob) -> dict[str, ModelNumbers]:
 
 
 def _engine(job: TrainingJob, layout: Layout, running: int) -> dict[str, int]:
-    """What generation has on the device: weights of its own where the trainer's are in shards, pages, what is fixed."""
+    """What generation has on the device: weights of its own where the trainer's are in shards,
+    pages, what is fixed."""
     if job.engine is None:
         return {}
     own = 0 if layout.zero < 2 else ITEM_BYTES[job.dtype] * job.model.num_parameters
@@ -315,7 +372,8 @@ def _engine(job: TrainingJob, layout: Layout, running: int) -> dict[str, int]:
 
 
 def _fixed(job: TrainingJob) -> dict[str, int]:
-    """What the engine keeps in every phase, whatever is parked: graphs, and the buffers whose addresses they have."""
+    """What the engine keeps in every phase, whatever is parked: graphs, and the buffers whose
+    addresses they have."""
     if job.engine is None:
         return {}
     return {"engine.graphs": job.engine.graph_bytes, "engine.buffers": job.engine.buffer_bytes}

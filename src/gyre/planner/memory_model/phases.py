@@ -1,7 +1,8 @@
-"""Ring: what a steady iteration holds where, phase by phase, worked out with the ledger that a run obeys; and what a
-stage holds while it begins. Pure.
+"""Ring: what a steady iteration holds where, phase by phase, worked out with the ledger that a run
+obeys; and what a stage holds while it begins. Pure.
 
-In: predicted components, working bytes, budgets. Out: PhasePlans, or the ledger's MemoryBudgetError.
+In: predicted components, working bytes, budgets. Out: PhasePlans, or the ledger's
+MemoryBudgetError.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ MADE_IN_TURN = (
 
 
 def walk_start(components: Sequence[ComponentPlan], first: PhasePlan) -> PhasePlan:
-    """How a stage comes to its `first` phase. Owners are made one after the other, each on the device; what that phase
-    keeps elsewhere leaves as soon as its owner is there. Weights are read straight into their storage."""
+    """How a stage comes to its `first` phase. Owners are made one after the other, each on the
+    device; what that phase keeps elsewhere leaves as soon as its owner is there. Weights are read
+    straight into their storage."""
     tiers: dict[str, Tier] = {c.name: _tier_in(first, c) for c in components}
     held: dict[Tier, dict[str, int]] = {"device": {}, "host": {}, "disk": {}, "none": {}}
     peak, moved = 0, 0
@@ -39,7 +41,11 @@ def walk_start(components: Sequence[ComponentPlan], first: PhasePlan) -> PhasePl
         for component in own:
             tier = tiers[component.name]
             held[tier][component.name] = component.size_bytes
-            moved += component.size_bytes if tier in ("host", "disk") and "device" in component.tiers else 0
+            moved += (
+                component.size_bytes
+                if tier in ("host", "disk") and "device" in component.tiers
+                else 0
+            )
     return PhasePlan(
         phase="idle",
         device=held["device"],
@@ -53,7 +59,11 @@ def walk_start(components: Sequence[ComponentPlan], first: PhasePlan) -> PhasePl
 
 
 def _tier_in(phase: PhasePlan, component: ComponentPlan) -> Tier:
-    places: dict[Tier, Mapping[str, int]] = {"device": phase.device, "host": phase.host, "disk": phase.disk}
+    places: dict[Tier, Mapping[str, int]] = {
+        "device": phase.device,
+        "host": phase.host,
+        "disk": phase.disk,
+    }
     for tier, owners in places.items():
         if component.name in owners:
             return tier
@@ -69,10 +79,13 @@ def walk_ring(
     *,
     keeps_pages: bool,
 ) -> tuple[PhasePlan, ...]:
-    """Two rounds; the second is the steady one. `keeps_pages`: as the memory manager does on a GPU."""
+    """Two rounds; the second is the steady one. `keeps_pages`: as the memory manager does on a
+    GPU."""
     entries = place_at_start(components, budgets)
     if keeps_pages:
-        entries = keep_pages(entries, budgets, allowed=lambda entry: not entry.name.startswith("engine."))
+        entries = keep_pages(
+            entries, budgets, allowed=lambda entry: not entry.name.startswith("engine.")
+        )
     ledger = Ledger(entries=entries, budgets=budgets, residency=residency, working=working)
     rounds: list[PhasePlan] = []
     for phase in (*order, *order):
@@ -83,8 +96,8 @@ def walk_ring(
 
 
 def place_at_start(components: Sequence[ComponentPlan], budgets: Budgets) -> tuple[Entry, ...]:
-    """Components as their owners build them, one after the other: on the device while there is room, but for those
-    that never live there."""
+    """Components as their owners build them, one after the other: on the device while there is
+    room, but for those that never live there."""
     left: dict[Tier, int] = {
         "device": budgets.device_bytes,
         "host": budgets.host_bytes,
@@ -94,16 +107,21 @@ def place_at_start(components: Sequence[ComponentPlan], budgets: Budgets) -> tup
     entries = []
     for component in components:
         on_device = "device" in component.tiers
-        choices: tuple[Tier, ...] = ("device", *component.leave) if on_device else component.tiers[:1]
+        choices: tuple[Tier, ...] = (
+            ("device", *component.leave) if on_device else component.tiers[:1]
+        )
         fitting: list[Tier] = [tier for tier in choices if component.size_bytes <= left[tier]]
         if not fitting:
             short = component.size_bytes - left[choices[-1]]
             larger = f"raise memory.{choices[-1]}_budget_bytes by {short}, or "
             if choices[-1] == "device" and not holds(budgets, budgets.device_bytes + short):
                 larger = ""
-            free = ", ".join(f"{tier} {words(size)}" for tier, size in left.items() if tier != "none")
+            free = ", ".join(
+                f"{tier} {words(size)}" for tier, size in left.items() if tier != "none"
+            )
             raise MemoryBudgetError(
-                f"there is no room for {component.name} ({words(component.size_bytes)}) on {' or '.join(choices)} "
+                f"there is no room for {component.name} ({words(component.size_bytes)}) on "
+                f"{' or '.join(choices)} "
                 f"beside what is there already; still free: {free}",
                 hint=f"{larger}set memory.disk_folder",
             )
@@ -138,5 +156,7 @@ def _phase_plan(phase: Phase, ledger: Ledger, plan: MovePlan) -> PhasePlan:
         working_bytes=plan.working_bytes,
         peak_device_bytes=plan.peak_device_bytes,
         peak_host_bytes=plan.peak_host_bytes,
-        moved_bytes=sum(move.size_bytes for move in plan.moves if "none" not in (move.source, move.target)),
+        moved_bytes=sum(
+            move.size_bytes for move in plan.moves if "none" not in (move.source, move.target)
+        ),
     )

@@ -1,11 +1,13 @@
-"""Layouts: how one training job is spread over GPUs, and the model state that each rank then holds. Pure.
+"""Layouts: how one training job is spread over GPUs, and the model state that each rank then holds.
+Pure.
 
 In: a Layout, sizes of the model. Out: bytes per rank by component.
 
-ZeRO-0 and ZeRO-1 run trainer/optim/flat.py's flat buffers: compute weights and a float32 gradient for every parameter on
-every rank; ZeRO-1 splits master weights and moments. ZeRO-2 and ZeRO-3 run FSDP2: float32 parameters, gradients and
-moments in shards, and compute weights gathered, all of them (2) or a layer at a time (3). Hybrid: shard_ranks is less
-than gpus; states are split within a group and repeated by each.
+ZeRO-0 and ZeRO-1 run trainer/optim/flat.py's flat buffers: compute weights and a float32 gradient
+for every parameter on every rank; ZeRO-1 splits master weights and moments. ZeRO-2 and ZeRO-3 run
+FSDP2: float32 parameters, gradients and moments in shards, and compute weights gathered, all of
+them (2) or a layer at a time (3). Hybrid: shard_ranks is less than gpus; states are split within a
+group and repeated by each.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from gyre.distributed.config import SumGradients, Zero
 from gyre.planner.memory_model.activations import ITEM_BYTES
 from gyre.planner.plan import DeviceKind, Dtype, ModelNumbers
 from gyre.trainer.adamw.blocks import BLOCK, is_coded
-from gyre.trainer.offload.slices import GRADIENT_BUFFERS, LAYER_ROOMS, SLOTS, numbers_per_cut, staging_bytes
+from gyre.trainer.offload.slices import (
+    GRADIENT_BUFFERS,
+    LAYER_ROOMS,
+    SLOTS,
+    numbers_per_cut,
+    staging_bytes,
+)
 
 Offload = Literal["none", "host", "disk"]
 
@@ -61,7 +69,8 @@ class Layout:
         kind = "one GPU" if self.gpus == 1 else kind
         split = f" in {self.replicas} groups of {self.shard_ranks}" if self.hybrid else ""
         return (
-            f"{kind}{split}, checkpointing {self.checkpointing}, chunks of {self.tokens_per_chunk:,} tokens"
+            f"{kind}{split}, checkpointing {self.checkpointing}, chunks of "
+            f"{self.tokens_per_chunk:,} tokens"
             f"{self._state_words()}"
         )
 
@@ -70,7 +79,11 @@ class Layout:
         moments = ", moments in 8 bits" if self.moments == "8_bit" else ""
         optimizer = f", optimizer state {place}" if place else ""
         gradients = ", gradients on the host" if self.offload_gradients else ""
-        weights = f", weights of {' and '.join(self.offload_parameters)} on the host" if self.offload_parameters else ""
+        weights = (
+            f", weights of {' and '.join(self.offload_parameters)} on the host"
+            if self.offload_parameters
+            else ""
+        )
         once = ", gradients summed once per update" if self.sums_once else ""
         return moments + optimizer + gradients + weights + once
 
@@ -79,9 +92,11 @@ class Layout:
         return owner not in self.offload_parameters
 
 
-def state_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, owner: str = "actor") -> dict[str, int]:
-    """Bytes per rank of one trained model, by component, all of it wherever it is. With one rank they are those of
-    `planner.memory_model.components.predict_components`."""
+def state_bytes(
+    model: ModelNumbers, dtype: Dtype, layout: Layout, owner: str = "actor"
+) -> dict[str, int]:
+    """Bytes per rank of one trained model, by component, all of it wherever it is. With one rank
+    they are those of `planner.memory_model.components.predict_components`."""
     count, shard = model.num_parameters, _shard(model.num_parameters, layout)
     if layout.zero >= 2:
         sizes = {"params": FLOAT * shard, "grads": FLOAT * shard}
@@ -94,36 +109,52 @@ def state_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, owner: str = 
 
 
 def moment_bytes(model: ModelNumbers, layout: Layout) -> int:
-    """Both moments of one trained model, on the rank that has most of them: what has no codes may fill a slice of
-    ZeRO-1."""
-    shard, wide = _shard(model.num_parameters, layout), model.num_parameters - coded_parameters(model, layout.moments)
+    """Both moments of one trained model, on the rank that has most of them: what has no codes may
+    fill a slice of ZeRO-1."""
+    shard, wide = (
+        _shard(model.num_parameters, layout),
+        model.num_parameters - coded_parameters(model, layout.moments),
+    )
     wide = min(shard, wide) if layout.zero < 2 else _shard(wide, layout)
     return MOMENTS * wide + CODED_BYTES * ((shard - wide) // BLOCK)
 
 
 def coded_parameters(model: ModelNumbers, moments: Moments) -> int:
     """Parameters whose moments are codes."""
-    return sum(math.prod(shape) for shape in matrix_shapes(model) if is_coded(shape)) if moments == "8_bit" else 0
+    return (
+        sum(math.prod(shape) for shape in matrix_shapes(model) if is_coded(shape))
+        if moments == "8_bit"
+        else 0
+    )
 
 
 def matrix_shapes(model: ModelNumbers) -> list[tuple[int, int]]:
     """Of every matrix of a model."""
     m, hidden = model, model.hidden_size
     heads = m.query_size + 2 * m.kv_size
-    layer = [(heads, hidden), (hidden, m.query_size), (2 * m.mlp_size, hidden), (hidden, m.mlp_size)]
+    layer = [
+        (heads, hidden),
+        (hidden, m.query_size),
+        (2 * m.mlp_size, hidden),
+        (hidden, m.mlp_size),
+    ]
     return [(m.vocab_size, hidden)] * (1 if m.tied else 2) + m.num_layers * layer
 
 
 def away_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
-    """The part of the states that does not live on the device, on the host or on disk. Shards of FSDP2 are compute
-    weights and master weights at once, so they stay."""
+    """The part of the states that does not live on the device, on the host or on disk. Shards of
+    FSDP2 are compute weights and master weights at once, so they stay."""
     return host_state_bytes(states, layout) | disk_state_bytes(states, layout)
 
 
 def host_state_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
     """The part that lives in host memory."""
     kinds = ("optimizer", "master") if layout.offload_optimizer == "host" else ()
-    weights = {name: size for name, size in _of_kinds(states, ("params",)).items() if _is_away(name, layout)}
+    weights = {
+        name: size
+        for name, size in _of_kinds(states, ("params",)).items()
+        if _is_away(name, layout)
+    }
     return _of_kinds(states, kinds + (("grads",) if layout.offload_gradients else ())) | weights
 
 
@@ -133,8 +164,8 @@ def disk_state_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
 
 
 def room_bytes(model: ModelNumbers, dtype: Dtype) -> int:
-    """Places on the device of a model whose weights live in host memory: for what is outside the layers, and for the
-    layers in turn."""
+    """Places on the device of a model whose weights live in host memory: for what is outside the
+    layers, and for the layers in turn."""
     around = model.num_parameters - model.num_layers * model.layer_parameters
     return ITEM_BYTES[dtype] * (around + LAYER_ROOMS * model.layer_parameters)
 
@@ -143,7 +174,9 @@ def device_staging_bytes(
     model: ModelNumbers, dtype: Dtype, layout: Layout, cut_bytes: int, *, owner: str = "actor"
 ) -> int:
     """Of one trained model: the places on the device through which offloaded state visits it."""
-    visiting = _visiting_bytes(dtype, layout, owner) + (FLOAT * BLOCK if layout.offload_gradients else 0)
+    visiting = _visiting_bytes(dtype, layout, owner) + (
+        FLOAT * BLOCK if layout.offload_gradients else 0
+    )
     size = _shard(model.num_parameters, layout)
     return staging_bytes(cut_bytes, block_bytes=visiting, size=size) if visiting else 0
 
@@ -157,12 +190,15 @@ def host_staging_bytes(
     owner: str = "actor",
     device: DeviceKind = "cuda",
 ) -> int:
-    """Of one trained model: what lies between a file and a GPU, and between gradients and their sum."""
+    """Of one trained model: what lies between a file and a GPU, and between gradients and their
+    sum."""
     visiting, size = _visiting_bytes(dtype, layout, owner), _shard(model.num_parameters, layout)
     found = 0
     if layout.offload_optimizer == "disk" and device == "cuda":
         shown = visiting + (FLOAT * BLOCK if layout.offload_gradients else 0)
-        found += SLOTS * numbers_per_cut(cut_bytes, block_bytes=shown, size=size) // BLOCK * visiting
+        found += (
+            SLOTS * numbers_per_cut(cut_bytes, block_bytes=shown, size=size) // BLOCK * visiting
+        )
     if layout.offload_gradients:
         count = size if layout.zero >= 2 else model.num_parameters
         found += GRADIENT_BUFFERS * min(cut_bytes, FLOAT * count)
@@ -170,7 +206,8 @@ def host_staging_bytes(
 
 
 def _visiting_bytes(dtype: Dtype, layout: Layout, owner: str) -> int:
-    """Of a place on the device for a block of optimizer state: a place has room for moments of both kinds."""
+    """Of a place on the device for a block of optimizer state: a place has room for moments of both
+    kinds."""
     if layout.offload_optimizer == "none":
         return 0
     master = FLOAT if _own_masters(dtype, layout, owner) else 0
@@ -190,22 +227,27 @@ def _of_kinds(states: dict[str, int], kinds: tuple[str, ...]) -> dict[str, int]:
     return {name: size for name, size in states.items() if name.rpartition(".")[2] in kinds}
 
 
-def frozen_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, *, average: bool = False) -> int:
-    """A reference or reward model per rank: in shards of the compute dtype under ZeRO-2 and 3, whole otherwise. A
-    reference that is a moving `average` keeps that beside it, in float32."""
+def frozen_bytes(
+    model: ModelNumbers, dtype: Dtype, layout: Layout, *, average: bool = False
+) -> int:
+    """A reference or reward model per rank: in shards of the compute dtype under ZeRO-2 and 3,
+    whole otherwise. A reference that is a moving `average` keeps that beside it, in float32."""
     count = _shard(model.num_parameters, layout) if layout.zero >= 2 else model.num_parameters
     return (ITEM_BYTES[dtype] + (FLOAT if average else 0)) * count
 
 
 def layer_item_bytes(dtype: Dtype, matmul: Matmul) -> int:
-    """Per weight of a layer that FSDP2 gathers: norms, which stay wider in 8-bit training, are a few thousandths."""
+    """Per weight of a layer that FSDP2 gathers: norms, which stay wider in 8-bit training, are a
+    few thousandths."""
     return 1 if matmul == "fp8" else ITEM_BYTES[dtype]
 
 
-def gathered_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, matmul: Matmul = "same") -> int:
-    """Compute weights that FSDP2 holds whole as the loss is found: those of the root group, from the first layer's
-    forward pass to the end of the backward one; a head of its own, to the end of its backward pass; and under ZeRO-2
-    every layer."""
+def gathered_bytes(
+    model: ModelNumbers, dtype: Dtype, layout: Layout, matmul: Matmul = "same"
+) -> int:
+    """Compute weights that FSDP2 holds whole as the loss is found: those of the root group, from
+    the first layer's forward pass to the end of the backward one; a head of its own, to the end of
+    its backward pass; and under ZeRO-2 every layer."""
     if layout.zero < 2:
         return 0
     layers = model.num_layers * model.layer_parameters if layout.zero == 2 else 0
@@ -223,10 +265,12 @@ def head_parameters(model: ModelNumbers) -> int:
     return 0 if model.tied else model.embedding_parameters
 
 
-def layer_group_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, matmul: Matmul = "same") -> int:
-    """What FSDP2 needs around the layer whose backward pass runs: its weights and the next one's, gathered (ZeRO-3);
-    its gradients in the compute dtype; and four bytes per parameter for their way: what is sent and what comes, in a
-    16-bit dtype, or one float32 buffer that is reduced."""
+def layer_group_bytes(
+    model: ModelNumbers, dtype: Dtype, layout: Layout, matmul: Matmul = "same"
+) -> int:
+    """What FSDP2 needs around the layer whose backward pass runs: its weights and the next one's,
+    gathered (ZeRO-3); its gradients in the compute dtype; and four bytes per parameter for their
+    way: what is sent and what comes, in a 16-bit dtype, or one float32 buffer that is reduced."""
     if layout.zero < 2:
         return 0
     item, count = ITEM_BYTES[dtype], model.layer_parameters
@@ -235,14 +279,16 @@ def layer_group_bytes(model: ModelNumbers, dtype: Dtype, layout: Layout, matmul:
 
 
 def most_chunks(tokens: int, *, longest: int, ranks: int, tokens_per_chunk: int) -> int:
-    """Of each rank in an update of so many tokens, when every sequence is as long as the longest."""
+    """Of each rank in an update of so many tokens, when every sequence is as long as the
+    longest."""
     sequences, per_chunk = -(-tokens // (longest * ranks)), max(1, tokens_per_chunk // longest)
     return max(1, -(-sequences // per_chunk))
 
 
 def unsummed_bytes(model: ModelNumbers, layout: Layout, chunks: int) -> int:
-    """The gradient of one model that a rank holds whole, in float32, from an update's first chunk to the backward pass
-    of its last: FSDP2 keeps each parameter's until it is told to sum them over ranks."""
+    """The gradient of one model that a rank holds whole, in float32, from an update's first chunk
+    to the backward pass of its last: FSDP2 keeps each parameter's until it is told to sum them over
+    ranks."""
     return FLOAT * model.num_parameters if layout.sums_once and chunks > 1 else 0
 
 

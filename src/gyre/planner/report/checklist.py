@@ -1,7 +1,8 @@
-"""Checklist: the reference's training and inference checklists for one plan, each line on or off and why. Pure.
+"""Checklist: the reference's training and inference checklists for one plan, each line on or off
+and why. Pure.
 
-In: a Choice, the settings that the lines ask about, the features that exist. Out: Lines, and the two tables of advice
-(strategy by size, decision tree) that they quote.
+In: a Choice, the settings that the lines ask about, the features that exist. Out: Lines, and the
+two tables of advice (strategy by size, decision tree) that they quote.
 """
 
 from __future__ import annotations
@@ -63,12 +64,24 @@ def inference_lines(choice: SearchResult, settings: Settings) -> tuple[Line, ...
     size = f"weights of {words(weights)} {'fit on' if fits else 'are more than'} one {gpu.name}"
     return (
         *_engine_lines(choice, settings),
-        _lacking("Quantization", "quantised weights", built, "generation uses the weights as they are trained"),
-        _lacking("Speculative decoding", "speculative decoding", built, "no draft model or n-gram is set"),
         _lacking(
-            "Tensor parallelism", "tensor parallel engine", built, f"{size}: {'not needed' if fits else 'needed'}"
+            "Quantization",
+            "quantised weights",
+            built,
+            "generation uses the weights as they are trained",
         ),
-        _lacking("Health checks", "liveness and readiness probes", built, "this plan serves nothing"),
+        _lacking(
+            "Speculative decoding", "speculative decoding", built, "no draft model or n-gram is set"
+        ),
+        _lacking(
+            "Tensor parallelism",
+            "tensor parallel engine",
+            built,
+            f"{size}: {'not needed' if fits else 'needed'}",
+        ),
+        _lacking(
+            "Health checks", "liveness and readiness probes", built, "this plan serves nothing"
+        ),
     )
 
 
@@ -76,9 +89,15 @@ def _engine_lines(choice: SearchResult, settings: Settings) -> tuple[Line, ...]:
     """The lines that the engine of a ring answers."""
     engine, names = choice.job.engine, ("Continuous batching", "PagedAttention", "Prefix caching")
     if engine is None:
-        return tuple(Line(name=name, state="off", reason="nothing is generated in this stage") for name in names)
+        return tuple(
+            Line(name=name, state="off", reason="nothing is generated in this stage")
+            for name in names
+        )
     pages = -(-engine.longest // settings.page_tokens)
-    batching = f"each step takes up to {settings.token_budget} tokens of up to {settings.max_running} completions"
+    batching = (
+        f"each step takes up to {settings.token_budget} tokens of up to "
+        f"{settings.max_running} completions"
+    )
     paging = (
         f"pages of {settings.page_tokens} tokens, {pages} for a full sequence; room per GPU for "
         f"{choice.best.running} of {engine.running} completions at full length"
@@ -89,7 +108,9 @@ def _engine_lines(choice: SearchResult, settings: Settings) -> tuple[Line, ...]:
         Line(name=names[0], state="on", reason=batching),
         Line(name=names[1], state="on", reason=paging),
         Line(
-            name=names[2], state="on" if cached else "off", reason=sharing if cached else "engine.prefix_cache = false"
+            name=names[2],
+            state="on" if cached else "off",
+            reason=sharing if cached else "engine.prefix_cache = false",
         ),
     )
 
@@ -97,7 +118,11 @@ def _engine_lines(choice: SearchResult, settings: Settings) -> tuple[Line, ...]:
 def strategy_for(num_parameters: int) -> str:
     """The reference's recommendation matrix, by model size."""
     billions = num_parameters / 1e9
-    for limit, advice in ((7, "DP only"), (30, "TP=8, DP=N/8"), (100, "TP=8, PP=2-4, DP=remaining")):
+    for limit, advice in (
+        (7, "DP only"),
+        (30, "TP=8, DP=N/8"),
+        (100, "TP=8, PP=2-4, DP=remaining"),
+    ):
         if billions < limit:
             return advice
     return "TP=8, PP=8-16, DP=remaining"
@@ -114,16 +139,24 @@ def tree_for(over: float) -> str:
 
 def _parallelism(choice: SearchResult, settings: Settings) -> Line:
     layout, gpu = choice.best.layout, choice.cluster.gpu
-    advice = f"the reference's matrix says {strategy_for(choice.job.model.num_parameters)} at this size"
+    advice = (
+        f"the reference's matrix says {strategy_for(choice.job.model.num_parameters)} at this size"
+    )
     if layout.gpus == 1:
         return Line(name="Parallelism configured", state="off", reason=f"one GPU; {advice}")
     inside = layout.shard_ranks <= gpu.gpus_per_host
     where = "inside one host" if inside else f"across hosts, {gpu.gpus_per_host} GPUs each"
     split = f", states split over {layout.shard_ranks} {where}" if layout.zero else ""
-    others = [name for name in ("tensor parallelism", "pipeline parallelism") if not settings.features[name]]
+    others = [
+        name
+        for name in ("tensor parallelism", "pipeline parallelism")
+        if not settings.features[name]
+    ]
     missing = f"; {' and '.join(others)}: not built" if others else ""
     reason = f"data parallel over {layout.gpus}{split}; {advice}{missing}"
-    return Line(name="Parallelism configured", state=_state("several GPUs", settings), reason=reason)
+    return Line(
+        name="Parallelism configured", state=_state("several GPUs", settings), reason=reason
+    )
 
 
 def _memory(choice: SearchResult, settings: Settings) -> Line:
@@ -132,11 +165,16 @@ def _memory(choice: SearchResult, settings: Settings) -> Line:
     ratio = from_one / choice.cluster.device_budget_bytes
     held = sum(state_bytes(job.model, job.dtype, layout).values()) * job.copies
     reason = (
-        f"states of {words(from_one)} are {ratio:.2f} × what one GPU has to give: the reference's tree says "
+        f"states of {words(from_one)} are {ratio:.2f} × what one GPU has to give: the reference's "
+        "tree says "
         f"{tree_for(ratio)}; the fastest that fits is {layout.words()}, {words(held)} per GPU; "
         f"{_moments(choice, settings)}; {_offload(choice)}"
     )
-    offloads = layout.offload_optimizer != "none" or layout.offload_gradients or bool(layout.offload_parameters)
+    offloads = (
+        layout.offload_optimizer != "none"
+        or layout.offload_gradients
+        or bool(layout.offload_parameters)
+    )
     if not layout.zero and not offloads and layout.moments == "float32":
         return Line(name="Memory optimization", state="off", reason=reason)
     needed = (["ZeRO"] if layout.zero else []) + (["optimizer offload"] if offloads else [])
@@ -158,7 +196,10 @@ def _moments(choice: SearchResult, settings: Settings) -> str:
         return f"8-bit optimizer states off: no matrix has rows of whole blocks of {BLOCK} numbers"
     if layout.moments == "8_bit":
         return f"8-bit optimizer states on: {words(coded)} per GPU instead of {words(wide)}"
-    return f"8-bit optimizer states off: trainer.moments = '8_bit' would make {words(coded)} of {words(wide)} per GPU"
+    return (
+        f"8-bit optimizer states off: trainer.moments = '8_bit' would make {words(coded)} of "
+        f"{words(wide)} per GPU"
+    )
 
 
 def _offload(choice: SearchResult) -> str:
@@ -197,22 +238,33 @@ def _checkpointing(choice: SearchResult, settings: Settings) -> Line:
         f"{layout.checkpointing}: {words(sizes[layout.checkpointing])} of activations instead of "
         f"{words(sizes['none'])}, for {cost:.0%} more work"
     )
-    return Line(name="Gradient checkpointing", state=_state("activation checkpointing", settings), reason=reason)
+    return Line(
+        name="Gradient checkpointing",
+        state=_state("activation checkpointing", settings),
+        reason=reason,
+    )
 
 
 def _precision(choice: SearchResult, settings: Settings) -> Line:
-    """BF16, or FP16 with loss scaling where there is none; and what FP8 would do or does beside either."""
+    """BF16, or FP16 with loss scaling where there is none; and what FP8 would do or does beside
+    either."""
     gpu, dtype = choice.cluster.gpu, choice.job.dtype
     kept = "master weights" if choice.job.moments == "8_bit" else "master weights and moments"
     name, rest = "Mixed precision", f"FP32 {kept}; {_fp8(choice, settings)}"
     if dtype == "bfloat16":
         return Line(name=name, state="on", reason=f"BF16 compute, {rest}")
     if dtype == "float16":
-        why = f"{gpu.name} has BF16, which needs no scaling" if gpu.bf16 else f"{gpu.name} has no BF16"
+        why = (
+            f"{gpu.name} has BF16, which needs no scaling"
+            if gpu.bf16
+            else f"{gpu.name} has no BF16"
+        )
         reason = f"FP16 compute with dynamic loss scaling ({why}), {rest}"
         return Line(name=name, state=_state("FP16 with loss scaling", settings), reason=reason)
     better = "BF16" if gpu.bf16 else "FP16 with loss scaling"
-    reason = f"run.dtype = {dtype}; {better} would be faster on {gpu.name}; {_fp8(choice, settings)}"
+    reason = (
+        f"run.dtype = {dtype}; {better} would be faster on {gpu.name}; {_fp8(choice, settings)}"
+    )
     return Line(name=name, state="off", reason=reason)
 
 
@@ -224,8 +276,14 @@ def _fp8(choice: SearchResult, settings: Settings) -> str:
         return "FP8: not built"
     if job.matmul == "fp8":
         gathered = ", which are gathered in 8 bits" if choice.best.layout.zero >= 2 else ""
-        return f"FP8 on: products of the layers' matrices{gathered}; embedding, head and norms stay in {job.dtype}"
-    return f"FP8 off: trainer.matmul = 'same', where 'fp8' makes the layers' products {FP8_GAIN} × as fast"
+        return (
+            f"FP8 on: products of the layers' matrices{gathered}; embedding, head and norms "
+            f"stay in {job.dtype}"
+        )
+    return (
+        f"FP8 off: trainer.matmul = 'same', where 'fp8' makes the layers' products {FP8_GAIN} "
+        "× as fast"
+    )
 
 
 def _loading(settings: Settings) -> Line:
@@ -242,7 +300,9 @@ def _snapshots(settings: Settings) -> Line:
     how = f"{when} each rank writes its part, checksummed and read back"
     aside = settings.snapshot_in_background
     reason = (
-        f"{how}, while training goes on" if aside else f"training waits for it (snapshot.background = false); {how}"
+        f"{how}, while training goes on"
+        if aside
+        else f"training waits for it (snapshot.background = false); {how}"
     )
     state: State = "on" if aside else "off"
     return Line(name="Checkpointing", state=state if built else "not built", reason=reason)
@@ -257,8 +317,13 @@ def _faults(settings: Settings) -> Line:
         return Line(name=name, state="off", reason=reason)
     watched = "a rank that dies, hangs or raises ends the step by name"
     if not settings.max_restarts:
-        return Line(name=name, state="off", reason=f"{watched}; cluster.max_restarts = 0: {by_hand}")
-    reason = f"{watched}, and the run goes on from its newest snapshot, up to {settings.max_restarts} times"
+        return Line(
+            name=name, state="off", reason=f"{watched}; cluster.max_restarts = 0: {by_hand}"
+        )
+    reason = (
+        f"{watched}, and the run goes on from its newest snapshot, up to "
+        f"{settings.max_restarts} times"
+    )
     return Line(name=name, state="on", reason=reason)
 
 

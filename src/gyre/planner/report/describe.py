@@ -19,7 +19,12 @@ from gyre.planner.search.search import SearchResult
 from gyre.planner.search.speed import FP8_GAIN, chunks_per_update, sent_bytes
 
 
-def describe(choice: SearchResult, training: Sequence[Line], inference: Sequence[Line], columns: int = COLUMNS) -> str:
+def describe(
+    choice: SearchResult,
+    training: Sequence[Line],
+    inference: Sequence[Line],
+    columns: int = COLUMNS,
+) -> str:
     """The whole choice for people."""
     cluster, best = choice.cluster, choice.best
     head = (
@@ -30,15 +35,23 @@ def describe(choice: SearchResult, training: Sequence[Line], inference: Sequence
     moments = ("for", *(moment.name for moment in best.moments))
     parts = [
         ("Memory per GPU by moment", wide_table(moments, _moment_rows(choice), columns)),
-        ("Time of one update, predicted", table(("what", "seconds", "why"), _time_rows(choice), columns)),
-        ("Why this layout", "\n".join(_fold(reason, columns, "  - ", "    ") for reason in reasons(choice))),
+        (
+            "Time of one update, predicted",
+            table(("what", "seconds", "why"), _time_rows(choice), columns),
+        ),
+        (
+            "Why this layout",
+            "\n".join(_fold(reason, columns, "  - ", "    ") for reason in reasons(choice)),
+        ),
         ("Training checklist", _checklist(training, columns)),
         ("Inference checklist", _checklist(inference, columns)),
     ]
     return head + "\n\n" + "\n\n".join(f"{title}\n{text}" for title, text in parts) + "\n"
 
 
-def as_mapping(choice: SearchResult, training: Sequence[Line], inference: Sequence[Line]) -> dict[str, Any]:
+def as_mapping(
+    choice: SearchResult, training: Sequence[Line], inference: Sequence[Line]
+) -> dict[str, Any]:
     """The same for programs."""
     return {
         "gpus": choice.cluster.gpus,
@@ -57,7 +70,8 @@ def as_mapping(choice: SearchResult, training: Sequence[Line], inference: Sequen
 
 
 def reasons(choice: SearchResult) -> list[str]:
-    """Why the best is the best: the faster ones that do not fit, then the ones that fit and are slower."""
+    """Why the best is the best: the faster ones that do not fit, then the ones that fit and are
+    slower."""
     best = choice.best
     said = [f"{_took(best, choice)}, the fastest of those that fit: {best.layout.words()}"]
     layout = best.layout
@@ -70,13 +84,20 @@ def reasons(choice: SearchResult) -> list[str]:
     for candidate in choice.discarded:
         short = []
         if candidate.short_device_bytes:
-            short.append(f"{words(candidate.short_device_bytes)} too little at moment '{candidate.peak.name}'")
+            short.append(
+                f"{words(candidate.short_device_bytes)} too little at moment "
+                f"'{candidate.peak.name}'"
+            )
         if candidate.short_host_bytes:
             short.append(f"{words(candidate.short_host_bytes)} of host memory too little")
-        said.append(f"{_took(candidate, choice)}, discarded: {candidate.layout.words()}: {' and '.join(short)}")
+        said.append(
+            f"{_took(candidate, choice)}, discarded: {candidate.layout.words()}: "
+            f"{' and '.join(short)}"
+        )
     for candidate in choice.next_best:
         said.append(
-            f"{_took(candidate, choice)}, {words(candidate.device_bytes)}, fits too: {candidate.layout.words()}"
+            f"{_took(candidate, choice)}, {words(candidate.device_bytes)}, fits too: "
+            f"{candidate.layout.words()}"
         )
     return said
 
@@ -89,38 +110,61 @@ def _took(candidate: Candidate, choice: SearchResult) -> str:
 def _moment_rows(choice: SearchResult) -> list[tuple[str, ...]]:
     moments, layout = choice.best.moments, choice.best.layout
     names = list(dict.fromkeys(name for moment in moments for name in moment.parts))
-    rows = [(name, *(words(m.parts[name]) if name in m.parts else NOTHING for m in moments)) for name in names]
+    rows = [
+        (name, *(words(m.parts[name]) if name in m.parts else NOTHING for m in moments))
+        for name in names
+    ]
     rows.append(("allocated", *(words(moment.allocated_bytes) for moment in moments)))
-    rows.append(("with allocator and context", *(words(device_bytes_of(moment, layout)) for moment in moments)))
+    rows.append(
+        (
+            "with allocator and context",
+            *(words(device_bytes_of(moment, layout)) for moment in moments),
+        )
+    )
     return rows
 
 
 def _time_rows(choice: SearchResult) -> list[tuple[str, ...]]:
     job, best, gpu = choice.job, choice.best, choice.cluster.gpu
     time, layout = best.time, best.layout
-    sent = ", ".join(f"{name} {words(size)}" for name, size in sent_bytes(job, layout).items()) or "nothing is sent"
-    sheet, fp8 = gpu.bf16_flops or gpu.fp16_flops, f", FP8 products × {FP8_GAIN}" if job.matmul == "fp8" else ""
+    sent = (
+        ", ".join(f"{name} {words(size)}" for name, size in sent_bytes(job, layout).items())
+        or "nothing is sent"
+    )
+    sheet, fp8 = (
+        gpu.bf16_flops or gpu.fp16_flops,
+        f", FP8 products × {FP8_GAIN}" if job.matmul == "fp8" else "",
+    )
     chunks = chunks_per_update(job, layout)
     pieces = f"{chunks} chunk{'s' if chunks > 1 else ''}"
     rows = [
-        ("compute", time.compute_s, f"{gpu.training_share:.0%} of {sheet / 1e12:.0f} TFLOP/s{fp8}; {pieces}"),
+        (
+            "compute",
+            time.compute_s,
+            f"{gpu.training_share:.0%} of {sheet / 1e12:.0f} TFLOP/s{fp8}; {pieces}",
+        ),
         ("computed again", time.again_s, "checkpointing, and logits by blocks"),
         ("exposed communication", time.exposed_s, f"of {time.traffic_s:.3f} s: {sent}"),
         ("optimiser and gradient sums", time.memory_s, "bound by device memory"),
         ("offload", time.host_s, "copies of state to and from host or disk"),
         ("switches", time.switch_s, "parking and waking between rollout and training"),
-    ]  # fmt: skip
+    ]
     return [(name, f"{seconds:.3f}", why) for name, seconds, why in rows if seconds]
 
 
 def _checklist(lines: Sequence[Line], columns: int) -> str:
     """A state, a name and why."""
     indent = " " * (2 + len("not built") + 2 + 2)
-    return "\n".join(_fold(f"{line.name}: {line.reason}", columns, f"  {line.state:<9}  ", indent) for line in lines)
+    return "\n".join(
+        _fold(f"{line.name}: {line.reason}", columns, f"  {line.state:<9}  ", indent)
+        for line in lines
+    )
 
 
 def _fold(text: str, columns: int, first: str, indent: str) -> str:
-    return textwrap.fill(text, columns, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
+    return textwrap.fill(
+        text, columns, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False
+    )
 
 
 def _candidate(choice: SearchResult, candidate: Candidate) -> dict[str, Any]:
@@ -131,7 +175,9 @@ def _candidate(choice: SearchResult, candidate: Candidate) -> dict[str, Any]:
         "running_per_gpu": candidate.running,
         "seconds_per_update": candidate.time.seconds,
         "time_s": dataclasses.asdict(candidate.time),
-        "tokens_per_s_per_gpu": choice.job.tokens_per_update / choice.cluster.gpus / candidate.time.seconds,
+        "tokens_per_s_per_gpu": choice.job.tokens_per_update
+        / choice.cluster.gpus
+        / candidate.time.seconds,
         "sent_bytes": sent_bytes(choice.job, layout),
         "device_bytes": candidate.device_bytes,
         "host_bytes": candidate.host_bytes,

@@ -1,4 +1,5 @@
-"""Explain: a plan as plain text tables — each number and what forced it, and memory by phase and owner. Pure.
+"""Explain: a plan as plain text tables — each number and what forced it, and memory by phase and
+owner. Pure.
 
 In: Plan. Out: text of so many columns where words allow.
 """
@@ -24,7 +25,10 @@ def explain(plan: Plan, columns: int = COLUMNS) -> str:
         ("What runs", table(("name", "value", "why"), _machine_rows(plan), columns)),
         ("Sizes", table(("name", "value", "unit", "why"), _size_rows(plan), columns)),
         ("Memory by phase", wide_table(_phase_head(plan), _phase_rows(plan), columns)),
-        ("Components", table(("name", "bytes", "leaves to", "where from"), _component_rows(plan), columns)),
+        (
+            "Components",
+            table(("name", "bytes", "leaves to", "where from"), _component_rows(plan), columns),
+        ),
     ]
     text = "\n\n".join(f"{title}\n{table}" for title, table in parts)
     if plan.notes:
@@ -55,16 +59,36 @@ def _size_rows(plan: Plan) -> list[tuple[str, ...]]:
         ("sequences_per_update", sizes.sequences_per_update, "sequences", ""),
         ("tokens_per_chunk", sizes.tokens_per_chunk, "tokens", ""),
         ("sequences_per_step", derived.sequences_per_step, "sequences", product),
-        ("updates_per_step", derived.updates_per_step, "updates", "sequences / sequences_per_update, times epochs"),
-        ("longest_sequence", derived.longest_sequence_tokens, "tokens", "longest prompt + longest completion"),
+        (
+            "updates_per_step",
+            derived.updates_per_step,
+            "updates",
+            "sequences / sequences_per_update, times epochs",
+        ),
+        (
+            "longest_sequence",
+            derived.longest_sequence_tokens,
+            "tokens",
+            "longest prompt + longest completion",
+        ),
         (
             "tokens_per_step, expected",
             derived.expected_tokens_per_step,
             "tokens",
             "completions half as long as allowed",
         ),
-        ("tokens_per_step, most", derived.most_tokens_per_step, "tokens", "all sequences of full length"),
-        ("chunks_per_update, most", derived.chunks_per_update, "chunks", "whole sequences of full length per chunk"),
+        (
+            "tokens_per_step, most",
+            derived.most_tokens_per_step,
+            "tokens",
+            "all sequences of full length",
+        ),
+        (
+            "chunks_per_update, most",
+            derived.chunks_per_update,
+            "chunks",
+            "whole sequences of full length per chunk",
+        ),
     ]
     if plan.kv_pages:
         rows += [
@@ -75,15 +99,22 @@ def _size_rows(plan: Plan) -> list[tuple[str, ...]]:
         ]
         if derived.most_sampled_per_step > derived.sequences_per_step:
             why = "1 + rollout.max_refills times the sequences of a step"
-            rows.append(("sampled_per_step, most", derived.most_sampled_per_step, "completions", why))
-    return [(name, f"{value:,}", unit, why or plan.reasons[name]) for name, value, unit, why in rows]
+            rows.append(
+                ("sampled_per_step, most", derived.most_sampled_per_step, "completions", why)
+            )
+    return [
+        (name, f"{value:,}", unit, why or plan.reasons[name]) for name, value, unit, why in rows
+    ]
 
 
 def _queue_reason(plan: Plan) -> str:
     parts = plan.derived.submissions
     if parts == 1:
         return "a step's completions that wait while max_running run"
-    return f"the engine's queue bounds it: a step's requests are submitted in {parts:,} parts, one after the other"
+    return (
+        f"the engine's queue bounds it: a step's requests are submitted in {parts:,} parts, "
+        "one after the other"
+    )
 
 
 def _phase_head(plan: Plan) -> tuple[str, ...]:
@@ -130,7 +161,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], columns: int = COL
         folded = textwrap.wrap(row[-1], widths[-1]) or [""]
         lines = [(*row[:-1], folded[0]), *((*[""] * (len(row) - 1), more) for more in folded[1:])]
         return "\n".join(
-            (GAP + GAP.join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))).rstrip()
+            (
+                GAP + GAP.join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+            ).rstrip()
             for cells in lines
         )
 
@@ -139,8 +172,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], columns: int = COL
 
 
 def wide_table(head: Sequence[str], rows: Sequence[Sequence[str]], columns: int = COLUMNS) -> str:
-    """A table of sizes, cut into several below each other where it is wider than `columns`. Each begins with the first
-    column and leaves out rows in which it has nothing."""
+    """A table of sizes, cut into several below each other where it is wider than `columns`. Each
+    begins with the first column and leaves out rows in which it has nothing."""
     name, *widths = _widths(head, rows)
     cuts, used = [1], len(GAP) + name
     for place, width in enumerate(widths, 1):

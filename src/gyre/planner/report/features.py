@@ -1,7 +1,8 @@
-"""Features: which of the things that a plan may call for this Gyre has. In: the tree of config sections. Out: whether
-a feature is built, by whether a key turns it on. Pure.
+"""Features: which of the things that a plan may call for this Gyre has. In: the tree of config
+sections. Out: whether a feature is built, by whether a key turns it on. Pure.
 
-A feature is built when its key exists: so the checklists turn true by themselves when the key arrives.
+A feature is built when its key exists: so the checklists turn true by themselves when the key
+arrives.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ FEATURES: Mapping[str, str] = MappingProxyType(
 
 
 def built_features(config: type[BaseModel]) -> dict[str, bool]:
-    """Each feature, and whether the config has its key (and the value after "=", where one is named)."""
+    """Each feature, and whether the config has its key (and the value after "=", where one is
+    named)."""
     return {feature: _has(config, *key.partition("=")[::2]) for feature, key in FEATURES.items()}
 
 

@@ -1,6 +1,7 @@
 """Candidates: every layout of a job on so many GPUs, and how each does. Pure.
 
-In: a Job, a Cluster, what the user fixed. Out: Layouts; Candidates with their moments, shortfalls and time.
+In: a Job, a Cluster, what the user fixed. Out: Layouts; Candidates with their moments, shortfalls
+and time.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ class Candidate:
 def layouts(job: TrainingJob, cluster: GpuCluster, fixed: Fixed) -> Iterator[Layout]:
     """Every layout that the fixed settings leave."""
     for zero, shard_ranks in _splits(cluster.gpus, cluster.gpu.gpus_per_host, fixed):
-        for checkpointing in CHECKPOINTING if fixed.checkpointing is None else (fixed.checkpointing,):
+        for checkpointing in (
+            CHECKPOINTING if fixed.checkpointing is None else (fixed.checkpointing,)
+        ):
             for optimizer, gradients in _offloads(fixed):
                 if job.offload_parameters and _refuses_weights_away(job, zero, optimizer):
                     continue
@@ -115,14 +118,18 @@ def layouts(job: TrainingJob, cluster: GpuCluster, fixed: Fixed) -> Iterator[Lay
 
 
 def _refuses_weights_away(job: TrainingJob, zero: Zero, optimizer: Offload) -> bool:
-    """As the trainer and its config do: weights on the host are whole, and the larger state goes first."""
+    """As the trainer and its config do: weights on the host are whole, and the larger state goes
+    first."""
     trained = {"actor", "critic"} & set(job.offload_parameters)
     return zero >= 2 or (bool(trained) and optimizer == "none")
 
 
-def judge(job: TrainingJob, cluster: GpuCluster, layout: Layout, residency: Residency | None = None) -> Candidate:
-    """A layout's memory and time. Where `residency` leaves it open, everything stays resident if that fits with every
-    completion that should run; else phases take turns, with as many completions as fit."""
+def judge(
+    job: TrainingJob, cluster: GpuCluster, layout: Layout, residency: Residency | None = None
+) -> Candidate:
+    """A layout's memory and time. Where `residency` leaves it open, everything stays resident if
+    that fits with every completion that should run; else phases take turns, with as many
+    completions as fit."""
     wanted = job.engine.running if job.engine is not None else 0
     if residency != "phase":
         resident = _judge_as(job, cluster, layout, "resident", wanted)
@@ -137,7 +144,9 @@ def judge(job: TrainingJob, cluster: GpuCluster, layout: Layout, residency: Resi
     return _judge_as(job, cluster, layout, "phase", min(wanted, 1 + room))
 
 
-def _judge_as(job: TrainingJob, cluster: GpuCluster, layout: Layout, residency: Residency, running: int) -> Candidate:
+def _judge_as(
+    job: TrainingJob, cluster: GpuCluster, layout: Layout, residency: Residency, running: int
+) -> Candidate:
     moments = phase_moments(job, layout, residency, running)
     peak = max(moments, key=lambda moment: device_bytes_of(moment, layout))
     device_bytes, host_bytes = device_bytes_of(peak, layout), host_bytes_of(job, layout, residency)
@@ -157,17 +166,20 @@ def _judge_as(job: TrainingJob, cluster: GpuCluster, layout: Layout, residency: 
 
 
 def _offloads(fixed: Fixed) -> Iterator[tuple[Offload, bool]]:
-    """(where the optimizer's state lives, whether gradients are on the host): the larger state goes first."""
+    """(where the optimizer's state lives, whether gradients are on the host): the larger state goes
+    first."""
     for optimizer in OFFLOAD if fixed.offload_optimizer is None else (fixed.offload_optimizer,):
-        for gradients in (False, True) if fixed.offload_gradients is None else (fixed.offload_gradients,):
+        for gradients in (
+            (False, True) if fixed.offload_gradients is None else (fixed.offload_gradients,)
+        ):
             if gradients and optimizer == "none" and fixed.offload_gradients is None:
                 continue
             yield optimizer, gradients
 
 
 def _splits(gpus: int, per_host: int, fixed: Fixed) -> Iterator[tuple[Zero, int]]:
-    """(ZeRO stage, ranks that split the states): over everything, over a host, over parts of a host. A model that no
-    rank shares is whole, whatever its ZeRO stage."""
+    """(ZeRO stage, ranks that split the states): over everything, over a host, over parts of a
+    host. A model that no rank shares is whole, whatever its ZeRO stage."""
     stages: tuple[Zero, ...] = (0, 1, 2, 3) if fixed.zero is None else (fixed.zero,)
     for zero in (0,) if gpus == 1 else stages:
         if zero == 0:

@@ -1,7 +1,7 @@
 """Nearest: the words of "does not fit on these GPUs", with the settings that do. Pure.
 
-In: a Job that fits nowhere, its judged candidates. Out: a MemoryBudgetError with the shortfall in bytes and the ways
-out, each of which has been judged to fit.
+In: a Job that fits nowhere, its judged candidates. Out: a MemoryBudgetError with the shortfall in
+bytes and the ways out, each of which has been judged to fit.
 """
 
 from __future__ import annotations
@@ -21,30 +21,36 @@ STEP_TOKENS = 256  # to which the longest sequence that fits is told
 _Way = Way[tuple[GpuCluster, Fixed], Candidate]
 
 
-def refusal_of(job: TrainingJob, cluster: GpuCluster, fixed: Fixed, judged: Sequence[Candidate]) -> MemoryBudgetError:
+def refusal_of(
+    job: TrainingJob, cluster: GpuCluster, fixed: Fixed, judged: Sequence[Candidate]
+) -> MemoryBudgetError:
     nearest = min(judged, key=lambda c: (c.short_device_bytes + c.short_host_bytes, c.time.seconds))
     largest = sorted(nearest.peak.parts.items(), key=lambda item: -item[1])[:4]
     short = []
     if nearest.short_device_bytes:
         parts = ", ".join(f"{name} {words(size)}" for name, size in largest)
         short.append(
-            f"{nearest.device_bytes} bytes on each GPU at moment '{nearest.peak.name}' ({parts}), budget "
+            f"{nearest.device_bytes} bytes on each GPU at moment '{nearest.peak.name}' ({parts}), "
+            "budget "
             f"{cluster.device_budget_bytes}: {nearest.short_device_bytes} bytes too little"
         )
     if nearest.short_host_bytes:
         short.append(
-            f"{nearest.host_bytes} bytes of host memory per GPU, budget {cluster.host_budget_bytes}: "
+            f"{nearest.host_bytes} bytes of host memory per GPU, budget "
+            f"{cluster.host_budget_bytes}: "
             f"{nearest.short_host_bytes} bytes too little"
         )
     ways = list(ways_out(_kinds(cluster, fixed), lambda asked: _best_of(job, *asked)))
     if (tokens := _longest_that_fits(job, cluster, fixed)) >= STEP_TOKENS:
         ways.append(f"sequences of at most {tokens} tokens instead of {job.longest}")
     return MemoryBudgetError(
-        f"the model does not fit on {cluster.gpus} × {cluster.gpu.name}; the layout that comes nearest "
+        f"the model does not fit on {cluster.gpus} × {cluster.gpu.name}; the layout that comes "
+        "nearest "
         f"({nearest.layout.words()}) needs {' and '.join(short)}",
         hint=join_ways(ways)
         if ways
-        else "no number of these GPUs holds one layer of it: shorten the sequences or take a smaller model",
+        else "no number of these GPUs holds one layer of it: shorten the sequences or take a "
+        "smaller model",
     )
 
 
@@ -75,7 +81,10 @@ def _more_gpus(cluster: GpuCluster, fixed: Fixed) -> Iterator[_Way]:
     opened = replace(fixed, shard_ranks=None, zero=None if gpus == 1 else fixed.zero)
     while (gpus := 2 * gpus) <= MOST_GPUS:
         more = replace(cluster, gpus=gpus, host_bytes=_host_of(cluster, gpus))
-        yield Way(asked=(more, opened), words=lambda found, gpus=gpus: f"{gpus} GPUs ({found.layout.words()})")
+        yield Way(
+            asked=(more, opened),
+            words=lambda found, gpus=gpus: f"{gpus} GPUs ({found.layout.words()})",
+        )
 
 
 def _larger_gpus(cluster: GpuCluster, fixed: Fixed) -> Iterator[_Way]:
@@ -88,7 +97,8 @@ def _larger_gpus(cluster: GpuCluster, fixed: Fixed) -> Iterator[_Way]:
 
 
 def _host_of(cluster: GpuCluster, gpus: int) -> int | None:
-    """The host memory that was given was for so many GPUs; more of them in a host share it no worse."""
+    """The host memory that was given was for so many GPUs; more of them in a host share it no
+    worse."""
     if cluster.host_bytes is None:
         return None
     return cluster.host_bytes * min(gpus, cluster.gpu.gpus_per_host) // cluster.per_host
@@ -96,7 +106,11 @@ def _host_of(cluster: GpuCluster, gpus: int) -> int | None:
 
 def _best_of(job: TrainingJob, cluster: GpuCluster, fixed: Fixed) -> Candidate | None:
     fitting = [
-        c for c in (judge(job, cluster, layout, fixed.residency) for layout in layouts(job, cluster, fixed)) if c.fits
+        c
+        for c in (
+            judge(job, cluster, layout, fixed.residency) for layout in layouts(job, cluster, fixed)
+        )
+        if c.fits
     ]
     return min(fitting, key=in_order) if fitting else None
 
@@ -106,7 +120,9 @@ def _longest_that_fits(job: TrainingJob, cluster: GpuCluster, fixed: Fixed) -> i
     low, high = 0, job.longest // STEP_TOKENS
     while low < high:
         middle = (low + high + 1) // 2
-        engine = replace(job.engine, longest=STEP_TOKENS * middle) if job.engine is not None else None
+        engine = (
+            replace(job.engine, longest=STEP_TOKENS * middle) if job.engine is not None else None
+        )
         mean = min(job.mean_tokens, STEP_TOKENS * middle)
         shorter = replace(job, longest=STEP_TOKENS * middle, mean_tokens=mean, engine=engine)
         if _best_of(shorter, cluster, fixed):

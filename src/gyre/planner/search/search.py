@@ -1,8 +1,8 @@
-"""Search: of the layouts of a job that fit, the one with the least predicted time, and why the faster ones were
-discarded. Pure.
+"""Search: of the layouts of a job that fit, the one with the least predicted time, and why the
+faster ones were discarded. Pure.
 
-In: a Job, a Cluster, what the user fixed. Out: a Choice, or a MemoryBudgetError that names the shortfall in bytes and
-the nearest settings that fit.
+In: a Job, a Cluster, what the user fixed. Out: a Choice, or a MemoryBudgetError that names the
+shortfall in bytes and the nearest settings that fit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def choose(job: TrainingJob, cluster: GpuCluster, fixed: Fixed | None = None) ->
     """The fastest layout that fits. MemoryBudgetError when none does."""
     fixed = fixed or Fixed()
     _check(job, cluster, fixed)
-    judged = [judge(job, cluster, layout, fixed.residency) for layout in layouts(job, cluster, fixed)]
+    judged = [
+        judge(job, cluster, layout, fixed.residency) for layout in layouts(job, cluster, fixed)
+    ]
     fitting = sorted((c for c in judged if c.fits), key=in_order)
     if not fitting:
         raise refusal_of(job, cluster, fixed, judged)
@@ -52,7 +54,8 @@ def choose(job: TrainingJob, cluster: GpuCluster, fixed: Fixed | None = None) ->
 def _check(job: TrainingJob, cluster: GpuCluster, fixed: Fixed) -> None:
     if fixed.tokens_per_chunk is not None and fixed.tokens_per_chunk < job.longest:
         raise ConfigError(
-            f"tokens_per_chunk = {fixed.tokens_per_chunk} cannot hold a sequence of {job.longest} tokens",
+            f"tokens_per_chunk = {fixed.tokens_per_chunk} cannot hold a sequence of {job.longest} "
+            "tokens",
             hint=f"set tokens_per_chunk to at least {job.longest}: a sequence is never split",
         )
     ranks = fixed.shard_ranks
@@ -61,14 +64,21 @@ def _check(job: TrainingJob, cluster: GpuCluster, fixed: Fixed) -> None:
     ):
         divisors = [size for size in range(1, cluster.gpus + 1) if cluster.gpus % size == 0]
         raise ConfigError(
-            f"shard_ranks = {ranks}: {cluster.gpus} GPUs do not split into equal groups of that size",
+            f"shard_ranks = {ranks}: {cluster.gpus} GPUs do not split into equal groups of that "
+            "size",
             hint=f"choose one of {', '.join(map(str, divisors[1:] or divisors))}",
         )
     if not any(layouts(job, cluster, fixed)):
         given, hint = str(fixed.given()), "leave zero or shard_ranks open"
         if any(layouts(replace(job, offload_parameters=()), cluster, fixed)):
-            given += f" with trainer.offload_parameters = {json.dumps(job.offload_parameters)}, whose weights lie whole"
-            hint = "leave zero open or set it to 0 or 1, which goes for all models here, or empty the list"
+            given += (
+                f" with trainer.offload_parameters = {json.dumps(job.offload_parameters)}, "
+                "whose weights lie whole"
+            )
+            hint = (
+                "leave zero open or set it to 0 or 1, which goes for all models here, or "
+                "empty the list"
+            )
         raise ConfigError(f"no layout of {cluster.gpus} GPUs has {given}", hint=hint)
 
 
@@ -86,10 +96,14 @@ def _one_of_each_kind(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _nearest_of_each_kind(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Of those that differ only in how states are split or chunks are cut, the one that needs the least; in order of
-    their time."""
+    """Of those that differ only in how states are split or chunks are cut, the one that needs the
+    least; in order of their time."""
     kinds: dict[tuple[object, ...], Candidate] = {}
-    for candidate in sorted(candidates, key=lambda c: (c.short_device_bytes + c.short_host_bytes, c.time.seconds)):
+    for candidate in sorted(
+        candidates, key=lambda c: (c.short_device_bytes + c.short_host_bytes, c.time.seconds)
+    ):
         layout = candidate.layout
-        kinds.setdefault((layout.checkpointing, layout.offload_optimizer, layout.offload_gradients), candidate)
+        kinds.setdefault(
+            (layout.checkpointing, layout.offload_optimizer, layout.offload_gradients), candidate
+        )
     return tuple(sorted(kinds.values(), key=in_order))

@@ -1,7 +1,9 @@
-"""Speed: predicted seconds of one optimiser update on one rank, to rank layouts by. Pure arithmetic.
+"""Speed: predicted seconds of one optimiser update on one rank, to rank layouts by. Pure
+arithmetic.
 
-In: a Job, a Layout, a Gpu. Out: StepTime by cause, and the bytes that each rank sends. The share of the data sheet that steps reach is a peer's measured one (`gpus.py`); what differs
-between layouts is arithmetic: work done twice, bytes sent, bytes over the host link. bench/train.py measures.
+In: a Job, a Layout, a Gpu. Out: StepTime by cause, and the bytes that each rank sends. The share of
+the data sheet that steps reach is a peer's measured one (`gpus.py`); what differs between layouts
+is arithmetic: work done twice, bytes sent, bytes over the host link. bench/train.py measures.
 """
 
 from __future__ import annotations
@@ -25,14 +27,18 @@ from gyre.planner.memory_model.states import (
 from gyre.trainer.offload.slices import LAYER_ROOMS
 
 HIDDEN_SHARE = 0.8  # of the compute time under which FSDP2's traffic can hide
-LAYER_LAUNCH_S = 0.6e-3  # of one layer's forward and backward kernels, about 60 of 10 µs: small chunks wait for these
-UPDATE_BYTES = 60  # read and written by AdamW per parameter of a shard, counted over trainer/optim/flat.py
+# of one layer's forward and backward kernels, about 60 of 10 µs: small chunks wait for these
+LAYER_LAUNCH_S = 0.6e-3
+# read and written by AdamW per parameter of a shard, counted over trainer/optim/flat.py
+UPDATE_BYTES = 60
 COLLECTIVE_S = 40e-6  # to start one
-COPY_BYTES = 4  # read and written per gathered parameter, out of the gathered buffer into the layer's tensors
+# read and written per gathered parameter, out of the gathered buffer into the layer's tensors
+COPY_BYTES = 4
 SUM_BYTES = 10  # read and written per parameter to add a chunk's gradient to the float32 sum
 LEAVE_BYTES = 8  # read and written per parameter to put a float32 sum where it is sent from
-# Of the layers' products in 8 bits, casts included, where the data sheet says 2: torchtitan's 8B step on eight H200s is
-# 12,218 against 9,515 tokens/s (survey, 1.1), with 79 % of its work in these products.
+# Of the layers' products in 8 bits, casts included, where the data sheet says 2: torchtitan's 8B
+# step on eight H200s is 12,218 against 9,515 tokens/s (survey, 1.1), with 79 % of its work in these
+# products.
 FP8_GAIN = 1.39
 FLOAT32_SHARE = 1 / 15  # of the bfloat16 rate: no tensor cores
 
@@ -51,7 +57,14 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        return self.compute_s + self.again_s + self.exposed_s + self.memory_s + self.host_s + self.switch_s
+        return (
+            self.compute_s
+            + self.again_s
+            + self.exposed_s
+            + self.memory_s
+            + self.host_s
+            + self.switch_s
+        )
 
 
 def chunks_per_update(job: TrainingJob, layout: Layout) -> int:
@@ -60,7 +73,8 @@ def chunks_per_update(job: TrainingJob, layout: Layout) -> int:
 
 
 def forward_flops(job: TrainingJob) -> tuple[float, float, float]:
-    """Per token: (of the layers' products, of attention, of the head). Attention sees half of its sequence."""
+    """Per token: (of the layers' products, of attention, of the head). Attention sees half of its
+    sequence."""
     m = job.model
     products = 2 * m.num_layers * m.layer_parameters
     attention = 4 * m.num_layers * m.query_size * job.mean_tokens / 2
@@ -68,10 +82,11 @@ def forward_flops(job: TrainingJob) -> tuple[float, float, float]:
 
 
 def sent_bytes(job: TrainingJob, layout: Layout) -> dict[str, int]:
-    """Bytes that each rank sends per update, by collective, with the ring factors (n - 1) / n. The gradient is reduced
-    in float32, or by FSDP2 (ZeRO-2, 3) after each chunk in the compute dtype that it was found in. Weights are gathered
-    in the compute dtype; under ZeRO-3 twice per chunk, embedding and head once. FSDP2 gathers layers in 8 bits where
-    they are multiplied so. Groups of a hybrid are kept equal once per update."""
+    """Bytes that each rank sends per update, by collective, with the ring factors (n - 1) / n. The
+    gradient is reduced in float32, or by FSDP2 (ZeRO-2, 3) after each chunk in the compute dtype
+    that it was found in. Weights are gathered in the compute dtype; under ZeRO-3 twice per chunk,
+    embedding and head once. FSDP2 gathers layers in 8 bits where they are multiplied so. Groups of
+    a hybrid are kept equal once per update."""
     count, root = (
         job.model.num_parameters * job.copies,
         job.copies * (root_parameters(job.model) + head_parameters(job.model)),
@@ -84,7 +99,9 @@ def sent_bytes(job: TrainingJob, layout: Layout) -> dict[str, int]:
     if layout.zero == 0:
         return {"all-reduce": int(2 * (layout.gpus - 1) / layout.gpus * FLOAT * count)}
     reduced = ITEM_BYTES[job.dtype] * chunks if layout.zero >= 2 and not layout.sums_once else FLOAT
-    layers = (layer_item_bytes(job.dtype, job.matmul) if layout.zero >= 2 else item) * (count - root)
+    layers = (layer_item_bytes(job.dtype, job.matmul) if layout.zero >= 2 else item) * (
+        count - root
+    )
     gathered = item * root + layers if layout.zero < 3 else chunks * (item * root + 2 * layers)
     sent = {"reduce-scatter": int(ring * reduced * count), "all-gather": int(ring * gathered)}
     if layout.hybrid:
@@ -102,14 +119,25 @@ def step_time(job: TrainingJob, layout: Layout, gpu: Gpu, residency: Residency) 
     products /= FP8_GAIN if job.matmul == "fp8" else 1.0
     layers = products + attention
     compute = max(3 * (layers + head), chunks * job.model.num_layers * LAYER_LAUNCH_S)
-    gate_up = 2 * job.model.hidden_size * job.model.mlp_size / job.model.layer_parameters  # selective makes it again
+    # selective makes it again
+    gate_up = 2 * job.model.hidden_size * job.model.mlp_size / job.model.layer_parameters
     again = {"none": 0.0, "selective": gate_up * products, "full": layers}[layout.checkpointing]
     keeps_logits = job.saving == "triton" and layout.checkpointing == "none"
-    if not keeps_logits and block_columns(job.saving, layout.tokens_per_chunk) < job.model.vocab_size:
+    if (
+        not keeps_logits
+        and block_columns(job.saving, layout.tokens_per_chunk) < job.model.vocab_size
+    ):
         again += head  # log-probs by blocks make each block's logits twice
-    traffic = sum(size / _link_rate(name, layout, gpu) for name, size in sent_bytes(job, layout).items())
-    gathers, scatters = {0: 0, 1: 0, 2: 1, 3: 2 * chunks}[layout.zero], 1 if layout.sums_once else chunks
-    traffic += COLLECTIVE_S * job.model.num_layers * job.copies * (gathers + scatters if gathers else 0)
+    traffic = sum(
+        size / _link_rate(name, layout, gpu) for name, size in sent_bytes(job, layout).items()
+    )
+    gathers, scatters = (
+        {0: 0, 1: 0, 2: 1, 3: 2 * chunks}[layout.zero],
+        1 if layout.sums_once else chunks,
+    )
+    traffic += (
+        COLLECTIVE_S * job.model.num_layers * job.copies * (gathers + scatters if gathers else 0)
+    )
     per_parameter = UPDATE_BYTES / layout.shard_ranks + chunks * SUM_BYTES + gathers * COPY_BYTES
     per_parameter += LEAVE_BYTES if layout.sums_once and chunks > 1 else 0
     memory = job.model.num_parameters * job.copies * per_parameter / gpu.hbm_bytes_per_s
@@ -119,19 +147,25 @@ def step_time(job: TrainingJob, layout: Layout, gpu: Gpu, residency: Residency) 
         traffic_s=traffic,
         exposed_s=_exposed_seconds(job, layout, gpu, traffic, compute / chunks),
         memory_s=memory,
-        host_s=_host_seconds(job, layout, gpu, chunks) + _weights_seconds(job, layout, gpu, chunks, compute),
+        host_s=_host_seconds(job, layout, gpu, chunks)
+        + _weights_seconds(job, layout, gpu, chunks, compute),
         switch_s=_switch_seconds(job, layout, gpu, residency),
     )
 
 
-def _exposed_seconds(job: TrainingJob, layout: Layout, gpu: Gpu, traffic_s: float, chunk_s: float) -> float:
-    """Of collectives, what FSDP2 cannot hide: gradients that are summed once have one chunk to hide under."""
+def _exposed_seconds(
+    job: TrainingJob, layout: Layout, gpu: Gpu, traffic_s: float, chunk_s: float
+) -> float:
+    """Of collectives, what FSDP2 cannot hide: gradients that are summed once have one chunk to hide
+    under."""
     if layout.zero < 2:
         return traffic_s
     exposed = max(0.0, traffic_s - HIDDEN_SHARE * chunk_s * chunks_per_update(job, layout))
     if not layout.sums_once:
         return exposed
-    scatter = sent_bytes(job, layout).get("reduce-scatter", 0) / _link_rate("reduce-scatter", layout, gpu)
+    scatter = sent_bytes(job, layout).get("reduce-scatter", 0) / _link_rate(
+        "reduce-scatter", layout, gpu
+    )
     return max(exposed, scatter - HIDDEN_SHARE * chunk_s)
 
 
@@ -142,9 +176,9 @@ def _link_rate(collective: str, layout: Layout, gpu: Gpu) -> float:
 
 
 def _host_seconds(job: TrainingJob, layout: Layout, gpu: Gpu, chunks: int) -> float:
-    """Optimiser state there and back once per update, both ways at once; what is in a file waits for the disk, which a
-    host's GPUs share. Gradients go as often as they are summed, once there and back to be summed over flat ranks, and
-    come for the update."""
+    """Optimiser state there and back once per update, both ways at once; what is in a file waits
+    for the disk, which a host's GPUs share. Gradients go as often as they are summed, once there
+    and back to be summed over flat ranks, and come for the update."""
     states = state_bytes(job.model, job.dtype, layout)
     away, on_disk = away_bytes(states, layout), sum(disk_state_bytes(states, layout).values())
     state = sum(size for name, size in away.items() if not name.endswith(".grads"))
@@ -156,14 +190,22 @@ def _host_seconds(job: TrainingJob, layout: Layout, gpu: Gpu, chunks: int) -> fl
         + 1
     )
     busy = min(layout.gpus, gpu.gpus_per_host)
-    seconds = max(state / gpu.host_copy_bytes_per_s(layout.gpus), 2 * on_disk * busy / DISK_BYTES_PER_S)
+    seconds = max(
+        state / gpu.host_copy_bytes_per_s(layout.gpus), 2 * on_disk * busy / DISK_BYTES_PER_S
+    )
     return job.copies * (seconds + passes * sums / gpu.host_copy_bytes_per_s(layout.gpus))
 
 
-def _weights_seconds(job: TrainingJob, layout: Layout, gpu: Gpu, chunks: int, compute_s: float) -> float:
-    """Weights on the host come twice per chunk, but for the layers at which it turns, beside the computation; what is
-    outside the layers comes once per update, and new weights leave with the state that they are made of."""
-    away, m = [owner for owner in ("actor", "critic")[: job.copies] if not layout.holds_weights(owner)], job.model
+def _weights_seconds(
+    job: TrainingJob, layout: Layout, gpu: Gpu, chunks: int, compute_s: float
+) -> float:
+    """Weights on the host come twice per chunk, but for the layers at which it turns, beside the
+    computation; what is outside the layers comes once per update, and new weights leave with the
+    state that they are made of."""
+    away, m = (
+        [owner for owner in ("actor", "critic")[: job.copies] if not layout.holds_weights(owner)],
+        job.model,
+    )
     layers = ITEM_BYTES[job.dtype] * m.layer_parameters * (m.num_layers - LAYER_ROOMS) * 2 * chunks
     rate = gpu.host_copy_bytes_per_s(layout.gpus)
     around = ITEM_BYTES[job.dtype] * (root_parameters(m) + head_parameters(m)) / rate

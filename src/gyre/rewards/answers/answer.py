@@ -1,6 +1,8 @@
-"""Answer matcher: finds the answer in a completion and compares it with the label. In: texts. Out: a Match.
+"""Answer matcher: finds the answer in a completion and compares it with the label. In: texts. Out:
+a Match.
 
-Finding: the first form of `forms` whose mark occurs decides, by its last occurrence; a mark without end is no answer.
+Finding: the first form of `forms` whose mark occurs decides, by its last occurrence; a mark without
+end is no answer.
 
     tag     <answer>…</answer>; a \\boxed{…} inside is opened too
     boxed   \\boxed{…} or \\fbox{…}, nested braces and \\{ \\} counted
@@ -13,13 +15,13 @@ Comparing, `how`:
     exact    same characters
     numeric  both one number (rewards.answers.numbers)
     latex    numbers if both are, else same value by math-verify, which evaluates: the question is an answer too
-    auto     by the label. A number: numeric. An option's letter: rewards.answers.options. A date, a time of day, a score, a
-             version, a name with digits or text without mathematics: the same words. Anything else:
-             the same words or latex
+    auto     by the label. A number: numeric. An option's letter: rewards.answers.options.
+             A date, a time of day, a score, a version, a name with digits or text without
+             mathematics: the same words. Anything else: the same words or latex
 
-docs/rewards.md lists what counts as a number, a percentage, a unit and an option, and the tolerance.
-math-verify can compute without end on a few characters (a tower of exponents), so `compare` belongs in a process that
-can be killed; all else here is linear in the text.
+docs/rewards.md lists what counts as a number, a percentage, a unit and an option, and the
+tolerance. math-verify can compute without end on a few characters (a tower of exponents), so
+`compare` belongs in a process that can be killed; all else here is linear in the text.
 """
 
 from __future__ import annotations
@@ -42,14 +44,20 @@ Outcome = Literal["right", "wrong", "unreadable answer", "unreadable label"]
 
 _LONGEST_MATH = 1000  # characters that are still taken for one expression
 _SIGN = r"(?:(?<![0-9A-Za-z)])[-+] ?(?:\\?[$€£¥₹] ?)?)?"
-_SPACED = r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])"  # 1 000: one number to a reader, none to read_number
+# 1 000: one number to a reader, none to read_number
+_SPACED = r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])"
 _ONE = rf"(?:{_SPACED}|(?:{DECIMAL})(?:/[0-9]+| [0-9]+/[0-9]+)?)"
 _JOINED = r"(?: [-+] ?| ?(?:×|\\times|\\cdot|\*|\^) ?\{?[-+]?)"
-_IN_TEXT = re.compile(rf"{_SIGN}{_ONE}(?:{_JOINED}{_ONE}\}}?)*(?: ?\\?%| (?i:{'|'.join(SCALES)})(?![A-Za-z]))?")
+_IN_TEXT = re.compile(
+    rf"{_SIGN}{_ONE}(?:{_JOINED}{_ONE}\}}?)*(?: ?\\?%| (?i:{'|'.join(SCALES)})(?![A-Za-z]))?"
+)
 _MATHEMATICAL = re.compile(r"[0-9\\^_=<>+*/(){}\[\]|-]")
-_DATE_OR_TIME = re.compile(r"[0-9]{1,4}([-/.])[0-9]{1,2}\1[0-9]{1,4}|[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?")
+_DATE_OR_TIME = re.compile(
+    r"[0-9]{1,4}([-/.])[0-9]{1,2}\1[0-9]{1,4}|[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?"
+)
 _VERSION_OR_SCORE = re.compile(r"[0-9]+(?:\.[0-9]+){2,}|[0-9]+(?: ?[-–] ?[0-9]+)+")
-_NAME_OR_MEASURE = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])(?![0-9]+ ?[xyz]+$)[0-9A-Za-z .:]+")  # H2O, 10 am; not 2x
+# H2O, 10 am; not 2x
+_NAME_OR_MEASURE = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])(?![0-9]+ ?[xyz]+$)[0-9A-Za-z .:]+")
 _NAMED_LABEL = re.compile(r"([A-Za-z]) ?= ?([^=]+)")
 _BASED = re.compile(r"([0-9A-Za-z]+)_ ?\{?([0-9]+)\}?")  # 101_2; math-verify leaves the base out
 _WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
@@ -76,20 +84,25 @@ def match_answer(
 ) -> Match:
     """Find the answer in the last `tail_chars` characters (0: all) and compare it with the label.
 
-    tolerance: relative, for numbers that are not whole. question: what was asked; it says whether percent counts, which
-    words are units and which text an option has.
+    tolerance: relative, for numbers that are not whole. question: what was asked; it says whether
+    percent counts, which words are units and which text an option has.
     """
     wanted = clean_label(label)
     if wanted is None:
-        return Match(outcome="unreadable label", reason=f"the task has no readable answer: {_short(label)}")
+        return Match(
+            outcome="unreadable label", reason=f"the task has no readable answer: {_short(label)}"
+        )
     found = extract(text[-tail_chars:] if tail_chars else text, forms)
     if found is None:
         return Match(outcome="unreadable answer", reason=f"no answer found as {' or '.join(forms)}")
-    return compare(found, wanted, how=how, tolerance=tolerance, question=question, before_latex=before_latex)
+    return compare(
+        found, wanted, how=how, tolerance=tolerance, question=question, before_latex=before_latex
+    )
 
 
 def clean_label(label: Any) -> str | None:
-    """The label as text; of a worked solution what follows #### or stands in its last \\boxed. None when empty."""
+    """The label as text; of a worked solution what follows #### or stands in its last \\boxed. None
+    when empty."""
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         return None
     if isinstance(label, float) and not math.isfinite(label):
@@ -103,7 +116,8 @@ def clean_label(label: Any) -> str | None:
 
 
 def extract(text: str, forms: Sequence[Form]) -> str | None:
-    """Return the answer, or None when no form has its mark, or the mark has no end, or nothing stands inside."""
+    """Return the answer, or None when no form has its mark, or the mark has no end, or nothing
+    stands inside."""
     for form in forms:
         marked, inside = _EXTRACTORS[form](text)
         if marked:
@@ -173,7 +187,8 @@ def compare(
     question: str = "",
     before_latex: Callable[[], None] | None = None,
 ) -> Match:
-    """Say whether an extracted answer is the label. From `before_latex` on it may never return: see the file's head."""
+    """Say whether an extracted answer is the label. From `before_latex` on it may never return: see
+    the file's head."""
     if answer.strip() == label.strip():
         return Match(outcome="right", reason=f"{_short(answer)} is the answer")
     if how == "exact":
@@ -182,11 +197,15 @@ def compare(
         answer, label = _without_frame(answer, label)
     theirs = read_number(label, question, lead_in=False)
     if how == "numeric" and theirs is None:
-        return Match(outcome="unreadable label", reason=f"the label {_short(label)} is not a number")
+        return Match(
+            outcome="unreadable label", reason=f"the label {_short(label)} is not a number"
+        )
     if theirs is not None:
         ours = read_number(answer, question)
         if ours is not None:
-            return _verdict(same_number(ours, theirs, tolerance=tolerance, question=question), answer, label)
+            return _verdict(
+                same_number(ours, theirs, tolerance=tolerance, question=question), answer, label
+            )
         if how != "latex":
             return Match(outcome="unreadable answer", reason=f"{_short(answer)} is not a number")
     if how == "auto":
@@ -199,7 +218,8 @@ def compare(
 
 
 def _without_frame(answer: str, label: str) -> tuple[str, str]:
-    """Take `x =` and (…) off a label that holds one number, and the same off the answer: it is compared as a number."""
+    """Take `x =` and (…) off a label that holds one number, and the same off the answer: it is
+    compared as a number."""
     ours, theirs = ascii_width(answer).strip(), ascii_width(label).strip()
     named = _NAMED_LABEL.fullmatch(theirs)
     if named:
@@ -242,15 +262,20 @@ def _compare_latex(answer: str, label: str, *, label_is_text: bool) -> Match:
     if not theirs:
         if label_is_text:
             return _wrong(answer, label)
-        return Match(outcome="unreadable label", reason=f"the label {_short(label)} cannot be read as LaTeX")
+        return Match(
+            outcome="unreadable label", reason=f"the label {_short(label)} cannot be read as LaTeX"
+        )
     ours = _parse_latex(answer)
     if not ours:
-        return Match(outcome="unreadable answer", reason=f"{_short(answer)} cannot be read as mathematics")
+        return Match(
+            outcome="unreadable answer", reason=f"{_short(answer)} cannot be read as mathematics"
+        )
     return _verdict(bool(verify(theirs, ours, timeout_seconds=None)), answer, label)
 
 
 def _parse_latex(text: str) -> list[Any]:
-    """Read the whole text as one expression. math-verify's own time limit is off: signals do not end C code."""
+    """Read the whole text as one expression. math-verify's own time limit is off: signals do not
+    end C code."""
     from math_verify import LatexExtractionConfig, parse
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -258,7 +283,9 @@ def _parse_latex(text: str) -> list[Any]:
         return []
     wrapped = "$" + text.replace("$", " ").strip().rstrip(".") + "$"
     settings = [LatexExtractionConfig()]
-    return parse(wrapped, extraction_config=settings, fallback_mode="no_fallback", parsing_timeout=None)  # type: ignore[arg-type]
+    return parse(
+        wrapped, extraction_config=settings, fallback_mode="no_fallback", parsing_timeout=None
+    )  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=256)
@@ -268,7 +295,11 @@ def _parse_label(label: str) -> list[Any]:
 
 
 def _verdict(right: bool, answer: str, label: str) -> Match:
-    return Match(outcome="right", reason=f"{_short(answer)} equals {_short(label)}") if right else _wrong(answer, label)
+    return (
+        Match(outcome="right", reason=f"{_short(answer)} equals {_short(label)}")
+        if right
+        else _wrong(answer, label)
+    )
 
 
 def _wrong(answer: str, label: str) -> Match:

@@ -1,8 +1,10 @@
-"""Options of a multiple choice: "B", "(B)", "B.", "B) Paris". In: an answer and a label. Out: the letter, or None.
+"""Options of a multiple choice: "B", "(B)", "B.", "B) Paris". In: an answer and a label. Out: the
+letter, or None.
 
-Read, with rewards.answers.markup taken off: the letter alone, in parentheses or before one of `) . :`; "Option B"; and the
-letter with a mark followed by the option's text. Where the question shows that option, the text must be the option's;
-else it must hold no further option, no "or", "and" or "not". A letter beside words without a mark ("a man") is none.
+Read, with rewards.answers.markup taken off: the letter alone, in parentheses or before one of `) .
+:`; "Option B"; and the letter with a mark followed by the option's text. Where the question shows
+that option, the text must be the option's; else it must hold no further option, no "or", "and" or
+"not". A letter beside words without a mark ("a man") is none.
 """
 
 from __future__ import annotations
@@ -12,8 +14,12 @@ import re
 from gyre.rewards.answers.markup import bare
 
 _ALONE = re.compile(r"(?:(?:option|choice) )?(?:\(([A-Za-z])\)|([A-Za-z])[).:]?)", re.IGNORECASE)
-_WITH_TEXT = re.compile(r"(?:(?:option|choice) )?(?:\(([A-Za-z])\)[.:]?|([A-Za-z])[).:]) ?(\S.*)", re.IGNORECASE)
-_HEDGED = re.compile(r"(?i:\b(?:or|and|not|nor|neither|either|both)\b)|&|/|\b[B-HJ-Z]\b|\b[A-Za-z]\)|^[A-Za-z]\W*$")
+_WITH_TEXT = re.compile(
+    r"(?:(?:option|choice) )?(?:\(([A-Za-z])\)[.:]?|([A-Za-z])[).:]) ?(\S.*)", re.IGNORECASE
+)
+_HEDGED = re.compile(
+    r"(?i:\b(?:or|and|not|nor|neither|either|both)\b)|&|/|\b[B-HJ-Z]\b|\b[A-Za-z]\)|^[A-Za-z]\W*$"
+)
 _MARK = re.compile(r"(?<![A-Za-z0-9(])(?:\(([A-Z])\)[.:]?|([A-Z])[).:])\s*(?=\S)")
 _LONGEST = 1000  # characters
 

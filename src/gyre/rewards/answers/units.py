@@ -1,9 +1,10 @@
-"""Units: what may stand after the number of an answer. In: the words after it, the question. Out: a Unit, or None.
+"""Units: what may stand after the number of an answer. In: the words after it, the question. Out: a
+Unit, or None.
 
-A unit is: a unit or currency of the list below, also as "km/h", "cm^2", "square metres", "miles per hour"; a word of
-the question ("42 sheep"); a plural of one word ("42 apples"). Words that change the number ("dozen", "halves",
-"percent", "squared") or doubt it ("not", "or") are none; some plurals ("squares", "pairs") are units only of a question
-that has them.
+A unit is: a unit or currency of the list below, also as "km/h", "cm^2", "square metres", "miles per
+hour"; a word of the question ("42 sheep"); a plural of one word ("42 apples"). Words that change
+the number ("dozen", "halves", "percent", "squared") or doubt it ("not", "or") are none; some
+plurals ("squares", "pairs") are units only of a question that has them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import re
 from dataclasses import dataclass
 
 _LISTED = {
-    "length": "mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre; inch inches; "
+    "length": "mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer "
+    "kilometre; inch inches; "
     "foot feet ft; yard yd; mile mi",
     "time": "ms millisecond; s sec second; min minute; h hr hour; day; week; month; year yr",
     "mass": "mg milligram; g gram; kg kilogram; lb; oz ounce; ton; tonne",
@@ -22,7 +24,8 @@ _LISTED = {
     "angle": "° degree deg; rad radian",
     "temperature": "°C celsius; °F fahrenheit; kelvin",
     "energy": "J joule; kJ; cal calorie; kcal; kWh",
-    "other": "N newton; W watt; kW; V volt; Hz hertz; Pa; mol mole; pound; person people; child children; man men; "
+    "other": "N newton; W watt; kW; V volt; Hz hertz; Pa; mol mole; pound; person people; child "
+    "children; man men; "
     "woman women",
 }
 _UNITS = {
@@ -33,22 +36,31 @@ _UNITS = {
 }
 _NO_UNIT_WORDS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-    "fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety "
+    "fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty "
+    "ninety "
     "twos threes fours fives sixes sevens eights "
-    "nines tens hundred thousand million billion trillion dozen score gross lakh crore hundreds thousands "
+    "nines tens hundred thousand million billion trillion dozen score gross lakh crore hundreds "
+    "thousands "
     "millions billions trillions dozens scores double triple doubled tripled "
     "quadrupled halved square cube twice half third quarter fourth fifth halves "
-    "thirds quarters fourths fifths sixths sevenths eighths ninths tenths hundredths thousandths percent "
-    "percents percentage percentages cent cents per point squared cubed factorial factorials root power "
-    "powers plus minus mod modulo times divided multiplied over under not never wrong false incorrect and nor "
-    "but less more least most fewer than about almost around nearly roughly approximately maybe perhaps "
-    "possibly else other others even odd negative positive equals equal answer answers guess choose from into "
-    "off out pi the with without either neither both all any some none what which how many much find for are "
+    "thirds quarters fourths fifths sixths sevenths eighths ninths tenths hundredths thousandths "
+    "percent "
+    "percents percentage percentages cent cents per point squared cubed factorial factorials root "
+    "power "
+    "powers plus minus mod modulo times divided multiplied over under not never wrong false "
+    "incorrect and nor "
+    "but less more least most fewer than about almost around nearly roughly approximately maybe "
+    "perhaps "
+    "possibly else other others even odd negative positive equals equal answer answers guess "
+    "choose from into "
+    "off out pi the with without either neither both all any some none what which how many much "
+    "find for are "
     "was were yes below above "
 )
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
 _ONLY_IF_ASKED_WORDS = (
-    "pairs couples squares cubes roots logs sins sines cosines factors multiples negatives opposites inverses "
+    "pairs couples squares cubes roots logs sins sines cosines factors multiples negatives "
+    "opposites inverses "
     "reciprocals nots ands lakhs crores millones grands bits"
 )
 _ONLY_IF_ASKED = frozenset(_ONLY_IF_ASKED_WORDS.split())
@@ -78,20 +90,26 @@ def read_unit(text: str, question: str) -> Unit | None:
 
 
 def units_of(question: str) -> frozenset[tuple[str, str]]:
-    """The listed units that a question names, as (dimension, name); those of one letter only after a digit."""
+    """The listed units that a question names, as (dimension, name); those of one letter only after
+    a digit."""
     found = (match[1] or match[2] or match[3] for match in _SIGN_OR_LETTER.finditer(question))
     return frozenset(unit for word in found if (unit := _listed(word)) is not None)
 
 
 def contradicts(unit: Unit, question: str) -> bool:
-    """Whether the question names units of this dimension and this one is not among them (cents for dollars).
+    """Whether the question names units of this dimension and this one is not among them (cents for
+    dollars).
 
     "How many hours" asks for that one, whatever other unit the question gives.
     """
     asked = {found for word in _ASKED.findall(question) if (found := _listed(word)) is not None}
     wanted = {name for dimension, name in asked if dimension == unit.dimension}
-    named = wanted or {name for dimension, name in units_of(question) if dimension == unit.dimension}
-    return bool(unit.dimension not in ("", "other") and named and unit.name.partition("^")[0] not in named)
+    named = wanted or {
+        name for dimension, name in units_of(question) if dimension == unit.dimension
+    }
+    return bool(
+        unit.dimension not in ("", "other") and named and unit.name.partition("^")[0] not in named
+    )
 
 
 def _simple(text: str, question: str) -> Unit | None:
@@ -110,7 +128,8 @@ def _simple(text: str, question: str) -> Unit | None:
 
 
 def _listed(word: str) -> tuple[str, str] | None:
-    """Look a word up. Those of one or two letters must be written as listed: "m" is the metre, "M" a million."""
+    """Look a word up. Those of one or two letters must be written as listed: "m" is the metre, "M"
+    a million."""
     if len(word) <= 2:
         return _UNITS.get(word)
     for form in (word, word.upper(), word.casefold(), word.casefold().removesuffix("s")):
@@ -124,6 +143,8 @@ def _word(text: str, question: str) -> Unit | None:
     if not re.fullmatch(r"[a-z]{3,20}", word) or word in _NO_UNITS:
         return None
     in_question = re.search(rf"(?<![a-z]){word}s?(?![a-z])", question.casefold()) is not None
-    is_plural = len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is", "ths"))
+    is_plural = (
+        len(word) > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is", "ths"))
+    )
     fits = in_question or (is_plural and word not in _ONLY_IF_ASKED)
     return Unit(name=word.removesuffix("s"), is_word=True) if fits else None

@@ -1,12 +1,14 @@
 """Asserts: splits tests written in Python into what runs in the sandbox and what is judged outside.
-Past 500 lines: splitting a text, an expression, and one that met an object share one rewriting of names. In: source of
-one test or of a whole `check(candidate)`, the name of the function under test. Out: one Assertion per assert.
+Past 500 lines: splitting a text, an expression, and one that met an object share one rewriting of
+names. In: source of one test or of a whole `check(candidate)`, the name of the function under test.
+Out: one Assertion per assert.
 
-Of `abs(f(3) - 7) < 1e-6` only `f(3)` goes into the sandbox; its value comes out and takes the place of the call. What
-goes in is the largest call, or attribute of one, that begins with a name unknown to rewards.code.judging. Statements between
-the asserts run inside; names that stand for plain values are replaced by them. Where an assert leaves nothing to judge
-outside (a helper's own verdict, values of two functions compared, a lambda, try), it runs whole inside, and the program
-can forge it. Pure.
+Of `abs(f(3) - 7) < 1e-6` only `f(3)` goes into the sandbox; its value comes out and takes the place
+of the call. What goes in is the largest call, or attribute of one, that begins with a name unknown
+to rewards.code.judging. Statements between the asserts run inside; names that stand for plain
+values are replaced by them. Where an assert leaves nothing to judge outside (a helper's own
+verdict, values of two functions compared, a lambda, try), it runs whole inside, and the program can
+forge it. Pure.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from gyre.rewards.code.values import TooMuch, WorkBudget, native
 
 _MOST_CALLS = 1000  # of one text, its loops unrolled
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "pytest", "pandas", "torch", "scipy", "sympy"}
-_OWN = "_gyre_test_"  # names of ours in the program's space; also placeholders in what is judged outside
+# names of ours in the program's space; also placeholders in what is judged outside
+_OWN = "_gyre_test_"
 
 
 class UnreadableTests(ValueError):
@@ -60,12 +63,14 @@ class Assertion:
     text: str
     statements: tuple[HarnessCall, ...] = ()  # those of `calls` that give no value
     whole: HarnessCall | None = None  # the assert as it can be decided inside
-    callees: Mapping[str, str] = field(default_factory=dict)  # placeholder → the function that gives its value
+    # placeholder → the function that gives its value
+    callees: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A name of the test's own: plain source for use inside, and the tree that is judged outside."""
+    """A name of the test's own: plain source for use inside, and the tree that is judged
+    outside."""
 
     source: ast.expr
     tree: ast.expr | None  # None: a name inside the sandbox
@@ -76,7 +81,8 @@ class _Known:
 
 
 def read_asserts(text: str, function: str | None) -> list[Assertion]:
-    """Split a text. UnreadableTests where it is no Python, or a check function has nothing to check."""
+    """Split a text. UnreadableTests where it is no Python, or a check function has nothing to
+    check."""
     try:
         body = ast.parse(text.strip()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -88,15 +94,19 @@ def read_asserts(text: str, function: str | None) -> list[Assertion]:
 
 
 def _parts(text: str, body: list[ast.stmt]) -> list[tuple[str, list[ast.stmt]]]:
-    """The text itself, or one for each function of pytest's kind in it: what stands around them, and its body. Asserts
-    around them are one more, so that each counts once."""
+    """The text itself, or one for each function of pytest's kind in it: what stands around them,
+    and its body. Asserts around them are one more, so that each counts once."""
     tests = [each for each in body if isinstance(each, ast.FunctionDef) and _is_test(each)]
     names = {each.name for each in tests}
     around = [each for each in body if each not in tests and not _calls_one_of(each, names)]
-    checking = [each for each in around if isinstance(each, ast.Assert | ast.For) and _tests_within(each)]
+    checking = [
+        each for each in around if isinstance(each, ast.Assert | ast.For) and _tests_within(each)
+    ]
     given = [each for each in around if each not in checking]
     parts = [*([around] if checking else []), *([*given, *each.body] for each in tests)]
-    return [(ast.unparse(ast.Module(part, [])), part) for part in parts] if tests else [(text, body)]
+    return (
+        [(ast.unparse(ast.Module(part, [])), part) for part in parts] if tests else [(text, body)]
+    )
 
 
 def _tests_within(statement: ast.stmt) -> bool:
@@ -104,11 +114,14 @@ def _tests_within(statement: ast.stmt) -> bool:
 
 
 def _is_test(function: ast.FunctionDef) -> bool:
-    """As pytest finds one, where it needs nothing of pytest, and where its statements can stand in a module."""
+    """As pytest finds one, where it needs nothing of pytest, and where its statements can stand in
+    a module."""
     leaves = (ast.Return, ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal)
     alone = ast.unparse(function.args) == "" and not function.decorator_list
     return (
-        function.name.startswith("test") and alone and not any(isinstance(each, leaves) for each in ast.walk(function))
+        function.name.startswith("test")
+        and alone
+        and not any(isinstance(each, leaves) for each in ast.walk(function))
     )
 
 
@@ -134,27 +147,41 @@ class _Reader:
         self.found: list[Assertion] = []
         self.statements: list[HarnessCall] = []  # to run inside before what comes next
         self.helpers: set[str] = set()  # functions and modules of the test's own
-        self.given: set[str] = set()  # names whose values calls were given, which may have changed them
+        # names whose values calls were given, which may have changed them
+        self.given: set[str] = set()
         self.count = 0
         defined = {each.name: each for each in body if isinstance(each, ast.FunctionDef)}
-        called = [each.value for each in body if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call)]
+        called = [
+            each.value
+            for each in body
+            if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call)
+        ]
         self.checks = {
             name: each
             for name, each in defined.items()
             if len(each.args.args) == 1
-            and (name == "check" or any(isinstance(call.func, ast.Name) and call.func.id == name for call in called))
+            and (
+                name == "check"
+                or any(isinstance(call.func, ast.Name) and call.func.id == name for call in called)
+            )
         }
         self.uncalled = [
-            name for name in self.checks if not any(isinstance(c.func, ast.Name) and c.func.id == name for c in called)
+            name
+            for name in self.checks
+            if not any(isinstance(c.func, ast.Name) and c.func.id == name for c in called)
         ]
         given = [
             ast.unparse(call.args[0])
             for call in called
-            if isinstance(call.func, ast.Name) and call.func.id in self.checks and len(call.args) == 1
+            if isinstance(call.func, ast.Name)
+            and call.func.id in self.checks
+            and len(call.args) == 1
         ]
         self.function = function or (given[0] if given else None)
         if self.uncalled and not self.function:
-            raise UnreadableTests("a check(candidate) that is not called needs the task's field `function`")
+            raise UnreadableTests(
+                "a check(candidate) that is not called needs the task's field `function`"
+            )
 
     def whole(self) -> str:
         """The text as one test, its check functions called."""
@@ -185,12 +212,18 @@ class _Reader:
                 self.read_for(statement, names)
             elif isinstance(statement, ast.Expr):
                 self.read_expression(statement.value, names)
-            elif isinstance(statement, ast.ClassDef) and any("TestCase" in ast.unparse(x) for x in statement.bases):
-                raise UnreadableTests("a class of unittest, whose failures nobody would see: write plain asserts")
+            elif isinstance(statement, ast.ClassDef) and any(
+                "TestCase" in ast.unparse(x) for x in statement.bases
+            ):
+                raise UnreadableTests(
+                    "a class of unittest, whose failures nobody would see: write plain asserts"
+                )
             elif not isinstance(statement, ast.Pass):
                 raise NotKnown
 
-    def read_check(self, check: ast.FunctionDef, candidate: ast.expr, names: Mapping[str, _Known]) -> None:
+    def read_check(
+        self, check: ast.FunctionDef, candidate: ast.expr, names: Mapping[str, _Known]
+    ) -> None:
         self.read(check.body, {**names, check.args.args[0].arg: _Known(candidate, None)})
 
     def read_assert(self, statement: ast.Assert, names: Mapping[str, _Known]) -> None:
@@ -205,7 +238,9 @@ class _Reader:
             inside = ast.Assert(_replaced(statement.test, names), None)
             self.decide_inside(ast.unparse(ast.fix_missing_locations(inside)))
             return
-        if plain and any(isinstance(node, ast.Name) and node.id in names for node in ast.walk(statement.test)):
+        if plain and any(
+            isinstance(node, ast.Name) and node.id in names for node in ast.walk(statement.test)
+        ):
             raise NotKnown  # it is about what a call did to the value of a name
         if splitter.asks_names:
             raise NotKnown
@@ -225,7 +260,11 @@ class _Reader:
     def of_known_function(self, statement: ast.Assert, splitter: _Splitter) -> ast.expr | None:
         """`assert sum([1, 2]) == 3` can only be about the program's own `sum`."""
         first = statement.test.left if isinstance(statement.test, ast.Compare) else statement.test
-        if self.function is None and isinstance(first, ast.Call) and isinstance(first.func, ast.Name):
+        if (
+            self.function is None
+            and isinstance(first, ast.Call)
+            and isinstance(first.func, ast.Name)
+        ):
             splitter.function = first.func.id
             return splitter.truth(statement.test)
         splitter.leaf(ast.Constant(None))  # the program must load
@@ -244,16 +283,23 @@ class _Reader:
             tree = splitter.value(value)
             if not (isinstance(tree, ast.Name) and tree.id in splitter.values):
                 self.statements += splitter.values.values()
-                made_of = {name: (call, splitter.callees[name]) for name, call in splitter.values.items()}
+                made_of = {
+                    name: (call, splitter.callees[name]) for name, call in splitter.values.items()
+                }
                 names[target.id] = _Known(_replaced(value, names), tree, values=made_of)
                 return
-        elif not (isinstance(target, ast.Tuple) and all(isinstance(each, ast.Name) for each in target.elts)):
+        elif not (
+            isinstance(target, ast.Tuple)
+            and all(isinstance(each, ast.Name) for each in target.elts)
+        ):
             raise NotKnown
         else:
             splitter.value(value)
         self.keep_inside(target, value, names, _callee(_replaced(value, names)))
 
-    def keep_inside(self, target: ast.expr, value: ast.expr, names: dict[str, _Known], callee: str) -> None:
+    def keep_inside(
+        self, target: ast.expr, value: ast.expr, names: dict[str, _Known], callee: str
+    ) -> None:
         """Give what a call returned a name inside the sandbox."""
         own: dict[str, _Known] = {}
         for each in target.elts if isinstance(target, ast.Tuple) else [target]:
@@ -269,12 +315,18 @@ class _Reader:
         splitter = _Splitter(self, names)
         tree, targets = splitter.value(statement.iter), statement.target
         of_names = targets.elts if isinstance(targets, ast.Tuple) else [targets]
-        if splitter.values or statement.orelse or not all(isinstance(each, ast.Name) for each in of_names):
+        if (
+            splitter.values
+            or statement.orelse
+            or not all(isinstance(each, ast.Name) for each in of_names)
+        ):
             raise NotKnown
         try:
             items = list(evaluate(tree, Scope(values={}, meter=WorkBudget(), tolerance=0.0)))
             rows = [list(item) if isinstance(targets, ast.Tuple) else [item] for item in items]
-            literals = [[ast.parse(repr(native(each)), mode="eval").body for each in row] for row in rows]
+            literals = [
+                [ast.parse(repr(native(each)), mode="eval").body for each in row] for row in rows
+            ]
         except (*FAULTS, SyntaxError, TooMuch) as error:
             raise NotKnown from error
         for row in literals:
@@ -291,12 +343,18 @@ class _Reader:
             return
         if not isinstance(value, ast.Call):
             raise NotKnown
-        if isinstance(value.func, ast.Name) and value.func.id in self.checks and len(value.args) == 1:
+        if (
+            isinstance(value.func, ast.Name)
+            and value.func.id in self.checks
+            and len(value.args) == 1
+        ):
             self.read_check(self.checks[value.func.id], value.args[0], names)
             return
         for node in ast.walk(value):  # it may change what these names stand for
             if isinstance(node, ast.Name) and node.id in names and names[node.id].tree is not None:
-                self.keep_inside(ast.Name(node.id, ast.Store()), ast.Name(node.id, ast.Load()), names, "")
+                self.keep_inside(
+                    ast.Name(node.id, ast.Store()), ast.Name(node.id, ast.Load()), names, ""
+                )
         self.statements.append(HarnessCall({"statement": ast.unparse(_replaced(value, names))}))
 
 
@@ -308,7 +366,8 @@ class _Splitter:
         self.names = names
         self.function = reader.function
         self.bound: set[str] = set()  # by a comprehension
-        self.asks_names = False  # whether it is about names themselves, whose values are copied for each use
+        # whether it is about names themselves, whose values are copied for each use
+        self.asks_names = False
         self.values: dict[str, HarnessCall] = {}
         self.callees: dict[str, str] = {}  # placeholder → the function that gives its value
 
@@ -321,14 +380,17 @@ class _Splitter:
         before = set(self.values)
         tree = self.value(node)
         new = [name for name in self.values if name not in before]
-        new += [each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and each.id in before]
+        new += [
+            each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and each.id in before
+        ]
         callees = {self.callees[name] for name in new}
         if len(callees) > 1 or (callees - self.trusted() and not _tells(tree)):
             raise NotKnown
         return tree
 
     def trusted(self) -> set[str]:
-        """Functions whose bare truth is theirs to tell: the one under test, or any that takes no other's value."""
+        """Functions whose bare truth is theirs to tell: the one under test, or any that takes no
+        other's value."""
         if self.function is not None:
             return {self.function.rsplit(".", 1)[-1], ""}
         return {name for name in self.callees.values() if not name.startswith("?")}
@@ -336,7 +398,9 @@ class _Splitter:
     def leaf(self, node: ast.expr) -> ast.expr:
         """Let this part be evaluated inside; a placeholder stands for its value."""
         for each in ast.walk(node):
-            if isinstance(each, ast.Name) and (each.id in self.bound or each.id in self.reader.checks):
+            if isinstance(each, ast.Name) and (
+                each.id in self.bound or each.id in self.reader.checks
+            ):
                 raise NotKnown
         if len(self.values) > _MOST_CALLS:
             raise NotKnown
@@ -346,12 +410,16 @@ class _Splitter:
             inside = _replaced(node, self.names)
             callee = _callee(inside)
             others = {_callee(each) for each in _calls_within(inside)} - {callee}
-            if self.function is None and any(not name[:1].isupper() for name in others if name not in TYPES):
+            if self.function is None and any(
+                not name[:1].isupper() for name in others if name not in TYPES
+            ):
                 callee = "?" + callee
         self.reader.given |= _mutable_names(node, self.names)
         self.reader.count += 1
         placeholder = f"{_OWN}{self.reader.count}"
-        self.values[placeholder] = HarnessCall({"expression": ast.unparse(_replaced(node, self.names))})
+        self.values[placeholder] = HarnessCall(
+            {"expression": ast.unparse(_replaced(node, self.names))}
+        )
         self.callees[placeholder] = callee
         return ast.Name(placeholder, ast.Load())
 
@@ -368,7 +436,9 @@ class _Splitter:
         if isinstance(node, ast.GeneratorExp | ast.ListComp | ast.SetComp):
             return self.comprehension(node)
         if isinstance(node, ast.BinOp | ast.UnaryOp):
-            if type(node.op) not in (BINARY if isinstance(node, ast.BinOp) else UNARY) or _formats(node):
+            if type(node.op) not in (BINARY if isinstance(node, ast.BinOp) else UNARY) or _formats(
+                node
+            ):
                 raise NotKnown
         elif not isinstance(
             node,
@@ -383,18 +453,30 @@ class _Splitter:
             | ast.Slice,
         ) or (isinstance(node, ast.Dict) and None in node.keys):
             raise NotKnown
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id not in self.names:
+        if (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.value, ast.Name)
+            and node.value.id not in self.names
+        ):
             return self.leaf(node)
         if isinstance(node, ast.Compare):
             self.look_at_names(node)
         return _rebuilt(node, self.value)
 
     def look_at_names(self, node: ast.Compare) -> None:
-        """Find a name that is compared with what an earlier call may have made of its value, or by `is`."""
+        """Find a name that is compared with what an earlier call may have made of its value, or by
+        `is`."""
         sides = [node.left, *node.comparators]
         for sign, *pair in zip(node.ops, sides, sides[1:], strict=False):
-            names = {each for side in pair if isinstance(side, ast.Name) for each in _mutable_names(side, self.names)}
-            self.asks_names |= bool(names & self.reader.given or (names and isinstance(sign, ast.Is | ast.IsNot)))
+            names = {
+                each
+                for side in pair
+                if isinstance(side, ast.Name)
+                for each in _mutable_names(side, self.names)
+            }
+            self.asks_names |= bool(
+                names & self.reader.given or (names and isinstance(sign, ast.Is | ast.IsNot))
+            )
 
     def name(self, node: ast.Name) -> ast.expr:
         if node.id in self.bound:
@@ -423,18 +505,30 @@ class _Splitter:
 
     def call(self, node: ast.Call) -> ast.expr:
         dotted = ast.unparse(node.func)
-        if any(isinstance(arg, ast.Starred) for arg in node.args) or any(each.arg is None for each in node.keywords):
+        if any(isinstance(arg, ast.Starred) for arg in node.args) or any(
+            each.arg is None for each in node.keywords
+        ):
             return self.chain(node)
-        ours = isinstance(node.func, ast.Name) and (node.func.id == self.function or node.func.id in self.names)
+        ours = isinstance(node.func, ast.Name) and (
+            node.func.id == self.function or node.func.id in self.names
+        )
         if (dotted in FUNCTIONS or dotted in TYPES) and not ours:
             key = next((each.value for each in node.keywords if each.arg == "key"), None)
             if isinstance(key, ast.Attribute):  # d.get: a method of what a call returned
                 raise NotKnown
             return _rebuilt(node, self.value, keep=("func",))
-        if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS and node.func.attr != self.function:
+        if (
+            isinstance(node.func, ast.Attribute)
+            and node.func.attr in METHODS
+            and node.func.attr != self.function
+        ):
             base = node.func.value
             is_object = isinstance(base, ast.Call) and _callee(base)[:1].isupper()
-            is_module = isinstance(base, ast.Name) and base.id not in self.names and base.id not in self.bound
+            is_module = (
+                isinstance(base, ast.Name)
+                and base.id not in self.names
+                and base.id not in self.bound
+            )
             if not is_object and not is_module:
                 rebuilt = _rebuilt(node, self.value, keep=("func",))
                 assert isinstance(rebuilt, ast.Call)
@@ -451,7 +545,9 @@ class _Splitter:
         before = set(self.bound)
         self.bound |= {each.id for each in names}  # type: ignore[attr-defined]
         made = copy.copy(node)
-        made.generators = [ast.comprehension(loop.target, iterated, [self.value(each) for each in loop.ifs], 0)]
+        made.generators = [
+            ast.comprehension(loop.target, iterated, [self.value(each) for each in loop.ifs], 0)
+        ]
         made.elt = self.value(node.elt)
         self.bound = before
         return made
@@ -513,9 +609,14 @@ def _callee(node: ast.AST) -> str:
 
 
 def _calls_within(node: ast.AST) -> Iterator[ast.Call]:
-    """All calls in a chain and in its arguments, but those of judging's own functions and of standard modules."""
+    """All calls in a chain and in its arguments, but those of judging's own functions and of
+    standard modules."""
     for each in ast.walk(node):
-        if isinstance(each, ast.Call) and not _is_standard(each) and ast.unparse(each.func) not in FUNCTIONS:
+        if (
+            isinstance(each, ast.Call)
+            and not _is_standard(each)
+            and ast.unparse(each.func) not in FUNCTIONS
+        ):
             yield each
 
 
@@ -523,27 +624,44 @@ def _is_standard(node: ast.AST) -> bool:
     """copy.deepcopy(…), math.comb(…): they make arguments, they do not judge."""
     func = node.func if isinstance(node, ast.Call) else node
     base = func.value if isinstance(func, ast.Attribute) else None
-    return isinstance(base, ast.Name) and base.id in ("copy", "math", "collections", "itertools", "string")
+    return isinstance(base, ast.Name) and base.id in (
+        "copy",
+        "math",
+        "collections",
+        "itertools",
+        "string",
+    )
 
 
 def _is_name_of_function(node: ast.expr, names: Mapping[str, _Known]) -> bool:
-    return isinstance(node, ast.Name) and node.id not in names and node.id not in FUNCTIONS and node.id not in TYPES
+    return (
+        isinstance(node, ast.Name)
+        and node.id not in names
+        and node.id not in FUNCTIONS
+        and node.id not in TYPES
+    )
 
 
 def _defines(statement: ast.FunctionDef | ast.Import | ast.ImportFrom) -> set[str]:
     if isinstance(statement, ast.FunctionDef):
         return {statement.name}
-    modules = [statement.module or ""] if isinstance(statement, ast.ImportFrom) else [n.name for n in statement.names]
+    modules = (
+        [statement.module or ""]
+        if isinstance(statement, ast.ImportFrom)
+        else [n.name for n in statement.names]
+    )
     if any(name.split(".")[0] not in _LIBRARIES for name in modules):
         return set()  # `from solution import add` names what is under test
     return {each.asname or each.name.split(".")[0] for each in statement.names} - {"math"}
 
 
 def _tells(tree: ast.expr) -> bool:
-    """Whether the label in a tree is more than a truth value, which a patched helper could give without the work."""
+    """Whether the label in a tree is more than a truth value, which a patched helper could give
+    without the work."""
     constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     return not isinstance(tree, ast.Name) and any(
-        isinstance(value, str | bytes | float | complex) or (isinstance(value, int) and abs(value) > 1)
+        isinstance(value, str | bytes | float | complex)
+        or (isinstance(value, int) and abs(value) > 1)
         for value in constants
     )
 
@@ -552,11 +670,13 @@ def _tells(tree: ast.expr) -> bool:
 
 
 def ask_inside(assertion: Assertion, objects: set[str], *, last: bool) -> Assertion:
-    """The assertion, when these of its values turned out to be objects; itself where nothing changes.
+    """The assertion, when these of its values turned out to be objects; itself where nothing
+    changes.
 
-    Functions, methods and subscripts of an object are asked inside, and the answer is judged. An instance of a class
-    that the test names has operators of its own, so an assert with those, or in the last round, runs whole inside. An
-    object that a function returned equals no label, else a program could return one that equals all.
+    Functions, methods and subscripts of an object are asked inside, and the answer is judged. An
+    instance of a class that the test names has operators of its own, so an assert with those, or in
+    the last round, runs whole inside. An object that a function returned equals no label, else a
+    program could return one that equals all.
     """
     tree = assertion.tree
     assert tree is not None and assertion.whole is not None
@@ -565,17 +685,28 @@ def ask_inside(assertion: Assertion, objects: set[str], *, last: bool) -> Assert
     asked = asker.visit(copy.deepcopy(tree))
     told = needs_object(tree if last else asked, instances) or compares_two(tree, objects)
     if told or (asker.made and not needs_object(asked, set(asker.made))):
-        return Assertion(calls=(*assertion.statements, assertion.whole), values={}, text=assertion.text)
+        return Assertion(
+            calls=(*assertion.statements, assertion.whole), values={}, text=assertion.text
+        )
     if not asker.made:
         return assertion
     used = {each.id for each in ast.walk(asked) if isinstance(each, ast.Name)}
-    values = {name: call for name, call in {**assertion.values, **asker.made}.items() if name in used}
+    values = {
+        name: call for name, call in {**assertion.values, **asker.made}.items() if name in used
+    }
     calls = (*assertion.statements, *values.values())
-    return replace(assertion, calls=calls, tree=asked, values=values, callees={**assertion.callees, **asker.callees})
+    return replace(
+        assertion,
+        calls=calls,
+        tree=asked,
+        values=values,
+        callees={**assertion.callees, **asker.callees},
+    )
 
 
 class _Asker(ast.NodeTransformer):
-    """Replaces what is asked of an object itself, with literal arguments, by a placeholder for the answer."""
+    """Replaces what is asked of an object itself, with literal arguments, by a placeholder for the
+    answer."""
 
     def __init__(self, assertion: Assertion, objects: set[str]) -> None:
         self.assertion, self.objects = assertion, objects
@@ -585,8 +716,11 @@ class _Asker(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if isinstance(node.func, ast.Attribute) and ast.unparse(node.func) not in FUNCTIONS:
             return self.asked(node, node.func.value)
-        function = ast.unparse(node.func)  # a second argument may be the label: math.isclose(f(1), 3)
-        if function in ("isinstance", "type", "callable") or (len(node.args) != 1 and function != "round"):
+        # a second argument may be the label: math.isclose(f(1), 3)
+        function = ast.unparse(node.func)
+        if function in ("isinstance", "type", "callable") or (
+            len(node.args) != 1 and function != "round"
+        ):
             return self.generic_visit(node)
         if not node.args:
             return node
@@ -599,11 +733,15 @@ class _Asker(ast.NodeTransformer):
         if not (isinstance(value, ast.Name) and value.id in self.objects):
             return self.generic_visit(node)
         kept = {value.id} | (
-            {node.func.id} if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else set()
+            {node.func.id}
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            else set()
         )
         if any(isinstance(each, ast.Name) and each.id not in kept for each in ast.walk(node)):
             return self.generic_visit(node)
-        source = ast.parse(str(self.assertion.values[value.id].spec["expression"]), mode="eval").body
+        source = ast.parse(
+            str(self.assertion.values[value.id].spec["expression"]), mode="eval"
+        ).body
         inside = _replaced(node, {value.id: _Known(source, None)})
         name = f"{_OWN}of_{len(self.made)}_{value.id}"
         self.made[name] = HarnessCall({"expression": ast.unparse(inside)})

@@ -1,17 +1,19 @@
-"""Code checker: runs a completion's program against the task's tests. In: text, tests, a way to run programs.
-Out: fraction of tests passed, with a reason for each that failed.
+"""Code checker: runs a completion's program against the task's tests. In: text, tests, a way to run
+programs. Out: fraction of tests passed, with a reason for each that failed.
 
-Tests, in the task's field `tests` (a list, or the mapping {"inputs", "outputs", "fn_name"?} of the known data sets):
+Tests, in the task's field `tests` (a list, or the mapping {"inputs", "outputs", "fn_name"?} of the
+known data sets):
 
     {"stdin": "3 4\\n", "stdout": "7\\n"}                    a whole program; each test is a start of its own
     {"input": …, "output": …, "testtype": …}                the same, or a function, as LiveCodeBench writes them
     {"args": [3, 4], "kwargs": {}, "expected": 7}           a function, named by the task's field `function`
     "assert abs(add(3, 4) - 7) < 1e-6"                      an assert; also a text of several, or a check(candidate)
 
-Functions are called by rewards.code.harness inside the sandbox, and what they return is judged here, outside it. Asserts are
-split by rewards.code.asserts; one that cannot be split is decided inside, where a program can forge it, and is counted. One
-start serves all calls; a call that ends its process fails, and the calls after it get a fresh start. What a value costs
-here is bounded per completion, in nodes (rewards.code.values.Meter) and bytes; a value past that is a wrong one.
+Functions are called by rewards.code.harness inside the sandbox, and what they return is judged
+here, outside it. Asserts are split by rewards.code.asserts; one that cannot be split is decided
+inside, where a program can forge it, and is counted. One start serves all calls; a call that ends
+its process fails, and the calls after it get a fresh start. What a value costs here is bounded per
+completion, in nodes (rewards.code.values.Meter) and bytes; a value past that is a wrong one.
 """
 
 from __future__ import annotations
@@ -26,9 +28,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gyre.rewards.code.asserts import Assertion, HarnessCall, UnreadableTests, ask_inside, read_asserts
+from gyre.rewards.code.asserts import (
+    Assertion,
+    HarnessCall,
+    UnreadableTests,
+    ask_inside,
+    read_asserts,
+)
 from gyre.rewards.code.judging import FAULTS, CallFailed, Failed, Scope, evaluate
-from gyre.rewards.code.values import TooMuch, WorkBudget, decode, holds_object, is_close, same, shown, wrap
+from gyre.rewards.code.values import (
+    TooMuch,
+    WorkBudget,
+    decode,
+    holds_object,
+    is_close,
+    same,
+    shown,
+    wrap,
+)
 from gyre.rewards.sandbox.records import Limits, Program, ProgramResult
 
 __all__ = [
@@ -51,7 +68,8 @@ _MOST_TOLD_BYTES = 8 << 20  # of values of one completion that are parsed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One test: stdin and stdout; or one call with the value that it must return; or an assert with its calls."""
+    """One test: stdin and stdout; or one call with the value that it must return; or an assert with
+    its calls."""
 
     stdin: str | None = None
     stdout: str = ""
@@ -94,13 +112,19 @@ class CodeVerdict:
         told = "; ".join(self.faults[:5])
         more = f"; and {len(self.faults) - 5} more" if len(self.faults) > 5 else ""
         count = self.decided_inside
-        inside = f" ({count} test{'s are' if count > 1 else ' is'} decided inside the sandbox)" if count else ""
-        return f"{self.passed}/{self.total} tests passed{inside}" + (f": {told}{more}" if told else "")
+        inside = (
+            f" ({count} test{'s are' if count > 1 else ' is'} decided inside the sandbox)"
+            if count
+            else ""
+        )
+        return f"{self.passed}/{self.total} tests passed{inside}" + (
+            f": {told}{more}" if told else ""
+        )
 
 
 def extract_program(text: str) -> str | None:
-    """The last fenced block of the last <answer>, or of what follows the thinking, or of the text; an answer without a
-    fence is taken as it is."""
+    """The last fenced block of the last <answer>, or of what follows the thinking, or of the text;
+    an answer without a fence is taken as it is."""
     start = text.rfind("<answer>")
     if start >= 0:
         end = text.find("</answer>", start)
@@ -128,7 +152,8 @@ def _last_fence(text: str) -> str | None:
 
 
 def read_tests(tests: Any, function: str | None) -> list[Case]:
-    """Understand the task's tests. UnreadableTests when there are none or one is of no known shape."""
+    """Understand the task's tests. UnreadableTests when there are none or one is of no known
+    shape."""
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
@@ -146,8 +171,14 @@ def read_tests(tests: Any, function: str | None) -> list[Case]:
 
 def _from_columns(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
     inputs, outputs = tests["inputs"], tests.get("outputs")
-    if not (isinstance(inputs, list | tuple) and isinstance(outputs, list | tuple) and len(inputs) == len(outputs)):
-        raise UnreadableTests(f"inputs and outputs are no two lists of the same length: {str(tests)[:80]!r}")
+    if not (
+        isinstance(inputs, list | tuple)
+        and isinstance(outputs, list | tuple)
+        and len(inputs) == len(outputs)
+    ):
+        raise UnreadableTests(
+            f"inputs and outputs are no two lists of the same length: {str(tests)[:80]!r}"
+        )
     pairs = zip(inputs, outputs, strict=True)
     if tests.get("fn_name"):
         return [{"args": given, "expected": wanted} for given, wanted in pairs]
@@ -155,14 +186,17 @@ def _from_columns(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _from_livecodebench(test: Mapping[str, Any]) -> dict[str, Any]:
-    """LiveCodeBench's rows: of a function, each line of the input is an argument as JSON, and the output is JSON."""
+    """LiveCodeBench's rows: of a function, each line of the input is an argument as JSON, and the
+    output is JSON."""
     if test.get("testtype") != "functional":
         return {"stdin": _lines(test["input"]), "stdout": _lines(test["output"])}
     try:
         args = [json.loads(line) for line in str(test["input"]).splitlines()]
         return {"args": args, "expected": json.loads(str(test["output"]))}
     except ValueError as error:
-        raise UnreadableTests(f"a functional test whose lines are no JSON: {str(test)[:80]!r}") from error
+        raise UnreadableTests(
+            f"a functional test whose lines are no JSON: {str(test)[:80]!r}"
+        ) from error
 
 
 def _lines(value: Any) -> str:
@@ -176,17 +210,29 @@ def _read_test(test: Any, function: str | None) -> list[Case]:
         test = _from_livecodebench(test)
     if isinstance(test, Mapping) and "stdin" in test and "stdout" in test:
         return [Case(stdin=str(test["stdin"]), stdout=str(test["stdout"]))]
-    if isinstance(test, Mapping) and "expected" in test and isinstance(test.get("args"), list | tuple):
+    if (
+        isinstance(test, Mapping)
+        and "expected" in test
+        and isinstance(test.get("args"), list | tuple)
+    ):
         name = test.get("function", function)
         if not name:
             raise UnreadableTests("tests with args need the task's field `function`")
-        call = HarnessCall({"call": name, "args": list(test["args"]), "kwargs": dict(test.get("kwargs", {}))})
+        call = HarnessCall(
+            {"call": name, "args": list(test["args"]), "kwargs": dict(test.get("kwargs", {}))}
+        )
         return [Case(calls=(call,), expected=wrap(test["expected"]))]
     raise UnreadableTests(f"a test of no known shape: {str(test)[:80]!r}")
 
 
 def run_tests(
-    source: str, cases: Sequence[Case], run: RunProgram, *, limits: Limits, budget_s: float, tolerance: float = 1e-6
+    source: str,
+    cases: Sequence[Case],
+    run: RunProgram,
+    *,
+    limits: Limits,
+    budget_s: float,
+    tolerance: float = 1e-6,
 ) -> CodeVerdict:
     """Run a program against its tests, within `budget_s` seconds for all of them together."""
     end_s = time.monotonic() + budget_s
@@ -208,7 +254,9 @@ def run_tests(
             break
         cases, told = further, _make_calls(source, further, run, limits, end_s)
     scope = Scope(values={}, meter=told.meter, tolerance=tolerance)
-    faults.update({index: _call_fault(case, told, scope) for index, case in enumerate(cases) if case.calls})
+    faults.update(
+        {index: _call_fault(case, told, scope) for index, case in enumerate(cases) if case.calls}
+    )
     failed = {index: fault for index, fault in sorted(faults.items()) if fault is not None}
     return CodeVerdict(
         passed=len(cases) - len(failed),
@@ -223,7 +271,9 @@ def _ask_inside(case: Case, told: _Told, *, last: bool) -> Case:
     """The case, with what only the sandbox can tell of the objects that its calls returned."""
     if case.assertion is None or case.is_decided_inside:
         return case
-    objects = {name for name, call in case.assertion.values.items() if holds_object(told.values[call])}
+    objects = {
+        name for name, call in case.assertion.values.items() if holds_object(told.values[call])
+    }
     asked = ask_inside(case.assertion, objects, last=last) if objects else case.assertion
     return case if asked is case.assertion else replace(case, calls=asked.calls, assertion=asked)
 
@@ -233,7 +283,10 @@ def _describe(failed: Mapping[int, str]) -> tuple[str, ...]:
     tests: dict[str, list[str]] = {}
     for index, fault in failed.items():
         tests.setdefault(fault, []).append(str(index + 1))
-    return tuple(f"test{'s' * (len(which) > 1)} {', '.join(which)}: {fault}" for fault, which in tests.items())
+    return tuple(
+        f"test{'s' * (len(which) > 1)} {', '.join(which)}: {fault}"
+        for fault, which in tests.items()
+    )
 
 
 def _within(limits: Limits, end_s: float) -> Limits:
@@ -249,7 +302,8 @@ def _output_fault(result: ProgramResult, wanted: str, tolerance: float) -> str |
 
 
 def same_output(got: str, wanted: str, tolerance: float) -> bool:
-    """Equal line by line but for spaces at line ends, or else word by word with numbers within the tolerance."""
+    """Equal line by line but for spaces at line ends, or else word by word with numbers within the
+    tolerance."""
     ours = [line.rstrip() for line in got.rstrip().splitlines()]
     theirs = [line.rstrip() for line in wanted.rstrip().splitlines()]
     if ours == theirs:
@@ -258,7 +312,8 @@ def same_output(got: str, wanted: str, tolerance: float) -> bool:
         return False
     pairs = [(line.split(), other.split()) for line, other in zip(ours, theirs, strict=True)]
     return all(
-        len(words) == len(others) and all(map(lambda a, b: a == b or _close_words(a, b, tolerance), words, others))
+        len(words) == len(others)
+        and all(map(lambda a, b: a == b or _close_words(a, b, tolerance), words, others))
         for words, others in pairs
     )
 
@@ -273,8 +328,11 @@ def _close_words(ours: str, theirs: str, tolerance: float) -> bool:
         return False
 
 
-def _make_calls(source: str, cases: Sequence[Case], run: RunProgram, limits: Limits, end_s: float) -> _Told:
-    """Make every call of every test once, in order, with a fresh start after one that ended its process."""
+def _make_calls(
+    source: str, cases: Sequence[Case], run: RunProgram, limits: Limits, end_s: float
+) -> _Told:
+    """Make every call of every test once, in order, with a fresh start after one that ended its
+    process."""
     left = list(dict.fromkeys(call for case in cases for call in case.calls))
     told = _Told(values={}, meter=WorkBudget())
     while left:
@@ -285,11 +343,19 @@ def _make_calls(source: str, cases: Sequence[Case], run: RunProgram, limits: Lim
     return told
 
 
-def _start(source: str, calls: Sequence[HarnessCall], run: RunProgram, limits: Limits, told: _Told) -> int:
+def _start(
+    source: str, calls: Sequence[HarnessCall], run: RunProgram, limits: Limits, told: _Told
+) -> int:
     """One start of the harness. Returns how many of the calls have their value, or none to come."""
-    harness = importlib.resources.files("gyre.rewards.code").joinpath("harness.py").read_text(encoding="utf-8")
+    harness = (
+        importlib.resources.files("gyre.rewards.code")
+        .joinpath("harness.py")
+        .read_text(encoding="utf-8")
+    )
     token = os.urandom(8).hex()
-    spec = json.dumps({"source": source, "calls": [dict(call.spec) for call in calls], "token": token})
+    spec = json.dumps(
+        {"source": source, "calls": [dict(call.spec) for call in calls], "token": token}
+    )
     result = run(Program(source=harness, stdin=spec), limits)
     told.failed_sandbox |= result.outcome == "failed"
     done, loaded = 0, False
@@ -303,8 +369,11 @@ def _start(source: str, calls: Sequence[HarnessCall], run: RunProgram, limits: L
         if len(fields) == 2 and fields[0] == done and done < len(calls):
             told.values[calls[done]] = _read_value(kind, fields[1], told)
             done += 1
-    if done < len(calls) and not (done and result.outcome == "output"):  # else the values before filled the output
-        why = result.detail or ("it ended the process" if result.outcome == "ok" else result.outcome)
+    # else the values before filled the output
+    if done < len(calls) and not (done and result.outcome == "output"):
+        why = result.detail or (
+            "it ended the process" if result.outcome == "ok" else result.outcome
+        )
         lost = calls[done : done + 1] if loaded else calls[done:]
         told.values.update(dict.fromkeys(lost, Failed(f"no result: {why}")))
         done += len(lost)
@@ -318,7 +387,11 @@ def _read_report(line: str, token: str, told: _Told) -> list[Any]:
     told.bytes_left -= len(line)
     if told.bytes_left < 0:
         named = re.match(r'\["\w+", "(value|error)", (\d+), ', line[:100])
-        return [named[1], int(named[2]), ["large", "its values are too large in sum"]] if named else [""]
+        return (
+            [named[1], int(named[2]), ["large", "its values are too large in sum"]]
+            if named
+            else [""]
+        )
     try:
         report = json.loads(line)
     except (ValueError, RecursionError):
@@ -353,7 +426,9 @@ def _call_fault(case: Case, told: _Told, scope: Scope) -> str | None:
     assertion = case.assertion
     assert assertion.tree is not None
     values = {name: told.values[call] for name, call in assertion.values.items()}
-    if not any(isinstance(node, ast.Name) and node.id in values for node in ast.walk(assertion.tree)):
+    if not any(
+        isinstance(node, ast.Name) and node.id in values for node in ast.walk(assertion.tree)
+    ):
         failed = [value.why for value in values.values() if isinstance(value, Failed)]
         if failed:  # a plain fact holds only where the program loads
             return failed[0]
@@ -369,21 +444,32 @@ def _call_fault(case: Case, told: _Told, scope: Scope) -> str | None:
 
 
 def _returned(values: Mapping[str, Any]) -> str:
-    return "returned " + " and ".join(shown(value) for value in values.values() if not isinstance(value, Failed))
+    return "returned " + " and ".join(
+        shown(value) for value in values.values() if not isinstance(value, Failed)
+    )
 
 
 def _wanted(assertion: Assertion) -> str:
     """The label, where the assert is a call == the label; else the assert."""
     tree = assertion.tree
-    if isinstance(tree, ast.Compare) and len(tree.ops) == 1 and isinstance(tree.ops[0], ast.Eq | ast.Is):
+    if (
+        isinstance(tree, ast.Compare)
+        and len(tree.ops) == 1
+        and isinstance(tree.ops[0], ast.Eq | ast.Is)
+    ):
         for call, label in ((tree.left, tree.comparators[0]), (tree.comparators[0], tree.left)):
-            if isinstance(call, ast.Name) and call.id in assertion.values and not isinstance(label, ast.Name):
+            if (
+                isinstance(call, ast.Name)
+                and call.id in assertion.values
+                and not isinstance(label, ast.Name)
+            ):
                 return f"expected {_short(ast.unparse(label))}"
     return f"which fails {_short(assertion.text)}"
 
 
 def same_value(got: Any, wanted: Any, tolerance: float, *, loose: bool) -> bool:
-    """Compare two plain Python values as the judge compares what comes out of the sandbox (rewards.code.values.same)."""
+    """Compare two plain Python values as the judge compares what comes out of the sandbox
+    (rewards.code.values.same)."""
     return same(wrap(got), wrap(wanted), tolerance, loose=loose)
 
 

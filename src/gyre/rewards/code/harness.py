@@ -1,10 +1,12 @@
-"""Harness: runs inside the sandbox as the program; calls the function under test and tells what it returned.
+"""Harness: runs inside the sandbox as the program; calls the function under test and tells what it
+returned.
 
-In (stdin): JSON {"source", "calls", "token"}, a call is {"call": name, "args", "kwargs"}, {"expression"}, {"statement"}
-or {"check"}. Out (stdout): one JSON list when a call has ended: [token, "value", index, wire form], or [token, "error",
-index, text]. Expected values never come in here, so the code under test cannot read them, print them or end the process
-to pass; only a {"check"} (a test that rewards.code.asserts cannot split) is decided here. Lines without the token are not
-ours. Standard library only. Sent as text by rewards.code.code; never imported by Gyre.
+In (stdin): JSON {"source", "calls", "token"}, a call is {"call": name, "args", "kwargs"},
+{"expression"}, {"statement"} or {"check"}. Out (stdout): one JSON list when a call has ended:
+[token, "value", index, wire form], or [token, "error", index, text]. Expected values never come in
+here, so the code under test cannot read them, print them or end the process to pass; only a
+{"check"} (a test that rewards.code.asserts cannot split) is decided here. Lines without the token
+are not ours. Standard library only. Sent as text by rewards.code.code; never imported by Gyre.
 """
 
 import json
@@ -36,7 +38,8 @@ class TooLarge(Exception):
 
 
 def plain(value, room, depth=0):
-    """Turn a value into the wire form of rewards.code.values; subclasses become what they extend."""
+    """Turn a value into the wire form of rewards.code.values; subclasses become what they
+    extend."""
     room[0] -= 1
     if room[0] < 0:
         raise TooLarge(f"its value has more than {MOST_NODES} elements")
@@ -63,12 +66,17 @@ def plain(value, room, depth=0):
     module = getattr(type(value), "__module__", "")
     if (module, type(value).__name__) in (("fractions", "Fraction"), ("decimal", "Decimal")):
         return number(value, room, depth)
-    if module == "collections" and (type(value).__name__ == "Counter" or getattr(value, "default_factory", None)):
+    if module == "collections" and (
+        type(value).__name__ == "Counter" or getattr(value, "default_factory", None)
+    ):
         missing = 0 if type(value).__name__ == "Counter" else value.default_factory()
         pairs = (plain(each, room, depth + 1) for pair in dict.items(value) for each in pair)
         return ["defaults", plain(missing, room, depth + 1), *pairs]
     if isinstance(value, dict):
-        return ["dict", *(plain(each, room, depth + 1) for pair in dict.items(value) for each in pair)]
+        return [
+            "dict",
+            *(plain(each, room, depth + 1) for pair in dict.items(value) for each in pair),
+        ]
     for kind, tag in SEQUENCES:
         if isinstance(value, kind):
             return [tag, *(plain(item, room, depth + 1) for item in kind.__iter__(value))]
@@ -76,7 +84,9 @@ def plain(value, room, depth=0):
         return ["set", *(plain(item, room, depth + 1) for item in value)]
     if hasattr(value, "tolist"):
         return plain(value.tolist(), room, depth + 1)
-    if type(value).__name__ in LISTS or (module == "builtins" and type(value).__name__.endswith("_iterator")):
+    if type(value).__name__ in LISTS or (
+        module == "builtins" and type(value).__name__.endswith("_iterator")
+    ):
         return ["list", *(plain(item, room, depth + 1) for item in value)]
     return ["object", type(value).__name__[:100], bool(value)]
 
@@ -127,7 +137,8 @@ def main():
         report.write(json.dumps([token, *fields]) + "\n")
         report.flush()
 
-    module = sys.modules["solution"] = types.ModuleType("solution")  # dataclasses, pickle and the like look it up
+    # dataclasses, pickle and the like look it up
+    module = sys.modules["solution"] = types.ModuleType("solution")
     space = module.__dict__
     try:
         exec(compile(spec["source"], "solution.py", "exec"), space)

@@ -1,9 +1,10 @@
-"""Judging: evaluates an assert's expression outside the sandbox, on the values that came out of it. In: an expression
-tree, values by name, a Meter. Out: whether it holds.
+"""Judging: evaluates an assert's expression outside the sandbox, on the values that came out of it.
+Past 500 lines: the kinds of expression call each other. In: an expression tree, values by name, a
+WorkBudget. Out: whether it holds.
 
-The tree is the task's, the values are the tested program's. So only the functions and methods below are known, each
-with a bound on its cost, and none of them calls anything that a value brings along. Decimals are compared by == within
-the tolerance; every other comparison is exact.
+The tree is the task's, the values are the tested program's. So only the functions and methods below
+are known, each with a bound on its cost, and none of them calls anything that a value brings along.
+Decimals are compared by == within the tolerance; every other comparison is exact.
 """
 
 from __future__ import annotations
@@ -31,8 +32,17 @@ from gyre.rewards.code.values import (
     wrap,
 )
 
-FAULTS = (ArithmeticError, TypeError, ValueError, LookupError, AttributeError, RecursionError, MemoryError)
-_CALLABLE = ("function", "builtin_function_or_method", "method", "partial", "type")  # kinds of objects
+FAULTS = (
+    ArithmeticError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
+# kinds of objects
+_CALLABLE = ("function", "builtin_function_or_method", "method", "partial", "type")
 _MOST_ITEMS = 1_000_000  # of a list or text that an operator or method makes
 
 
@@ -79,7 +89,13 @@ def _unique(value: Any = ()) -> Set:
     if any(isinstance(item, list | Dict) for item in elements):
         raise TypeError("a set holds no lists")
     keyed = sorted((order(item), place) for place, item in enumerate(elements))
-    return Set([elements[place] for at, (key, place) in enumerate(keyed) if at == 0 or keyed[at - 1][0] != key])
+    return Set(
+        [
+            elements[place]
+            for at, (key, place) in enumerate(keyed)
+            if at == 0 or keyed[at - 1][0] != key
+        ]
+    )
 
 
 def _round(number: Any, ndigits: Any = None) -> Any:
@@ -98,7 +114,9 @@ def _sum(value: Any, start: Any = 0) -> Any:
 
 
 def _sorted(value: Any, *, key: Any = None, reverse: Any = False) -> list[Any]:
-    return sorted(_items(value), key=_function(key) if key is not None else None, reverse=bool(reverse))
+    return sorted(
+        _items(value), key=_function(key) if key is not None else None, reverse=bool(reverse)
+    )
 
 
 def _extreme(pick: Callable[..., Any], *args: Any, key: Any = None, **default: Any) -> Any:
@@ -131,9 +149,18 @@ def _is_instance(value: Any, kinds: Any) -> bool:
 
 
 TYPES: dict[str, type] = {
-    "int": int, "float": float, "complex": complex, "str": str, "bool": bool, "bytes": bytes, "list": list,
-    "tuple": tuple, "set": Set, "frozenset": Set, "dict": Dict,
-}  # fmt: skip
+    "int": int,
+    "float": float,
+    "complex": complex,
+    "str": str,
+    "bool": bool,
+    "bytes": bytes,
+    "list": list,
+    "tuple": tuple,
+    "set": Set,
+    "frozenset": Set,
+    "dict": Dict,
+}
 _CONSTRUCTORS: dict[Any, Callable[..., Any]] = {
     str: _text_of,
     bytes: lambda value=b"": value if isinstance(value, bytes) else bytes(list(_items(value))),
@@ -141,27 +168,65 @@ _CONSTRUCTORS: dict[Any, Callable[..., Any]] = {
     tuple: lambda value=(): tuple(_items(value)),
     Set: _unique,
     Dict: lambda value=(), **more: (
-        value if isinstance(value, Dict) and not more else wrap(dict(native(value), **native(wrap(more))))
+        value
+        if isinstance(value, Dict) and not more
+        else wrap(dict(native(value), **native(wrap(more))))
     ),
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": abs, "len": len, "round": _round, "sum": _sum, "sorted": _sorted, "repr": _text_of, "range": _range,
-    "min": partial(_extreme, min), "max": partial(_extreme, max),
+    "abs": abs,
+    "len": len,
+    "round": _round,
+    "sum": _sum,
+    "sorted": _sorted,
+    "repr": _text_of,
+    "range": _range,
+    "min": partial(_extreme, min),
+    "max": partial(_extreme, max),
     "any": lambda value: any(map(bool, _items(value))),
     "all": lambda value: all(map(bool, _items(value))),
     "zip": lambda *args: list(zip(*map(_items, args), strict=False)),
     "enumerate": lambda value, start=0: list(enumerate(_items(value), start)),
     "reversed": lambda value: list(_items(value))[::-1],
     "map": lambda function, *args: list(map(_function(function), *map(_items, args))),
-    "isinstance": _is_instance, "type": type, "ord": ord, "chr": chr,
+    "isinstance": _is_instance,
+    "type": type,
+    "ord": ord,
+    "chr": chr,
     "callable": lambda value: isinstance(value, Opaque) and value.kind in _CALLABLE,
-    "math.isclose": math.isclose, "isclose": math.isclose, "cmath.isclose": lambda a, b, **how: abs(a - b) <= max(
-        how.get("rel_tol", 1e-9) * max(abs(a), abs(b)), how.get("abs_tol", 0.0)),
-    **{f"math.{name}": getattr(math, name) for name in (
-        "fabs", "sqrt", "floor", "ceil", "trunc", "isnan", "isinf", "isfinite", "log", "log2", "log10", "exp", "sin",
-        "cos", "tan", "atan", "radians", "degrees", "hypot")},
-}  # fmt: skip
-CONSTANTS: dict[str, float] = {f"math.{name}": getattr(math, name) for name in ("pi", "e", "tau", "inf", "nan")}
+    "math.isclose": math.isclose,
+    "isclose": math.isclose,
+    "cmath.isclose": lambda a, b, **how: (
+        abs(a - b) <= max(how.get("rel_tol", 1e-9) * max(abs(a), abs(b)), how.get("abs_tol", 0.0))
+    ),
+    **{
+        f"math.{name}": getattr(math, name)
+        for name in (
+            "fabs",
+            "sqrt",
+            "floor",
+            "ceil",
+            "trunc",
+            "isnan",
+            "isinf",
+            "isfinite",
+            "log",
+            "log2",
+            "log10",
+            "exp",
+            "sin",
+            "cos",
+            "tan",
+            "atan",
+            "radians",
+            "degrees",
+            "hypot",
+        )
+    },
+}
+CONSTANTS: dict[str, float] = {
+    f"math.{name}": getattr(math, name) for name in ("pi", "e", "tau", "inf", "nan")
+}
 
 
 def _replace(text: str, old: str, new: str, count: int = -1) -> str:
@@ -177,10 +242,29 @@ def _join(glue: str, value: Any) -> str:
     return glue.join(parts)
 
 
-_PLAIN_TEXT = ("lower", "upper", "strip", "lstrip", "rstrip", "startswith", "endswith", "split", "splitlines", "title",
-               "capitalize", "isdigit", "isalpha", "isalnum", "isupper", "islower", "find", "swapcase")  # fmt: skip
+_PLAIN_TEXT = (
+    "lower",
+    "upper",
+    "strip",
+    "lstrip",
+    "rstrip",
+    "startswith",
+    "endswith",
+    "split",
+    "splitlines",
+    "title",
+    "capitalize",
+    "isdigit",
+    "isalpha",
+    "isalnum",
+    "isupper",
+    "islower",
+    "find",
+    "swapcase",
+)
 _KIND_METHODS: dict[type, dict[str, Callable[..., Any]]] = {
-    str: {name: getattr(str, name) for name in (*_PLAIN_TEXT, "count", "index")} | {"replace": _replace, "join": _join},
+    str: {name: getattr(str, name) for name in (*_PLAIN_TEXT, "count", "index")}
+    | {"replace": _replace, "join": _join},
     list: {"count": list.count, "index": list.index},
     tuple: {"count": tuple.count, "index": tuple.index},
     Dict: {
@@ -239,13 +323,23 @@ def _of_sets(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 BINARY: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: _of_sets(operator.sub), ast.Mult: _multiply, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: _modulo, ast.Pow: _power, ast.BitAnd: _of_sets(operator.and_),
-    ast.BitOr: _of_sets(operator.or_), ast.BitXor: _of_sets(operator.xor),
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: _of_sets(operator.sub),
+    ast.Mult: _multiply,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: _modulo,
+    ast.Pow: _power,
+    ast.BitAnd: _of_sets(operator.and_),
+    ast.BitOr: _of_sets(operator.or_),
+    ast.BitXor: _of_sets(operator.xor),
+}
 UNARY: dict[type, Callable[[Any], Any]] = {
-    ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Invert: operator.invert,
-}  # fmt: skip
+    ast.Not: operator.not_,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Invert: operator.invert,
+}
 _ORDERS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Lt: _of_sets(operator.lt), ast.LtE: _of_sets(operator.le), ast.Gt: _of_sets(operator.gt),
     ast.GtE: _of_sets(operator.ge),
@@ -253,12 +347,14 @@ _ORDERS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def _size(value: Any) -> int:
-    """What one pass over a value costs, in units of the meter; its parts are charged where they are compared."""
+    """What one pass over a value costs, in units of the meter; its parts are charged where they are
+    compared."""
     return 3 * len(value) if isinstance(value, list | tuple | Set | Dict | range) else 0
 
 
 def _equal(a: Any, b: Any, scope: Scope, label: str = "") -> bool:
-    """Equality within the tolerance of the label, which is on the "left", on the "right", or not known."""
+    """Equality within the tolerance of the label, which is on the "left", on the "right", or not
+    known."""
     scope.meter.charge(_size(a) + _size(b))
     to_right = label == "left" or same(a, b, scope.tolerance)
     return to_right and (label == "right" or same(b, a, scope.tolerance))
@@ -267,7 +363,9 @@ def _equal(a: Any, b: Any, scope: Scope, label: str = "") -> bool:
 def _side_of_label(left: ast.expr, right: ast.expr, scope: Scope) -> str:
     """The side that holds nothing of the program's."""
     for side, node in (("right", right), ("left", left)):
-        if not any(isinstance(each, ast.Name) and each.id in scope.values for each in ast.walk(node)):
+        if not any(
+            isinstance(each, ast.Name) and each.id in scope.values for each in ast.walk(node)
+        ):
             return side
     return ""
 
@@ -307,29 +405,38 @@ def _compare(sign: ast.cmpop, a: Any, b: Any, scope: Scope, label: str) -> bool:
 
 
 def needs_object(node: ast.expr, objects: set[str]) -> bool:
-    """Whether an expression asks more of one of the objects (by name) than its truth and identity."""
+    """Whether an expression asks more of one of the objects (by name) than its truth and
+    identity."""
     if isinstance(node, ast.Name):
         return False
     if isinstance(node, ast.BoolOp):
         return any(needs_object(each, objects) for each in node.values)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return needs_object(node.operand, objects)
-    if isinstance(node, ast.Compare) and all(isinstance(sign, ast.Is | ast.IsNot) for sign in node.ops):
+    if isinstance(node, ast.Compare) and all(
+        isinstance(sign, ast.Is | ast.IsNot) for sign in node.ops
+    ):
         return any(needs_object(each, objects) for each in (node.left, *node.comparators))
     return any(isinstance(each, ast.Name) and each.id in objects for each in ast.walk(node))
 
 
 def compares_two(tree: ast.expr, objects: set[str]) -> bool:
     """Whether an object is compared with another."""
-    sides = [[each.left, *each.comparators] for each in ast.walk(tree) if isinstance(each, ast.Compare)]
-    return any(sum(isinstance(each, ast.Name) and each.id in objects for each in side) > 1 for side in sides)
+    sides = [
+        [each.left, *each.comparators] for each in ast.walk(tree) if isinstance(each, ast.Compare)
+    ]
+    return any(
+        sum(isinstance(each, ast.Name) and each.id in objects for each in side) > 1
+        for side in sides
+    )
 
 
 # ---- evaluation
 
 
 def evaluate(node: ast.expr, scope: Scope) -> Any:
-    """The value of an expression that rewards.code.asserts let pass. Raises FAULTS as Python does, CallFailed, TooMuch."""
+    """The value of an expression that rewards.code.asserts let pass. Raises FAULTS as Python does,
+    CallFailed, TooMuch."""
     scope.meter.charge(2)
     if isinstance(node, ast.Constant):
         return node.value
@@ -339,10 +446,22 @@ def evaluate(node: ast.expr, scope: Scope) -> Any:
         return CONSTANTS[ast.unparse(node)]
     if isinstance(node, ast.List | ast.Tuple | ast.Set):
         items = [evaluate(item, scope) for item in node.elts]
-        return items if isinstance(node, ast.List) else tuple(items) if isinstance(node, ast.Tuple) else _unique(items)
+        return (
+            items
+            if isinstance(node, ast.List)
+            else tuple(items)
+            if isinstance(node, ast.Tuple)
+            else _unique(items)
+        )
     if isinstance(node, ast.Dict):
         pairs = zip(node.keys, node.values, strict=True)
-        made = Dict([(evaluate(key, scope), evaluate(value, scope)) for key, value in pairs if key is not None])
+        made = Dict(
+            [
+                (evaluate(key, scope), evaluate(value, scope))
+                for key, value in pairs
+                if key is not None
+            ]
+        )
         return wrap(native(made)) if len(made) <= 1000 else made  # of one key twice the last counts
     if isinstance(node, ast.UnaryOp):
         return UNARY[type(node.op)](evaluate(node.operand, scope))
@@ -353,7 +472,9 @@ def evaluate(node: ast.expr, scope: Scope) -> Any:
     if isinstance(node, ast.IfExp):
         return evaluate(node.body if evaluate(node.test, scope) else node.orelse, scope)
     if isinstance(node, ast.BinOp):
-        return _bounded(BINARY[type(node.op)](evaluate(node.left, scope), evaluate(node.right, scope)))
+        return _bounded(
+            BINARY[type(node.op)](evaluate(node.left, scope), evaluate(node.right, scope))
+        )
     if isinstance(node, ast.Subscript):
         return _subscript(evaluate(node.value, scope), node.slice, scope)
     if isinstance(node, ast.GeneratorExp | ast.ListComp | ast.SetComp):
@@ -392,7 +513,10 @@ def _chain(node: ast.Compare, scope: Scope) -> bool:
 
 def _subscript(value: Any, place: ast.expr, scope: Scope) -> Any:
     if isinstance(place, ast.Slice):
-        bounds = [None if each is None else evaluate(each, scope) for each in (place.lower, place.upper, place.step)]
+        bounds = [
+            None if each is None else evaluate(each, scope)
+            for each in (place.lower, place.upper, place.step)
+        ]
         scope.meter.charge(_size(value))
         return _items(value)[slice(*bounds)]
     index = evaluate(place, scope)
@@ -415,7 +539,9 @@ def _comprehension(node: ast.GeneratorExp | ast.ListComp | ast.SetComp, scope: S
         if len(parts) != len(names):
             raise ValueError("a loop with another number of names than values")
         bound = {name.id: part for name, part in zip(names, parts, strict=True)}  # type: ignore[attr-defined]
-        inner = Scope(values={**scope.values, **bound}, meter=scope.meter, tolerance=scope.tolerance)
+        inner = Scope(
+            values={**scope.values, **bound}, meter=scope.meter, tolerance=scope.tolerance
+        )
         if all(evaluate(test, inner) for test in loop.ifs):
             made.append(evaluate(node.elt, inner))
     return _unique(made) if isinstance(node, ast.SetComp) else made

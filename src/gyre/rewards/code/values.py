@@ -1,10 +1,10 @@
-"""Values: what a tested program returned, as plain data from the sandbox. In: the harness's wire form. Out: bounded
-Python values, their equality, a short text of them.
+"""Values: what a tested program returned, as plain data from the sandbox. In: the harness's wire
+form. Out: bounded Python values, their equality, a short text of them.
 
-The wire form is JSON without objects: None, booleans, numbers and strings stand for themselves; a list is
-[tag, content…], the tags are in `_decode_tagged` and in rewards.code.harness. Nothing from outside is hashed: a set is a
-`Set`, a dict is a `Dict`, and both are compared by sorting, so that elements of one hash cost no more than others.
-A `WorkBudget` bounds the work for one completion.
+The wire form is JSON without objects: None, booleans, numbers and strings stand for themselves; a
+list is [tag, content…], the tags are in `_decode_tagged` and in rewards.code.harness. Nothing from
+outside is hashed: a set is a `Set`, a dict is a `Dict`, and both are compared by sorting, so that
+elements of one hash cost no more than others. A `WorkBudget` bounds the work for one completion.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 MOST_DEPTH = 150  # of lists in lists
 MOST_INT_BITS = 1 << 18  # 78,000 digits; a division of two such numbers takes 20 ms
-_NATIVE = 1000  # elements up to which a set or dict may be hashed: 500,000 comparisons if all hashes are one
+# elements up to which a set or dict may be hashed: 500,000 comparisons if all hashes are one
+_NATIVE = 1000
 
 
 class TooMuch(Exception):
@@ -80,7 +81,9 @@ class Dict:
 
     def order(self) -> list[tuple[Any, Any]]:
         if self.ordered is None:
-            self.ordered = sorted(((order(key), item) for key, item in self.pairs), key=lambda pair: pair[0])
+            self.ordered = sorted(
+                ((order(key), item) for key, item in self.pairs), key=lambda pair: pair[0]
+            )
         return self.ordered
 
     __hash__ = None  # type: ignore[assignment]
@@ -136,9 +139,14 @@ def decode(wire: Any, meter: WorkBudget, depth: int = 0) -> Any:
 
 def _decode_tagged(tag: str, content: list[Any], meter: WorkBudget, depth: int) -> Any:
     if tag in ("list", "tuple", "set", "dict", "defaults"):
-        items = [decode(item, meter, depth + 1) if isinstance(item, list | dict) else item for item in content]
+        items = [
+            decode(item, meter, depth + 1) if isinstance(item, list | dict) else item
+            for item in content
+        ]
         if tag == "defaults" and len(items) % 2:
-            return Dict(list(zip(items[1::2], items[2::2], strict=True)), has_default=True, default=items[0])
+            return Dict(
+                list(zip(items[1::2], items[2::2], strict=True)), has_default=True, default=items[0]
+            )
         if tag in ("dict", "defaults"):
             if len(items) % 2 or tag == "defaults":
                 raise ValueError("it is no plain value")
@@ -154,7 +162,12 @@ def _decode_tagged(tag: str, content: list[Any], meter: WorkBudget, depth: int) 
         return int(content[0], 16)
     if tag == "complex" and len(content) == 2 and all(isinstance(part, float) for part in content):
         return complex(*content)
-    if tag == "number" and len(content) == 2 and isinstance(content[0], float) and isinstance(content[1], str):
+    if (
+        tag == "number"
+        and len(content) == 2
+        and isinstance(content[0], float)
+        and isinstance(content[1], str)
+    ):
         number = NumberValue(content[0])
         number.text = content[1]
         return number
@@ -164,9 +177,14 @@ def _decode_tagged(tag: str, content: list[Any], meter: WorkBudget, depth: int) 
 
 
 def wrap(value: Any) -> Any:
-    """A plain Python value of ours (a label, an expected value) in the form that values from the sandbox have."""
+    """A plain Python value of ours (a label, an expected value) in the form that values from the
+    sandbox have."""
     if isinstance(value, list | tuple):
-        return type(value)(map(wrap, value)) if type(value) in (list, tuple) else list(map(wrap, value))
+        return (
+            type(value)(map(wrap, value))
+            if type(value) in (list, tuple)
+            else list(map(wrap, value))
+        )
     if isinstance(value, set | frozenset):
         return Set(list(map(wrap, value)))
     if isinstance(value, dict):
@@ -189,10 +207,11 @@ def native(value: Any) -> Any:
 
 
 def same(got: Any, wanted: Any, tolerance: float = 0.0, *, loose: bool = False) -> bool:
-    """Python's ==, with decimals within the tolerance, relative to `wanted`, absolute where that is 0.
+    """Python's ==, with decimals within the tolerance, relative to `wanted`, absolute where that is
+    0.
 
-    `loose`: wanted came from JSON, so a tuple or set may stand for a list, a key for its text, and a whole number
-    that is near for a decimal.
+    `loose`: wanted came from JSON, so a tuple or set may stand for a list, a key for its text, and
+    a whole number that is near for a decimal.
     """
     if isinstance(wanted, float) and isinstance(got, int | float):
         return _close(got, wanted, tolerance) if loose or isinstance(got, float) else got == wanted
@@ -200,7 +219,9 @@ def same(got: Any, wanted: Any, tolerance: float = 0.0, *, loose: bool = False) 
         if not loose and type(got) is not type(wanted):
             return False
         same_length = len(got) == len(wanted)
-        return same_length and all(same(a, b, tolerance, loose=loose) for a, b in zip(got, wanted, strict=True))
+        return same_length and all(
+            same(a, b, tolerance, loose=loose) for a, b in zip(got, wanted, strict=True)
+        )
     if isinstance(wanted, Dict) and isinstance(got, Dict):
         return _same_pairs(got, wanted, tolerance, loose=loose)
     if isinstance(got, Set) and (isinstance(wanted, Set) or (loose and isinstance(wanted, list))):
@@ -216,7 +237,8 @@ def _close(got: float, wanted: float, tolerance: float) -> bool:
 
 
 def is_close(got: float, wanted: float, tolerance: float) -> bool:
-    """Within the tolerance, relative to the label; absolute only where the label is 0, which nothing is relative to."""
+    """Within the tolerance, relative to the label; absolute only where the label is 0, which
+    nothing is relative to."""
     return math.isclose(got, wanted, rel_tol=tolerance, abs_tol=0.0 if wanted else tolerance)
 
 
@@ -232,12 +254,16 @@ def _same_pairs(got: Dict, wanted: Dict, tolerance: float, *, loose: bool) -> bo
     if len(got) != len(wanted):
         return False
     if loose:
-        got, wanted = (Dict([(_text(key), item) for key, item in each.pairs]) for each in (got, wanted))
+        got, wanted = (
+            Dict([(_text(key), item) for key, item in each.pairs]) for each in (got, wanted)
+        )
     ours, theirs = got.order(), wanted.order()
     keys = [key for key, _ in ours]
     if keys != [key for key, _ in theirs] or not _each_once(keys):
         return False
-    return all(same(a, b, tolerance, loose=loose) for (_, a), (_, b) in zip(ours, theirs, strict=True))
+    return all(
+        same(a, b, tolerance, loose=loose) for (_, a), (_, b) in zip(ours, theirs, strict=True)
+    )
 
 
 def _each_once(keys: Sequence[Any]) -> bool:
@@ -252,7 +278,8 @@ def _text(key: Any) -> Any:
 
 
 def order(value: Any) -> tuple[Any, ...]:
-    """A key with a total order: two values have the same one exactly when Python's == holds between them."""
+    """A key with a total order: two values have the same one exactly when Python's == holds between
+    them."""
     if isinstance(value, complex) and value.imag == 0:
         value = value.real
     if isinstance(value, int | float):

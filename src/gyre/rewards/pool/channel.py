@@ -1,8 +1,8 @@
-"""Link: the scorer's ends of the sockets to its processes, on the event loop. In: frames and orders to send.
-Out: frames and news, by callback, in the loop's thread.
+"""Link: the scorer's ends of the sockets to its processes, on the event loop. In: frames and orders
+to send. Out: frames and news, by callback, in the loop's thread.
 
-`Channel` talks to one worker, `Nursery` starts and talks to the process that forks workers, under its guard. Neither
-decides anything.
+`Channel` talks to one worker, `Nursery` starts and talks to the process that forks workers, under
+its guard. Neither decides anything.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ class Channel:
     """Framed bytes to and from one worker. Its end is silent here: the nursery tells of it."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, end: socket.socket, hear: Callable[[list[bytes], bool], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        end: socket.socket,
+        hear: Callable[[list[bytes], bool], None],
     ) -> None:
-        """`hear(bodies, broken)`: whole frames, and whether what follows them is no frame of a worker's."""
+        """`hear(bodies, broken)`: whole frames, and whether what follows them is no frame of a
+        worker's."""
         self._loop = loop
         self._end = end
         self._hear = hear
@@ -88,7 +92,9 @@ class Nursery:
     `log` takes what the workers print, up to `log_bytes`; "" is stderr.
     """
 
-    def __init__(self, libraries: Sequence[str], *, log: str = "", log_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self, libraries: Sequence[str], *, log: str = "", log_bytes: int = 1 << 20
+    ) -> None:
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._watch, watch = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
@@ -97,9 +103,21 @@ class Nursery:
         numbers = (watch.fileno(), control.fileno())
         with control, watch:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "gyre.rewards.pool.guard", *map(str, numbers), log, str(log_bytes), *libraries],
-                pass_fds=numbers, env=worker_environment(), start_new_session=True, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "gyre.rewards.pool.guard",
+                    *map(str, numbers),
+                    log,
+                    str(log_bytes),
+                    *libraries,
+                ],
+                pass_fds=numbers,
+                env=worker_environment(),
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+            )
 
     def attach(
         self,
@@ -108,8 +126,8 @@ class Nursery:
         died: Callable[[], None],
         dropped: Callable[[], None],
     ) -> None:
-        """Begin to listen: `gone(name, status)` for each worker that has ended, `died()` for the nursery's own end,
-        `dropped()` once when the log is full."""
+        """Begin to listen: `gone(name, status)` for each worker that has ended, `died()` for the
+        nursery's own end, `dropped()` once when the log is full."""
 
         def listen() -> None:
             try:
@@ -125,7 +143,8 @@ class Nursery:
             gone(int(name), int(status))
 
         def watch() -> None:
-            loop.remove_reader(self._watch)  # it has one thing to say; its end shows in the nursery's
+            # it has one thing to say; its end shows in the nursery's
+            loop.remove_reader(self._watch)
             with contextlib.suppress(BlockingIOError, ConnectionResetError):
                 if self._watch.recv(64):
                     dropped()
@@ -145,14 +164,16 @@ class Nursery:
         self._tell(f"kill {name}", [])
 
     def _tell(self, order: str, fds: list[int]) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died, and `died` says so
+        # it has died, and `died` says so
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._control, [order.encode()], fds)
 
     def bury(self) -> int:
-        """After its own end: let go of it and return its exit code. One that only hung up is killed; DeadlineError when
-        even that does not end it."""
+        """After its own end: let go of it and return its exit code. One that only hung up is
+        killed; DeadlineError when even that does not end it."""
         self._hang_up()
-        for end in (None, self._watch.close, self._process.kill):  # without its watch the guard kills all below it
+        # without its watch the guard kills all below it
+        for end in (None, self._watch.close, self._process.kill):
             if end is not None:
                 end()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -162,9 +183,9 @@ class Nursery:
         raise self._unkillable()
 
     async def close(self, *, idle: bool) -> bool:
-        """Hang up, whereupon it ends its workers, what they started, and itself. False when it had to be killed;
-        DeadlineError when even that does not end it. `idle`: it has no worker at work, and may still be loading; it is
-        ended without waiting for that."""
+        """Hang up, whereupon it ends its workers, what they started, and itself. False when it had
+        to be killed; DeadlineError when even that does not end it. `idle`: it has no worker at
+        work, and may still be loading; it is ended without waiting for that."""
         self._hang_up()
         if idle:
             self._watch.close()
@@ -190,9 +211,11 @@ class Nursery:
 
     def _unkillable(self) -> DeadlineError:
         return DeadlineError(
-            f"the process that starts reward workers (pid {self._process.pid}) was killed and did not end within "
+            f"the process that starts reward workers (pid {self._process.pid}) was killed and did "
+            "not end within "
             f"{_KILL_S:g} s",
-            hint="it hangs within the kernel, as on a file system that does not answer: see `ps -o stat,wchan` of it",
+            hint="it hangs within the kernel, as on a file system that does not answer: see `ps "
+            "-o stat,wchan` of it",
         )
 
     def _hang_up(self) -> None:
@@ -204,7 +227,8 @@ class Nursery:
 
 
 def worker_environment() -> dict[str, str]:
-    """The user's environment; modules are found as here, and numeric libraries keep to one thread."""
+    """The user's environment; modules are found as here, and numeric libraries keep to one
+    thread."""
     paths = [path for path in sys.path if path]
     one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0", **one_thread}

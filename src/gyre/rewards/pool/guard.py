@@ -1,14 +1,16 @@
-"""Guard: the parent of the nursery. It ends what the nursery leaves behind, and keeps what rewards print.
+"""Guard: the parent of the nursery. It ends what the nursery leaves behind, and keeps what rewards
+print.
 
     scorer ──▶ guard ──fork──▶ nursery ──fork──▶ workers ──▶ whatever rewards start
                subreaper: inherits every orphan when the nursery is killed
                reads stdout and stderr of all of them; writes the log up to its bound, counts the rest
 
-Each of the two watches the other: when the nursery ends, however it ends, the guard kills all that is left below it
-and ends with the same status; when the guard is killed, a pipe tells the nursery, which does the same. When the scorer
-hangs up its watch socket the guard ends everything at once. It runs no reward and loads no library.
-argv: numbers of the watch and control sockets, log ("" is stderr), bytes that the log may have, libraries to load.
-Started as `python -m gyre.rewards.pool.guard` by rewards.pool.channel.
+Each of the two watches the other: when the nursery ends, however it ends, the guard kills all that
+is left below it and ends with the same status; when the guard is killed, a pipe tells the nursery,
+which does the same. When the scorer hangs up its watch socket the guard ends everything at once. It
+runs no reward and loads no library. argv: numbers of the watch and control sockets, log ("" is
+stderr), bytes that the log may have, libraries to load. Started as `python -m
+gyre.rewards.pool.guard` by rewards.pool.channel.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ DROPPED = b"dropped"  # the only message to the scorer: the log is full
 _READ_BYTES = 1 << 16
 
 
-def guard(scorer: socket.socket, control_fd: int, log: BoundedLog, libraries: list[str]) -> NoReturn:
+def guard(
+    scorer: socket.socket, control_fd: int, log: BoundedLog, libraries: list[str]
+) -> NoReturn:
     """Fork the nursery and stand by until it ends or the scorer hangs up."""
     kernel.become_subreaper()
     out_read, out_write = os.pipe()
@@ -68,7 +72,8 @@ def guard(scorer: socket.socket, control_fd: int, log: BoundedLog, libraries: li
 
 
 def _become_nursery(control_fd: int, alive_fd: int, out_fd: int, libraries: list[str]) -> NoReturn:
-    """In the child: load what is needed, then fork workers. What is printed from here on goes to the guard."""
+    """In the child: load what is needed, then fork workers. What is printed from here on goes to
+    the guard."""
     os.setsid()
     kernel.die_with_parent(signal.SIGKILL)  # while it loads; later it has to end its workers first
     for fd in (1, 2):
@@ -112,4 +117,9 @@ def _end_like(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     watch_fd, control_number, log_path, most_bytes, *names = sys.argv[1:]
-    guard(socket.socket(fileno=int(watch_fd)), int(control_number), BoundedLog(log_path, int(most_bytes)), names)
+    guard(
+        socket.socket(fileno=int(watch_fd)),
+        int(control_number),
+        BoundedLog(log_path, int(most_bytes)),
+        names,
+    )

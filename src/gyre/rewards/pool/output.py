@@ -6,12 +6,16 @@ import os
 
 
 class BoundedLog:
-    """Appends until the file has `most_bytes`; what comes after is counted and dropped. Without a path it writes that
-    many bytes to stderr."""
+    """Appends until the file has `most_bytes`; what comes after is counted and dropped. Without a
+    path it writes that many bytes to stderr."""
 
     def __init__(self, path: str, most_bytes: int) -> None:
         self._owned = bool(path)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644) if path else 2
+        self._fd = (
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            if path
+            else 2
+        )
         self._left = max(0, most_bytes - (os.fstat(self._fd).st_size if path else 0))
         self.dropped_bytes = 0
 
@@ -22,7 +26,8 @@ class BoundedLog:
         try:
             while written < len(kept):
                 written += os.write(self._fd, kept[written:])
-        except OSError:  # a full disk, or a terminal that has gone: dropped and counted like the rest
+        # a full disk, or a terminal that has gone: dropped and counted like the rest
+        except OSError:
             self._left = written
         self._left -= written
         self.dropped_bytes += len(data) - written
@@ -32,6 +37,8 @@ class BoundedLog:
         """Say at the end how much is missing."""
         if self.dropped_bytes:
             self._left = 200  # the bound is for what rewards print
-            self.write(f"\n[gyre: {self.dropped_bytes} more bytes were printed and dropped]\n".encode())
+            self.write(
+                f"\n[gyre: {self.dropped_bytes} more bytes were printed and dropped]\n".encode()
+            )
         if self._owned:
             os.close(self._fd)

@@ -1,14 +1,16 @@
-"""Pool: worker processes that are killed on time. In: tickets (one check each). Out: every ticket with its verdict.
+"""Pool: worker processes that are killed on time. In: tickets (one check each). Out: every ticket
+with its verdict.
 
     run ──▶ batches waiting ──▶ idle worker ──▶ verdicts one by one ──▶ the call is done
                    ▲                 │ silent over the limit, or dead
                    └── what is left ─┘ the first check without a verdict is to blame; the worker is replaced
 
-A worker that is killed from outside (SIGKILL, as by the out-of-memory killer, or SIGTERM) costs no verdict the first
-time: the check that it was at is done once more. What comes from a worker and is no verdict on the check that it is at
-is blamed on that check. A worker in which rewards leave too much memory or too many processes is replaced.
-Waits and their owners: a check by its part's limit, a call by its deadline, the workers' start by the call's deadline.
-Only the loop's thread touches a pool. Events: reward.worker_replaced, reward.retried, reward.nursery_replaced,
+A worker that is killed from outside (SIGKILL, as by the out-of-memory killer, or SIGTERM) costs no
+verdict the first time: the check that it was at is done once more. What comes from a worker and is
+no verdict on the check that it is at is blamed on that check. A worker in which rewards leave too
+much memory or too many processes is replaced. Waits and their owners: a check by its part's limit,
+a call by its deadline, the workers' start by the call's deadline. Only the loop's thread touches a
+pool. Events: reward.worker_replaced, reward.retried, reward.nursery_replaced,
 reward.nursery_killed, reward.output_dropped.
 """
 
@@ -97,7 +99,8 @@ class Pool:
         emit: Callable[..., None],
         log: Path | None = None,
     ) -> None:
-        """`log` takes what rewards print, up to LOG_BYTES_PER_WORKER for each worker; None is stderr."""
+        """`log` takes what rewards print, up to LOG_BYTES_PER_WORKER for each worker; None is
+        stderr."""
         self._setup = frame(setup)
         self._kinds = [part["kind"] for part in setup.parts]
         self._names_of_parts = [part.get("name") or part["kind"] for part in setup.parts]
@@ -124,7 +127,8 @@ class Pool:
     # ---- calls
 
     async def run(self, tickets: list[Ticket], *, deadline_s: float) -> None:
-        """Return when every ticket has a verdict; after the deadline the missing ones have "timeout"."""
+        """Return when every ticket has a verdict; after the deadline the missing ones have
+        "timeout"."""
         self._attach()
         if self._fault is not None:
             raise self._fault
@@ -145,19 +149,28 @@ class Pool:
             raise self._fault
 
     def _cut(self, call: PoolCall) -> list[Batch]:
-        """Code checks one by one, since each waits for processes of its own; the others in batches."""
-        batches = [Batch(call=call, tickets=[t]) for t in call.tickets if self._kinds[t.part] == "code"]
+        """Code checks one by one, since each waits for processes of its own; the others in
+        batches."""
+        batches = [
+            Batch(call=call, tickets=[t]) for t in call.tickets if self._kinds[t.part] == "code"
+        ]
         others = [ticket for ticket in call.tickets if self._kinds[ticket.part] != "code"]
         size = min(max(-(-len(others) // self._num_workers), 1), _MOST_CHECKS)
         for start in range(0, len(others), size):
-            tickets = sorted(others[start : start + size], key=lambda t: self._kinds[t.part] not in QUICK)
+            tickets = sorted(
+                others[start : start + size], key=lambda t: self._kinds[t.part] not in QUICK
+            )
             batches.append(Batch(call=call, tickets=tickets))
         return batches
 
     def _drop(self, call: PoolCall, why: str) -> None:
         """End what is left of a call: its waiting batches go, its running ones are killed."""
         self._waiting = deque(batch for batch in self._waiting if batch.call is not call)
-        for worker in [worker for worker in self._workers.values() if worker.batch and worker.batch.call is call]:
+        for worker in [
+            worker
+            for worker in self._workers.values()
+            if worker.batch and worker.batch.call is call
+        ]:
             worker.batch = None
             self._replace(worker, why)
         _give_up(call, why)
@@ -174,7 +187,9 @@ class Pool:
         """The check that the worker was at gets the blame for the worker's end."""
         assert worker.batch is not None and self._loop is not None
         now_s = self._loop.time()
-        self._settle(worker.batch, Verdict(worker.batch.next, 0.0, why, outcome, worker.heard_s, now_s))
+        self._settle(
+            worker.batch, Verdict(worker.batch.next, 0.0, why, outcome, worker.heard_s, now_s)
+        )
 
     # ---- work
 
@@ -186,7 +201,9 @@ class Pool:
     def _give(self, worker: Worker, batch: Batch) -> None:
         assert self._loop is not None and worker.channel is not None
         places: dict[bytes, int] = {}
-        checks = [(places.setdefault(ticket.item, len(places)), ticket.part) for ticket in batch.tickets]
+        checks = [
+            (places.setdefault(ticket.item, len(places)), ticket.part) for ticket in batch.tickets
+        ]
         worker.batch, worker.heard_s = batch, self._loop.time()
         worker.token = os.urandom(_TOKEN_BYTES)
         items = [msgspec.Raw(item) for item in places]
@@ -204,7 +221,8 @@ class Pool:
             worker.timer = self._loop.call_at(due_s, self._overdue, worker)
 
     def _overdue(self, worker: Worker) -> None:
-        """The timer of a check ran out. The loop itself may have been busy, so listen before judging."""
+        """The timer of a check ran out. The loop itself may have been busy, so listen before
+        judging."""
         assert self._loop is not None and worker.channel is not None
         worker.timer = None
         worker.channel.receive()
@@ -215,7 +233,8 @@ class Pool:
         self._replace(worker, why)
 
     def _hear(self, worker: Worker, bodies: list[bytes], broken: bool) -> None:
-        """Hand each verdict to its ticket; an idle worker gets new work. `broken`: what comes next is no frame."""
+        """Hand each verdict to its ticket; an idle worker gets new work. `broken`: what comes next
+        is no frame."""
         assert self._loop is not None
         for body in bodies:
             verdict = _read_verdict(body)
@@ -224,7 +243,11 @@ class Pool:
                 self._false_starts = 0
                 continue
             batch = worker.batch
-            if verdict is None or batch is None or (verdict.token, verdict.index) != (worker.token, batch.next):
+            if (
+                verdict is None
+                or batch is None
+                or (verdict.token, verdict.index) != (worker.token, batch.next)
+            ):
                 broken = True
                 break
             self._settle(batch, verdict)
@@ -242,11 +265,15 @@ class Pool:
         self._dispatch()
 
     def _disown(self, worker: Worker) -> None:
-        """A reward wrote to the channel of its worker: nothing that comes from there can be relied on any more."""
+        """A reward wrote to the channel of its worker: nothing that comes from there can be relied
+        on any more."""
         why = "it wrote to the channel between its worker and the scorer"
         if worker.batch is not None:
             self._blame(worker, why, "error")
-        self._replace(worker, f"a reward wrote to its channel{'' if worker.batch else ' after its last check'}")
+        self._replace(
+            worker,
+            f"a reward wrote to its channel{'' if worker.batch else ' after its last check'}",
+        )
 
     # ---- workers
 
@@ -271,7 +298,9 @@ class Pool:
         worker = Worker(self._names)
         self._workers[worker.name] = worker
         end = self._nursery.fork(worker.name)
-        worker.channel = Channel(self._loop, end, lambda bodies, broken: self._hear(worker, bodies, broken))
+        worker.channel = Channel(
+            self._loop, end, lambda bodies, broken: self._hear(worker, bodies, broken)
+        )
         worker.channel.send(self._setup)
 
     def _replace(self, worker: Worker, why: str) -> None:
@@ -307,7 +336,12 @@ class Pool:
             ticket = worker.batch.current
             if status in _FROM_OUTSIDE and not ticket.retried:
                 ticket.retried = True
-                self._emit("reward.retried", part=self._names_of_parts[ticket.part], worker=worker.name, reason=how)
+                self._emit(
+                    "reward.retried",
+                    part=self._names_of_parts[ticket.part],
+                    worker=worker.name,
+                    reason=how,
+                )
             else:
                 again = " again when it was retried" if ticket.retried else ""
                 self._blame(worker, f"it ended its worker process with {how}{again}", "error")
@@ -329,24 +363,33 @@ class Pool:
             if worker.batch is not None:
                 worker.batch.current.tries += 1
                 if worker.batch.current.tries == _MOST_TRIES:
-                    self._blame(worker, f"the worker processes died {_MOST_TRIES} times while it ran", "error")
+                    self._blame(
+                        worker,
+                        f"the worker processes died {_MOST_TRIES} times while it ran",
+                        "error",
+                    )
             self._forget(worker)
         self._nursery = self._make_nursery()
         if ready or not self._give_up_starting(f"exit code {code}"):
             self._staff()
 
     def _log_full(self) -> None:
-        self._emit("reward.output_dropped", log=str(self._log or "stderr"), kept_bytes=self._log_bytes)
+        self._emit(
+            "reward.output_dropped", log=str(self._log or "stderr"), kept_bytes=self._log_bytes
+        )
 
     def _give_up_starting(self, how: str) -> bool:
-        """Count a process that ended before it was ready; past the limit end every call with the reason."""
+        """Count a process that ended before it was ready; past the limit end every call with the
+        reason."""
         self._false_starts += 1
         if self._false_starts < _MOST_FALSE_STARTS:
             return False
         self._end_all(
             DeadlineError(
-                f"the reward workers did not start in {self._false_starts} tries; the last one ended with {how}",
-                hint=f"what they said is {f'in {self._log}' if self._log else 'on stderr'}; they need the packages of "
+                f"the reward workers did not start in {self._false_starts} tries; the last one "
+                f"ended with {how}",
+                hint=f"what they said is {f'in {self._log}' if self._log else 'on stderr'}; they "
+                "need the packages of "
                 "this environment",
             )
         )
@@ -362,7 +405,8 @@ class Pool:
             call.done.set()
 
     async def close(self) -> None:
-        """End every worker, what workers started, and the nursery. Calls that still wait end with timeouts."""
+        """End every worker, what workers started, and the nursery. Calls that still wait end with
+        timeouts."""
         if self._closed:
             return
         self._closed = True
@@ -394,6 +438,8 @@ def _read_verdict(body: bytes) -> Verdict | None:
 
 def libraries(setup: Setup) -> list[str]:
     """What the nursery loads before it forks."""
-    latex = any(part["kind"] == "answer" and part["compare"] in ("auto", "latex") for part in setup.parts)
+    latex = any(
+        part["kind"] == "answer" and part["compare"] in ("auto", "latex") for part in setup.parts
+    )
     gym = any(part["kind"] == "reasoning_gym" for part in setup.parts)
     return ["math_verify"] * latex + ["reasoning_gym"] * gym

@@ -1,4 +1,5 @@
-"""Family: the processes that a process has started. In: /proc. Out: process numbers; ended processes."""
+"""Family: the processes that a process has started. In: /proc. Out: process numbers; ended
+processes."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ def children() -> list[int]:
 
 
 def end_orphans(keep: Collection[int]) -> bool:
-    """Kill and collect every child that is not to be kept. True when none is left. To be called again until then: the
-    children of a killed one come to a subreaper."""
+    """Kill and collect every child that is not to be kept. True when none is left. To be called
+    again until then: the children of a killed one come to a subreaper."""
     orphans = [pid for pid in children() if pid not in keep]
     for pid in orphans:
         with contextlib.suppress(ProcessLookupError):

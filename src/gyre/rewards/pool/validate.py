@@ -1,8 +1,8 @@
-"""Contract check: runs a user's reward function on samples before anything expensive. In: path, sample rollouts.
-Out: nothing, or InputError with the case that fails.
+"""Contract check: runs a user's reward function on samples before anything expensive. In: path,
+sample rollouts. Out: nothing, or InputError with the case that fails.
 
-The function runs in a process of its own, which is ended when it takes too long. What it prints goes to the log, up to
-a bound.
+The function runs in a process of its own, which is ended when it takes too long. What it prints
+goes to the log, up to a bound.
 """
 
 from __future__ import annotations
@@ -38,14 +38,21 @@ from gyre.rewards.pool.output import BoundedLog
 
 _IMPORT_S = 120.0  # for the user's module and what it imports
 _LOG_BYTES = 1 << 20
-_HINT = "the function must return a finite number (or a number and a reason) for every completion, also a senseless one"
+_HINT = (
+    "the function must return a finite number (or a number and a reason) for every "
+    "completion, also a senseless one"
+)
 
 
-def check_rewards(config: RewardsConfig, samples: Sequence[Rollout], *, log: Path | None = None) -> None:
+def check_rewards(
+    config: RewardsConfig, samples: Sequence[Rollout], *, log: Path | None = None
+) -> None:
     """Check every function part of a config. `log` takes what they print; None is stderr."""
     for part in config.parts:
         if part.kind == "function":
-            check_reward_function(part.path, samples, options=part.options, limit_s=part.limit_s, log=log)
+            check_reward_function(
+                part.path, samples, options=part.options, limit_s=part.limit_s, log=log
+            )
 
 
 def check_reward_function(
@@ -56,8 +63,8 @@ def check_reward_function(
     limit_s: float = 5.0,
     log: Path | None = None,
 ) -> None:
-    """Run "module:function" on each sample and on an empty completion. InputError when it cannot be imported, raises,
-    returns no finite number, or takes longer than `limit_s` on one."""
+    """Run "module:function" on each sample and on an empty completion. InputError when it cannot be
+    imported, raises, returns no finite number, or takes longer than `limit_s` on one."""
     assert samples, "needs at least one sample"
     items = [_item(rollout, rollout.text) for rollout in samples]
     items.append(_item(samples[0], ""))
@@ -65,9 +72,12 @@ def check_reward_function(
     request = frame(Setup(parts=[part], sandbox="", memory_bytes=0))
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "gyre.rewards.pool.validate_child"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=worker_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=worker_environment(),
         start_new_session=True,
-    )  # fmt: skip
+    )
     kept_bytes = log.stat().st_size if log is not None and log.is_file() else 0
     printed = BoundedLog(str(log or ""), kept_bytes + _LOG_BYTES)
     try:
@@ -75,7 +85,9 @@ def check_reward_function(
         for item in items:
             case = f"on the completion {_short(item.text)} of the task {_short(item.task)}"
             body = _encode(item, case)
-            verdict = _hear(process, len(body).to_bytes(4, "little") + body, limit_s, fn, case, printed)
+            verdict = _hear(
+                process, len(body).to_bytes(4, "little") + body, limit_s, fn, case, printed
+            )
             if verdict.outcome != "ok":
                 said = verdict.reason.removeprefix(f"{fn} ")
                 raise InputError(f"reward function {fn!r}: {said}, {case}", hint=_HINT)
@@ -105,11 +117,18 @@ def _encode(item: Item, case: str) -> bytes:
     try:
         return encode_item(item)
     except (TypeError, ValueError) as error:
-        raise InputError(f"a reward's sample is no plain data: {error}, {case}", hint="keep tasks JSON-able") from error
+        raise InputError(
+            f"a reward's sample is no plain data: {error}, {case}", hint="keep tasks JSON-able"
+        ) from error
 
 
 def _hear(
-    process: subprocess.Popen[bytes], request: bytes, limit_s: float, fn: str, case: str, printed: BoundedLog
+    process: subprocess.Popen[bytes],
+    request: bytes,
+    limit_s: float,
+    fn: str,
+    case: str,
+    printed: BoundedLog,
 ) -> Verdict:
     """Send one request and wait for its verdict, `limit_s` at most."""
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -132,13 +151,18 @@ def _hear(
                 break
             buffer += data.get(process.stdout.fileno(), b"")
     if body is None:
-        raise InputError(f"reward function {fn!r} ended its process with exit code {process.wait()} {case}", hint=_HINT)
+        raise InputError(
+            f"reward function {fn!r} ended its process with exit code {process.wait()} {case}",
+            hint=_HINT,
+        )
     try:
         verdict = decode_verdict(body)
     except msgspec.DecodeError as error:
         raise _strange(fn, case) from error
     if verdict.index < 0 and verdict.outcome != "ok":
-        raise InputError(verdict.reason, hint="run from the folder that holds the module, or install it")
+        raise InputError(
+            verdict.reason, hint="run from the folder that holds the module, or install it"
+        )
     return verdict
 
 
@@ -150,7 +174,9 @@ def _take(buffer: bytearray, fn: str, case: str) -> bytes | None:
 
 
 def _strange(fn: str, case: str) -> InputError:
-    return InputError(f"reward function {fn!r} wrote to the channel that its verdicts go by {case}", hint=_HINT)
+    return InputError(
+        f"reward function {fn!r} wrote to the channel that its verdicts go by {case}", hint=_HINT
+    )
 
 
 def _short(value: Any) -> str:

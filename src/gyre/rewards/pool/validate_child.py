@@ -1,5 +1,6 @@
-"""Trial: the process in which a user's reward function is tried before a run. In (stdin): Setup, then Items, framed.
-Out (stdout): one Verdict each, the first (index -1) for the import. Caller: rewards.pool.validate, as `python -m`."""
+"""Trial: the process in which a user's reward function is tried before a run. In (stdin): Setup,
+then Items, framed. Out (stdout): one Verdict each, the first (index -1) for the import. Caller:
+rewards.pool.validate, as `python -m`."""
 
 from __future__ import annotations
 

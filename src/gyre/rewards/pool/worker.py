@@ -1,12 +1,13 @@
-"""Worker: the processes that judge. A nursery loads the libraries once and forks workers, so a killed one costs little.
+"""Worker: the processes that judge. A nursery loads the libraries once and forks workers, so a
+killed one costs little.
 
     scorer ── "fork N" + socket, "kill N" ──▶ nursery ──fork──▶ worker N ◀── Job / Verdict ──▶ scorer
            ◀── "gone N STATUS" ──────────────
 
-The nursery runs no reward. When the scorer goes, its socket closes: the nursery ends every worker and all that they
-started, then itself; likewise when its guard goes. What a worker started ends with it: it inherits its own orphans, and
-the nursery those of a worker that has ended, which it kills after a moment in which sandboxes clean up.
-Imports no torch, numpy or pydantic.
+The nursery runs no reward. When the scorer goes, its socket closes: the nursery ends every worker
+and all that they started, then itself; likewise when its guard goes. What a worker started ends
+with it: it inherits its own orphans, and the nursery those of a worker that has ended, which it
+kills after a moment in which sandboxes clean up. Imports no torch, numpy or pydantic.
 """
 
 from __future__ import annotations
@@ -82,12 +83,15 @@ def nursery(control: socket.socket, guard_fd: int) -> NoReturn:
 
 
 def tell_gone(control: socket.socket, name: str, status: int) -> None:
-    """Say that a worker has ended. A scorer that is leaving may have left such news unread, which resets the socket."""
+    """Say that a worker has ended. A scorer that is leaving may have left such news unread, which
+    resets the socket."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         control.send(f"gone {name} {os.waitstatus_to_exitcode(status)}".encode())
 
 
-def _obey(control: socket.socket, guard_fd: int, workers: dict[int, tuple[str, int]], poll: select.poll) -> None:
+def _obey(
+    control: socket.socket, guard_fd: int, workers: dict[int, tuple[str, int]], poll: select.poll
+) -> None:
     """Take one order of the scorer's."""
     try:
         message, files, _, _ = socket.recv_fds(control, 4096, 1)
@@ -113,7 +117,8 @@ def _end_all() -> NoReturn:
 
 
 def _kill_group(pid: int) -> None:
-    """A worker with what it started; it may have ended already, but until we wait for it its number is its own."""
+    """A worker with what it started; it may have ended already, but until we wait for it its number
+    is its own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
@@ -149,7 +154,8 @@ def serve(channel: socket.socket) -> None:
     setup = decode_setup(_next_frame(channel, buffer) or b"")
     if setup.memory_bytes:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(resource.RLIMIT_AS, (setup.memory_bytes, hard))  # programs in the sandbox have their own
+        # programs in the sandbox have their own
+        resource.setrlimit(resource.RLIMIT_AS, (setup.memory_bytes, hard))
     known = bytearray()  # verdicts not yet told
 
     def tell() -> None:
@@ -177,7 +183,9 @@ def serve(channel: socket.socket) -> None:
                 items[place] = decode_item(job.items[place])
             verdict = judge(index, checks[part], items[place], token=job.token)
             worn = wear.reason() if not quick[part] or index + 1 == len(job.checks) else ""
-            verdict = msgspec.structs.replace(verdict, decided_inside=sum(inside), refused_calls=dict(refused))
+            verdict = msgspec.structs.replace(
+                verdict, decided_inside=sum(inside), refused_calls=dict(refused)
+            )
             known += frame(msgspec.structs.replace(verdict, worn=worn))
             inside.clear()
             refused.clear()
@@ -199,7 +207,10 @@ class Wear:
         grown_bytes = _address_space_bytes() - self._first_bytes
         if self._most_bytes and self._first_bytes + grown_bytes > self._most_bytes:
             grown = f"{grown_bytes >> 20} MiB more than at its start"
-            return f"its rewards hold {grown}, over {_LEAK_SHARE:.0%} of what rewards.worker_memory_mib leaves"
+            return (
+                f"its rewards hold {grown}, over {_LEAK_SHARE:.0%} of what "
+                "rewards.worker_memory_mib leaves"
+            )
         num_children = len(process_tree.children())
         if num_children > _MOST_CHILDREN:
             return f"its rewards left {num_children} processes behind, more than {_MOST_CHILDREN}"
@@ -212,10 +223,13 @@ def _address_space_bytes() -> int:
 
 
 def build_checks(
-    setup: Setup, before_slow: Callable[[], None], decided_inside: Callable[[int], None], refused: Counter[str]
+    setup: Setup,
+    before_slow: Callable[[], None],
+    decided_inside: Callable[[int], None],
+    refused: Counter[str],
 ) -> list[Check]:
-    """The checks of all parts, with one sandbox cell among them, started at the first program. System calls that it
-    refuses are added to `refused`."""
+    """The checks of all parts, with one sandbox cell among them, started at the first program.
+    System calls that it refuses are added to `refused`."""
     cell = Cell(cast(Mode, setup.sandbox)) if setup.sandbox else None
 
     def run(program: Program, limits: Limits) -> ProgramResult:
@@ -224,19 +238,28 @@ def build_checks(
         refused.update(result.refused_calls)
         return result
 
-    tools = Tools(run=run if cell is not None else None, before_slow=before_slow, decided_inside=decided_inside)
+    tools = Tools(
+        run=run if cell is not None else None,
+        before_slow=before_slow,
+        decided_inside=decided_inside,
+    )
     return [build_check(part, tools) for part in setup.parts]
 
 
 def judge(index: int, check: Check, item: Item, *, token: bytes = b"") -> Verdict:
-    """Run one check. Whatever it raises is its verdict. A copy of this process that the check forked ends here."""
+    """Run one check. Whatever it raises is its verdict. A copy of this process that the check
+    forked ends here."""
     started_s, me = time.monotonic(), os.getpid()
     try:
         value, reason, outcome = check(item)
     except MemoryError:
         value, reason, outcome = 0.0, "it needs more memory than a worker may use", "error"
     except Exception as error:  # noqa: BLE001 - becomes a labelled score, and an event at the scorer
-        value, reason, outcome = 0.0, f"{type(error).__name__}{place_of(error)}: {error}"[:500], "error"
+        value, reason, outcome = (
+            0.0,
+            f"{type(error).__name__}{place_of(error)}: {error}"[:500],
+            "error",
+        )
     if os.getpid() != me:
         os._exit(0)
     if outcome == "ok" and not math.isfinite(value):

@@ -1,7 +1,7 @@
 """Bubble: the same walls put up by bubblewrap, for machines that let only `bwrap` make namespaces.
 
-In: limits and folders. Out: a command that starts a fresh Python inside, which runs this file as a script and becomes
-the program. Slower than the zygote's own namespaces, since nothing is warm.
+In: limits and folders. Out: a command that starts a fresh Python inside, which runs this file as a
+script and becomes the program. Slower than the zygote's own namespaces, since nothing is warm.
 """
 
 from __future__ import annotations
@@ -22,17 +22,31 @@ _MASKED = ("/proc/sysrq-trigger", "/proc/kcore", "/proc/keys", "/proc/timer_list
 
 
 def options(folders: list[str], *, staged: bool) -> list[str]:
-    """The walls as arguments of bwrap. `staged`: first bind what may be hidden from other users than root where every
-    user can reach it; then the caller may become one."""
+    """The walls as arguments of bwrap. `staged`: first bind what may be hidden from other users
+    than root where every user can reach it; then the caller may become one."""
     inside = f"{_PACKAGE}/gyre/rewards/sandbox"
     shown = rootfs.shown(folders)
     links = {path: os.readlink(path) for path in shown if os.path.islink(path)}
     own = [path for path in shown if path not in links and path in map(os.path.realpath, folders)]
     sources = rootfs.stage([*own, _JAIL]) if staged else {}
-    words = ["bwrap", "--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000", "--cap-drop", "ALL"]
+    words = [
+        "bwrap",
+        "--unshare-all",
+        "--unshare-user",
+        "--uid",
+        "1000",
+        "--gid",
+        "1000",
+        "--cap-drop",
+        "ALL",
+    ]
     words += ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
     for path in shown:
-        words += ["--symlink", links[path], path] if path in links else ["--ro-bind", sources.get(path, path), path]
+        words += (
+            ["--symlink", links[path], path]
+            if path in links
+            else ["--ro-bind", sources.get(path, path), path]
+        )
     words += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"]
     for path in filter(os.path.exists, _MASKED):
         words += ["--ro-bind", "/dev/null", path]
@@ -44,11 +58,38 @@ def options(folders: list[str], *, staged: bool) -> list[str]:
 
 
 def command(words: list[str], limits: dict[str, Any]) -> list[str]:
-    """Arguments of bwrap for one program. The payload is open at 3 and the zygote's channel at 4."""
-    words = [*words, "--size", str(limits["file_bytes"]), "--tmpfs", rootfs.WORK, "--symlink", rootfs.WORK, "/tmp"]
-    words += ["--setenv", "PYTHONPATH", _PACKAGE, "--setenv", "HOME", rootfs.WORK, "--setenv", "TMPDIR", rootfs.WORK]
+    """Arguments of bwrap for one program. The payload is open at 3 and the zygote's channel at
+    4."""
+    words = [
+        *words,
+        "--size",
+        str(limits["file_bytes"]),
+        "--tmpfs",
+        rootfs.WORK,
+        "--symlink",
+        rootfs.WORK,
+        "/tmp",
+    ]
+    words += [
+        "--setenv",
+        "PYTHONPATH",
+        _PACKAGE,
+        "--setenv",
+        "HOME",
+        rootfs.WORK,
+        "--setenv",
+        "TMPDIR",
+        rootfs.WORK,
+    ]
     words += ["--remount-ro", "/", "--chdir", rootfs.WORK]
-    python = [sys.executable, "-S", "-s", "-P", "-B", f"{_PACKAGE}/gyre/rewards/sandbox/bubblewrap.py"]
+    python = [
+        sys.executable,
+        "-S",
+        "-s",
+        "-P",
+        "-B",
+        f"{_PACKAGE}/gyre/rewards/sandbox/bubblewrap.py",
+    ]
     return [*words, *python, json.dumps(limits)]
 
 
@@ -67,7 +108,10 @@ def main(limits: dict[str, Any]) -> None:
     stage = program.ProgramStage(rootfs.WORK)
     stage.set_up()
     status = socket.socket(fileno=_STATUS_FD)
-    sockstat, work = os.open("/proc/self/net/sockstat", os.O_RDONLY), os.open(rootfs.WORK, os.O_PATH)
+    sockstat, work = (
+        os.open("/proc/self/net/sockstat", os.O_RDONLY),
+        os.open(rootfs.WORK, os.O_PATH),
+    )
     payload = program.prepare(_PAYLOAD_FD, stage)
     program.announce(status, syscall_filter.CallFilter(), sockstat=sockstat, work=work)
     program.run(payload, stage)

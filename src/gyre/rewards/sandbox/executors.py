@@ -1,7 +1,9 @@
-"""Executors: start programs in the sandbox and bring back what came of them. In: Program, Limits. Out: ProgramResult.
+"""Executors: start programs in the sandbox and bring back what came of them. In: Program, Limits.
+Out: ProgramResult.
 
-`Cell` owns one zygote (see sandbox.fork_server) and runs one program at a time, blocking: for worker processes. `Cells` is the
-asynchronous Sandbox of the contract: some cells, each behind a thread.
+`Cell` owns one zygote (see sandbox.fork_server) and runs one program at a time, blocking: for
+worker processes. `Cells` is the asynchronous Sandbox of the contract: some cells, each behind a
+thread.
 """
 
 from __future__ import annotations
@@ -29,12 +31,16 @@ from gyre.rewards.sandbox.records import Limits, Mode, Program, ProgramResult, c
 Wish = Literal["strong", "weak", "auto"]
 
 _ISOLATION = {
-    "strong": "namespaces: no network, own read-only file system, own processes, no capabilities, listed calls",
-    "bubblewrap": "bubblewrap: no network, own read-only file system, own processes, no capabilities, listed calls",
-    "weak": "weak: limits and listed system calls only; network, files and user are shared with this machine",
+    "strong": "namespaces: no network, own read-only file system, own processes, no capabilities, "
+    "listed calls",
+    "bubblewrap": "bubblewrap: no network, own read-only file system, own processes, no "
+    "capabilities, listed calls",
+    "weak": "weak: limits and listed system calls only; network, files and user are shared with "
+    "this machine",
 }
 _START_S = 20.0  # until a zygote has answered
-_SLACK_S = 20.0  # beyond the wall limit, until a zygote that does not answer is replaced; weak mode clears a disk
+# beyond the wall limit, until a zygote that does not answer is replaced; weak mode clears a disk
+_SLACK_S = 20.0
 _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE: nobody changes the file any more
 
 
@@ -43,7 +49,8 @@ class IsolationUnavailable(Exception):
 
 
 class Cell:
-    """One zygote. Runs one program at a time; a zygote that dies is replaced at the next program."""
+    """One zygote. Runs one program at a time; a zygote that dies is replaced at the next
+    program."""
 
     def __init__(self, mode: Mode) -> None:
         self.mode: Mode = mode
@@ -54,7 +61,16 @@ class Cell:
     def start(self) -> None:
         """Start the zygote and wait until it is ready. Unavailable when the machine refuses."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-S", "-s", "-P", "-B", "-m", "gyre.rewards.sandbox.fork_server", self.mode]
+        command = [
+            sys.executable,
+            "-S",
+            "-s",
+            "-P",
+            "-B",
+            "-m",
+            "gyre.rewards.sandbox.fork_server",
+            self.mode,
+        ]
         with theirs:
             self._zygote = subprocess.Popen(
                 [*command, str(theirs.fileno()), shutil.which("bwrap") or "", *_shown_folders()],
@@ -80,8 +96,15 @@ class Cell:
             except IsolationUnavailable as error:
                 return _failed(str(error))
         assert self._socket is not None
-        payload = {"source": program.source, "argv": list(program.argv), "files": dict(program.files)}
-        inputs = [_sealed(marshal.dumps(payload)), _sealed(program.stdin.encode("utf-8", "replace"))]
+        payload = {
+            "source": program.source,
+            "argv": list(program.argv),
+            "files": dict(program.files),
+        }
+        inputs = [
+            _sealed(marshal.dumps(payload)),
+            _sealed(program.stdin.encode("utf-8", "replace")),
+        ]
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
         try:
@@ -100,8 +123,9 @@ class Cell:
             os.close(err_read)
 
     def _follow(self, out_fd: int, err_fd: int, limits: Limits) -> ProgramResult:
-        """Collect output until the zygote says that the run is over: then every process of it is gone, and what its
-        pipes hold is taken without waiting for their end, which a socket that holds itself open would keep away."""
+        """Collect output until the zygote says that the run is over: then every process of it is
+        gone, and what its pipes hold is taken without waiting for their end, which a socket that
+        holds itself open would keep away."""
         assert self._socket is not None
         control = self._socket.fileno()
         collected: dict[int, bytearray] = {out_fd: bytearray(), err_fd: bytearray()}
@@ -135,7 +159,9 @@ class Cell:
             while len(kept) <= limits.output_bytes and _take(fd, kept):
                 pass
             del kept[limits.output_bytes :]
-        return _result(answer, bytes(collected[out_fd]), bytes(collected[err_fd]), limits, flooded=asked)
+        return _result(
+            answer, bytes(collected[out_fd]), bytes(collected[err_fd]), limits, flooded=asked
+        )
 
     def close(self) -> None:
         """End the zygote and whatever it runs."""
@@ -152,7 +178,8 @@ class Cell:
 
 
 class Cells:
-    """The Sandbox of the contract: up to `in_flight` programs at a time, the others wait in order."""
+    """The Sandbox of the contract: up to `in_flight` programs at a time, the others wait in
+    order."""
 
     def __init__(self, mode: Mode, *, in_flight: int = 2) -> None:
         self.mode: Mode = mode
@@ -164,7 +191,9 @@ class Cells:
         self._threads = ThreadPoolExecutor(in_flight, thread_name_prefix="sandbox")
 
     async def run(self, program: Program, *, limits: Limits) -> ProgramResult:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, program, limits)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._run, program, limits
+        )
 
     def _run(self, program: Program, limits: Limits) -> ProgramResult:
         cell = self._idle.get()
@@ -181,7 +210,8 @@ class Cells:
 
 
 def choose_mode(wish: Wish, *, emit: Callable[..., None]) -> Mode:
-    """Try what the machine allows and say so: `sandbox.started`, or `sandbox.weak` where walls are missing.
+    """Try what the machine allows and say so: `sandbox.started`, or `sandbox.weak` where walls are
+    missing.
 
     "strong" raises ConfigError where the machine has no strong mode; "weak" does not try.
     """
@@ -193,17 +223,31 @@ def choose_mode(wish: Wish, *, emit: Callable[..., None]) -> Mode:
             refusals[mode] = str(error)
             continue
         isolation, counted = _ISOLATION[mode], bool(refusals)  # the second choice is a fallback
-        emit("sandbox.started", mode=mode, isolation=isolation, note=note, refused=refusals, counted=counted)
+        emit(
+            "sandbox.started",
+            mode=mode,
+            isolation=isolation,
+            note=note,
+            refused=refusals,
+            counted=counted,
+        )
         return mode
     said = "; ".join(f"{mode}: {why}" for mode, why in refusals.items())
     if wish == "strong":
         raise ConfigError(
             f'rewards.sandbox = "strong", but this machine refuses the isolation ({said})',
-            hint="allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone = 1, or the AppArmor "
-            'setting kernel.apparmor_restrict_unprivileged_userns = 0), install bubblewrap, or set sandbox = "auto" '
+            hint="allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone = "
+            "1, or the AppArmor "
+            "setting kernel.apparmor_restrict_unprivileged_userns = 0), install bubblewrap, or "
+            'set sandbox = "auto" '
             "to run programs without network and file system isolation",
         )
-    emit("sandbox.weak", mode="weak", isolation=_ISOLATION["weak"], reason=said or 'rewards.sandbox = "weak"')
+    emit(
+        "sandbox.weak",
+        mode="weak",
+        isolation=_ISOLATION["weak"],
+        reason=said or 'rewards.sandbox = "weak"',
+    )
     return "weak"
 
 
@@ -217,7 +261,8 @@ def _probe(mode: Mode) -> str:
         result = cell.run(Program(source="print('ready')"), limits=Limits())
         if result.outcome != "ok":
             raise IsolationUnavailable(
-                f"a first program ended as {result.outcome}: {result.detail or result.stderr[-300:]}"
+                f"a first program ended as {result.outcome}: "
+                f"{result.detail or result.stderr[-300:]}"
             )
         return cell.note
     finally:
@@ -230,14 +275,25 @@ def _shown_folders() -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """All that programs see of the environment; hashes are fixed so that a program prints the same each time."""
+    """All that programs see of the environment; hashes are fixed so that a program prints the same
+    each time."""
     package = str(Path(__file__).resolve().parents[3])
     path = "/usr/local/bin:/usr/bin:/bin"
-    return {"PATH": path, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONPATH": package}
+    return {
+        "PATH": path,
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+        "PYTHONUTF8": "1",
+        "PYTHONPATH": package,
+    }
 
 
 def _first_words(message: bytes) -> dict:
-    return marshal.loads(message) if message else {"ok": False, "error": "the zygote died while starting"}
+    return (
+        marshal.loads(message)
+        if message
+        else {"ok": False, "error": "the zygote died while starting"}
+    )
 
 
 def _sealed(data: bytes) -> int:
@@ -261,7 +317,9 @@ def _take(fd: int, into: bytearray) -> bool:
     return bool(data)
 
 
-def _result(answer: dict, out: bytes, err: bytes, limits: Limits, *, flooded: bool) -> ProgramResult:
+def _result(
+    answer: dict, out: bytes, err: bytes, limits: Limits, *, flooded: bool
+) -> ProgramResult:
     stdout, stderr = out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
     reason = "output" if flooded else answer["reason"]
     outcome, detail = classify(
@@ -276,4 +334,6 @@ def _result(answer: dict, out: bytes, err: bytes, limits: Limits, *, flooded: bo
 
 
 def _failed(why: str) -> ProgramResult:
-    return ProgramResult(outcome="failed", stdout="", stderr="", exit_code=None, wall_s=0.0, cpu_s=0.0, detail=why)
+    return ProgramResult(
+        outcome="failed", stdout="", stderr="", exit_code=None, wall_s=0.0, cpu_s=0.0, detail=why
+    )

@@ -1,7 +1,8 @@
 """Folder: a weak run's work folder on disk. In: its path. Out: what is in it; gone at the end.
 
-A program may nest folders past the longest path that the kernel takes, and lock them. So nothing here follows a long
-path: folders are opened by their names in their parents, and moved up before they are removed.
+A program may nest folders past the longest path that the kernel takes, and lock them. So nothing
+here follows a long path: folders are opened by their names in their parents, and moved up before
+they are removed.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ def make() -> str:
 def used(folder: str, pids: list[int], most_entries: int) -> tuple[int, int]:
     """Bytes of files on disk and number of entries, with removed files that a process holds open.
 
-    Stops counting past `most_entries`. What the program has locked or moves meanwhile is seen at the end, by `remove`.
+    Stops counting past `most_entries`. What the program has locked or moves meanwhile is seen at
+    the end, by `remove`.
     """
     size_bytes = entries = 0
     device = os.stat(folder).st_dev
     fd = _open(folder)
-    waiting: list[list[str]] = [os.listdir(fd)]  # names not yet looked at, for each folder from the top to this one
+    # names not yet looked at, for each folder from the top to this one
+    waiting: list[list[str]] = [os.listdir(fd)]
     try:
         while waiting and entries <= most_entries:
             if not waiting[-1]:
@@ -50,7 +53,9 @@ def used(folder: str, pids: list[int], most_entries: int) -> tuple[int, int]:
     finally:
         os.close(fd)
     removed = {found.st_ino: found for found in _removed(pids) if found.st_dev == device}
-    return size_bytes + sum(found.st_blocks * 512 for found in removed.values()), entries + len(removed)
+    return size_bytes + sum(found.st_blocks * 512 for found in removed.values()), entries + len(
+        removed
+    )
 
 
 def _step(fd: int, name: str) -> int:
@@ -61,7 +66,8 @@ def _step(fd: int, name: str) -> int:
 
 
 def remove(folder: str) -> int:
-    """Remove the folder with what the program left in it, however deep and locked. OSError when that fails.
+    """Remove the folder with what the program left in it, however deep and locked. OSError when
+    that fails.
 
     Returns the bytes that its files held on disk.
     """
@@ -118,7 +124,8 @@ def _removed(pids: list[int]) -> list[os.stat_result]:
     """Files without a name that processes hold open."""
     found = []
     for pid in pids:
-        with contextlib.suppress(FileNotFoundError, PermissionError, ProcessLookupError):  # it ended meanwhile
+        # it ended meanwhile
+        with contextlib.suppress(FileNotFoundError, PermissionError, ProcessLookupError):
             for name in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(FileNotFoundError):
                     status = os.stat(f"/proc/{pid}/fd/{name}")

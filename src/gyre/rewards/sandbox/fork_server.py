@@ -1,12 +1,13 @@
-"""Zygote: a warm Python that forks one fresh, locked-in process per program. Runs as a script of its own.
+"""Zygote: a warm Python that forks one fresh, locked-in process per program. Runs as a script of
+its own.
 
     client ── limits + 4 open files ──▶ zygote ──fork──▶ program: process 1 of new namespaces
            ◀── how it ended ───────────                  reads source and input, writes to the client's pipes
 
-The zygote never sees a program: source and input arrive as open files that only the program's process reads, and
-output goes through pipes to the client. So no fork can find anything of another run in its memory. One run at a time.
-When the client goes, so does the zygote, and with it (strong mode) its whole process namespace.
-argv: mode, socket number, path of bwrap, folders to show.
+The zygote never sees a program: source and input arrive as open files that only the program's
+process reads, and output goes through pipes to the client. So no fork can find anything of another
+run in its memory. One run at a time. When the client goes, so does the zygote, and with it (strong
+mode) its whole process namespace. argv: mode, socket number, path of bwrap, folders to show.
 """
 
 from __future__ import annotations
@@ -21,11 +22,33 @@ import time
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from gyre.rewards.sandbox import bubblewrap, folder, kernel, meter, program, rootfs, syscall_filter, watchdog
+from gyre.rewards.sandbox import (
+    bubblewrap,
+    folder,
+    kernel,
+    meter,
+    program,
+    rootfs,
+    syscall_filter,
+    watchdog,
+)
 from gyre.rewards.sandbox.run import ClientGone, ProgramRun
 
-# Loaded once so that programs find them warm. Each extension library among them makes every fork a little slower.
-_WARM = ("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "random", "re", "string", "typing")
+# Loaded once so that programs find them warm. Each extension library among them makes every fork a
+# little slower.
+_WARM = (
+    "bisect",
+    "collections",
+    "copy",
+    "functools",
+    "heapq",
+    "itertools",
+    "math",
+    "random",
+    "re",
+    "string",
+    "typing",
+)
 _WARM_SOURCE = """
 class A:
     def f(self, x):
@@ -46,7 +69,8 @@ class Jail:
     bwrap: str  # path, for bubblewrap
     walls: list[str]  # bubblewrap: its options
     stage: program.ProgramStage | None  # strong: put up once, in the zygote
-    call_filter: syscall_filter.CallFilter | None  # weak: None where the machine has none; bubblewrap installs its own
+    # weak: None where the machine has none; bubblewrap installs its own
+    call_filter: syscall_filter.CallFilter | None
     buffer_sizes: tuple[int, int]  # of a socket and of a TCP connection
 
     @property
@@ -56,14 +80,17 @@ class Jail:
 
 def main(mode: str, socket_fd: int, bwrap: str, folders: list[str]) -> NoReturn:
     """Set up, say how, then serve until the client hangs up."""
-    client = socket.socket(fileno=os.dup(socket_fd))  # the lowest number: a child closes those of its limit only
+    # the lowest number: a child closes those of its limit only
+    client = socket.socket(fileno=os.dup(socket_fd))
     os.close(socket_fd)
     sys.executable = os.path.realpath(sys.executable)
     try:
         if mode != "bubblewrap":  # a bwrap with the setuid bit could not use it
             kernel.forbid_new_privileges()
         program.limit_for_all()
-        call_filter = syscall_filter.CallFilter() if mode != "weak" or syscall_filter.available() else None
+        call_filter = (
+            syscall_filter.CallFilter() if mode != "weak" or syscall_filter.available() else None
+        )
         buffer_sizes, walls = meter.buffer_sizes(), []
         if mode == "bubblewrap":
             walls, note = _enter_bubblewrap(folders)
@@ -79,7 +106,14 @@ def main(mode: str, socket_fd: int, bwrap: str, folders: list[str]) -> NoReturn:
         os.environ.update({"HOME": rootfs.WORK, "TMPDIR": rootfs.WORK})
         stage = program.ProgramStage(rootfs.WORK)
         stage.set_up()
-    jail = Jail(mode=mode, bwrap=bwrap, walls=walls, stage=stage, call_filter=call_filter, buffer_sizes=buffer_sizes)
+    jail = Jail(
+        mode=mode,
+        bwrap=bwrap,
+        walls=walls,
+        stage=stage,
+        call_filter=call_filter,
+        buffer_sizes=buffer_sizes,
+    )
     client.send(marshal.dumps({"ok": True, "note": note}))
     gc.collect()
     gc.disable()
@@ -90,12 +124,14 @@ def main(mode: str, socket_fd: int, bwrap: str, folders: list[str]) -> NoReturn:
 
 
 def _enter_strong(folders: list[str]) -> str:
-    """Take an own root and own namespaces, as a user without rights outside. Returns what is worth a note."""
+    """Take an own root and own namespaces, as a user without rights outside. Returns what is worth
+    a note."""
     user, group = os.geteuid(), os.getegid()
     spaces = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
     note = ""
     if user == 0 and _try_mount_namespace():
-        # Real root can show Python even where only root may read it, and then has no more use for being root.
+        # Real root can show Python even where only root may read it, and then has no more use for
+        # being root.
         rootfs.build_root(folders)
         _become_nobody()
         kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | spaces)
@@ -131,8 +167,8 @@ def _become_nobody() -> None:
 
 
 def _enter_bubblewrap(folders: list[str]) -> tuple[list[str], str]:
-    """bwrap maps the program's user to ours, and the machine's settings ask for the user alone: never be root. Returns
-    bwrap's options and what is worth a note."""
+    """bwrap maps the program's user to ours, and the machine's settings ask for the user alone:
+    never be root. Returns bwrap's options and what is worth a note."""
     kernel.become_subreaper()
     as_root = os.geteuid() == 0
     staged = as_root and _try_mount_namespace()
@@ -149,11 +185,16 @@ def _enter_weak() -> str:
     """Be the one that inherits every orphan, so that none is missed."""
     kernel.become_subreaper()
     user = "programs run as root" if os.geteuid() == 0 else "programs run as the same user"
-    return user if syscall_filter.available() else f"{user}; system calls are not filtered, System V objects may stay"
+    return (
+        user
+        if syscall_filter.available()
+        else f"{user}; system calls are not filtered, System V objects may stay"
+    )
 
 
 def _warm_up() -> None:
-    """Load what programs will want; the first compile of a process builds tables. All of it is ours and constant."""
+    """Load what programs will want; the first compile of a process builds tables. All of it is ours
+    and constant."""
     for name in _WARM:
         __import__(name)
     exec(compile(_WARM_SOURCE, "warm", "exec"), {})
@@ -171,18 +212,26 @@ def _serve_one(client: socket.socket, jail: Jail) -> bool:
     limits = marshal.loads(message)
     if jail.mode == "bubblewrap":
         limits["processes"] += bubblewrap.OWN_PROCESSES
-    # A weak run's folder, where the program itself and the files that it comes with take whole blocks.
+    # A weak run's folder, where the program itself and the files that it comes with take whole
+    # blocks.
     limits["disk_bytes"] = limits["file_bytes"] + os.fstat(files[0]).st_size + (64 << 10)
     started_s, cpu_before_s = time.monotonic(), watchdog.children_cpu_s()
-    stage = jail.stage or program.ProgramStage(folder.make() if jail.mode == "weak" else rootfs.WORK)
+    stage = jail.stage or program.ProgramStage(
+        folder.make() if jail.mode == "weak" else rootfs.WORK
+    )
     status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = _fork(limits, files, theirs, stage, jail)
     for fd in (*files, theirs.detach()):
         os.close(fd)
     run = ProgramRun(
-        child, status, limits, mode=jail.mode, work_folder=stage.folder, buffer_sizes=jail.buffer_sizes,
+        child,
+        status,
+        limits,
+        mode=jail.mode,
+        work_folder=stage.folder,
+        buffer_sizes=jail.buffer_sizes,
         cpu_before_s=cpu_before_s,
-    )  # fmt: skip
+    )
     try:
         reason = run.wait(client, started_s)
     except ClientGone:
@@ -215,9 +264,14 @@ def _serve_one(client: socket.socket, jail: Jail) -> bool:
 
 
 def _fork(
-    limits: dict[str, Any], files: list[int], status: socket.socket, stage: program.ProgramStage, jail: Jail
+    limits: dict[str, Any],
+    files: list[int],
+    status: socket.socket,
+    stage: program.ProgramStage,
+    jail: Jail,
 ) -> int:
-    """Fork the program's process; in strong mode as process 1 of a new namespace, so that all dies with it."""
+    """Fork the program's process; in strong mode as process 1 of a new namespace, so that all dies
+    with it."""
     own = -1
     if jail.strong:
         own = os.open("/proc/self/ns/pid", os.O_RDONLY)
@@ -232,16 +286,23 @@ def _fork(
 
 
 def _become_program(
-    limits: dict[str, Any], files: list[int], status: socket.socket, stage: program.ProgramStage, jail: Jail
+    limits: dict[str, Any],
+    files: list[int],
+    status: socket.socket,
+    stage: program.ProgramStage,
+    jail: Jail,
 ) -> NoReturn:
-    """Lock in, then run. What fails before the program starts is told on the channel, which the program never has."""
+    """Lock in, then run. What fails before the program starts is told on the channel, which the
+    program never has."""
     try:
         status = _arrange(files, status)
         os.setsid()
         if jail.mode == "bubblewrap":
             os.execv(jail.bwrap, bubblewrap.command(jail.walls, limits))
         if jail.mode == "strong":
-            kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
+            kernel.unshare(
+                kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+            )
             own_folder = os.open("/proc/self", os.O_PATH)
             rootfs.mount_proc(read_only=True)
             rootfs.mount_work_folder(limits["file_bytes"])
@@ -264,7 +325,8 @@ def _become_program(
 
 
 def _arrange(files: list[int], status: socket.socket) -> socket.socket:
-    """Put stdin, stdout and stderr in their places, the payload at 3 and the channel at 4; close all else."""
+    """Put stdin, stdout and stderr in their places, the payload at 3 and the channel at 4; close
+    all else."""
     payload, stdin, stdout, stderr, channel = (
         os.dup2(fd, 100 + place) for place, fd in enumerate((*files, status.detach()))
     )

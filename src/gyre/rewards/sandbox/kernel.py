@@ -1,4 +1,5 @@
-"""Kernel: the system calls that Python 3.11 has no name for. In: plain values. Out: OSError or done.
+"""Kernel: the system calls that Python 3.11 has no name for. In: plain values. Out: OSError or
+done.
 
 Namespaces, mounts, capabilities and seccomp, through libc. Knows nothing of programs or limits.
 """
@@ -51,7 +52,9 @@ def setns(fd: int, flags: int) -> None:
     _check(_libc.setns(fd, flags), "setns")
 
 
-def mount(source: str | None, target: str, kind: str | None, flags: int = 0, data: str | None = None) -> None:
+def mount(
+    source: str | None, target: str, kind: str | None, flags: int = 0, data: str | None = None
+) -> None:
     arguments = _bytes(source), _bytes(target), _bytes(kind), ctypes.c_ulong(flags), _bytes(data)
     _check(_libc.mount(*arguments), f"mount {kind or 'bind'} on {target}")
 
@@ -61,7 +64,10 @@ def restrict_mount(target: str, attributes: int, *, recursive: bool) -> None:
     request = struct.pack("QQQQ", attributes, 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
     number, size = ctypes.c_long(_SYS_MOUNT_SETATTR), ctypes.c_size_t(len(request))
-    _check(_libc.syscall(number, _AT_FDCWD, _bytes(target), flags, request, size), f"mount_setattr {target}")
+    _check(
+        _libc.syscall(number, _AT_FDCWD, _bytes(target), flags, request, size),
+        f"mount_setattr {target}",
+    )
 
 
 def pivot_into(new_root: str) -> None:
@@ -100,14 +106,19 @@ def drop_capabilities() -> None:
     _check(_libc.capset(header, bytes(24)), "capset")
 
 
-def map_one_user(inside: int, outside: int, group_outside: int, own_folder: int | None = None) -> None:
-    """Map one user and one group into the user namespace just made. `own_folder`: an open /proc/self."""
+def map_one_user(
+    inside: int, outside: int, group_outside: int, own_folder: int | None = None
+) -> None:
+    """Map one user and one group into the user namespace just made. `own_folder`: an open
+    /proc/self."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{inside} {outside} 1"),
         ("gid_map", f"{inside} {group_outside} 1"),
     ):
-        fd = os.open(f"/proc/self/{name}" if own_folder is None else name, os.O_WRONLY, dir_fd=own_folder)
+        fd = os.open(
+            f"/proc/self/{name}" if own_folder is None else name, os.O_WRONLY, dir_fd=own_folder
+        )
         try:
             os.write(fd, text.encode())
         finally:
@@ -115,7 +126,8 @@ def map_one_user(inside: int, outside: int, group_outside: int, own_folder: int 
 
 
 def install_filter(head: bytes, *, listen: bool) -> int:
-    """Apply a seccomp filter to this process and all that it starts. Returns the listener, or -1 without `listen`."""
+    """Apply a seccomp filter to this process and all that it starts. Returns the listener, or -1
+    without `listen`."""
     number = ctypes.c_long(_SYS_SECCOMP[platform.machine()])
     flags = ctypes.c_ulong(_SECCOMP_NEW_LISTENER if listen else 0)
     result = _libc.syscall(number, ctypes.c_ulong(_SECCOMP_SET_MODE_FILTER), flags, head)

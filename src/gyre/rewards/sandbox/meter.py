@@ -1,4 +1,5 @@
-"""Meter: memory of a run that no process shows as its own. In: sockets in use, metered calls, maps, locks. Out: bytes.
+"""Meter: memory of a run that no process shows as its own. In: sockets in use, metered calls, maps,
+locks. Out: bytes.
 
     sockets            what each may hold in its send buffer; the count holds unaccepted and closed ones, too
     TCP connections    what a send buffer may grow to
@@ -6,7 +7,8 @@
     epoll              a fixed size for each file watched, never given back
     file locks         a fixed size for each; more than 10,000 count as too much, since only reading them counts them
 
-Each is an upper bound. `SO_SNDBUF` and the like are refused (sandbox.syscalls), so a buffer stays as it was made.
+Each is an upper bound. `SO_SNDBUF` and the like are refused (sandbox.syscalls), so a buffer stays
+as it was made.
 """
 
 from __future__ import annotations
@@ -56,7 +58,11 @@ class MemoryMeter:
         for pid in pids:
             try:
                 with open(f"/proc/{pid}/maps", "rb") as file:
-                    alive.update((at[3], at[4]) for line in file if (at := line.split(None, 5))[1][3:4] == b"s")
+                    alive.update(
+                        (at[3], at[4])
+                        for line in file
+                        if (at := line.split(None, 5))[1][3:4] == b"s"
+                    )
             except OSError:
                 continue  # ended meanwhile
         return sum(heapq.nlargest(len(alive), self._shared))

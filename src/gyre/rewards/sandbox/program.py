@@ -1,10 +1,13 @@
-"""Program: the process that becomes the untrusted program. In: payload and limits. Out: never returns.
+"""Program: the process that becomes the untrusted program. In: payload and limits. Out: never
+returns.
 
-It is a fork of the zygote, so Python is warm; it locks itself in, then runs the source as `__main__`. From `lock_in`
-on it holds no capability, cannot get one, and sees only its own namespaces.
+It is a fork of the zygote, so Python is warm; it locks itself in, then runs the source as
+`__main__`. From `lock_in` on it holds no capability, cannot get one, and sees only its own
+namespaces.
 
-Each memory page that this process is the first to touch after the fork costs microseconds, and they are most of what a
-start costs. So what can be made ready in the zygote is made there (`ProgramStage`), and the code here is short and plain.
+Each memory page that this process is the first to touch after the fork costs microseconds, and they
+are most of what a start costs. So what can be made ready in the zygote is made there
+(`ProgramStage`), and the code here is short and plain.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ _RLIMIT_SIGPENDING, _QUEUED_SIGNALS = 11, 1024  # no name in the library
 
 
 class ProgramStage:
-    """What a program finds: a fresh `__main__`, streams, a clean module table. Made once, used by every fork."""
+    """What a program finds: a fresh `__main__`, streams, a clean module table. Made once, used by
+    every fork."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -41,8 +45,12 @@ class ProgramStage:
 
     def set_up(self) -> None:
         """Put it up in the zygote, which needs none of these things itself."""
-        sys.stdin = sys.__stdin__ = io.TextIOWrapper(_buffer(0, "r"), encoding="utf-8", errors="replace")
-        sys.stdout = sys.__stdout__ = io.TextIOWrapper(_buffer(1, "w"), encoding="utf-8", errors="backslashreplace")
+        sys.stdin = sys.__stdin__ = io.TextIOWrapper(
+            _buffer(0, "r"), encoding="utf-8", errors="replace"
+        )
+        sys.stdout = sys.__stdout__ = io.TextIOWrapper(
+            _buffer(1, "w"), encoding="utf-8", errors="backslashreplace"
+        )
         sys.stderr = sys.__stderr__ = io.TextIOWrapper(
             _buffer(2, "w"), encoding="utf-8", errors="backslashreplace", line_buffering=True
         )
@@ -68,7 +76,8 @@ def limit_for_all() -> None:
         _limit(which, most, most)
 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, hard), hard))  # `announce` lowers the other one
+    # `announce` lowers the other one
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, hard), hard))
 
 
 def limit(limits: dict[str, Any], *, processes: int) -> None:
@@ -89,8 +98,8 @@ def _limit(which: int, soft: int, hard: int) -> None:
 
 
 def lock_in(limits: dict[str, Any], own_folder: int) -> None:
-    """Strong mode: an own user namespace, so that processes are counted apart; no capabilities. `own_folder`: an open
-    /proc/self that can be written to."""
+    """Strong mode: an own user namespace, so that processes are counted apart; no capabilities.
+    `own_folder`: an open /proc/self that can be written to."""
     kernel.unshare(kernel.CLONE_NEWUSER)
     kernel.map_one_user(_USER, 0, 0, own_folder)
     os.close(own_folder)
@@ -98,16 +107,20 @@ def lock_in(limits: dict[str, Any], own_folder: int) -> None:
     kernel.drop_capabilities()
 
 
-def announce(status: socket.socket, call_filter: syscall_filter.CallFilter | None, **files: int) -> None:
-    """Install the filter, if any, say that the program starts now, and pass on what the zygote watches it by.
+def announce(
+    status: socket.socket, call_filter: syscall_filter.CallFilter | None, **files: int
+) -> None:
+    """Install the filter, if any, say that the program starts now, and pass on what the zygote
+    watches it by.
 
     `files` by name; all are closed here, so that nothing of ours is open in the program.
     """
     listener = call_filter.install() if call_filter is not None else -1
     if listener >= 0:
         files["listener"] = listener
-    # Files on their way are counted for all programs of a user together and held against the sender's own limit. With
-    # the full one here, programs, which have less, cannot use up what this needs.
+    # Files on their way are counted for all programs of a user together and held against the
+    # sender's own limit. With the full one here, programs, which have less, cannot use up what this
+    # needs.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     socket.send_fds(status, [" ".join(["started", *files]).encode()], list(files.values()))
@@ -117,7 +130,8 @@ def announce(status: socket.socket, call_filter: syscall_filter.CallFilter | Non
 
 
 def prepare(payload_fd: int, stage: ProgramStage) -> dict[str, Any]:
-    """Take the program from its file, {"source", "argv", "files"}, and write its files. The zygote never reads it."""
+    """Take the program from its file, {"source", "argv", "files"}, and write its files. The zygote
+    never reads it."""
     payload = marshal.loads(os.read(payload_fd, os.fstat(payload_fd).st_size))
     os.close(payload_fd)
     os.chdir(stage.folder)

@@ -1,6 +1,8 @@
-"""Sandbox: what a program may use and what came of it. In: Program, Limits. Out: ProgramResult. Pure records.
+"""Sandbox: what a program may use and what came of it. In: Program, Limits. Out: ProgramResult.
+Pure records.
 
-What is isolated, by mode (the chosen one is in `Sandbox.isolation` and in the event `sandbox.started`):
+What is isolated, by mode (the chosen one is in `Sandbox.isolation` and in the event
+`sandbox.started`):
 
     strong      own user, mount, process, network, IPC and host-name namespaces per program. It sees the system, Python
                 and /proc read-only, an empty work folder in memory and its own processes; no network at all, no home,
@@ -10,17 +12,19 @@ What is isolated, by mode (the chosen one is in `Sandbox.isolation` and in the e
     weak        kernel limits, a work folder that is removed, a scrubbed environment, every descendant killed. NO
                 network isolation, NO file system isolation, same user as Gyre, whose processes it could signal.
 
-In all modes: a fresh process per program; CPU, wall, memory, process, output and file limits; an allow-list of system
-calls (sandbox.syscalls). Other calls answer ENOSYS and are named in `ProgramResult.refused_calls`: sockets of families other
-than UNIX and INET, larger socket buffers and pipes, System V and POSIX queues, memfd, namespaces, mounts, tracing.
+In all modes: a fresh process per program; CPU, wall, memory, process, output and file limits; an
+allow-list of system calls (sandbox.syscalls). Other calls answer ENOSYS and are named in
+`ProgramResult.refused_calls`: sockets of families other than UNIX and INET, larger socket buffers
+and pipes, System V and POSIX queues, memfd, namespaces, mounts, tracing.
 
-CPU and memory are limited per process by the kernel and in sum by a watcher that looks every 20 ms; between two looks
-memory can pass the limit by what 20 ms of writing allow. Memory is that of the processes and the kernel memory that
-jail.meter counts: sockets (in weak mode they are not counted), shared mappings, file locks, watched files. Not counted,
-but bounded by the limits on files and processes: pipes (64 MiB for a user), tables of pages and mappings (16 MiB for a
-process). Where the kernel lends no listener (before Linux 5.0, or under another one), refused calls are not named, and
-shared mappings and watched files not counted. No memory cgroup is made.
-Not protected against: bugs of the kernel, timing side channels.
+CPU and memory are limited per process by the kernel and in sum by a watcher that looks every 20 ms;
+between two looks memory can pass the limit by what 20 ms of writing allow. Memory is that of the
+processes and the kernel memory that jail.meter counts: sockets (in weak mode they are not counted),
+shared mappings, file locks, watched files. Not counted, but bounded by the limits on files and
+processes: pipes (64 MiB for a user), tables of pages and mappings (16 MiB for a process). Where the
+kernel lends no listener (before Linux 5.0, or under another one), refused calls are not named, and
+shared mappings and watched files not counted. No memory cgroup is made. Not protected against: bugs
+of the kernel, timing side channels.
 """
 
 from __future__ import annotations
@@ -32,7 +36,9 @@ from typing import Literal
 from gyre.core.errors import InputError
 
 Mode = Literal["strong", "bubblewrap", "weak"]
-Outcome = Literal["ok", "exit", "timeout", "cpu", "memory", "processes", "output", "files", "killed", "failed"]
+Outcome = Literal[
+    "ok", "exit", "timeout", "cpu", "memory", "processes", "output", "files", "killed", "failed"
+]
 MOST_FILES = 4096
 
 
@@ -45,7 +51,8 @@ class Limits:
     memory_bytes: int = 512 << 20  # over all its processes; also the address space of each
     processes: int = 16  # processes and threads at once
     output_bytes: int = 1 << 20  # stdout and stderr together
-    file_bytes: int = 16 << 20  # its work folder in all, with up to MOST_FILES files and folders; also each file
+    # its work folder in all, with up to MOST_FILES files and folders; also each file
+    file_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -60,20 +67,24 @@ class Program:
     source: str
     stdin: str = ""
     argv: tuple[str, ...] = ()
-    files: Mapping[str, str] = field(default_factory=dict)  # relative path → text, put into the work folder
+    # relative path → text, put into the work folder
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in self.files:
             if not name or name.startswith("/") or ".." in name.split("/"):
-                raise InputError(f"program file {name!r}: need a relative path inside the work folder")
+                raise InputError(
+                    f"program file {name!r}: need a relative path inside the work folder"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
     """How a program ended.
 
-    ok: exit code 0. exit: another code. timeout, cpu, memory, processes, output, files: ended over that limit.
-    killed: by a signal of its own making. failed: the sandbox itself could not run it; `detail` says why.
+    ok: exit code 0. exit: another code. timeout, cpu, memory, processes, output, files: ended over
+    that limit. killed: by a signal of its own making. failed: the sandbox itself could not run it;
+    `detail` says why.
     """
 
     outcome: Outcome
@@ -83,16 +94,20 @@ class ProgramResult:
     wall_s: float
     cpu_s: float
     detail: str = ""
-    refused_calls: Mapping[str, int] = field(default_factory=dict)  # system call → how often it was refused
+    # system call → how often it was refused
+    refused_calls: Mapping[str, int] = field(default_factory=dict)
 
 
 def classify(
     code: int, reason: str | None, stderr: str, *, error: str = "", cpu_s: float, limits: Limits
 ) -> tuple[Outcome, str]:
-    """Name the outcome from the exit code (negative: a signal), why it was ended, what it said, and the sandbox's own
-    error, which no program can write."""
+    """Name the outcome from the exit code (negative: a signal), why it was ended, what it said, and
+    the sandbox's own error, which no program can write."""
     if error:
-        return "failed", f"the sandbox could not run the program: {error} {stderr.strip()[-300:]}".strip()
+        return (
+            "failed",
+            f"the sandbox could not run the program: {error} {stderr.strip()[-300:]}".strip(),
+        )
     if reason in ("timeout", "cpu", "memory", "processes", "output", "files"):
         allowed = {
             "timeout": f"{limits.wall_s:g} s of wall time",
@@ -104,11 +119,16 @@ def classify(
         }[reason]
         return reason, f"ended over its limit of {allowed}"
     assert reason is None, reason
-    if code == -24 or (code == -9 and cpu_s >= limits.cpu_s):  # SIGXCPU, or SIGKILL at the hard limit
+    # SIGXCPU, or SIGKILL at the hard limit
+    if code == -24 or (code == -9 and cpu_s >= limits.cpu_s):
         return "cpu", f"ended over its limit of {limits.cpu_s:g} s of CPU time"
     if code < 0:
         return "killed", f"ended by signal {-code}"
     last = stderr.rstrip().rpartition("\n")[2]
     if code != 0 and last.startswith("MemoryError"):
         return "memory", f"refused memory over its limit of {limits.memory_bytes >> 20} MiB"
-    return ("ok", "") if code == 0 else ("exit", f"exit code {code}" + (f": {last[:200]}" if last else ""))
+    return (
+        ("ok", "")
+        if code == 0
+        else ("exit", f"exit code {code}" + (f": {last[:200]}" if last else ""))
+    )

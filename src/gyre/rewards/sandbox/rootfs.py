@@ -1,4 +1,5 @@
-"""View: the file system that programs see. In: folders to show read-only. Out: a new root; per run a work folder.
+"""View: the file system that programs see. In: folders to show read-only. Out: a new root; per run
+a work folder.
 
     /usr /bin /lib … + Python's own folder   the system, read-only
     /dev                                     null, zero, full, random, urandom; stdin, stdout, stderr, fd; shm is /work
@@ -17,7 +18,17 @@ from gyre.rewards.sandbox import kernel
 
 WORK = "/work"
 WORK_FILES = 4096  # files and folders in it
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/localtime")
+_SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/libx32",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+)
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 LINKS = {
     "/dev/shm": WORK,
@@ -33,16 +44,26 @@ _FIXED_FILES = {
 
 
 def build_root(folders: list[str]) -> None:
-    """Enter a root that holds the system and `folders`, all read-only. Needs a mount namespace of its own."""
+    """Enter a root that holds the system and `folders`, all read-only. Needs a mount namespace of
+    its own."""
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     visible = shown(folders)
     # The new root hides what lies under its mount point, so every source is opened before.
-    sources = {path: os.open(path, os.O_PATH) for path in [*visible, *DEVICES, "/proc"] if not os.path.islink(path)}
+    sources = {
+        path: os.open(path, os.O_PATH)
+        for path in [*visible, *DEVICES, "/proc"]
+        if not os.path.islink(path)
+    }
     links = {path: os.readlink(path) for path in visible if os.path.islink(path)}
     root = "/tmp"
     kernel.mount("view", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
     for path, fd in sources.items():
-        _show(fd, root + path, is_folder=os.path.isdir(f"/proc/self/fd/{fd}"), as_device=path in (*DEVICES, "/proc"))
+        _show(
+            fd,
+            root + path,
+            is_folder=os.path.isdir(f"/proc/self/fd/{fd}"),
+            as_device=path in (*DEVICES, "/proc"),
+        )
         os.close(fd)
     for path, target in links.items():
         os.makedirs(os.path.dirname(root + path), exist_ok=True)
@@ -66,8 +87,8 @@ def shown(folders: list[str]) -> list[str]:
 
 
 def stage(folders: list[str]) -> dict[str, str]:
-    """Bind folders under /tmp, where every user can reach them. Returns path → where it is bound. Needs a mount
-    namespace of its own."""
+    """Bind folders under /tmp, where every user can reach them. Returns path → where it is bound.
+    Needs a mount namespace of its own."""
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     sources = [os.open(folder, os.O_PATH) for folder in folders]
     kernel.mount("stage", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
@@ -81,7 +102,9 @@ def _outermost(folders: list[str]) -> list[str]:
     """Leave out what the system folders or another folder already show."""
     kept: list[str] = []
     for folder in sorted({os.path.realpath(folder) for folder in folders}):
-        inside = [outer for outer in ["/usr", *kept] if folder == outer or folder.startswith(outer + "/")]
+        inside = [
+            outer for outer in ["/usr", *kept] if folder == outer or folder.startswith(outer + "/")
+        ]
         if not inside:
             kept.append(folder)
     return kept
@@ -98,9 +121,14 @@ def _show(fd: int, target: str, *, is_folder: bool, as_device: bool) -> None:
 
 
 def mount_proc(*, read_only: bool) -> None:
-    """Show only the processes of the caller's process namespace. Read-only, the settings of the machine and of the
-    run's own namespaces cannot be written, whoever owns them."""
-    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC | (kernel.MS_RDONLY if read_only else 0)
+    """Show only the processes of the caller's process namespace. Read-only, the settings of the
+    machine and of the run's own namespaces cannot be written, whoever owns them."""
+    flags = (
+        kernel.MS_NOSUID
+        | kernel.MS_NODEV
+        | kernel.MS_NOEXEC
+        | (kernel.MS_RDONLY if read_only else 0)
+    )
     kernel.mount("proc", "/proc", "proc", flags)
 
 

@@ -1,8 +1,9 @@
-"""Run: one program from its start to the death of its last process, as the zygote sees it. In: its process, the channel
-on which it says that it starts, limits. Out: why it was ended, and what else is to be told.
+"""Run: one program from its start to the death of its last process, as the zygote sees it. In: its
+process, the channel on which it says that it starts, limits. Out: why it was ended, and what else
+is to be told.
 
-The channel is closed before the program's own code runs. What is not said there did not happen: a program cannot tell
-the zygote that the sandbox failed.
+The channel is closed before the program's own code runs. What is not said there did not happen: a
+program cannot tell the zygote that the sandbox failed.
 """
 
 from __future__ import annotations
@@ -29,9 +30,16 @@ class ProgramRun:
     """Owns the channel and what the program's process passed on it."""
 
     def __init__(
-        self, child: int, status: socket.socket, limits: dict[str, Any], *, mode: str, work_folder: str,
-        buffer_sizes: tuple[int, int], cpu_before_s: float,
-    ) -> None:  # fmt: skip
+        self,
+        child: int,
+        status: socket.socket,
+        limits: dict[str, Any],
+        *,
+        mode: str,
+        work_folder: str,
+        buffer_sizes: tuple[int, int],
+        cpu_before_s: float,
+    ) -> None:
         self.started = False  # whether the program's own code may have run
         self.error = ""  # why not
         self._child = child
@@ -83,15 +91,16 @@ class ProgramRun:
                     reason = self._excess()
                     look_s = time.monotonic() + watchdog.PERIOD_S
                 if reason is not None:
-                    os.kill(self._child, signal.SIGKILL)  # in strong mode the whole namespace goes with it
+                    # in strong mode the whole namespace goes with it
+                    os.kill(self._child, signal.SIGKILL)
                     select.select([ended], [], [])
                     return reason
         finally:
             os.close(ended)
 
     def _take_status(self, poll: select.poll) -> None:
-        """Read the channel if there is news. Not polled: a wake-up for each program would cost more than the wait of a
-        first refused call until the next look."""
+        """Read the channel if there is news. Not polled: a wake-up for each program would cost more
+        than the wait of a first refused call until the next look."""
         try:
             message, files, _, _ = socket.recv_fds(self._status, 4096, 4)
         except BlockingIOError:
@@ -127,10 +136,18 @@ class ProgramRun:
         elif self._work_fd >= 0:
             found = os.fstatvfs(self._work_fd)
             entries = found.f_files - found.f_ffree
-        return "files" if size_bytes > self._limits["disk_bytes"] or entries > rootfs.WORK_FILES else None
+        return (
+            "files"
+            if size_bytes > self._limits["disk_bytes"] or entries > rootfs.WORK_FILES
+            else None
+        )
 
     def close(self) -> None:
         self._status.close()
-        for fd in (self._work_fd, self._meter.sockstat, self._listener.fd if self._listener else -1):
+        for fd in (
+            self._work_fd,
+            self._meter.sockstat,
+            self._listener.fd if self._listener else -1,
+        ):
             if fd >= 0:
                 os.close(fd)

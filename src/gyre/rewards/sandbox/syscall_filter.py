@@ -1,7 +1,8 @@
-"""Guard: installs the system call filter and answers what it hands over. In: a filter; calls. Out: what was refused.
+"""Guard: installs the system call filter and answers what it hands over. In: a filter; calls. Out:
+what was refused.
 
-A program's process installs the filter and passes a listener to the zygote. A refused call answers its error and is
-noted by name; a metered call goes on, and jail.meter counts what it holds.
+A program's process installs the filter and passes a listener to the zygote. A refused call answers
+its error and is noted by name; a metered call goes on, and jail.meter counts what it holds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _MOST_NAMES = 32  # kinds of refused calls that are told apart per run
 
 
 def available() -> bool:
-    """Whether this machine can filter calls: its kernel has seccomp, and sandbox.syscalls knows its numbers."""
+    """Whether this machine can filter calls: its kernel has seccomp, and sandbox.syscalls knows its
+    numbers."""
     return platform.machine() in syscalls.MACHINES and os.path.exists("/proc/sys/kernel/seccomp")
 
 
@@ -35,8 +37,9 @@ class CallFilter:
         self._alone = _program(notify=False)
 
     def install(self) -> int:
-        """Apply it to this process and all that it starts; needs no_new_privs. Returns the listener, or -1 where the
-        kernel gives none (before Linux 5.0, or when this process has one already): then nothing is named or metered."""
+        """Apply it to this process and all that it starts; needs no_new_privs. Returns the
+        listener, or -1 where the kernel gives none (before Linux 5.0, or when this process has one
+        already): then nothing is named or metered."""
         try:
             return kernel.install_filter(self._with_listener[1], listen=True)
         except OSError as error:
@@ -48,7 +51,10 @@ class CallFilter:
 
 def _program(*, notify: bool) -> tuple[ctypes.Array[ctypes.c_char], bytes]:
     """The lines, kept alive, and the kernel's head that points to them."""
-    code = b"".join(struct.pack("HBBI", *line) for line in syscalls.filter_lines(platform.machine(), notify=notify))
+    code = b"".join(
+        struct.pack("HBBI", *line)
+        for line in syscalls.filter_lines(platform.machine(), notify=notify)
+    )
     kept = ctypes.create_string_buffer(code, len(code))
     return kept, struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(kept))
 
@@ -82,7 +88,9 @@ class Listener:
             self._send(request, 0, _GO_ON)
             return
         said = syscalls.describe(name, given)
-        self.refused[said if said in self.refused or len(self.refused) < _MOST_NAMES else "others"] += 1
+        self.refused[
+            said if said in self.refused or len(self.refused) < _MOST_NAMES else "others"
+        ] += 1
         self._send(request, -syscalls.error_of(name), 0)
 
     def _send(self, request: bytearray, error: int, flags: int) -> None:

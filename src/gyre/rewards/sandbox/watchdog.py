@@ -1,8 +1,9 @@
-"""Watch: what a run uses while it goes on, and its end. In: /proc. Out: the limit that it is over; no process left.
+"""Watch: what a run uses while it goes on, and its end. In: /proc. Out: the limit that it is over;
+no process left.
 
-Kernel limits (sandbox.program) hold each process by itself; these sums hold them together. One zygote runs one program at
-a time, so in strong mode every process of the zygote's namespace but itself belongs to the run, and in weak mode every
-descendant does.
+Kernel limits (sandbox.program) hold each process by itself; these sums hold them together. One
+zygote runs one program at a time, so in strong mode every process of the zygote's namespace but
+itself belongs to the run, and in weak mode every descendant does.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ def members(*, whole_namespace: bool) -> list[int]:
         return pids
     parents = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid)) is not None}
     family = {me}
-    while grown := {pid for pid, parent in parents.items() if parent in family and pid not in family}:
+    while grown := {
+        pid for pid, parent in parents.items() if parent in family and pid not in family
+    }:
         family |= grown
     return sorted(family - {me})
 
 
-def excess(pids: list[int], limits: dict[str, Any], cpu_before_s: float, meter: MemoryMeter) -> str | None:
+def excess(
+    pids: list[int], limits: dict[str, Any], cpu_before_s: float, meter: MemoryMeter
+) -> str | None:
     """Name the limit that all processes of the run together are over."""
     if len(pids) > limits["processes"]:
         return "processes"
@@ -64,7 +69,8 @@ def end_descendants() -> None:
             return
         if pid == 0:
             for member in members(whole_namespace=False):
-                with contextlib.suppress(ProcessLookupError):  # it may have ended since it was listed
+                # it may have ended since it was listed
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(member, signal.SIGKILL)
             time.sleep(0.001)
 
@@ -79,12 +85,18 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _memory(pid: int, *, without_shared: bool) -> int:
-    """Bytes of a process, in memory and swapped out, pages shared by n processes counted as 1/n each."""
+    """Bytes of a process, in memory and swapped out, pages shared by n processes counted as 1/n
+    each."""
     wanted = {"Pss:": 1, "SwapPss:": 1, "Pss_Shmem:": -1 if without_shared else 0}
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:
             lines = [line.split() for line in file]
-        return sum(wanted.get(words[0], 0) * int(words[1]) for words in lines if words[0].endswith(":")) * 1024
+        return (
+            sum(
+                wanted.get(words[0], 0) * int(words[1]) for words in lines if words[0].endswith(":")
+            )
+            * 1024
+        )
     except OSError:
         pass  # gone, or a process that hides its maps: the plain resident size, if any, stands in
     try:

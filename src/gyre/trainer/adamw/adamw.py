@@ -1,5 +1,5 @@
-"""AdamW of spans of numbers, in place. In: weights, summed gradient and moments, the numbers of one update. Out: the
-same tensors, changed.
+"""AdamW of spans of numbers, in place. In: weights, summed gradient and moments, the numbers of one
+update. Out: the same tensors, changed.
 """
 
 # N numbers of a span, B blocks of them
@@ -17,13 +17,14 @@ from gyre.kernels.dispatch import load_adamw
 from gyre.kernels.float8 import Amax
 from gyre.trainer.adamw.blocks import BLOCK
 
-BLOCK_CPU = 1 << 17  # numbers per pass: five buffers of a block stay in the caches between the passes
+# numbers per pass: five buffers of a block stay in the caches between the passes
+BLOCK_CPU = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Numbers that this rank updates: views of one length, at `first` of the rank's flat state. Moments are float32, or
-    uint8 codes with a scale for each block."""
+    """Numbers that this rank updates: views of one length, at `first` of the rank's flat state.
+    Moments are float32, or uint8 codes with a scale for each block."""
 
     first: int
     weight_N: Tensor
@@ -33,14 +34,16 @@ class Span:
     decays: bool
     exp_avg_scale_B: Tensor | None = None  # of each block: the moments are codes then
     exp_avg_sq_scale_B: Tensor | None = None
-    amax: Amax | None = None  # of the new weights, where somebody asks; whoever writes them may find it
+    # of the new weights, where somebody asks; whoever writes them may find it
+    amax: Amax | None = None
 
     @property
     def last(self) -> int:
         return self.first + len(self.weight_N)
 
     def part(self, first: int, last: int) -> Span:
-        """Numbers [first, last) of the state, which lie in the span; whole blocks, if the moments are codes."""
+        """Numbers [first, last) of the state, which lie in the span; whole blocks, if the moments
+        are codes."""
         at = slice(first - self.first, last - self.first)
         blocks = slice(at.start // BLOCK, at.stop // BLOCK)
         return Span(
@@ -51,13 +54,16 @@ class Span:
             exp_avg_sq_N=self.exp_avg_sq_N[at],
             decays=self.decays,
             exp_avg_scale_B=None if self.exp_avg_scale_B is None else self.exp_avg_scale_B[blocks],
-            exp_avg_sq_scale_B=None if self.exp_avg_sq_scale_B is None else self.exp_avg_sq_scale_B[blocks],
+            exp_avg_sq_scale_B=None
+            if self.exp_avg_sq_scale_B is None
+            else self.exp_avg_sq_scale_B[blocks],
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """Of one update. The gradient is multiplied by `grad_scale` first; `num_updates` counts this one."""
+    """Of one update. The gradient is multiplied by `grad_scale` first; `num_updates` counts this
+    one."""
 
     learning_rate: float
     grad_scale: float
@@ -83,10 +89,14 @@ def update_spans(spans: Sequence[Span], numbers: Numbers) -> None:
         size = len(span.weight_N)
         block = BLOCK_CPU if device.type == "cpu" else size
         for start in range(0, size, max(1, block)):
-            update_block(span.part(span.first + start, span.first + min(start + block, size)), numbers)
+            update_block(
+                span.part(span.first + start, span.first + min(start + block, size)), numbers
+            )
 
 
-def _by_kernel(fused: Callable[..., Tensor | None], spans: Sequence[Span], numbers: Numbers) -> None:
+def _by_kernel(
+    fused: Callable[..., Tensor | None], spans: Sequence[Span], numbers: Numbers
+) -> None:
     """All spans by one launch."""
     largest_P = fused(
         [(span.weight_N, span.grad_N, span.exp_avg_N, span.exp_avg_sq_N) for span in spans],
@@ -99,15 +109,23 @@ def _by_kernel(fused: Callable[..., Tensor | None], spans: Sequence[Span], numbe
         num_updates=numbers.num_updates,
         find_largest=any(span.amax is not None for span in spans),
     )
-    for span, largest in zip(spans, () if largest_P is None else largest_P.unbind(), strict=largest_P is not None):
+    for span, largest in zip(
+        spans, () if largest_P is None else largest_P.unbind(), strict=largest_P is not None
+    ):
         if span.amax is not None:
             span.amax.found = largest
 
 
 def update_block(span: Span, numbers: Numbers) -> None:
-    """Same order of operations as torch.optim.AdamW. The gradient's place serves as scratch and is left zero."""
+    """Same order of operations as torch.optim.AdamW. The gradient's place serves as scratch and is
+    left zero."""
     (beta1, beta2), rate, count = numbers.betas, numbers.learning_rate, numbers.num_updates
-    weight_N, grad_N, exp_avg_N, exp_avg_sq_N = span.weight_N, span.grad_N, span.exp_avg_N, span.exp_avg_sq_N
+    weight_N, grad_N, exp_avg_N, exp_avg_sq_N = (
+        span.weight_N,
+        span.grad_N,
+        span.exp_avg_N,
+        span.exp_avg_sq_N,
+    )
     if numbers.grad_scale != 1.0:
         grad_N.mul_(numbers.grad_scale)
     if numbers.weight_decay and span.decays:

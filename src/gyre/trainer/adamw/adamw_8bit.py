@@ -1,10 +1,12 @@
-"""AdamW of spans whose moments are codes of 8 bits, by the library bitsandbytes. In: Spans with scales. Out: the same
-tensors, changed. Serves trainer.optim.flat in place of `trainer.adamw.adamw.update_spans`; trainer.roles.trained_model makes it.
+"""AdamW of spans whose moments are codes of 8 bits, by the library bitsandbytes. In: Spans with
+scales. Out: the same tensors, changed. Serves trainer.optim.flat in place of
+`trainer.adamw.adamw.update_spans`; trainer.roles.trained_model makes it.
 
-Codes are those of block-wise dynamic quantisation (Dettmers et al., "8-bit Optimizers via Block-wise Quantization",
-arXiv 2110.02861): a number is map[code] × scale, and the scale the largest number of its block. On a GPU the library's
-kernel decodes, updates and encodes in one pass. On a CPU torch's operations do, the oracle of the kernel, with
-the library's maps: its own encoder for CPUs tells no numbers below 3e-5 of the scale apart, and makes 2e-5 of a zero.
+Codes are those of block-wise dynamic quantisation (Dettmers et al., "8-bit Optimizers via
+Block-wise Quantization", arXiv 2110.02861): a number is map[code] × scale, and the scale the
+largest number of its block. On a GPU the library's kernel decodes, updates and encodes in one pass.
+On a CPU torch's operations do, the oracle of the kernel, with the library's maps: its own encoder
+for CPUs tells no numbers below 3e-5 of the scale apart, and makes 2e-5 of a zero.
 """
 
 # N numbers of a span, B blocks of them, K numbers of a block
@@ -25,7 +27,8 @@ from gyre.trainer.adamw.codec_8bit import Codec
 
 NUMBERS_GPU = 1 << 30  # at a time: the kernel counts in 32 bits
 TRIAL_BLOCKS, TRIAL_UPDATES, TRIAL_RATE = 64, 4, 1e-3
-TRIAL_BOUND = 0.02  # of a learning rate: codes at the edge between two, and the kernel's quick powers
+# of a learning rate: codes at the edge between two, and the kernel's quick powers
+TRIAL_BOUND = 0.02
 FOUR_BIT = "bitsandbytes.backends.cpu.ops"
 DEFAULT = 'set trainer.moments = "float32"'
 
@@ -35,16 +38,20 @@ class CodedUpdate:
 
     def __init__(self, device: torch.device) -> None:
         """ConfigError without the library, or where its kernel does not work on the device."""
-        logging.getLogger(FOUR_BIT).setLevel(logging.ERROR)  # misses kernels there that nobody here asks for
+        # misses kernels there that nobody here asks for
+        logging.getLogger(FOUR_BIT).setLevel(logging.ERROR)
         try:
             from bitsandbytes import functional  # here, since it takes seconds and few runs need it
         except ImportError as error:
             raise ConfigError(
-                f'trainer.moments = "8_bit" needs the package bitsandbytes, which cannot be imported: {error}',
+                'trainer.moments = "8_bit" needs the package bitsandbytes, which cannot be '
+                f"imported: {error}",
                 hint=f"install the extra with: pip install 'gyre-rl[moments]'   (or {DEFAULT})",
             ) from error
         self._kernel = functional.optimizer_update_8bit_blockwise
-        self._map, self._map_sq = (functional.create_dynamic_map(signed=signed).to(device) for signed in (True, False))
+        self._map, self._map_sq = (
+            functional.create_dynamic_map(signed=signed).to(device) for signed in (True, False)
+        )
         self._codec, self._codec_sq = Codec(self._map), Codec(self._map_sq)
         if device.type == "cuda":
             self._try_kernel(device)
@@ -67,16 +74,32 @@ class CodedUpdate:
             update(span.part(first, min(first + step, span.last)), numbers)
 
     def by_kernel(self, span: Span, numbers: Numbers) -> None:
-        """The library's. Weights decay before it, as torch.optim.AdamW's do: the kernel would do it after."""
+        """The library's. Weights decay before it, as torch.optim.AdamW's do: the kernel would do it
+        after."""
         (beta1, beta2), rate = numbers.betas, numbers.learning_rate
         assert span.exp_avg_scale_B is not None and span.exp_avg_sq_scale_B is not None
         if numbers.weight_decay and span.decays:
             span.weight_N.mul_(1.0 - rate * numbers.weight_decay)
         self._kernel(
-            "adam", span.grad_N, span.weight_N, span.exp_avg_N, span.exp_avg_sq_N, beta1, beta2, 0.0, 0.0, numbers.eps,
-            numbers.num_updates, rate, self._map, self._map_sq, span.exp_avg_scale_B, span.exp_avg_sq_scale_B,
-            weight_decay=0.0, gnorm_scale=numbers.grad_scale,
-        )  # fmt: skip
+            "adam",
+            span.grad_N,
+            span.weight_N,
+            span.exp_avg_N,
+            span.exp_avg_sq_N,
+            beta1,
+            beta2,
+            0.0,
+            0.0,
+            numbers.eps,
+            numbers.num_updates,
+            rate,
+            self._map,
+            self._map_sq,
+            span.exp_avg_scale_B,
+            span.exp_avg_sq_scale_B,
+            weight_decay=0.0,
+            gnorm_scale=numbers.grad_scale,
+        )
         _keep_from_zero(span.exp_avg_sq_N, span.exp_avg_sq_scale_B)
         span.grad_N.zero_()
 
@@ -86,7 +109,11 @@ class CodedUpdate:
         exp_avg_N = self._codec.decode(span.exp_avg_N, span.exp_avg_scale_B)
         exp_avg_sq_N = self._codec_sq.decode(span.exp_avg_sq_N, span.exp_avg_sq_scale_B)
         wide = replace(
-            span, exp_avg_N=exp_avg_N, exp_avg_sq_N=exp_avg_sq_N, exp_avg_scale_B=None, exp_avg_sq_scale_B=None
+            span,
+            exp_avg_N=exp_avg_N,
+            exp_avg_sq_N=exp_avg_sq_N,
+            exp_avg_scale_B=None,
+            exp_avg_sq_scale_B=None,
         )
         update_block(wide, numbers)
         self._codec.encode(exp_avg_N, span.exp_avg_N, span.exp_avg_scale_B)
@@ -101,9 +128,13 @@ class CodedUpdate:
             for count in range(1, TRIAL_UPDATES + 1):
                 grad_N = torch.randn(TRIAL_BLOCKS * BLOCK, device=device, generator=generator)
                 numbers = Numbers(
-                    learning_rate=TRIAL_RATE, grad_scale=0.5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0,
+                    learning_rate=TRIAL_RATE,
+                    grad_scale=0.5,
+                    betas=(0.9, 0.95),
+                    eps=1e-8,
+                    weight_decay=0.0,
                     num_updates=count,
-                )  # fmt: skip
+                )
                 for span, update in zip(spans, (self.by_kernel, self.by_torch), strict=True):
                     span.grad_N.copy_(grad_N)
                     update(span, numbers)
@@ -115,15 +146,16 @@ class CodedUpdate:
         apart = float((spans[0].weight_N - spans[1].weight_N).abs().max()) / TRIAL_RATE
         if not apart <= TRIAL_BOUND * TRIAL_UPDATES:
             raise ConfigError(
-                f'trainer.moments = "8_bit": on {device} bitsandbytes is {apart:.3g} learning rates from AdamW after '
+                f'trainer.moments = "8_bit": on {device} bitsandbytes is {apart:.3g} learning '
+                "rates from AdamW after "
                 f"{TRIAL_UPDATES} updates, at most {TRIAL_BOUND * TRIAL_UPDATES:g} are accepted",
                 hint=f"try another version of it, or {DEFAULT}",
             )
 
 
 def _keep_from_zero(codes_sq_N: Tensor, scale_sq_B: Tensor) -> None:
-    """Leave the code of zero to blocks of zeros. A small second moment that is rounded to zero makes the next update a
-    leap, since its root divides a first moment that is not zero."""
+    """Leave the code of zero to blocks of zeros. A small second moment that is rounded to zero
+    makes the next update a leap, since its root divides a first moment that is not zero."""
     codes_sq_BK, least_B = codes_sq_N.view(-1, BLOCK), (scale_sq_B > 0).to(torch.uint8)
     torch.maximum(codes_sq_BK, least_B.unsqueeze(1), out=codes_sq_BK)
 

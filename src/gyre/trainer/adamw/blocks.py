@@ -1,9 +1,9 @@
-"""Blocks: which moments are kept as codes of 8 bits, and where a rank's scales lie. In: shapes, a ShardLayout of
-numbers. Out: an order of tensors, the ShardLayout of the blocks. Pure.
+"""Blocks: which moments are kept as codes of 8 bits, and where a rank's scales lie. In: shapes, a
+ShardLayout of numbers. Out: an order of tensors, the ShardLayout of the blocks. Pure.
 
-A block is BLOCK numbers of one row, with one scale. Only matrices whose rows are whole blocks have codes, so a cut
-between rows never parts a block: every layout has the same blocks, and codes and scales are cut and joined like any
-other tensor.
+A block is BLOCK numbers of one row, with one scale. Only matrices whose rows are whole blocks have
+codes, so a cut between rows never parts a block: every layout has the same blocks, and codes and
+scales are cut and joined like any other tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ BLOCK = 256  # numbers; that of the library's 8-bit optimisers
 
 
 def is_coded(shape: Shape) -> bool:
-    """Whether a parameter's moments can be codes: a matrix of whole blocks. Vectors and heads of one row are few."""
+    """Whether a parameter's moments can be codes: a matrix of whole blocks. Vectors and heads of
+    one row are few."""
     return len(shape) == 2 and shape[0] > 1 and shape[1] % BLOCK == 0
 
 
@@ -27,9 +28,11 @@ def check_codes(model: str, shapes: Iterable[Shape]) -> None:
     if not any(is_coded(shape) for shape in matrices):
         rows = ", ".join(f"{columns:,}" for columns in sorted({shape[1] for shape in matrices}))
         raise ConfigError(
-            f'trainer.moments = "8_bit": no matrix of the {model} has rows of whole blocks of {BLOCK} numbers (rows of '
+            f'trainer.moments = "8_bit": no matrix of the {model} has rows of whole blocks of '
+            f"{BLOCK} numbers (rows of "
             f"{rows})",
-            hint=f'set trainer.moments = "float32", or give a fresh model sizes that {BLOCK} divides',
+            hint=f'set trainer.moments = "float32", or give a fresh model sizes that {BLOCK} '
+            "divides",
         )
 
 
@@ -37,7 +40,9 @@ def block_layout(layout: ShardLayout) -> ShardLayout:
     """Who holds which block, where the ranks hold whole blocks of all the tensors."""
     return ShardLayout(
         shapes={name: (shape[0], shape[1] // BLOCK) for name, shape in layout.shapes.items()},
-        ranks=tuple({name: _of_blocks(place) for name, place in places.items()} for places in layout.ranks),
+        ranks=tuple(
+            {name: _of_blocks(place) for name, place in places.items()} for places in layout.ranks
+        ),
         size=layout.size // BLOCK,
     )
 

@@ -1,5 +1,6 @@
-"""Codec: numbers as codes of 8 bits with a scale for each block, by torch's operations. In: a map of 256 ascending
-values from −1 or 0 to 1, float32 numbers. Out: codes of the nearest values and scales; numbers again.
+"""Codec: numbers as codes of 8 bits with a scale for each block, by torch's operations. In: a map
+of 256 ascending values from −1 or 0 to 1, float32 numbers. Out: codes of the nearest values and
+scales; numbers again.
 """
 
 # N numbers, B blocks of them, K numbers of a block, P patterns of a float's first 16 bits
@@ -16,18 +17,21 @@ HALF = 1 << 15
 
 
 class Codec:
-    """Finds the nearest value without a search. All floats with the same first 16 bits are so near to each other that
-    at most one border between two values lies among them: a table has the code of the lowest of them, and one
-    comparison says which side of the border a number is on."""
+    """Finds the nearest value without a search. All floats with the same first 16 bits are so near
+    to each other that at most one border between two values lies among them: a table has the code
+    of the lowest of them, and one comparison says which side of the border a number is on."""
 
     def __init__(self, map_256: Tensor) -> None:
         middles = (map_256[1:] + map_256[:-1]) * 0.5
         heads_P = torch.arange(-HALF, HALF, dtype=torch.int32, device=map_256.device) << 16
         ends_P2 = torch.stack([heads_P, heads_P | 0xFFFF], 1).view(torch.float32)
-        ends_P2[:HALF] = ends_P2[:HALF].flip(1)  # of negative floats the highest pattern is the lowest number
+        # of negative floats the highest pattern is the lowest number
+        ends_P2[:HALF] = ends_P2[:HALF].flip(1)
         codes_P2 = torch.bucketize(ends_P2, middles, out_int32=True, right=True).clamp(max=255)
         inside_P = (ends_P2.abs() <= 1.0).all(1)
-        assert int((codes_P2[:, 1] - codes_P2[:, 0])[inside_P].max()) <= 1, "two borders between floats of one pattern"
+        assert int((codes_P2[:, 1] - codes_P2[:, 0])[inside_P].max()) <= 1, (
+            "two borders between floats of one pattern"
+        )
         self._map = map_256
         self._lowest_P = codes_P2[:, 0].contiguous()
         self._borders = torch.cat([middles, middles.new_full((1,), torch.inf)])

@@ -1,5 +1,6 @@
-"""Batches: from unpacked sequences to the updates of one epoch. In: a batch's sequences, config, a seed.
-Out: an EpochPlan of updates, each a list of this rank's chunks and one denominator. Every rank plans the whole batch alike and lays out only its own chunks.
+"""Batches: from unpacked sequences to the updates of one epoch. In: a batch's sequences, config, a
+seed. Out: an EpochPlan of updates, each a list of this rank's chunks and one denominator. Every
+rank plans the whole batch alike and lays out only its own chunks.
 
 Sequences without a target leave here: they teach nothing and count in no denominator.
 """
@@ -14,7 +15,13 @@ import torch
 from gyre.core.records import TrainSequence
 from gyre.core.seeds import derive_seed
 from gyre.objectives.api import AnyObjective, denominator, is_pairwise
-from gyre.trainer.batching.microbatch import MicroBatch, blank_chunk, build_chunk, gather_columns, target_mask
+from gyre.trainer.batching.microbatch import (
+    MicroBatch,
+    blank_chunk,
+    build_chunk,
+    gather_columns,
+    target_mask,
+)
 from gyre.trainer.batching.packing import PackItem, PackPlan, make_atoms, pack, split_updates
 from gyre.trainer.config import TrainerConfig
 
@@ -23,7 +30,8 @@ from gyre.trainer.config import TrainerConfig
 class Update:
     """One optimiser update."""
 
-    chunks: tuple[MicroBatch, ...]  # of this rank; as many as on every other rank, blank ones where there is no work
+    # of this rank; as many as on every other rank, blank ones where there is no work
+    chunks: tuple[MicroBatch, ...]
     denominator: float  # of the loss summed over all ranks; > 0
 
 
@@ -46,14 +54,18 @@ class EpochPlan:
     def with_columns(self, sequences: Sequence[TrainSequence], names: Collection[str]) -> EpochPlan:
         """The same plan with columns on its chunks; index tensors are shared."""
         updates = tuple(
-            replace(update, chunks=tuple(gather_columns(chunk, sequences, names) for chunk in update.chunks))
+            replace(
+                update,
+                chunks=tuple(gather_columns(chunk, sequences, names) for chunk in update.chunks),
+            )
             for update in self.updates
         )
         return replace(self, updates=updates)
 
 
 class BatchPlanner:
-    """Plans epochs. On a CPU the last plan is remembered, so that the passes and the step of one batch share it."""
+    """Plans epochs. On a CPU the last plan is remembered, so that the passes and the step of one
+    batch share it."""
 
     def __init__(
         self,
@@ -73,15 +85,27 @@ class BatchPlanner:
         self._last: tuple[tuple[int, int], tuple[TrainSequence, ...], EpochPlan] | None = None
 
     def plan(self, sequences: Sequence[TrainSequence], step: int, epoch: int) -> EpochPlan:
-        """Split into updates, pack each, lay out index tensors. Depends on the batch, the step and the epoch only."""
-        if self._last is not None and self._last[0] == (step, epoch) and _same_layout(self._last[1], sequences):
+        """Split into updates, pack each, lay out index tensors. Depends on the batch, the step and
+        the epoch only."""
+        if (
+            self._last is not None
+            and self._last[0] == (step, epoch)
+            and _same_layout(self._last[1], sequences)
+        ):
             return self._last[2]
         plan = self._fresh(sequences, derive_seed(self._seed, "updates", step, epoch))
         if plan.num_oversized:
             limit = self._config.tokens_per_chunk
-            self._emit("trainer.oversized_chunks", step=step, chunks=plan.num_oversized, tokens_per_chunk=limit)
+            self._emit(
+                "trainer.oversized_chunks",
+                step=step,
+                chunks=plan.num_oversized,
+                tokens_per_chunk=limit,
+            )
         if plan.updates and plan.fewest_atoms < self._num_ranks:
-            self._emit("trainer.idle_ranks", step=step, items=plan.fewest_atoms, ranks=self._num_ranks)
+            self._emit(
+                "trainer.idle_ranks", step=step, items=plan.fewest_atoms, ranks=self._num_ranks
+            )
         if self._device.type == "cpu":  # on a GPU these bytes would belong to no component
             self._last = ((step, epoch), tuple(sequences), plan)
         return plan
@@ -90,13 +114,16 @@ class BatchPlanner:
         self._last = None
 
     def whole(self, sequences: Sequence[TrainSequence], vocab_size: int) -> tuple[MicroBatch, ...]:
-        """Pack every sequence of a batch, for a pass that reads whole sequences rather than targets."""
+        """Pack every sequence of a batch, for a pass that reads whole sequences rather than
+        targets."""
         atoms = make_atoms([len(sequence.tokens) for sequence in sequences], [-1] * len(sequences))
         return self._chunks(sequences, atoms, pairwise=False, vocab_size=vocab_size)[0]
 
     def _fresh(self, sequences: Sequence[TrainSequence], seed: int) -> EpochPlan:
         # Online DPO asks for reference log-probs of whole groups, before any of it is paired.
-        pairwise = is_pairwise(self._objective) and any(sequence.pair_id >= 0 for sequence in sequences)
+        pairwise = is_pairwise(self._objective) and any(
+            sequence.pair_id >= 0 for sequence in sequences
+        )
         targets = [int(target_mask(sequence).sum()) for sequence in sequences]
         atoms = make_atoms(
             [len(sequence.tokens) for sequence in sequences],
@@ -106,7 +133,9 @@ class BatchPlanner:
         updates, oversized, room = [], 0, 0
         splits = split_updates(useful, self._config.sequences_per_update, seed)
         for members in splits:
-            chunks, plan = self._chunks(sequences, members, pairwise=pairwise, vocab_size=self._vocab_size)
+            chunks, plan = self._chunks(
+                sequences, members, pairwise=pairwise, vocab_size=self._vocab_size
+            )
             counts = [targets[index] for atom in members for index in atom.members]
             updates.append(Update(chunks=chunks, denominator=denominator(self._objective, counts)))
             oversized += plan.num_oversized
@@ -123,12 +152,21 @@ class BatchPlanner:
         )
 
     def _chunks(
-        self, sequences: Sequence[TrainSequence], atoms: Sequence[PackItem], *, pairwise: bool, vocab_size: int
+        self,
+        sequences: Sequence[TrainSequence],
+        atoms: Sequence[PackItem],
+        *,
+        pairwise: bool,
+        vocab_size: int,
     ) -> tuple[tuple[MicroBatch, ...], PackPlan]:
         """Return this rank's chunks, and who got what."""
-        plan = pack(atoms, num_ranks=self._num_ranks, tokens_per_chunk=self._config.tokens_per_chunk)
+        plan = pack(
+            atoms, num_ranks=self._num_ranks, tokens_per_chunk=self._config.tokens_per_chunk
+        )
         chunks = tuple(
-            build_chunk(sequences, members, pairwise=pairwise, vocab_size=vocab_size, device=self._device)
+            build_chunk(
+                sequences, members, pairwise=pairwise, vocab_size=vocab_size, device=self._device
+            )
             if members
             else blank_chunk(self._device)
             for members in plan.ranks[self._rank]
@@ -138,12 +176,17 @@ class BatchPlanner:
 
 def _room(plan: PackPlan, sequences: Sequence[TrainSequence]) -> int:
     """Tokens that the chunks of all ranks have room for."""
-    sizes = [sum(len(sequences[index].tokens) for index in members) for rank in plan.ranks for members in rank]
+    sizes = [
+        sum(len(sequences[index].tokens) for index in members)
+        for rank in plan.ranks
+        for members in rank
+    ]
     return sum(max(plan.tokens_per_chunk, size) for size in sizes)
 
 
 def _same_layout(ours: Sequence[TrainSequence], theirs: Sequence[TrainSequence]) -> bool:
-    """Whether two batches have the same tokens and targets, by the identity of their (frozen) arrays."""
+    """Whether two batches have the same tokens and targets, by the identity of their (frozen)
+    arrays."""
     return len(ours) == len(theirs) and all(
         a.tokens is b.tokens
         and a.columns.get("loss_mask") is b.columns.get("loss_mask")

@@ -1,8 +1,8 @@
-"""Chunk: one packed row of whole sequences as tensors. In: sequences of a batch and the indices that `pack` chose.
-Out: a Chunk with token ids, target rows and columns on the device.
+"""Chunk: one packed row of whole sequences as tensors. In: sequences of a batch and the indices
+that `pack` chose. Out: a Chunk with token ids, target rows and columns on the device.
 
-T tokens of the chunk, S sequences, P pairs, N targets: tokens whose loss_mask is True. Target t of a sequence is
-predicted by the hidden state of token t - 1, its row.
+T tokens of the chunk, S sequences, P pairs, N targets: tokens whose loss_mask is True. Target t of
+a sequence is predicted by the hidden state of token t - 1, its row.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ class PreferencePairs:
 class MicroBatch:
     """Everything that one forward pass needs. Index tensors are int64."""
 
-    members: tuple[int, ...]  # indices into the batch, in the order of the chunk; a blank chunk has none
+    # indices into the batch, in the order of the chunk; a blank chunk has none
+    members: tuple[int, ...]
     layout: PackedLayout
     tokens_T: Tensor
     rows_N: Tensor  # which of the T hidden states predicts each target
     targets_N: Tensor
     temperature_N: Tensor  # float32
-    inverse_temperature_N: Tensor  # float32, divided on the host as the engine does, so that its bits are the same
-    support: tuple[Tensor, Tensor] | None  # offsets [N + 1] and ids of what truncation left choosable
+    # float32, divided on the host as the engine does, so that its bits are the same
+    inverse_temperature_N: Tensor
+    # offsets [N + 1] and ids of what truncation left choosable
+    support: tuple[Tensor, Tensor] | None
     sequence_index_N: Tensor
     target_counts_S: Tensor
     last_row_S: Tensor  # where a reward model reads its score
@@ -50,13 +53,16 @@ class MicroBatch:
 
 
 def target_mask(sequence: TrainSequence) -> np.ndarray:
-    """Which tokens are targets: loss_mask, or without one all but the first, which nothing predicts."""
+    """Which tokens are targets: loss_mask, or without one all but the first, which nothing
+    predicts."""
     mask = sequence.columns.get("loss_mask")
     if mask is None:
         mask = np.ones(len(sequence.tokens), dtype=bool)
         mask[:1] = False
         return mask
-    assert mask.dtype == bool and mask.shape == sequence.tokens.shape and not mask[:1].any(), "loss_mask"
+    assert mask.dtype == bool and mask.shape == sequence.tokens.shape and not mask[:1].any(), (
+        "loss_mask"
+    )
     return mask
 
 
@@ -71,7 +77,9 @@ def check_columns(sequences: Sequence[TrainSequence], required: Collection[str],
                 hint="check that data source and objective.kind belong together",
             )
         for name, column in sequence.columns.items():
-            assert column.shape == sequence.tokens.shape, f"{name}: {column.shape} for {sequence.tokens.shape} tokens"
+            assert column.shape == sequence.tokens.shape, (
+                f"{name}: {column.shape} for {sequence.tokens.shape} tokens"
+            )
 
 
 def build_chunk(
@@ -82,7 +90,8 @@ def build_chunk(
     vocab_size: int,
     device: torch.device,
 ) -> MicroBatch:
-    """Lay out one sequence or more, one after the other; `pairwise` ones are pairs of neighbours."""
+    """Lay out one sequence or more, one after the other; `pairwise` ones are pairs of
+    neighbours."""
     chosen = [sequences[index] for index in members]
     lengths = np.array([len(sequence.tokens) for sequence in chosen], dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -94,7 +103,8 @@ def build_chunk(
     temperatures = np.array([sequence.temperature for sequence in chosen], dtype=np.float32)
     if (temperatures <= 0.0).any():
         raise InputError(
-            "a sequence was sampled with temperature 0: its tokens have no probabilities to train on",
+            "a sequence was sampled with temperature 0: its tokens have no probabilities to train "
+            "on",
             hint="set rollout.sampling.temperature above 0 for training",
         )
     index_of = np.repeat(np.arange(len(chosen)), counts)
@@ -119,8 +129,9 @@ def build_chunk(
 
 
 def blank_chunk(device: torch.device) -> MicroBatch:
-    """A stand-in of two tokens and one target on a rank that has nothing to do while others have: where weights are
-    gathered layer by layer, all ranks must pass through all layers. Nothing of it counts."""
+    """A stand-in of two tokens and one target on a rank that has nothing to do while others have:
+    where weights are gathered layer by layer, all ranks must pass through all layers. Nothing of it
+    counts."""
 
     def put(*numbers: int) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -141,7 +152,9 @@ def blank_chunk(device: torch.device) -> MicroBatch:
     )
 
 
-def gather_columns(chunk: MicroBatch, sequences: Sequence[TrainSequence], names: Collection[str]) -> MicroBatch:
+def gather_columns(
+    chunk: MicroBatch, sequences: Sequence[TrainSequence], names: Collection[str]
+) -> MicroBatch:
     """Return the chunk with these columns of its sequences, at its targets."""
     if not chunk.members:
         return chunk
@@ -150,7 +163,9 @@ def gather_columns(chunk: MicroBatch, sequences: Sequence[TrainSequence], names:
     columns = {}
     for name in names:
         parts = [sequence.columns[name][mask] for sequence, mask in zip(chosen, masks, strict=True)]
-        columns[name] = torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(chunk.tokens_T.device)
+        columns[name] = torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(
+            chunk.tokens_T.device
+        )
     return replace(chunk, columns=columns)
 
 
@@ -163,7 +178,9 @@ def _support(
     widths, ids = [], []
     for sequence, count in zip(chosen, counts.tolist(), strict=True):
         support = sequence.support or _full_support(count, vocab_size)
-        assert len(support.offsets) == count + 1, f"support of {len(support.offsets) - 1} tokens for {count} targets"
+        assert len(support.offsets) == count + 1, (
+            f"support of {len(support.offsets) - 1} tokens for {count} targets"
+        )
         widths.append(np.diff(support.offsets))
         ids.append(support.ids)
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(widths))]).astype(np.int64)
@@ -182,7 +199,9 @@ def _pairs(chosen: Sequence[TrainSequence], put: Put) -> PreferencePairs:
     wins, losses, margins = [], [], []
     for position in range(0, len(chosen), 2):
         pair = chosen[position : position + 2]
-        assert len(pair) == 2 and pair[0].pair_id == pair[1].pair_id >= 0, "a pair needs two siblings of one pair_id"
+        assert len(pair) == 2 and pair[0].pair_id == pair[1].pair_id >= 0, (
+            "a pair needs two siblings of one pair_id"
+        )
         first_wins = pair[0].scalars["chosen"] > pair[1].scalars["chosen"]
         wins.append(position if first_wins else position + 1)
         losses.append(position + 1 if first_wins else position)

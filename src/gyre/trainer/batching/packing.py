@@ -1,8 +1,9 @@
-"""Packing: which sequences share a chunk. In: lengths and pair ids. Out: a Plan of chunks per rank. Pure.
+"""Packing: which sequences share a chunk. In: lengths and pair ids. Out: a Plan of chunks per rank.
+Pure.
 
-Order of work, after Kimi k1.5 and DeepSeek-R1: one global sort by length, deal to ranks, best fit into chunks of a
-fixed number of tokens, then as many chunks on each rank. The unit is an atom: one sequence, or both of a preference
-pair, since a pair's loss needs both at once.
+Order of work, after Kimi k1.5 and DeepSeek-R1: one global sort by length, deal to ranks, best fit
+into chunks of a fixed number of tokens, then as many chunks on each rank. The unit is an atom: one
+sequence, or both of a preference pair, since a pair's loss needs both at once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class PackItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackPlan:
-    """Chunks of indices into the batch: ranks[rank][chunk]. An empty chunk keeps the ranks in step."""
+    """Chunks of indices into the batch: ranks[rank][chunk]. An empty chunk keeps the ranks in
+    step."""
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
     tokens_per_chunk: int
@@ -32,8 +34,9 @@ class PackPlan:
 
 
 def make_atoms(lengths: Sequence[int], pair_ids: Sequence[int]) -> tuple[PackItem, ...]:
-    """Group indices into atoms, in order of first appearance. A pair id of -1 means a sequence of its own; a pair id
-    that comes again after two siblings begins another pair, as when small data wraps around within one batch."""
+    """Group indices into atoms, in order of first appearance. A pair id of -1 means a sequence of
+    its own; a pair id that comes again after two siblings begins another pair, as when small data
+    wraps around within one batch."""
     assert len(lengths) == len(pair_ids)
     atoms: list[list[int]] = []
     unpaired: dict[int, list[int]] = {}
@@ -47,10 +50,14 @@ def make_atoms(lengths: Sequence[int], pair_ids: Sequence[int]) -> tuple[PackIte
     return tuple(PackItem(members=tuple(m), num_tokens=sum(lengths[i] for i in m)) for m in atoms)
 
 
-def split_updates(atoms: Sequence[PackItem], sequences_per_update: int, seed: int) -> tuple[tuple[PackItem, ...], ...]:
-    """Deal the atoms into optimiser updates of at most about `sequences_per_update`, all of nearly the same size.
+def split_updates(
+    atoms: Sequence[PackItem], sequences_per_update: int, seed: int
+) -> tuple[tuple[PackItem, ...], ...]:
+    """Deal the atoms into optimiser updates of at most about `sequences_per_update`, all of nearly
+    the same size.
 
-    With 0, or with room for all, there is one update in the given order; otherwise the order is drawn from `seed`.
+    With 0, or with room for all, there is one update in the given order; otherwise the order is
+    drawn from `seed`.
     """
     num_sequences = sum(len(atom.members) for atom in atoms)
     if not atoms:
@@ -65,7 +72,8 @@ def split_updates(atoms: Sequence[PackItem], sequences_per_update: int, seed: in
 
 
 def pack(atoms: Sequence[PackItem], *, num_ranks: int, tokens_per_chunk: int) -> PackPlan:
-    """Place every atom once. Chunks hold at most `tokens_per_chunk`, except one that holds a single longer atom."""
+    """Place every atom once. Chunks hold at most `tokens_per_chunk`, except one that holds a single
+    longer atom."""
     assert num_ranks > 0 and tokens_per_chunk > 0
     ordered = sorted(atoms, key=lambda atom: (-atom.num_tokens, atom.members))
     bins = [_best_fit(dealt, tokens_per_chunk) for dealt in _deal(ordered, num_ranks)]
@@ -85,7 +93,8 @@ def _deal(ordered: Sequence[PackItem], num_ranks: int) -> list[list[PackItem]]:
 
 
 def _best_fit(ordered: Sequence[PackItem], capacity: int) -> list[list[PackItem]]:
-    """Put each atom into the fullest chunk that still has room for it; open a chunk when none has."""
+    """Put each atom into the fullest chunk that still has room for it; open a chunk when none
+    has."""
     chunks: list[list[PackItem]] = []
     room: list[tuple[int, int]] = []  # (free tokens, chunk), ascending
     for atom in ordered:
@@ -103,7 +112,8 @@ def _best_fit(ordered: Sequence[PackItem], capacity: int) -> list[list[PackItem]
 
 
 def _equalise(chunks: list[list[PackItem]], count: int) -> list[list[PackItem]]:
-    """Bring the number of chunks up to `count`: halve the largest ones, and add empty ones where none can be halved."""
+    """Bring the number of chunks up to `count`: halve the largest ones, and add empty ones where
+    none can be halved."""
     chunks = list(chunks)
     while len(chunks) < count:
         divisible = [c for c, chunk in enumerate(chunks) if len(chunk) > 1]

@@ -1,5 +1,5 @@
-"""Snapshot manifest: which files a snapshot has, and where in them the runs of each tensor lie. In: what each rank
-wrote, or the text of manifest.json. Out: the other. Pure.
+"""Snapshot manifest: which files a snapshot has, and where in them the runs of each tensor lie. In:
+what each rank wrote, or the text of manifest.json. Out: the other. Pure.
 
     {"crc32": of the body's text, "body": {"format": 2, "step": n, "files": {...}, "tensors": {...}}}
 """
@@ -16,7 +16,10 @@ from gyre.trainer.checkpoint.shard_file import BLOCK_BYTES, DTYPE_NAMES, DTYPES,
 from gyre.trainer.checkpoint.shards import Kind, find_gap
 
 FORMAT = 2
-OLD_FORMAT = "is of format 1, written whole by one process before snapshots were sharded; this version cannot read it"
+OLD_FORMAT = (
+    "is of format 1, written whole by one process before snapshots were sharded; this "
+    "version cannot read it"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +105,12 @@ def to_text(manifest: SnapshotManifest) -> str:
                 "dtype": DTYPE_NAMES[tensor.kind.dtype],
                 "shape": list(tensor.kind.shape),
                 "runs": [
-                    {"file": run.file, "start": run.start, "stop": run.stop, **_extent_body(run.extent)}
+                    {
+                        "file": run.file,
+                        "start": run.start,
+                        "stop": run.stop,
+                        **_extent_body(run.extent),
+                    }
                     for run in tensor.runs
                 ],
             }
@@ -143,7 +151,9 @@ def _from_body(body: Mapping[str, Any]) -> SnapshotManifest:
             name: SavedTensor(
                 kind=Kind(dtype=DTYPES[tensor["dtype"]], shape=tuple(tensor["shape"])),
                 runs=tuple(
-                    SavedRun(file=run["file"], start=run["start"], stop=run["stop"], extent=_extent(run))
+                    SavedRun(
+                        file=run["file"], start=run["start"], stop=run["stop"], extent=_extent(run)
+                    )
                     for run in tensor["runs"]
                 ),
             )

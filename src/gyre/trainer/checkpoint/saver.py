@@ -1,14 +1,14 @@
-"""Saver: a snapshot by all ranks at once. In: each rank's parts, the loop's state. Out: a snapshot on a disk that all
-ranks see, or one SnapshotError, the same on every rank.
+"""Saver: a snapshot by all ranks at once. In: each rank's parts, the loop's state. Out: a snapshot
+on a disk that all ranks see, or one SnapshotError, the same on every rank.
 
     first rank makes a folder ─▶ all place ─▶ copy ─▶ write their file ─▶ first rank writes the manifest ─▶ verdict
                                         (training goes on from here, in the background; whoever
                                          changes the state first waits until it is copied)
 
-Ranks agree by collectives until each has a place for its parts, and by notes from there on: a rank that copies and
-writes in a thread may use no collective, and one that is still at it keeps nobody in one. A rank that fails leaves a
-note; the others look for it before every block, stop, and get the verdict. So a full disk on one rank ends the save on
-all in seconds.
+Ranks agree by collectives until each has a place for its parts, and by notes from there on: a rank
+that copies and writes in a thread may use no collective, and one that is still at it keeps nobody
+in one. A rank that fails leaves a note; the others look for it before every block, stop, and get
+the verdict. So a full disk on one rank ends the save on all in seconds.
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ from gyre.trainer.checkpoint.staging import StagedParts, StagingBuffer
 from gyre.trainer.checkpoint.store import BLOBS, STATE, SnapshotStore
 
 POLL_S = 0.05
-AHEAD = ("copied", "verdict")  # notes that say that another rank has copied its part; the first goes with the save
-LAST_WORDS_S = 10.0  # how long ranks have to stop after one has failed, before what they wrote is removed
+# notes that say that another rank has copied its part; the first goes with the save
+AHEAD = ("copied", "verdict")
+# how long ranks have to stop after one has failed, before what they wrote is removed
+LAST_WORDS_S = 10.0
 COPY_FAILED = "snapshot of step {step} could not be copied to the host"
 NO_MEMORY = "if the host lacks memory, set snapshot.background = false: then nothing is staged"
 
 LiveParts = Callable[[Callable[[], None] | None], Mapping[str, Any]]
-"""Gives {"tensors": this rank's Parts by key, "state"}. The parts are live. Where they are read beside training it gets
-a function that whoever is about to change them calls first, and which returns when they are no longer read."""
+"""Gives {"tensors": this rank's Parts by key, "state"}. The parts are live. Where they are read
+beside training it gets a function that whoever is about to change them calls first, and which
+returns when they are no longer read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +89,9 @@ class Saver:
         emit: Callable[..., None],
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """In the background `save` returns when the state has a place to be copied to, and `finish` when the last one
-        is on disk. `progress` is called while a step waits for a copy or for the disk, which may take long."""
+        """In the background `save` returns when the state has a place to be copied to, and `finish`
+        when the last one is on disk. `progress` is called while a step waits for a copy or for the
+        disk, which may take long."""
         self._store, self._group, self._background = store, group, background
         self._deadline_s, self._emit, self._progress = deadline_s, emit, progress
         self._staging = StagingBuffer(group.device, deadline_s=deadline_s)
@@ -105,8 +109,8 @@ class Saver:
         state: Mapping[str, Any],
         blobs: Mapping[str, bytes],
     ) -> None:
-        """SnapshotError of this save, or of the one before if that was in the background; DeadlineError when one is
-        not done in time."""
+        """SnapshotError of this save, or of the one before if that was in the background;
+        DeadlineError when one is not done in time."""
         with self._group.guard(f"snapshot of step {step}"):
             self._settle(step)
             aside = self._begin(step)
@@ -115,7 +119,9 @@ class Saver:
                 self._write(job)
                 return
             self._writing, self._verdict = step, job.key("verdict")
-            self._thread = threading.Thread(target=self._write_apart, args=(job,), name=f"snapshot-{step}", daemon=True)
+            self._thread = threading.Thread(
+                target=self._write_apart, args=(job,), name=f"snapshot-{step}", daemon=True
+            )
             job.copied.clear()
             try:
                 self._thread.start()
@@ -134,14 +140,21 @@ class Saver:
         with self._group.guard("end of the last snapshot"):
             self._settle(None)
 
-    # On the calling thread, all ranks together -----------------------------------------------------------------------
+    # On the calling thread, all ranks together
+    # ----------------------------------------------------------------------------------------------
 
     def _settle(self, next_step: int | None) -> None:
-        """Wait for the save before, and let its failure out, on all ranks. Where a disk is stuck on one, the others'
-        threads end with the verdict, and they soon wait for this rank in a collective."""
+        """Wait for the save before, and let its failure out, on all ranks. Where a disk is stuck on
+        one, the others' threads end with the verdict, and they soon wait for this rank in a
+        collective."""
         thread, began = self._thread, time.monotonic()
         until, heard = began + self._deadline_s, False
-        tells = thread is not None and thread.is_alive() and next_step is not None and self._group.rank == 0
+        tells = (
+            thread is not None
+            and thread.is_alive()
+            and next_step is not None
+            and self._group.rank == 0
+        )
         if tells:
             self._emit("snapshot.waiting", step=next_step, writing=self._writing)
         while thread is not None and thread.is_alive() and time.monotonic() < until:
@@ -155,8 +168,11 @@ class Saver:
             hint = "the disk is slow or stuck: raise snapshot.deadline_s, or snapshot less often"
             waited_s = time.monotonic() - began
             failure = DeadlineError(
-                f"the snapshot of step {self._writing} is not written after {waited_s:.3g} s of waiting",
-                hint="this rank's disk is stuck: the other ranks are done with it" if heard else hint,
+                f"the snapshot of step {self._writing} is not written after {waited_s:.3g} s of "
+                "waiting",
+                hint="this rank's disk is stuck: the other ranks are done with it"
+                if heard
+                else hint,
             )
         elif thread is not None:
             if tells:
@@ -182,7 +198,8 @@ class Saver:
         state: Mapping[str, Any],
         blobs: Mapping[str, bytes],
     ) -> _Job:
-        """Everything that is to be written. In the background nothing overwrites it before it is copied."""
+        """Everything that is to be written. In the background nothing overwrites it before it is
+        copied."""
         began, failure, job = time.monotonic(), None, None
         copied = threading.Event()
         copied.set()
@@ -193,8 +210,17 @@ class Saver:
                 placed = self._staging.place(mine)
                 mine = placed.staged
             whole = {"loop": state, "trainer": own["state"]}
-            job = _Job(step=step, aside=aside, parts=mine, state=whole, blobs=blobs, placed=placed, copied=copied)
-        except (OSError, RuntimeError, GyreError) as error:  # RuntimeError: torch has no common type for lack of memory
+            job = _Job(
+                step=step,
+                aside=aside,
+                parts=mine,
+                state=whole,
+                blobs=blobs,
+                placed=placed,
+                copied=copied,
+            )
+        # RuntimeError: torch has no common type for lack of memory
+        except (OSError, RuntimeError, GyreError) as error:
             failure = self._told(COPY_FAILED.format(step=step), error)
         numbers = [time.monotonic() - began, self._staging.size_bytes]
         if self._background and not self._has_memory:
@@ -213,23 +239,29 @@ class Saver:
         return job
 
     def _meet(self, step: int, aside: Path) -> None:
-        """Wait until every rank has its memory, or knows that it gets none. To make it can take longer than a
-        collective may; a rank that does not come at all is named by the one that follows."""
+        """Wait until every rank has its memory, or knows that it gets none. To make it can take
+        longer than a collective may; a rank that does not come at all is named by the one that
+        follows."""
         notes, keys = self._group.notes, _placed_keys(aside, self._group.size)
         notes.put(keys[self._group.rank], "")
         there = lambda: all(notes.get(key) is not None for key in keys) or None  # noqa: E731
-        self._group.look_for(f"snapshot of step {step}", there, self._deadline_s + LAST_WORDS_S, self._progress)
+        self._group.look_for(
+            f"snapshot of step {step}", there, self._deadline_s + LAST_WORDS_S, self._progress
+        )
 
     def _hold(self, step: int, aside: Path, copied: threading.Event) -> None:
-        """Called by whoever is about to change what is saved: returns once it is copied, whatever other ranks do. One
-        that has copied soon waits in a collective; the error that names this rank comes before its patience ends."""
+        """Called by whoever is about to change what is saved: returns once it is copied, whatever
+        other ranks do. One that has copied soon waits in a collective; the error that names this
+        rank comes before its patience ends."""
         if copied.is_set():
             return
         began, until = time.monotonic(), time.monotonic() + self._deadline_s
         alone = False  # whether another rank has copied
         while not copied.wait(POLL_S):
             self._progress()
-            if not alone and any(self._group.notes.get(f"{aside.name}/{told}") is not None for told in AHEAD):
+            if not alone and any(
+                self._group.notes.get(f"{aside.name}/{told}") is not None for told in AHEAD
+            ):
                 alone, until = True, min(until, time.monotonic() + self._group.patience_s)
             if time.monotonic() > until:
                 why = f", {self._group.patience_s:g} s after another rank's part" if alone else ""
@@ -237,19 +269,32 @@ class Saver:
                 raise DeadlineError(
                     f"the snapshot of step {step} is not copied to the host{by} after "
                     f"{time.monotonic() - began:.3g} s{why}",
-                    hint="the host is short of memory or busy: snapshot less often, or set snapshot.background = "
-                    "false; where ranks wait for each other, raise parallel.timeout_s if it is only slow",
+                    hint="the host is short of memory or busy: snapshot less often, or set "
+                    "snapshot.background = "
+                    "false; where ranks wait for each other, raise parallel.timeout_s if it is "
+                    "only slow",
                 )
-        self._emit("snapshot.held", step=step, rank=self._group.rank, seconds=time.monotonic() - began)
+        self._emit(
+            "snapshot.held", step=step, rank=self._group.rank, seconds=time.monotonic() - began
+        )
 
     def _agree(self, failure: BaseException | None, value: Any = None) -> list[Any]:
         """Every rank's value; or the first rank's failure, raised on all."""
         mine = None
-        if failure is not None and not isinstance(failure, GyreError):  # a fault of ours: the others must not wait
+        # a fault of ours: the others must not wait
+        if failure is not None and not isinstance(failure, GyreError):
             text = f"{type(failure).__name__}: {failure}"
-            mine = {"message": f"rank {self._group.rank} broke in a snapshot: {text}", "hint": "", "late": False}
+            mine = {
+                "message": f"rank {self._group.rank} broke in a snapshot: {text}",
+                "hint": "",
+                "late": False,
+            }
         elif failure is not None:
-            mine = {"message": failure.message, "hint": failure.hint, "late": isinstance(failure, DeadlineError)}
+            mine = {
+                "message": failure.message,
+                "hint": failure.hint,
+                "late": isinstance(failure, DeadlineError),
+            }
         told = self._group.share({"failure": mine, "value": value})
         for answer in told:
             if (first := answer["failure"]) is not None:
@@ -257,7 +302,8 @@ class Saver:
                 raise kind(first["message"], hint=first["hint"]) from failure
         return [answer["value"] for answer in told]
 
-    # Beside the collectives, maybe in a thread -----------------------------------------------------------------------
+    # Beside the collectives, maybe in a thread
+    # ----------------------------------------------------------------------------------------------
 
     def _write_apart(self, job: _Job) -> None:
         try:
@@ -266,7 +312,8 @@ class Saver:
             self._failure = error
 
     def _write(self, job: _Job) -> None:
-        """This rank's file, then the verdict on the whole. SnapshotError with the verdict of the first rank."""
+        """This rank's file, then the verdict on the whole. SnapshotError with the verdict of the
+        first rank."""
         notes, rank = self._group.notes, self._group.rank
         written, fault = "", None
         try:
@@ -278,12 +325,16 @@ class Saver:
             pass  # the one that failed has said why
         except Exception as error:  # noqa: BLE001  the others must hear of any; ours is raised below
             fault = None if isinstance(error, OSError | SnapshotError) else error
-            told = error if isinstance(error, SnapshotError) else self._cannot_write(job.step, error)
+            told = (
+                error if isinstance(error, SnapshotError) else self._cannot_write(job.step, error)
+            )
             notes.put(job.key("failed"), _as_note(told))
         notes.put(job.key(f"done/{rank}"), written)
         if rank == 0:
             self._conclude(job)
-        verdict = self._wait_for(job, lambda: notes.get(job.key("verdict")), "the first rank has not ended it")
+        verdict = self._wait_for(
+            job, lambda: notes.get(job.key("verdict")), "the first rank has not ended it"
+        )
         if fault is not None:
             raise fault
         if verdict:
@@ -296,7 +347,10 @@ class Saver:
             if job.placed is not None:
                 self._staging.fill(job.placed)
         except (OSError, RuntimeError) as error:  # as in `_place`
-            raise self._told(COPY_FAILED.format(step=job.step), error) from error.with_traceback(None)  # holds tensors
+            # holds tensors
+            raise self._told(COPY_FAILED.format(step=job.step), error) from error.with_traceback(
+                None
+            )
         finally:
             if job.placed is not None:
                 job.placed.drop()
@@ -329,8 +383,12 @@ class Saver:
         return SnapshotManifest(step=job.step, files=files, tensors=tensors)
 
     def _conclude(self, job: _Job) -> None:
-        """On the first rank: make the snapshot once all have written, or give it up; tell the others."""
-        notes, keys = self._group.notes, [job.key(f"done/{rank}") for rank in range(self._group.size)]
+        """On the first rank: make the snapshot once all have written, or give it up; tell the
+        others."""
+        notes, keys = (
+            self._group.notes,
+            [job.key(f"done/{rank}") for rank in range(self._group.size)],
+        )
         found: dict[str, str] = {}
 
         def look() -> str | None:
@@ -343,12 +401,17 @@ class Saver:
         try:
             verdict = self._wait_for(job, look, "not all ranks have written their part")
             if not verdict:
-                self._store.publish(job.aside, join_manifests(from_text(found[key], whole=False) for key in keys))
+                self._store.publish(
+                    job.aside, join_manifests(from_text(found[key], whole=False) for key in keys)
+                )
         except Exception as error:  # noqa: BLE001  the others must hear of any; ours is raised below
             fault = None if isinstance(error, OSError | DeadlineError) else error
-            verdict = _as_note(error if isinstance(error, DeadlineError) else self._cannot_write(job.step, error))
+            verdict = _as_note(
+                error if isinstance(error, DeadlineError) else self._cannot_write(job.step, error)
+            )
         if verdict:
-            with contextlib.suppress(DeadlineError):  # the verdict stands: this only lets the others stop first
+            # the verdict stands: this only lets the others stop first
+            with contextlib.suppress(DeadlineError):
                 stopped = lambda: "" if look() is not None and len(found) == len(keys) else None  # noqa: E731
                 self._wait_for(job, stopped, "not all ranks have stopped", LAST_WORDS_S)
             shutil.rmtree(job.aside, ignore_errors=True)
@@ -365,7 +428,9 @@ class Saver:
         if self._group.notes.get(job.key("failed")) is not None:
             raise Stopped
 
-    def _wait_for(self, job: _Job, look: Callable[[], str | None], late: str, within_s: float | None = None) -> str:
+    def _wait_for(
+        self, job: _Job, look: Callable[[], str | None], late: str, within_s: float | None = None
+    ) -> str:
         """What `look` finds. Ends early when the group breaks."""
         limit_s = self._deadline_s if within_s is None else within_s
         found = self._group.look_for(f"snapshot of step {job.step}", look, limit_s)
@@ -379,15 +444,27 @@ class Saver:
     def _cannot_write(self, step: int, error: Exception) -> SnapshotError:
         hint = "check that the folder can be written, then resume from the snapshot before it"
         if is_disk_full(error):
-            hint = "free space there and resume from the snapshot before it; snapshot.keep = 1 needs the least space"
+            hint = (
+                "free space there and resume from the snapshot before it; snapshot.keep = 1 "
+                "needs the least space"
+            )
         elif isinstance(error, ReadBackError):
-            hint = "the disk returns other bytes than it was given: check it, or point the run folder elsewhere"
-        return self._told(f"snapshot of step {step} could not be written to {self._store.folder}", error, hint)
+            hint = (
+                "the disk returns other bytes than it was given: check it, or point the run "
+                "folder elsewhere"
+            )
+        return self._told(
+            f"snapshot of step {step} could not be written to {self._store.folder}", error, hint
+        )
 
     def _told(self, what: str, error: Exception, hint: str = "") -> SnapshotError:
         """An error that names this rank, where there are several."""
         by = f" by rank {self._group.rank}" if self._group.size > 1 else ""
-        text = error.message if isinstance(error, GyreError) else getattr(error, "strerror", None) or str(error)
+        text = (
+            error.message
+            if isinstance(error, GyreError)
+            else getattr(error, "strerror", None) or str(error)
+        )
         hint = hint or (error.hint if isinstance(error, GyreError) else "") or NO_MEMORY
         return SnapshotError(f"{what}{by}: {text}", hint=hint)
 

@@ -1,9 +1,10 @@
-"""Shard file: what one rank saves, in one safetensors file. In: a path, Parts on any device. Out: the file, synced,
-with size, offsets and a checksum of every block; or what is wrong with it.
+"""Shard file: what one rank saves, in one safetensors file. In: a path, Parts on any device. Out:
+the file, synced, with size, offsets and a checksum of every block; or what is wrong with it.
 
-Written here rather than by the safetensors package so that checksums are taken of the bytes handed to the disk, a block
-at a time, and a full disk is an OSError with its number. The package reads the file. The checksum is CRC-32 (zlib's):
-it finds what disks do, and is several times as fast as a cryptographic one.
+Written here rather than by the safetensors package so that checksums are taken of the bytes handed
+to the disk, a block at a time, and a full disk is an OSError with its number. The package reads the
+file. The checksum is CRC-32 (zlib's): it finds what disks do, and is several times as fast as a
+cryptographic one.
 """
 
 from __future__ import annotations
@@ -54,16 +55,17 @@ class Extent:
 
 
 def write_shard(path: Path, parts: Sequence[Part], check: Callable[[], None]) -> list[Extent]:
-    """Write the parts and read them back. Returns an extent for the file's header and one for each part. `check` is
-    called before every block, and may raise. OSError when the disk refuses, ReadBackError when it
-    gives back other bytes."""
+    """Write the parts and read them back. Returns an extent for the file's header and one for each
+    part. `check` is called before every block, and may raise. OSError when the disk refuses,
+    ReadBackError when it gives back other bytes."""
     with open(path, "wb", buffering=0) as file:
         extents = [_write(file, 0, _cut(_header(parts)), check)]
         for part in parts:
             at = extents[-1].at + extents[-1].size_bytes
             extents.append(_write(file, at, _blocks(part.values_N), check))
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # what is read back comes from the disk
+        # what is read back comes from the disk
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     for extent in extents:
         if (fault := find_fault(path, extent, check)) is not None:
             raise ReadBackError(f"{path.name} read back is not what was written: {fault}")
@@ -98,9 +100,11 @@ class Damage(Exception):
     """Bytes that are not there, or not what was written."""
 
 
-def read_blocks(path: Path, extent: Extent, first: int, last: int) -> Iterator[tuple[int, memoryview]]:
-    """Yield (offset within the extent, bytes) of the blocks that cover bytes [first, last) of it, each one checked.
-    Raises Damage."""
+def read_blocks(
+    path: Path, extent: Extent, first: int, last: int
+) -> Iterator[tuple[int, memoryview]]:
+    """Yield (offset within the extent, bytes) of the blocks that cover bytes [first, last) of it,
+    each one checked. Raises Damage."""
     try:
         with open(path, "rb", buffering=0) as file:
             buffer = memoryview(bytearray(min(BLOCK_BYTES, extent.size_bytes)))
@@ -114,7 +118,10 @@ def read_blocks(path: Path, extent: Extent, first: int, last: int) -> Iterator[t
                 if got < size:
                     raise Damage(f"the file ends {size - got} bytes early")
                 if zlib.crc32(block) != crc32:
-                    raise Damage(f"bytes {extent.at + low} to {extent.at + low + size} do not match their checksum")
+                    raise Damage(
+                        f"bytes {extent.at + low} to {extent.at + low + size} do not match their "
+                        "checksum"
+                    )
                 yield low, block
     except OSError as error:
         raise Damage(f"cannot be read: {error.strerror or error}") from error
@@ -139,7 +146,9 @@ def _is_whole(part: Part) -> bool:
     return part.values_N.numel() == torch.Size(part.shape).numel()
 
 
-def _write(file: RawIOBase, at: int, blocks: Iterator[memoryview], check: Callable[[], None]) -> Extent:
+def _write(
+    file: RawIOBase, at: int, blocks: Iterator[memoryview], check: Callable[[], None]
+) -> Extent:
     sums, size_bytes = [], 0
     for block in blocks:
         check()

@@ -1,5 +1,6 @@
-"""Parts: who saves which numbers of the trainer's tensors, and how they come back. In: a ShardLayout, this rank's
-tensors. Out: Parts of whole tensors, each number on one rank only; or the tensors, filled from any source of parts.
+"""Parts: who saves which numbers of the trainer's tensors, and how they come back. In: a
+ShardLayout, this rank's tensors. Out: Parts of whole tensors, each number on one rank only; or the
+tensors, filled from any source of parts.
 
 Copies share the work: of a run that n ranks hold, each saves the n-th part.
 """
@@ -21,7 +22,9 @@ from gyre.distributed.mesh import Mesh
 from gyre.distributed.process_group import RankGroup
 from gyre.weights.shards import Place, Shape, ShardLayout
 
-OTHER_MODEL = "resume with the config and the model that the run was started with, or begin a new run"
+OTHER_MODEL = (
+    "resume with the config and the model that the run was started with, or begin a new run"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +67,8 @@ class PartSource(Protocol):
     def kinds(self) -> Mapping[str, Kind]: ...
 
     def read(self, name: str, start: int, out_N: Tensor) -> None:
-        """Fill `out_N`, on any device, with the tensor's numbers from `start` on. SnapshotError if they are damaged."""
+        """Fill `out_N`, on any device, with the tensor's numbers from `start` on. SnapshotError if
+        they are damaged."""
         ...
 
 
@@ -77,18 +81,24 @@ class HeldParts:
             self._parts.setdefault(part.name, []).append(part)
 
     def kinds(self) -> dict[str, Kind]:
-        return {name: Kind(dtype=parts[0].values_N.dtype, shape=parts[0].shape) for name, parts in self._parts.items()}
+        return {
+            name: Kind(dtype=parts[0].values_N.dtype, shape=parts[0].shape)
+            for name, parts in self._parts.items()
+        }
 
     def read(self, name: str, start: int, out_N: Tensor) -> None:
         filled, stop = 0, start + out_N.numel()
         for part in self._parts[name]:
             first, last = max(start, part.start), min(stop, part.stop)
             if first < last:
-                out_N[first - start : last - start].copy_(part.values_N[first - part.start : last - part.start])
+                out_N[first - start : last - start].copy_(
+                    part.values_N[first - part.start : last - part.start]
+                )
                 filled += last - first
         if filled != out_N.numel():
             raise SnapshotError(
-                f"the snapshot holds {filled} of the {out_N.numel()} numbers of {name} from {start} on",
+                f"the snapshot holds {filled} of the {out_N.numel()} numbers of {name} from "
+                f"{start} on",
                 hint="give the parts of all ranks together",
             )
 
@@ -103,23 +113,33 @@ class Holding:
     rank: int  # within the layout
     sharers: RankGroup  # the ranks that hold the same
     dtype: torch.dtype
-    tensors: Mapping[str, Tensor]  # this rank's runs by bare name, or what `cut` makes them of; all have a storage
-    cut: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict  # views, made only where there are bytes
-    converts: bool = False  # takes numbers of any floating dtype, and rounds what `dtype` cannot hold
+    # this rank's runs by bare name, or what `cut` makes them of; all have a storage
+    tensors: Mapping[str, Tensor]
+    # views, made only where there are bytes
+    cut: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
+    # takes numbers of any floating dtype, and rounds what `dtype` cannot hold
+    converts: bool = False
 
     def kinds(self) -> dict[str, Kind]:
         """Of the whole tensors."""
         shapes = self.layout.shapes
-        return {self.prefix + name: Kind(dtype=self.dtype, shape=tuple(shape)) for name, shape in shapes.items()}
+        return {
+            self.prefix + name: Kind(dtype=self.dtype, shape=tuple(shape))
+            for name, shape in shapes.items()
+        }
 
     def fitting(self, found: Mapping[str, Kind]) -> dict[str, Kind]:
-        """Of the whole tensors, as this holding would take them from a snapshot with those of `found`."""
+        """Of the whole tensors, as this holding would take them from a snapshot with those of
+        `found`."""
         wanted = self.kinds()
         if not self.converts:
             return wanted
         saved = {name: found[name].dtype for name in wanted if name in found}
         floating = {name: dtype for name, dtype in saved.items() if dtype.is_floating_point}
-        return {name: replace(kind, dtype=floating.get(name, kind.dtype)) for name, kind in wanted.items()}
+        return {
+            name: replace(kind, dtype=floating.get(name, kind.dtype))
+            for name, kind in wanted.items()
+        }
 
     def rounds(self, found: Mapping[str, Kind]) -> bool:
         """Whether `load` would lose bits of some tensor of `found`."""
@@ -132,18 +152,27 @@ class Holding:
 
     def parts(self, readable: Mapping[str, Tensor]) -> list[Part]:
         """What this rank saves. `readable` has `named` where the bytes can be read now."""
-        runs, places = self.cut({name: readable[self.prefix + name] for name in self.tensors}), self._places
+        runs, places = (
+            self.cut({name: readable[self.prefix + name] for name in self.tensors}),
+            self._places,
+        )
         found = []
-        mine = own_runs(self.layout, self.rank, copy=self.sharers.rank, num_copies=self.sharers.size)
+        mine = own_runs(
+            self.layout, self.rank, copy=self.sharers.rank, num_copies=self.sharers.size
+        )
         for name, (start, stop) in mine.items():
-            values_N = runs[name].reshape(-1)[start - places[name].start : stop - places[name].start]
+            values_N = runs[name].reshape(-1)[
+                start - places[name].start : stop - places[name].start
+            ]
             shape = tuple(self.layout.shapes[name])
             found.append(Part(name=self.prefix + name, shape=shape, start=start, values_N=values_N))
         return found
 
     def sizes_bytes(self) -> list[int]:
         """Of the parts that this rank saves."""
-        mine = own_runs(self.layout, self.rank, copy=self.sharers.rank, num_copies=self.sharers.size)
+        mine = own_runs(
+            self.layout, self.rank, copy=self.sharers.rank, num_copies=self.sharers.size
+        )
         return [(stop - start) * self.dtype.itemsize for start, stop in mine.values()]
 
     @torch.no_grad()
@@ -158,10 +187,17 @@ class Holding:
         return self.layout.ranks[self.rank]
 
 
-def own_runs(layout: ShardLayout, rank: int, *, copy: int, num_copies: int) -> dict[str, tuple[int, int]]:
-    """[start, stop) of each tensor that this rank saves: the `copy`-th of equal parts of all that the rank is the
-    first to hold, in the order of the tensors. Together the ranks save each number once."""
-    places = {name: place for name, place in layout.ranks[rank].items() if not _is_again(layout, rank, name, place)}
+def own_runs(
+    layout: ShardLayout, rank: int, *, copy: int, num_copies: int
+) -> dict[str, tuple[int, int]]:
+    """[start, stop) of each tensor that this rank saves: the `copy`-th of equal parts of all that
+    the rank is the first to hold, in the order of the tensors. Together the ranks save each number
+    once."""
+    places = {
+        name: place
+        for name, place in layout.ranks[rank].items()
+        if not _is_again(layout, rank, name, place)
+    }
     total = sum(place.stop - place.start for place in places.values())
     low, high = total * copy // num_copies, total * (copy + 1) // num_copies
     found, at = {}, 0
@@ -179,15 +215,18 @@ def sharers(layout: ShardLayout, mesh: Mesh) -> RankGroup:
 
 
 def check_kinds(wanted: Mapping[str, Kind], found: Mapping[str, Kind]) -> None:
-    """SnapshotError, before anything is overwritten, unless the snapshot has just the tensors that are wanted."""
+    """SnapshotError, before anything is overwritten, unless the snapshot has just the tensors that
+    are wanted."""
     for name, kind in wanted.items():
         if (got := found.get(name)) != kind:
             raise SnapshotError(
-                f"the snapshot holds {got or 'nothing'} for {name}, this run needs {kind}", hint=OTHER_MODEL
+                f"the snapshot holds {got or 'nothing'} for {name}, this run needs {kind}",
+                hint=OTHER_MODEL,
             )
     if extra := sorted(found.keys() - wanted.keys()):
         raise SnapshotError(
-            f"the snapshot holds {len(extra)} tensors that this run has no place for, {extra[0]} among them",
+            f"the snapshot holds {len(extra)} tensors that this run has no place for, {extra[0]} "
+            "among them",
             hint=OTHER_MODEL,
         )
 
@@ -197,7 +236,10 @@ def find_gap(shape: Shape, runs: Sequence[tuple[int, int]]) -> str | None:
     at = 0
     for start, stop in sorted(runs):
         if start != at:
-            return f"numbers {min(at, start)} to {max(at, start)} are there {'twice' if start < at else 'not at all'}"
+            return (
+                f"numbers {min(at, start)} to {max(at, start)} are there "
+                f"{'twice' if start < at else 'not at all'}"
+            )
         at = stop
     return None if at == math.prod(shape) else f"it ends after {at} of {math.prod(shape)} numbers"
 

@@ -1,9 +1,10 @@
-"""Staging: host memory into which a rank's parts are copied while training goes on. In: parts of live state, on a
-device, on the host or in a mapped file. Out: the same parts in kept memory, pinned beside a GPU.
+"""Staging: host memory into which a rank's parts are copied while training goes on. In: parts of
+live state, on a device, on the host or in a mapped file. Out: the same parts in kept memory, pinned
+beside a GPU.
 
-`place` lays the parts out and copies nothing; `fill` copies, in any thread, beside whatever reads the state. Bytes
-leave a GPU a batch at a time: a copy of one number to the host waits behind all that were queued before it, and a step
-has some of those.
+`place` lays the parts out and copies nothing; `fill` copies, in any thread, beside whatever reads
+the state. Bytes leave a GPU a batch at a time: a copy of one number to the host waits behind all
+that were queued before it, and a step has some of those.
 """
 
 # N numbers of a part
@@ -24,7 +25,8 @@ from gyre.memory.pools.host_buffer import HostBuffer
 from gyre.trainer.checkpoint.shards import Part
 
 LINE_BYTES = 64  # every staged part begins on one
-BATCH_BYTES, QUEUED = 128 << 20, 2  # of one launch of copies; launches that a device has before it at a time
+# of one launch of copies; launches that a device has before it at a time
+BATCH_BYTES, QUEUED = 128 << 20, 2
 BLOCK_BYTES = 32 << 20  # of a copy on the host
 HOST_THREADS = 4  # that copy what lies on the host: one alone is slower than the memory
 
@@ -50,7 +52,8 @@ class StagedParts:
     on_host: Sequence[tuple[Tensor, Tensor]]  # from, to
 
     def drop(self) -> None:
-        """Hold nothing of the live state any more: pages that a component has left must be free at once."""
+        """Hold nothing of the live state any more: pages that a component has left must be free at
+        once."""
         self.leaving, self.on_host = (), ()
 
 
@@ -58,24 +61,24 @@ class StagingBuffer:
     """One buffer, kept for the next save and made anew when it must grow."""
 
     def __init__(self, device: torch.device, *, deadline_s: float) -> None:
-        """`device`: that the memory is pinned for; none is for a CPU. `deadline_s`: longest that `place` waits for
-        memory that is being made."""
+        """`device`: that the memory is pinned for; none is for a CPU. `deadline_s`: longest that
+        `place` waits for memory that is being made."""
         self._device, self._deadline_s = device, deadline_s
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of copies, one for each device
         self._buffer: HostBuffer | None = None
         self._coming: Future[HostBuffer] | None = None
 
     def prepare(self, size_bytes: int) -> None:
-        """Begin to make the buffer: to pin memory takes seconds, and a run's first save should not wait for them. What
-        fails is raised by `place`."""
+        """Begin to make the buffer: to pin memory takes seconds, and a run's first save should not
+        wait for them. What fails is raised by `place`."""
         if size_bytes and self._buffer is None and self._coming is None:
             apart = ThreadPoolExecutor(1, thread_name_prefix="snapshot-staging")
             self._coming = apart.submit(self._make, size_bytes)
             apart.shutdown(wait=False)
 
     def place(self, parts: Sequence[Part]) -> StagedParts:
-        """Where the parts will be copied to, until the next call. MemoryBudgetError if the host has not enough,
-        DeadlineError if it takes too long to get it."""
+        """Where the parts will be copied to, until the next call. MemoryBudgetError if the host has
+        not enough, DeadlineError if it takes too long to get it."""
         starts, size_bytes = [], 0
         for part in parts:
             starts.append(size_bytes)
@@ -93,7 +96,10 @@ class StagingBuffer:
         devices = {source_N.device for source_N, _ in pairs if source_N.is_cuda}
         return StagedParts(
             staged=staged,
-            leaving=[self._leaving(device, [pair for pair in pairs if pair[0].device == device]) for device in devices],
+            leaving=[
+                self._leaving(device, [pair for pair in pairs if pair[0].device == device])
+                for device in devices
+            ],
             on_host=list(_blocks([pair for pair in pairs if not pair[0].is_cuda], BLOCK_BYTES)),
         )
 
@@ -103,8 +109,10 @@ class StagingBuffer:
             return
         if not wait([coming], self._deadline_s).done:
             raise DeadlineError(
-                f"the memory that snapshots are staged in is not there after {self._deadline_s:g} s",
-                hint="the host is short of memory: set snapshot.background = false, then nothing is staged",
+                f"the memory that snapshots are staged in is not there after {self._deadline_s:g} "
+                "s",
+                hint="the host is short of memory: set snapshot.background = false, then nothing "
+                "is staged",
             )
         self._buffer = coming.result()
 
@@ -113,7 +121,9 @@ class StagingBuffer:
         for leaving in placed.leaving:
             _copy_down(leaving)
         with ThreadPoolExecutor(HOST_THREADS, thread_name_prefix="snapshot-copy") as pool:
-            for copied in [pool.submit(into_N.copy_, source_N) for source_N, into_N in placed.on_host]:
+            for copied in [
+                pool.submit(into_N.copy_, source_N) for source_N, into_N in placed.on_host
+            ]:
                 copied.result()
 
     def _leaving(self, device: torch.device, pairs: Sequence[tuple[Tensor, Tensor]]) -> Leaving:
@@ -130,7 +140,8 @@ class StagingBuffer:
 
     def _make(self, size_bytes: int) -> HostBuffer:
         pinned = self._device.type == "cuda"
-        with torch.cuda.device(self._device) if pinned else contextlib.nullcontext():  # of this thread
+        # of this thread
+        with torch.cuda.device(self._device) if pinned else contextlib.nullcontext():
             return HostBuffer(size_bytes, pin=pinned, owner="staging of snapshots")
 
 
@@ -167,7 +178,9 @@ def _copy_down(leaving: Leaving) -> None:
     stream.synchronize()
 
 
-def _blocks(pairs: Sequence[tuple[Tensor, Tensor]], block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _blocks(
+    pairs: Sequence[tuple[Tensor, Tensor]], block_bytes: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """(from, to), of at most so many bytes."""
     for source_N, into_N in pairs:
         step = max(1, block_bytes // source_N.element_size())

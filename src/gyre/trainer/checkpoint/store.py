@@ -1,15 +1,16 @@
-"""Snapshot store: the resumable states of a run on disk. In: what the ranks wrote into a folder. Out: whole snapshots,
-or what is wrong with one.
+"""Snapshot store: the resumable states of a run on disk. In: what the ranks wrote into a folder.
+Out: whole snapshots, or what is wrong with one.
 
     <folder>/step-00000020/manifest.json                  files, runs of tensors, sizes, checksums; written last
                            rank-00000.safetensors, …      what each rank saved
                            state.json, blobs/<name>       of the loop
 
-A snapshot is written aside and renamed when its manifest is on disk; older ones are pruned after that. So whatever
-happens while one is written, the one before it is whole. Only the first rank changes what lies in the folder.
+A snapshot is written aside and renamed when its manifest is on disk; older ones are pruned after
+that. So whatever happens while one is written, the one before it is whole. Only the first rank
+changes what lies in the folder.
 
-One that a run has passed over at its start, for damage, counts for nothing: it takes no other's place among those that
-are kept, and goes when the run has come past it.
+One that a run has passed over at its start, for damage, counts for nothing: it takes no other's
+place among those that are kept, and goes when the run has come past it.
 """
 
 from __future__ import annotations
@@ -28,13 +29,21 @@ from torch import Tensor
 
 from gyre.core.errors import SnapshotError
 from gyre.memory.pools.disk_file import sync_folder
-from gyre.trainer.checkpoint.manifest import BadManifest, SnapshotManifest, Stretch, from_text, to_text
+from gyre.trainer.checkpoint.manifest import (
+    BadManifest,
+    SnapshotManifest,
+    Stretch,
+    from_text,
+    to_text,
+)
 from gyre.trainer.checkpoint.shard_file import Damage, find_fault, read_blocks
 from gyre.trainer.checkpoint.shards import Kind
 
 NAME = re.compile(r"step-(\d{8,})")
 MANIFEST, STATE, BLOBS = "manifest.json", "state.json", "blobs"
-READ_AGAIN = "resume once more: every snapshot is looked through first, and the one before this is taken"
+READ_AGAIN = (
+    "resume once more: every snapshot is looked through first, and the one before this is taken"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,20 +72,26 @@ class Snapshot:
 class SnapshotStore:
     """The snapshots of one stage of a run. One save at a time."""
 
-    def __init__(self, folder: Path, *, keep: int, emit: Callable[..., None], resumed_step: int | None = None) -> None:
-        """`resumed_step`: of the snapshot that the run goes on from, 0 if from none: what lies beyond was passed over.
-        None: not known."""
+    def __init__(
+        self, folder: Path, *, keep: int, emit: Callable[..., None], resumed_step: int | None = None
+    ) -> None:
+        """`resumed_step`: of the snapshot that the run goes on from, 0 if from none: what lies
+        beyond was passed over. None: not known."""
         assert keep > 0
         self._folder, self._keep, self._emit = Path(folder), keep, emit
-        self._passed = () if resumed_step is None else tuple(step for step in self.steps() if step > resumed_step)
+        self._passed = (
+            ()
+            if resumed_step is None
+            else tuple(step for step in self.steps() if step > resumed_step)
+        )
 
     @property
     def folder(self) -> Path:
         return self._folder
 
     def begin(self, step: int, nonce: str) -> Path:
-        """Make the folder that a snapshot is written into, for as long as it is none. `nonce` keeps it apart from
-        that of an earlier attempt whose last threads are still about."""
+        """Make the folder that a snapshot is written into, for as long as it is none. `nonce` keeps
+        it apart from that of an earlier attempt whose last threads are still about."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self.remove_leftovers()
         aside = self._folder / f"writing-step-{step:08d}-{nonce}"
@@ -104,7 +119,9 @@ class SnapshotStore:
         self._prune(manifest.step)
         size_bytes = sum(file.size_bytes for file in manifest.files.values())
         ranks = sum(name.startswith("rank-") for name in manifest.files)
-        self._emit("snapshot.saved", step=manifest.step, path=path.name, size_bytes=size_bytes, ranks=ranks)
+        self._emit(
+            "snapshot.saved", step=manifest.step, path=path.name, size_bytes=size_bytes, ranks=ranks
+        )
         return path
 
     def paths(self) -> list[Path]:
@@ -120,7 +137,9 @@ class SnapshotStore:
         """Say that a snapshot is passed over, and why."""
         first = faults[0]
         reason = "; ".join(str(fault) for fault in faults[:8])
-        self._emit("snapshot.skipped", path=path.name, file=first.file, tensor=first.tensor, reason=reason)
+        self._emit(
+            "snapshot.skipped", path=path.name, file=first.file, tensor=first.tensor, reason=reason
+        )
 
     def load_latest(self) -> Snapshot | None:
         """The newest snapshot that is whole, looked through by this process alone."""
@@ -132,7 +151,8 @@ class SnapshotStore:
         return None
 
     def remove_leftovers(self) -> None:
-        """Remove what a save that was broken off has left. SnapshotError for what no save leaves."""
+        """Remove what a save that was broken off has left. SnapshotError for what no save
+        leaves."""
         for path in sorted(self._folder.glob("writing-step-*")):
             _refuse_foreign(path)
             self._emit("snapshot.leftover_removed", path=path.name)
@@ -152,17 +172,20 @@ class SnapshotStore:
                 self._emit("snapshot.leftover_removed", path=path.name)
 
 
-def steps_to_prune(steps: Sequence[int], *, newest: int, passed: Collection[int], keep: int) -> list[int]:
-    """Which of the snapshots on disk, oldest first, go when that of step `newest` has just been made. Those ahead of it
-    stay and do not count: a run is there again, having `passed` them over, or this is the last thread of an attempt
-    that another one has overtaken."""
+def steps_to_prune(
+    steps: Sequence[int], *, newest: int, passed: Collection[int], keep: int
+) -> list[int]:
+    """Which of the snapshots on disk, oldest first, go when that of step `newest` has just been
+    made. Those ahead of it stay and do not count: a run is there again, having `passed` them over,
+    or this is the last thread of an attempt that another one has overtaken."""
     behind = [step for step in steps if step <= newest]
     good = [step for step in behind if step not in passed]
     return [step for step in behind if step not in good[-keep:]]
 
 
 class SnapshotTensors:
-    """The tensors of a snapshot, a PartSource: only what is asked for is read, and all that is read is checked."""
+    """The tensors of a snapshot, a PartSource: only what is asked for is read, and all that is read
+    is checked."""
 
     def __init__(self, path: Path, manifest: SnapshotManifest) -> None:
         self._path, self._manifest = path, manifest
@@ -185,14 +208,20 @@ class SnapshotTensors:
                     into = run.start + max(low, at) // item - start
                     out_N[into : into + len(values_N)].copy_(values_N)
             except Damage as damage:
-                raise SnapshotError(f"snapshot {self._path}: {run.file}, {name}: {damage}", hint=READ_AGAIN) from damage
+                raise SnapshotError(
+                    f"snapshot {self._path}: {run.file}, {name}: {damage}", hint=READ_AGAIN
+                ) from damage
 
 
 def load(path: Path) -> Snapshot:
     """Open a snapshot that was found whole. SnapshotError if it no longer is."""
     try:
         manifest = _read_manifest(path)
-        blobs = {name.removeprefix(f"{BLOBS}/"): name for name in manifest.files if name.startswith(f"{BLOBS}/")}
+        blobs = {
+            name.removeprefix(f"{BLOBS}/"): name
+            for name in manifest.files
+            if name.startswith(f"{BLOBS}/")
+        }
         return Snapshot(
             step=step_of(path),
             tensors=SnapshotTensors(path, manifest),
@@ -205,8 +234,8 @@ def load(path: Path) -> Snapshot:
 
 
 def find_faults(path: Path, *, share: int = 0, num_shares: int = 1) -> list[Fault]:
-    """Compare a snapshot's files with its manifest; an empty list means that it is whole. All shares together look at
-    every byte."""
+    """Compare a snapshot's files with its manifest; an empty list means that it is whole. All
+    shares together look at every byte."""
     try:
         manifest = _read_manifest(path)
     except BadManifest as fault:
@@ -215,7 +244,11 @@ def find_faults(path: Path, *, share: int = 0, num_shares: int = 1) -> list[Faul
     for name, file in manifest.files.items():
         size_bytes = (path / name).stat().st_size if (path / name).is_file() else -1
         if size_bytes != file.size_bytes:
-            got = "is not there" if size_bytes < 0 else f"has {size_bytes} bytes, its manifest says {file.size_bytes}"
+            got = (
+                "is not there"
+                if size_bytes < 0
+                else f"has {size_bytes} bytes, its manifest says {file.size_bytes}"
+            )
             faults.append(Fault(file=name, tensor="", reason=got))
     if faults:
         return faults
@@ -226,8 +259,8 @@ def find_faults(path: Path, *, share: int = 0, num_shares: int = 1) -> list[Faul
 
 
 def join_faults(shares: Iterable[Sequence[Fault]]) -> list[Fault]:
-    """What all shares found, each once: a file that is not there is seen by every share, since a node may miss one that
-    another one has."""
+    """What all shares found, each once: a file that is not there is seen by every share, since a
+    node may miss one that another one has."""
     return list(dict.fromkeys(fault for faults in shares for fault in faults))
 
 
@@ -235,7 +268,9 @@ def _refuse_foreign(path: Path) -> None:
     """A save makes folders; a link or a file there is somebody else's, and stays."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         what = "a link" if path.is_symlink() else "no folder"
-        raise SnapshotError(f"{path} is {what}, and a snapshot would be written there", hint="move it away")
+        raise SnapshotError(
+            f"{path} is {what}, and a snapshot would be written there", hint="move it away"
+        )
 
 
 def step_of(path: Path) -> int:
@@ -266,4 +301,6 @@ def _read_file(path: Path, name: str, manifest: SnapshotManifest) -> bytes:
     if name not in manifest.files:
         raise Damage(f"{name} is not there")
     extent = manifest.files[name].head
-    return b"".join(bytes(block) for _, block in read_blocks(path / name, extent, 0, extent.size_bytes))
+    return b"".join(
+        bytes(block) for _, block in read_blocks(path / name, extent, 0, extent.size_bytes)
+    )

@@ -1,7 +1,9 @@
-"""Trace: what one training step did, operator by operator and kernel by kernel, on request (trainer.trace_steps).
-In: the step. Out: a Chrome trace in the run folder, and an event with what took longest.
+"""Trace: what one training step did, operator by operator and kernel by kernel, on request
+(trainer.trace_steps). In: the step. Out: a Chrome trace in the run folder, and an event with what
+took longest.
 
-A trace that cannot be made or written is the event `trace.failed`; the step goes on. A step that raises is written too.
+A trace that cannot be made or written is the event `trace.failed`; the step goes on. A step that
+raises is written too.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Tracer:
         emit: Callable[..., None],
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`progress` is called between the parts of what a trace costs after its step: each may take long."""
+        """`progress` is called between the parts of what a trace costs after its step: each may
+        take long."""
         self._folder, self._steps, self._device, self._emit = folder, frozenset(steps), device, emit
         self._progress = progress
 
@@ -70,7 +73,9 @@ class Tracer:
             self._finish(profiler, step, time.perf_counter() - started_s)
 
     def _start(self, step: int) -> Any:
-        kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])
+        kinds = [ProfilerActivity.CPU] + (
+            [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
+        )
         profiler = profile(activities=kinds)
         try:
             profiler.start()
@@ -85,7 +90,9 @@ class Tracer:
         try:
             profiler.stop()
             self._progress()
-            size_bytes = write_trace(profiler.export_chrome_trace, self._folder / name, self._progress)
+            size_bytes = write_trace(
+                profiler.export_chrome_trace, self._folder / name, self._progress
+            )
             on_cuda = self._device.type == "cuda"
             told = summarise(works_of(profiler.events(), on_cuda=on_cuda), wall_s=wall_s)
             self._progress()
@@ -97,12 +104,20 @@ class Tracer:
         self._emit("trace.written", step=step, file=where, size_bytes=size_bytes, **told, top=top)
 
     def _fail(self, step: int, error: Exception) -> None:
-        self._emit("trace.failed", step=step, folder=str(self._folder), error=f"{type(error).__name__}: {error}"[:500])
+        self._emit(
+            "trace.failed",
+            step=step,
+            folder=str(self._folder),
+            error=f"{type(error).__name__}: {error}"[:500],
+        )
 
 
-def write_trace(export: Callable[[str], Any], path: Path, progress: Callable[[], None] = lambda: None) -> int:
-    """Have `export` write JSON, compress it to `path`, whole or not at all; returns the size. OSError when the disk
-    refuses, ValueError when what was exported is cut short, which the exporter does not say."""
+def write_trace(
+    export: Callable[[str], Any], path: Path, progress: Callable[[], None] = lambda: None
+) -> int:
+    """Have `export` write JSON, compress it to `path`, whole or not at all; returns the size.
+    OSError when the disk refuses, ValueError when what was exported is cut short, which the
+    exporter does not say."""
     path.parent.mkdir(parents=True, exist_ok=True)
     plain, packed = path.with_suffix(".plain"), path.with_suffix(".partial")
     try:
@@ -125,22 +140,28 @@ def check_whole(path: Path) -> None:
         file.seek(0, 2)
         file.seek(max(0, file.tell() - 64))
         if not file.read().rstrip().endswith(b"}"):
-            raise ValueError(f"the exported trace ends in the middle: is there room on the disk of {path.parent}?")
+            raise ValueError(
+                "the exported trace ends in the middle: is there room on the disk of "
+                f"{path.parent}?"
+            )
 
 
 def works_of(events: Sequence[Any], *, on_cuda: bool) -> list[Work]:
-    """What kept the device busy: kernels of a GPU, on a CPU operators and what its communication threads did."""
+    """What kept the device busy: kernels of a GPU, on a CPU operators and what its communication
+    threads did."""
     wanted = torch.autograd.DeviceType.CUDA if on_cuda else torch.autograd.DeviceType.CPU
     return [
-        Work(name=event.name, start_s=event.time_range.start / 1e6, end_s=event.time_range.end / 1e6)
+        Work(
+            name=event.name, start_s=event.time_range.start / 1e6, end_s=event.time_range.end / 1e6
+        )
         for event in events
         if event.device_type == wanted and not event.is_user_annotation
     ]
 
 
 def summarise(works: Sequence[Work], *, wall_s: float) -> dict[str, float]:
-    """Seconds of a traced step: computing, communicating, communicating while nothing was computed (exposed), and
-    neither. Pure."""
+    """Seconds of a traced step: computing, communicating, communicating while nothing was computed
+    (exposed), and neither. Pure."""
     spans: dict[bool, list[Interval]] = {True: [], False: []}
     for work in works:
         spans[work.communicates].append((work.start_s, work.end_s))

@@ -1,5 +1,5 @@
-"""Announce: what a trainer says of itself when it is made: whose kernels it takes, and what of it is narrower than
-usual. In: a decoder, learners. Out: events.
+"""Announce: what a trainer says of itself when it is made: whose kernels it takes, and what of it
+is narrower than usual. In: a decoder, learners. Out: events.
 """
 
 from __future__ import annotations
@@ -44,16 +44,23 @@ def float8(emit: Emit, learners: Sequence[TrainedModel]) -> None:
 
 
 def moments(emit: Emit, learners: Sequence[TrainedModel]) -> None:
-    """How much of the moments is codes, and which matrices have none although that was asked for."""
+    """How much of the moments is codes, and which matrices have none although that was asked
+    for."""
     for learner in learners:
         optimizer = learner.optimizer
         numbers = {name: math.prod(shape) for name, shape in optimizer.shapes.items()}
-        wide = [name for name, decays in optimizer.decays.items() if decays and name not in optimizer.coded]
+        wide = [
+            name
+            for name, decays in optimizer.decays.items()
+            if decays and name not in optimizer.coded
+        ]
         emit(
             "trainer.moments",
             learner=learner.name,
             coded_numbers=sum(numbers[name] for name in optimizer.coded),
             numbers=sum(numbers.values()),
-            left_wide={name: f"{optimizer.shapes[name]}: {BLOCK} does not divide its rows" for name in wide},
+            left_wide={
+                name: f"{optimizer.shapes[name]}: {BLOCK} does not divide its rows" for name in wide
+            },
             counted=bool(wide),
         )

@@ -1,9 +1,11 @@
-"""Measures: how fast this trainer is, in the numbers that people compare. In: what its passes and steps did, and how
-long they took. Out: metrics of a step that depend on the machine, joined over the ranks.
+"""Measures: how fast this trainer is, in the numbers that people compare. In: what its passes and
+steps did, and how long they took. Out: metrics of a step that depend on the machine, joined over
+the ranks.
 
-MFU = FLOPs that the models ask for (models/flops.py; three forward passes' worth where there is a backward pass, one
-where there is none) / (seconds × ranks × the device's data-sheet rate). Both are counted over the step and over the
-evaluations since the step before it: in an RL loop the reference's and the critic's passes are part of the work.
+MFU = FLOPs that the models ask for (models/flops.py; three forward passes' worth where there is a
+backward pass, one where there is none) / (seconds × ranks × the device's data-sheet rate). Both are
+counted over the step and over the evaluations since the step before it: in an RL loop the
+reference's and the critic's passes are part of the work.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ SENT = "sent_bytes/"  # metric prefix, before the kind of collective
 
 
 class ThroughputMeter:
-    """Of one rank. `peak_flops`: per second, of one device in the compute dtype; None where no data sheet is known."""
+    """Of one rank. `peak_flops`: per second, of one device in the compute dtype; None where no data
+    sheet is known."""
 
     def __init__(self, group: RankGroup, *, peak_flops: float | None) -> None:
         self._group, self._peak_flops = group, peak_flops
@@ -33,8 +36,9 @@ class ThroughputMeter:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Around a step or an evaluation, which end when the device has ended. Of one that fails the time alone counts:
-        where a rank was lost, the end of a collective may never come, and must not be waited for."""
+        """Around a step or an evaluation, which end when the device has ended. Of one that fails
+        the time alone counts: where a rank was lost, the end of a collective may never come, and
+        must not be waited for."""
         self._group.traffic.take()  # of a snapshot or a hand-over, which are no work of the models
         started_s = time.perf_counter()
         try:
@@ -46,19 +50,32 @@ class ThroughputMeter:
             self._sent[kind] = self._sent.get(kind, 0) + size
         self._wait_s += sent.wait_s
 
-    def count(self, spec: ModelSpec, chunks: Sequence[MicroBatch], *, scalar: bool, backward: bool) -> None:
-        """The passes of one model over this rank's chunks; `scalar`: a value per target or a score per sequence."""
+    def count(
+        self, spec: ModelSpec, chunks: Sequence[MicroBatch], *, scalar: bool, backward: bool
+    ) -> None:
+        """The passes of one model over this rank's chunks; `scalar`: a value per target or a score
+        per sequence."""
         for chunk in chunks:
             if chunk.members:  # a blank one only keeps step
                 outputs = len(chunk.targets_N)
                 flops = forward_flops(
-                    spec, chunk.layout.lengths, num_outputs=outputs, output_rows=1 if scalar else None
+                    spec,
+                    chunk.layout.lengths,
+                    num_outputs=outputs,
+                    output_rows=1 if scalar else None,
                 )
                 self._flops += flops * (3 if backward else 1)
 
     def take(self, *, step_s: float) -> dict[str, Any]:
-        """What this rank measured since the last call, for `join`; the step took `step_s`. JSON-able."""
-        own = {"flops": self._flops, "s": self._seconds, "step_s": step_s, "wait_s": self._wait_s, "sent": self._sent}
+        """What this rank measured since the last call, for `join`; the step took `step_s`.
+        JSON-able."""
+        own = {
+            "flops": self._flops,
+            "s": self._seconds,
+            "step_s": step_s,
+            "wait_s": self._wait_s,
+            "sent": self._sent,
+        }
         self._flops, self._seconds, self._wait_s, self._sent = 0.0, 0.0, 0.0, {}
         return own
 
@@ -67,13 +84,22 @@ class ThroughputMeter:
         return join(ranks, num_tokens=num_tokens, peak_flops=self._peak_flops)
 
 
-def join(ranks: Sequence[Mapping[str, Any]], *, num_tokens: int, peak_flops: float | None) -> dict[str, float]:
-    """One step's metrics from what each rank measured. Pure. Bytes and FLOPs are sums over the ranks, seconds and waits
-    are those of the rank that took longest. MFU is left out where no data sheet is known."""
+def join(
+    ranks: Sequence[Mapping[str, Any]], *, num_tokens: int, peak_flops: float | None
+) -> dict[str, float]:
+    """One step's metrics from what each rank measured. Pure. Bytes and FLOPs are sums over the
+    ranks, seconds and waits are those of the rank that took longest. MFU is left out where no data
+    sheet is known."""
     step_s, seconds = (max(rank[key] for rank in ranks) for key in ("step_s", "s"))
-    metrics = {"train_tokens_per_second_per_device": num_tokens / step_s / len(ranks)} if step_s > 0.0 else {}
+    metrics = (
+        {"train_tokens_per_second_per_device": num_tokens / step_s / len(ranks)}
+        if step_s > 0.0
+        else {}
+    )
     if peak_flops and seconds > 0.0:
-        metrics["mfu"] = math.fsum(rank["flops"] for rank in ranks) / (seconds * len(ranks) * peak_flops)
+        metrics["mfu"] = math.fsum(rank["flops"] for rank in ranks) / (
+            seconds * len(ranks) * peak_flops
+        )
     if len(ranks) == 1:
         return metrics
     for kind in sorted({kind for rank in ranks for kind in rank["sent"]}):

@@ -1,8 +1,8 @@
-"""Lanes: copies that run beside the computation. In: tensors on a device and in host memory. Out: the copies, and marks
-that tell when they are done.
+"""Lanes: copies that run beside the computation. In: tensors on a device and in host memory. Out:
+the copies, and marks that tell when they are done.
 
-On a CUDA device a lane is a stream and a mark an event. On a CPU a lane copies at once and its marks are reached when
-they are made, so the code above is the same.
+On a CUDA device a lane is a stream and a mark an event. On a CPU a lane copies at once and its
+marks are reached when they are made, so the code above is the same.
 """
 
 from __future__ import annotations
@@ -51,16 +51,23 @@ def make_lane(device: torch.device) -> CopyStream:
 
 def compute_lane(device: torch.device) -> CopyStream:
     """The lane of what the calling thread computes now."""
-    return CudaCopyStream(torch.cuda.current_stream(device)) if device.type == "cuda" else HostCopyStream()
+    return (
+        CudaCopyStream(torch.cuda.current_stream(device))
+        if device.type == "cuda"
+        else HostCopyStream()
+    )
 
 
 def make_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
-    """One thread that uses lanes of `device`. A thread begins on the first GPU, and torch goes back to that one after
-    each copy: on a rank of another GPU this would take a context's memory from the first rank."""
+    """One thread that uses lanes of `device`. A thread begins on the first GPU, and torch goes back
+    to that one after each copy: on a rank of another GPU this would take a context's memory from
+    the first rank."""
     if device.type != "cuda":
         return ThreadPoolExecutor(1, thread_name_prefix=name)
     index = torch.cuda.current_device() if device.index is None else device.index
-    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(index,))
+    return ThreadPoolExecutor(
+        1, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(index,)
+    )
 
 
 def wait_for(mark: CopyEvent, *, deadline_s: float, what: str) -> None:
@@ -70,7 +77,8 @@ def wait_for(mark: CopyEvent, *, deadline_s: float, what: str) -> None:
         if time.monotonic() > ends:
             raise DeadlineError(
                 f"{what} did not end within {deadline_s:g} s",
-                hint="the device or its link is stuck; raise trainer.offload_deadline_s if it is only slow",
+                hint="the device or its link is stuck; raise trainer.offload_deadline_s if it is "
+                "only slow",
             )
         time.sleep(POLL_S)
 

@@ -1,8 +1,9 @@
-"""Host gradients: the float32 sum of gradients in host memory. In: each parameter's gradient on the device, as soon as
-it is complete. Out: the sum, with the device's memory free again.
+"""Host gradients: the float32 sum of gradients in host memory. In: each parameter's gradient on the
+device, as soon as it is complete. Out: the sum, with the device's memory free again.
 
-A gradient goes out by a lane of its own, beside the backward pass, into one of a few pinned buffers, and a thread adds
-it: float32 sums in the order of the chunks, as on the device. When all buffers are full the backward pass waits.
+A gradient goes out by a lane of its own, beside the backward pass, into one of a few pinned
+buffers, and a thread adds it: float32 sums in the order of the chunks, as on the device. When all
+buffers are full the backward pass waits.
 """
 
 # N numbers of a gradient
@@ -18,13 +19,21 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import DeadlineError
-from gyre.trainer.offload.copy_streams import CopyEvent, compute_lane, make_lane, make_thread, wait_for
+from gyre.trainer.offload.copy_streams import (
+    CopyEvent,
+    compute_lane,
+    make_lane,
+    make_thread,
+    wait_for,
+)
 
 
 class HostGradients:
     """`add`, `zero` and `settle` are called by the computation, one at a time."""
 
-    def __init__(self, sum_N: Tensor, buffers: Sequence[Tensor], device: torch.device, deadline_s: float) -> None:
+    def __init__(
+        self, sum_N: Tensor, buffers: Sequence[Tensor], device: torch.device, deadline_s: float
+    ) -> None:
         """`sum_N` holds all sums; `buffers` are uint8, alike in size."""
         self._sum_N, self._device, self._deadline_s = sum_N, device, deadline_s
         self._free: queue.Queue[Tensor] = queue.Queue(len(buffers))
@@ -35,10 +44,12 @@ class HostGradients:
         self._adder = make_thread("host-gradients", device)
         self._failure: BaseException | None = None
         self._is_zero = True
-        self.out_bytes, self.waited_s = 0, 0.0  # sent, and waited for by the computation, since last set to 0
+        # sent, and waited for by the computation, since last set to 0
+        self.out_bytes, self.waited_s = 0, 0.0
 
     def add(self, sum_N: Tensor, grad: Tensor) -> None:
-        """Add a complete gradient to its place in the sums. Returns before that is done; `grad` may be let go."""
+        """Add a complete gradient to its place in the sums. Returns before that is done; `grad` may
+        be let go."""
         grad_N = grad.reshape(-1)
         self._is_zero = False
         self._lane.after(compute_lane(self._device).mark())
@@ -48,7 +59,9 @@ class HostGradients:
             part_N, buffer = grad_N[first : first + step], self._next_buffer()
             host_N = buffer[: part_N.numel() * part_N.element_size()].view(part_N.dtype)
             self._lane.copy(host_N, part_N)
-            self._adder.submit(self._add, sum_N[first : first + step], host_N, buffer, self._lane.mark())
+            self._adder.submit(
+                self._add, sum_N[first : first + step], host_N, buffer, self._lane.mark()
+            )
         self.out_bytes += grad_N.numel() * grad_N.element_size()
 
     def zero(self) -> None:
@@ -58,7 +71,8 @@ class HostGradients:
         self._is_zero = True
 
     def settle(self) -> None:
-        """Wait until everything is added. Raises what hindered it. The sums may be changed by the caller then."""
+        """Wait until everything is added. Raises what hindered it. The sums may be changed by the
+        caller then."""
         began = time.perf_counter()
         try:
             self._adder.submit(lambda: None).result(self._deadline_s)

@@ -1,8 +1,10 @@
-"""Cuts: how a rank's optimiser state goes through a device of bounded room. In: the spans of numbers that the rank
-updates, the size of a cut. Out: Cuts that hold each of these numbers once. Pure.
+"""Cuts: how a rank's optimiser state goes through a device of bounded room. In: the spans of
+numbers that the rank updates, the size of a cut. Out: Cuts that hold each of these numbers once.
+Pure.
 
-Cuts lie on a grid: all begin at a multiple of BLOCK numbers, so that a codec of the state in blocks never sees half of
-one. Callers beside it: planner and trainer.offload.weight_stream, for what the places on the device take.
+Cuts lie on a grid: all begin at a multiple of BLOCK numbers, so that a codec of the state in blocks
+never sees half of one. Callers beside it: planner and trainer.offload.weight_stream, for what the
+places on the device take.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from gyre.trainer.adamw.blocks import BLOCK
 
 FLOAT_BYTES = 4
 GRADIENT_BUFFERS = 2  # of a cut's size, through which gradients go to the host
-LAYER_ROOMS = 2  # places on the device for layers whose weights are away: one that computes, one on its way in
+# places on the device for layers whose weights are away: one that computes, one on its way in
+LAYER_ROOMS = 2
 SLOTS = 3  # places on the device: one cut on its way in, one being updated, one on its way back
 
 
@@ -29,7 +32,8 @@ class SlicePiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSlice:
-    """Numbers [first, last) of the state, of which the pieces are updated; the rest is padding between tensors."""
+    """Numbers [first, last) of the state, of which the pieces are updated; the rest is padding
+    between tensors."""
 
     first: int
     last: int
@@ -41,20 +45,26 @@ class StateSlice:
 
 
 def numbers_per_cut(cut_bytes: int, *, block_bytes: int, size: int) -> int:
-    """Numbers of a cut of `cut_bytes`, where a block of numbers has `block_bytes`: whole blocks, at least one, and so
-    few that the places on the device together are no larger than a state of `size` numbers."""
+    """Numbers of a cut of `cut_bytes`, where a block of numbers has `block_bytes`: whole blocks, at
+    least one, and so few that the places on the device together are no larger than a state of
+    `size` numbers."""
     most = -(-max(1, size) // (SLOTS * BLOCK)) * BLOCK
     return min(most, max(1, cut_bytes // block_bytes) * BLOCK)
 
 
 def staging_bytes(cut_bytes: int, *, block_bytes: int, size: int) -> int:
     """Of all places on the device together."""
-    return SLOTS * numbers_per_cut(cut_bytes, block_bytes=block_bytes, size=size) // BLOCK * block_bytes
+    return (
+        SLOTS
+        * numbers_per_cut(cut_bytes, block_bytes=block_bytes, size=size)
+        // BLOCK
+        * block_bytes
+    )
 
 
 def plan_cuts(spans: Sequence[tuple[int, int]], *, numbers: int) -> tuple[StateSlice, ...]:
-    """Cut ascending, disjoint spans [first, last) on a grid of `numbers`; places of the grid without any are left
-    out. The last cut ends where the last span does."""
+    """Cut ascending, disjoint spans [first, last) on a grid of `numbers`; places of the grid
+    without any are left out. The last cut ends where the last span does."""
     assert numbers > 0 and numbers % BLOCK == 0, numbers
     pieces: dict[int, list[SlicePiece]] = {}
     end = 0

@@ -1,5 +1,6 @@
-"""Fields: the flat buffers that a rank's optimiser state is made of. In: how many numbers the state has, and how many
-of them, the first ones, have coded moments. Out: Fields, which say what lies where. Pure.
+"""Fields: the flat buffers that a rank's optimiser state is made of. In: how many numbers the state
+has, and how many of them, the first ones, have coded moments. Out: Fields, which say what lies
+where. Pure.
 
     numbers of the state   0 …………………… num_coded …………………… size
     master                 float32 ————————————————————————
@@ -36,7 +37,8 @@ class StateField:
         return self.first <= first and last <= self.last
 
     def meets(self, first: int, last: int) -> tuple[int, int]:
-        """The numbers of [first, last) that it has: (first, last), of which the last is not below the first."""
+        """The numbers of [first, last) that it has: (first, last), of which the last is not below
+        the first."""
         low = max(first, self.first)
         return low, max(low, min(last, self.last))
 
@@ -50,15 +52,19 @@ class StateField:
 
 
 def state_fields(size: int, *, num_coded: int | None, keeps_master: bool) -> tuple[StateField, ...]:
-    """Of a state of `size` numbers. `num_coded` is None where no rank has codes; a rank that has none beside others
-    that do has fields of no items."""
+    """Of a state of `size` numbers. `num_coded` is None where no rank has codes; a rank that has
+    none beside others that do has fields of no items."""
     wide = num_coded or 0
     fields = [
         StateField(name="exp_avg", serves="exp_avg_N", dtype=torch.float32, first=wide, last=size),
-        StateField(name="exp_avg_sq", serves="exp_avg_sq_N", dtype=torch.float32, first=wide, last=size),
+        StateField(
+            name="exp_avg_sq", serves="exp_avg_sq_N", dtype=torch.float32, first=wide, last=size
+        ),
     ]
     if keeps_master:
-        fields.insert(0, StateField(name="master", serves="weight_N", dtype=torch.float32, first=0, last=size))
+        fields.insert(
+            0, StateField(name="master", serves="weight_N", dtype=torch.float32, first=0, last=size)
+        )
     if num_coded is None:
         return tuple(fields)
     for moment in ("exp_avg", "exp_avg_sq"):

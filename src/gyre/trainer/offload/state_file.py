@@ -1,9 +1,11 @@
-"""State file: the flat buffers of a rank's optimiser state in one file. In: names and items of the buffers, a folder.
-Out: reads and writes of runs by the system's own calls, and the buffers mapped as tensors.
+"""State file: the flat buffers of a rank's optimiser state in one file. In: names and items of the
+buffers, a folder. Out: reads and writes of runs by the system's own calls, and the buffers mapped
+as tensors.
 
-The file's space is reserved when it is made, so a full disk is told before training begins. Reads and writes go through
-the page cache, with which the mapping agrees; a write that the disk refuses later is told by `flush`, which must have
-returned before what was written is read again. A lock says that the owner lives: a file without one is a leftover.
+The file's space is reserved when it is made, so a full disk is told before training begins. Reads
+and writes go through the page cache, with which the mapping agrees; a write that the disk refuses
+later is told by `flush`, which must have returned before what was written is read again. A lock
+says that the owner lives: a file without one is a leftover.
 """
 
 from __future__ import annotations
@@ -24,20 +26,27 @@ from gyre.core.errors import InputError, MemoryBudgetError, SnapshotError, is_di
 
 SUFFIX = ".offload"
 PAGE_BYTES = mmap.PAGESIZE
-LOOK_S, POLL_S = 2.0, 0.01  # longest that another rank looks whether a file is a leftover; between two tries
+# longest that another rank looks whether a file is a leftover; between two tries
+LOOK_S, POLL_S = 2.0, 0.01
 
 
 class StateFile:
     """`<folder>/<name>.offload`, held open and locked until `close`, which removes it."""
 
     def __init__(
-        self, folder: Path, name: str, kinds: Mapping[str, tuple[int, torch.dtype]], emit: Callable[..., None]
+        self,
+        folder: Path,
+        name: str,
+        kinds: Mapping[str, tuple[int, torch.dtype]],
+        emit: Callable[..., None],
     ) -> None:
-        """`kinds`: items and dtype of each buffer. MemoryBudgetError if the disk has no room for them."""
+        """`kinds`: items and dtype of each buffer. MemoryBudgetError if the disk has no room for
+        them."""
         self.path = folder / f"{name}{SUFFIX}"
         self._starts: dict[str, int] = {}
         self._spaces = {  # at least a page: an empty buffer cannot be mapped
-            key: -(-max(1, size * dtype.itemsize) // PAGE_BYTES) * PAGE_BYTES for key, (size, dtype) in kinds.items()
+            key: -(-max(1, size * dtype.itemsize) // PAGE_BYTES) * PAGE_BYTES
+            for key, (size, dtype) in kinds.items()
         }
         self.size_bytes = 0
         for key, space in self._spaces.items():
@@ -47,10 +56,12 @@ class StateFile:
             folder.mkdir(parents=True, exist_ok=True)
             remove_leftovers(folder, emit)
             self._handle = _open_locked(self.path)
-            self._remove = weakref.finalize(self, _remove, self.path, self._handle)  # at the end of the process at last
+            # at the end of the process at last
+            self._remove = weakref.finalize(self, _remove, self.path, self._handle)
         except OSError as error:
             raise InputError(
-                f"{self.path} for offloaded optimizer state cannot be made: {error.strerror or error}",
+                f"{self.path} for offloaded optimizer state cannot be made: "
+                f"{error.strerror or error}",
                 hint="point memory.disk_folder at a folder that can be written",
             ) from error
         assert self.size_bytes, name
@@ -71,13 +82,15 @@ class StateFile:
         return self.path.exists() and self.path.stat().st_size == self.size_bytes
 
     def check(self) -> None:
-        """SnapshotError unless the file is as long as it was made: mapped pages beyond its end cannot be touched."""
+        """SnapshotError unless the file is as long as it was made: mapped pages beyond its end
+        cannot be touched."""
         got = os.fstat(self._handle).st_size
         if got < self.size_bytes:
             raise self._cannot_read(f"it has {got} bytes and was made with {self.size_bytes}")
 
     def read(self, name: str, first: int, target_N: Tensor) -> None:
-        """Items of a buffer from `first` on into contiguous host memory. SnapshotError names the file."""
+        """Items of a buffer from `first` on into contiguous host memory. SnapshotError names the
+        file."""
         left, at = _raw(target_N), self._starts[name] + first * target_N.element_size()
         try:
             while left:
@@ -89,7 +102,8 @@ class StateFile:
             raise self._cannot_read(error.strerror or str(error)) from error
 
     def write(self, name: str, first: int, source_N: Tensor) -> None:
-        """Contiguous host memory over the items of a buffer from `first` on. MemoryBudgetError names the file."""
+        """Contiguous host memory over the items of a buffer from `first` on. MemoryBudgetError
+        names the file."""
         left, at = _raw(source_N), self._starts[name] + first * source_N.element_size()
         try:
             while left:
@@ -118,18 +132,22 @@ class StateFile:
     def _cannot_read(self, why: str) -> SnapshotError:
         return SnapshotError(
             f"offloaded optimizer state in {self.path} cannot be read: {why}",
-            hint="check the disk under memory.disk_folder, then resume the run from its last snapshot",
+            hint="check the disk under memory.disk_folder, then resume the run from its last "
+            "snapshot",
         )
 
     def _cannot_write(self, error: OSError) -> MemoryBudgetError:
         return MemoryBudgetError(
-            f"offloaded optimizer state could not be written to {self.path}: {error.strerror or error}",
-            hint="check the disk under memory.disk_folder, then resume the run from its last snapshot",
+            f"offloaded optimizer state could not be written to {self.path}: "
+            f"{error.strerror or error}",
+            hint="check the disk under memory.disk_folder, then resume the run from its last "
+            "snapshot",
         )
 
 
 def remove_leftovers(folder: Path, emit: Callable[..., None]) -> None:
-    """Remove state files that no living process holds: in the folder, and in those of the other ranks beside it."""
+    """Remove state files that no living process holds: in the folder, and in those of the other
+    ranks beside it."""
     folders = folder.parent.glob("rank-*") if folder.name.startswith("rank-") else [folder]
     for path in sorted(path for one in folders for path in one.glob(f"*{SUFFIX}")):
         try:
@@ -153,8 +171,8 @@ def _remove(path: Path, handle: int) -> None:
 
 
 def _open_locked(path: Path) -> int:
-    """A new empty file that this process holds. InputError if another one does, for longer than another rank takes that
-    finds the file before its lock and looks whether it is a leftover."""
+    """A new empty file that this process holds. InputError if another one does, for longer than
+    another rank takes that finds the file before its lock and looks whether it is a leftover."""
     ends_s = time.monotonic() + LOOK_S
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -166,7 +184,8 @@ def _open_locked(path: Path) -> int:
                 time.sleep(POLL_S)
                 continue
             raise InputError(
-                f"{path} is in use by another process", hint="give each run a memory.disk_folder of its own"
+                f"{path} is in use by another process",
+                hint="give each run a memory.disk_folder of its own",
             ) from None
         if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
             os.ftruncate(handle, 0)
@@ -176,7 +195,8 @@ def _open_locked(path: Path) -> int:
 
 def _no_room(path: Path, size_bytes: int, error: OSError) -> MemoryBudgetError:
     return MemoryBudgetError(
-        f"{size_bytes} bytes for offloaded optimizer state could not be reserved in {path}: {error.strerror or error}",
+        f"{size_bytes} bytes for offloaded optimizer state could not be reserved in {path}: "
+        f"{error.strerror or error}",
         hint=f"free {size_bytes} bytes there, point memory.disk_folder at a larger disk, "
         'or set trainer.offload_optimizer = "host"'
         if is_disk_full(error)

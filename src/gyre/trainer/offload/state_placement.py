@@ -1,8 +1,9 @@
-"""Home: where a learner's optimiser state and float32 gradient live between updates. In: the trainer's config, the
-number of numbers. Out: flat buffers there, the stream that brings them to the device, memory components.
+"""Home: where a learner's optimiser state and float32 gradient live between updates. In: the
+trainer's config, the number of numbers. Out: flat buffers there, the stream that brings them to the
+device, memory components.
 
-On the device nothing is streamed. "host" is pinned memory beside a GPU and plain memory on a CPU, where it saves
-nothing; "disk" is a file.
+On the device nothing is streamed. "host" is pinned memory beside a GPU and plain memory on a CPU,
+where it saves nothing; "disk" is a file.
 """
 
 # N numbers of a flat buffer, S slots, X bytes of all slots
@@ -45,14 +46,21 @@ class StatePlacement:
         emit: Callable[..., None] | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`state`, `gradients` and `weights`: what lives away from the device. `progress` is called while an update
-        goes on, which may take minutes. ConfigError for a disk without a folder."""
+        """`state`, `gradients` and `weights`: what lives away from the device. `progress` is called
+        while an update goes on, which may take minutes. ConfigError for a disk without a folder."""
         assert state != "none" or not weights, "the config refuses it"
         if state == "disk" and folder is None:
             raise ConfigError(
-                'trainer.offload_optimizer = "disk" has no folder for its file', hint="set memory.disk_folder"
+                'trainer.offload_optimizer = "disk" has no folder for its file',
+                hint="set memory.disk_folder",
             )
-        self.name, self.device, self.state, self.gradients, self.weights = name, device, state, gradients, weights
+        self.name, self.device, self.state, self.gradients, self.weights = (
+            name,
+            device,
+            state,
+            gradients,
+            weights,
+        )
         self._cut_bytes, self._deadline_s, self._folder = cut_bytes, deadline_s, folder
         self._emit, self.progress = emit or (lambda kind, **fields: None), progress
         self._host: dict[str, list[HostBuffer]] = {}  # by component
@@ -90,12 +98,18 @@ class StatePlacement:
     def make(
         self, size: int, *, gradient_size: int, keeps_master: bool, num_coded: int | None = None
     ) -> dict[str, Tensor]:
-        """Zeroed buffers: one of each of `state_fields`, by name, and "grad". `size`: numbers of the state."""
+        """Zeroed buffers: one of each of `state_fields`, by name, and "grad". `size`: numbers of
+        the state."""
         self.fields = state_fields(size, num_coded=num_coded, keeps_master=keeps_master)
         if self.state == "none":
-            self.buffers = {field.name: self._on_device(field.size, field.dtype) for field in self.fields}
+            self.buffers = {
+                field.name: self._on_device(field.size, field.dtype) for field in self.fields
+            }
         elif self.state == "host":
-            self.buffers = {field.name: self._on_host(_owner(field), field.size, field.dtype) for field in self.fields}
+            self.buffers = {
+                field.name: self._on_host(_owner(field), field.size, field.dtype)
+                for field in self.fields
+            }
         else:
             assert self._folder is not None
             kinds = {field.name: (field.size, field.dtype) for field in self.fields}
@@ -117,8 +131,8 @@ class StatePlacement:
         return self._on_host("params", size_bytes, torch.uint8)
 
     def check(self) -> None:
-        """Before the state is read or written as it lies: SnapshotError if it is torn or its file is short. Waits for
-        the disk."""
+        """Before the state is read or written as it lies: SnapshotError if it is torn or its file
+        is short. Waits for the disk."""
         if self.stream is not None:
             self.stream.check()
         if self._carrier is not None:
@@ -150,16 +164,24 @@ class StatePlacement:
                     f"{self.name}.{part}",
                     "host",
                     size_bytes=sum(buffer.size_bytes for buffer in buffers),
-                    held_bytes=lambda pages=pages: sum(len(page) for ref in pages if (page := ref()) is not None),
+                    held_bytes=lambda pages=pages: sum(
+                        len(page) for ref in pages if (page := ref()) is not None
+                    ),
                 )
             )
         if self._file is not None:
             file = self._file
             for part in ("optimizer", "master"):
-                size_bytes = sum(file.bytes_of(field.name) for field in self.fields if _owner(field) == part)
+                size_bytes = sum(
+                    file.bytes_of(field.name) for field in self.fields if _owner(field) == part
+                )
                 if size_bytes:
                     held = lambda size_bytes=size_bytes: size_bytes if file.is_whole() else 0  # noqa: E731
-                    pools.append(FixedPool(f"{self.name}.{part}", "disk", size_bytes=size_bytes, held_bytes=held))
+                    pools.append(
+                        FixedPool(
+                            f"{self.name}.{part}", "disk", size_bytes=size_bytes, held_bytes=held
+                        )
+                    )
         return pools
 
     def close(self) -> None:
@@ -173,35 +195,46 @@ class StatePlacement:
         self.buffers, self._file, self._host = {}, None, {}
 
     def _on_device(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Zeroed items. Where there are none there is a storage all the same, which a component can move."""
+        """Zeroed items. Where there are none there is a storage all the same, which a component can
+        move."""
         return torch.zeros(max(1, size), dtype=dtype, device=self.device)[:size]
 
     def _on_host(self, part: str, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Zeroed items of a component's."""
         size_bytes = max(1, size) * dtype.itemsize
-        buffer = HostBuffer(size_bytes, pin=self.device.type == "cuda", owner=f"component {self.name}.{part}")
+        buffer = HostBuffer(
+            size_bytes, pin=self.device.type == "cuda", owner=f"component {self.name}.{part}"
+        )
         self._host.setdefault(part, []).append(buffer)
         return buffer.bytes.view(dtype)[:size]
 
     def _make_sums(self, grad_N: Tensor) -> None:
         size_bytes = min(self._cut_bytes, FLOAT_BYTES * len(grad_N))
-        buffers = [self._on_host("staging_host", size_bytes, torch.uint8) for _ in range(GRADIENT_BUFFERS)]
+        buffers = [
+            self._on_host("staging_host", size_bytes, torch.uint8) for _ in range(GRADIENT_BUFFERS)
+        ]
         self.sums = HostGradients(grad_N, buffers, self.device, self._deadline_s)
 
     def _make_stream(self, size: int, away: Sequence[StateField]) -> None:
         fields = [*away, *([gradient_field(size)] if self.gradients else [])]
         block_bytes = sum(BLOCK // field.block * field.dtype.itemsize for field in fields)
         numbers = numbers_per_cut(self._cut_bytes, block_bytes=block_bytes, size=size)
-        fields.sort(key=lambda field: field.block)  # small items last, so that the others lie on whole lines
+        # small items last, so that the others lie on whole lines
+        fields.sort(key=lambda field: field.block)
         spaces = [SLOTS * numbers // field.block * field.dtype.itemsize for field in fields]
         self.staging_X = torch.zeros(sum(spaces), dtype=torch.uint8, device=self.device)
         parts = zip(fields, self.staging_X.split(spaces), strict=True)
         places = {field.name: part_X.view(field.dtype).view(SLOTS, -1) for field, part_X in parts}
-        slots = [Slot(device={name: place_S[at] for name, place_S in places.items()}, host={}) for at in range(SLOTS)]
+        slots = [
+            Slot(device={name: place_S[at] for name, place_S in places.items()}, host={})
+            for at in range(SLOTS)
+        ]
         if self._file is not None:
             for slot in slots:
                 slot.host = {field.name: self._beside(slot.device[field.name]) for field in away}
-            self._carrier = FileCarrier(self._file, away, self.device, self._deadline_s, self.progress)
+            self._carrier = FileCarrier(
+                self._file, away, self.device, self._deadline_s, self.progress
+            )
         elif away:
             self._carrier = HostCarrier(self.buffers, away, self.device, self._deadline_s)
         self.stream = Stream(
@@ -216,7 +249,8 @@ class StatePlacement:
         )
 
     def _beside(self, slot_N: Tensor) -> Tensor:
-        """Host memory that a file is read to, for a place on the device; on a CPU the place itself."""
+        """Host memory that a file is read to, for a place on the device; on a CPU the place
+        itself."""
         if self.device.type == "cpu":
             return slot_N
         return self._on_host("staging_host", len(slot_N), slot_N.dtype)

@@ -1,10 +1,11 @@
-"""Offload: optimiser state that lives in host memory or in a file visits the device in cuts for an update. In: spans
-whose state is away, a function that updates one. Out: the same numbers as if the state had been there, the bytes moved
-and the time waited.
+"""Offload: optimiser state that lives in host memory or in a file visits the device in cuts for an
+update. In: spans whose state is away, a function that updates one. Out: the same numbers as if the
+state had been there, the bytes moved and the time waited.
 
-While cut i is updated, cut i + 1 is on its way in and cut i − 1 on its way back, through a few fixed places on the
-device (slots). Host memory is copied by two lanes; a file is read by one thread and written by another, through pinned
-memory where there is a GPU. A slot is filled again only when what it held is back, so nothing queues up.
+While cut i is updated, cut i + 1 is on its way in and cut i − 1 on its way back, through a few
+fixed places on the device (slots). Host memory is copied by two lanes; a file is read by one thread
+and written by another, through pinned memory where there is a GPU. A slot is filled again only when
+what it held is back, so nothing queues up.
 """
 
 # N numbers of a cut
@@ -64,7 +65,8 @@ class Carrier(Protocol):
     """Brings cuts of the state into slots and back."""
 
     def settle(self) -> None:
-        """Before the state is read again: wait until what the last update wrote is safe. Raises what hindered it."""
+        """Before the state is read again: wait until what the last update wrote is safe. Raises
+        what hindered it."""
         ...
 
     def fetch(self, cut: StateSlice, slot: Slot) -> None:
@@ -84,7 +86,8 @@ class Carrier(Protocol):
         ...
 
     def first_lost(self, slots: Sequence[Slot]) -> BaseException | None:
-        """After a failure: wait for what is under way, and return why a cut could not be brought back."""
+        """After a failure: wait for what is under way, and return why a cut could not be brought
+        back."""
         ...
 
 
@@ -92,7 +95,11 @@ class HostCarrier:
     """Between the device and host memory."""
 
     def __init__(
-        self, buffers: Mapping[str, Tensor], fields: Sequence[StateField], device: torch.device, deadline_s: float
+        self,
+        buffers: Mapping[str, Tensor],
+        fields: Sequence[StateField],
+        device: torch.device,
+        deadline_s: float,
     ) -> None:
         self._buffers, self._fields, self._deadline_s = buffers, fields, deadline_s
         self._in, self._out = make_lane(device), make_lane(device)
@@ -121,7 +128,11 @@ class HostCarrier:
     def drain(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
             if slot.stored is not None:
-                wait_for(slot.stored, deadline_s=self._deadline_s, what="a copy of optimizer state to the host")
+                wait_for(
+                    slot.stored,
+                    deadline_s=self._deadline_s,
+                    what="a copy of optimizer state to the host",
+                )
 
     def first_lost(self, slots: Sequence[Slot]) -> BaseException | None:
         return None  # a copy that a device refuses breaks the device
@@ -139,13 +150,22 @@ class FileCarrier:
         progress: Callable[[], None],
     ) -> None:
         """`progress` is called while the disk is waited for: that has a deadline of its own."""
-        self._file, self._fields, self._deadline_s, self._progress = file, fields, deadline_s, progress
+        self._file, self._fields, self._deadline_s, self._progress = (
+            file,
+            fields,
+            deadline_s,
+            progress,
+        )
         self._in, self._out = make_lane(device), make_lane(device)
-        self._reader, self._writer = make_thread("offload-read", device), make_thread("offload-write", device)
+        self._reader, self._writer = (
+            make_thread("offload-read", device),
+            make_thread("offload-write", device),
+        )
         self._flushed: Future[None] | None = None
 
     def settle(self) -> None:
-        """Until the disk has it: what it refuses is told only then, and would be read as it was before."""
+        """Until the disk has it: what it refuses is told only then, and would be read as it was
+        before."""
         if self._flushed is not None:
             self._result(self._flushed, "flush")
         self._flushed = None
@@ -175,7 +195,9 @@ class FileCarrier:
         stores = [slot.stored for slot in slots if slot.stored is not None]
         fetches = [slot.fetched for slot in slots if slot.fetched is not None]
         wait([*stores, *fetches], self._deadline_s)
-        return next((error for one in stores if one.done() and (error := one.exception()) is not None), None)
+        return next(
+            (error for one in stores if one.done() and (error := one.exception()) is not None), None
+        )
 
     def close(self) -> None:
         pending = [self._flushed] if self._flushed is not None else []
@@ -206,7 +228,8 @@ class FileCarrier:
         if work.done():
             return work.result()
         raise DeadlineError(
-            f"a {what} of offloaded optimizer state in {self._file.path} did not end within {self._deadline_s:g} s",
+            f"a {what} of offloaded optimizer state in {self._file.path} did not end within "
+            f"{self._deadline_s:g} s",
             hint="the disk is slow or stuck: raise trainer.offload_deadline_s, or check it",
         )
 
@@ -226,9 +249,9 @@ class Stream:
         where: str,
         progress: Callable[[], None],
     ) -> None:
-        """`fields`: what visits the device. `numbers`: of a cut, as the slots have them. Without a carrier the state is
-        on the device, and only the gradient comes. `where`: for the words of errors. `progress` is called after each
-        cut."""
+        """`fields`: what visits the device. `numbers`: of a cut, as the slots have them. Without a
+        carrier the state is on the device, and only the gradient comes. `where`: for the words of
+        errors. `progress` is called after each cut."""
         self._slots, self._carrier, self._numbers, self._device = slots, carrier, numbers, device
         self._fields = tuple(fields)
         self._deadline_s, self._where, self._progress = deadline_s, where, progress
@@ -237,7 +260,8 @@ class Stream:
         self.traffic = OffloadTraffic()
 
     def check(self) -> None:
-        """SnapshotError when an update was cut short: some numbers are of after it, some of before."""
+        """SnapshotError when an update was cut short: some numbers are of after it, some of
+        before."""
         if self._torn is not None:
             raise SnapshotError(
                 f"an update of the optimizer state in {self._where} was cut short: {self._torn}",
@@ -250,8 +274,9 @@ class Stream:
         update: Callable[[Span], None],
         beside: Callable[[Span], Sequence[Sent]] = lambda part: (),
     ) -> None:
-        """Call `update` for every number of the spans once, with all its tensors on the device. `beside` says what of
-        an updated part goes to the host with the state: (where to, what), rounded on the way where dtypes differ."""
+        """Call `update` for every number of the spans once, with all its tensors on the device.
+        `beside` says what of an updated part goes to the host with the state: (where to, what),
+        rounded on the way where dtypes differ."""
         self.check()
         cuts = plan_cuts([(span.first, span.last) for span in spans], numbers=self._numbers)
         try:
@@ -264,7 +289,8 @@ class Stream:
             lost = self._carrier.first_lost(self._slots) if self._carrier is not None else None
             self._torn = lost or error
             if isinstance(lost, GyreError) and lost is not error:
-                raise lost from error  # a write that failed comes before whatever failed because of it
+                # a write that failed comes before whatever failed because of it
+                raise lost from error
             raise
 
     def _run(
@@ -288,7 +314,10 @@ class Stream:
                 compute.after(self._carrier.fetched(slot))
             compute.after(slot.gradient)
             gaps.append((before, compute.mark()))
-            parts = [self._staged(spans[one.span].part(one.first, one.last), cut, slot) for one in cut.pieces]
+            parts = [
+                self._staged(spans[one.span].part(one.first, one.last), cut, slot)
+                for one in cut.pieces
+            ]
             for part in parts:
                 update(part)
             before = slot.computed = compute.mark()
@@ -298,7 +327,9 @@ class Stream:
         if self._carrier is not None:
             self._carrier.drain(self._slots)
         wait_for(before, deadline_s=self._deadline_s, what="an update of optimizer state")
-        self.traffic.waited_s += time.perf_counter() - began + sum(seconds_between(*gap) for gap in gaps)
+        self.traffic.waited_s += (
+            time.perf_counter() - began + sum(seconds_between(*gap) for gap in gaps)
+        )
 
     def _fetch(self, cut: StateSlice, spans: Sequence[Span], slot: Slot) -> None:
         if self._carrier is not None:
@@ -307,7 +338,9 @@ class Stream:
             self._gradients.after(slot.computed)
             for piece in cut.pieces:
                 at = slice(piece.first - cut.first, piece.last - cut.first)
-                self._gradients.copy(slot.device["grad"][at], spans[piece.span].part(piece.first, piece.last).grad_N)
+                self._gradients.copy(
+                    slot.device["grad"][at], spans[piece.span].part(piece.first, piece.last).grad_N
+                )
             slot.gradient = self._gradients.mark()
         self.traffic.in_bytes += self._bytes_of(cut, self._fields)
 
@@ -316,7 +349,9 @@ class Stream:
             assert not beside, "what goes with the state goes where the state is away"
             return
         self._carrier.store(cut, slot, beside)
-        self.traffic.out_bytes += self._bytes_of(cut, [one for one in self._fields if one.name != "grad"])
+        self.traffic.out_bytes += self._bytes_of(
+            cut, [one for one in self._fields if one.name != "grad"]
+        )
         self.traffic.out_bytes += sum(target_N.nbytes for target_N, _ in beside)
 
     def _staged(self, part: Span, cut: StateSlice, slot: Slot) -> Span:
@@ -330,7 +365,9 @@ class Stream:
 
     def _bytes_of(self, cut: StateSlice, fields: Sequence[StateField]) -> int:
         spaces = {one.name: one.dtype.itemsize for one in fields}
-        return sum((here.stop - here.start) * spaces[name] for name, here, _ in _in_cut(fields, cut))
+        return sum(
+            (here.stop - here.start) * spaces[name] for name, here, _ in _in_cut(fields, cut)
+        )
 
     def take_traffic(self) -> OffloadTraffic:
         """What was moved since the last call."""

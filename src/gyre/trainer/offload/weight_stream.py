@@ -1,12 +1,13 @@
-"""Weight stream: a model whose weights live in host memory visits the device for its passes, layer by layer. In: a
-Decoder, the host memory for its numbers. Out: the same Decoder, whose parameters are on the device while they compute;
-the bytes moved and the time waited.
+"""Weight stream: a model whose weights live in host memory visits the device for its passes, layer
+by layer. In: a Decoder, the host memory for its numbers. Out: the same Decoder, whose parameters
+are on the device while they compute; the bytes moved and the time waited.
 
-At rest every parameter lies in host memory, and nowhere else. During a visit what is outside the layers has a room of
-its own on the device, and the layers have two in turn: while one computes, the next one comes by a lane of its own. A
-pass with a backward one turns round at the last layer, and the two that are there stay. A parameter stays the same
-object and is pointed at its room and back: autograd keeps parameters as objects, so that the backward pass of a layer
-reads what is there by then, as FSDP2's does.
+At rest every parameter lies in host memory, and nowhere else. During a visit what is outside the
+layers has a room of its own on the device, and the layers have two in turn: while one computes, the
+next one comes by a lane of its own. A pass with a backward one turns round at the last layer, and
+the two that are there stay. A parameter stays the same object and is pointed at its room and back:
+autograd keeps parameters as objects, so that the backward pass of a layer reads what is there by
+then, as FSDP2's does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from gyre.models.decoder import Decoder
-from gyre.trainer.offload.copy_streams import CopyEvent, Reached, compute_lane, make_lane, seconds_between
+from gyre.trainer.offload.copy_streams import (
+    CopyEvent,
+    Reached,
+    compute_lane,
+    make_lane,
+    seconds_between,
+)
 from gyre.trainer.offload.slices import LAYER_ROOMS
 from gyre.trainer.offload.state_stream import OffloadTraffic
 
@@ -39,7 +46,8 @@ class LayerBuffer:
 
 
 class WeightStream:
-    """Of one model, all of whose parameters lie in host memory. Not thread-safe: one pass at a time."""
+    """Of one model, all of whose parameters lie in host memory. Not thread-safe: one pass at a
+    time."""
 
     def __init__(self, decoder: Decoder, head: nn.Module | None, device: torch.device) -> None:
         """`head`: beside the decoder, parameters and all."""
@@ -48,7 +56,9 @@ class WeightStream:
         inside = {id(parameter) for layer in layers for parameter in layer}
         root = [parameter for parameter in decoder.parameters() if id(parameter) not in inside]
         root += [] if head is None else list(head.parameters())
-        self._layers = [[(parameter, parameter.detach()) for parameter in layer] for layer in layers]
+        self._layers = [
+            [(parameter, parameter.detach()) for parameter in layer] for layer in layers
+        ]
         self._root = [(parameter, parameter.detach()) for parameter in root]
         sizes = [room_bytes(root), *[room_bytes(layers[0])] * LAYER_ROOMS]
         self.rooms_B = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
@@ -56,7 +66,8 @@ class WeightStream:
         self._root_room = carve(first_B, root)
         self._rooms = [LayerBuffer(tensors=carve(room_B, layers[0])) for room_B in rest_B]
         self._visiting, self._backward_at = False, -1
-        self._gaps: list[tuple[CopyEvent, CopyEvent]] = []  # in which the computation waited for weights
+        # in which the computation waited for weights
+        self._gaps: list[tuple[CopyEvent, CopyEvent]] = []
         self._in_bytes = 0
         self._hooks: list[Any] = []
         for index, layer in enumerate(decoder.layers):
@@ -65,7 +76,8 @@ class WeightStream:
 
     @contextlib.contextmanager
     def visit(self) -> Iterator[None]:
-        """Passes of the decoder run in here only. The numbers in host memory must not change meanwhile."""
+        """Passes of the decoder run in here only. The numbers in host memory must not change
+        meanwhile."""
         assert not self._visiting, "one visit at a time"
         self._visiting, self._backward_at = True, -1
         try:
@@ -84,13 +96,18 @@ class WeightStream:
     def sizes(self) -> dict[str, int]:
         """Bytes of the weights in host memory, and of the rooms on the device."""
         weights = [host for part in (self._root, *self._layers) for _, host in part]
-        return {"size_bytes": sum(host.nbytes for host in weights), "rooms_bytes": self.rooms_B.nbytes}
+        return {
+            "size_bytes": sum(host.nbytes for host in weights),
+            "rooms_bytes": self.rooms_B.nbytes,
+        }
 
     def take_traffic(self) -> OffloadTraffic:
         """Bytes moved since the last call, and the time waited as far as the device has got."""
         traffic, self._in_bytes = OffloadTraffic(in_bytes=self._in_bytes), 0
         done = [after.query() for _, after in self._gaps]
-        traffic.waited_s = sum(seconds_between(*gap) for gap, is_done in zip(self._gaps, done, strict=True) if is_done)
+        traffic.waited_s = sum(
+            seconds_between(*gap) for gap, is_done in zip(self._gaps, done, strict=True) if is_done
+        )
         self._gaps = [gap for gap, is_done in zip(self._gaps, done, strict=True) if not is_done]
         return traffic
 
@@ -102,7 +119,9 @@ class WeightStream:
     def _before(self, index: int, *_: Any) -> None:
         assert self._visiting, "the weights are in host memory: a pass outside a visit"
         if self._backward_at == index:
-            return  # the layer runs again for its own backward pass, or first after it: it is there, as is the next
+            # the layer runs again for its own backward pass, or first after it: it is there, as is
+            # the next
+            return
         self._backward_at, follower = -1, index + 1
         if not torch.is_grad_enabled():
             follower %= len(self._layers)  # of the next pass; one with a backward pass turns round
@@ -117,7 +136,8 @@ class WeightStream:
         self._enter(index, index - 1)
 
     def _enter(self, index: int, follower: int) -> None:
-        """From here on the layer is computed with; `follower`, where there is such a layer, begins to come."""
+        """From here on the layer is computed with; `follower`, where there is such a layer, begins
+        to come."""
         compute = compute_lane(self._device)
         before = compute.mark()
         room = self._room_of(index) or self._bring(index, follower, before)
@@ -130,7 +150,8 @@ class WeightStream:
         return next((room for room in self._rooms if room.layer == index), None)
 
     def _bring(self, index: int, keep: int, computed: CopyEvent) -> LayerBuffer:
-        """Into the room that does not hold `keep`, once what was computed with its old contents is done."""
+        """Into the room that does not hold `keep`, once what was computed with its old contents is
+        done."""
         room = next(room for room in self._rooms if room.layer is None or room.layer != keep)
         self._empty(room)
         room.layer, room.fetched = index, self._fetch(self._layers[index], room.tensors, computed)

@@ -1,8 +1,8 @@
-"""Loss scale: keeps gradients inside the range of FP16. In: whether an update's gradient was finite. Out: the factor by
-which the next losses are multiplied. Pure.
+"""Loss scale: keeps gradients inside the range of FP16. In: whether an update's gradient was
+finite. Out: the factor by which the next losses are multiplied. Pure.
 
-As torch.amp.GradScaler with its defaults (Micikevicius et al. 2018, "Mixed precision training", 3.2). The factor is a
-power of two, so that scaling and unscaling round nothing.
+As torch.amp.GradScaler with its defaults (Micikevicius et al. 2018, "Mixed precision training",
+3.2). The factor is a power of two, so that scaling and unscaling round nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class LossScale:
     good_updates: int = 0  # since the factor changed last
 
     def after(self, *, finite: bool) -> LossScale:
-        """What follows an update whose gradient was or was not finite; the latter is to be left out."""
+        """What follows an update whose gradient was or was not finite; the latter is to be left
+        out."""
         if not finite:
             return LossScale(max(LEAST, self.factor * BACKOFF))
         if self.good_updates + 1 < GOOD_UPDATES:

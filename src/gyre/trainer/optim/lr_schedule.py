@@ -1,5 +1,5 @@
-"""Learning-rate schedule. In: TrainerConfig and the number of loop steps done. Out: a factor of the peak. Pure.
-Caller: trainer.trainer."""
+"""Learning-rate schedule. In: TrainerConfig and the number of loop steps done. Out: a factor of the
+peak. Pure. Caller: trainer.trainer."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ def learning_rate_factor(config: TrainerConfig, steps_done: int) -> float:
         return 1.0
     span = max(1, config.steps - config.warmup_steps)
     progress = min(1.0, (steps_done - config.warmup_steps) / span)
-    falling = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    falling = (
+        1.0 - progress
+        if config.schedule == "linear"
+        else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
     floor = config.final_learning_rate_fraction
     return floor + (1.0 - floor) * falling

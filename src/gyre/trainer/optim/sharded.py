@@ -1,8 +1,8 @@
-"""Sharded AdamW: each rank updates a part. In: parameters, whole (ZeRO-1) or sharded by FSDP2 (ZeRO-2, 3). Out: new
-weights on all ranks.
+"""Sharded AdamW: each rank updates a part. In: parameters, whole (ZeRO-1) or sharded by FSDP2
+(ZeRO-2, 3). Out: new weights on all ranks.
 
-Parameters whose dtype is not the trunk's (a float32 scalar head on a bfloat16 decoder) are a few numbers: every rank
-holds and updates them.
+Parameters whose dtype is not the trunk's (a float32 scalar head on a bfloat16 decoder) are a few
+numbers: every rank holds and updates them.
 """
 
 # N numbers of a flat buffer, S ranks of the shard group
@@ -27,20 +27,29 @@ from gyre.weights.shards import ALIGN, align, row_layout, slice_layout
 
 
 class SlicedOptimizer(AdamW):
-    """ZeRO-1: compute weights and gradients whole and flat, each rank of `mesh.shard` owns a slice of master weights
-    and moments. Gradients are reduce-scattered once per update, new weights gathered in place."""
+    """ZeRO-1: compute weights and gradients whole and flat, each rank of `mesh.shard` owns a slice
+    of master weights and moments. Gradients are reduce-scattered once per update, new weights
+    gathered in place."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], **settings) -> None:
         super().__init__(parameters, **settings)
         self.dtype = next(iter(self.parameters.values())).dtype
-        apart = [name for name, parameter in self.parameters.items() if parameter.dtype != self.dtype]
-        assert list(self.parameters)[len(self.parameters) - len(apart) :] == apart, "they must lie at the end"
+        apart = [
+            name for name, parameter in self.parameters.items() if parameter.dtype != self.dtype
+        ]
+        assert list(self.parameters)[len(self.parameters) - len(apart) :] == apart, (
+            "they must lie at the end"
+        )
         assert not any(self.decays[name] for name in apart), apart
         size = min((self.starts[name] for name in apart), default=self.file_size)
         shard, self._apart = self.mesh.shard, apart
         unit = BLOCK if self.coded else ALIGN  # no slice ends within a block of moments
         self.layout = slice_layout(
-            self.shapes, self.starts, align(size, shard.size * unit), num_ranks=shard.size, replicated=frozenset(apart)
+            self.shapes,
+            self.starts,
+            align(size, shard.size * unit),
+            num_ranks=shard.size,
+            replicated=frozenset(apart),
         )
         tail = sum(align(math.prod(self.shapes[name])) for name in apart)
         self._slice = self.layout.size - tail  # numbers
@@ -49,7 +58,9 @@ class SlicedOptimizer(AdamW):
         self.master_is_compute = self.dtype == torch.float32 and not self.home.weights
         self._num_coded = min(max(self.coded_stop - self._low, 0), self._slice)
         own_N = self.make_buffers(
-            gradient_size=self._whole + tail, keeps_master=not self.master_is_compute, num_coded=self._num_coded
+            gradient_size=self._whole + tail,
+            keeps_master=not self.master_is_compute,
+            num_coded=self._num_coded,
         )
         rooms = self._make_compute()
         self.master_N = self.compute_N if own_N is None else own_N
@@ -66,7 +77,8 @@ class SlicedOptimizer(AdamW):
         self.hook(views(self.grad_N, at, self.shapes))
 
     def _make_compute(self) -> dict[str, Tensor]:
-        """Make the flat compute weights; return places for what lies apart, where that is moved too."""
+        """Make the flat compute weights; return places for what lies apart, where that is moved
+        too."""
         if not self.home.weights:
             self.compute_N = torch.zeros(self._whole, dtype=self.dtype, device=self.device)
             return {}
@@ -88,7 +100,11 @@ class SlicedOptimizer(AdamW):
 
     def _own_master_N(self) -> Tensor:
         """This rank's slice of the master weights, and what every rank holds after it."""
-        return self.master_N[self._low : self._low + self._slice] if self.master_is_compute else self.master_N
+        return (
+            self.master_N[self._low : self._low + self._slice]
+            if self.master_is_compute
+            else self.master_N
+        )
 
     def masters(self) -> dict[str, Tensor]:
         return self._masters
@@ -96,11 +112,17 @@ class SlicedOptimizer(AdamW):
     def spans(self) -> Iterator[Span]:
         weight_N = self._own_master_N()
         decay_stop = min(max(self.decay_stop - self._low, 0), self._slice)
-        for first, last in pairwise((0, self._num_coded, decay_stop, self._slice, self.layout.size)):
+        for first, last in pairwise(
+            (0, self._num_coded, decay_stop, self._slice, self.layout.size)
+        ):
             if first < last:
-                at = first + (self._low if first < self._slice else self._whole - self._slice)  # in the gradient
+                # in the gradient
+                at = first + (self._low if first < self._slice else self._whole - self._slice)
                 yield self.span(
-                    first, weight_N[first:last], self.grad_N[at : at + last - first], decays=last <= decay_stop
+                    first,
+                    weight_N[first:last],
+                    self.grad_N[at : at + last - first],
+                    decays=last <= decay_stop,
                 )
 
     def reduce(self) -> None:
@@ -111,7 +133,8 @@ class SlicedOptimizer(AdamW):
             self.all_reduce(self.mesh.world, self.grad_N[self._whole :])
 
     def _reduce_scatter(self) -> None:
-        """Sum this rank's slice over the shard group; from host memory beside a GPU a part at a time."""
+        """Sum this rank's slice over the shard group; from host memory beside a GPU a part at a
+        time."""
         shard = self.mesh.shard
         if not self.reduces_by_parts:
             shard.reduce_scatter(self.grad_N[: self._whole])
@@ -144,7 +167,8 @@ class SlicedOptimizer(AdamW):
         copy_all(self.rounded(first, master_N))
 
     def rounded(self, first: int, master_N: Tensor) -> list[Sent]:
-        trunk = min(max(self._slice - first, 0), len(master_N))  # of the numbers; what is apart follows
+        # of the numbers; what is apart follows
+        trunk = min(max(self._slice - first, 0), len(master_N))
         apart = {name: self.parameters[name] for name in self._apart}
         tails = {name: self.layout.ranks[0][name].at for name in self._apart}
         own_N = self.compute_N[self._low + first : self._low + first + trunk]
@@ -156,7 +180,9 @@ class SlicedOptimizer(AdamW):
         if self.gathers_by_parts:
             self._gather_parts()
         else:
-            self.mesh.shard.all_gather(self.compute_N, self.compute_N[self._low : self._low + self._slice])
+            self.mesh.shard.all_gather(
+                self.compute_N, self.compute_N[self._low : self._low + self._slice]
+            )
         self.zero_grad()  # of what other ranks own, too
 
     def _gather_parts(self) -> None:
@@ -182,8 +208,8 @@ class SlicedOptimizer(AdamW):
 
 
 class RowOptimizer(AdamW):
-    """ZeRO-2 and 3: parameters are FSDP2's shards by rows, float32, and are the master weights. FSDP sums gradients
-    over `mesh.shard` as backward goes; `reduce` sums over replicas."""
+    """ZeRO-2 and 3: parameters are FSDP2's shards by rows, float32, and are the master weights.
+    FSDP sums gradients over `mesh.shard` as backward goes; `reduce` sums over replicas."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], **settings) -> None:
         super().__init__(parameters, **settings)
@@ -191,7 +217,8 @@ class RowOptimizer(AdamW):
         shard = self.mesh.shard
         shapes = coded_first(self.shapes, self.coded)
         self.layout = row_layout(shapes, num_ranks=shard.size, replicated=frozenset(self._apart))
-        self._cut = self.places[self._apart[0]].at if self._apart else self.layout.size  # they lie at the end
+        # they lie at the end
+        self._cut = self.places[self._apart[0]].at if self._apart else self.layout.size
         for name, master in self.masters().items():
             place = self.places[name]
             assert master.dtype == torch.float32 and len(master) == place.stop - place.start, name
@@ -199,7 +226,9 @@ class RowOptimizer(AdamW):
         num_coded = min(wide, default=self.layout.size)
         self.make_buffers(gradient_size=self.layout.size, keeps_master=False, num_coded=num_coded)
         grads = self.runs(self.grad_N)
-        self.hook({name: grads[name].view(local_part(p).shape) for name, p in self.parameters.items()})
+        self.hook(
+            {name: grads[name].view(local_part(p).shape) for name, p in self.parameters.items()}
+        )
 
     def take_masters(self) -> None:
         """Nothing to do: the parameters are the masters."""
@@ -212,7 +241,9 @@ class RowOptimizer(AdamW):
         for name, place in self.places.items():
             if place.start < place.stop:
                 amax = begin_amax(self.parameters[name])
-                yield self.span(place.at, masters[name], grads[name], decays=self.decays[name], amax=amax)
+                yield self.span(
+                    place.at, masters[name], grads[name], decays=self.decays[name], amax=amax
+                )
 
     def reduce(self) -> None:
         self.settle_gradients()

@@ -1,10 +1,11 @@
-"""Exposed: how long the computation waits for collectives that FSDP2 runs beside it on a CUDA device. In: FSDP2's
-groups of one model and their collectives. Out: pairs of marks in a Traffic: when the computation came to a wait, when
-what it waited for was done.
+"""Exposed: how long the computation waits for collectives that FSDP2 runs beside it on a CUDA
+device. In: FSDP2's groups of one model and their collectives. Out: pairs of marks in a Traffic:
+when the computation came to a wait, when what it waited for was done.
 
-FSDP2 lets the computation's stream wait for events that it does not show, so the same two moments are marked beside
-them: by hooks that run just before its own, and right behind each collective. Not seen is one wait per backward pass,
-for the sum of the first layer's gradient, between the embedding's gradient and its sum.
+FSDP2 lets the computation's stream wait for events that it does not show, so the same two moments
+are marked beside them: by hooks that run just before its own, and right behind each collective. Not
+seen is one wait per backward pass, for the sum of the first layer's gradient, between the
+embedding's gradient and its sum.
 """
 
 from __future__ import annotations
@@ -20,22 +21,27 @@ from gyre.trainer.offload.copy_streams import CopyEvent, CopyStream
 
 
 class Exposed:
-    """Of one model. `computing` is the stream that computes, `beside` gives the one that a collective runs on."""
+    """Of one model. `computing` is the stream that computes, `beside` gives the one that a
+    collective runs on."""
 
-    def __init__(self, traffic: Traffic, computing: CopyStream, beside: Callable[[], CopyStream]) -> None:
+    def __init__(
+        self, traffic: Traffic, computing: CopyStream, beside: Callable[[], CopyStream]
+    ) -> None:
         self.traffic, self.computing, self.beside = traffic, computing, beside
-        self.summed: CopyEvent | None = None  # the newest sum of gradients that nothing has waited for
+        # the newest sum of gradients that nothing has waited for
+        self.summed: CopyEvent | None = None
 
     def before_sum(self) -> None:
-        """A group's gradients are there: FSDP2 waits for the sum of the group before, then begins this one's."""
+        """A group's gradients are there: FSDP2 waits for the sum of the group before, then begins
+        this one's."""
         if self.summed is not None:
             self.traffic.awaited(self.computing.mark(), self.summed)
             self.summed = None
 
 
 class ExposedCommWatch:
-    """Of one group. `ahead`: its weights are gathered in the backward pass too, before they are needed; else only when
-    they are."""
+    """Of one group. `ahead`: its weights are gathered in the backward pass too, before they are
+    needed; else only when they are."""
 
     def __init__(self, model: Exposed, *, ahead: bool) -> None:
         self._model, self._ahead = model, ahead
@@ -63,7 +69,8 @@ class ExposedCommWatch:
             self._needed = None
 
     def summing(self, *, last: bool) -> CopyEvent | None:
-        """Returns what `summed` wants to know: where the computation was, if it has nothing to do but wait."""
+        """Returns what `summed` wants to know: where the computation was, if it has nothing to do
+        but wait."""
         return self._model.computing.mark() if last else None
 
     def summed(self, since: CopyEvent | None) -> None:

@@ -1,9 +1,11 @@
-"""Float8: which projections of a decoder a trainer multiplies in 8 bits, and shards whose weights are gathered in 8
-bits, half the bytes of BF16. In: a Decoder, the config. Out: names of projections; parameters that FSDP2 gathers so.
+"""Float8: which projections of a decoder a trainer multiplies in 8 bits, and shards whose weights
+are gathered in 8 bits, half the bytes of BF16. In: a Decoder, the config. Out: names of
+projections; parameters that FSDP2 gathers so.
 
-A shard stays float32, the master weight itself. Before the gather it is rounded to the compute dtype and from there to
-8 bits, by the largest number of the whole weight: so every layout multiplies the same 8-bit numbers. The largest
-numbers of all weights are found together, by one all-reduce after each update.
+A shard stays float32, the master weight itself. Before the gather it is rounded to the compute
+dtype and from there to 8 bits, by the largest number of the whole weight: so every layout
+multiplies the same 8-bit numbers. The largest numbers of all weights are found together, by one
+all-reduce after each update.
 """
 
 # O output features of a shard or a weight, I input features
@@ -20,7 +22,17 @@ from torch.utils._pytree import tree_map_only
 from gyre.core.errors import ConfigError
 from gyre.core.records import Matmul, Projection
 from gyre.distributed.process_group import RankGroup
-from gyre.kernels.float8 import E4M3, MULTIPLE, Amax, Float8Weight, fits, largest, quantise, scale_of, why_not
+from gyre.kernels.float8 import (
+    E4M3,
+    MULTIPLE,
+    Amax,
+    Float8Weight,
+    fits,
+    largest,
+    quantise,
+    scale_of,
+    why_not,
+)
 from gyre.models.decoder import Decoder, Layer
 
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
@@ -33,8 +45,11 @@ KEEP_KIND = (
 )  # fmt: skip
 
 
-def float8_projections(decoder: Decoder, matmul: Matmul, device: torch.device) -> frozenset[Projection]:
-    """What is multiplied in 8 bits on this device. ConfigError where it cannot, or no matrix has such a shape."""
+def float8_projections(
+    decoder: Decoder, matmul: Matmul, device: torch.device
+) -> frozenset[Projection]:
+    """What is multiplied in 8 bits on this device. ConfigError where it cannot, or no matrix has
+    such a shape."""
     if matmul == "same":
         return frozenset()
     if (reason := why_not(device, decoder.dtype)) is not None:
@@ -43,7 +58,9 @@ def float8_projections(decoder: Decoder, matmul: Matmul, device: torch.device) -
     found: frozenset[Projection] = frozenset(name for name in PROJECTIONS if fits(shapes[name]))
     if not found:
         raise ConfigError(
-            f"trainer.matmul = 'fp8': no matrix of a layer has sizes that {MULTIPLE} divides, got {shapes}", hint=HINT
+            f"trainer.matmul = 'fp8': no matrix of a layer has sizes that {MULTIPLE} divides, got "
+            f"{shapes}",
+            hint=HINT,
         )
     return found
 
@@ -56,11 +73,14 @@ def projection_shapes(decoder: Decoder) -> dict[Projection, tuple[int, int]]:
 
 
 class Float8Shard(torch.Tensor):
-    """A float32 shard of a weight, for FSDP2, which asks it what to gather and what to make of that."""
+    """A float32 shard of a weight, for FSDP2, which asks it what to gather and what to make of
+    that."""
 
     wide_OI: Tensor
-    amax: Tensor | None  # of the whole weight, rounded to the compute dtype; `share_amaxes` sets it, and
-    inverse: Tensor | None  # of the scale that follows from it: made there, since FSDP2 gathers on a stream of its own
+    # of the whole weight, rounded to the compute dtype; `share_amaxes` sets it, and
+    amax: Tensor | None
+    # of the scale that follows from it: made there, since FSDP2 gathers on a stream of its own
+    inverse: Tensor | None
     own: Amax | None  # of this shard, where whoever writes it next may find it on the way
 
     @staticmethod
@@ -98,9 +118,15 @@ class Float8Shard(torch.Tensor):
         return (shard.rows_NK,), (self.amax, self.inverse)
 
     def fsdp_post_all_gather(
-        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
     ) -> Any:
-        """Return (the weight, the tensors whose storage it lies in), or renew the weight `out`, which lies there."""
+        """Return (the weight, the tensors whose storage it lies in), or renew the weight `out`,
+        which lies there."""
         (data_OI,), (amax, inverse) = all_gather_outputs, metadata
         if out is None:
             return Float8Weight(data_OI, amax, inverse, param_dtype), (data_OI,)
@@ -110,8 +136,9 @@ class Float8Shard(torch.Tensor):
 
 
 def gather_in_float8(layer: nn.Module, projections: Iterable[Projection], num_ranks: int) -> None:
-    """Make a layer's float32 matrices ones that FSDP2 gathers in 8 bits, before it cuts them. Rows that the ranks do
-    not share out evenly would be padded; such a matrix is gathered wide, and rounded to 8 bits afterwards."""
+    """Make a layer's float32 matrices ones that FSDP2 gathers in 8 bits, before it cuts them. Rows
+    that the ranks do not share out evenly would be padded; such a matrix is gathered wide, and
+    rounded to 8 bits afterwards."""
     for name in projections:
         holder = getattr(layer, name)
         if len(holder.weight) % num_ranks == 0:
@@ -122,12 +149,14 @@ def gather_in_float8(layer: nn.Module, projections: Iterable[Projection], num_ra
 
 def float8_shard(parameter: Tensor) -> Float8Shard | None:
     """What a parameter is on this rank, if it is gathered in 8 bits."""
-    found = getattr(parameter, "_local_tensor", parameter)  # of a DTensor, whose module is heavy to import
+    # of a DTensor, whose module is heavy to import
+    found = getattr(parameter, "_local_tensor", parameter)
     return found if isinstance(found, Float8Shard) else None
 
 
 def begin_amax(parameter: Tensor) -> Amax | None:
-    """Before an update writes a parameter: where it may leave the largest number, if somebody will ask for it."""
+    """Before an update writes a parameter: where it may leave the largest number, if somebody will
+    ask for it."""
     shard = float8_shard(parameter)
     if shard is None:
         return None
@@ -136,7 +165,8 @@ def begin_amax(parameter: Tensor) -> Amax | None:
 
 
 def share_amaxes(parameters: Iterable[Tensor], dtype: torch.dtype, group: RankGroup) -> None:
-    """After shards have changed: the largest number of each weight, over the ranks. Collective where there are any."""
+    """After shards have changed: the largest number of each weight, over the ranks. Collective
+    where there are any."""
     shards = [shard for parameter in parameters if (shard := float8_shard(parameter)) is not None]
     if not shards:
         return

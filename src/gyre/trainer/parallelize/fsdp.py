@@ -1,10 +1,10 @@
-"""FSDP: a Decoder cut over the ranks of a shard group by FSDP2, a group per layer, one for a head of its own, one for
-the rest. In: a Decoder, on the meta device, or whole and alike on all ranks. Out: the same Decoder, in place, holding
-its shards.
+"""FSDP: a Decoder cut over the ranks of a shard group by FSDP2, a group per layer, one for a head
+of its own, one for the rest. In: a Decoder, on the meta device, or whole and alike on all ranks.
+Out: the same Decoder, in place, holding its shards.
 
-The root group holds embedding and final norm; its weights stay gathered from the first layer to the end of the backward
-pass, since a tied head is read after `hidden` has returned. A head of its own is gathered while the layers run, and its
-gradient is summed while those of the layers are found.
+The root group holds embedding and final norm; its weights stay gathered from the first layer to the
+end of the backward pass, since a tied head is read after `hidden` has returned. A head of its own
+is gathered while the layers run, and its gradient is summed while those of the layers are found.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ from gyre.trainer.parallelize.sharded_module import is_shard
 def shard_decoder(
     decoder: Decoder, split: ModelSharding, *, trains: bool, float8: frozenset[Projection] = NOTHING
 ) -> None:
-    """Cut the weights over the ranks of `split.mesh.shard`. Trained shards are float32, the master weights themselves:
-    layers are gathered in the dtype that the decoder had, or in 8 bits the projections of `float8`; gradients are
-    summed in float32, and travel in that dtype if each is one chunk's. Copies on other replicas are kept equal by the
-    optimiser, once per update."""
+    """Cut the weights over the ranks of `split.mesh.shard`. Trained shards are float32, the master
+    weights themselves: layers are gathered in the dtype that the decoder had, or in 8 bits the
+    projections of `float8`; gradients are summed in float32, and travel in that dtype if each is
+    one chunk's. Copies on other replicas are kept equal by the optimiser, once per update."""
     assert split.mesh.torch_mesh is not None and split.shards_weights
     dtype, mesh = decoder.dtype, split.mesh.torch_mesh["shard"]
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if trains and dtype != torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     as_computed = dtype if trains and split.sum_gradients == "chunk" else torch.float32
     group = split.mesh.shard
     exposed = make_exposed(group.traffic, group.device)
@@ -52,10 +54,13 @@ def shard_decoder(
         watch = None if exposed is None else ExposedCommWatch(exposed, ahead=reshard)
         if watch is not None and module is not decoder:
             watch.hook(module)
-        module.set_gradient_divide_factor(1.0)  # losses are divided by the denominator of all ranks already
+        # losses are divided by the denominator of all ranks already
+        module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_all_gather(CountedGather(group, watch))
-        module.set_custom_reduce_scatter(CountedScatter(group, watch, sends=as_computed, last=module is decoder))
+        module.set_custom_reduce_scatter(
+            CountedScatter(group, watch, sends=as_computed, last=module is decoder)
+        )
 
     for layer in decoder.layers:
         _to_master(layer, trains)
@@ -77,8 +82,9 @@ def make_exposed(traffic: Traffic, device: torch.device) -> Exposed | None:
 
 
 class _Counted:
-    """A collective of FSDP2 that is counted and timed: on a CPU as one of `ranks`, on a GPU by `watch`, beside the
-    computation. It is over, or behind it on the stream, when the call returns."""
+    """A collective of FSDP2 that is counted and timed: on a CPU as one of `ranks`, on a GPU by
+    `watch`, beside the computation. It is over, or behind it on the stream, when the call
+    returns."""
 
     def __init__(self, ranks: RankGroup, watch: ExposedCommWatch | None) -> None:
         self._ranks, self._watch = ranks, watch
@@ -96,11 +102,19 @@ class CountedGather(_Counted):
     """FSDP2's all-gather of a group's weights."""
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> dist.Work | None:
         assert not async_op, "a mark behind the call would not be behind the collective"
         if self._watch is None:
-            return self._run("all_gather", output_tensor, lambda: self._ranks.all_gather(output_tensor, input_tensor))
+            return self._run(
+                "all_gather",
+                output_tensor,
+                lambda: self._ranks.all_gather(output_tensor, input_tensor),
+            )
         self._watch.gathering()
         start = partial(dist.all_gather_into_tensor, output_tensor, input_tensor, group=group)
         work = self._run("all_gather", output_tensor, start)
@@ -109,22 +123,27 @@ class CountedGather(_Counted):
 
 
 class CountedScatter(_Counted):
-    """FSDP2's reduce-scatter of a group's gradients, summed in float32. Where they were computed in a narrower dtype,
-    `sends`, they travel in it, a slice to each rank, and the rank that they come to adds them up in float32, in the
-    order of the ranks: what float32 slices would give, for half the bytes. Of the `last` group the computation does
-    nothing but wait."""
+    """FSDP2's reduce-scatter of a group's gradients, summed in float32. Where they were computed in
+    a narrower dtype, `sends`, they travel in it, a slice to each rank, and the rank that they come
+    to adds them up in float32, in the order of the ranks: what float32 slices would give, for half
+    the bytes. Of the `last` group the computation does nothing but wait."""
 
-    def __init__(self, ranks: RankGroup, watch: ExposedCommWatch | None, *, sends: torch.dtype, last: bool) -> None:
+    def __init__(
+        self, ranks: RankGroup, watch: ExposedCommWatch | None, *, sends: torch.dtype, last: bool
+    ) -> None:
         super().__init__(ranks, watch)
         self._sends, self._last = sends, last
         self._asked = 0  # numbers that there is room for to send, until there is room for their sum
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2 asks twice: for room for what this rank computed, then, for each of as many ranks, for the sum."""
+        """FSDP2 asks twice: for room for what this rank computed, then, for each of as many ranks,
+        for the sum."""
         numbers = math.prod(size)
         if numbers >= self._asked:
             self._asked = numbers
-            return super().allocate(size, dtype=self._sends if dtype == torch.float32 else dtype, device=device)
+            return super().allocate(
+                size, dtype=self._sends if dtype == torch.float32 else dtype, device=device
+            )
         self._asked = 0
         return super().allocate(size, dtype=dtype, device=device)
 
@@ -136,7 +155,9 @@ class CountedScatter(_Counted):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        assert op == dist.ReduceOp.SUM and not async_op, "a mark behind the call would not be behind the collective"
+        assert op == dist.ReduceOp.SUM and not async_op, (
+            "a mark behind the call would not be behind the collective"
+        )
         narrow = input_tensor.dtype != output_tensor.dtype
 
         def wait_here() -> None:

@@ -1,7 +1,8 @@
-"""Parallelise: a Decoder that may lie in shards, as passes and optimisers see it. In: a Decoder, whole or cut by FSDP2.
-Out: this rank's part of it; when its layers are gathered and let go.
+"""Parallelise: a Decoder that may lie in shards, as passes and optimisers see it. In: a Decoder,
+whole or cut by FSDP2. Out: this rank's part of it; when its layers are gathered and let go.
 
-FSDP2 is heavy to import: `trainer.parallelize.fsdp` does, where weights are cut. Here it is only asked after.
+FSDP2 is heavy to import: `trainer.parallelize.fsdp` does, where weights are cut. Here it is only
+asked after.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def reshard(decoder: Decoder) -> None:
-    """Let go of everything gathered: what was gathered before the shards changed must not be read after."""
+    """Let go of everything gathered: what was gathered before the shards changed must not be read
+    after."""
     for module in sharded_parts(decoder):
         module.reshard()
 
 
 def begin_chunk(decoder: Decoder, split: ModelSharding, *, last: bool) -> None:
-    """Before the forward pass of an update's chunk. With zero 2 the weights stay gathered from chunk to chunk."""
+    """Before the forward pass of an update's chunk. With zero 2 the weights stay gathered from
+    chunk to chunk."""
     if not is_sharded(decoder):
         return
     root: Any = decoder
@@ -53,7 +56,8 @@ def local_tensors(decoder: Decoder) -> dict[str, Tensor]:
 def local_part(parameter: Tensor) -> Tensor:
     """The plain tensor that a parameter is, or that this rank has of it; shares its storage."""
     found: Any = parameter
-    with torch.no_grad():  # where a shard gives its tensor as it is, without an operation of its own
+    # where a shard gives its tensor as it is, without an operation of its own
+    with torch.no_grad():
         found = found.to_local() if is_shard(found) else found
     return (found.wide_OI if isinstance(found, Float8Shard) else found).detach()
 

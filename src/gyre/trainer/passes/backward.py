@@ -1,8 +1,8 @@
-"""Update: the gradient of one optimiser update, chunk by chunk. In: packed chunks, learners, an objective.
-Out: gradients in the learners' buffers, metric sums.
+"""Update: the gradient of one optimiser update, chunk by chunk. In: packed chunks, learners, an
+objective. Out: gradients in the learners' buffers, metric sums.
 
-Each chunk's loss is a sum; all are divided by one denominator of the whole update, so that the gradient does not depend
-on how sequences were packed.
+Each chunk's loss is a sum; all are divided by one denominator of the whole update, so that the
+gradient does not depend on how sequences were packed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import DivergedError
-from gyre.objectives.api import AnyObjective, LossInputs, add_sums, finish_sums, loss_sum, trains_scores
+from gyre.objectives.api import (
+    AnyObjective,
+    LossInputs,
+    add_sums,
+    finish_sums,
+    loss_sum,
+    trains_scores,
+)
 from gyre.observability.metrics import largest
 from gyre.trainer.batching.microbatch import MicroBatch
 from gyre.trainer.parallelize.sharded_module import is_sharded
@@ -74,7 +81,10 @@ class StepStats:
         """Metrics over all ranks, the same on each, from the `own` of each."""
         gap, sums = largest(one["gap"] for one in ranks if one["gap"] is not None), {}
         for one in ranks:
-            sums = add_sums(sums, {name: torch.tensor(p, dtype=torch.float64) for name, p in one["sums"].items()})
+            sums = add_sums(
+                sums,
+                {name: torch.tensor(p, dtype=torch.float64) for name, p in one["sums"].items()},
+            )
         metrics = finish_sums(sums) | {"skipped_updates": float(self._skipped)}
         if gap is not None:
             metrics["logprob_gap_max"] = gap
@@ -85,15 +95,17 @@ class StepStats:
 
 
 def refuse_divergence(lost_steps: int, rates: Mapping[str, float], *, step: int) -> None:
-    """DivergedError after MOST_LOST_STEPS steps in a row of which no update had a finite gradient. `rates`: peak
-    learning rate by learner."""
+    """DivergedError after MOST_LOST_STEPS steps in a row of which no update had a finite gradient.
+    `rates`: peak learning rate by learner."""
     if lost_steps < MOST_LOST_STEPS:
         return
     told = " and ".join(f"{rate:g} of the {name}" for name, rate in rates.items())
     raise DivergedError(
-        f"no update of the last {lost_steps} steps, up to step {step}, had a finite gradient: training has diverged, "
+        f"no update of the last {lost_steps} steps, up to step {step}, had a finite gradient: "
+        "training has diverged, "
         f"with a learning rate of {told}",
-        hint="lower trainer.learning_rate (of a cold start: cold_start.learning_rate), and begin anew or resume from "
+        hint="lower trainer.learning_rate (of a cold start: cold_start.learning_rate), and begin "
+        "anew or resume from "
         "a snapshot before it; events.jsonl has the first trainer.update_skipped",
     )
 
@@ -106,8 +118,8 @@ def collect_gradients(
     *,
     loss_scale: float = 1.0,
 ) -> UpdateStats:
-    """Run forward and backward over the chunks of one update; gradients × loss_scale add up in the learners'
-    buffers."""
+    """Run forward and backward over the chunks of one update; gradients × loss_scale add up in the
+    learners' buffers."""
     assert denominator > 0.0
     found = UpdateStats()
     for index, chunk in enumerate(chunks):
@@ -122,9 +134,14 @@ def collect_gradients(
     return found
 
 
-# Nothing of a chunk's graph outlives these two: what it still held would lie beside the next chunk's.
+# Nothing of a chunk's graph outlives these two: what it still held would lie beside the next
+# chunk's.
 def _add_actor_gradient(
-    models: Models, objective: AnyObjective, chunk: MicroBatch, denominator: float, found: UpdateStats
+    models: Models,
+    objective: AnyObjective,
+    chunk: MicroBatch,
+    denominator: float,
+    found: UpdateStats,
 ) -> None:
     actor, inputs = models.actor, _inputs(chunk)
     if trains_scores(objective):
@@ -139,7 +156,11 @@ def _add_actor_gradient(
 
 
 def _add_critic_gradient(
-    critic: TrainedModel, objective: AnyObjective, chunk: MicroBatch, denominator: float, found: UpdateStats
+    critic: TrainedModel,
+    objective: AnyObjective,
+    chunk: MicroBatch,
+    denominator: float,
+    found: UpdateStats,
 ) -> None:
     assert critic.head is not None
     values_N = chunk_values(critic.decoder, critic.head, chunk, critic.checkpointing, critic.float8)
@@ -178,7 +199,9 @@ def _inputs(chunk: MicroBatch) -> LossInputs:
     )
 
 
-def _backward(objective: AnyObjective, inputs: LossInputs, denominator: float, found: UpdateStats) -> None:
+def _backward(
+    objective: AnyObjective, inputs: LossInputs, denominator: float, found: UpdateStats
+) -> None:
     loss, sums = loss_sum(objective, inputs)
     (loss / denominator).backward()
     found.sums = add_sums(found.sums, {name: pair.detach() for name, pair in sums.items()})

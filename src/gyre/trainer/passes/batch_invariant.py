@@ -1,13 +1,13 @@
-"""Invariant: the trainer's forward pass by the very kernels of the engine's batch-invariant mode, so that its log-probs
-are the engine's to the bit, however sequences are packed. In: a Decoder on a CUDA device, a chunk. Out: (logprobs_N,
-entropy_N), differentiable.
+"""Invariant: the trainer's forward pass by the very kernels of the engine's batch-invariant mode,
+so that its log-probs are the engine's to the bit, however sequences are packed. In: a Decoder on a
+CUDA device, a chunk. Out: (logprobs_N, entropy_N), differentiable.
 
-Keys and values of the layer at work lie in pages of the engine's size, since the kernel adds keys up by tiles of at
-most a page; every token is a query of its own.
+Keys and values of the layer at work lie in pages of the engine's size, since the kernel adds keys
+up by tiles of at most a page; every token is a query of its own.
 """
 
-# T tokens, S sequences, P pages of the longest one, N targets, H heads, K kv heads, D head dim, E hidden size,
-# V vocabulary
+# T tokens, S sequences, P pages of the longest one, N targets, H heads, K kv heads, D head dim, E
+# hidden size, V vocabulary
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ LOGIT_ROWS = 1024  # rows of logits that exist at a time
 
 
 class InvariantLogprobs:
-    """Computes a chunk's log-probs as an engine with pages of `page_tokens` tokens does. Holds no memory between
-    calls."""
+    """Computes a chunk's log-probs as an engine with pages of `page_tokens` tokens does. Holds no
+    memory between calls."""
 
     def __init__(self, *, page_tokens: int) -> None:
         self._page_tokens = page_tokens
 
     def __call__(self, decoder: Decoder, chunk: MicroBatch) -> tuple[Tensor, Tensor]:
-        return recomputed_logprobs(decoder, chunk, InvariantForward(decoder, chunk, self._page_tokens))
+        return recomputed_logprobs(
+            decoder, chunk, InvariantForward(decoder, chunk, self._page_tokens)
+        )
 
 
 class InvariantForward:
@@ -50,11 +52,18 @@ class InvariantForward:
         self._row_T, self._position_T, table = send(device, row_T, position_T, table_SP.reshape(-1))
         self._table_SP = table.view(table_SP.shape)
         shape = (num_pages, 2, spec.num_kv_heads, page_tokens, spec.head_dim)
-        # Zeros, since the kernel multiplies what lies past a sequence's end by 0, which must be finite.
+        # Zeros, since the kernel multiplies what lies past a sequence's end by 0, which must be
+        # finite.
         self._pages = pages = torch.zeros(shape, device=device, dtype=decoder.dtype)
-        self._slabs = cut_slabs(row_T, position_T, longest_tokens=int(lengths_S.max()), device=device)
-        self._scratch = DecodeScratch.make(most_scratch(self._slabs), spec.num_heads, spec.head_dim, device)
-        self._programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        self._slabs = cut_slabs(
+            row_T, position_T, longest_tokens=int(lengths_S.max()), device=device
+        )
+        self._scratch = DecodeScratch.make(
+            most_scratch(self._slabs), spec.num_heads, spec.head_dim, device
+        )
+        self._programs = (
+            PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        )
         # Not by way of self: a cycle would keep all this on the device until Python collects it.
         self._fused = FusedForward(decoder, lambda index: pages, self._table_SP, invariant=True)
 
@@ -76,7 +85,9 @@ class InvariantForward:
             logprobs_N[rows], total_N[rows], entropy_N[rows] = found
         return logprobs_N, total_N, entropy_N
 
-    def _row_logprobs(self, hidden_NE: Tensor, targets_N: Tensor, inverse_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _row_logprobs(
+        self, hidden_NE: Tensor, targets_N: Tensor, inverse_N: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logits_NV = self._fused.project(hidden_NE)
         given = given_logprobs(logits_NV, inverse_N, targets_N)
         below_NV = logits_NV.float().sub_(given.best_N[:, None]).mul_(inverse_N[:, None])
@@ -98,5 +109,9 @@ class InvariantForward:
 
 
 def most_scratch(slabs: list[Slab]) -> int:
-    """Return how many pieces the scratch must hold: none are left there where each token has one piece only."""
-    return max((slab.num_items for slab in slabs if slab.num_items > slab.span.stop - slab.span.start), default=1)
+    """Return how many pieces the scratch must hold: none are left there where each token has one
+    piece only."""
+    return max(
+        (slab.num_items for slab in slabs if slab.num_items > slab.span.stop - slab.span.start),
+        default=1,
+    )

@@ -1,5 +1,5 @@
-"""Evaluation: what the trainer's models say of a batch. In: a batch, which model. Out: log-probs, values, scores of the
-whole batch, on every rank. Runs on the compute thread.
+"""Evaluation: what the trainer's models say of a batch. In: a batch, which model. Out: log-probs,
+values, scores of the whole batch, on every rank. Runs on the compute thread.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Evaluator:
         self._planner, self._tenancy, self._group, self._meter = planner, tenancy, group, meter
 
     def evaluate(self, batch: TrainBatch, which: Which) -> Evaluation:
-        """Log-probs and values are packed as by the first epoch of a step, so that equal weights give equal bits."""
+        """Log-probs and values are packed as by the first epoch of a step, so that equal weights
+        give equal bits."""
         sequences = batch.sequences
         if which == "reward":
             return Evaluation(which=which, per_sequence=self._scores(sequences))
@@ -53,7 +54,9 @@ class Evaluator:
         if which != "critic":
             return Evaluation(which=which, per_token=self._logprobs(which, sequences, plan))
         critic = self._models.critic
-        assert critic is not None and critic.head is not None, f"objective {self._objective.kind} has no critic"
+        assert critic is not None and critic.head is not None, (
+            f"objective {self._objective.kind} has no critic"
+        )
         self._tenancy.need("critic.params")
         self._meter.count(critic.decoder.spec, plan.chunks, scalar=True, backward=False)
         given = sequences, plan.chunks, self._group, critic.float8
@@ -66,7 +69,9 @@ class Evaluator:
         sequences = batch.sequences
         plan = self._planner.plan(sequences, batch.step, 0)
         required = required_columns(self._objective)
-        wanted: dict[str, Which] = {"reference_logprobs": "reference"} if "reference_logprobs" in required else {}
+        wanted: dict[str, Which] = (
+            {"reference_logprobs": "reference"} if "reference_logprobs" in required else {}
+        )
         updates_per_batch = len(plan.updates) * self._config.epochs_per_batch
         if needs_old_logprobs(self._objective, updates_per_batch=updates_per_batch):
             sequences = tuple(_with_old_logprobs(sequence) for sequence in sequences)
@@ -74,7 +79,8 @@ class Evaluator:
         for column, which in wanted.items():
             if any(column not in sequence.columns for sequence in sequences):
                 prefix = "reference" if which == "reference" and self._reference else "actor.params"
-                with self._tenancy.all_on_device(prefix):  # with its rooms, which take no place in the passes to come
+                # with its rooms, which take no place in the passes to come
+                with self._tenancy.all_on_device(prefix):
                     per_token = self._logprobs(which, sequences, plan)
                 sequences = tuple(
                     replace(sequence, columns={**sequence.columns, column: values})
@@ -84,14 +90,21 @@ class Evaluator:
         return sequences, plan.with_columns(sequences, self.columns(sequences))
 
     def columns(self, sequences: Sequence[TrainSequence]) -> list[str]:
-        """Columns that chunks carry: what the objective requires, and old log-probs where there are some."""
+        """Columns that chunks carry: what the objective requires, and old log-probs where there are
+        some."""
         has_old = all("old_logprobs" in sequence.columns for sequence in sequences)
-        return sorted(required_columns(self._objective) - {"loss_mask"}) + (["old_logprobs"] if has_old else [])
+        return sorted(required_columns(self._objective) - {"loss_mask"}) + (
+            ["old_logprobs"] if has_old else []
+        )
 
-    def _logprobs(self, which: Which, sequences: Sequence[TrainSequence], plan: EpochPlan) -> tuple[np.ndarray, ...]:
+    def _logprobs(
+        self, which: Which, sequences: Sequence[TrainSequence], plan: EpochPlan
+    ) -> tuple[np.ndarray, ...]:
         if which == "policy":
             self._tenancy.need("actor.params")
-            self._meter.count(self._models.actor.decoder.spec, plan.chunks, scalar=False, backward=False)
+            self._meter.count(
+                self._models.actor.decoder.spec, plan.chunks, scalar=False, backward=False
+            )
             given = sequences, plan.chunks, self._group, self._models.logprobs
             with self._tenancy.visiting("actor"):
                 return logprobs_of(self._models.actor.decoder, *given)
@@ -99,7 +112,8 @@ class Evaluator:
             raise ConfigError(
                 f"objective '{self._objective.kind}' has no reference model (trainer.reference = "
                 f"'{self._config.reference}'), and its log-probs were asked for",
-                hint="set trainer.reference = 'initial', or give each sequence a column reference_logprobs",
+                hint="set trainer.reference = 'initial', or give each sequence a column "
+                "reference_logprobs",
             )
         self._tenancy.need("reference")
         self._meter.count(self._reference.decoder.spec, plan.chunks, scalar=False, backward=False)
@@ -121,7 +135,10 @@ class Evaluator:
 
 
 def _with_old_logprobs(sequence: TrainSequence) -> TrainSequence:
-    """What evaluate(…, "policy") found before the step is the old policy, if the batch brings it along."""
+    """What evaluate(…, "policy") found before the step is the old policy, if the batch brings it
+    along."""
     if "old_logprobs" in sequence.columns or "policy_logprobs" not in sequence.columns:
         return sequence
-    return replace(sequence, columns={**sequence.columns, "old_logprobs": sequence.columns["policy_logprobs"]})
+    return replace(
+        sequence, columns={**sequence.columns, "old_logprobs": sequence.columns["policy_logprobs"]}
+    )

@@ -1,5 +1,6 @@
-"""Passes: the forward computations over packed chunks. In: a Decoder, maybe a ScalarHead, chunks. Out: log-probs,
-values or scores: per chunk, under autograd when it is on, or forward only for a whole batch, joined over ranks.
+"""Passes: the forward computations over packed chunks. In: a Decoder, maybe a ScalarHead, chunks.
+Out: log-probs, values or scores: per chunk, under autograd when it is on, or forward only for a
+whole batch, joined over ranks.
 
 T tokens, N targets, S sequences, E hidden size, as in trainer.batching.microbatch.
 """
@@ -22,7 +23,8 @@ from gyre.models.scalar_head import ScalarHead
 from gyre.trainer.batching.microbatch import MicroBatch, target_mask
 from gyre.trainer.parallelize.sharded_module import is_sharded, reshard
 
-ChunkLogprobs = Callable[[Decoder, MicroBatch], tuple[Tensor, Tensor]]  # → (logprobs_N, entropy_N), differentiable
+# → (logprobs_N, entropy_N), differentiable
+ChunkLogprobs = Callable[[Decoder, MicroBatch], tuple[Tensor, Tensor]]
 
 
 def hidden_states(
@@ -32,25 +34,33 @@ def hidden_states(
     checkpointing: Checkpointing = "none",
     float8: frozenset[Projection] = NOTHING,
 ) -> Tensor:
-    """Run the decoder over a chunk; each sequence sees itself only. With `rows_N`, hidden states of those tokens.
-    `checkpointing` and `float8` as in `Decoder.hidden`, here and below."""
+    """Run the decoder over a chunk; each sequence sees itself only. With `rows_N`, hidden states of
+    those tokens. `checkpointing` and `float8` as in `Decoder.hidden`, here and below."""
 
     def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         return varlen_attention(q_THD, k_TKD, v_TKD, chunk.layout, decoder.spec.window_of(layer))
 
     positions_T = chunk.layout.positions_T
-    return decoder.hidden(chunk.tokens_T, positions_T, attend, rows_N, checkpointing=checkpointing, float8=float8)
+    return decoder.hidden(
+        chunk.tokens_T, positions_T, attend, rows_N, checkpointing=checkpointing, float8=float8
+    )
 
 
 def chunk_logprobs(
-    decoder: Decoder, chunk: MicroBatch, checkpointing: Checkpointing = "none", float8: frozenset[Projection] = NOTHING
+    decoder: Decoder,
+    chunk: MicroBatch,
+    checkpointing: Checkpointing = "none",
+    float8: frozenset[Projection] = NOTHING,
 ) -> tuple[Tensor, Tensor]:
     """Return (logprobs_N, entropy_N) of the chunk's targets."""
     hidden_NE = hidden_states(decoder, chunk, chunk.rows_N, checkpointing, float8)
     keep_logits = checkpointing == "none" and torch.is_grad_enabled()
     given = chunk.targets_N, chunk.temperature_N, chunk.support
     return decoder.through_head(
-        hidden_NE, lambda hidden_NE, weight_VE: token_logprobs(hidden_NE, weight_VE, *given, keep_logits=keep_logits)
+        hidden_NE,
+        lambda hidden_NE, weight_VE: token_logprobs(
+            hidden_NE, weight_VE, *given, keep_logits=keep_logits
+        ),
     )
 
 
@@ -83,7 +93,8 @@ def logprobs_of(
     group: RankGroup,
     compute: ChunkLogprobs = chunk_logprobs,
 ) -> tuple[np.ndarray, ...]:
-    """Forward only. Returns float32 [T] per sequence in batch order: log-probs at targets, 0.0 elsewhere."""
+    """Forward only. Returns float32 [T] per sequence in batch order: log-probs at targets, 0.0
+    elsewhere."""
     results = _blank(sequences)
     with _reading(decoder):
         for chunk in chunks:
@@ -99,7 +110,8 @@ def values_of(
     group: RankGroup,
     float8: frozenset[Projection] = NOTHING,
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """Forward only. Returns values before each target (0.0 elsewhere), and the value after each last token."""
+    """Forward only. Returns values before each target (0.0 elsewhere), and the value after each
+    last token."""
     results, last_values = _blank(sequences), np.zeros(len(sequences), dtype=np.float32)
     with _reading(decoder):
         for chunk in chunks:
@@ -131,7 +143,8 @@ def scores_of(
 
 @contextlib.contextmanager
 def _reading(decoder: Decoder) -> Iterator[None]:
-    """Forward passes only. Weights that were gathered for them are let go: the next update changes the shards."""
+    """Forward passes only. Weights that were gathered for them are let go: the next update changes
+    the shards."""
     with torch.no_grad() if is_sharded(decoder) else torch.inference_mode():
         try:
             yield
@@ -144,18 +157,24 @@ def _blank(sequences: Sequence[TrainSequence]) -> tuple[np.ndarray, ...]:
 
 
 def _scatter(
-    values_N: Tensor, chunk: MicroBatch, sequences: Sequence[TrainSequence], results: tuple[np.ndarray, ...]
+    values_N: Tensor,
+    chunk: MicroBatch,
+    sequences: Sequence[TrainSequence],
+    results: tuple[np.ndarray, ...],
 ) -> None:
     """Put a chunk's numbers where its sequences' targets are."""
     if not chunk.members:
         return
     stops = np.cumsum(chunk.target_counts_S.cpu().numpy())[:-1]
-    for index, part in zip(chunk.members, np.split(values_N.float().cpu().numpy(), stops), strict=True):
+    for index, part in zip(
+        chunk.members, np.split(values_N.float().cpu().numpy(), stops), strict=True
+    ):
         results[index][target_mask(sequences[index])] = part
 
 
 def _joined(parts: tuple[np.ndarray, ...], group: RankGroup) -> tuple[np.ndarray, ...]:
-    """Join what the ranks found. One rank found each number and the others have 0.0, so a sum changes no bit."""
+    """Join what the ranks found. One rank found each number and the others have 0.0, so a sum
+    changes no bit."""
     if group.size == 1 or not parts:
         return parts
     joined = torch.from_numpy(np.concatenate(parts)).to(group.device)

@@ -1,9 +1,10 @@
-"""Recompute: log-probs whose forward pass is another's and whose gradients are the decoder's own. In: a Decoder, a
-chunk, a ChunkForward. Out: (logprobs_N, entropy_N) of the chunk's targets.
+"""Recompute: log-probs whose forward pass is another's and whose gradients are the decoder's own.
+In: a Decoder, a chunk, a ChunkForward. Out: (logprobs_N, entropy_N) of the chunk's targets.
 
-The forward pass keeps nothing but each layer's input. The backward pass runs the layer once more, as the decoder
-defines it, from that input, and differentiates this: the gradient of the ordinary pass at the other one's activations,
-in the memory of full activation checkpointing (Chen et al. 2016, arXiv 1604.06174).
+The forward pass keeps nothing but each layer's input. The backward pass runs the layer once more,
+as the decoder defines it, from that input, and differentiates this: the gradient of the ordinary
+pass at the other one's activations, in the memory of full activation checkpointing (Chen et al.
+2016, arXiv 1604.06174).
 """
 
 # T tokens, N targets, E hidden size, H heads, K kv heads, D head dim, X of any shape
@@ -39,11 +40,14 @@ class ChunkForward(Protocol):
     def final_norm(self, x_NE: Tensor) -> Tensor: ...
 
     def logprobs(self, hidden_NE: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logprobs_N, the log of each softmax's sum of exponentials (of logits after temperature), entropy_N."""
+        """Return logprobs_N, the log of each softmax's sum of exponentials (of logits after
+        temperature), entropy_N."""
         ...
 
 
-def recomputed_logprobs(decoder: Decoder, chunk: MicroBatch, forward: ChunkForward) -> tuple[Tensor, Tensor]:
+def recomputed_logprobs(
+    decoder: Decoder, chunk: MicroBatch, forward: ChunkForward
+) -> tuple[Tensor, Tensor]:
     """Return (logprobs_N, entropy_N) as `forward` computes them. The chunk has no truncation."""
     assert chunk.support is None, "runconfig refuses truncation together with this"
     x_TE = F.embedding(chunk.tokens_T, decoder.embed.weight)
@@ -56,11 +60,17 @@ def recomputed_logprobs(decoder: Decoder, chunk: MicroBatch, forward: ChunkForwa
         return decoder.layers[index](index, x_TE, cos_T1D, sin_T1D, attend, None)
 
     for index, layer in enumerate(decoder.layers):
-        x_TE = _recomputed(partial(forward.layer, index), partial(plain, index), x_TE, *layer.parameters())
+        x_TE = _recomputed(
+            partial(forward.layer, index), partial(plain, index), x_TE, *layer.parameters()
+        )
     norm_E, eps = decoder.final_norm.weight, decoder.spec.norm_eps
     x_NE = x_TE.index_select(0, chunk.rows_N)
-    hidden_NE = _recomputed(forward.final_norm, lambda x_NE: rms_norm(x_NE, norm_E, eps), x_NE, norm_E)
-    return logprobs_by(forward.logprobs, hidden_NE, decoder.head_weight, chunk.targets_N, chunk.temperature_N)
+    hidden_NE = _recomputed(
+        forward.final_norm, lambda x_NE: rms_norm(x_NE, norm_E, eps), x_NE, norm_E
+    )
+    return logprobs_by(
+        forward.logprobs, hidden_NE, decoder.head_weight, chunk.targets_N, chunk.temperature_N
+    )
 
 
 def _recomputed(run: Step, plain: Step, x_X: Tensor, *parameters: Tensor) -> Tensor:
@@ -83,4 +93,8 @@ class Recomputed(torch.autograd.Function):
             y_X = ctx.plain(x_X)
         wanted = [tensor for tensor in (x_X, *ctx.parameters) if tensor.requires_grad]
         found = iter(torch.autograd.grad(y_X, wanted, grads[0]))
-        return None, None, *(next(found) if tensor.requires_grad else None for tensor in (x_X, *ctx.parameters))
+        return (
+            None,
+            None,
+            *(next(found) if tensor.requires_grad else None for tensor in (x_X, *ctx.parameters)),
+        )

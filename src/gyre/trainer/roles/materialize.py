@@ -1,8 +1,10 @@
-"""Start: how a model of the trainer gets its storage and its first weights. In: a Decoder, maybe on the meta device,
-how it lies over ranks, a TensorSource. Out: the same Decoder, in place: this rank's part of it on its device, filled.
+"""Start: how a model of the trainer gets its storage and its first weights. In: a Decoder, maybe on
+the meta device, how it lies over ranks, a TensorSource. Out: the same Decoder, in place: this
+rank's part of it on its device, filled.
 
-A decoder of the meta device has shapes and no numbers. Cut there, it never exists whole: a rank makes its shards and
-reads its own runs, one tensor at a time. Without a source it is left blank, for a snapshot to fill.
+A decoder of the meta device has shapes and no numbers. Cut there, it never exists whole: a rank
+makes its shards and reads its own runs, one tensor at a time. Without a source it is left blank,
+for a snapshot to fill.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ def blank_copy(decoder: Decoder) -> Decoder:
 def cut_weights(
     decoder: Decoder, split: ModelSharding, *, trains: bool, float8: frozenset[Projection] = NOTHING
 ) -> None:
-    """Cut the weights over the shard group, and give a blank decoder the storage of its shards. `float8` names the
-    projections that are gathered in 8 bits."""
+    """Cut the weights over the shard group, and give a blank decoder the storage of its shards.
+    `float8` names the projections that are gathered in 8 bits."""
     from gyre.trainer.parallelize.fsdp import (
         shard_decoder,  # here, since FSDP2 is heavy and one process has no use for it
     )
@@ -84,7 +86,11 @@ class Away:
 
 
 def start_away(
-    name: str, decoder: Decoder, head: nn.Module | None, split: ModelSharding, weights: TensorSource | None
+    name: str,
+    decoder: Decoder,
+    head: nn.Module | None,
+    split: ModelSharding,
+    weights: TensorSource | None,
 ) -> Away:
     """As `start_frozen`, with every weight in host memory. `head` is filled already."""
     refuse_cut(name, zero=split.zero, ranks=split.mesh.shard.size)
@@ -92,7 +98,9 @@ def start_away(
     device = split.mesh.world.device
     decoder.requires_grad_(False)
     parameters = [*decoder.parameters(), *([] if head is None else head.parameters())]
-    buffer = HostBuffer(room_bytes(parameters), pin=device.type == "cuda", owner=f"component {name}")
+    buffer = HostBuffer(
+        room_bytes(parameters), pin=device.type == "cuda", owner=f"component {name}"
+    )
     for parameter, room in zip(parameters, carve(buffer.bytes, parameters), strict=True):
         move_in(parameter, room)
     place_constants(decoder, device)

@@ -1,5 +1,6 @@
-"""MemoryComponents: the trainer's components as the memory ledger sees them, and as the trainer itself needs them.
-In: learners, a reference, a reward model, as each is made. Out: a PoolTenant that can tell what is where.
+"""MemoryComponents: the trainer's components as the memory ledger sees them, and as the trainer
+itself needs them. In: learners, a reference, a reward model, as each is made. Out: a PoolTenant
+that can tell what is where.
 """
 
 from __future__ import annotations
@@ -22,18 +23,21 @@ from gyre.trainer.roles.reference_model import Reference, frozen_pools
 from gyre.trainer.roles.trained_model import TrainedModel
 
 ScoredModel = tuple[Decoder, ScalarHead]
-ORDER = ("actor", "critic", "reference", "reward")  # of the owners in the ledger, as the planner has them
+# of the owners in the ledger, as the planner has them
+ORDER = ("actor", "critic", "reference", "reward")
 
 
 class MemoryComponents(PoolTenant):
     """All components of one trainer."""
 
     def __init__(self, disk_folder: Path | None, parked: Mapping[str, Tier]) -> None:
-        """`parked`: components that leave the device as soon as they are there, so that the next model has its room."""
+        """`parked`: components that leave the device as soon as they are there, so that the next
+        model has its room."""
         super().__init__([])
         self.folder, self._parked = disk_folder, parked
         self.streams: dict[str, WeightStream] = {}  # of models whose weights are in host memory
-        self._lent: frozenset[str] = frozenset()  # components that somebody reads beside the trainer
+        # components that somebody reads beside the trainer
+        self._lent: frozenset[str] = frozenset()
         self._no_longer_read: Callable[[], None] = lambda: None
 
     def take_learner(self, learner: TrainedModel) -> TrainedModel:
@@ -60,11 +64,16 @@ class MemoryComponents(PoolTenant):
         for pool in pools:
             self.add(pool)
             pool.move(self._parked.get(pool.name, pool.tier))
-        rank = {name: (ORDER.index(name.partition(".")[0]), at) for at, name in enumerate(self._pools)}
-        self._pools = {name: self._pools[name] for name in sorted(self._pools, key=rank.__getitem__)}
+        rank = {
+            name: (ORDER.index(name.partition(".")[0]), at) for at, name in enumerate(self._pools)
+        }
+        self._pools = {
+            name: self._pools[name] for name in sorted(self._pools, key=rank.__getitem__)
+        }
 
     def lend(self, names: Iterable[str], no_longer_read: Callable[[], None]) -> None:
-        """Let somebody read components until they change: `no_longer_read` returns when they may."""
+        """Let somebody read components until they change: `no_longer_read` returns when they
+        may."""
         self.recall()
         self._lent, self._no_longer_read = frozenset(names), no_longer_read
 
@@ -83,13 +92,15 @@ class MemoryComponents(PoolTenant):
         return {component.name: component.tier for component in self.components()}
 
     def need(self, *prefixes: str) -> None:
-        """Every component that begins with one of `prefixes` and may be on the device must be there; what has no
-        contents to keep is made again."""
+        """Every component that begins with one of `prefixes` and may be on the device must be
+        there; what has no contents to keep is made again."""
         for component in self.components():
             name, tiers = component.name, component.tiers
             if not name.startswith(prefixes) or component.tier == "device" or "device" not in tiers:
                 continue
-            assert tiers == ("device", "none"), f"{name} is on '{component.tier}'; the phase needs it on the device"
+            assert tiers == ("device", "none"), (
+                f"{name} is on '{component.tier}'; the phase needs it on the device"
+            )
             self.move([name], "device")
 
     @contextlib.contextmanager

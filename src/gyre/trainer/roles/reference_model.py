@@ -1,7 +1,8 @@
-"""Reference: the policy that the KL term and DPO compare with. In: the weights that the actor begins with, later the
-actor's. Out: a frozen Decoder, renewed every n steps or by moving average.
+"""Reference: the policy that the KL term and DPO compare with. In: the weights that the actor
+begins with, later the actor's. Out: a frozen Decoder, renewed every n steps or by moving average.
 
-It may lie over ranks in another way than the actor: what it takes from the actor comes as runs of numbers.
+It may lie over ranks in another way than the actor: what it takes from the actor comes as runs of
+numbers.
 """
 
 # N numbers of a run
@@ -28,12 +29,18 @@ from gyre.weights.tensor_source import TensorSource
 
 
 class Reference:
-    """A copy of the actor's compute weights. With a moving average, the average itself is kept in float32."""
+    """A copy of the actor's compute weights. With a moving average, the average itself is kept in
+    float32."""
 
     def __init__(
-        self, decoder: Decoder, config: TrainerConfig, split: ModelSharding, weights: TensorSource | None
+        self,
+        decoder: Decoder,
+        config: TrainerConfig,
+        split: ModelSharding,
+        weights: TensorSource | None,
     ) -> None:
-        """`decoder` is blank and the reference's own from here on; without `weights` it stays so until `restore`."""
+        """`decoder` is blank and the reference's own from here on; without `weights` it stays so
+        until `restore`."""
         self._config, self._split = config, split
         self.decoder, self._dtype = decoder, decoder.dtype
         self._layout = frozen_layout(decoder, split)
@@ -44,7 +51,9 @@ class Reference:
             start_frozen(decoder, split, weights)
         self._average: dict[str, Tensor] = {}
         if config.reference_moving_average:
-            self._average = {name: own.float().clone() for name, own in local_tensors(decoder).items()}
+            self._average = {
+                name: own.float().clone() for name, own in local_tensors(decoder).items()
+            }
 
     def due(self, steps_done: int) -> Literal["refresh", "average"] | None:
         """What the config wants of the reference after that many loop steps."""
@@ -55,7 +64,8 @@ class Reference:
 
     @torch.no_grad()
     def follow(self, actor: AdamW, how: Literal["refresh", "average"]) -> None:
-        """Become the actor, or move towards it. Collective where the actor's master weights lie in shards."""
+        """Become the actor, or move towards it. Collective where the actor's master weights lie in
+        shards."""
         own, places = local_tensors(self.decoder), self._layout.ranks[self._split.rank]
         masters = {name: tensor for name, tensor in actor.masters().items() if name in own}
         layout = actor.layout.of(list(own))
@@ -73,7 +83,9 @@ class Reference:
             target_N = own[run.name].view(-1)[at]
             if how == "average":
                 average_N = self._average[run.name].view(-1)[at]
-                average_N.lerp_(values_N.to(average_N.device), 1.0 - self._config.reference_moving_average)
+                average_N.lerp_(
+                    values_N.to(average_N.device), 1.0 - self._config.reference_moving_average
+                )
                 values_N = average_N
             elif run.name in self._average:
                 self._average[run.name].view(-1)[at].copy_(values_N)
@@ -92,7 +104,8 @@ class Reference:
                 rank=self._split.rank,
                 dtype=dtype,
                 tensors=tensors,
-                converts=tensors is not self._average,  # a run may go on in another dtype, as the actor's masters may
+                # a run may go on in another dtype, as the actor's masters may
+                converts=tensors is not self._average,
                 sharers=sharers(self._layout, self._split.mesh),
             )
             for prefix, (dtype, tensors) in contents.items()
@@ -100,8 +113,9 @@ class Reference:
 
     @torch.no_grad()
     def restore(self, source: PartSource) -> bool:
-        """Take this rank's part of a snapshot that was found to fit. Returns whether weights were rounded, which the
-        snapshot has of a dtype with more bits; of an average they are made anew, as always."""
+        """Take this rank's part of a snapshot that was found to fit. Returns whether weights were
+        rounded, which the snapshot has of a dtype with more bits; of an average they are made anew,
+        as always."""
         for holding in self.holdings():
             holding.load(source)
         own = local_tensors(self.decoder)
@@ -111,16 +125,26 @@ class Reference:
         return not self._average and any(holding.rounds(kinds) for holding in self.holdings())
 
     def pools(self, folder: Path | None) -> list[StoragePool | FixedPool]:
-        tensors = {name: own for holding in self.holdings() for name, own in holding.named().items()}
+        tensors = {
+            name: own for holding in self.holdings() for name, own in holding.named().items()
+        }
         device = self._split.mesh.world.device if self.away is not None else self.decoder.device
         return frozen_pools("reference", tensors, device, folder, self.away)
 
 
 def frozen_pools(
-    name: str, tensors: dict[str, Tensor], device: torch.device, folder: Path | None, away: Away | None
+    name: str,
+    tensors: dict[str, Tensor],
+    device: torch.device,
+    folder: Path | None,
+    away: Away | None,
 ) -> list[StoragePool | FixedPool]:
     if away is None:
-        return [StoragePool(name, tensors, tiers=("device", "host", "disk"), folder=folder, device=device)]
+        return [
+            StoragePool(
+                name, tensors, tiers=("device", "host", "disk"), folder=folder, device=device
+            )
+        ]
     pages, rooms = away.buffer.watch(), {"rooms": away.stream.rooms_B}
 
     def held_bytes() -> int:

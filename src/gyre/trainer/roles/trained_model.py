@@ -1,6 +1,6 @@
-"""TrainedModel: one model that is trained (actor, critic or reward model) with its optimiser state and memory components.
-In: a Decoder, maybe a ScalarHead, how they lie over ranks, first weights. Out: updated weights, named tensors, storage
-pools.
+"""TrainedModel: one model that is trained (actor, critic or reward model) with its optimiser state
+and memory components. In: a Decoder, maybe a ScalarHead, how they lie over ranks, first weights.
+Out: updated weights, named tensors, storage pools.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ HEAD_PREFIX = "scalar_head."
 
 
 class TrainedModel:
-    """Decoder, scalar head (or None) and optimiser under one name, which prefixes components and snapshot keys."""
+    """Decoder, scalar head (or None) and optimiser under one name, which prefixes components and
+    snapshot keys."""
 
     def __init__(
         self,
@@ -52,8 +53,8 @@ class TrainedModel:
         progress: Callable[[], None],
         weights: TensorSource | None = None,
     ) -> None:
-        """`folder`: of the disk tier, for offloaded state; `progress` as in Home. A decoder on the meta device takes
-        its numbers from `weights`, or stays blank until `restore`."""
+        """`folder`: of the disk tier, for offloaded state; `progress` as in Home. A decoder on the
+        meta device takes its numbers from `weights`, or stays blank until `restore`."""
         self.name, self.decoder, self.head, self.split = name, decoder, head, split
         self.checkpointing: Checkpointing = config.checkpointing
         self.dtype = decoder.dtype  # that the forward pass computes in
@@ -67,11 +68,14 @@ class TrainedModel:
             cut_weights(decoder, split, trains=True, float8=self.float8)
         parameters = dict(decoder.named_parameters())
         if head is not None:
-            parameters |= {HEAD_PREFIX + key: parameter for key, parameter in head.named_parameters()}
+            parameters |= {
+                HEAD_PREFIX + key: parameter for key, parameter in head.named_parameters()
+            }
         kind: type[AdamW] = FlatOptimizer
         if split.shards_state:
             kind = RowOptimizer if split.shards_weights else SlicedOptimizer
-        elsewhere = is_blank(decoder) or name in config.offload_parameters  # than on the device that it computes on
+        # than on the device that it computes on
+        elsewhere = is_blank(decoder) or name in config.offload_parameters
         device = split.mesh.world.device if elsewhere else decoder.device
         self.home = StatePlacement.of(name, device, config, folder, emit, progress)
         self.optimizer = kind(
@@ -106,7 +110,8 @@ class TrainedModel:
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Shards that are gathered in 8 bits are scaled by the largest number of the whole weight. Collective."""
+        """Shards that are gathered in 8 bits are scaled by the largest number of the whole weight.
+        Collective."""
         share_amaxes(self.optimizer.parameters.values(), self.dtype, self.split.mesh.shard)
 
     def gathers_in_float8(self, projection: Projection) -> bool:
@@ -118,10 +123,14 @@ class TrainedModel:
         reshard(self.decoder)
 
     def pools(self, folder: Path | None) -> list[StoragePool | FixedPool]:
-        """One pool per component. With float32 weights the master is the compute weights and has no pool of its own.
-        Whole compute weights keep their addresses: an engine that shares them has captured those in graphs. What is
-        offloaded stays where it is; the places through which it visits the device are a component too."""
-        optimizer, device = self.optimizer, self.home.device if self.stream is not None else self.decoder.device
+        """One pool per component. With float32 weights the master is the compute weights and has no
+        pool of its own. Whole compute weights keep their addresses: an engine that shares them has
+        captured those in graphs. What is offloaded stays where it is; the places through which it
+        visits the device are a component too."""
+        optimizer, device = (
+            self.optimizer,
+            self.home.device if self.stream is not None else self.decoder.device,
+        )
         contents: dict[str, Mapping[str, Tensor]] = {}
         if self.stream is None:
             contents["params"] = optimizer.compute_tensors()
@@ -135,7 +144,8 @@ class TrainedModel:
                 contents["master"] = masters
         if self.home.staging_X is not None:
             contents["staging"] = {"slots": self.home.staging_X}
-        brief: tuple[Tier, ...] = ("device", "none")  # zero, or of no meaning, between steps: nothing to keep
+        # zero, or of no meaning, between steps: nothing to keep
+        brief: tuple[Tier, ...] = ("device", "none")
         tiers = {"grads": brief, "staging": brief, "rooms": brief}
         keeps_addresses = not is_sharded(self.decoder)
         return [
@@ -151,11 +161,13 @@ class TrainedModel:
         ] + self.home.fixed_pools()
 
     def holdings(self) -> list[Holding]:
-        """What a snapshot holds of this learner, and this rank of that. Gradients don't outlive a step.
-        Offloaded state is read and written where it lies: host memory, or the mapped file."""
+        """What a snapshot holds of this learner, and this rank of that. Gradients don't outlive a
+        step. Offloaded state is read and written where it lies: host memory, or the mapped file."""
         self.home.check()
         optimizer, split = self.optimizer, self.split
-        hold = partial(Holding, rank=split.mesh.shard.rank, sharers=sharers(optimizer.layout, split.mesh))
+        hold = partial(
+            Holding, rank=split.mesh.shard.rank, sharers=sharers(optimizer.layout, split.mesh)
+        )
         masters = hold(
             component=f"{self.name}.{'master' if optimizer.master_tensors() else 'params'}",
             prefix=f"{self.name}.master.",
@@ -177,7 +189,8 @@ class TrainedModel:
         return [masters, *moments]
 
     def restore(self, source: PartSource, num_updates: int) -> None:
-        """Take this rank's part of a snapshot that was found to fit, in place. Collective: new weights go to all."""
+        """Take this rank's part of a snapshot that was found to fit, in place. Collective: new
+        weights go to all."""
         self.optimizer.zero_grad()
         self.let_go()
         for holding in self.holdings():

@@ -1,8 +1,10 @@
-"""In-process transport: from a trainer's tensors to an engine's, in one process. In: source tensors by name and the
-Manifest. Out: nothing to do (same storage), or staged copies, verified, and then swapped in.
+"""In-process transport: from a trainer's tensors to an engine's, in one process. In: source tensors
+by name and the Manifest. Out: nothing to do (same storage), or staged copies, verified, and then
+swapped in.
 
-A version is whole or not there: `stage` touches nothing of the receiver, `swap_in` checks everything before it writes
-its first byte, and copies into the receiver's own storage so that addresses stay.
+A version is whole or not there: `stage` touches nothing of the receiver, `swap_in` checks
+everything before it writes its first byte, and copies into the receiver's own storage so that
+addresses stay.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ BUCKET_BYTES = 64 << 20
 
 
 def shares_storage(source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> bool:
-    """Whether each destination tensor is the very memory of its source, so that publishing is a version bump."""
+    """Whether each destination tensor is the very memory of its source, so that publishing is a
+    version bump."""
     return source.keys() == destination.keys() and all(
         source[name].data_ptr() == tensor.data_ptr()
         and source[name].dtype == tensor.dtype
@@ -41,7 +44,8 @@ def stage(
 ) -> dict[str, Tensor]:
     """Copy a version beside the running one and verify it; SnapshotError leaves nothing behind.
 
-    Between devices each bucket goes through one buffer of `bucket_bytes`, filled on the source's side.
+    Between devices each bucket goes through one buffer of `bucket_bytes`, filled on the source's
+    side.
     """
     plain = Manifest(
         version=manifest.version,
@@ -49,7 +53,10 @@ def stage(
         shared=manifest.shared,
     )
     verify_manifest(plain, source)
-    staged = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for name, tensor in source.items()}
+    staged = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        for name, tensor in source.items()
+    }
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in source.items()}
     buckets = plan_buckets(sizes, bucket_bytes=bucket_bytes)
     from_bytes = {name: _as_bytes(tensor) for name, tensor in source.items()}
@@ -57,7 +64,12 @@ def stage(
     for bucket in buckets:
         _carry(bucket, from_bytes, to_bytes)
     verify_manifest(manifest, staged)
-    emit("weights.staged", version=manifest.version, size_bytes=sum(sizes.values()), buckets=len(buckets))
+    emit(
+        "weights.staged",
+        version=manifest.version,
+        size_bytes=sum(sizes.values()),
+        buckets=len(buckets),
+    )
     return staged
 
 
@@ -66,9 +78,13 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _carry(bucket: Bucket, source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> None:
-    """Copy one bucket: piece by piece on one device, through a buffer when it crosses to another."""
+    """Copy one bucket: piece by piece on one device, through a buffer when it crosses to
+    another."""
     pairs = [
-        (source[piece.name][piece.start : piece.stop], destination[piece.name][piece.start : piece.stop])
+        (
+            source[piece.name][piece.start : piece.stop],
+            destination[piece.name][piece.start : piece.stop],
+        )
         for piece in bucket.pieces
     ]
     if pairs[0][0].device == pairs[0][1].device:
@@ -81,7 +97,8 @@ def _carry(bucket: Bucket, source: Mapping[str, Tensor], destination: Mapping[st
 
 
 def swap_in(staged: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> None:
-    """Overwrite the destination with a staged version; all names, dtypes and shapes are checked first."""
+    """Overwrite the destination with a staged version; all names, dtypes and shapes are checked
+    first."""
     assert staged.keys() == destination.keys(), sorted(staged.keys() ^ destination.keys())
     for name, tensor in destination.items():
         assert staged[name].shape == tensor.shape and staged[name].dtype == tensor.dtype, (

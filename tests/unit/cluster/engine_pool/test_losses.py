@@ -1,4 +1,5 @@
-"""What the pool does when an engine is lost at the worst moment, with every answer and notice placed by the test."""
+"""What the pool does when an engine is lost at the worst moment, with every answer and notice
+placed by the test."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from pool_bench import A, B, Bench, ask, drive, finish, finishes, go, read, step
 
 
 async def lost_and_offered_again(bench: Bench) -> SimEngine:
-    """The next life of an engine that died, as it is about to receive the current version; `prepare` is held."""
+    """The next life of an engine that died, as it is about to receive the current version;
+    `prepare` is held."""
     bench.hold("engine.prepare")
     bench.sim.newest(A).die()
     await bench.until(lambda: len(bench.sim.lives[A]) == 2)
@@ -27,7 +29,9 @@ async def lost_and_offered_again(bench: Bench) -> SimEngine:
 
 
 @pytest.mark.parametrize("back_with_old_weights", [True, False])
-def test_an_engine_that_comes_back_amid_a_commit_gets_the_new_version_before_work(back_with_old_weights: bool) -> None:
+def test_an_engine_that_comes_back_amid_a_commit_gets_the_new_version_before_work(
+    back_with_old_weights: bool,
+) -> None:
     async def work(bench: Bench) -> None:
         await bench.publish(1)
         await bench.prepare(2)
@@ -38,7 +42,8 @@ def test_an_engine_that_comes_back_amid_a_commit_gets_the_new_version_before_wor
         await bench.until(lambda: len(bench.sim.lives[A]) == 2)
         again = bench.sim.newest(A)
         await bench.reach(again, "engine.commit")
-        if back_with_old_weights:  # the others are not through yet: it is brought to what they answer with
+        # the others are not through yet: it is brought to what they answer with
+        if back_with_old_weights:
             again.perform()
             await bench.until(lambda: bench.count("engine.rejoined"))
         bench.sim.newest(B).perform()
@@ -69,7 +74,8 @@ def test_an_engine_lost_between_prepare_and_commit_follows_by_itself() -> None:
 
 
 def test_an_answer_of_a_dead_life_prepares_nothing_of_the_next_one() -> None:
-    """The answer to `prepare` and the notice of the death come together; the new life must not be taken for ready."""
+    """The answer to `prepare` and the notice of the death come together; the new life must not be
+    taken for ready."""
 
     async def work(bench: Bench) -> None:
         await bench.publish(1)
@@ -127,7 +133,9 @@ def test_an_engine_that_waits_for_weights_is_told_of_when_the_next_version_bring
     async def work(bench: Bench) -> None:
         await bench.publish(1)
         again = await lost_and_offered_again(bench)
-        again.open.pop(0).future.set_exception(InputError("version 1 was asked for, the trainer is at 2"))
+        again.open.pop(0).future.set_exception(
+            InputError("version 1 was asked for, the trainer is at 2")
+        )
         await bench.until(lambda: bench.count("engine.waits_for_weights"))
         bench.release("engine.prepare")
         await bench.publish(2)
@@ -195,7 +203,11 @@ def test_health_names_the_engine_that_is_unwell() -> None:
         bench.sim.newest(A).die(noticed=False)
         bench.release("engine.health")
         found = await health
-        assert f"{B}: {B} is on dummies" in found.reason and f"{A}: lost" in found.reason and not found.ok
+        assert (
+            f"{B}: {B} is on dummies" in found.reason
+            and f"{A}: lost" in found.reason
+            and not found.ok
+        )
 
     go(work)
 
@@ -302,7 +314,8 @@ def test_a_deadline_passes_while_no_engine_is_there() -> None:
 
 
 def test_an_engine_that_ends_requests_by_itself_is_lost_and_they_go_on() -> None:
-    """Its cycle broke: it would refuse, or end, everything that it is given, and have the least to do."""
+    """Its cycle broke: it would refuse, or end, everything that it is given, and have the least to
+    do."""
 
     async def work(bench: Bench) -> None:
         await bench.publish(1)
@@ -317,7 +330,9 @@ def test_an_engine_that_ends_requests_by_itself_is_lost_and_they_go_on() -> None
         assert bench.count("engine.lost") == 1
         await finish(bench, [task])
         found = await task
-        assert finishes(found) == ["length"] and tokens_of(found[0]) == [token_at(ask("r"), 0, i) for i in range(8)]
+        assert finishes(found) == ["length"] and tokens_of(found[0]) == [
+            token_at(ask("r"), 0, i) for i in range(8)
+        ]
 
     go(work)
 
@@ -337,13 +352,17 @@ def test_an_engine_whose_seat_breaks_is_lost(method: str) -> None:
         call.future.set_exception(WorkerFault("broken inside"))
         bench.release(*({"engine.submit"} & {method}))
         await bench.until(lambda: bench.count("retry.request_requeued"))
-        assert "broken inside" in next(fields["cause"] for kind, fields in bench.events if kind == "engine.lost")
+        assert "broken inside" in next(
+            fields["cause"] for kind, fields in bench.events if kind == "engine.lost"
+        )
         await finish(bench, [task])
 
     go(work)
 
 
-@pytest.mark.parametrize("kind", ["engine.lost", "retry.request_requeued", "engine.restarted", "engine.rejoined"])
+@pytest.mark.parametrize(
+    "kind", ["engine.lost", "retry.request_requeued", "engine.restarted", "engine.rejoined"]
+)
 def test_a_full_disk_under_the_events_reaches_every_reader(kind: str) -> None:
     async def work(bench: Bench) -> None:
         await bench.publish(1)

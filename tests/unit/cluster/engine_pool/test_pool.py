@@ -1,4 +1,5 @@
-"""The engine pool over workers that are threads: what a lost engine costs, and when it takes work again."""
+"""The engine pool over workers that are threads: what a lost engine costs, and when it takes work
+again."""
 
 from __future__ import annotations
 
@@ -26,9 +27,17 @@ class Bench:
 
     def __init__(self, **settings: Any) -> None:
         self.events: Events = []
-        self.cluster = LocalCluster(on_event=lambda worker, kind, **fields: self.note(kind, **fields))
+        self.cluster = LocalCluster(
+            on_event=lambda worker, kind, **fields: self.note(kind, **fields)
+        )
         self.settings = PoolSettings(
-            **{"call_deadline_s": 20.0, "hang_s": 20.0, "progress_tokens": 2, "max_restarts": 1, **settings}
+            **{
+                "call_deadline_s": 20.0,
+                "hang_s": 20.0,
+                "progress_tokens": 2,
+                "max_restarts": 1,
+                **settings,
+            }
         )
         self.starts = 0
 
@@ -41,9 +50,13 @@ class Bench:
     async def start(self, name: str, **arguments: Any) -> Any:
         self.starts += 1
         arguments = {"token_delay_s": 0.002, **arguments}
-        return await self.cluster.start(RoleSpec(name=name, builder="cluster_roles:fake_engine", arguments=arguments))
+        return await self.cluster.start(
+            RoleSpec(name=name, builder="cluster_roles:fake_engine", arguments=arguments)
+        )
 
-    async def pool(self, num: int, *, vital: tuple[str, ...] = (), revive: bool = True, **arguments: Any) -> EnginePool:
+    async def pool(
+        self, num: int, *, vital: tuple[str, ...] = (), revive: bool = True, **arguments: Any
+    ) -> EnginePool:
         handles = [await self.start(f"engine-{i}", **arguments) for i in range(num)]
         made = EnginePool(
             self.cluster,
@@ -84,7 +97,9 @@ def go(work: Callable[[Bench], Awaitable[None]], **settings: Any) -> None:
 def ask(name: str, *, n: int = 2, max_tokens: int = 60, chunk_tokens: int = 0) -> Request:
     sampling = Sampling(max_tokens=max_tokens, n=n)
     tokens = np.arange(1, 8, dtype=np.int32)
-    return Request(request_id=name, tokens=tokens, sampling=sampling, seed=len(name), chunk_tokens=chunk_tokens)
+    return Request(
+        request_id=name, tokens=tokens, sampling=sampling, seed=len(name), chunk_tokens=chunk_tokens
+    )
 
 
 async def read(stream: Any) -> dict[int, list[TokenChunk]]:
@@ -105,12 +120,19 @@ def check_whole(request: Request, found: dict[int, list[TokenChunk]]) -> None:
 def test_requests_spread_by_tokens_and_completions_stay_together() -> None:
     async def work(bench: Bench) -> None:
         pool = await bench.pool(2)
-        requests = [ask("long", n=4, max_tokens=100), *(ask(f"short{i}", max_tokens=20) for i in range(4))]
+        requests = [
+            ask("long", n=4, max_tokens=100),
+            *(ask(f"short{i}", max_tokens=20) for i in range(4)),
+        ]
         streams = [pool.submit(request) for request in requests]
         for request, stream in zip(requests, streams, strict=True):
             check_whole(request, await read(stream))
         counts = [
-            (await asyncio.wrap_future(bench.cluster.handles[f"engine-{i}"].begin("engine.stats"))).generated_tokens
+            (
+                await asyncio.wrap_future(
+                    bench.cluster.handles[f"engine-{i}"].begin("engine.stats")
+                )
+            ).generated_tokens
             for i in range(2)
         ]
         assert counts == [400, 160]
@@ -136,7 +158,11 @@ def test_a_lost_engine_costs_its_own_requests_and_they_go_on(chunk_tokens: int) 
         again = bench.kinds("retry.request_requeued")
         assert len(again) == 3 and all(fields["kept_tokens"] >= 8 for fields in again)
         (lost,) = bench.kinds("engine.lost")
-        assert lost["engine"] == "engine-0" and lost["requests"] == 3 and "killed by a test" in lost["cause"]
+        assert (
+            lost["engine"] == "engine-0"
+            and lost["requests"] == 3
+            and "killed by a test" in lost["cause"]
+        )
         await bench.until("engine.rejoined")
         assert (await pool.stats()).version == 1
         await pool.close()
@@ -145,7 +171,8 @@ def test_a_lost_engine_costs_its_own_requests_and_they_go_on(chunk_tokens: int) 
 
 
 def test_the_only_engine_comes_back_and_answers() -> None:
-    """While no engine is there, requests wait for the one that is on its way back; it has the weights first."""
+    """While no engine is there, requests wait for the one that is on its way back; it has the
+    weights first."""
 
     async def work(bench: Bench) -> None:
         pool = await bench.pool(1)
@@ -155,7 +182,12 @@ def test_the_only_engine_comes_back_and_answers() -> None:
         bench.kill("engine-0")
         found = await task
         check_whole(request, found)
-        assert {int(version) for chunks in found.values() for chunk in chunks for version in chunk.versions} == {1}
+        assert {
+            int(version)
+            for chunks in found.values()
+            for chunk in chunks
+            for version in chunk.versions
+        } == {1}
         order = [kind for kind, _ in bench.events if kind.startswith("engine.re")]
         assert order == ["engine.restarted", "engine.rejoined"]
         await pool.close()
@@ -237,7 +269,9 @@ def test_an_engine_that_hangs_is_lost_with_its_stacks() -> None:
         with pytest.raises(RankError, match="every engine is lost"):
             await read(pool.submit(ask("stuck")))
         causes = [fields["cause"] for fields in bench.kinds("engine.lost")]
-        assert causes and all("no progress of the engine for 0.3 s" in cause and "thread" in cause for cause in causes)
+        assert causes and all(
+            "no progress of the engine for 0.3 s" in cause and "thread" in cause for cause in causes
+        )
         await pool.close()
 
     go(work, hang_s=0.3, max_restarts=0)

@@ -63,13 +63,20 @@ def test_an_engine_that_saw_another_one_fail_is_not_the_cause() -> None:
     go(work, vital=(A, B))
 
 
-def test_a_vital_engine_that_answers_nothing_is_found_with_all_stacks_long_before_its_deadline() -> None:
+def test_a_vital_engine_that_answers_nothing_is_found_with_all_stacks_long_before_its_deadline() -> (
+    None
+):
     async def work(bench: Bench) -> None:
         commit = await begin_commit(bench)
         bench.sim.newest(B).look = lambda what: Future()  # type: ignore[method-assign]
-        with pytest.raises(RankError, match="commit of version 2 hangs: no progress on engine-1") as hung:
+        with pytest.raises(
+            RankError, match="commit of version 2 hangs: no progress on engine-1"
+        ) as hung:
             await asyncio.wait_for(commit, 30)
-        assert "stacks of engine-0" in hung.value.message and "engine-1 answers nothing" in hung.value.message
+        assert (
+            "stacks of engine-0" in hung.value.message
+            and "engine-1 answers nothing" in hung.value.message
+        )
         assert "cluster.hang_s = 0.5" in hung.value.hint
         assert bench.count("rank.hung") == 1
 
@@ -93,9 +100,14 @@ def test_a_vital_engine_that_hangs_in_a_call_is_found_by_the_deadline_with_all_s
     async def work(bench: Bench) -> None:
         commit = await begin_commit(bench)
         bench.sim.newest(A).perform(bench.sim.newest(A).asked("engine.commit")[0])
-        with pytest.raises(RankError, match="commit of version 2 hangs: no progress on engine-1") as hung:
+        with pytest.raises(
+            RankError, match="commit of version 2 hangs: no progress on engine-1"
+        ) as hung:
             await asyncio.wait_for(commit, 30)
-        assert "stacks of engine-0" in hung.value.message and "stacks of engine-1" in hung.value.message
+        assert (
+            "stacks of engine-0" in hung.value.message
+            and "stacks of engine-1" in hung.value.message
+        )
         assert "cluster.call_deadline_s = 0.5" in hung.value.hint
 
     go(work, vital=(A, B), call_deadline_s=0.5)
@@ -111,7 +123,9 @@ def test_an_engine_alone_that_hangs_in_prepare_is_lost_and_its_stacks_are_told()
         engine.perform(engine.asked("engine.prepare")[0])
         await asyncio.wait_for(prepare, 30)
         (lost,) = [fields for kind, fields in bench.events if kind == "engine.lost"]
-        assert lost["engine"] == A and "had not answered 'engine.prepare' after 0.5 s" in lost["cause"]
+        assert (
+            lost["engine"] == A and "had not answered 'engine.prepare' after 0.5 s" in lost["cause"]
+        )
         assert "stacks of engine-0" in lost["cause"]
 
     go(work, call_deadline_s=0.5, max_restarts=0)

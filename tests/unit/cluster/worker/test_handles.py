@@ -1,5 +1,5 @@
-"""Handles called from several threads at once: every call has a number of its own, in the order in which they went
-out."""
+"""Handles called from several threads at once: every call has a number of its own, in the order in
+which they went out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from gyre.core.records import RoleSpec
 
 
 class Outbox:
-    """Where an actor's calls go; each takes a while to send, and one of `fails_at` cannot be sent."""
+    """Where an actor's calls go; each takes a while to send, and one of `fails_at` cannot be
+    sent."""
 
     def __init__(self, fails_at: str = "") -> None:
         self.numbers: list[int] = []
@@ -32,7 +33,9 @@ class Outbox:
 
 def make(outbox: Outbox) -> RayHandle:
     spec = RoleSpec(name="worker-0", builder="none:none")
-    return RayHandle(spec, SimpleNamespace(ask=outbox), lambda *args, **fields: None, here="127.0.0.1")
+    return RayHandle(
+        spec, SimpleNamespace(ask=outbox), lambda *args, **fields: None, here="127.0.0.1"
+    )
 
 
 def test_calls_from_several_threads_have_one_number_each() -> None:

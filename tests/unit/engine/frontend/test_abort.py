@@ -1,4 +1,5 @@
-"""Abort, deadline and interrupt, wherever a request is: it is answered once, and no page, slot or row stays behind."""
+"""Abort, deadline and interrupt, wherever a request is: it is answered once, and no page, slot or
+row stays behind."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ class Inside:
     """A cycle on the fake device, with everything that came out of it."""
 
     def __init__(
-        self, *, depth: int = 0, num_pages: int = 9, max_running: int = 3, budget: int = 8, num_slots: int = 0
+        self,
+        *,
+        depth: int = 0,
+        num_pages: int = 9,
+        max_running: int = 3,
+        budget: int = 8,
+        num_slots: int = 0,
     ):
         self.device, self.now = FakeDevice(), 0.0
         self.roster = SchedulerState(
@@ -30,15 +37,28 @@ class Inside:
             num_slots=num_slots,
             rates=SwapRates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=1e-9),
         )
-        self.cycle = make_cycle(self.roster, self.device, budget=budget, depth=depth, clock=lambda: self.now)
+        self.cycle = make_cycle(
+            self.roster, self.device, budget=budget, depth=depth, clock=lambda: self.now
+        )
         self.requests: dict[str, Request] = {}
         self.got: dict[tuple[str, int], list[int]] = {}
         self.finishes: dict[tuple[str, int], str] = {}
 
-    def submit(self, name: str, prompt: list[int], max_tokens: int, deadline_at: float | None = None, **fields) -> None:
+    def submit(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        deadline_at: float | None = None,
+        **fields,
+    ) -> None:
         sampling = Sampling(max_tokens=max_tokens, n=fields.pop("n", 1), ignore_eos=True)
         self.requests[name] = Request(
-            request_id=name, tokens=np.asarray(prompt, np.int32), sampling=sampling, chunk_tokens=0, **fields
+            request_id=name,
+            tokens=np.asarray(prompt, np.int32),
+            sampling=sampling,
+            chunk_tokens=0,
+            **fields,
         )
         self.take(self.cycle.add(self.requests[name], deadline_at))
 
@@ -73,7 +93,11 @@ class Inside:
             if self.cycle.is_idle:
                 break
             self.step()
-        due = {(name, index) for name, request in self.requests.items() for index in range(request.sampling.n)}
+        due = {
+            (name, index)
+            for name, request in self.requests.items()
+            for index in range(request.sampling.n)
+        }
         assert set(self.finishes) == due
         self.roster.pages.drop_cached()
         assert self.roster.pages.num_available == self.roster.pages.num_pages
@@ -124,7 +148,9 @@ def test_abort_in_every_state(state: str, depth: int) -> None:
     assert ended == {"abort"}
     inside.take(inside.cycle.abort(name, "again"))
     inside.finish()
-    assert {finish for (request_id, _), finish in inside.finishes.items() if request_id != name} == {"length"}
+    assert {
+        finish for (request_id, _), finish in inside.finishes.items() if request_id != name
+    } == {"length"}
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -134,7 +160,9 @@ def test_deadline_and_interrupt_in_every_state(state: str, depth: int) -> None:
     name = bring(inside, state)
     inside.cycle._deadlines[name] = inside.now = 5.0
     inside.take(inside.cycle.expire())
-    assert {finish for (request_id, _), finish in inside.finishes.items() if request_id == name} == {"deadline"}
+    assert {
+        finish for (request_id, _), finish in inside.finishes.items() if request_id == name
+    } == {"deadline"}
     partials, chunks = inside.cycle.interrupt()
     inside.take(chunks)
     for request_id, parts in partials.items():
@@ -144,11 +172,17 @@ def test_deadline_and_interrupt_in_every_state(state: str, depth: int) -> None:
 
 
 def test_what_is_found_finished_while_its_next_step_is_in_flight_is_dropped() -> None:
-    """With depth 1 a stop is seen one launch late: the surplus token is nobody's, and a new tenant may have the row."""
+    """With depth 1 a stop is seen one launch late: the surplus token is nobody's, and a new tenant
+    may have the row."""
     for depth in (1, 2):
         inside = Inside(depth=depth, max_running=1)
         sampling = Sampling(max_tokens=20, ignore_eos=True)
-        free = Request(request_id="x", tokens=np.asarray([0, 1, 2], np.int32), sampling=sampling, chunk_tokens=0)
+        free = Request(
+            request_id="x",
+            tokens=np.asarray([0, 1, 2], np.int32),
+            sampling=sampling,
+            chunk_tokens=0,
+        )
         stop = answer(free)[3]
         end = answer(free).index(stop)
         inside.requests["x"] = replace(free, sampling=replace(sampling, stop_ids=(stop,)))
@@ -165,7 +199,8 @@ def test_what_is_found_finished_while_its_next_step_is_in_flight_is_dropped() ->
 @pytest.mark.slow
 @pytest.mark.parametrize(("depth", "num_slots"), [(0, 0), (1, 0), (1, 12), (2, 40)])
 def test_soak_under_random_aborts(depth: int, num_slots: int) -> None:
-    """Tens of thousands of steps with aborts, deadlines, interrupts and new weights; nothing leaks on the way."""
+    """Tens of thousands of steps with aborts, deadlines, interrupts and new weights; nothing leaks
+    on the way."""
     generator = np.random.default_rng(depth * 100 + num_slots)
     inside = Inside(depth=depth, num_pages=24, max_running=6, budget=14, num_slots=num_slots)
     for turn in range(20_000):
@@ -175,18 +210,26 @@ def test_soak_under_random_aborts(depth: int, num_slots: int) -> None:
             inside.roster.pages.drop_cached()
             assert inside.roster.pages.num_available == inside.roster.pages.num_pages
         if len(inside.roster.requests) < 12 and generator.random() < 0.3:
-            prompt = [int(generator.integers(2))] * int(generator.integers(3, 30)) + generator.integers(
-                0, 4, 2
-            ).tolist()
-            late = inside.now + float(generator.integers(1, 60)) if generator.random() < 0.2 else None
+            prompt = [int(generator.integers(2))] * int(
+                generator.integers(3, 30)
+            ) + generator.integers(0, 4, 2).tolist()
+            late = (
+                inside.now + float(generator.integers(1, 60)) if generator.random() < 0.2 else None
+            )
             n, priority = int(generator.integers(1, 4)), int(generator.integers(-1, 2))
-            inside.submit(f"r{turn}", prompt, int(generator.integers(1, 40)), late, n=n, priority=priority)
+            inside.submit(
+                f"r{turn}", prompt, int(generator.integers(1, 40)), late, n=n, priority=priority
+            )
         if inside.roster.requests and generator.random() < 0.05:
-            name = sorted(inside.roster.requests)[int(generator.integers(len(inside.roster.requests)))]
+            name = sorted(inside.roster.requests)[
+                int(generator.integers(len(inside.roster.requests)))
+            ]
             inside.take(inside.cycle.abort(name, "soak"))
         if generator.random() < 0.005:
             recompute = bool(generator.random() < 0.5)
-            inside.cycle.change_version(inside.cycle.version + 1, recompute=recompute, keep_cached=recompute)
+            inside.cycle.change_version(
+                inside.cycle.version + 1, recompute=recompute, keep_cached=recompute
+            )
             inside.take(inside.cycle.flush())
         inside.now += 1.0
         inside.take(inside.cycle.expire())

@@ -1,5 +1,5 @@
-"""The engine's desk when callers are cancelled and when work on the cycle raises: everyone is answered, nothing is
-half-changed, and a restart heals."""
+"""The engine's desk when callers are cancelled and when work on the cycle raises: everyone is
+answered, nothing is half-changed, and a restart heals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def busy(bench: Bench) -> Iterator[threading.Event]:
         free.set()
 
 
-def break_method(where: object, name: str, monkeypatch: pytest.MonkeyPatch, *, after: int = 0) -> None:
+def break_method(
+    where: object, name: str, monkeypatch: pytest.MonkeyPatch, *, after: int = 0
+) -> None:
     """The method raises, once it was called `after` times."""
     real, calls = getattr(where, name), iter(range(after))
 
@@ -98,7 +100,9 @@ def test_a_failed_cycle_is_left_alone_and_a_restart_heals(monkeypatch: pytest.Mo
             break_method(bench.decoder, "hidden", patch, after=3)
             streams = [bench.engine.submit(one) for one in ask(3)]
             ended = [(await collect(stream))[0] for stream in streams]
-            assert {(part.finish, "cosmic ray" in part.reason) for part in ended} == {("abort", True)}
+            assert {(part.finish, "cosmic ray" in part.reason) for part in ended} == {
+                ("abort", True)
+            }
         assert await bench.engine.interrupt(deadline_s=60) == {}
         await bench.engine.drain(deadline_s=60)
         await bench.engine.abort("r0")
@@ -119,8 +123,11 @@ def test_a_failed_cycle_is_left_alone_and_a_restart_heals(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("queued", ["interrupt", "abort", "terminate", "restart", "commit"])
-def test_what_was_queued_behind_a_failing_step(queued: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop has not heard of the failure yet when the compute thread comes to the next piece of work."""
+def test_what_was_queued_behind_a_failing_step(
+    queued: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop has not heard of the failure yet when the compute thread comes to the next
+    piece of work."""
 
     async def main() -> None:
         bench = Bench(shared=True, c_kernels=False)
@@ -157,7 +164,9 @@ def test_what_was_queued_behind_a_failing_step(queued: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("what", ["abort", "interrupt", "commit", "move"])
-def test_work_between_steps_that_raises_answers_everyone(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_between_steps_that_raises_answers_everyone(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         bench = Bench(shared=False, burst_steps=1)
         await bench.engine.start(dummy=False)
@@ -166,7 +175,9 @@ def test_work_between_steps_that_raises_answers_everyone(what: str, monkeypatch:
         for stream in streams:
             await anext(stream)
         tensors = tensors_of(make_decoder(2))
-        await bench.engine.prepare(make_manifest(1, tensors, shared=False, checksums=False), tensors)
+        await bench.engine.prepare(
+            make_manifest(1, tensors, shared=False, checksums=False), tensors
+        )
         with monkeypatch.context() as patch:
             name = {"commit": "change_version", "move": "forget_kv"}.get(what, "_end")
             break_method(bench.engine._cycle, name, patch)
@@ -194,7 +205,9 @@ def test_work_between_steps_that_raises_answers_everyone(what: str, monkeypatch:
     go(main)
 
 
-def test_weights_torn_amid_a_commit_choose_no_token_until_another_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_torn_amid_a_commit_choose_no_token_until_another_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def main() -> None:
         bench = Bench(shared=False, burst_steps=1)
         await bench.engine.start(dummy=False)
@@ -208,7 +221,11 @@ def test_weights_torn_amid_a_commit_choose_no_token_until_another_commit(monkeyp
         assert (await bench.ask(1))[0][0].finish == "refused"
         await bench.engine.commit(1, policy="continue")
         part = (await collect(running))[0]
-        assert part.finish == "length" and set(part.versions.tolist()) <= {0, 1} and part.versions[-1] == 1
+        assert (
+            part.finish == "length"
+            and set(part.versions.tolist()) <= {0, 1}
+            and part.versions[-1] == 1
+        )
         assert versions_of(await bench.ask()) == {1}
         bench.check()
 

@@ -12,13 +12,17 @@ from gyre.engine.kv_cache.prefix_cache import PrefixCache, extend_keys, root_key
 from gyre.engine.kv_cache.prompt_logprobs import BlockScores
 
 ACTS = st.lists(
-    st.tuples(st.sampled_from(["take", "give", "share", "remember", "drop", "disown"]), st.integers(0, 7)), max_size=40
+    st.tuples(
+        st.sampled_from(["take", "give", "share", "remember", "drop", "disown"]), st.integers(0, 7)
+    ),
+    max_size=40,
 )
 
 
 @given(st.integers(1, 7), ACTS)
 def test_accounts_follow_a_plain_model(num_pages: int, acts: list[tuple[str, int]]) -> None:
-    """Each holder has some pages; a cached page without a holder is idle, oldest first, and evicted last of all."""
+    """Each holder has some pages; a cached page without a holder is idle, oldest first, and evicted
+    last of all."""
     pages = Pages(num_pages)
     holders: list[list[int]] = []
     cached: dict[int, bytes] = {}
@@ -31,7 +35,11 @@ def test_accounts_follow_a_plain_model(num_pages: int, acts: list[tuple[str, int
         if act == "take" and number <= len(free) + len(idle):
             evicted = idle[: max(number - len(free), 0)]
             got = pages.take(number).tolist()
-            assert len(set(got)) == number and set(got) <= free | set(evicted) and set(evicted) <= set(got)
+            assert (
+                len(set(got)) == number
+                and set(got) <= free | set(evicted)
+                and set(evicted) <= set(got)
+            )
             idle = idle[len(evicted) :]
             for page in evicted:
                 del cached[page]
@@ -48,7 +56,9 @@ def test_accounts_follow_a_plain_model(num_pages: int, acts: list[tuple[str, int
             idle += [page for page in reversed(gone) if page not in left and page in cached]
         elif act == "share" and cached:
             wanted = sorted(cached)[: number + 1]
-            assert pages.num_idle_among(np.asarray(wanted, np.int32)) == len(set(wanted) & set(idle))
+            assert pages.num_idle_among(np.asarray(wanted, np.int32)) == len(
+                set(wanted) & set(idle)
+            )
             pages.share(np.asarray(wanted, np.int32))
             idle = [page for page in idle if page not in wanted]
             holders.append(wanted)
@@ -100,9 +110,14 @@ def test_of_two_versions_one_is_kept() -> None:
     assert pages.find([b"a"]).tolist() == [1]
     assert pages.drop_cached(keep_version=4) == 2
     assert pages.find([b"a"]).tolist() == [] and pages.find([b"c"]).tolist() == [3]
-    assert pages.num_available == 1 and pages.still_hold(np.arange(1, 5), pages.stamps(np.arange(1, 5))).tolist() == [
-        False, True, True, True,
-    ]  # fmt: skip
+    assert pages.num_available == 1 and pages.still_hold(
+        np.arange(1, 5), pages.stamps(np.arange(1, 5))
+    ).tolist() == [
+        False,
+        True,
+        True,
+        True,
+    ]
     pages.check([held[1:]])
 
 
@@ -149,7 +164,11 @@ def test_a_key_is_of_its_own_block_and_all_before_it_and_of_nothing_behind_it() 
 
 def test_keys_do_not_depend_on_how_they_were_extended() -> None:
     tokens = list(range(9))
-    assert keys_of(tokens, 1, 3, 3, 4) == keys_of(tokens, 4) == [*keys_of(tokens, 2), *keys_of(tokens, 4)[2:]]
+    assert (
+        keys_of(tokens, 1, 3, 3, 4)
+        == keys_of(tokens, 4)
+        == [*keys_of(tokens, 2), *keys_of(tokens, 4)[2:]]
+    )
 
 
 def test_keys_have_128_bits() -> None:
@@ -159,9 +178,15 @@ def test_keys_have_128_bits() -> None:
 def test_prompt_logprobs_are_kept_only_where_room_was_given() -> None:
     """An entry of one token takes four bytes."""
     one = BlockScores(
-        logprobs=np.zeros(1, np.float32), top_ids=np.zeros((1, 0), np.int32), top_logprobs=np.zeros((1, 0), np.float32)
+        logprobs=np.zeros(1, np.float32),
+        top_ids=np.zeros((1, 0), np.int32),
+        top_logprobs=np.zeros((1, 0), np.float32),
     )
-    for cache, room in ((PrefixCache(), 0), (Pages(1).prefix, 0), (Pages(1, score_bytes=4).prefix, 4)):
+    for cache, room in (
+        (PrefixCache(), 0),
+        (Pages(1).prefix, 0),
+        (Pages(1, score_bytes=4).prefix, 4),
+    ):
         assert cache.scores.max_bytes == room
         cache.scores.put(b"a", one)
         assert len(cache.scores) == room // 4

@@ -1,4 +1,5 @@
-"""Prompt log-probs: equal to transformers, whatever the chunks, hits, preemption and versions; kept within a bound."""
+"""Prompt log-probs: equal to transformers, whatever the chunks, hits, preemption and versions; kept
+within a bound."""
 
 from __future__ import annotations
 
@@ -40,34 +41,52 @@ def qwen3(tmp_path_factory):
 
 
 def ask(name: str, tokens: np.ndarray, best: int | None = 3, **fields) -> Request:
-    sampling = Sampling(temperature=0.0, max_tokens=fields.pop("max_tokens", 4), prompt_logprobs=best, **fields)
+    sampling = Sampling(
+        temperature=0.0, max_tokens=fields.pop("max_tokens", 4), prompt_logprobs=best, **fields
+    )
     return Request(request_id=name, tokens=tokens, sampling=sampling)
 
 
 def exact(folder, tokens: np.ndarray) -> np.ndarray:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        return model(torch.from_numpy(tokens)[None].long()).logits[0].double().log_softmax(dim=-1).numpy()
+        return (
+            model(torch.from_numpy(tokens)[None].long())
+            .logits[0]
+            .double()
+            .log_softmax(dim=-1)
+            .numpy()
+        )
 
 
-def check(folder, tokens: np.ndarray, got: PromptLogprobs | None, best: int, version: int = 3) -> None:
+def check(
+    folder, tokens: np.ndarray, got: PromptLogprobs | None, best: int, version: int = 3
+) -> None:
     assert got is not None
     logprobs_PV = exact(folder, tokens)
     assert got.logprobs[0] == 0.0 and got.versions[0] == -1 and (got.versions[1:] == version).all()
-    np.testing.assert_allclose(got.logprobs[1:], logprobs_PV[np.arange(len(tokens) - 1), tokens[1:]], atol=2e-4)
+    np.testing.assert_allclose(
+        got.logprobs[1:], logprobs_PV[np.arange(len(tokens) - 1), tokens[1:]], atol=2e-4
+    )
     assert got.top_ids.shape == got.top_logprobs.shape == (len(tokens), best)
     order = np.argsort(-logprobs_PV[:-1], axis=1, kind="stable")[:, :best]
-    np.testing.assert_allclose(got.top_logprobs[1:], np.take_along_axis(logprobs_PV[:-1], order, 1), atol=2e-4)
+    np.testing.assert_allclose(
+        got.top_logprobs[1:], np.take_along_axis(logprobs_PV[:-1], order, 1), atol=2e-4
+    )
     assert (got.top_ids[1:] == order).mean() > 0.98 if best else True
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("config", [{}, {"token_budget": 16, "rows_at_once": 1}, {"rows_at_once": 5, "page_tokens": 4}])
+@pytest.mark.parametrize(
+    "config", [{}, {"token_budget": 16, "rows_at_once": 1}, {"rows_at_once": 5, "page_tokens": 4}]
+)
 def test_they_equal_transformers_whatever_the_chunks(folder, config, overlap) -> None:
     prompts = [some_tokens(length, seed=length) for length in (1, 2, 7, 8, 9, 40, 65)]
     requests = [ask(f"r{i}", tokens, best=i % 4) for i, tokens in enumerate(prompts)]
     requests.append(ask("silent", prompts[3], best=None))
-    results = with_engine(folder, lambda engine: answer_all(engine, requests), overlap=overlap, **config)
+    results = with_engine(
+        folder, lambda engine: answer_all(engine, requests), overlap=overlap, **config
+    )
     for i, tokens in enumerate(prompts):
         check(folder, tokens, results[i][0].prompt_logprobs, i % 4)
     assert results[-1][0].prompt_logprobs is None
@@ -75,7 +94,9 @@ def test_they_equal_transformers_whatever_the_chunks(folder, config, overlap) ->
 
 def test_they_come_once_with_the_first_tokens(qwen3) -> None:
     async def use(engine):
-        return [chunk async for chunk in engine.submit(ask("r", some_tokens(20, 0), max_tokens=6, n=3))]
+        return [
+            chunk async for chunk in engine.submit(ask("r", some_tokens(20, 0), max_tokens=6, n=3))
+        ]
 
     for config in ({}, {"max_running": 2}):
         chunks = with_engine(qwen3, use, **config)
@@ -87,13 +108,21 @@ def test_they_come_once_with_the_first_tokens(qwen3) -> None:
 
 
 def test_completions_of_one_prompt_share_its_book_and_tell_the_same(qwen3) -> None:
-    """Two rows at a time and one launch ahead: those that wait go on with a book that others fill."""
+    """Two rows at a time and one launch ahead: those that wait go on with a book that others
+    fill."""
     tokens = some_tokens(40, 0)
     request = ask("r", tokens, max_tokens=3, n=9)
-    assert len({id(sequence.book) for sequence in sequences_of(request, arrival=0, eos_ids=())}) == 1
+    assert (
+        len({id(sequence.book) for sequence in sequences_of(request, arrival=0, eos_ids=())}) == 1
+    )
     for overlap in (False, True):
         for budget, prefix_cache in ((7, False), (64, True)):
-            config = {"max_running": 2, "token_budget": budget, "prefix_cache": prefix_cache, "overlap": overlap}
+            config = {
+                "max_running": 2,
+                "token_budget": budget,
+                "prefix_cache": prefix_cache,
+                "overlap": overlap,
+            }
             [parts] = with_engine(qwen3, lambda engine: answer_all(engine, [request]), **config)
             for part in parts:
                 check(qwen3, tokens, part.prompt_logprobs, 3)
@@ -128,7 +157,8 @@ def test_prefix_hits_reuse_what_is_kept_and_recompute_the_rest(qwen3, kept) -> N
     for tokens, best, got in results:
         check(qwen3, tokens, got, best)
     if kept == 2**20:
-        # 50 tokens are 6 whole pages of 8; the last kept page gives the next one's first target, so 5 are shared.
+        # 50 tokens are 6 whole pages of 8; the last kept page gives the next one's first target, so
+        # 5 are shared.
         assert hits == [0, 40, 40, 40, 24, 0, 40]
     else:
         assert sum(hits) < 200 and events.of("engine.hits_recomputed")
@@ -187,7 +217,9 @@ def test_new_weights_never_meet_old_entries(qwen3, tmp_path, policy) -> None:
     async def use(engine):
         [[old]] = await answer_all(engine, [ask("old", tokens)])
         await engine.prepare(make_manifest(4, tensors, shared=False, checksums=True), tensors)
-        flying = engine.submit(replace(ask("flying", some_tokens(60, 5), max_tokens=30), chunk_tokens=0))
+        flying = engine.submit(
+            replace(ask("flying", some_tokens(60, 5), max_tokens=30), chunk_tokens=0)
+        )
         await asyncio.sleep(0.01)
         await engine.commit(4, policy=policy)
         [flown] = await collect(flying)
@@ -234,7 +266,8 @@ def test_entries_leave_with_their_page(qwen3) -> None:
 
 
 def test_a_prompt_whose_logits_break_ends_only_its_request(qwen3) -> None:
-    """One embedding row is unsound: whoever has that token in the prompt ends, the others do not."""
+    """One embedding row is unsound: whoever has that token in the prompt ends, the others do
+    not."""
     bad = VOCAB - 1
     good, broken = some_tokens(30, 0), np.append(some_tokens(30, 1), [bad, 5, 6]).astype(np.int32)
 
@@ -242,7 +275,8 @@ def test_a_prompt_whose_logits_break_ends_only_its_request(qwen3) -> None:
         with torch.no_grad():
             engine._decoder.embed.weight[bad] = float("nan")
         return await answer_all(
-            engine, [ask("good", good, None), ask("broken", broken, 2, n=3), ask("next", good, None)]
+            engine,
+            [ask("good", good, None), ask("broken", broken, 2, n=3), ask("next", good, None)],
         )
 
     _, decoder = load_hub(qwen3, device=CPU, dtype=torch.float32)
@@ -253,7 +287,9 @@ def test_a_prompt_whose_logits_break_ends_only_its_request(qwen3) -> None:
 
 def test_unsound_entries_end_a_request_even_when_its_own_token_is_sound(qwen3, monkeypatch) -> None:
     def spoil(hidden_TE, places_N, targets_N, project, *, best, rows_at_once):
-        numbers = score_targets(hidden_TE, places_N, targets_N, project, best=best, rows_at_once=rows_at_once)
+        numbers = score_targets(
+            hidden_TE, places_N, targets_N, project, best=best, rows_at_once=rows_at_once
+        )
         numbers[targets_N == 77, 0] = float("nan")
         return numbers
 
@@ -263,7 +299,10 @@ def test_unsound_entries_end_a_request_even_when_its_own_token_is_sound(qwen3, m
 
     async def use(engine):
         results = await answer_all(engine, requests)
-        assert all(np.isfinite(s.logprobs).all() for s in engine._cycle.roster.pages.prefix.scores._scores.values())
+        assert all(
+            np.isfinite(s.logprobs).all()
+            for s in engine._cycle.roster.pages.prefix.scores._scores.values()
+        )
         return results
 
     for overlap in (False, True):
@@ -283,7 +322,11 @@ def test_a_continued_completion_is_not_told_again(qwen3) -> None:
     )
     request = replace(ask("r", tokens, n=2, top_logprobs=2), partials=(begun,))
     [[first, second]] = with_engine(qwen3, lambda engine: answer_all(engine, [request]))
-    assert first.prompt_logprobs is None and first.top_ids is not None and first.top_ids.shape == (2, 2)
+    assert (
+        first.prompt_logprobs is None
+        and first.top_ids is not None
+        and first.top_ids.shape == (2, 2)
+    )
     check(qwen3, tokens, second.prompt_logprobs, 3)
 
 
@@ -312,9 +355,14 @@ def test_logits_exist_for_a_bounded_number_of_rows() -> None:
     hits=st.integers(0, 10),
     chunks=st.lists(st.integers(1, 9), min_size=1, max_size=40),
 )
-def test_a_book_ends_whole_whatever_is_kept_hit_and_cut(length, page_tokens, stored, hits, chunks) -> None:
+def test_a_book_ends_whole_whatever_is_kept_hit_and_cut(
+    length, page_tokens, stored, hits, chunks
+) -> None:
     truth = np.arange(length, dtype=np.float32) - 100
-    store, keys = ScoreStore(10**6), [bytes([block]) for block in range((length - 1) // page_tokens)]
+    store, keys = (
+        ScoreStore(10**6),
+        [bytes([block]) for block in range((length - 1) // page_tokens)],
+    )
     for block in range(min(stored, len(keys))):
         span = slice(block * page_tokens, (block + 1) * page_tokens)
         empty = np.zeros((page_tokens, 0))
@@ -329,7 +377,11 @@ def test_a_book_ends_whole_whatever_is_kept_hit_and_cut(length, page_tokens, sto
             assert at < first and first + wanted <= min(at + count + 1, length)
             empty = np.zeros((wanted, 0))
             piece = PromptSlice(
-                book=book, first=first, logprobs=truth[first : first + wanted], top_ids=empty, top_logprobs=empty
+                book=book,
+                first=first,
+                logprobs=truth[first : first + wanted],
+                top_ids=empty,
+                top_logprobs=empty,
             )
             book.enter(piece, 1)
         at += count
@@ -340,7 +392,9 @@ def test_a_book_ends_whole_whatever_is_kept_hit_and_cut(length, page_tokens, sto
 def test_the_store_keeps_its_bound_and_prefers_richer_entries() -> None:
     def scores(best: int) -> BlockScores:
         wide = np.zeros((8, best), np.float32)
-        return BlockScores(logprobs=np.zeros(8, np.float32), top_ids=wide.astype(np.int32), top_logprobs=wide)
+        return BlockScores(
+            logprobs=np.zeros(8, np.float32), top_ids=wide.astype(np.int32), top_logprobs=wide
+        )
 
     store = ScoreStore(10 * scores(1).num_bytes)
     for block in range(30):

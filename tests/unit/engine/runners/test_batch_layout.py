@@ -1,4 +1,5 @@
-"""Where the tokens of a step lie, against plain loops over sequences, positions, heads and pages."""
+"""Where the tokens of a step lie, against plain loops over sequences, positions, heads and
+pages."""
 
 # T tokens, S sequences, B those of a bucket, P pages, K kv heads, W widest sequence
 
@@ -15,9 +16,12 @@ PAGE_TOKENS, NUM_ROWS, NUM_PAGES, WIDTH = 4, 8, 400, 160
 
 
 def make_rows(computed: dict[int, int], held: dict[int, int]) -> InputBatch:
-    """Rows with these tokens computed and these pages held. What the table has behind them is of no row."""
+    """Rows with these tokens computed and these pages held. What the table has behind them is of no
+    row."""
     generator, rows = np.random.default_rng(0), InputBatch(NUM_ROWS, PAGE_TOKENS)
-    rows.table_RP = generator.permutation(np.arange(1, NUM_PAGES))[: NUM_ROWS * WIDTH // PAGE_TOKENS]
+    rows.table_RP = generator.permutation(np.arange(1, NUM_PAGES))[
+        : NUM_ROWS * WIDTH // PAGE_TOKENS
+    ]
     rows.table_RP = rows.table_RP.reshape(NUM_ROWS, WIDTH // PAGE_TOKENS).astype(np.int32)
     rows.tokens_RW = generator.integers(0, 10**6, (NUM_ROWS, WIDTH)).astype(np.int32)
     for row, count in computed.items():
@@ -49,8 +53,8 @@ def pages_for(tokens: int) -> int:
 
 
 def check(rows: InputBatch, step: Step, layout: StepLayout, num_kv_heads: int) -> list[int]:
-    """Compare each token, read and write with plain loops; return the sequences in the order in which they lie. The
-    sequences of a step are its decoding rows, then its chunks."""
+    """Compare each token, read and write with plain loops; return the sequences in the order in
+    which they lie. The sequences of a step are its decoding rows, then its chunks."""
     sequences = [(row, int(rows.computed_R[row]), 1) for row in step.decode_rows.tolist()]
     sequences += [(chunk.row, chunk.start, chunk.count) for chunk in step.chunks]
     pool = (NUM_PAGES, 2, num_kv_heads, PAGE_TOKENS)
@@ -62,12 +66,16 @@ def check(rows: InputBatch, step: Step, layout: StepLayout, num_kv_heads: int) -
             (index,) = (
                 at
                 for at, (row, begin, size) in enumerate(sequences)
-                if (begin, size) == (start, count) and rows.tokens_RW[row, begin] == layout.tokens_T[token]
+                if (begin, size) == (start, count)
+                and rows.tokens_RW[row, begin] == layout.tokens_T[token]
             )
             row = sequences[index][0]
             members.append(index)
             for position in range(start, start + count):
-                page, slot = int(rows.table_RP[row, position // PAGE_TOKENS]), position % PAGE_TOKENS
+                page, slot = (
+                    int(rows.table_RP[row, position // PAGE_TOKENS]),
+                    position % PAGE_TOKENS,
+                )
                 assert layout.tokens_T[token] == rows.tokens_RW[row, position]
                 assert layout.positions_T[token] == position
                 for plane in range(2):
@@ -76,7 +84,9 @@ def check(rows: InputBatch, step: Step, layout: StepLayout, num_kv_heads: int) -
                         assert layout.write_2TK[plane, token, head] == where
                 token += 1
         order += members
-        longest = max(pages_for(start + count) for _, start, count in (sequences[at] for at in members))
+        longest = max(
+            pages_for(start + count) for _, start, count in (sequences[at] for at in members)
+        )
         assert bucket.batch == len(members) and bucket.keys == longest * PAGE_TOKENS
         assert bucket.queries == max(sequences[at][2] for at in members)
         assert bucket.end_B.tolist() == [sequences[at][1] + sequences[at][2] for at in members]
@@ -89,17 +99,23 @@ def check(rows: InputBatch, step: Step, layout: StepLayout, num_kv_heads: int) -
                 page = int(rows.table_RP[row, column]) if column < rows.pages_R[row] else 0
                 for plane in range(2):
                     for head in range(num_kv_heads):
-                        assert gather[plane, place, head, column] == np.ravel_multi_index((page, plane, head), pool[:3])
+                        assert gather[plane, place, head, column] == np.ravel_multi_index(
+                            (page, plane, head), pool[:3]
+                        )
     assert token == len(layout.tokens_T) == len(layout.positions_T) == layout.write_2TK.shape[1]
     assert sorted(order) == list(range(len(sequences)))
     ends = np.cumsum([sequences[at][2] for at in order])
     last = {at: int(end) - 1 for at, end in zip(order, ends, strict=True)}
     first = {at: last[at] - sequences[at][2] + 1 for at in order}
     num_decode = len(step.decode_rows)
-    expected = [last[at] for at in range(num_decode)] + [last[num_decode + at] for at in step.sample_chunks.tolist()]
+    expected = [last[at] for at in range(num_decode)] + [
+        last[num_decode + at] for at in step.sample_chunks.tolist()
+    ]
     found = list(range(token)) if layout.source_N is None else layout.source_N.tolist()
     assert found == expected
-    assert layout.chunk_places_C.tolist() == [first[num_decode + at] for at in range(len(step.chunks))]
+    assert layout.chunk_places_C.tolist() == [
+        first[num_decode + at] for at in range(len(step.chunks))
+    ]
     return order
 
 
@@ -114,7 +130,8 @@ def test_decoding_rows_lie_in_their_order(num_kv_heads: int) -> None:
 
 
 def test_one_bucket_of_decoding_rows_and_chunks_keeps_the_given_order() -> None:
-    """Of the chunks the second ends its prompt, with a fork; so does the third; the first does not."""
+    """Of the chunks the second ends its prompt, with a fork; so does the third; the first does
+    not."""
     rows = make_rows({2: 9, 0: 4}, {2: 3, 0: 2, 5: 2, 3: 1, 7: 3})
     chunks = [
         PrefillChunk(row=5, start=3, count=4),
@@ -129,7 +146,8 @@ def test_one_bucket_of_decoding_rows_and_chunks_keeps_the_given_order() -> None:
 
 
 def test_large_chunks_lie_in_a_bucket_of_their_own() -> None:
-    """The first chunk has 100 queries over 100 keys, the last 90 over 120; beside them all else is small."""
+    """The first chunk has 100 queries over 100 keys, the last 90 over 120; beside them all else is
+    small."""
     rows = make_rows({2: 30, 0: 4}, {2: 8, 0: 2, 5: 25, 3: 1, 7: 30})
     chunks = [
         PrefillChunk(row=5, start=0, count=100),
@@ -146,13 +164,21 @@ def test_large_chunks_lie_in_a_bucket_of_their_own() -> None:
 
 def test_a_whole_prompt_of_one_token_is_its_own_source() -> None:
     rows = make_rows({2: 9}, {2: 3, 5: 1, 6: 1})
-    step = make_step([2], [PrefillChunk(row=5, start=0, count=1), PrefillChunk(row=6, start=2, count=1)], [0, 1])
+    step = make_step(
+        [2], [PrefillChunk(row=5, start=0, count=1), PrefillChunk(row=6, start=2, count=1)], [0, 1]
+    )
     layout = lay_out(rows, step, num_kv_heads=1)
     assert check(rows, step, layout, 1) == [0, 1, 2] and layout.source_N is None
-    step = make_step([2], [PrefillChunk(row=5, start=0, count=1), PrefillChunk(row=6, start=1, count=1)], [0])
+    step = make_step(
+        [2], [PrefillChunk(row=5, start=0, count=1), PrefillChunk(row=6, start=1, count=1)], [0]
+    )
     layout = lay_out(rows, step, num_kv_heads=1)
     assert layout.source_N is not None and layout.source_N.tolist() == [0, 1]
-    step = make_step([], [PrefillChunk(row=5, start=0, count=2), PrefillChunk(row=6, start=1, count=1)], [1, 1, 1])
+    step = make_step(
+        [],
+        [PrefillChunk(row=5, start=0, count=2), PrefillChunk(row=6, start=1, count=1)],
+        [1, 1, 1],
+    )
     layout = lay_out(rows, step, num_kv_heads=1)
     assert layout.source_N is not None and layout.source_N.tolist() == [2, 2, 2]
 
@@ -163,7 +189,8 @@ HUGE = 10**7  # fits beside nobody, so that the others are cut into runs
 @pytest.mark.parametrize(
     ("keys", "bounds"),
     [
-        ([10, 5870], [(0, 2)]),  # 5,860 pairs are padded: 4,096 of slack and 0.3 of the 5,880 real ones
+        # 5,860 pairs are padded: 4,096 of slack and 0.3 of the 5,880 real ones
+        ([10, 5870], [(0, 2)]),
         ([10, 5871], [(0, 1), (1, 2)]),
         ([10, 5870, HUGE], [(0, 2), (2, 3)]),
         ([10, 5871, HUGE], [(0, 1), (1, 2), (2, 3)]),
@@ -174,14 +201,20 @@ HUGE = 10**7  # fits beside nobody, so that the others are cut into runs
         ([1, 10**6, 10**6 + 10, 10**6 + 13, HUGE], [(0, 1), (1, 4), (4, 5)]),
     ],
 )
-def test_a_bucket_pads_no_more_than_slack_and_waste(keys: list[int], bounds: list[tuple[int, int]]) -> None:
+def test_a_bucket_pads_no_more_than_slack_and_waste(
+    keys: list[int], bounds: list[tuple[int, int]]
+) -> None:
     """Sequences of one query, in falling order of their keys: cut into runs, they are sorted."""
     order, found = plan_buckets(np.ones(len(keys), np.int64), np.asarray(keys[::-1]))
     assert found == bounds
-    assert order.tolist() == (list(range(len(keys))) if len(bounds) == 1 else list(range(len(keys)))[::-1])
+    assert order.tolist() == (
+        list(range(len(keys))) if len(bounds) == 1 else list(range(len(keys)))[::-1]
+    )
 
 
-@pytest.mark.parametrize(("queries", "bounds"), [(587, [(0, 2), (2, 3)]), (588, [(0, 1), (1, 2), (2, 3)])])
+@pytest.mark.parametrize(
+    ("queries", "bounds"), [(587, [(0, 2), (2, 3)]), (588, [(0, 1), (1, 2), (2, 3)])]
+)
 def test_queries_are_padded_as_keys_are(queries: int, bounds: list[tuple[int, int]]) -> None:
     """Over ten keys each, 1 and 587 queries: 5,860 pairs are padded, as above."""
     order, found = plan_buckets(np.asarray([HUGE, queries, 1]), np.asarray([10, 10, 10]))

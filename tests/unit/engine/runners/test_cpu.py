@@ -30,7 +30,10 @@ print(torch.cuda.is_initialized(), sorted(name for name in sys.modules if name.s
 def test_a_run_on_a_cpu_imports_nothing_of_cuda(c_kernels: bool) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(c_kernels=c_kernels)],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == ["{'length'}", "False []"]

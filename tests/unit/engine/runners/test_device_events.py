@@ -1,4 +1,5 @@
-"""Waits for the device: soon when it is soon, with pauses when it is long, and never without end."""
+"""Waits for the device: soon when it is soon, with pauses when it is long, and never without
+end."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def test_it_returns_when_the_event_happens_and_little_later(happens_s: float) ->
 @given(deadline_s=st.floats(1e-4, 0.1))
 def test_it_ends_at_the_deadline_and_names_what_was_awaited(deadline_s: float) -> None:
     world = World(float("inf"))
-    with pytest.raises(DeadlineError, match=r"did not finish step 7 within engine\.step_deadline_s") as caught:
+    with pytest.raises(
+        DeadlineError, match=r"did not finish step 7 within engine\.step_deadline_s"
+    ) as caught:
         world.wait(deadline_s, lambda: "step 7")
     assert deadline_s < world.now_s <= deadline_s + NAP_S + 2 * QUESTION_S
     assert "nvidia-smi" in caught.value.hint
@@ -65,12 +68,22 @@ def test_what_went_wrong_on_the_device_is_raised_as_it_is() -> None:
 def test_a_step_is_named_by_its_work() -> None:
     none = np.empty(0, np.int64)
     step = Step(
-        decode_rows=np.arange(3), chunks=(PrefillChunk(row=4, start=0, count=30), PrefillChunk(row=5, start=8, count=12)),
-        sample_rows=none, sample_chunks=none, sample_positions=none, sample_tenures=none, restored_rows=none,
-        version=0, swap_out=None, swap_in=None, copies=(),
-    )  # fmt: skip
+        decode_rows=np.arange(3),
+        chunks=(PrefillChunk(row=4, start=0, count=30), PrefillChunk(row=5, start=8, count=12)),
+        sample_rows=none,
+        sample_chunks=none,
+        sample_positions=none,
+        sample_tenures=none,
+        restored_rows=none,
+        version=0,
+        swap_out=None,
+        swap_in=None,
+        copies=(),
+    )
     arrival = ResultEvent(step, 1e-9)
     arrival.wait()  # nothing is marked, nothing waited for
     arrival._event = World(float("inf"))  # type: ignore[assignment]
-    with pytest.raises(DeadlineError, match="a step of 3 decoding completions and 42 prompt tokens"):
+    with pytest.raises(
+        DeadlineError, match="a step of 3 decoding completions and 42 prompt tokens"
+    ):
         arrival.wait()

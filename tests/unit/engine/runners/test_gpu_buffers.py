@@ -17,7 +17,8 @@ ROWS, PLACES = 5, 7
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Rows are taken, grow and are left as the roster does it; `step` touches some of them as a launch does."""
+    """Rows are taken, grow and are left as the roster does it; `step` touches some of them as a
+    launch does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,18 +67,24 @@ class TableMachine(RuleBasedStateMachine):
     def step(self, data: st.DataObject) -> None:
         touched = data.draw(st.lists(st.sampled_from(sorted(self.model)), unique=True))
         before_RP = self.device.table_RP.clone()
-        entries_3N = self.device.new_entries(cast(InputBatch, self.rows), np.asarray(touched, dtype=np.int64))
+        entries_3N = self.device.new_entries(
+            cast(InputBatch, self.rows), np.asarray(touched, dtype=np.int64)
+        )
         assert entries_3N.dtype == np.int32 and entries_3N.flags.c_contiguous
         row_N, column_N, page_N = entries_3N
-        assert len(set(zip(row_N.tolist(), column_N.tolist(), strict=True))) == len(row_N), "a place is sent once"
-        self.device.table_RP[torch.from_numpy(row_N).long(), torch.from_numpy(column_N).long()] = torch.from_numpy(
-            page_N
+        assert len(set(zip(row_N.tolist(), column_N.tolist(), strict=True))) == len(row_N), (
+            "a place is sent once"
+        )
+        self.device.table_RP[torch.from_numpy(row_N).long(), torch.from_numpy(column_N).long()] = (
+            torch.from_numpy(page_N)
         )
         for row in touched:
             assert self.device.table_RP[row, : len(self.model[row])].tolist() == self.model[row]
         others = [row for row in range(ROWS + 1) if row not in touched]
         assert torch.equal(self.device.table_RP[others], before_RP[others])
-        again_3N = self.device.new_entries(cast(InputBatch, self.rows), np.asarray(touched, dtype=np.int64))
+        again_3N = self.device.new_entries(
+            cast(InputBatch, self.rows), np.asarray(touched, dtype=np.int64)
+        )
         assert again_3N.shape == (3, 0), "what was sent is not sent again"
 
     @invariant()

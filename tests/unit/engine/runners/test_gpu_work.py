@@ -1,5 +1,5 @@
-"""Work lists of the GPU's attention kernels: nothing is left out, nothing is done twice, and no step needs more room than
-was made for it."""
+"""Work lists of the GPU's attention kernels: nothing is left out, nothing is done twice, and no
+step needs more room than was made for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ LOW_BITS = (1 << ITEM_BITS) - 1
 
 
 def places(lengths: list[int], piece: int) -> list[tuple[int, int, int]]:
-    """What the kernel reads from an item: (place in the scratch, sequence, first key), in the order of the list."""
+    """What the kernel reads from an item: (place in the scratch, sequence, first key), in the order
+    of the list."""
     first_B, item_I = cut_pieces(np.asarray(lengths, dtype=np.int64), piece)
     pairs = [(int(item) >> ITEM_BITS, int(item) & LOW_BITS) for item in item_I.astype(np.int32)]
     return [(int(first_B[sequence]) + index, sequence, index * piece) for sequence, index in pairs]
@@ -44,8 +45,14 @@ def test_each_key_of_each_sequence_is_in_one_piece_and_each_piece_has_its_own_pl
     lengths: list[int], piece: int
 ) -> None:
     listed = places(lengths, piece)
-    keys = [(sequence, key) for _, sequence, at in listed for key in range(at, min(at + piece, lengths[sequence]))]
-    assert sorted(keys) == [(sequence, key) for sequence, length in enumerate(lengths) for key in range(length)]
+    keys = [
+        (sequence, key)
+        for _, sequence, at in listed
+        for key in range(at, min(at + piece, lengths[sequence]))
+    ]
+    assert sorted(keys) == [
+        (sequence, key) for sequence, length in enumerate(lengths) for key in range(length)
+    ]
     assert sorted(place for place, _, _ in listed) == list(range(len(listed)))
     sizes = [min(piece, lengths[sequence] - at) for _, sequence, at in listed]
     assert sizes == sorted(sizes, reverse=True) and all(size > 0 for size in sizes)
@@ -59,14 +66,23 @@ def test_each_query_is_in_one_tile_and_tiles_that_look_back_furthest_come_first(
     chunks: list[tuple[int, int]], tile: int
 ) -> None:
     start_C, count_C = np.asarray(chunks, dtype=np.int64).reshape(-1, 2).T
-    listed = [(int(item) >> ITEM_BITS, int(item) & LOW_BITS) for item in cut_tiles(start_C, count_C, tile)]
-    queries = [(c, q) for c, at in listed for q in range(at * tile, min((at + 1) * tile, chunks[c][1]))]
+    listed = [
+        (int(item) >> ITEM_BITS, int(item) & LOW_BITS) for item in cut_tiles(start_C, count_C, tile)
+    ]
+    queries = [
+        (c, q) for c, at in listed for q in range(at * tile, min((at + 1) * tile, chunks[c][1]))
+    ]
     assert sorted(queries) == [(c, q) for c, (_, count) in enumerate(chunks) for q in range(count)]
     positions = [chunks[c][0] + at * tile for c, at in listed]
     assert positions == sorted(positions, reverse=True)
 
 
-@given(num_tokens=st.integers(1, 3_000_000), pool_tokens=st.integers(16, 3_000_000), kv_heads=KV_HEADS, page=PAGES)
+@given(
+    num_tokens=st.integers(1, 3_000_000),
+    pool_tokens=st.integers(16, 3_000_000),
+    kv_heads=KV_HEADS,
+    page=PAGES,
+)
 def test_a_piece_is_a_power_of_two_of_whole_pages_and_as_large_as_the_work_allows(
     num_tokens: int, pool_tokens: int, kv_heads: int, page: int
 ) -> None:
@@ -88,8 +104,8 @@ def test_a_piece_is_a_power_of_two_of_whole_pages_and_as_large_as_the_work_allow
 def test_no_step_has_more_pieces_than_there_is_room_for(
     lengths: list[int], shared: float, kv_heads: int, page: int
 ) -> None:
-    """Sequences share pages, so together they may be many times as long as the pool. What the invariant mode cuts has
-    one size; its bound is that of all rows at full length."""
+    """Sequences share pages, so together they may be many times as long as the pool. What the
+    invariant mode cuts has one size; its bound is that of all rows at full length."""
     total = sum(lengths)
     pool_tokens = max(page, int(total * shared))
     piece = plan_piece(total, kv_heads, page, pool_tokens=pool_tokens)
@@ -110,26 +126,47 @@ def test_graph_batches_ascend_to_max_running_and_pad_little(max_running: int) ->
 @example(rows=3, context=64, vocabulary=2048, invariant=False)
 @example(rows=3, context=65, vocabulary=2049, invariant=True)
 @example(rows=1, context=128, vocabulary=4096, invariant=True)
-@given(rows=st.integers(1, 64), context=st.integers(64, 4096), vocabulary=st.integers(8, 9000), invariant=st.booleans())
-def test_the_bytes_of_the_runners_buffers_are_those_of_its_tensors(rows, context, vocabulary, invariant) -> None:
-    """The tensors that gpu_state makes, and those of the kernels' scratch by the shapes that they state."""
+@given(
+    rows=st.integers(1, 64),
+    context=st.integers(64, 4096),
+    vocabulary=st.integers(8, 9000),
+    invariant=st.booleans(),
+)
+def test_the_bytes_of_the_runners_buffers_are_those_of_its_tensors(
+    rows, context, vocabulary, invariant
+) -> None:
+    """The tensors that gpu_state makes, and those of the kernels' scratch by the shapes that they
+    state."""
     budget, pool, heads, kv_heads, size = 300, 8192, 4, 2, 16
-    device_rows = DeviceRows(max_running=rows, pages_per_row=-(-context // 64), device=torch.device("cpu"))
+    device_rows = DeviceRows(
+        max_running=rows, pages_per_row=-(-context // 64), device=torch.device("cpu")
+    )
     items = rows + most_pieces(rows * context if invariant else pool, kv_heads, invariant=invariant)
     pieces = max(items, 16_384) if invariant else items
     shapes = [  # of 4-byte numbers
         (pieces, heads, size), (pieces, heads),  # what the pieces of attention leave
-        *[(rows, -(-vocabulary // 2048))] * 4, (rows,), (rows,),  # what blocks of the vocabulary leave
-        (rows, 2), *[(rows,)] * 4, (2,), (items + 3 * rows * device_rows.pages_per_row,),  # sent with every step
+        # what blocks of the vocabulary leave
+        *[(rows, -(-vocabulary // 2048))] * 4, (rows,), (rows,),
+        # sent with every step
+        (rows, 2), *[(rows,)] * 4, (2,), (items + 3 * rows * device_rows.pages_per_row,),
         *[(budget,)] * 3, (rows,),  # sent with prompt chunks
         (3, rows),  # tokens and log-probs
     ]  # fmt: skip
     expected = sum(4 * math.prod(shape) for shape in shapes) + 2 * rows * vocabulary
     expected += device_rows.table_RP.nbytes + device_rows.last_R.nbytes
     assert expected == buffer_bytes(
-        max_running=rows, token_budget=budget, pool_tokens=pool, page_tokens=64, context_tokens=context,
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=size, vocab_size=vocabulary, logit_bytes=2, invariant=invariant,
-    )  # fmt: skip
+        max_running=rows,
+        token_budget=budget,
+        pool_tokens=pool,
+        page_tokens=64,
+        context_tokens=context,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=size,
+        vocab_size=vocabulary,
+        logit_bytes=2,
+        invariant=invariant,
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,13 +183,15 @@ def test_the_bytes_of_the_runners_buffers_are_those_of_its_tensors(rows, context
         (51_200, 8, 16, 1024),  # 50 pieces for each of eight heads
         (113_000, 8, 16, 1024),  # the largest
         (112 * 1024 - 1, 8, 16, 1024),
-        (112 * 1024, 8, 16, 2048),  # 112 pieces of 1,024 keys are more than the 111 that there is room for
+        # 112 pieces of 1,024 keys are more than the 111 that there is room for
+        (112 * 1024, 8, 16, 2048),
         (112 * 2048 - 1, 8, 16, 2048),
         (112 * 2048, 8, 16, 4096),
     ],
 )
 def test_pieces_at_the_bounds(num_tokens: int, kv_heads: int, page: int, piece: int) -> None:
-    """The pool has ten pieces of 1,024 keys: with eight heads there is room for 10, 2 × 400 / 8, and one more."""
+    """The pool has ten pieces of 1,024 keys: with eight heads there is room for 10, 2 × 400 / 8,
+    and one more."""
     assert plan_piece(num_tokens, kv_heads, page, pool_tokens=10_240) == piece
 
 
@@ -166,11 +205,20 @@ def test_room_for_pieces() -> None:
 def test_tiles_of_two_chunks() -> None:
     """Of 33 queries from 5 on and 17 from 20 on, in tiles of 16: those at 37 and 36 come first."""
     listed = cut_tiles(np.asarray([5, 20]), np.asarray([33, 17]), 16)
-    assert [(int(item) >> 16, int(item) & 0xFFFF) for item in listed] == [(0, 2), (1, 1), (0, 1), (1, 0), (0, 0)]
+    assert [(int(item) >> 16, int(item) & 0xFFFF) for item in listed] == [
+        (0, 2),
+        (1, 1),
+        (0, 1),
+        (1, 0),
+        (0, 0),
+    ]
 
 
 def test_batches_that_are_captured() -> None:
-    eights, sixteens = [8, 16, 24, 32, 40, 48, 56], [64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240]
+    eights, sixteens = (
+        [8, 16, 24, 32, 40, 48, 56],
+        [64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240],
+    )
     small = [1, 2, 4, *eights, *sixteens, 256, 288, 320, 352, 384, 416, 448, 480]
     assert plan_graph_batches(511) == (*small, 511) and plan_graph_batches(512) == (*small, 512)
     assert plan_graph_batches(5000) == (*small, *(128 * count for count in range(4, 33)), 5000)

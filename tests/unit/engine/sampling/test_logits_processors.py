@@ -1,4 +1,5 @@
-"""Penalties, bias and min_tokens: against transformers and plain numpy; exact distributions under every combination."""
+"""Penalties, bias and min_tokens: against transformers and plain numpy; exact distributions under
+every combination."""
 
 # N rows, V vocabulary
 
@@ -30,7 +31,9 @@ def column(values, dtype=torch.float32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)[:, None]
 
 
-def shape_by_definition(logits_V: np.ndarray, s: Sampling, prompt: list[int], chosen: list[int], stops) -> np.ndarray:
+def shape_by_definition(
+    logits_V: np.ndarray, s: Sampling, prompt: list[int], chosen: list[int], stops
+) -> np.ndarray:
     """One row, one token at a time, in the stated order."""
     shaped = logits_V.astype(np.float64).copy()
     if len(chosen) < s.min_tokens:
@@ -39,17 +42,23 @@ def shape_by_definition(logits_V: np.ndarray, s: Sampling, prompt: list[int], ch
         shaped[token] += value
     for token in range(len(shaped)):
         if token in prompt or token in chosen:
-            shaped[token] *= s.repetition_penalty if shaped[token] <= 0 else 1 / s.repetition_penalty
+            shaped[token] *= (
+                s.repetition_penalty if shaped[token] <= 0 else 1 / s.repetition_penalty
+            )
         times = chosen.count(token)
         shaped[token] -= s.frequency_penalty * times + s.presence_penalty * (times > 0)
     return shaped
 
 
-def choose_many(logits_NV: np.ndarray, asks: list[tuple[Sampling, list[int], list[int], list[int]]], uniform_N):
+def choose_many(
+    logits_NV: np.ndarray, asks: list[tuple[Sampling, list[int], list[int], list[int]]], uniform_N
+):
     """Each ask is (sampling, prompt, chosen, stop ids)."""
     of = [s for s, *_ in asks]
     places = [n for n, s in enumerate(of) if s.shapes_logits]
-    shaping = make_shaping(places, [(of[n], asks[n][3]) for n in places], device=CPU) if places else None
+    shaping = (
+        make_shaping(places, [(of[n], asks[n][3]) for n in places], device=CPU) if places else None
+    )
     rules = make_rules(
         np.asarray([s.temperature for s in of], np.float32),
         np.asarray([s.top_k for s in of]),
@@ -68,12 +77,20 @@ def choose_many(logits_NV: np.ndarray, asks: list[tuple[Sampling, list[int], lis
         known = [asks[n][1] + asks[n][2] for n in back]
         width = max(map(len, known))
         past = Past(
-            ids_LW=torch.tensor([ids + [7] * (width - len(ids)) for ids in known], dtype=torch.int32),
+            ids_LW=torch.tensor(
+                [ids + [7] * (width - len(ids)) for ids in known], dtype=torch.int32
+            ),
             prompt_L1=column([len(asks[n][1]) for n in back], torch.int64),
             length_L1=column([len(ids) for ids in known], torch.int64),
         )
     chosen_N = torch.tensor([len(chosen) for _, _, chosen, _ in asks])
-    return choose(torch.from_numpy(logits_NV), rules, torch.from_numpy(uniform_N), chosen_N=chosen_N, past=past)
+    return choose(
+        torch.from_numpy(logits_NV),
+        rules,
+        torch.from_numpy(uniform_N),
+        chosen_N=chosen_N,
+        past=past,
+    )
 
 
 @settings(deadline=None, max_examples=60)
@@ -84,7 +101,11 @@ def test_repetition_equals_transformers(seed, penalty) -> None:
     ids = torch.from_numpy(generator.integers(0, 40, (3, 12)))
     ours = penalise(
         logits,
-        Past(ids_LW=ids.int(), prompt_L1=column([5] * 3, torch.int64), length_L1=column([12] * 3, torch.int64)),
+        Past(
+            ids_LW=ids.int(),
+            prompt_L1=column([5] * 3, torch.int64),
+            length_L1=column([12] * 3, torch.int64),
+        ),
         repetition_L1=column([penalty] * 3),
         frequency_L1=column([0.0] * 3),
         presence_L1=column([0.0] * 3),
@@ -95,10 +116,13 @@ def test_repetition_equals_transformers(seed, penalty) -> None:
 
 def test_bias_and_min_tokens_equal_transformers() -> None:
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(0))
-    biased = transformers.SequenceBiasLogitsProcessor([[[3], 5.0], [[9], -7.5]])(torch.tensor([[1, 2]]), logits.clone())
+    biased = transformers.SequenceBiasLogitsProcessor([[[3], 5.0], [[9], -7.5]])(
+        torch.tensor([[1, 2]]), logits.clone()
+    )
     s = Sampling(temperature=0.0, logit_bias=((3, 5.0), (9, -7.5)))
     assert (
-        choose_many(logits.numpy(), [(s, [1, 2], [], [])], np.zeros(1)).tokens_N[0] == torch.as_tensor(biased).argmax()
+        choose_many(logits.numpy(), [(s, [1, 2], [], [])], np.zeros(1)).tokens_N[0]
+        == torch.as_tensor(biased).argmax()
     )
     stop = int(logits.argmax())
     barred = transformers.MinNewTokensLengthLogitsProcessor(2, 3, stop, device="cpu")
@@ -106,7 +130,10 @@ def test_bias_and_min_tokens_equal_transformers() -> None:
         ids = torch.tensor([[1, 2, *chosen]])
         theirs = torch.as_tensor(barred(ids, logits.clone())).argmax()
         s = Sampling(temperature=0.0, min_tokens=3)
-        assert choose_many(logits.numpy(), [(s, [1, 2], chosen, [stop])], np.zeros(1)).tokens_N[0] == theirs
+        assert (
+            choose_many(logits.numpy(), [(s, [1, 2], chosen, [stop])], np.zeros(1)).tokens_N[0]
+            == theirs
+        )
 
 
 RULES = st.builds(
@@ -130,7 +157,11 @@ def test_each_row_follows_its_rules_whoever_stands_beside_it(seed, asked) -> Non
     generator, vocab = np.random.default_rng(seed), 24
     logits_NV = (generator.normal(size=(len(asked), vocab)) * 2).astype(np.float32)
     asks = [
-        (s, *(generator.integers(0, vocab, generator.integers(low, 6)).tolist() for low in (1, 0)), [0, 1])
+        (
+            s,
+            *(generator.integers(0, vocab, generator.integers(low, 6)).tolist() for low in (1, 0)),
+            [0, 1],
+        )
         for s in asked
     ]
     uniform_N = generator.random(len(asked))
@@ -146,7 +177,10 @@ def test_each_row_follows_its_rules_whoever_stands_beside_it(seed, asked) -> Non
         assert float(together.raw_logprobs_N[row]) == pytest.approx(raw_logprobs[token], abs=2e-5)
         shaped = shape_by_definition(logits_NV[row], *ask)
         if s.temperature == 0.0:
-            assert shaped[token] == pytest.approx(shaped.max(), abs=1e-4) and float(together.logprobs_N[row]) == 0.0
+            assert (
+                shaped[token] == pytest.approx(shaped.max(), abs=1e-4)
+                and float(together.logprobs_N[row]) == 0.0
+            )
         elif s.top_k == 0 and s.top_p == 1.0 and s.min_p == 0.0:
             scaled = shaped / s.temperature
             exact = scaled[token] - scaled.max() - np.log(np.exp(scaled - scaled.max()).sum())
@@ -161,7 +195,9 @@ def test_each_row_follows_its_rules_whoever_stands_beside_it(seed, asked) -> Non
 
 
 def test_alternatives_that_tie_stand_by_id() -> None:
-    logits_NV = torch.tensor([[1.0, 2.0, 2.0, -0.0, 0.0, 2.0], [0.0] * 6, [-1.0, -2.0, -1.0, -3.0, -1.0, -9.0]])
+    logits_NV = torch.tensor(
+        [[1.0, 2.0, 2.0, -0.0, 0.0, 2.0], [0.0] * 6, [-1.0, -2.0, -1.0, -3.0, -1.0, -9.0]]
+    )
     best = find_best(logits_NV, 5, rows_at_once=2)
     assert best.ids_NK.tolist() == [[1, 2, 5, 0, 3], [0, 1, 2, 3, 4], [0, 2, 4, 1, 3]]
 
@@ -187,12 +223,15 @@ COMBINED = [
 
 @pytest.mark.parametrize("s", COMBINED, ids=range(len(COMBINED)))
 def test_frequencies_match_the_exact_probabilities(s: Sampling) -> None:
-    """Chi-square over many draws under each combination; far beyond its degrees of freedom fails."""
+    """Chi-square over many draws under each combination; far beyond its degrees of freedom
+    fails."""
     vocab, draws = 16, 30_000
     logits_V = (np.random.default_rng(5).normal(size=vocab) * 1.5).astype(np.float32)
     ask = (s, [1, 2, 3, 3], [4, 4, 5], [0, 6])
     scaled = shape_by_definition(logits_V, *ask) / s.temperature
-    order = [t for t in np.argsort(-scaled, kind="stable") if np.exp(scaled[t] - scaled.max()) >= s.min_p]
+    order = [
+        t for t in np.argsort(-scaled, kind="stable") if np.exp(scaled[t] - scaled.max()) >= s.min_p
+    ]
     order = [t for t in order if scaled[t] > -np.inf][: s.top_k or vocab]
     weights = np.exp(scaled[order] - scaled.max())
     kept = np.asarray(order)[(np.cumsum(weights) - weights) < s.top_p * weights.sum()]
@@ -207,7 +246,9 @@ def test_frequencies_match_the_exact_probabilities(s: Sampling) -> None:
     expected = exact[exact > 1e-6] * draws
     chi_square = ((counts[exact > 1e-6] - expected) ** 2 / expected).sum()
     assert chi_square < len(expected) + 4 * np.sqrt(2 * len(expected)) + 14
-    np.testing.assert_allclose(choice.logprobs_N.numpy()[:50], np.log(exact[choice.tokens_N.numpy()[:50]]), atol=1e-4)
+    np.testing.assert_allclose(
+        choice.logprobs_N.numpy()[:50], np.log(exact[choice.tokens_N.numpy()[:50]]), atol=1e-4
+    )
 
 
 def test_a_row_without_numbers_harms_no_other() -> None:
@@ -249,28 +290,40 @@ SHAPED = [
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("config", [{}, SCARCE, {**SCARCE, "kv_host_bytes": 10**6, "prefill_tokens_per_s": 1.0}])
-def test_penalised_greedy_equals_the_definition_through_batching_and_preemption(qwen3, config, overlap) -> None:
+@pytest.mark.parametrize(
+    "config", [{}, SCARCE, {**SCARCE, "kv_host_bytes": 10**6, "prefill_tokens_per_s": 1.0}]
+)
+def test_penalised_greedy_equals_the_definition_through_batching_and_preemption(
+    qwen3, config, overlap
+) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32)
     requests = [
         Request(
             request_id=f"r{i}",
             tokens=some_tokens(5 + 3 * i, seed=i),
-            sampling=Sampling(temperature=0.0, max_tokens=20, stop_ids=(50, 60), **SHAPED[i % len(SHAPED)]),
+            sampling=Sampling(
+                temperature=0.0, max_tokens=20, stop_ids=(50, 60), **SHAPED[i % len(SHAPED)]
+            ),
             chunk_tokens=0,
         )
         for i in range(8)
     ]
-    expected = [greedy_by_definition(model, r.tokens.tolist(), r.sampling, [50, 60]) for r in requests]
+    expected = [
+        greedy_by_definition(model, r.tokens.tolist(), r.sampling, [50, 60]) for r in requests
+    ]
     events = Events()
-    results = with_engine(qwen3, lambda engine: answer_all(engine, requests), events=events, overlap=overlap, **config)
+    results = with_engine(
+        qwen3, lambda engine: answer_all(engine, requests), events=events, overlap=overlap, **config
+    )
     assert bool(events.of("engine.preempted")) == bool(config)
     assert [parts[0].tokens.tolist() for parts in results] == expected
 
 
 def test_the_same_request_and_seed_give_the_same_tokens_in_any_batch(qwen3) -> None:
     def request(i: int) -> Request:
-        rules = dict(SHAPED[i % len(SHAPED)], top_p=0.9, temperature=1.2, top_logprobs=i % 4, n=1 + i % 3)
+        rules = dict(
+            SHAPED[i % len(SHAPED)], top_p=0.9, temperature=1.2, top_logprobs=i % 4, n=1 + i % 3
+        )
         return Request(
             request_id=f"r{i}",
             tokens=some_tokens(4 + i, seed=i),
@@ -289,11 +342,17 @@ def test_the_same_request_and_seed_give_the_same_tokens_in_any_batch(qwen3) -> N
             assert a.tokens.tolist() == b.tokens.tolist() == c.tokens.tolist()
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
             if request.sampling.top_logprobs:
-                assert a.top_ids is not None and b.top_ids is not None and a.top_logprobs is not None
+                assert (
+                    a.top_ids is not None and b.top_ids is not None and a.top_logprobs is not None
+                )
                 assert a.top_ids.shape == (len(a.tokens), request.sampling.top_logprobs)
                 assert (a.top_ids == b.top_ids).mean() > 0.99
-                first = np.asarray([best == token for best, token in zip(a.top_ids[:, 0], a.tokens, strict=True)])
-                np.testing.assert_allclose(a.top_logprobs[first, 0], a.raw_logprobs[first], atol=1e-5)
+                first = np.asarray(
+                    [best == token for best, token in zip(a.top_ids[:, 0], a.tokens, strict=True)]
+                )
+                np.testing.assert_allclose(
+                    a.top_logprobs[first, 0], a.raw_logprobs[first], atol=1e-5
+                )
             else:
                 assert a.top_ids is None and a.top_logprobs is None
 
@@ -307,7 +366,9 @@ def test_stop_strings_wait_for_min_tokens(qwen3) -> None:
         return Request(request_id=str(fields), tokens=tokens, sampling=sampling)
 
     def run(**fields) -> list[int]:
-        results = with_engine(qwen3, lambda engine: answer_all(engine, [ask(**fields)]), tokenizer=letters)
+        results = with_engine(
+            qwen3, lambda engine: answer_all(engine, [ask(**fields)]), tokenizer=letters
+        )
         return results[0][0].tokens.tolist()
 
     free = run(logit_bias=((40, 9.0), (41, 8.0)))
@@ -321,7 +382,9 @@ def test_stop_strings_wait_for_min_tokens(qwen3) -> None:
 
 
 def test_no_stop_id_comes_before_min_tokens(qwen3) -> None:
-    sampling = Sampling(temperature=2.0, max_tokens=12, min_tokens=5, stop_ids=tuple(range(40)), n=16)
+    sampling = Sampling(
+        temperature=2.0, max_tokens=12, min_tokens=5, stop_ids=tuple(range(40)), n=16
+    )
     request = Request(request_id="r", tokens=some_tokens(6, seed=1), sampling=sampling)
     [parts] = with_engine(qwen3, lambda engine: answer_all(engine, [request]))
     assert all(len(part.tokens) > 5 and (part.tokens[:5] >= 40).all() for part in parts)

@@ -1,4 +1,5 @@
-"""Raw log-probs and whole choices: their memory is what is stated, and nothing in a choice looks at a value."""
+"""Raw log-probs and whole choices: their memory is what is stated, and nothing in a choice looks at
+a value."""
 
 # N rows, V vocabulary
 
@@ -36,7 +37,9 @@ class Peak(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         given = {
-            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
         }
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -70,22 +73,31 @@ def test_memory_stays_within_what_is_stated() -> None:
     places, targets = torch.arange(64), torch.arange(64)
     logits_NV = torch.randn(8, VOCAB)
     past = Past(
-        ids_LW=torch.randint(0, VOCAB, (8, 10)), prompt_L1=torch.full((8, 1), 3), length_L1=torch.full((8, 1), 9)
+        ids_LW=torch.randint(0, VOCAB, (8, 10)),
+        prompt_L1=torch.full((8, 1), 3),
+        length_L1=torch.full((8, 1), 9),
     )
-    rates = {name: torch.full((8, 1), 1.1) for name in ("repetition_L1", "frequency_L1", "presence_L1")}
+    rates = {
+        name: torch.full((8, 1), 1.1) for name in ("repetition_L1", "frequency_L1", "presence_L1")
+    }
     measured = {
         "prompts": peak(
-            lambda: score_targets(hidden_TE, places, targets, lambda h_NE: h_NE @ weight_EV, best=5, rows_at_once=8)
+            lambda: score_targets(
+                hidden_TE, places, targets, lambda h_NE: h_NE @ weight_EV, best=5, rows_at_once=8
+            )
         ),
         "alternatives": peak(lambda: find_best(logits_NV, 5, rows_at_once=8)),
         "penalties": peak(lambda: penalise(logits_NV, past, **rates)),
     }
     small = 64 * 11 * 8 * 4  # the results, and what goes by the token
-    assert bound * 0.4 < max(measured.values()) < bound + small, {k: v / 8 / VOCAB for k, v in measured.items()}
+    assert bound * 0.4 < max(measured.values()) < bound + small, {
+        k: v / 8 / VOCAB for k, v in measured.items()
+    }
     cut = make_cut(np.full(8, 40), np.full(8, 0.9), np.full(8, 0.01), vocab_size=VOCAB, device=CPU)
     bisection = peak(lambda: keep_by_bisection(logits_NV, cut)) / (8 * VOCAB)
     assert bisection < BYTES_EACH, bisection
-    assert (ROWS_AT_ONCE, BYTES_EACH) == (TRUNCATION_ROWS, TRUNCATION_BYTES)  # the planner reckons without torch
+    # the planner reckons without torch
+    assert (ROWS_AT_ONCE, BYTES_EACH) == (TRUNCATION_ROWS, TRUNCATION_BYTES)
 
 
 def on_meta(record: Any) -> Any:
@@ -103,7 +115,11 @@ def on_meta(record: Any) -> Any:
 
 def all_rules(count: int) -> Rules:
     s = Sampling(
-        repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, logit_bias=((5, 2.0),), min_tokens=9
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        logit_bias=((5, 2.0),),
+        min_tokens=9,
     )
     full = np.ones(count)
     return make_rules(
@@ -120,9 +136,12 @@ def all_rules(count: int) -> Rules:
 
 
 def test_a_choice_under_all_rules_looks_at_no_value(monkeypatch) -> None:
-    """On the meta device there are no values: reading one on the host fails. This is the way that CUDA takes."""
+    """On the meta device there are no values: reading one on the host fails. This is the way that
+    CUDA takes."""
     monkeypatch.setattr("gyre.engine.sampling.truncation.keep_by_candidates", keep_by_bisection)
-    past = Past(ids_LW=torch.zeros((4, 30)), prompt_L1=torch.zeros((4, 1)), length_L1=torch.zeros((4, 1)))
+    past = Past(
+        ids_LW=torch.zeros((4, 30)), prompt_L1=torch.zeros((4, 1)), length_L1=torch.zeros((4, 1))
+    )
     choice = choose(
         torch.empty((4, VOCAB), device="meta"),
         on_meta(all_rules(4)),
@@ -130,4 +149,8 @@ def test_a_choice_under_all_rules_looks_at_no_value(monkeypatch) -> None:
         chosen_N=torch.empty(4, dtype=torch.int64, device="meta"),
         past=on_meta(past),
     )
-    assert choice.tokens_N.shape == (4,) and choice.best is not None and choice.best.ids_NK.shape == (4, 20)
+    assert (
+        choice.tokens_N.shape == (4,)
+        and choice.best is not None
+        and choice.best.ids_NK.shape == (4, 20)
+    )

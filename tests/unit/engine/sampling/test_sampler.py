@@ -1,4 +1,5 @@
-"""Sampler: exact distributions, log-probs against float64, truncation against a plain reading of the definitions."""
+"""Sampler: exact distributions, log-probs against float64, truncation against a plain reading of
+the definitions."""
 
 # N rows, V vocabulary
 
@@ -19,7 +20,8 @@ CPU = torch.device("cpu")
 def rules(num_rows: int, vocab_size: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """Each parameter is one number or one per row."""
     temperature_N, top_k_N, top_p_N, min_p_N = (
-        np.broadcast_to(np.asarray(values), (num_rows,)) for values in (temperature, top_k, top_p, min_p)
+        np.broadcast_to(np.asarray(values), (num_rows,))
+        for values in (temperature, top_k, top_p, min_p)
     )
     truncated_N = (temperature_N > 0) & ((top_k_N > 0) | (top_p_N < 1) | (min_p_N > 0))
     return make_rules(
@@ -33,10 +35,15 @@ def rules(num_rows: int, vocab_size: int, temperature=1.0, top_k=0, top_p=1.0, m
     )
 
 
-def keep_by_definition(logits_V: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """The kept ids, in float64 and one token at a time: min-p, then top-k, then top-p over what those leave."""
+def keep_by_definition(
+    logits_V: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> np.ndarray:
+    """The kept ids, in float64 and one token at a time: min-p, then top-k, then top-p over what
+    those leave."""
     scaled = logits_V.astype(np.float64) / temperature
-    order = sorted(np.flatnonzero(scaled > -np.inf).tolist(), key=lambda token: (-scaled[token], token))
+    order = sorted(
+        np.flatnonzero(scaled > -np.inf).tolist(), key=lambda token: (-scaled[token], token)
+    )
     order = [token for token in order if np.exp(scaled[token] - scaled[order[0]]) >= min_p]
     order = order[: top_k or len(order)]
     weights = np.exp(scaled[order] - scaled[order[0]])
@@ -61,7 +68,8 @@ def keep_by_definition(logits_V: np.ndarray, temperature: float, top_k: int, top
     ],
 )
 def test_frequencies_match_the_exact_probabilities(params: dict) -> None:
-    """Chi-square over many draws of one row's distribution; the 99.99 % point of its degrees of freedom."""
+    """Chi-square over many draws of one row's distribution; the 99.99 % point of its degrees of
+    freedom."""
     vocab, draws = 16, 40_000
     logits_V = np.random.default_rng(3).normal(size=vocab) * 1.5
     scaled = logits_V / params.get("temperature", 1.0)
@@ -74,7 +82,9 @@ def test_frequencies_match_the_exact_probabilities(params: dict) -> None:
     )
     exact = np.zeros(vocab)
     exact[kept] = np.exp(scaled[kept]) / np.exp(scaled[kept]).sum()
-    keys = np.asarray([draw_key(seed, seed % 3) for seed in range(draws // 100)], np.uint64).repeat(100)
+    keys = np.asarray([draw_key(seed, seed % 3) for seed in range(draws // 100)], np.uint64).repeat(
+        100
+    )
     uniform = uniforms(keys, np.tile(np.arange(100), draws // 100))
     choice = choose(
         torch.tensor(logits_V, dtype=torch.float32).expand(draws, vocab).contiguous(),
@@ -112,7 +122,11 @@ def test_mixed_rows_match_float64_and_do_not_see_each_other(seed, vocab, rows, t
         logits_NV = np.round(logits_NV)  # as BF16 logits often tie
     logits_NV = logits_NV.astype(np.float32)
     uniform_N = generator.random(len(rows))
-    choice = choose(torch.tensor(logits_NV), rules(len(rows), vocab, *zip(*rows, strict=True)), torch.tensor(uniform_N))
+    choice = choose(
+        torch.tensor(logits_NV),
+        rules(len(rows), vocab, *zip(*rows, strict=True)),
+        torch.tensor(uniform_N),
+    )
     place = 0
     for row, (temperature, top_k, top_p, min_p) in enumerate(rows):
         alone = choose(
@@ -134,12 +148,15 @@ def test_mixed_rows_match_float64_and_do_not_see_each_other(seed, vocab, rows, t
         if top_k or top_p < 1.0 or min_p:
             got = torch.nonzero(choice.kept_MV[place])[:, 0].numpy()
             place += 1
-            # Float32 may fall on the other side of a boundary that float64 puts within its rounding: one token.
+            # Float32 may fall on the other side of a boundary that float64 puts within its
+            # rounding: one token.
             assert len(np.setxor1d(got, kept)) <= (0 if ties is False and vocab < 100 else 1)
             kept = got
         assert token in kept
         scaled = raw[kept] / temperature
-        exact = raw[token] / temperature - scaled.max() - np.log(np.exp(scaled - scaled.max()).sum())
+        exact = (
+            raw[token] / temperature - scaled.max() - np.log(np.exp(scaled - scaled.max()).sum())
+        )
         assert float(choice.logprobs_N[row]) == pytest.approx(exact, abs=2e-5)
 
 

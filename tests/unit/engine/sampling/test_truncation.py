@@ -1,4 +1,5 @@
-"""Truncation: both ways give one set, bit for bit, and it is the set of the definition in float64."""
+"""Truncation: both ways give one set, bit for bit, and it is the set of the definition in
+float64."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gyre.engine.sampling.truncation import TruncationLimits, keep_by_bisection, keep_by_candidates, make_cut
+from gyre.engine.sampling.truncation import (
+    TruncationLimits,
+    keep_by_bisection,
+    keep_by_candidates,
+    make_cut,
+)
 
 CPU = torch.device("cpu")
 LIMITS = st.tuples(
@@ -19,15 +25,24 @@ LIMITS = st.tuples(
 
 def cut_of(limits: list[tuple[int, float, float]], vocab: int) -> TruncationLimits:
     top_k, top_p, min_p = zip(*limits, strict=True)
-    return make_cut(np.asarray(top_k), np.asarray(top_p), np.asarray(min_p), vocab_size=vocab, device=CPU)
+    return make_cut(
+        np.asarray(top_k), np.asarray(top_p), np.asarray(min_p), vocab_size=vocab, device=CPU
+    )
 
 
-def keep_in_float64(scaled_V: np.ndarray, top_k: int, top_p: float, min_p: float) -> tuple[np.ndarray, bool]:
-    """The kept ids of a vectorised float64 reading, and whether a boundary lies within rounding of a token."""
+def keep_in_float64(
+    scaled_V: np.ndarray, top_k: int, top_p: float, min_p: float
+) -> tuple[np.ndarray, bool]:
+    """The kept ids of a vectorised float64 reading, and whether a boundary lies within rounding of
+    a token."""
     wide = scaled_V.astype(np.float64)
     order = np.lexsort((np.arange(len(wide)), -wide))
     weight = np.exp(wide[order] - wide.max())
-    near = bool((np.abs(weight - min_p) < 1e-9 * max(min_p, 1e-3)).any()) if min_p and min_p < 1.0 else False
+    near = (
+        bool((np.abs(weight - min_p) < 1e-9 * max(min_p, 1e-3)).any())
+        if min_p and min_p < 1.0
+        else False
+    )
     order = order[(weight >= min_p) & (wide[order] > -np.inf)]
     order = order[: top_k or len(order)]
     weight = np.exp(wide[order] - wide.max())
@@ -47,7 +62,9 @@ def keep_in_float64(scaled_V: np.ndarray, top_k: int, top_p: float, min_p: float
     grid=st.sampled_from([0.0, 0.125, 1.0]),
     banned=st.sampled_from([0.0, 0.3, 0.99]),
 )
-def test_both_ways_are_one_and_follow_the_definition(seed, vocab, limits, spread, grid, banned) -> None:
+def test_both_ways_are_one_and_follow_the_definition(
+    seed, vocab, limits, spread, grid, banned
+) -> None:
     generator = np.random.default_rng(seed)
     scaled_MV = generator.normal(size=(len(limits), vocab)) * spread
     if grid:
@@ -72,17 +89,29 @@ def test_both_ways_are_one_and_follow_the_definition(seed, vocab, limits, spread
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), limits=st.lists(LIMITS, min_size=2, max_size=5))
 def test_a_row_does_not_see_the_rows_beside_it(seed, limits) -> None:
-    scaled_MV = torch.from_numpy(np.random.default_rng(seed).normal(size=(len(limits), 700)).astype(np.float32)) * 3
+    scaled_MV = (
+        torch.from_numpy(
+            np.random.default_rng(seed).normal(size=(len(limits), 700)).astype(np.float32)
+        )
+        * 3
+    )
     together = keep_by_candidates(scaled_MV, cut_of(limits, 700))
     for row, limit in enumerate(limits):
         for keep in (keep_by_candidates, keep_by_bisection):
-            assert torch.equal(keep(scaled_MV[row : row + 1], cut_of([limit], 700))[0], together[row])
+            assert torch.equal(
+                keep(scaled_MV[row : row + 1], cut_of([limit], 700))[0], together[row]
+            )
 
 
 def test_bisection_reads_nothing_on_the_host() -> None:
     """On the meta device there are no values: any look at one fails."""
-    columns = [torch.empty((3, 1), dtype=dtype, device="meta") for dtype in (torch.int64, torch.float64, torch.float64)]
-    cut = TruncationLimits(top_k_M1=columns[0], top_p_M1=columns[1], min_p_M1=columns[2], candidates=256)
+    columns = [
+        torch.empty((3, 1), dtype=dtype, device="meta")
+        for dtype in (torch.int64, torch.float64, torch.float64)
+    ]
+    cut = TruncationLimits(
+        top_k_M1=columns[0], top_p_M1=columns[1], min_p_M1=columns[2], candidates=256
+    )
     assert keep_by_bisection(torch.empty((3, 900), device="meta"), cut).shape == (3, 900)
 
 

@@ -1,5 +1,6 @@
-"""Alternatives are booked beside the tokens that they belong to: in chunks of any length, behind a given beginning, and
-when the model breaks. The device tells ids that name the position, more of them than were asked for."""
+"""Alternatives are booked beside the tokens that they belong to: in chunks of any length, behind a
+given beginning, and when the model breaks. The device tells ids that name the position, more of
+them than were asked for."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class TellingDevice(FakeDevice):
         positions = step.sample_positions.tolist()
         told = {
             place: (position * 10 + np.arange(TOLD), -position - np.arange(TOLD) / 10)
-            for place, (row, position) in enumerate(zip(step.sample_rows.tolist(), positions, strict=True))
+            for place, (row, position) in enumerate(
+                zip(step.sample_rows.tolist(), positions, strict=True)
+            )
             if rows.told_R[row]
         }
         broken = [np.nan if position == self.breaks_at else 0.0 for position in positions]
@@ -77,12 +80,16 @@ def make(name: str, best: int, chunk_tokens: int, given: int) -> Request:
 @pytest.mark.parametrize("given", [0, 1, 3])
 @pytest.mark.parametrize("chunk_tokens", [0, 1, 2, 3])
 @pytest.mark.parametrize("breaks_at", [None, PROMPT + 3, PROMPT + 5])
-def test_alternatives_stand_beside_their_tokens(given: int, chunk_tokens: int, breaks_at: int | None) -> None:
+def test_alternatives_stand_beside_their_tokens(
+    given: int, chunk_tokens: int, breaks_at: int | None
+) -> None:
     asked = {"three": 3, "one": 1, "none": 0}
     chunks = run([make(name, best, chunk_tokens, given) for name, best in asked.items()], breaks_at)
     for name, best in asked.items():
         mine = [chunk for chunk in chunks if chunk.request_id == name]
-        assert [chunk.finish for chunk in mine if chunk.finish] == ["length" if breaks_at is None else "abort"]
+        assert [chunk.finish for chunk in mine if chunk.finish] == [
+            "length" if breaks_at is None else "abort"
+        ]
         position = PROMPT + given
         for chunk in mine:
             positions = position + np.arange(len(chunk.tokens))[:, None]
@@ -92,5 +99,7 @@ def test_alternatives_stand_beside_their_tokens(given: int, chunk_tokens: int, b
                 continue
             assert chunk.top_ids is not None and chunk.top_logprobs is not None
             np.testing.assert_array_equal(chunk.top_ids, positions * 10 + np.arange(best))
-            np.testing.assert_allclose(chunk.top_logprobs, -positions - np.arange(best) / 10, rtol=1e-6)
+            np.testing.assert_allclose(
+                chunk.top_logprobs, -positions - np.arange(best) / 10, rtol=1e-6
+            )
         assert position == (PROMPT + MOST if breaks_at is None else breaks_at)

@@ -1,4 +1,5 @@
-"""The scheduler where what is needed is exactly what is there, and where one page or token is missing."""
+"""The scheduler where what is needed is exactly what is there, and where one page or token is
+missing."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from gyre.engine.scheduler.swap import SwapRates
 
 def make(name: str, prompt_tokens: int, max_tokens: int, n: int = 1) -> Request:
     tokens = np.arange(prompt_tokens, dtype=np.int32)
-    return Request(request_id=name, tokens=tokens, sampling=Sampling(max_tokens=max_tokens, n=n), chunk_tokens=0)
+    return Request(
+        request_id=name,
+        tokens=tokens,
+        sampling=Sampling(max_tokens=max_tokens, n=n),
+        chunk_tokens=0,
+    )
 
 
 class Bench:
@@ -47,11 +53,16 @@ class Bench:
             self.cycle.add(request, None)
 
     def preempted(self) -> list[tuple[str, int]]:
-        return [(at["request_id"], at["index"]) for kind, at in self.events if kind == "engine.preempted"]
+        return [
+            (at["request_id"], at["index"])
+            for kind, at in self.events
+            if kind == "engine.preempted"
+        ]
 
 
 def run(requests: list[Request], **sizes):
-    """Run to the end; also whether any step was asked for while only a preemption could provide it."""
+    """Run to the end; also whether any step was asked for while only a preemption could provide
+    it."""
     bench, short = Bench(requests, **sizes), False
     while not bench.cycle.is_idle:
         short |= must_preempt(bench.roster)
@@ -77,13 +88,18 @@ def test_a_waiting_prompt_starts_when_its_pages_and_one_for_each_that_runs_are_t
 
 
 @pytest.mark.parametrize(("num_pages", "together"), [(4, True), (3, False)])
-def test_a_sibling_is_forked_when_its_page_and_one_for_each_that_runs_are_there(num_pages: int, together: bool) -> None:
-    prompt = PAGE_TOKENS + 2  # the second page is partly filled, so that a sibling needs a copy of it
+def test_a_sibling_is_forked_when_its_page_and_one_for_each_that_runs_are_there(
+    num_pages: int, together: bool
+) -> None:
+    # the second page is partly filled, so that a sibling needs a copy of it
+    prompt = PAGE_TOKENS + 2
     _, loads, _ = run([make("a", prompt, 1, n=2)], num_pages=num_pages)
     assert loads[0] == (0, prompt) and (len(loads) == 1) == together
 
 
-@pytest.mark.parametrize(("second", "loads"), [(4, [(0, 12)]), (5, [(0, 12), (0, 1)]), (8, [(0, 12), (0, 4)])])
+@pytest.mark.parametrize(
+    ("second", "loads"), [(4, [(0, 12)]), (5, [(0, 12), (0, 1)]), (8, [(0, 12), (0, 4)])]
+)
 def test_prompts_fill_the_budget_and_no_more(second: int, loads: list[tuple[int, int]]) -> None:
     _, seen, _ = run([make("a", 8, 1), make("b", second, 1)], num_pages=64, budget=12)
     assert seen == loads
@@ -130,7 +146,8 @@ def test_no_piece_of_a_prompt_is_empty() -> None:
 
 
 def test_one_budget_is_for_those_that_decode_and_prompts_old_and_new() -> None:
-    """Two decode, four tokens of a begun prompt are left, and the next prompt gets the last two of eight."""
+    """Two decode, four tokens of a begun prompt are left, and the next prompt gets the last two of
+    eight."""
     requests = [make("a", 1, 3), make("b", 1, 3), make("begun", 10, 1), make("next", 5, 1)]
     _, seen, _ = run(requests, num_pages=64, budget=8)
     assert seen == [(0, 8), (2, 6), (2, 3)]
@@ -163,14 +180,16 @@ def test_one_sequence_that_outgrows_all_pages_is_our_fault() -> None:
 
 @pytest.mark.parametrize(("num_pages", "beside"), [(5, True), (4, False)])
 def test_a_prompt_needs_no_page_for_what_it_shares(num_pages: int, beside: bool) -> None:
-    """Of nine tokens two full pages are those of the first sequence, which runs: one is needed, and one of headroom."""
+    """Of nine tokens two full pages are those of the first sequence, which runs: one is needed, and
+    one of headroom."""
     requests = [make("a", 2 * PAGE_TOKENS + 1, 3), make("b", 2 * PAGE_TOKENS + 1, 1)]
     _, seen, _ = run(requests, num_pages=num_pages, budget=2 * PAGE_TOKENS + 1, prefix_cache=True)
     assert seen == [(0, 9), *([(1, 1), (1, 0)] if beside else [(1, 0), (1, 0), (0, 1)])]
 
 
 def test_a_sequence_that_comes_back_takes_one_token_of_the_budget() -> None:
-    """The second sequence is swapped out for its third page, and comes back beside a prompt that gets what is left."""
+    """The second sequence is swapped out for its third page, and comes back beside a prompt that
+    gets what is left."""
     requests = [make("a", 4, 10), make("b", 4, 8), make("waits", 4, 1)]
     roster, seen, _ = run(requests, num_pages=5, budget=4, max_running=2, num_slots=8)
     assert roster.counters.swaps_in == roster.counters.preemptions == 1

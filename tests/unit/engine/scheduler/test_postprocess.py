@@ -1,4 +1,5 @@
-"""Steps are accounted for: what is counted at the launch, what is written and handed out when the values are there."""
+"""Steps are accounted for: what is counted at the launch, what is written and handed out when the
+values are there."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def never(sequence: Sequence, tokens: np.ndarray) -> bool:
     raise AssertionError("nobody asked for a stop string")
 
 
-def make(name: str, prompt_tokens: int = PROMPT, chunk_tokens: int = 1, partials=(), **sampling) -> Request:
+def make(
+    name: str, prompt_tokens: int = PROMPT, chunk_tokens: int = 1, partials=(), **sampling
+) -> Request:
     return Request(
         request_id=name,
         tokens=np.full(prompt_tokens, ord(name), np.int32),
@@ -36,14 +39,19 @@ def make(name: str, prompt_tokens: int = PROMPT, chunk_tokens: int = 1, partials
 def given(*tokens: int) -> Partial:
     zeros = np.zeros(len(tokens), np.float32)
     ids = np.asarray(tokens, np.int32)
-    return Partial(index=0, tokens=ids, logprobs=zeros, raw_logprobs=zeros, versions=zeros.astype(np.int32))
+    return Partial(
+        index=0, tokens=ids, logprobs=zeros, raw_logprobs=zeros, versions=zeros.astype(np.int32)
+    )
 
 
 def sample(*tokens: int, **fields) -> SampledTokens:
     """Token t has the log-prob -t and the raw one -10 t."""
     tokens_N = np.asarray(tokens, np.int32)
     made = SampledTokens(
-        tokens=tokens_N, logprobs=-tokens_N.astype(np.float32), raw_logprobs=-10.0 * tokens_N, supports={}
+        tokens=tokens_N,
+        logprobs=-tokens_N.astype(np.float32),
+        raw_logprobs=-10.0 * tokens_N,
+        supports={},
     )
     return replace(made, **fields)
 
@@ -90,7 +98,8 @@ def told(chunks) -> list[tuple[str, list[int], str | None]]:
 
 
 def test_a_launch_counts_what_will_be_computed_and_chosen() -> None:
-    """Of a budget of 11 tokens the first prompt takes 5, the second 6 of its 8; then one token, and the last two."""
+    """Of a budget of 11 tokens the first prompt takes 5, the second 6 of its 8; then one token, and
+    the last two."""
     bench = Bench(make("a"), make("b", 8))
     rows = bench.roster.rows
     first = bench.launch(budget=11)
@@ -126,15 +135,18 @@ def test_flights_are_booked_in_order() -> None:
 
 
 def test_what_was_computed_for_one_that_has_ended_is_dropped() -> None:
-    """Three decode; the middle one ends in the first of two launched steps. The second step's values of the others
-    stay beside their owners."""
+    """Three decode; the middle one ends in the first of two launched steps. The second step's
+    values of the others stay beside their owners."""
     bench = Bench(*(make(name, top_k=3, top_logprobs=2, chunk_tokens=0) for name in "abc"))
 
     def values(first: int) -> dict:
         ids = {place: np.asarray([first + place, 50]) for place in range(3)}
         return {
             "supports": ids,
-            "told": {place: (np.append(held, 60), np.asarray([-1.0, -2.0, -3.0])) for place, held in ids.items()},
+            "told": {
+                place: (np.append(held, 60), np.asarray([-1.0, -2.0, -3.0]))
+                for place, held in ids.items()
+            },
         }
 
     one, two = bench.launch(), bench.launch()
@@ -143,14 +155,22 @@ def test_what_was_computed_for_one_that_has_ended_is_dropped() -> None:
     assert bench.roster.counters.generated_tokens == 5
     for name, tokens, supports in (("a", [1, 5], [10, 20]), ("c", [1, 7], [12, 22])):
         (sequence,) = bench.sequences[name]
-        assert sequence.row is not None and bench.roster.rows.chosen(sequence.row).tokens.tolist() == tokens
+        assert (
+            sequence.row is not None
+            and bench.roster.rows.chosen(sequence.row).tokens.tolist() == tokens
+        )
         assert [ids.tolist() for ids in sequence.supports] == [[first, 50] for first in supports]
         assert [ids.tolist() for ids, _ in sequence.told] == [[first, 50] for first in supports]
         assert [logprobs.tolist() for _, logprobs in sequence.told] == [[-1.0, -2.0]] * 2
 
 
 def test_a_completion_ends_with_any_of_its_stop_ids_or_at_its_length() -> None:
-    requests = [make("a", stop_ids=(8,)), make("b", ignore_eos=True), make("c", max_tokens=2), make("d", max_tokens=1)]
+    requests = [
+        make("a", stop_ids=(8,)),
+        make("b", ignore_eos=True),
+        make("c", max_tokens=2),
+        make("d", max_tokens=1),
+    ]
     bench = Bench(*requests)
     assert told(bench.step(1, 3, 1, 1)) == [
         ("a", [1], None),
@@ -176,7 +196,9 @@ def test_chunks_go_out_when_they_are_full() -> None:
     ]
 
 
-def test_a_stop_string_is_looked_for_behind_the_least_tokens_and_where_no_stop_id_ended_it() -> None:
+def test_a_stop_string_is_looked_for_behind_the_least_tokens_and_where_no_stop_id_ended_it() -> (
+    None
+):
     asked: list[tuple[str, list[int]]] = []
 
     def text_stop(sequence: Sequence, tokens: np.ndarray) -> bool:
@@ -184,7 +206,11 @@ def test_a_stop_string_is_looked_for_behind_the_least_tokens_and_where_no_stop_i
         return tokens[-1] == 6
 
     bench = Bench(make("a", stop=("x",), min_tokens=1), make("b", stop=("x",)), make("c"))
-    assert told(bench.step(6, 3, 6, text_stop=text_stop)) == [("a", [6], None), ("b", [3], "stop"), ("c", [6], None)]
+    assert told(bench.step(6, 3, 6, text_stop=text_stop)) == [
+        ("a", [6], None),
+        ("b", [3], "stop"),
+        ("c", [6], None),
+    ]
     assert asked == []
     assert told(bench.step(5, 5, text_stop=text_stop)) == [("a", [5], None), ("c", [5], None)]
     assert told(bench.step(6, 6, text_stop=text_stop)) == [("a", [6], "stop"), ("c", [6], None)]
@@ -193,7 +219,9 @@ def test_a_stop_string_is_looked_for_behind_the_least_tokens_and_where_no_stop_i
 
 @pytest.mark.parametrize("name", ["logprobs", "raw_logprobs"])
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_values_that_are_not_finite_end_a_completion_without_its_last_token(name: str, value: float) -> None:
+def test_values_that_are_not_finite_end_a_completion_without_its_last_token(
+    name: str, value: float
+) -> None:
     bench = Bench(make("a", chunk_tokens=0, top_k=2, top_logprobs=1), make("b", chunk_tokens=0))
     held = {"supports": {0: np.asarray([9])}, "told": {0: (np.asarray([5]), np.asarray([-1.0]))}}
     bench.step(1, 1, **held)
@@ -205,27 +233,39 @@ def test_values_that_are_not_finite_end_a_completion_without_its_last_token(name
     assert chunk.versions.tolist() == [VERSION, VERSION]
     assert chunk.support is not None and chunk.support.offsets.tolist() == [0, 1, 2]
     assert chunk.top_ids is not None and chunk.top_ids.tolist() == [[5], [5]]
-    assert bench.events == [("engine.nonfinite", {"request_id": "a", "index": 0, "version": VERSION})]
+    assert bench.events == [
+        ("engine.nonfinite", {"request_id": "a", "index": 0, "version": VERSION})
+    ]
     (tainted,) = bench.roster.tainted
-    assert tainted.tolist() == pages.tolist() and not bench.roster.pages.still_hold(pages, np.ones(2)).any()
+    assert (
+        tainted.tolist() == pages.tolist()
+        and not bench.roster.pages.still_hold(pages, np.ones(2)).any()
+    )
     assert told(bench.step(4)) == [("b", [1, 2, 5, 4], "stop")]
 
 
 def piece_for(sequence: Sequence, *logprobs: float) -> PromptSlice:
     assert sequence.book is not None
     none = np.zeros((len(logprobs), 0), np.int32)
-    return PromptSlice(book=sequence.book, first=1, logprobs=np.asarray(logprobs), top_ids=none, top_logprobs=none)
+    return PromptSlice(
+        book=sequence.book, first=1, logprobs=np.asarray(logprobs), top_ids=none, top_logprobs=none
+    )
 
 
 @pytest.mark.parametrize(("worst", "finish"), [(-4.0, None), (np.nan, "abort"), (-np.inf, "abort")])
-def test_a_prompt_that_the_model_broke_on_is_noticed_at_the_first_token(worst: float, finish: str | None) -> None:
+def test_a_prompt_that_the_model_broke_on_is_noticed_at_the_first_token(
+    worst: float, finish: str | None
+) -> None:
     bench = Bench(make("a", prompt_logprobs=0), make("b"))
     (sequence,) = bench.sequences["a"]
     chunk, other = bench.step(1, 1, pieces=(piece_for(sequence, -1.0, -2.0, -3.0, worst),))
     assert (chunk.finish, other.finish) == (finish, None)
     assert chunk.tokens.tolist() == ([1] if finish is None else [])
     if finish is None:
-        assert chunk.prompt_logprobs is not None and chunk.prompt_logprobs.versions.tolist() == [-1, *[VERSION] * 4]
+        assert chunk.prompt_logprobs is not None and chunk.prompt_logprobs.versions.tolist() == [
+            -1,
+            *[VERSION] * 4,
+        ]
         assert chunk.prompt_logprobs.logprobs.tolist() == [0.0, -1.0, -2.0, -3.0, -4.0]
         assert not bench.roster.rows.scored_R.any(), "it is looked over once"
     else:
@@ -241,7 +281,8 @@ def test_a_token_that_is_not_finite_ends_a_completion_whose_prompt_was_sound() -
 
 
 def test_prompts_are_shared_from_the_step_that_computed_them_on() -> None:
-    """Beside one that decodes two prompts of three pages end in one step, the first of three siblings."""
+    """Beside one that decodes two prompts of three pages end in one step, the first of three
+    siblings."""
     bench = Bench(make("a"))
     bench.step(1)
     for arrival, request in enumerate([make("b", 9, n=3), make("c", 9)]):
@@ -267,7 +308,8 @@ def test_a_prompt_is_shared_that_ends_beside_more_that_decode() -> None:
 
 
 def test_pages_out_of_the_window_are_given_back() -> None:
-    """With a window of 3 tokens, of which the newest is one, the first page is out of sight of the 7th token."""
+    """With a window of 3 tokens, of which the newest is one, the first page is out of sight of the
+    7th token."""
     bench = Bench(make("a"), window=3)
     bench.step(1)
     assert bench.roster.rows.first_R[0] == 0
@@ -281,9 +323,23 @@ def test_a_request_ends_wherever_its_completions_are() -> None:
     bench.step(1, 2, 1)
     chunks, partials = end_request(bench.roster, "a", "deadline", "late", version=VERSION)
     bench.roster.check()
-    assert told(chunks) == [("a", [1], "deadline"), ("a", [2], "deadline"), *[("a", [], "deadline")] * 2]
-    assert {chunk.reason for chunk in chunks} == {"late"} and [chunk.index for chunk in chunks] == [0, 1, 2, 3]
-    assert [(one.index, one.tokens.tolist()) for one in partials] == [(0, [1]), (1, [2]), (2, []), (3, [])]
+    assert told(chunks) == [
+        ("a", [1], "deadline"),
+        ("a", [2], "deadline"),
+        *[("a", [], "deadline")] * 2,
+    ]
+    assert {chunk.reason for chunk in chunks} == {"late"} and [chunk.index for chunk in chunks] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    assert [(one.index, one.tokens.tolist()) for one in partials] == [
+        (0, [1]),
+        (1, [2]),
+        (2, []),
+        (3, []),
+    ]
     assert end_request(bench.roster, "a", "deadline", "late", version=VERSION) == ([], [])
     assert told(bench.step(4)) == [("b", [4], "stop")]
 
@@ -308,11 +364,16 @@ def test_a_request_ends_wherever_its_completions_are() -> None:
         ((), {"max_tokens": 3, "stop": ("x",)}, None),
     ],
 )
-def test_a_given_beginning_may_be_a_whole_answer(tokens: tuple, sampling: dict, finish: str | None) -> None:
+def test_a_given_beginning_may_be_a_whole_answer(
+    tokens: tuple, sampling: dict, finish: str | None
+) -> None:
     """The stop string ends with token 6, the model's stop ids are 3 and 4."""
     bench = Bench(make("a", partials=(given(*tokens),), **sampling))
     chunks = end_complete_partials(
-        bench.roster, bench.sequences["a"], version=VERSION, text_stop=lambda sequence, tokens: tokens[-1] == 6
+        bench.roster,
+        bench.sequences["a"],
+        version=VERSION,
+        text_stop=lambda sequence, tokens: tokens[-1] == 6,
     )
     bench.roster.check()
     assert told(chunks) == ([] if finish is None else [("a", [], finish)])
@@ -322,7 +383,9 @@ def test_a_given_beginning_may_be_a_whole_answer(tokens: tuple, sampling: dict, 
 def test_each_completion_with_a_whole_answer_ends() -> None:
     whole = [replace(given(1, 3), index=index) for index in (1, 3)]
     bench = Bench(make("a", n=4, partials=tuple(whole)))
-    chunks = end_complete_partials(bench.roster, bench.sequences["a"], version=VERSION, text_stop=never)
+    chunks = end_complete_partials(
+        bench.roster, bench.sequences["a"], version=VERSION, text_stop=never
+    )
     assert [(chunk.index, chunk.finish) for chunk in chunks] == [(1, "stop"), (3, "stop")]
     assert bench.roster.num_waiting == 2
     bench.roster.check()

@@ -1,4 +1,5 @@
-"""One sequence is preempted and comes back: what it takes along, what it pays, and what is reported."""
+"""One sequence is preempted and comes back: what it takes along, what it pays, and what is
+reported."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ import pytest
 from engine_device import PAGE_TOKENS, FakeDevice, answer, make_cycle
 from gyre.core.records import Partial, Request, Sampling, TokenChunk
 from gyre.engine.scheduler.postprocess import advance
-from gyre.engine.scheduler.preemption import mix_versions, num_pages_to_resume, preempt, void_swapped
+from gyre.engine.scheduler.preemption import (
+    mix_versions,
+    num_pages_to_resume,
+    preempt,
+    void_swapped,
+)
 from gyre.engine.scheduler.scheduler import schedule
 from gyre.engine.scheduler.sequence import State
 from gyre.engine.scheduler.state import SchedulerState
@@ -30,9 +36,12 @@ def make(name: str, prompt_tokens: int, max_tokens: int = 20) -> Request:
 
 
 class Bench:
-    """A cycle over a device without arithmetic: sequences stand where `steps` steps have brought them."""
+    """A cycle over a device without arithmetic: sequences stand where `steps` steps have brought
+    them."""
 
-    def __init__(self, requests: list[Request], steps: int, *, prefix: bool = False, window=None, budget=64) -> None:
+    def __init__(
+        self, requests: list[Request], steps: int, *, prefix: bool = False, window=None, budget=64
+    ) -> None:
         self.events: list[tuple[str, dict]] = []
         self.roster = SchedulerState(
             max_running=3,
@@ -85,13 +94,29 @@ def test_a_swapped_sequence_keeps_its_pages_in_host_memory_and_the_event_tells_t
         }
     ]
     roster, (sequence,) = bench.roster, bench.sequences
-    assert sequence.state is State.SWAPPED and sequence.lost_tokens == 0 and roster.queue == [sequence]
-    assert (roster.counters.preemptions, roster.counters.swaps_out, roster.counters.swaps_in) == (1, 1, 0)
+    assert (
+        sequence.state is State.SWAPPED and sequence.lost_tokens == 0 and roster.queue == [sequence]
+    )
+    assert (roster.counters.preemptions, roster.counters.swaps_out, roster.counters.swaps_in) == (
+        1,
+        1,
+        0,
+    )
     assert roster.slots.num_free == 7 and roster.pages.num_used == 0 and roster.rows.num_free == 3
     assert bench.finish() == {"a": answer(make("a", 6))}
     (back,) = bench.told("engine.resumed")
-    assert back == {"request_id": "a", "index": 0, "computed_tokens": 7, "pages": 2, "shared_pages": 0}
-    assert roster.counters.swaps_in == 1 and roster.counters.recomputed_tokens == 0 and roster.slots.num_free == 9
+    assert back == {
+        "request_id": "a",
+        "index": 0,
+        "computed_tokens": 7,
+        "pages": 2,
+        "shared_pages": 0,
+    }
+    assert (
+        roster.counters.swaps_in == 1
+        and roster.counters.recomputed_tokens == 0
+        and roster.slots.num_free == 9
+    )
     assert bench.device.computed == 6 + 19
 
 
@@ -101,14 +126,17 @@ def test_a_void_sequence_is_computed_again_though_swapping_is_cheaper() -> None:
     (told,) = bench.told("engine.preempted")
     assert (told["way"], told["why"], told["computed_tokens"]) == ("recompute", "its KV is void", 7)
     (sequence,) = bench.sequences
-    assert sequence.state is State.PREEMPTED and sequence.lost_tokens == 7 and sequence.swapped is None
+    assert (
+        sequence.state is State.PREEMPTED and sequence.lost_tokens == 7 and sequence.swapped is None
+    )
     assert bench.roster.counters.preemptions == 1 and bench.roster.counters.swaps_out == 0
     assert bench.finish() == {"a": answer(make("a", 6))}
     assert bench.roster.counters.recomputed_tokens == 7 and bench.told("engine.resumed") == []
 
 
 def test_cached_pages_of_a_swapped_sequence_are_shared_when_it_comes_back() -> None:
-    """Of three pages the two full ones stay cached; only the third, half full, comes from host memory."""
+    """Of three pages the two full ones stay cached; only the third, half full, comes from host
+    memory."""
     bench = Bench([make("a", 9)], steps=2, prefix=True)
     kept = bench.roster.rows.pages_of(0).tolist()
     bench.preempt()
@@ -124,7 +152,9 @@ def test_cached_pages_of_a_swapped_sequence_are_shared_when_it_comes_back() -> N
 
 
 @pytest.mark.parametrize(("prompt", "pages"), [(6, 2), (7, 3)])
-def test_a_decoding_sequence_comes_back_with_room_for_its_next_token(prompt: int, pages: int) -> None:
+def test_a_decoding_sequence_comes_back_with_room_for_its_next_token(
+    prompt: int, pages: int
+) -> None:
     """After two steps 7 or 8 tokens have KV, and the next token's KV is the 8th or 9th."""
     bench = Bench([make("a", prompt)], steps=2)
     bench.preempt()
@@ -134,14 +164,17 @@ def test_a_decoding_sequence_comes_back_with_room_for_its_next_token(prompt: int
 
 
 def test_pages_out_of_the_window_are_not_swapped() -> None:
-    """Of 14 tokens with KV the window of 6 sees those from the 10th on: of four pages the first two are given back."""
+    """Of 14 tokens with KV the window of 6 sees those from the 10th on: of four pages the first two
+    are given back."""
     bench = Bench([make("a", 12)], steps=3, window=6)
     assert bench.roster.rows.first_R[0] == 2 and bench.roster.rows.pages_R[0] == 4
     bench.preempt()
     (told,) = bench.told("engine.preempted")
     assert (told["computed_tokens"], told["size_bytes"]) == (14, 2 * PAGE_BYTES)
     swapped = bench.sequences[0].swapped
-    assert swapped is not None and swapped.first == 2 and len(swapped.slots) == len(swapped.pages) == 2
+    assert (
+        swapped is not None and swapped.first == 2 and len(swapped.slots) == len(swapped.pages) == 2
+    )
     assert num_pages_to_resume(bench.roster, bench.sequences[0]) == 2
     assert schedule(bench.roster, token_budget=8, version=0) is not None
     assert bench.roster.rows.first_R[0] == 2 and bench.roster.rows.pages_R[0] == 4
@@ -152,7 +185,8 @@ def test_pages_out_of_the_window_are_not_swapped() -> None:
 
 
 def test_a_half_computed_prompt_comes_back_where_it_was() -> None:
-    """Five of 12 tokens have KV, in two of the three pages that it holds; it needs all three again."""
+    """Five of 12 tokens have KV, in two of the three pages that it holds; it needs all three
+    again."""
     bench = Bench([make("a", 12)], steps=1, budget=5)
     bench.preempt()
     (told,) = bench.told("engine.preempted")
@@ -166,7 +200,8 @@ def test_a_half_computed_prompt_comes_back_where_it_was() -> None:
 
 
 def test_a_given_beginning_counts_among_the_pages_that_a_half_computed_sequence_needs() -> None:
-    """Six prompt tokens and a beginning of six: 12 tokens, three pages, whatever part of them has KV."""
+    """Six prompt tokens and a beginning of six: 12 tokens, three pages, whatever part of them has
+    KV."""
     zeros = np.zeros(6, np.float32)
     ids = zeros.astype(np.int32)
     begun = Partial(index=0, tokens=ids, logprobs=zeros, raw_logprobs=zeros, versions=ids)
@@ -185,16 +220,20 @@ def test_nothing_of_a_preempted_row_may_be_in_flight() -> None:
 
 
 def test_what_lies_in_host_memory_can_go_void() -> None:
-    """Of three that wait two lie in host memory, with 7 and 8 tokens: both are computed again, and both are told."""
+    """Of three that wait two lie in host memory, with 7 and 8 tokens: both are computed again, and
+    both are told."""
     bench = Bench([make("a", 6), make("b", 7), make("c", 5), make("d", 5)], steps=2)
     bench.preempt(0)
     bench.preempt(1)
     void_swapped(bench.roster, "a test")
     expected = [("a", 7), ("b", 8)]
     assert bench.told("engine.swap_voided") == [
-        {"request_id": name, "index": 0, "computed_tokens": tokens, "reason": "a test"} for name, tokens in expected
+        {"request_id": name, "index": 0, "computed_tokens": tokens, "reason": "a test"}
+        for name, tokens in expected
     ]
-    assert [sequence.state for sequence in bench.roster.queue] == [State.PREEMPTED] * 2 + [State.WAITING]
+    assert [sequence.state for sequence in bench.roster.queue] == [State.PREEMPTED] * 2 + [
+        State.WAITING
+    ]
     assert [sequence.lost_tokens for sequence in bench.sequences] == [7, 8, 0, 0]
     assert bench.roster.slots.num_free == 9
     void_swapped(bench.roster, "once more: nothing is there")

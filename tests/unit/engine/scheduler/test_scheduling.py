@@ -1,4 +1,5 @@
-"""Scheduler, pages, prefix cache and swap, decision by decision. Random traffic is in test_engine_traffic."""
+"""Scheduler, pages, prefix cache and swap, decision by decision. Random traffic is in
+test_engine_traffic."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def test_a_row_is_taken_in_the_step_after_it_was_left() -> None:
 
 
 def test_siblings_share_one_prefill_of_their_prompt() -> None:
-    roster, *_ = run_alone([plain("a", [1] * 10, 4, n=5)], num_pages=64, max_running=8, budget=64, prefix=False)
+    roster, *_ = run_alone(
+        [plain("a", [1] * 10, 4, n=5)], num_pages=64, max_running=8, budget=64, prefix=False
+    )
     assert roster.counters.prompt_tokens == 50
     assert roster.counters.prefix_hit_tokens == 40
     assert roster.counters.steps == 4
@@ -115,12 +118,16 @@ def test_priority_runs_first_and_is_preempted_last() -> None:
 
 @pytest.mark.parametrize("dtype", [int, np.uint8, np.int16, np.int64, np.uint64])
 def test_numbers_of_a_request_mean_the_same_whatever_their_type(dtype: type) -> None:
-    """Priority 2 comes before 1, chunks are of four tokens behind a prompt of 300, and a seed gives the same draws."""
+    """Priority 2 comes before 1, chunks are of four tokens behind a prompt of 300, and a seed gives
+    the same draws."""
     numbers = {"seed": dtype(5), "chunk_tokens": dtype(4)}
     low, high = (
-        replace(plain(name, [place] * 300, 9, priority=dtype(1 + place)), **numbers) for place, name in enumerate("ab")
+        replace(plain(name, [place] * 300, 9, priority=dtype(1 + place)), **numbers)
+        for place, name in enumerate("ab")
     )
-    roster, order, *_ = run_alone([low, high], num_pages=99, max_running=1, budget=512, prefix=False)
+    roster, order, *_ = run_alone(
+        [low, high], num_pages=99, max_running=1, budget=512, prefix=False
+    )
     assert order == ["b", "a"]
     assert int(roster.rows.key_R[0]) == draw_key(5, 0)
 
@@ -128,7 +135,9 @@ def test_numbers_of_a_request_mean_the_same_whatever_their_type(dtype: type) -> 
 def test_the_one_that_lost_least_is_preempted_among_those_of_lowest_priority() -> None:
     for priority, victim in ((0, "young"), (1, "old")):
         old, young = plain("old", [0] * 12, 12), plain("young", [1] * 4, 20, priority=priority)
-        roster, _, events, _ = run_alone([old, young], num_pages=8, max_running=2, budget=32, prefix=False)
+        roster, _, events, _ = run_alone(
+            [old, young], num_pages=8, max_running=2, budget=32, prefix=False
+        )
         preempted = [fields for kind, fields in events if kind == "engine.preempted"]
         assert {fields["request_id"] for fields in preempted} == {victim}
         assert roster.counters.preemptions == len(preempted) > 0
@@ -147,7 +156,9 @@ def test_block_keys_depend_on_version_tenant_and_everything_before() -> None:
     assert not set(base) & set(keys(1, "x", tokens))
     changed = tokens.copy()
     changed[0] = 99
-    assert keys(1, "", changed)[1] != base[1], "the second block's key must depend on the first block"
+    assert keys(1, "", changed)[1] != base[1], (
+        "the second block's key must depend on the first block"
+    )
     assert root_key(1, "1:") != root_key(11, ":")
 
 
@@ -188,7 +199,9 @@ def test_the_accounts_find_what_was_lost() -> None:
         roster.rows.active_R[0] = True
 
     for lose in (lose_page, lose_slot, lose_row):
-        roster, *_ = run_alone([plain("a", [1] * 9, 2)], num_pages=9, max_running=2, budget=8, num_slots=4)
+        roster, *_ = run_alone(
+            [plain("a", [1] * 9, 2)], num_pages=9, max_running=2, budget=8, num_slots=4
+        )
         lose(roster)
         with pytest.raises(AssertionError):
             roster.check()
@@ -208,7 +221,9 @@ def test_buckets_cover_everything_once_and_waste_little(sizes: list[tuple[int, i
     keys_S = np.asarray([pages * 16 for _, pages in sizes])
     order, bounds = plan_buckets(count_S, keys_S)
     assert sorted(order.tolist()) == list(range(len(sizes)))
-    assert [a for a, _ in bounds] == [0, *[b for _, b in bounds[:-1]]] and bounds[-1][1] == len(sizes)
+    assert [a for a, _ in bounds] == [0, *[b for _, b in bounds[:-1]]] and bounds[-1][1] == len(
+        sizes
+    )
     for a, b in bounds:
         members = order[a:b]
         padded = len(members) * count_S[members].max() * keys_S[members].max()
@@ -224,8 +239,12 @@ LONG_FIRST = [plain("old", [0] * 12, 12), plain("young", [1] * 4, 20), plain("th
 def test_a_swapped_sequence_goes_straight_on(depth: int, prefix: bool) -> None:
     """Swapped: every token is computed once, in spite of preemptions. Recomputed: more are."""
     roomy = run_alone(LONG_FIRST, num_pages=64, max_running=3, budget=32, prefix=prefix)
-    swapped = run_alone(LONG_FIRST, num_pages=8, max_running=3, budget=32, prefix=prefix, num_slots=50, depth=depth)
-    recomputed = run_alone(LONG_FIRST, num_pages=8, max_running=3, budget=32, prefix=prefix, depth=depth)
+    swapped = run_alone(
+        LONG_FIRST, num_pages=8, max_running=3, budget=32, prefix=prefix, num_slots=50, depth=depth
+    )
+    recomputed = run_alone(
+        LONG_FIRST, num_pages=8, max_running=3, budget=32, prefix=prefix, depth=depth
+    )
     due = roomy[3].computed
     roster, _, events, runner = swapped
     assert runner.computed == due and roster.counters.recomputed_tokens == 0
@@ -236,17 +255,30 @@ def test_a_swapped_sequence_goes_straight_on(depth: int, prefix: bool) -> None:
 
 
 def test_a_half_computed_prompt_is_swapped_too() -> None:
-    """A prompt in progress is the victim (it has the lower priority) and goes on prefilling where it was."""
+    """A prompt in progress is the victim (it has the lower priority) and goes on prefilling where
+    it was."""
     requests = [plain("high", [0] * 4, 20, priority=1), plain("low", [1] * 24, 2)]
-    _, _, events, runner = run_alone(requests, num_pages=8, max_running=2, budget=3, prefix=False, num_slots=50)
+    _, _, events, runner = run_alone(
+        requests, num_pages=8, max_running=2, budget=3, prefix=False, num_slots=50
+    )
     (fields,) = [fields for kind, fields in events if kind == "engine.preempted"]
-    assert fields["request_id"] == "low" and fields["way"] == "swap" and 0 < fields["computed_tokens"] < 24
+    assert (
+        fields["request_id"] == "low"
+        and fields["way"] == "swap"
+        and 0 < fields["computed_tokens"] < 24
+    )
     assert runner.computed == 4 + 19 + 24 + 1
 
 
 def test_a_full_host_pool_means_computing_again_and_the_event_says_so() -> None:
-    roster, _, events, _ = run_alone(LONG_FIRST, num_pages=8, max_running=3, budget=32, prefix=False, num_slots=1)
-    whys = [fields["why"] for kind, fields in events if kind == "engine.preempted" and fields["way"] == "recompute"]
+    roster, _, events, _ = run_alone(
+        LONG_FIRST, num_pages=8, max_running=3, budget=32, prefix=False, num_slots=1
+    )
+    whys = [
+        fields["why"]
+        for kind, fields in events
+        if kind == "engine.preempted" and fields["way"] == "recompute"
+    ]
     assert whys and all("host pool is full" in why and "1 of 1 slots free" in why for why in whys)
     assert roster.counters.recomputed_tokens > 0
 
@@ -265,17 +297,22 @@ def test_swap_or_recompute_is_the_cheaper_of_the_two() -> None:
 def test_swapping_loses_no_work_so_the_latest_arrival_goes() -> None:
     requests = [plain("old", [0] * 4, 20), plain("young", [1] * 12, 12)]
     for num_slots, victim in ((0, "old"), (50, "young")):
-        *_, events, _ = run_alone(requests, num_pages=8, max_running=2, budget=32, prefix=False, num_slots=num_slots)
+        *_, events, _ = run_alone(
+            requests, num_pages=8, max_running=2, budget=32, prefix=False, num_slots=num_slots
+        )
         first = next(fields for kind, fields in events if kind == "engine.preempted")
         assert first["request_id"] == victim
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_pages_out_of_every_window_are_free_again(depth: int) -> None:
-    """Three sequences of 50 tokens would need 39 pages; with a window of 9 they decode within 4 each."""
+    """Three sequences of 50 tokens would need 39 pages; with a window of 9 they decode within 4
+    each."""
     requests = [plain(name, [place] * 6, 44) for place, name in enumerate("abc")]
     for prefix in (False, True):
-        roster, *_ = run_alone(requests, num_pages=13, max_running=3, budget=32, prefix=prefix, window=9, depth=depth)
+        roster, *_ = run_alone(
+            requests, num_pages=13, max_running=3, budget=32, prefix=prefix, window=9, depth=depth
+        )
         assert roster.counters.preemptions == 0 and roster.counters.generated_tokens == 3 * 44
     roster, *_ = run_alone(requests, num_pages=13, max_running=3, budget=32, prefix=False)
     assert roster.counters.preemptions > 0

@@ -1,4 +1,5 @@
-"""A request becomes its completions; what they chose goes out once, in chunks and in what a later request goes on from."""
+"""A request becomes its completions; what they chose goes out once, in chunks and in what a later
+request goes on from."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ PROMPT = 3
 
 
 def make(**sampling) -> Request:
-    return Request(request_id="r", tokens=np.arange(PROMPT, dtype=np.int32), sampling=Sampling(**sampling))
+    return Request(
+        request_id="r", tokens=np.arange(PROMPT, dtype=np.int32), sampling=Sampling(**sampling)
+    )
 
 
 def begin(request: Request, **fields) -> list[Sequence]:
@@ -83,7 +86,10 @@ def test_a_request_becomes_n_completions_that_stop_at_its_ids_and_those_of_the_m
     assert [one.known_tokens().tolist() for one in sequences] == [[0, 1, 2]] * 3
     first = sequences[0]
     nothing = make_partial(first, first.chosen)
-    assert {len(part) for part in (nothing.tokens, nothing.logprobs, nothing.raw_logprobs, nothing.versions)} == {0}
+    assert {
+        len(part)
+        for part in (nothing.tokens, nothing.logprobs, nothing.raw_logprobs, nothing.versions)
+    } == {0}
     assert (first.emitted, first.told_from, first.hits_given_up, first.lost_tokens) == (0, 0, 0, 0)
     assert len({one.key for one in sequences}) == 3
 
@@ -121,15 +127,30 @@ def test_a_sequence_changes_state_only_as_the_diagram_allows() -> None:
 
 
 def test_a_given_beginning_is_where_its_completion_goes_on() -> None:
-    """The second of three has two tokens already: they count as out, and need no prompt log-probs."""
+    """The second of three has two tokens already: they count as out, and need no prompt
+    log-probs."""
     request = replace(make(n=3, top_k=5, prompt_logprobs=2), partials=(given(2, 1, [[7, 8], [9]]),))
     first, second, third = begin(request)
-    assert second.known_tokens().tolist() == [0, 1, 2, 0, 1] and second.known_tokens().dtype == np.int32
+    assert (
+        second.known_tokens().tolist() == [0, 1, 2, 0, 1]
+        and second.known_tokens().dtype == np.int32
+    )
     assert (second.emitted, second.told_from) == (2, 2) and second.book is None
     assert [ids.tolist() for ids in second.supports] == [[7, 8], [9]]
-    dtypes = {name: getattr(second.chosen, name).dtype for name in ("tokens", "logprobs", "raw_logprobs", "versions")}
-    assert dtypes == {"tokens": np.int32, "logprobs": np.float32, "raw_logprobs": np.float32, "versions": np.int32}
-    assert second.chosen.raw_logprobs.tolist() == [0, -10] and second.chosen.versions.tolist() == [100, 101]
+    dtypes = {
+        name: getattr(second.chosen, name).dtype
+        for name in ("tokens", "logprobs", "raw_logprobs", "versions")
+    }
+    assert dtypes == {
+        "tokens": np.int32,
+        "logprobs": np.float32,
+        "raw_logprobs": np.float32,
+        "versions": np.int32,
+    }
+    assert second.chosen.raw_logprobs.tolist() == [0, -10] and second.chosen.versions.tolist() == [
+        100,
+        101,
+    ]
     assert first.book is not None and first.book is third.book
     assert first.book.num_tokens == PROMPT and first.book.best == 2
     assert first.emitted == third.emitted == 0 and first.supports == []
@@ -153,7 +174,9 @@ def test_supports_are_packed_one_after_the_other() -> None:
     assert support.offsets.tolist() == [0, 2, 2, 3] and support.ids.tolist() == [3, 5, 1]
     assert support.offsets.dtype == np.int64 and support.ids.dtype == np.int32
     empty = make_support([])
-    assert empty.offsets.tolist() == [0] and empty.ids.tolist() == [] and empty.ids.dtype == np.int32
+    assert (
+        empty.offsets.tolist() == [0] and empty.ids.tolist() == [] and empty.ids.dtype == np.int32
+    )
 
 
 def test_each_chosen_token_goes_out_once_with_all_that_belongs_to_it() -> None:
@@ -173,9 +196,17 @@ def test_each_chosen_token_goes_out_once_with_all_that_belongs_to_it() -> None:
     assert one.support is not None and one.support.ids.tolist() == [0, 10]
     assert rest.support is not None and rest.support.ids.tolist() == [1, 11, 2, 12, 3, 13]
     assert rest.top_ids is not None and rest.top_ids.tolist() == [[1, 2], [2, 3], [3, 4]]
-    assert rest.top_logprobs is not None and rest.top_logprobs.tolist() == [[-1, -1.5], [-2, -2.5], [-3, -3.5]]
+    assert rest.top_logprobs is not None and rest.top_logprobs.tolist() == [
+        [-1, -1.5],
+        [-2, -2.5],
+        [-3, -3.5],
+    ]
     nothing = make_chunk(sequence, chose(4), "abort")
-    assert nothing.tokens.tolist() == [] and nothing.top_ids is not None and nothing.top_ids.shape == (0, 2)
+    assert (
+        nothing.tokens.tolist() == []
+        and nothing.top_ids is not None
+        and nothing.top_ids.shape == (0, 2)
+    )
 
 
 def test_what_was_not_asked_for_is_not_told() -> None:
@@ -189,7 +220,11 @@ def enter(sequence: Sequence, targets: int) -> None:
     numbers = np.arange(1, 1 + targets, dtype=np.float32)
     ids = np.zeros((targets, 0), np.int32)
     piece = PromptSlice(
-        book=sequence.book, first=1, logprobs=-numbers, top_ids=ids, top_logprobs=ids.astype(np.float32)
+        book=sequence.book,
+        first=1,
+        logprobs=-numbers,
+        top_ids=ids,
+        top_logprobs=ids.astype(np.float32),
     )
     sequence.book.enter(piece, 4)
 
@@ -199,11 +234,17 @@ def test_prompt_logprobs_go_out_once_beside_the_first_token() -> None:
     enter(sequence, 2)
     assert make_chunk(sequence, chose(0), None).prompt_logprobs is None
     told = make_chunk(sequence, chose(1), None).prompt_logprobs
-    assert told is not None and told.logprobs.tolist() == [0, -1, -2] and told.versions.tolist() == [-1, 4, 4]
+    assert (
+        told is not None
+        and told.logprobs.tolist() == [0, -1, -2]
+        and told.versions.tolist() == [-1, 4, 4]
+    )
     assert make_chunk(sequence, chose(2), "length").prompt_logprobs is None
 
 
-@pytest.mark.parametrize(("finish", "is_fault"), [(None, True), ("stop", True), ("length", True), ("abort", False)])
+@pytest.mark.parametrize(
+    ("finish", "is_fault"), [(None, True), ("stop", True), ("length", True), ("abort", False)]
+)
 def test_prompt_logprobs_with_gaps_go_out_with_no_sound_token(finish, is_fault: bool) -> None:
     (sequence,) = begin(make(prompt_logprobs=0))
     enter(sequence, 1)
@@ -211,7 +252,10 @@ def test_prompt_logprobs_with_gaps_go_out_with_no_sound_token(finish, is_fault: 
         with pytest.raises(AssertionError, match="gaps"):
             make_chunk(sequence, chose(1), finish)
     else:
-        assert make_chunk(sequence, chose(1), finish).prompt_logprobs is None and sequence.book is not None
+        assert (
+            make_chunk(sequence, chose(1), finish).prompt_logprobs is None
+            and sequence.book is not None
+        )
 
 
 def test_a_partial_holds_everything_chosen_whatever_went_out() -> None:
@@ -220,7 +264,11 @@ def test_a_partial_holds_everything_chosen_whatever_went_out() -> None:
     chosen = chose(2)
     sequence.emitted = 1
     partial = make_partial(sequence, chosen)
-    assert partial.index == 1 and partial.tokens.tolist() == [0, 1] and partial.logprobs.tolist() == [0, -1]
+    assert (
+        partial.index == 1
+        and partial.tokens.tolist() == [0, 1]
+        and partial.logprobs.tolist() == [0, -1]
+    )
     assert partial.raw_logprobs.tolist() == [0, -10] and partial.versions.tolist() == [100, 101]
     assert partial.support is not None and partial.support.offsets.tolist() == [0, 2, 3]
     chosen.tokens[0] = 99  # a row is used again

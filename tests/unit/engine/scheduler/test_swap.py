@@ -1,4 +1,5 @@
-"""Swap and overlap in a whole engine: under new weights, under moves of memory, and in what it reports."""
+"""Swap and overlap in a whole engine: under new weights, under moves of memory, and in what it
+reports."""
 
 from __future__ import annotations
 
@@ -14,30 +15,38 @@ from gyre.core.records import Partial
 from gyre.engine.frontend.token_stream import collect, complete
 
 ROOMY = {"num_pages": 60}
-TIGHT = {"num_pages": 26, "kv_host_bytes": 10**6, "prefill_tokens_per_s": 1e-3}  # of four sequences two fit whole
+# of four sequences two fit whole
+TIGHT = {"num_pages": 26, "kv_host_bytes": 10**6, "prefill_tokens_per_s": 1e-3}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("memory", [ROOMY, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize("policy", ["drain", "keep_prefix", "continue"])
 def test_new_weights_amid_overlap_and_swap(policy, memory: dict, overlap: bool) -> None:
-    """Tokens carry the version that chose them: those of the old one, in flight at the commit included, are what an
-    engine of old weights chooses, and with keep_prefix the rest is what one of new weights chooses from there."""
+    """Tokens carry the version that chose them: those of the old one, in flight at the commit
+    included, are what an engine of old weights chooses, and with keep_prefix the rest is what one
+    of new weights chooses from there."""
 
     async def main() -> None:
         bench, old, new = (
-            Bench(shared=False, seed=seed, burst_steps=1, **memory, overlap=overlap) for seed in (1, 1, 2)
+            Bench(shared=False, seed=seed, burst_steps=1, **memory, overlap=overlap)
+            for seed in (1, 1, 2)
         )
         for each in (bench, old, new):
             await each.engine.start(dummy=False)
         requests = ask(4, max_tokens=40, chunk_tokens=1)
         of_old = tokens_of(await old.ask(4, max_tokens=40))
         streams = [bench.engine.submit(one) for one in requests]
-        heads = [[await anext(stream) for _ in range(20 if place < 2 else 1)] for place, stream in enumerate(streams)]
+        heads = [
+            [await anext(stream) for _ in range(20 if place < 2 else 1)]
+            for place, stream in enumerate(streams)
+        ]
         await bench.publish(1, make_decoder(2), shared=False, policy=policy)
         rests = [[chunk async for chunk in stream] for stream in streams]
         results = [complete([*head, *rest]) for head, rest in zip(heads, rests, strict=True)]
-        assert all(len(part.tokens) == 40 and (np.diff(part.versions) >= 0).all() for part in results)
+        assert all(
+            len(part.tokens) == 40 and (np.diff(part.versions) >= 0).all() for part in results
+        )
         olds = [int((part.versions == 0).sum()) for part in results]
         assert all(
             part.tokens[:count].tolist() == of_old[i][:count]
@@ -61,7 +70,10 @@ def test_new_weights_amid_overlap_and_swap(policy, memory: dict, overlap: bool) 
 
 def begin(request, part, count: int):
     """The request again, with the completion's first tokens given."""
-    columns = {name: getattr(part, name)[:count] for name in ("tokens", "logprobs", "raw_logprobs", "versions")}
+    columns = {
+        name: getattr(part, name)[:count]
+        for name in ("tokens", "logprobs", "raw_logprobs", "versions")
+    }
     return replace(request, chunk_tokens=0, partials=(Partial(index=0, **columns),))
 
 
@@ -125,9 +137,13 @@ def test_each_preemption_says_what_it_weighed() -> None:
         await bench.engine.start(dummy=False)
         await bench.ask(4, max_tokens=40)
         fields = [fields for kind, fields in bench.events if kind == "engine.preempted"]
-        assert fields and all(one["way"] == "swap" and one["swap_s"] < one["recompute_s"] for one in fields)
+        assert fields and all(
+            one["way"] == "swap" and one["swap_s"] < one["recompute_s"] for one in fields
+        )
         page_bytes = bench.engine._memory.page_bytes
-        assert all(one["size_bytes"] == -(-one["computed_tokens"] // 4) * page_bytes for one in fields)
+        assert all(
+            one["size_bytes"] == -(-one["computed_tokens"] // 4) * page_bytes for one in fields
+        )
         assert {"request_id", "index", "reason", "why"} <= fields[0].keys()
         with pytest.raises(ConfigError, match="one KV page has"):
             Bench(shared=True, kv_host_bytes=10)
@@ -138,13 +154,15 @@ def test_each_preemption_says_what_it_weighed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_soak_of_a_whole_engine_under_aborts(overlap: bool) -> None:
-    """Readers come, read some and go away, or stay; who stays gets what an undisturbed engine gives."""
+    """Readers come, read some and go away, or stay; who stays gets what an undisturbed engine
+    gives."""
 
     async def main() -> None:
         bench, roomy = Bench(shared=True, **TIGHT, overlap=overlap), Bench(shared=True, **ROOMY)
         generator = np.random.default_rng(0)
         requests = [
-            replace(one, chunk_tokens=1, priority=int(generator.integers(-1, 2))) for one in ask(150, max_tokens=40)
+            replace(one, chunk_tokens=1, priority=int(generator.integers(-1, 2)))
+            for one in ask(150, max_tokens=40)
         ]
         await roomy.engine.start(dummy=False)
         expected = tokens_of(await roomy.ask(150, max_tokens=40))
@@ -167,7 +185,10 @@ def test_soak_of_a_whole_engine_under_aborts(overlap: bool) -> None:
                 assert got is None or got == expected[place]
         await bench.engine.drain(deadline_s=30)
         stats = await bench.engine.stats()
-        assert stats.swaps_out > 10 and stats.pages_used == stats.host_pages_used == stats.running == stats.waiting == 0
+        assert (
+            stats.swaps_out > 10
+            and stats.pages_used == stats.host_pages_used == stats.running == stats.waiting == 0
+        )
         bench.check()
 
     go(main)

@@ -1,4 +1,5 @@
-"""What the C kernels are built for, what is said when they cannot be, and what lands in the cache."""
+"""What the C kernels are built for, what is said when they cannot be, and what lands in the
+cache."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from gyre.engine.runners.select import choose_runner
 from gyre.engine.runners.torch_runner import Runner
 from gyre.engine.scheduler.step import StepRunner
 from gyre.kernels.cpu import build
-from gyre.kernels.cpu.build import INSTRUCTION_SETS, InstructionSet, Unavailable, choose_instructions
+from gyre.kernels.cpu.build import (
+    INSTRUCTION_SETS,
+    InstructionSet,
+    Unavailable,
+    choose_instructions,
+)
 from gyre.kernels.cpu.library import CModel, DecoderLibrary, load_decoder
 from gyre.models.decoder import Decoder
 from gyre.models.spec import ModelSpec
@@ -28,24 +34,49 @@ from gyre.planner.plan import Dtype, ModelNumbers
 
 CPU = torch.device("cpu")
 SPEC = ModelSpec(
-    family="qwen3", vocab_size=97, hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, mlp_size=70,
-    tied=True, context_tokens=256, rope_theta=10_000.0, norm_eps=1e-6, qkv_bias=False, qk_norm=True, eos_ids=(1,),
-)  # fmt: skip
-AVX512, AVX2 = frozenset({"__AVX512F__", "__AVX512BW__", "__AVX2__", "__FMA__"}), frozenset({"__AVX2__", "__FMA__"})
+    family="qwen3",
+    vocab_size=97,
+    hidden_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    mlp_size=70,
+    tied=True,
+    context_tokens=256,
+    rope_theta=10_000.0,
+    norm_eps=1e-6,
+    qkv_bias=False,
+    qk_norm=True,
+    eos_ids=(1,),
+)
+AVX512, AVX2 = (
+    frozenset({"__AVX512F__", "__AVX512BW__", "__AVX2__", "__FMA__"}),
+    frozenset({"__AVX2__", "__FMA__"}),
+)
 
 
 def run_on(decoder: Decoder) -> tuple[StepRunner, list[tuple[str, dict]]]:
     pool = KvPool(
-        num_layers=2, num_pages=1, num_kv_heads=2, page_tokens=4, head_dim=16, device=CPU, dtype=decoder.dtype
+        num_layers=2,
+        num_pages=1,
+        num_kv_heads=2,
+        page_tokens=4,
+        head_dim=16,
+        device=CPU,
+        dtype=decoder.dtype,
     )
     events: list[tuple[str, dict]] = []
     config = EngineConfig(page_tokens=16)
-    runner = choose_runner(decoder, pool, config, emit=lambda kind, **fields: events.append((kind, fields)))
+    runner = choose_runner(
+        decoder, pool, config, emit=lambda kind, **fields: events.append((kind, fields))
+    )
     return runner, events
 
 
 @pytest.mark.parametrize(
-    ("macros", "name"), [(AVX512 | {"__AVX512BF16__"}, "avx512_bf16"), (AVX512, "avx512"), (AVX2, "avx2")]
+    ("macros", "name"),
+    [(AVX512 | {"__AVX512BF16__"}, "avx512_bf16"), (AVX512, "avx512"), (AVX2, "avx2")],
 )
 def test_the_best_set_of_the_processor_is_taken(macros: frozenset[str], name: str) -> None:
     chosen = choose_instructions(macros)
@@ -60,7 +91,9 @@ def test_the_best_set_of_the_processor_is_taken(macros: frozenset[str], name: st
         (frozenset({"__AVX512F__", "__FMA__"}), "lacks avx2"),
     ],
 )
-def test_a_processor_without_wide_vectors_is_told_what_it_lacks(macros: frozenset[str], missing: str) -> None:
+def test_a_processor_without_wide_vectors_is_told_what_it_lacks(
+    macros: frozenset[str], missing: str
+) -> None:
     chosen = choose_instructions(macros)
     assert isinstance(chosen, Unavailable) and chosen.reason.endswith(missing)
 
@@ -123,7 +156,10 @@ def test_a_compiler_that_fails_is_told_and_leaves_nothing(monkeypatch, tmp_path:
 
 @pytest.mark.slow
 def test_processes_may_race_for_an_empty_cache(tmp_path: Path) -> None:
-    code = "import torch; from gyre.kernels.cpu.library import *; assert isinstance(load_decoder(torch.float32), DecoderLibrary)"
+    code = (
+        "import torch; from gyre.kernels.cpu.library import *; assert "
+        "isinstance(load_decoder(torch.float32), DecoderLibrary)"
+    )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     racing = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
     assert [process.wait(timeout=240) for process in racing] == [0, 0]
@@ -138,11 +174,30 @@ def test_the_work_area_is_within_what_is_planned_for_a_rollout(
 ) -> None:
     library = load_decoder(getattr(torch, dtype))
     assert isinstance(library, DecoderLibrary)
-    for hidden, mlp, heads, vocab in ((64, 96, 4, 200), (256, 768, 4, 512), (768, 2048, 12, 151_936)):
-        model = CModel(layers=4, hidden=hidden, mlp=mlp, heads=heads, kv_heads=2, head_dim=64, vocab=vocab)
-        needed = library.scratch_bytes(ctypes.byref(model), tokens, running, running, threads) + running * vocab * 4
+    for hidden, mlp, heads, vocab in (
+        (64, 96, 4, 200),
+        (256, 768, 4, 512),
+        (768, 2048, 12, 151_936),
+    ):
+        model = CModel(
+            layers=4, hidden=hidden, mlp=mlp, heads=heads, kv_heads=2, head_dim=64, vocab=vocab
+        )
+        needed = (
+            library.scratch_bytes(ctypes.byref(model), tokens, running, running, threads)
+            + running * vocab * 4
+        )
         numbers = ModelNumbers(
-            num_parameters=0, vocab_size=vocab, hidden_size=hidden, num_layers=4, num_heads=heads, num_kv_heads=2,
-            head_dim=64, mlp_size=mlp, context_tokens=1024, tied=True, qkv_bias=False, qk_norm=True,
-        )  # fmt: skip
+            num_parameters=0,
+            vocab_size=vocab,
+            hidden_size=hidden,
+            num_layers=4,
+            num_heads=heads,
+            num_kv_heads=2,
+            head_dim=64,
+            mlp_size=mlp,
+            context_tokens=1024,
+            tied=True,
+            qkv_bias=False,
+            qk_norm=True,
+        )
         assert needed <= engine_bytes(numbers, dtype, tokens=tokens, running=running, longest=512)

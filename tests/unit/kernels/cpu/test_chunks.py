@@ -1,5 +1,6 @@
-"""The trainer's C kernels against the plain oracles in float64, forward and backward, in float32 and bfloat16. Memory
-that torch hands out is NaN throughout, so that what a kernel fails to write is seen."""
+"""The trainer's C kernels against the plain oracles in float64, forward and backward, in float32
+and bfloat16. Memory that torch hands out is NaN throughout, so that what a kernel fails to write is
+seen."""
 
 # T tokens, E hidden size, H heads, K kv heads, D head dim, M mlp size, N rows, V vocabulary
 
@@ -51,7 +52,9 @@ def close(got: Tensor | None, want: Tensor | None, dtype: torch.dtype) -> None:
     assert got is not None and want is not None and got.shape == want.shape
     assert got.isfinite().all()
     size = want.norm().clamp_min(1e-30)
-    assert (got.double() - want).norm() <= TOLERANCE[dtype] * size, float((got.double() - want).norm() / size)
+    assert (got.double() - want).norm() <= TOLERANCE[dtype] * size, float(
+        (got.double() - want).norm() / size
+    )
 
 
 def wide(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -65,10 +68,18 @@ def leaves(*tensors: Tensor) -> list[Tensor]:
 
 @by_dtype
 @settings(max_examples=20, deadline=None)
-@given(tokens=st.integers(1, 40), vectors=st.integers(1, 7), through=st.booleans(), seed=st.integers(0, 999))
+@given(
+    tokens=st.integers(1, 40),
+    vectors=st.integers(1, 7),
+    through=st.booleans(),
+    seed=st.integers(0, 999),
+)
 def test_norm(dtype: torch.dtype, tokens: int, vectors: int, through: bool, seed: int) -> None:
     width = 16 * vectors
-    x, weight = randn(tokens, width, seed=seed, dtype=dtype), randn(width, seed=seed + 1, dtype=dtype)
+    x, weight = (
+        randn(tokens, width, seed=seed, dtype=dtype),
+        randn(width, seed=seed + 1, dtype=dtype),
+    )
     upstream, other = (randn(tokens, width, seed=seed + i, dtype=dtype) for i in (2, 3))
     assert kernels_for(x, width) is not None
     y, rstd = rms_norm_forward(x, weight, EPS)
@@ -87,21 +98,31 @@ def test_norm(dtype: torch.dtype, tokens: int, vectors: int, through: bool, seed
     tokens=st.integers(1, 30), kv_heads=st.integers(1, 3), group=st.integers(1, 3), dim=st.sampled_from([32, 64, 96]),
     normed=st.booleans(), seed=st.integers(0, 999),
 )  # fmt: skip
-def test_heads(dtype: torch.dtype, tokens: int, kv_heads: int, group: int, dim: int, normed: bool, seed: int) -> None:
+def test_heads(
+    dtype: torch.dtype, tokens: int, kv_heads: int, group: int, dim: int, normed: bool, seed: int
+) -> None:
     counts = (kv_heads * group, kv_heads)
     qkv = randn(tokens, (counts[0] + 2 * kv_heads) * dim, seed=seed, dtype=dtype)
     norms = [randn(dim, seed=seed + i, dtype=dtype) if normed else None for i in (1, 2)]
-    cos, sin = rope_tables(torch.arange(tokens) * 7, rope_frequencies(dim, 10_000.0, None, CPU), dtype)
+    cos, sin = rope_tables(
+        torch.arange(tokens) * 7, rope_frequencies(dim, 10_000.0, None, CPU), dtype
+    )
     q, k, v, rstd = turn_heads(qkv, *norms, cos, sin, heads=counts, eps=EPS)
     upstream = [
-        randn(tokens, count, dim, seed=seed + 3 + i, dtype=dtype) for i, count in enumerate((*counts, kv_heads))
+        randn(tokens, count, dim, seed=seed + 3 + i, dtype=dtype)
+        for i, count in enumerate((*counts, kv_heads))
     ]
-    got = turn_heads_backward((upstream[0], upstream[1], upstream[2]), qkv, rstd, *norms, cos, sin, heads=counts)
+    got = turn_heads_backward(
+        (upstream[0], upstream[1], upstream[2]), qkv, rstd, *norms, cos, sin, heads=counts
+    )
     qkv64, *norms64 = wide(qkv, *norms)
     assert qkv64 is not None
     q64, k64, v64 = qkv64.view(tokens, -1, dim).split([*counts, kv_heads], dim=1)
     if norms64[0] is not None and norms64[1] is not None:
-        q64, k64 = reference_kernels.rms_norm(q64, norms64[0], EPS), reference_kernels.rms_norm(k64, norms64[1], EPS)
+        q64, k64 = (
+            reference_kernels.rms_norm(q64, norms64[0], EPS),
+            reference_kernels.rms_norm(k64, norms64[1], EPS),
+        )
     angles = cos.double()[:, 0, : dim // 2], sin.double()[:, 0, dim // 2 :]
     wants = [reference_kernels.rope(q64, *angles), reference_kernels.rope(k64, *angles), v64]
     inputs = [t for t in (qkv64, *norms64) if t is not None]
@@ -114,7 +135,12 @@ def test_heads(dtype: torch.dtype, tokens: int, kv_heads: int, group: int, dim: 
 
 @by_dtype
 @settings(max_examples=15, deadline=None)
-@given(tokens=st.integers(1, 30), vectors=st.integers(1, 6), seed=st.integers(0, 999), scale=st.sampled_from([1, 30]))
+@given(
+    tokens=st.integers(1, 30),
+    vectors=st.integers(1, 6),
+    seed=st.integers(0, 999),
+    scale=st.sampled_from([1, 30]),
+)
 def test_silu_mul(dtype: torch.dtype, tokens: int, vectors: int, seed: int, scale: int) -> None:
     gate_up = randn(tokens, 32 * vectors, seed=seed, dtype=dtype) * scale
     upstream = randn(tokens, 16 * vectors, seed=seed + 1, dtype=dtype)
@@ -133,7 +159,9 @@ def test_silu_mul(dtype: torch.dtype, tokens: int, vectors: int, seed: int, scal
     lengths=st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 63, 64, 65, 130, 200]), min_size=1, max_size=5),
     kv_heads=st.integers(1, 2), group=st.integers(1, 3), dim=st.sampled_from([32, 64, 128]), seed=st.integers(0, 999),
 )  # fmt: skip
-def test_attention(dtype: torch.dtype, lengths: list[int], kv_heads: int, group: int, dim: int, seed: int) -> None:
+def test_attention(
+    dtype: torch.dtype, lengths: list[int], kv_heads: int, group: int, dim: int, seed: int
+) -> None:
     tokens = sum(lengths)
     if tokens == 0:
         return
@@ -141,7 +169,8 @@ def test_attention(dtype: torch.dtype, lengths: list[int], kv_heads: int, group:
     k = randn(tokens, kv_heads, dim, seed=seed + 1, dtype=dtype).requires_grad_()
     rows = randn(tokens, kv_heads + 2, dim, seed=seed + 2, dtype=dtype).requires_grad_()
     upstream = randn(*q.shape, seed=seed + 3, dtype=dtype)
-    got = varlen_attention(q, k, rows[:, 1:-1], PackedLayout.of(lengths, CPU))  # values are a part of wider rows
+    # values are a part of wider rows
+    got = varlen_attention(q, k, rows[:, 1:-1], PackedLayout.of(lengths, CPU))
     got_grads = torch.autograd.grad(got, (q, k, rows), upstream)
     inputs = leaves(q, k, rows)
     want = reference_kernels.varlen_attention(inputs[0], inputs[1], inputs[2][:, 1:-1], lengths)
@@ -149,40 +178,61 @@ def test_attention(dtype: torch.dtype, lengths: list[int], kv_heads: int, group:
     close(got, want, dtype)
     for index, (mine, theirs) in enumerate(zip(got_grads, want_grads, strict=True)):
         assert mine.isfinite().all()
-        bound = TOLERANCE[dtype] * (theirs.norm() + 0.1 * want_grads[2].norm())  # of length-1 ones q's and k's are 0
+        # of length-1 ones q's and k's are 0
+        bound = TOLERANCE[dtype] * (theirs.norm() + 0.1 * want_grads[2].norm())
         assert (mine.double() - theirs).norm() <= bound, index
 
 
 @by_dtype
 @settings(max_examples=20, deadline=None)
-@given(rows=st.integers(1, 30), vectors=st.integers(1, 40), seed=st.integers(0, 999), scale=st.sampled_from([0.1, 3.0]))
+@given(
+    rows=st.integers(1, 30),
+    vectors=st.integers(1, 40),
+    seed=st.integers(0, 999),
+    scale=st.sampled_from([0.1, 3.0]),
+)
 def test_logprobs(dtype: torch.dtype, rows: int, vectors: int, seed: int, scale: float) -> None:
     vocab, generator = 16 * vectors, torch.Generator().manual_seed(seed)
     hidden = (randn(rows, 8, seed=seed, dtype=dtype) * scale).requires_grad_()
     head = randn(vocab, 8, seed=seed + 1, dtype=dtype).requires_grad_()
     targets = torch.randint(0, vocab, (rows,), generator=generator)
-    temperature, upstream = torch.rand(rows, generator=generator) + 0.5, torch.randn(rows, generator=generator)
+    temperature, upstream = (
+        torch.rand(rows, generator=generator) + 0.5,
+        torch.randn(rows, generator=generator),
+    )
     assert kernels_for(hidden, vocab) is not None
     got, entropy = token_logprobs(hidden, head, targets, temperature)
     bonus = torch.randn(rows, generator=generator)
     found = [torch.autograd.grad(got, (hidden, head), upstream, retain_graph=True)]
     found.append(torch.autograd.grad(entropy, (hidden, head), bonus, retain_graph=True))
     found.append(torch.autograd.grad((got, entropy), (hidden, head), (upstream, bonus)))
-    # The oracle starts from the product as rounded: near 20, a logit of bfloat16 is known to 0.06 only.
+    # The oracle starts from the product as rounded: near 20, a logit of bfloat16 is known to 0.06
+    # only.
     logits, one = leaves((hidden @ head.t()).detach())[0], torch.eye(vocab, dtype=torch.float64)
-    want, want_entropy = reference_kernels.token_logprobs(logits, one, targets, temperature.double())
+    want, want_entropy = reference_kernels.token_logprobs(
+        logits, one, targets, temperature.double()
+    )
     (of_logprobs,) = torch.autograd.grad(want, logits, upstream.double(), retain_graph=True)
     (of_entropy,) = torch.autograd.grad(want_entropy, logits, bonus.double())
     torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 2)
-    torch.testing.assert_close(entropy.double(), want_entropy, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 2)
+    torch.testing.assert_close(
+        entropy.double(), want_entropy, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 2
+    )
     # log p + entropy is a difference of logits, which are known to the rounding of the largest one.
     lost = 4 * torch.finfo(torch.float32).eps * float(logits.detach().abs().max())
     for got_grads, grad_logits, extra in zip(
         found, (of_logprobs, of_entropy, of_logprobs + of_entropy), (0.0, lost, lost), strict=True
     ):
-        want_grads = [grad_logits @ head.detach().double(), grad_logits.t() @ hidden.detach().double()]
+        want_grads = [
+            grad_logits @ head.detach().double(),
+            grad_logits.t() @ hidden.detach().double(),
+        ]
         for mine, theirs in zip(got_grads, want_grads, strict=True):
-            bound = TOLERANCE[dtype] * (theirs.norm() + 0.1 * grad_logits.norm()) + 1e-6 + extra * bonus.norm()
+            bound = (
+                TOLERANCE[dtype] * (theirs.norm() + 0.1 * grad_logits.norm())
+                + 1e-6
+                + extra * bonus.norm()
+            )
             assert mine.isfinite().all() and (mine.double() - theirs).norm() <= bound
 
 
@@ -190,18 +240,22 @@ def test_bits_do_not_depend_on_the_neighbours() -> None:
     """A sequence's attention is the same alone and packed; a row's norm and log-prob too."""
     lengths = [70, 5, 130]
     q, k, v = (
-        randn(sum(lengths), qk_norm_rope, 32, seed=i, dtype=torch.bfloat16) for i, qk_norm_rope in enumerate((4, 2, 2))
+        randn(sum(lengths), qk_norm_rope, 32, seed=i, dtype=torch.bfloat16)
+        for i, qk_norm_rope in enumerate((4, 2, 2))
     )
     whole = varlen_attention(q, k, v, PackedLayout.of(lengths, CPU))
     start = 0
     for length in lengths:
         span = slice(start, start + length)
-        assert torch.equal(whole[span], varlen_attention(q[span], k[span], v[span], PackedLayout.of([length], CPU)))
+        assert torch.equal(
+            whole[span], varlen_attention(q[span], k[span], v[span], PackedLayout.of([length], CPU))
+        )
         start += length
 
 
 def test_large_logits_cost_no_digits() -> None:
-    """Log-probs hang on differences: logits that all lie near 2,000 give what those near 0 give, and none above 0."""
+    """Log-probs hang on differences: logits that all lie near 2,000 give what those near 0 give,
+    and none above 0."""
     logits = 2000 + 3 * randn(60, 160, seed=5, dtype=torch.float32)
     temperature = torch.linspace(0.3, 1.7, 60)
     for targets in (logits.argmax(1), logits.argmin(1)):
@@ -209,8 +263,12 @@ def test_large_logits_cost_no_digits() -> None:
         assert isinstance(kernels, ChunkKernels)
         got, entropy, _ = kernels.logprobs(logits, temperature, targets)
         want = (logits.double() / temperature.double()[:, None]).log_softmax(1)
-        torch.testing.assert_close(got.double(), want.gather(1, targets[:, None])[:, 0], rtol=2e-6, atol=2e-6)
-        torch.testing.assert_close(entropy.double(), -(want.exp() * want).sum(1), rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(
+            got.double(), want.gather(1, targets[:, None])[:, 0], rtol=2e-6, atol=2e-6
+        )
+        torch.testing.assert_close(
+            entropy.double(), -(want.exp() * want).sum(1), rtol=2e-5, atol=2e-5
+        )
         assert (got <= 0).all()
 
 
@@ -225,7 +283,10 @@ def test_rows_may_begin_anywhere(dtype: torch.dtype) -> None:
     kernels = kernels_for(randn(1, seed=0, dtype=dtype))
     assert isinstance(kernels, ChunkKernels)
     x, weight, gate_up = (randn(*shape, seed=1, dtype=dtype) for shape in ((9, 48), (48,), (9, 96)))
-    q, k, v, grad = (randn(70, qk_norm_rope, 32, seed=i, dtype=dtype) for i, qk_norm_rope in enumerate((4, 2, 2, 4)))
+    q, k, v, grad = (
+        randn(70, qk_norm_rope, 32, seed=i, dtype=dtype)
+        for i, qk_norm_rope in enumerate((4, 2, 2, 4))
+    )
     offsets = torch.tensor([0, 67, 70], dtype=torch.int32)
 
     def run(place: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -233,10 +294,13 @@ def test_rows_may_begin_anywhere(dtype: torch.dtype) -> None:
         out, total = kernels.attention(*qkv, offsets, 67)
         normed, rstd = kernels.norm(place(x), place(weight), EPS)
         return [
-            out, *kernels.attention_backward(place(grad), *qkv, place(out), place(total), offsets, 67),
-            normed, *kernels.norm_backward(place(x), place(x), place(rstd), place(weight), None),
-            kernels.silu(place(gate_up)), kernels.silu_backward(place(x), place(gate_up))[0],
-        ]  # fmt: skip
+            out,
+            *kernels.attention_backward(place(grad), *qkv, place(out), place(total), offsets, 67),
+            normed,
+            *kernels.norm_backward(place(x), place(x), place(rstd), place(weight), None),
+            kernels.silu(place(gate_up)),
+            kernels.silu_backward(place(x), place(gate_up))[0],
+        ]
 
     for straight, askew in zip(run(torch.clone), run(moved), strict=True):
         assert torch.equal(straight, askew)
@@ -254,7 +318,10 @@ def test_without_the_kernels_torch_does_the_same(monkeypatch, without: str) -> N
                     name = "chunks_for" if module is attention else "kernels_for"
                     patch.setattr(module, name, lambda *given, **named: None)
                 else:
-                    patch.setattr("gyre.kernels.cpu.chunks.load_chunks", lambda dtype: Unavailable(reason="gone"))
+                    patch.setattr(
+                        "gyre.kernels.cpu.chunks.load_chunks",
+                        lambda dtype: Unavailable(reason="gone"),
+                    )
             theirs = compute()
         for got, want in zip(mine, theirs, strict=True):
             close(got, want.double(), torch.bfloat16)

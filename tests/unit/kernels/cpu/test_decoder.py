@@ -1,5 +1,6 @@
-"""The C kernels of a step against the decoder in float64 with plain attention, and against themselves: what shares a
-step must not change a bit. Work area, pages and outputs are poisoned before every step."""
+"""The C kernels of a step against the decoder in float64 with plain attention, and against
+themselves: what shares a step must not change a bit. Work area, pages and outputs are poisoned
+before every step."""
 
 from __future__ import annotations
 
@@ -29,9 +30,22 @@ WIDTH = 200  # tokens of the widest sequence
 pytestmark = pytest.mark.usefixtures("instructions", "team")
 
 SPEC = ModelSpec(
-    family="qwen3", vocab_size=97, hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, mlp_size=70,
-    tied=True, context_tokens=256, rope_theta=10_000.0, norm_eps=1e-6, qkv_bias=False, qk_norm=True, eos_ids=(1,),
-)  # fmt: skip
+    family="qwen3",
+    vocab_size=97,
+    hidden_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    mlp_size=70,
+    tied=True,
+    context_tokens=256,
+    rope_theta=10_000.0,
+    norm_eps=1e-6,
+    qkv_bias=False,
+    qk_norm=True,
+    eos_ids=(1,),
+)
 SHAPES = {
     "plain": {},
     "one head, wide": {"num_heads": 1, "num_kv_heads": 1, "head_dim": 64, "hidden_size": 34},
@@ -48,40 +62,72 @@ def make_step(decode: np.ndarray, chunks: list[PrefillChunk]) -> Step:
     rows_N = np.concatenate([decode, np.asarray([chunk.row for chunk in chunks], np.int64)])
     none = np.empty(0, np.int64)
     return Step(
-        decode_rows=decode, chunks=tuple(chunks), sample_rows=rows_N, sample_chunks=np.arange(len(chunks)),
-        sample_positions=none, sample_tenures=none, restored_rows=none, version=0, swap_out=None, swap_in=None, copies=(),
-    )  # fmt: skip
+        decode_rows=decode,
+        chunks=tuple(chunks),
+        sample_rows=rows_N,
+        sample_chunks=np.arange(len(chunks)),
+        sample_positions=none,
+        sample_tenures=none,
+        restored_rows=none,
+        version=0,
+        swap_out=None,
+        swap_in=None,
+        copies=(),
+    )
 
 
 class Case:
-    """A decoder, its C step, and sequences that a test moves forward by hand. Pages are dealt in a shuffled order."""
+    """A decoder, its C step, and sequences that a test moves forward by hand. Pages are dealt in a
+    shuffled order."""
 
-    def __init__(self, spec: ModelSpec, lengths: list[int], *, page_tokens: int, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        lengths: list[int],
+        *,
+        page_tokens: int,
+        dtype: torch.dtype,
+        seed: int,
+    ) -> None:
         self.spec, self.rng = spec, np.random.default_rng(seed)
         self.decoder = Decoder(spec, device=CPU, dtype=dtype)
         init_weights(self.decoder, seed)
         with torch.no_grad():
-            for parameter in self.decoder.parameters():  # norm weights and biases that differ, larger matrices
-                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+            # norm weights and biases that differ, larger matrices
+            for parameter in self.decoder.parameters():
+                noise = torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())
+                )
                 parameter.copy_(parameter * 3 + 0.1 * noise)
         pages_each = -(-WIDTH // page_tokens)
         self.pool = KvPool(
-            num_layers=spec.num_layers, num_pages=pages_each * len(lengths), num_kv_heads=spec.num_kv_heads,
-            page_tokens=page_tokens, head_dim=spec.head_dim, device=CPU, dtype=dtype,
-        )  # fmt: skip
+            num_layers=spec.num_layers,
+            num_pages=pages_each * len(lengths),
+            num_kv_heads=spec.num_kv_heads,
+            page_tokens=page_tokens,
+            head_dim=spec.head_dim,
+            device=CPU,
+            dtype=dtype,
+        )
         self.pool.tensor.fill_(float("nan"))
         self.rows = InputBatch(len(lengths), page_tokens)
-        self.rows.tokens_RW = self.rng.integers(0, spec.vocab_size, (len(lengths), WIDTH)).astype(np.int32)
+        self.rows.tokens_RW = self.rng.integers(0, spec.vocab_size, (len(lengths), WIDTH)).astype(
+            np.int32
+        )
         shuffled = 1 + self.rng.permutation(pages_each * len(lengths)).astype(np.int32)
         self.rows.table_RP = shuffled.reshape(len(lengths), -1).copy()
         self.lengths = lengths
         self.step = CpuStep(self.decoder, self.pool)
 
     def run(self, pieces: list[tuple[int, int]]) -> Tensor:
-        """Compute (row, count) pieces in one step; return the logits after each piece's last token."""
-        decode = np.asarray([row for row, count in pieces if count == 0], np.int64)  # 0 marks a decoding row
+        """Compute (row, count) pieces in one step; return the logits after each piece's last
+        token."""
+        # 0 marks a decoding row
+        decode = np.asarray([row for row, count in pieces if count == 0], np.int64)
         chunks = [
-            PrefillChunk(row=row, start=int(self.rows.computed_R[row]), count=count) for row, count in pieces if count
+            PrefillChunk(row=row, start=int(self.rows.computed_R[row]), count=count)
+            for row, count in pieces
+            if count
         ]
         step = make_step(decode, chunks)
         self.step._scratch.fill_(255)  # NaN in either dtype
@@ -95,7 +141,9 @@ class Case:
     def expected(self, row: int, dtype: torch.dtype = torch.float64) -> Tensor:
         """Logits after the row's computed tokens, all at once, by torch."""
         wide = Decoder(self.spec, device=CPU, dtype=dtype)
-        wide.load_state_dict({name: tensor.to(dtype) for name, tensor in self.decoder.state_dict().items()})
+        wide.load_state_dict(
+            {name: tensor.to(dtype) for name, tensor in self.decoder.state_dict().items()}
+        )
         count = int(self.rows.computed_R[row])
         tokens_T = torch.from_numpy(self.rows.tokens_RW[row, :count].astype(np.int64))
 
@@ -106,7 +154,9 @@ class Case:
             return wide.logits(wide.hidden(tokens_T, torch.arange(count), attend))[-1]
 
 
-def check_case(spec: ModelSpec, lengths: list[int], page_tokens: int, dtype: torch.dtype, seed: int) -> None:
+def check_case(
+    spec: ModelSpec, lengths: list[int], page_tokens: int, dtype: torch.dtype, seed: int
+) -> None:
     """Prompts in pieces that mix with decoding, then decoding of all."""
     case = Case(spec, lengths, page_tokens=page_tokens, dtype=dtype, seed=seed)
 
@@ -124,8 +174,11 @@ def check_case(spec: ModelSpec, lengths: list[int], page_tokens: int, dtype: tor
 
     first = [max(1, length // 3) for length in lengths]
     check(list(range(len(lengths))), case.run(list(enumerate(first))))
-    for row, length in enumerate(lengths):  # the rest of one prompt beside a decoding step of those before it
-        pieces = [(done, 0) for done in range(row)] + ([(row, length - first[row])] if length > first[row] else [])
+    # the rest of one prompt beside a decoding step of those before it
+    for row, length in enumerate(lengths):
+        pieces = [(done, 0) for done in range(row)] + (
+            [(row, length - first[row])] if length > first[row] else []
+        )
         if pieces:
             check([row for row, _ in pieces], case.run(pieces))
     for _ in range(2):
@@ -145,14 +198,17 @@ def test_steps_agree_with_the_oracle(shape: str, dtype: torch.dtype) -> None:
     head_dim=st.sampled_from([2, 16, 32, 34]),
     seed=st.integers(0, 99),
 )
-def test_any_lengths_and_pages(lengths: list[int], page_tokens: int, head_dim: int, seed: int) -> None:
+def test_any_lengths_and_pages(
+    lengths: list[int], page_tokens: int, head_dim: int, seed: int
+) -> None:
     spec = replace(SPEC, head_dim=head_dim, num_layers=1)
     check_case(spec, lengths, page_tokens=page_tokens, dtype=torch.float32, seed=seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_company_changes_no_bit(dtype: torch.dtype) -> None:
-    """A row alone, in pieces, gives the bits that it gives beside others, whole, and on two threads."""
+    """A row alone, in pieces, gives the bits that it gives beside others, whole, and on two
+    threads."""
     lengths = [90, 17, 64, 3, 40, 81, 5]
 
     def run(together: bool, cut: int) -> Tensor:
@@ -160,7 +216,9 @@ def test_company_changes_no_bit(dtype: torch.dtype) -> None:
         rows = list(range(len(lengths)))
         for group in [rows] if together else [[row] for row in rows]:
             for begin in range(0, max(lengths), cut):
-                pieces = [(row, min(cut, lengths[row] - begin)) for row in group if lengths[row] > begin]
+                pieces = [
+                    (row, min(cut, lengths[row] - begin)) for row in group if lengths[row] > begin
+                ]
                 if pieces:
                     case.run(pieces)
         groups = [rows] if together else [[row] for row in rows]
@@ -174,9 +232,12 @@ def test_company_changes_no_bit(dtype: torch.dtype) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(count=st.integers(1, 20), seed=st.integers(0, 999), scale=st.sampled_from([0.0, 0.3, 4.0, 60.0]))
+@given(
+    count=st.integers(1, 20), seed=st.integers(0, 999), scale=st.sampled_from([0.0, 0.3, 4.0, 60.0])
+)
 def test_choice_is_the_samplers(count: int, seed: int, scale: float) -> None:
-    """Chosen by the kernels as by torch from the same logits: tokens, log-probs, plain log-probs."""
+    """Chosen by the kernels as by torch from the same logits: tokens, log-probs, plain
+    log-probs."""
     rng = np.random.default_rng(seed)
     case = Case(replace(SPEC, vocab_size=int(rng.integers(2, 900)), num_layers=1), [1] * count,
                 page_tokens=16, dtype=torch.float32, seed=seed)  # fmt: skip
@@ -188,7 +249,9 @@ def test_choice_is_the_samplers(count: int, seed: int, scale: float) -> None:
         vocab_size=case.spec.vocab_size, device=CPU,
     )  # fmt: skip
     step = make_step(np.arange(count), [])
-    inverse_N = np.divide(np.float32(1.0), temperature_N, out=np.zeros_like(temperature_N), where=temperature_N > 0)
+    inverse_N = np.divide(
+        np.float32(1.0), temperature_N, out=np.zeros_like(temperature_N), where=temperature_N > 0
+    )
     uniform_N = rng.random(count)
     got = case.step.choose(case.rows, step, inverse_N, uniform_N).sampled
     logits_NV = case.step.logits(case.rows, step).clone()
@@ -208,28 +271,40 @@ def test_unsound_logits_are_told_and_stay_alone(bad: float) -> None:
         case.decoder.embed.weight[5, 7] = bad
     step = make_step(np.arange(3), [])
     for inverse in (0.0, 1.0):
-        got = case.step.choose(case.rows, step, np.full(3, inverse, np.float32), np.full(3, 0.5)).sampled
+        got = case.step.choose(
+            case.rows, step, np.full(3, inverse, np.float32), np.full(3, 0.5)
+        ).sampled
         assert np.isfinite(got.raw_logprobs).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("place", [0, 7, 8, 95, 96])
 def test_one_unsound_logit_is_told_wherever_it_lies(place: int) -> None:
-    """Within the first vector and the last, and in the tail that fills none: 97 tokens are no multiple of any width."""
+    """Within the first vector and the last, and in the tail that fills none: 97 tokens are no
+    multiple of any width."""
     case = Case(replace(SPEC, tied=False), [1, 1], page_tokens=16, dtype=torch.float32, seed=0)
     with torch.no_grad():
         case.decoder.head_weight[place, 3] = float("inf")
     step = make_step(np.arange(2), [])
     for inverse in (0.0, 1.0):
-        got = case.step.choose(case.rows, step, np.full(2, inverse, np.float32), np.full(2, 0.5)).sampled
+        got = case.step.choose(
+            case.rows, step, np.full(2, inverse, np.float32), np.full(2, 0.5)
+        ).sampled
         assert np.isnan(got.raw_logprobs).all() and np.isnan(got.logprobs).all()
 
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 999), scale=st.sampled_from([0.3, 4.0, 60.0]), coldest=st.booleans())
 def test_draws_at_both_ends_take_tokens_with_weight(seed: int, scale: float, coldest: bool) -> None:
-    """Where most tokens weigh nothing, the least and the largest uniform number still find one that does."""
+    """Where most tokens weigh nothing, the least and the largest uniform number still find one that
+    does."""
     vocab = int(np.random.default_rng(seed).integers(2, 900))
-    case = Case(replace(SPEC, vocab_size=vocab, num_layers=1), [1] * 4, page_tokens=16, dtype=torch.float32, seed=seed)
+    case = Case(
+        replace(SPEC, vocab_size=vocab, num_layers=1),
+        [1] * 4,
+        page_tokens=16,
+        dtype=torch.float32,
+        seed=seed,
+    )
     with torch.no_grad():
         case.decoder.final_norm.weight.mul_(scale)
     uniform_N = np.array([0.0, np.nextafter(1.0, 0.0), 0.0, np.nextafter(1.0, 0.0)])

@@ -20,10 +20,14 @@ def test_pieces_cover_every_key_once_and_come_longest_first(lengths, piece_token
         for place, piece in zip(place_I.tolist(), piece_I.tolist(), strict=True)
         for key in range(piece * piece_tokens, min((piece + 1) * piece_tokens, lengths[place]))
     ]
-    assert sorted(keys) == [(place, key) for place, length in enumerate(lengths) for key in range(length)]
+    assert sorted(keys) == [
+        (place, key) for place, length in enumerate(lengths) for key in range(length)
+    ]
     tokens_I = np.minimum(np.array(lengths)[place_I] - piece_I * piece_tokens, piece_tokens)
     assert (np.diff(tokens_I) <= 0).all() and (tokens_I > 0).all()
-    assert sorted((first_B[place_I] + piece_I).tolist()) == list(range(len(item_I))), "a place in the scratch each"
+    assert sorted((first_B[place_I] + piece_I).tolist()) == list(range(len(item_I))), (
+        "a place in the scratch each"
+    )
 
 
 @given(LENGTHS, st.sampled_from([16, 64, 128]))
@@ -45,4 +49,7 @@ def test_arrays_sent_together_are_whole_and_each_begins_on_16_bytes(values):
     assert flat.dtype == np.int32 and [flat[span].tolist() for span in spans] == values
     assert all(span.start * flat.itemsize % 16 == 0 for span in spans)
     assert len(flat) <= sum(len(array) + ALIGN - 1 for array in values)
-    assert all(align(len(array)) % ALIGN == 0 and align(len(array)) - len(array) in range(ALIGN) for array in values)
+    assert all(
+        align(len(array)) % ALIGN == 0 and align(len(array)) - len(array) in range(ALIGN)
+        for array in values
+    )

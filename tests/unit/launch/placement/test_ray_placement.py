@@ -1,4 +1,5 @@
-"""Starting a fleet's workers: one that fails ends the wait for the others, and none is left with its device."""
+"""Starting a fleet's workers: one that fails ends the wait for the others, and none is left with
+its device."""
 
 from __future__ import annotations
 
@@ -22,10 +23,15 @@ from gyre.launch.placement.ray_placement import RayPlacement
     [
         (WorkerFault("no CUDA here"), (RankError, "a worker could not be started: no CUDA here")),
         (ConfigError("a key"), (ConfigError, "a key")),
-        (WorkerLate("worker-1 had not answered"), (RankError, "a worker could not be started: worker-1 had not")),
+        (
+            WorkerLate("worker-1 had not answered"),
+            (RankError, "a worker could not be started: worker-1 had not"),
+        ),
     ],
 )
-def test_a_worker_that_fails_ends_the_wait_for_those_that_wait_for_it(monkeypatch, error, seen) -> None:
+def test_a_worker_that_fails_ends_the_wait_for_those_that_wait_for_it(
+    monkeypatch, error, seen
+) -> None:
     monkeypatch.setattr(ray_placement, "GRACE_S", 0.05)
     ended: list[str] = []
 
@@ -43,7 +49,9 @@ def test_a_worker_that_fails_ends_the_wait_for_those_that_wait_for_it(monkeypatc
             raise RankError("it saw the other one fail")
 
     async def main() -> None:
-        await asyncio.wait_for(ray_placement._all_or_first_error([wait(), late(), fail(), wait()]), 60)
+        await asyncio.wait_for(
+            ray_placement._all_or_first_error([wait(), late(), fail(), wait()]), 60
+        )
 
     with pytest.raises(seen[0], match=seen[1]):
         asyncio.run(main())
@@ -57,7 +65,10 @@ def test_a_worker_that_fails_is_named_before_one_that_is_late() -> None:
         raise error
 
     with pytest.raises(WorkerLost, match="worker-1 is gone"):
-        works = [fail(WorkerLate("worker-0 had not answered")), fail(WorkerLost("worker-1 is gone"))]
+        works = [
+            fail(WorkerLate("worker-0 had not answered")),
+            fail(WorkerLost("worker-1 is gone")),
+        ]
         asyncio.run(ray_placement._all_or_first_error(works))
 
 
@@ -66,7 +77,10 @@ def test_a_worker_that_hangs_while_snapshots_are_looked_through_is_a_lost_rank()
     looked: Future[str] = Future()
     looked.set_result("what it is at")
     handle = SimpleNamespace(
-        name="worker-0", place="here", begin=lambda method, *args: Future(), look=lambda what: looked
+        name="worker-0",
+        place="here",
+        begin=lambda method, *args: Future(),
+        look=lambda what: looked,
     )
     spread: Any = SimpleNamespace(
         _fleet=SimpleNamespace(cluster=None),
@@ -76,7 +90,9 @@ def test_a_worker_that_hangs_while_snapshots_are_looked_through_is_a_lost_rank()
         _patience=Patience(key="snapshot.deadline_s", seconds=0.5),
     )
     spread._make_group = lambda: RayPlacement._make_group(spread)
-    with pytest.raises(RankError, match="looking through step-00000003 hangs: no progress on worker-0") as hung:
+    with pytest.raises(
+        RankError, match="looking through step-00000003 hangs: no progress on worker-0"
+    ) as hung:
         asyncio.run(RayPlacement.look_through(spread, Path("step-00000003")))
     assert "snapshot.deadline_s = 0.5" in hung.value.hint
 
@@ -87,7 +103,11 @@ def test_results_come_in_order_and_nothing_is_nothing() -> None:
             await asyncio.sleep(0)
         return turns
 
-    assert asyncio.run(ray_placement._all_or_first_error([after(3), after(1), after(2)])) == [3, 1, 2]
+    assert asyncio.run(ray_placement._all_or_first_error([after(3), after(1), after(2)])) == [
+        3,
+        1,
+        2,
+    ]
     assert asyncio.run(ray_placement._all_or_first_error([])) == []
 
 
@@ -130,4 +150,6 @@ def test_the_longer_of_two_limits_is_in_force_with_its_name(calls_s, snapshots_s
         _settings=SimpleNamespace(call_deadline_s=calls_s),
         _config=SimpleNamespace(snapshot=SimpleNamespace(deadline_s=snapshots_s)),
     )
-    assert RayPlacement._patience.fget(spread) == Patience(key=key, seconds=max(calls_s, snapshots_s))  # type: ignore[attr-defined]
+    assert RayPlacement._patience.fget(spread) == Patience(
+        key=key, seconds=max(calls_s, snapshots_s)
+    )  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""Run folders: what the command line changed comes back as it was, and runs that are made at once get a name each."""
+"""Run folders: what the command line changed comes back as it was, and runs that are made at once
+get a name each."""
 
 from __future__ import annotations
 
@@ -25,9 +26,18 @@ def config_at(folder: Path, *overrides: str) -> tuple[RunConfig, Path]:
 
 @pytest.mark.parametrize(
     "text",
-    ["{system}\n{prompt}\n", "\n{prompt}", "{prompt}\u2028answer:", "{prompt}\r\n", "{prompt}\x85", "{prompt}\x0b\x0c"],
+    [
+        "{system}\n{prompt}\n",
+        "\n{prompt}",
+        "{prompt}\u2028answer:",
+        "{prompt}\r\n",
+        "{prompt}\x85",
+        "{prompt}\x0b\x0c",
+    ],
 )
-def test_a_value_with_line_breaks_is_the_same_when_the_run_goes_on(tmp_path: Path, text: str) -> None:
+def test_a_value_with_line_breaks_is_the_same_when_the_run_goes_on(
+    tmp_path: Path, text: str
+) -> None:
     overrides = [f"data.template={text}", "trainer.steps=3"]
     config, path = config_at(tmp_path, *overrides)
     assert config.data.template == text
@@ -50,12 +60,19 @@ def test_runs_of_one_name_that_are_made_at_once_get_a_folder_each(tmp_path: Path
     config, path = config_at(tmp_path)
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda _: make_run_folder(config, path, [], "all"), range(24)))
-    assert {folder.name for folder in made} == {"run", *(f"run-{number}" for number in range(2, 25))}
-    assert sorted(folder.name for folder in (tmp_path / "runs").iterdir()) == sorted(folder.name for folder in made)
+    assert {folder.name for folder in made} == {
+        "run",
+        *(f"run-{number}" for number in range(2, 25)),
+    }
+    assert sorted(folder.name for folder in (tmp_path / "runs").iterdir()) == sorted(
+        folder.name for folder in made
+    )
     assert all((folder / "config.toml").read_text() == BASE for folder in made)
 
 
-def test_somebody_else_takes_the_name_at_the_last_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_somebody_else_takes_the_name_at_the_last_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, path = config_at(tmp_path)
     first = make_run_folder(config, path, [], "all")
     exists = Path.exists

@@ -1,5 +1,6 @@
-"""Virtual memory without a GPU: the structures have the driver's layout; the calls come in legal order whatever fails;
-pools, trainer and engine keep contents, identity and addresses over every way through the tiers, and leave nothing."""
+"""Virtual memory without a GPU: the structures have the driver's layout; the calls come in legal
+order whatever fails; pools, trainer and engine keep contents, identity and addresses over every way
+through the tiers, and leave nothing."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ from virtual_driver import GRANULE, FakeLibrary, make_driver
 
 def test_structures_have_the_drivers_layout() -> None:
     """Sizes and offsets of cuda.h on 64-bit Linux."""
-    assert [ctypes.sizeof(kind) for kind in (Location, AllocationFlags, AllocationProp, AccessDesc)] == [8, 8, 32, 12]
+    assert [
+        ctypes.sizeof(kind) for kind in (Location, AllocationFlags, AllocationProp, AccessDesc)
+    ] == [8, 8, 32, 12]
     offsets = {name: getattr(AllocationProp, name).offset for name, _ in AllocationProp._fields_}
     assert offsets == {
         "type": 0,
@@ -78,7 +81,9 @@ def test_a_cpu_has_no_driver() -> None:
 # -- one range
 
 
-def make_memory(size: int = 3 * GRANULE - 5, total: int = 64 << 20) -> tuple[VirtualMemory, FakeLibrary]:
+def make_memory(
+    size: int = 3 * GRANULE - 5, total: int = 64 << 20
+) -> tuple[VirtualMemory, FakeLibrary]:
     driver, library = make_driver(total)
     return VirtualMemory(size, driver, owner="component engine.kv"), library
 
@@ -91,7 +96,15 @@ def test_calls_come_in_legal_order_and_nothing_is_left() -> None:
         assert memory.is_mapped and library.used_bytes == 3 * GRANULE
         memory.unmap()
         assert not memory.is_mapped and library.used_bytes == 0
-    once = ["give_back", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "synchronize", "cuMemUnmap", "cuMemRelease"]
+    once = [
+        "give_back",
+        "cuMemCreate",
+        "cuMemMap",
+        "cuMemSetAccess",
+        "synchronize",
+        "cuMemUnmap",
+        "cuMemRelease",
+    ]
     assert library.calls == ["cuMemGetAllocationGranularity", "cuMemAddressReserve", *3 * once]
     memory.map()
     del memory
@@ -134,7 +147,9 @@ def test_mapping_twice_and_unmapping_twice_are_faults_of_ours() -> None:
 
 def test_too_little_memory_names_the_owner_and_changes_nothing() -> None:
     memory, library = make_memory(total=2 * GRANULE)
-    with pytest.raises(MemoryBudgetError, match=r"component engine\.kv could not be placed on cpu: 49152 bytes"):
+    with pytest.raises(
+        MemoryBudgetError, match=r"component engine\.kv could not be placed on cpu: 49152 bytes"
+    ):
         memory.map()
     assert not memory.is_mapped and not library.handles and len(library.ranges) == 1
     library.total_bytes = 3 * GRANULE
@@ -142,11 +157,15 @@ def test_too_little_memory_names_the_owner_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("function", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
-@pytest.mark.parametrize(("code", "word"), [(1, r"CUDA_ERROR_INVALID_VALUE \(1\)"), (777, "CUDA error 777")])
+@pytest.mark.parametrize(
+    ("code", "word"), [(1, r"CUDA_ERROR_INVALID_VALUE \(1\)"), (777, "CUDA error 777")]
+)
 def test_any_call_that_fails_is_named_and_undone(function: str, code: int, word: str) -> None:
     memory, library = make_memory()
     library.fail = {function: code}
-    with pytest.raises(MemoryBudgetError, match=rf"component engine\.kv: {function} failed on cpu with {word}"):
+    with pytest.raises(
+        MemoryBudgetError, match=rf"component engine\.kv: {function} failed on cpu with {word}"
+    ):
         memory.map()
     assert not memory.is_mapped and not library.handles
     assert all(found.handle is None for found in library.ranges.values())
@@ -167,7 +186,9 @@ def test_a_refused_reservation_is_named() -> None:
 @given(sizes=st.lists(st.integers(0, 3000), max_size=30), limit=st.integers(1, 4000))
 def test_slabs_hold_each_storage_once_and_apart(sizes: list[int], limit: int) -> None:
     placed = plan_slabs(sizes, limit=limit)
-    assert [index for slab in placed for index, _ in slab] == [i for i, size in enumerate(sizes) if size]
+    assert [index for slab in placed for index, _ in slab] == [
+        i for i, size in enumerate(sizes) if size
+    ]
     for slab in placed:
         end = 0
         for index, offset in slab:
@@ -179,7 +200,9 @@ def test_slabs_hold_each_storage_once_and_apart(sizes: list[int], limit: int) ->
 # -- pools
 
 
-def make_pool(folder: Path | None, tensors: dict[str, torch.Tensor], driver: Driver, **options) -> StoragePool:
+def make_pool(
+    folder: Path | None, tensors: dict[str, torch.Tensor], driver: Driver, **options
+) -> StoragePool:
     return StoragePool("actor.params", tensors, folder=folder, device=CPU, driver=driver, **options)
 
 
@@ -188,9 +211,16 @@ def addresses(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(path=st.lists(st.sampled_from(["device", "host", "disk"]), max_size=8), limit=st.sampled_from([600, 1 << 20]))
-def test_contents_and_addresses_survive_any_path(tmp_path: Path, monkeypatch, path: list[Tier], limit: int) -> None:
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    path=st.lists(st.sampled_from(["device", "host", "disk"]), max_size=8),
+    limit=st.sampled_from([600, 1 << 20]),
+)
+def test_contents_and_addresses_survive_any_path(
+    tmp_path: Path, monkeypatch, path: list[Tier], limit: int
+) -> None:
     monkeypatch.setattr(vmm_import, "SLAB_BYTES", limit)
     driver, library = make_driver()
     tensors = make_tensors()
@@ -204,7 +234,11 @@ def test_contents_and_addresses_survive_any_path(tmp_path: Path, monkeypatch, pa
         usage = pool.measure()
         on_device = tier == "device"
         assert isinstance(usage, VirtualUsage)
-        assert usage.mapped_bytes == library.used_bytes == (len(library.ranges) * GRANULE if on_device else 0)
+        assert (
+            usage.mapped_bytes
+            == library.used_bytes
+            == (len(library.ranges) * GRANULE if on_device else 0)
+        )
         held = {"device": usage.device_bytes, "host": usage.host_bytes, "disk": usage.disk_bytes}
         assert held == {"device": 0, "host": 0, "disk": 0, tier: DISTINCT_BYTES}
     pool.move("device")
@@ -222,7 +256,9 @@ def test_contents_and_addresses_survive_any_path(tmp_path: Path, monkeypatch, pa
 
 def test_destroyed_memory_comes_back_zero_at_its_address() -> None:
     driver, library = make_driver()
-    pages = virtual_zeros((4, 100), device=CPU, dtype=torch.bfloat16, driver=driver, owner="component engine.kv")
+    pages = virtual_zeros(
+        (4, 100), device=CPU, dtype=torch.bfloat16, driver=driver, owner="component engine.kv"
+    )
     layer = pages[1]
     assert not pages.any()
     pool = StoragePool("engine.kv", {"kv": pages}, folder=None, device=CPU, driver=driver)
@@ -257,7 +293,9 @@ def test_a_storage_that_someone_else_holds_is_refused_and_stays_whole() -> None:
     driver, library = make_driver()
     tensors = {"weight": torch.ones(50)}
     alias = tensors["weight"].detach()
-    with pytest.raises(MemoryBudgetError, match=r"actor\.params: 200 bytes cannot get an address that stays"):
+    with pytest.raises(
+        MemoryBudgetError, match=r"actor\.params: 200 bytes cannot get an address that stays"
+    ):
         make_pool(None, tensors, driver)
     assert tensors["weight"].data_ptr() == alias.data_ptr()
     gc.collect()
@@ -294,21 +332,25 @@ def test_a_second_pool_takes_over_all_or_nothing() -> None:
 
 def test_readings_count_virtual_memory() -> None:
     """100 bytes of torch in 120, and 50 mapped for 40: the rest of 1000 used is outside."""
-    bare = DeviceReading(free_bytes=600, total_bytes=1000, allocated_bytes=100, reserved_bytes=120, peak_bytes=110)
+    bare = DeviceReading(
+        free_bytes=600, total_bytes=1000, allocated_bytes=100, reserved_bytes=120, peak_bytes=110
+    )
     reading = bare.with_virtual(held_bytes=40, mapped_bytes=50)
     assert asdict(reading) == {**asdict(bare), "allocated_bytes": 140, "reserved_bytes": 170}
     assert (reading.fragment_bytes, reading.outside_bytes) == (30, 230)
 
 
 def test_the_ledgers_proof_counts_virtual_memory(monkeypatch) -> None:
-    """Torch's allocator says 0 bytes all along and the driver counts what is mapped: nothing is unowned, nothing is
-    outside. Bytes that the driver does not get back are noticed."""
+    """Torch's allocator says 0 bytes all along and the driver counts what is mapped: nothing is
+    unowned, nothing is outside. Bytes that the driver does not get back are noticed."""
     driver, library = make_driver()
     total, outside = 1 << 30, 5000
 
     def read(device: torch.device) -> DeviceReading:
         free = total - outside - library.used_bytes
-        return DeviceReading(free_bytes=free, total_bytes=total, allocated_bytes=0, reserved_bytes=0, peak_bytes=7)
+        return DeviceReading(
+            free_bytes=free, total_bytes=total, allocated_bytes=0, reserved_bytes=0, peak_bytes=7
+        )
 
     monkeypatch.setattr(probe, "read_device", read)
     monkeypatch.setattr(probe, "give_back", lambda device, *, collect: None)
@@ -345,7 +387,8 @@ def test_the_ledgers_proof_counts_virtual_memory(monkeypatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_trainer_takes_the_same_steps(monkeypatch, dtype: torch.dtype) -> None:
-    """Weights move into virtual memory at the start and leave between steps: the bits are those of a run without."""
+    """Weights move into virtual memory at the start and leave between steps: the bits are those of
+    a run without."""
 
     def run(driver: Driver | None, moves: Sequence[Tier]) -> list[torch.Tensor]:
         monkeypatch.setattr(trained_model, "find_driver", lambda device: driver)
@@ -353,7 +396,8 @@ def test_a_trainer_takes_the_same_steps(monkeypatch, dtype: torch.dtype) -> None
         trainer = make_trainer(decoder=decoder, objective=GrpoConfig(kl_coef=0.0))
         there = [parameter.data_ptr() for parameter in decoder.parameters()]
         assert all(
-            (memory_under(p.untyped_storage()) is not None) == (driver is not None) for p in decoder.parameters()
+            (memory_under(p.untyped_storage()) is not None) == (driver is not None)
+            for p in decoder.parameters()
         )
         for step in range(2):
             for tier in moves:
@@ -410,7 +454,9 @@ def test_an_engine_answers_the_same_after_kv_and_weights_came_back(monkeypatch, 
             await loop.run_in_executor(compute, lambda: engine.move(["engine.weights"], "host"))
             assert library.used_bytes == 0 and not engine._weights.present
             assert not (await engine.health()).ok
-            await loop.run_in_executor(compute, lambda: engine.move(["engine.weights", "engine.kv"], "device"))
+            await loop.run_in_executor(
+                compute, lambda: engine.move(["engine.weights", "engine.kv"], "device")
+            )
             assert (await engine.health()).ok
             assert [tensor.data_ptr() for tensor in tensors] == there
             assert await answers(engine) == before

@@ -1,5 +1,6 @@
-"""Storage pools: identity and contents survive every way through the tiers; bytes are where the pool says; damage on
-disk, a full disk and a storage that cannot be freed are named errors that lose nothing."""
+"""Storage pools: identity and contents survive every way through the tiers; bytes are where the
+pool says; damage on disk, a full disk and a storage that cannot be freed are named errors that lose
+nothing."""
 
 from __future__ import annotations
 
@@ -24,8 +25,12 @@ from memory_cases import DISTINCT_BYTES, make_tensors
 CPU = torch.device("cpu")
 
 
-def make_pool(folder: Path | None, tensors: dict[str, torch.Tensor] | None = None, **options) -> StoragePool:
-    return StoragePool("actor.params", tensors or make_tensors(), folder=folder, device=CPU, **options)
+def make_pool(
+    folder: Path | None, tensors: dict[str, torch.Tensor] | None = None, **options
+) -> StoragePool:
+    return StoragePool(
+        "actor.params", tensors or make_tensors(), folder=folder, device=CPU, **options
+    )
 
 
 def held(pool: StoragePool) -> tuple[int, int, int]:
@@ -39,8 +44,12 @@ def test_sharing_tensors_count_once(tmp_path: Path) -> None:
     assert held(pool) == (DISTINCT_BYTES, 0, 0)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(path=st.lists(st.sampled_from(["device", "host", "disk"]), max_size=8), seed=st.integers(0, 99))
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    path=st.lists(st.sampled_from(["device", "host", "disk"]), max_size=8), seed=st.integers(0, 99)
+)
 def test_contents_survive_any_path(tmp_path: Path, path: list, seed: int) -> None:
     tensors = make_tensors(seed)
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
@@ -50,7 +59,9 @@ def test_contents_survive_any_path(tmp_path: Path, path: list, seed: int) -> Non
     for tier in path:
         pool.move(tier)
         assert pool.tier == tier == pool.component().tier
-        assert held(pool) == {"device": (size, 0, 0), "host": (0, size, 0), "disk": (0, 0, size)}[tier]
+        assert (
+            held(pool) == {"device": (size, 0, 0), "host": (0, size, 0), "disk": (0, 0, size)}[tier]
+        )
     pool.move("device")
     assert held(pool) == (size, 0, 0)
     for name, tensor in tensors.items():
@@ -61,10 +72,13 @@ def test_contents_survive_any_path(tmp_path: Path, path: list, seed: int) -> Non
     assert tensors["turned"][3, 20] == 5.0
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(path=st.lists(st.sampled_from(["device", "host", "disk", "keep", "free"]), max_size=10))
 def test_kept_pages_serve_again_and_are_counted(tmp_path: Path, path: list) -> None:
-    """Kept from the host to the device; a stay elsewhere, or the word, frees them. Contents survive all of it."""
+    """Kept from the host to the device; a stay elsewhere, or the word, frees them. Contents survive
+    all of it."""
     tensors = make_tensors(3)
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     pool = make_pool(tmp_path, tensors)
@@ -75,7 +89,9 @@ def test_kept_pages_serve_again_and_are_counted(tmp_path: Path, path: list) -> N
             pool.keep_pages(keeps)
             kept &= keeps
         else:
-            kept = word == "device" and ((keeps and pool.tier == "host") or (kept and pool.tier == "device"))
+            kept = word == "device" and (
+                (keeps and pool.tier == "host") or (kept and pool.tier == "device")
+            )
             reused = word == "host" and pool.tier == "device" and held(pool)[1] > 0
             pool.move(word)
             if word == "host":
@@ -125,7 +141,8 @@ def test_destroyed_components_keep_no_pages(tmp_path: Path) -> None:
 
 
 def test_optimiser_and_autograd_go_on_after_a_round_trip(tmp_path: Path) -> None:
-    """Identity survives: the same run with and without moves between its steps gives the same bits."""
+    """Identity survives: the same run with and without moves between its steps gives the same
+    bits."""
 
     def run(moves: tuple) -> torch.Tensor:
         torch.manual_seed(0)
@@ -133,10 +150,16 @@ def test_optimiser_and_autograd_go_on_after_a_round_trip(tmp_path: Path) -> None
         optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
         layer(torch.ones(2, 8)).sum().backward()
         optimizer.step()
-        states = {f"{i}.{k}": v for i, s in enumerate(optimizer.state.values()) for k, v in s.items()}
-        grads = {f"grad.{name}": p.grad for name, p in layer.named_parameters() if p.grad is not None}
+        states = {
+            f"{i}.{k}": v for i, s in enumerate(optimizer.state.values()) for k, v in s.items()
+        }
+        grads = {
+            f"grad.{name}": p.grad for name, p in layer.named_parameters() if p.grad is not None
+        }
         pools = [make_pool(tmp_path, dict(layer.named_parameters()))]
-        pools.append(StoragePool("actor.optimizer", {**states, **grads}, folder=tmp_path, device=CPU))
+        pools.append(
+            StoragePool("actor.optimizer", {**states, **grads}, folder=tmp_path, device=CPU)
+        )
         for step in range(3):
             for tier in moves:
                 for pool in pools:
@@ -210,7 +233,8 @@ def test_damage_on_disk_is_found_and_named(tmp_path: Path, damage: str, target) 
 
 
 def test_a_bad_write_is_noticed_while_the_source_exists(tmp_path: Path, monkeypatch) -> None:
-    """A disk that stores something else than it was given: found by reading back, before anything is freed."""
+    """A disk that stores something else than it was given: found by reading back, before anything
+    is freed."""
     real = disk_file._write_all
 
     def lie(file, host: torch.Tensor) -> None:
@@ -257,7 +281,8 @@ def test_large_segments_go_through_in_parts(tmp_path: Path, monkeypatch) -> None
 
 
 def test_a_storage_that_numpy_saw_still_moves() -> None:
-    """`Tensor.numpy()` marks a storage as not resizable, for good; the pool replaces it under its own tensors."""
+    """`Tensor.numpy()` marks a storage as not resizable, for good; the pool replaces it under its
+    own tensors."""
     tensors = make_tensors()
     before = tensors["fused"].clone()
     tensors["rows"].numpy()

@@ -1,4 +1,5 @@
-"""Loading and exporting: what is refused, and by which name; atomic replacement; scalar heads; fresh weights."""
+"""Loading and exporting: what is refused, and by which name; atomic replacement; scalar heads;
+fresh weights."""
 
 from __future__ import annotations
 
@@ -28,7 +29,14 @@ from gyre.models.scalar_head import ScalarHead
 from gyre.models.spec import ModelSpec, hub_config_from_spec, spec_from_hub_config, spec_from_shape
 
 CPU = torch.device("cpu")
-TINY = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_size": 24}
+TINY = {
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 8,
+    "mlp_size": 24,
+}
 FAMILIES = ["llama", "qwen2", "qwen3"]
 
 
@@ -37,7 +45,9 @@ def make_spec(family: str = "qwen3", tied: bool = True) -> ModelSpec:
     return spec_from_shape(shape, vocab_size=32, bos_id=None, eos_ids=(1,))
 
 
-def make_decoder(spec: ModelSpec | None = None, seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
+def make_decoder(
+    spec: ModelSpec | None = None, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Decoder:
     decoder = Decoder(spec or make_spec(), device=CPU, dtype=dtype)
     init_weights(decoder, seed)
     return decoder
@@ -122,7 +132,9 @@ def test_flops_count_the_matrix_products() -> None:
         ({"head_dim": 7}, "head_dim"),
     ],
 )
-def test_config_that_we_cannot_honour_is_refused_by_key(export: Path, change: dict[str, object], named: str) -> None:
+def test_config_that_we_cannot_honour_is_refused_by_key(
+    export: Path, change: dict[str, object], named: str
+) -> None:
     edit_config(export, **change)
     assert named in refusal(export)
 
@@ -143,7 +155,9 @@ def test_bad_tensors_are_refused_by_name(export: Path, tmp_path: Path) -> None:
 
 
 def test_a_repeated_tied_head_is_accepted_and_another_one_refused(export: Path) -> None:
-    edit_tensors(export, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    edit_tensors(
+        export, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+    )
     load_hub(export, device=CPU, dtype=torch.float32)
     edit_tensors(export, lambda t: t["lm_head.weight"].add_(1.0))
     assert "lm_head.weight differs" in refusal(export)
@@ -153,17 +167,25 @@ def test_a_repeated_tied_head_is_accepted_and_another_one_refused(export: Path) 
 def test_any_run_of_a_checkpoint_is_that_of_the_whole(tmp_path: Path, family: str) -> None:
     """Also of tensors that are fused with us and lie in several files."""
     decoder = make_decoder(make_spec(family, tied=False), dtype=torch.bfloat16)
-    export_hub(decoder, tmp_path / "hub", dtype=torch.bfloat16, tokenizer_files=None, shard_bytes=2000)
+    export_hub(
+        decoder, tmp_path / "hub", dtype=torch.bfloat16, tokenizer_files=None, shard_bytes=2000
+    )
     rng = random.Random(0)
     with closing(Checkpoint(tmp_path / "hub")) as source:
         assert source.shapes == {name: tuple(p.shape) for name, p in decoder.named_parameters()}
         for name, parameter in decoder.named_parameters():
             count = parameter.numel()
-            cuts = [(0, count), (count - 1, count)] + [sorted(rng.sample(range(count + 1), 2)) for _ in range(8)]
+            cuts = [(0, count), (count - 1, count)] + [
+                sorted(rng.sample(range(count + 1), 2)) for _ in range(8)
+            ]
             for start, stop in cuts:
                 out_N = torch.full((stop - start,), math.nan)
                 source.read(name, start, stop, out_N)
-                assert torch.equal(out_N, parameter.detach().view(-1)[start:stop].float()), (name, start, stop)
+                assert torch.equal(out_N, parameter.detach().view(-1)[start:stop].float()), (
+                    name,
+                    start,
+                    stop,
+                )
 
 
 def test_a_repeated_head_is_compared_where_it_is_read(export: Path) -> None:
@@ -180,17 +202,32 @@ def test_a_repeated_head_is_compared_where_it_is_read(export: Path) -> None:
             source.read("embed.weight", 31 * 16, 32 * 16, torch.empty(16))
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the kernel says nothing about pages")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").is_file(), reason="the kernel says nothing about pages"
+)
 def test_a_run_touches_its_own_pages(tmp_path: Path) -> None:
     """Of a file of 64 MB; a whole read is the proof that the count sees pages."""
     spec = spec_from_shape(
-        ShapeConfig.model_validate({**TINY, "hidden_size": 64}), vocab_size=1 << 19, bos_id=None, eos_ids=(1,)
+        ShapeConfig.model_validate({**TINY, "hidden_size": 64}),
+        vocab_size=1 << 19,
+        bos_id=None,
+        eos_ids=(1,),
     )
-    export_hub(make_decoder(spec, dtype=torch.bfloat16), tmp_path / "hub", dtype=torch.bfloat16, tokenizer_files=None)
+    export_hub(
+        make_decoder(spec, dtype=torch.bfloat16),
+        tmp_path / "hub",
+        dtype=torch.bfloat16,
+        tokenizer_files=None,
+    )
     rows, whole = 1 << 13, (1 << 19) * 64
     with closing(Checkpoint(tmp_path / "hub")) as source:
         before = mapped_bytes()
-        source.read("embed.weight", whole // 2, whole // 2 + rows * 64, torch.empty(rows * 64, dtype=torch.bfloat16))
+        source.read(
+            "embed.weight",
+            whole // 2,
+            whole // 2 + rows * 64,
+            torch.empty(rows * 64, dtype=torch.bfloat16),
+        )
         part = mapped_bytes() - before
         source.read("embed.weight", 0, whole, torch.empty(whole, dtype=torch.bfloat16))
         assert part < 8 << 20 and mapped_bytes() - before > 60 << 20
@@ -199,7 +236,9 @@ def test_a_run_touches_its_own_pages(tmp_path: Path) -> None:
 def mapped_bytes() -> int:
     """Pages of mapped files that this process has touched."""
     status = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssFile")))
+    return 1024 * int(
+        next(line.split()[1] for line in status.splitlines() if line.startswith("RssFile"))
+    )
 
 
 def test_missing_and_torn_files_are_refused(export: Path, tmp_path: Path) -> None:
@@ -289,7 +328,13 @@ def test_tokenizer_files_come_along_but_no_foreign_weights(tmp_path: Path) -> No
 def test_scalar_head_round_trip_and_refusal(tmp_path: Path, export: Path) -> None:
     head = ScalarHead(16, device=CPU)
     torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(1))
-    export_hub(make_decoder(), tmp_path / "rm", dtype=torch.bfloat16, tokenizer_files=None, scalar_head=head)
+    export_hub(
+        make_decoder(),
+        tmp_path / "rm",
+        dtype=torch.bfloat16,
+        tokenizer_files=None,
+        scalar_head=head,
+    )
     again = load_scalar_head(tmp_path / "rm", device=CPU)
     assert torch.equal(again.weight, head.weight)
     hidden_NE = torch.randn(3, 16)
@@ -301,15 +346,26 @@ def test_scalar_head_round_trip_and_refusal(tmp_path: Path, export: Path) -> Non
 
 
 def test_init_is_a_function_of_seed_and_name_only() -> None:
-    one, same, other = make_decoder(seed=3), make_decoder(seed=3, dtype=torch.bfloat16), make_decoder(seed=4)
-    for (name, a), b, c in zip(one.named_parameters(), same.parameters(), other.parameters(), strict=True):
+    one, same, other = (
+        make_decoder(seed=3),
+        make_decoder(seed=3, dtype=torch.bfloat16),
+        make_decoder(seed=4),
+    )
+    for (name, a), b, c in zip(
+        one.named_parameters(), same.parameters(), other.parameters(), strict=True
+    ):
         assert torch.equal(a.bfloat16(), b), name
         assert a.isfinite().all()
         assert name.endswith(("norm.weight", "bias")) or not torch.equal(a, c), name
     wide = make_spec()
     deep = Decoder(
-        spec_from_hub_config({**hub_config_from_spec(wide), "num_hidden_layers": 8}), device=CPU, dtype=torch.float32
+        spec_from_hub_config({**hub_config_from_spec(wide), "num_hidden_layers": 8}),
+        device=CPU,
+        dtype=torch.float32,
     )
     init_weights(deep, 3)
-    ratio = deep.get_parameter("layers.0.down.weight").std() / one.get_parameter("layers.0.down.weight").std()
+    ratio = (
+        deep.get_parameter("layers.0.down.weight").std()
+        / one.get_parameter("layers.0.down.weight").std()
+    )
     assert math.isclose(ratio.item(), 0.5, rel_tol=0.01)

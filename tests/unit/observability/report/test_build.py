@@ -1,4 +1,5 @@
-"""The report: one page, bounded, self-contained, true to the events, and safe whatever a completion says."""
+"""The report: one page, bounded, self-contained, true to the events, and safe whatever a completion
+says."""
 
 from __future__ import annotations
 
@@ -76,25 +77,48 @@ def test_nothing_is_loaded_from_anywhere(page: Page) -> None:
     for tag, attrs in page.tags:
         for name in ("src", "href", "action"):
             assert (attrs.get(name) or "#").startswith(("#", "data:")), (tag, attrs)
-    policy = next(attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        attrs["content"]
+        for tag, attrs in page.tags
+        if attrs.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy is not None
     assert "default-src 'none'" in policy
     assert re.search(r"script-src 'sha256-[\w+/=]+';", policy)
     script = page.scripts[-1][1]
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|import\(", script)
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|import\(", script
+    )
 
 
 def test_curves_hold_what_the_events_hold(page: Page) -> None:
     panels = {panel["id"]: panel for panel in page.data["panels"]}
-    wanted = {"reward", "reward_parts", "accuracy", "length", "entropy", "kl", "clip_fraction", "logprob_gap", "loss",
-              "grad_norm", "tokens_per_second", "learning_rate"}  # fmt: skip
+    wanted = {
+        "reward",
+        "reward_parts",
+        "accuracy",
+        "length",
+        "entropy",
+        "kl",
+        "clip_fraction",
+        "logprob_gap",
+        "loss",
+        "grad_norm",
+        "tokens_per_second",
+        "learning_rate",
+    }
     assert wanted <= set(panels)
     reward = panels["reward"]["series"][0]
     assert len(reward["v"]) == 80  # the part that was lived twice counts once
     assert reward["x"] == [120 + step for step in range(1, 81)]  # behind the cold start's steps
     assert [line["name"] for line in panels["reward_parts"]["series"]] == ["answer", "format"]
     held_out = panels["accuracy"]["series"][0]
-    assert (held_out["dots"], held_out["v"][0], held_out["v"][-1], held_out["n"][0]) == (True, 0.0, 0.9398, 512)
+    assert (held_out["dots"], held_out["v"][0], held_out["v"][-1], held_out["n"][0]) == (
+        True,
+        0.0,
+        0.9398,
+        512,
+    )
     assert held_out["lo"][-1] < 0.9398 < held_out["hi"][-1]
     constants = {item["name"]: item["value"] for item in page.data["constants"]}
     assert constants == {"logprob_gap_max": 3.1e-6, "skipped_updates": 0.0}
@@ -102,26 +126,48 @@ def test_curves_hold_what_the_events_hold(page: Page) -> None:
 
 def test_time_memory_and_overlap_are_accounted_for(page: Page) -> None:
     data = page.data
-    assert data["timeline"]["outer"] == ["rollout", "score", "train", "handover", "evaluate", "snapshot"]
+    assert data["timeline"]["outer"] == [
+        "rollout",
+        "score",
+        "train",
+        "handover",
+        "evaluate",
+        "snapshot",
+    ]
     assert data["timeline"]["counts"]["rollout"] == 80
     total = sum(data["timeline"]["seconds"][phase] for phase in data["timeline"]["outer"])
-    assert total + data["timeline"]["unaccounted_s"] == pytest.approx(data["run"]["seconds"], rel=1e-3)
-    assert 5400 < data["run"]["gaps"][0] < 5500  # the time away, and the work that was lost with the kill
+    assert total + data["timeline"]["unaccounted_s"] == pytest.approx(
+        data["run"]["seconds"], rel=1e-3
+    )
+    # the time away, and the work that was lost with the kill
+    assert 5400 < data["run"]["gaps"][0] < 5500
     overlap = data["overlap"]["total"]
-    assert overlap["hidden_s"] == pytest.approx(overlap["rollout_s"] + overlap["reference_s"], abs=1e-3)
+    assert overlap["hidden_s"] == pytest.approx(
+        overlap["rollout_s"] + overlap["reference_s"], abs=1e-3
+    )
     memory = data["memory"]
     assert set(memory["owners"]) >= {"engine.kv", "actor.optimizer", "reference"}
     assert max(memory["tiers"]["disk"]["reference"]) == 13 << 20
     assert memory["whole"]["bytes"] == 192 << 20 and memory["whole"]["line"] is not None
 
 
-@pytest.mark.parametrize(("whole_mib", "drawn"), [(64, True), (256, True), (257, False), (12_000, False)])
-def test_a_large_device_is_a_caption_and_does_not_dwarf_the_chart(tmp_path: Path, whole_mib: int, drawn: bool) -> None:
+@pytest.mark.parametrize(
+    ("whole_mib", "drawn"), [(64, True), (256, True), (257, False), (12_000, False)]
+)
+def test_a_large_device_is_a_caption_and_does_not_dwarf_the_chart(
+    tmp_path: Path, whole_mib: int, drawn: bool
+) -> None:
     log = EventLog(tmp_path / "events.jsonl", attempt=1)
     log.emit("run.started", device="cpu")
     for step, used_mib in enumerate((16, 64, 32)):
         owners = {"actor.params": {"device": used_mib << 20, "host": 0, "disk": 0}}
-        log.emit("memory", phase="train", step=step, owners=owners, device_free_bytes=(whole_mib - used_mib) << 20)
+        log.emit(
+            "memory",
+            phase="train",
+            step=step,
+            owners=owners,
+            device_free_bytes=(whole_mib - used_mib) << 20,
+        )
     whole = gather(tmp_path)["memory"]["whole"]
     assert whole["bytes"] == whole_mib << 20 and "CPU" in whole["name"]
     assert (whole["line"] is not None) is drawn
@@ -169,24 +215,50 @@ def test_config_and_plan_are_shown_as_they_are(page: Page) -> None:
     assert "clip_high = 0.28" in page.data["files"][0]["text"]
 
 
-HOSTILE = '</script><script>document.title="pwned"</script><img src=x onerror=alert(1)><!-- {{script}} \u2028 & \ud800'
+HOSTILE = (
+    '</script><script>document.title="pwned"</script><img src=x onerror=alert(1)><!-- '
+    "{{script}} \u2028 & \ud800"
+)
 
 
 def write_hostile(folder: Path) -> Path:
     log = EventLog(folder / "events.jsonl", attempt=1, clock=Clock())
     samples = SampleLog(folder / "samples.jsonl", log)
-    log.emit("run.started", name=HOSTILE, objective=HOSTILE, model=HOSTILE, stages=[{"name": HOSTILE, "steps": 1}])
+    log.emit(
+        "run.started",
+        name=HOSTILE,
+        objective=HOSTILE,
+        model=HOSTILE,
+        stages=[{"name": HOSTILE, "steps": 1}],
+    )
     log.emit("stage.started", stage=HOSTILE)
     log.emit(f"warn.{HOSTILE}", text=HOSTILE)
     for step in (1, 2):
-        log.emit("step.done", step=step, metrics={HOSTILE: step, "reward": step, f"reward/{HOSTILE}": -step})
+        log.emit(
+            "step.done",
+            step=step,
+            metrics={HOSTILE: step, "reward": step, f"reward/{HOSTILE}": -step},
+        )
         log.emit("phase.ended", phase=HOSTILE, step=step, seconds=0.1)
         log.emit("memory", phase=HOSTILE, step=step, bytes={HOSTILE: {"device": step}})
         log.emit("eval.done", name=HOSTILE, accuracy=0.5, n=2, step=step)
     part = {"name": HOSTILE, "value": math.nan, "weight": 1, "reason": HOSTILE, "outcome": HOSTILE}
-    samples.write({"step": 1, "stage": HOSTILE, "rollout_id": HOSTILE, "group_id": HOSTILE, "prompt": HOSTILE,
-                   "completion": HOSTILE, "tokens": [1, 2], "pieces": [HOSTILE, "\ud83d"], "logprobs": [-1, None],
-                   "score": math.nan, "parts": [part], "finish": HOSTILE})  # fmt: skip
+    samples.write(
+        {
+            "step": 1,
+            "stage": HOSTILE,
+            "rollout_id": HOSTILE,
+            "group_id": HOSTILE,
+            "prompt": HOSTILE,
+            "completion": HOSTILE,
+            "tokens": [1, 2],
+            "pieces": [HOSTILE, "\ud83d"],
+            "logprobs": [-1, None],
+            "score": math.nan,
+            "parts": [part],
+            "finish": HOSTILE,
+        }
+    )
     (folder / "config.toml").write_bytes(b'a = "</script><script>1</script>"\n\xff\xfe')
     return folder
 
@@ -204,7 +276,11 @@ def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
 
 
 @settings(max_examples=200)
-@given(value=st.recursive(st.text(st.characters()), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+@given(
+    value=st.recursive(
+        st.text(st.characters()), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+    )
+)
 def test_embedded_json_reads_back_and_cannot_end_its_element(value: Any) -> None:
     text = embed_json({"v": value})
     assert json.loads(text) == {"v": value}
@@ -230,9 +306,20 @@ def test_evaluations_are_judged_by_what_they_have(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock())
     for step, loss, accuracy in ((0, 5.8, 0.2), (9, 0.1, 0.9)):
         log.emit("eval.done", stage="sft", name="loss", loss=loss, n=16, step=step)
-        log.emit("eval.done", stage="main", name="accuracy", accuracy=accuracy, n=64, step=step, detail={"length": 40})
+        log.emit(
+            "eval.done",
+            stage="main",
+            name="accuracy",
+            accuracy=accuracy,
+            n=64,
+            step=step,
+            detail={"length": 40},
+        )
     data = Page(write_report(tmp_path).read_text()).data
-    titles = [(outcome["title"], outcome["unit"], outcome["after"]["value"]) for outcome in data["outcomes"]]
+    titles = [
+        (outcome["title"], outcome["unit"], outcome["after"]["value"])
+        for outcome in data["outcomes"]
+    ]
     assert titles == [("held-out accuracy", "fraction", 0.9), ("held-out loss", "", 0.1)]
     panels = {panel["id"]: [line["name"] for line in panel["series"]] for panel in data["panels"]}
     assert panels == {"accuracy": ["held out"], "length": ["held out"], "loss": ["held out"]}
@@ -260,7 +347,9 @@ def test_a_long_run_stays_a_small_page_and_says_so(tmp_path: Path) -> None:
     max_tokens=st.integers(1, 5000),
     max_steps=st.integers(2, 20),
 )
-def test_chosen_samples_are_bounded_and_keep_first_and_last(sizes: list, max_tokens: int, max_steps: int) -> None:
+def test_chosen_samples_are_bounded_and_keep_first_and_last(
+    sizes: list, max_tokens: int, max_steps: int
+) -> None:
     groups = [
         GroupRef(stage="main", step=step, group_id=f"{step}-{at}", offsets=(0,), num_tokens=tokens)
         for step, members in enumerate(sizes)
@@ -323,8 +412,17 @@ def test_a_phase_that_a_kill_left_open_is_drawn_only_in_the_newest_attempt(tmp_p
 
 def test_stages_lie_end_to_end_or_keep_their_own_numbers() -> None:
     def story(*steps: tuple[str, int]):
-        rows = [{"seq": n, "attempt": 1, "t": float(n), "kind": "step.done", "stage": stage, "step": step}
-                for n, (stage, step) in enumerate(steps)]  # fmt: skip
+        rows = [
+            {
+                "seq": n,
+                "attempt": 1,
+                "t": float(n),
+                "kind": "step.done",
+                "stage": stage,
+                "step": step,
+            }
+            for n, (stage, step) in enumerate(steps)
+        ]
         return tell(rows)
 
     restarted = story(("a", 1), ("a", 2), ("b", 1), ("b", 2))
@@ -362,32 +460,68 @@ def test_every_metric_has_at_most_one_place() -> None:
         assert where[0].panel_id == panel_id
     assert place("kl_bounded_fraction") is None
     assert pick({"reward/answer": 1.0, "policy_loss": 2.0, "loss": 3.0}, "loss") == 3.0
-    assert all(matches(pattern, pattern.replace("*", "x")) for panel in PANELS for pattern in panel.metrics)
+    assert all(
+        matches(pattern, pattern.replace("*", "x")) for panel in PANELS for pattern in panel.metrics
+    )
 
 
 def test_sample_rows_hold_the_completion_only() -> None:
-    prompt = Prompt(prompt_id="p", tokens=np.array([1, 2], np.int32), text="2+2=", task={}, source="s")
+    prompt = Prompt(
+        prompt_id="p", tokens=np.array([1, 2], np.int32), text="2+2=", task={}, source="s"
+    )
     rollout = Rollout(
-        rollout_id="r", group_id="g", prompt=prompt, tokens=np.array([1, 2, 3, 4], np.int32),
-        sampled=np.array([False, False, True, False]), logprobs=np.array([0, 0, -0.123456, 0], np.float32),
-        raw_logprobs=np.zeros(4, np.float32), versions=np.full(4, -1, np.int32), sampling=Sampling(), finish="stop",
+        rollout_id="r",
+        group_id="g",
+        prompt=prompt,
+        tokens=np.array([1, 2, 3, 4], np.int32),
+        sampled=np.array([False, False, True, False]),
+        logprobs=np.array([0, 0, -0.123456, 0], np.float32),
+        raw_logprobs=np.zeros(4, np.float32),
+        versions=np.full(4, -1, np.int32),
+        sampling=Sampling(),
+        finish="stop",
         text="4",
-    )  # fmt: skip
-    score = Score(rollout_id="r", value=1.0, parts=(ScorePart(name="answer", value=1.0, weight=1.0, reason="equal"),))
+    )
+    score = Score(
+        rollout_id="r",
+        value=1.0,
+        parts=(ScorePart(name="answer", value=1.0, weight=1.0, reason="equal"),),
+    )
     row = sample_row(rollout, score, step=3, stage="main", pieces=["4", "!"])
     assert (row["tokens"], row["pieces"], row["logprobs"]) == ([3, 4], ["4", "!"], [-0.1235, None])
-    assert row["parts"] == [{"name": "answer", "value": 1.0, "weight": 1.0, "reason": "equal", "outcome": "ok"}]
+    assert row["parts"] == [
+        {"name": "answer", "value": 1.0, "weight": 1.0, "reason": "equal", "outcome": "ok"}
+    ]
     json.dumps(row)
 
 
 def test_numbers_of_the_machine_have_panels_and_a_trace_is_listed(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl", attempt=1)
-    measured = {"mfu": 0.41, "train_tokens_per_second_per_device": 9515.0, "communication_wait_seconds": 0.02,
-                "sent_bytes/all_gather": 3e9, "sent_bytes/reduce_scatter": 6e9}  # fmt: skip
+    measured = {
+        "mfu": 0.41,
+        "train_tokens_per_second_per_device": 9515.0,
+        "communication_wait_seconds": 0.02,
+        "sent_bytes/all_gather": 3e9,
+        "sent_bytes/reduce_scatter": 6e9,
+    }
     for step in (1, 2):
-        log.emit("step.done", stage="main", step=step, metrics={name: value * step for name, value in measured.items()})
-    log.emit("trace.written", step=2, file="traces/step-2.trace.json.gz", seconds=0.5, compute_s=0.4, idle_s=0.1,
-             communication_s=0.0, exposed_s=0.0, top=[{"name": "aten::mm", "calls": 3, "seconds": 0.3}])  # fmt: skip
+        log.emit(
+            "step.done",
+            stage="main",
+            step=step,
+            metrics={name: value * step for name, value in measured.items()},
+        )
+    log.emit(
+        "trace.written",
+        step=2,
+        file="traces/step-2.trace.json.gz",
+        seconds=0.5,
+        compute_s=0.4,
+        idle_s=0.1,
+        communication_s=0.0,
+        exposed_s=0.0,
+        top=[{"name": "aten::mm", "calls": 3, "seconds": 0.3}],
+    )
     data = gather(tmp_path)
     panels = {panel["id"]: panel for panel in data["panels"]}
     assert {"mfu", "tokens_per_second", "communication", "sent_bytes"} == set(panels)
@@ -396,4 +530,8 @@ def test_numbers_of_the_machine_have_panels_and_a_trace_is_listed(tmp_path: Path
         "sent_bytes/all_gather", "sent_bytes/reduce_scatter"
     ]  # fmt: skip
     (file,) = data["files"]
-    assert file["name"] == "traces/step-2.trace.json.gz" and "aten::mm" in file["text"] and "Perfetto" in file["text"]
+    assert (
+        file["name"] == "traces/step-2.trace.json.gz"
+        and "aten::mm" in file["text"]
+        and "Perfetto" in file["text"]
+    )

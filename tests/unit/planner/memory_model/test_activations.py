@@ -1,4 +1,5 @@
-"""The activation formulas against what autograd really keeps, and sizes of models against transformers."""
+"""The activation formulas against what autograd really keeps, and sizes of models against
+transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("changes", "lengths", "dtype", "targets", "vocab"), CASES)
-def test_formula_is_what_autograd_keeps_on_this_cpu(changes, lengths, dtype, targets, vocab) -> None:
+def test_formula_is_what_autograd_keeps_on_this_cpu(
+    changes, lengths, dtype, targets, vocab
+) -> None:
     spec = make_spec(vocab, **changes)
     real = kept_bytes(spec, lengths, getattr(torch, dtype), num_targets=targets)
     tokens = sum(lengths)
@@ -47,16 +50,21 @@ def test_formula_is_what_autograd_keeps_on_this_cpu(changes, lengths, dtype, tar
     ("changes", "lengths", "dtype", "targets", "vocab"),
     [case for case in CASES if case[0].get("head_dim", 32) % 32 == 0][:2],
 )
-def test_formula_by_torch_where_widths_are_no_whole_vectors(changes, lengths, dtype, targets, vocab) -> None:
+def test_formula_by_torch_where_widths_are_no_whole_vectors(
+    changes, lengths, dtype, targets, vocab
+) -> None:
     spec = make_spec(vocab, **changes, hidden_size=120, mlp_size=392, head_dim=24)
     real = kept_bytes(spec, lengths, getattr(torch, dtype), num_targets=targets)
     tokens = sum(lengths)
     size = {"tokens": tokens, "targets": targets or tokens, "longest": max(lengths)}
-    assert saved_bytes(model_numbers(spec), dtype, "torch_cpu", "none", **size) == pytest.approx(real, rel=0.02)
+    assert saved_bytes(model_numbers(spec), dtype, "torch_cpu", "none", **size) == pytest.approx(
+        real, rel=0.02
+    )
 
 
 class Flash(torch.autograd.Function):
-    """Keeps what a flash kernel keeps, and computes nothing: the rest of the layer is the real one."""
+    """Keeps what a flash kernel keeps, and computes nothing: the rest of the layer is the real
+    one."""
 
     @staticmethod
     def forward(ctx, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
@@ -75,11 +83,14 @@ def flash(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout) -> 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_formula_of_a_gpu_by_torch_around_what_flash_attention_keeps(family) -> None:
-    """Norms, heads and products by torch as on a GPU without Triton; tests/gpu has the real kernels."""
+    """Norms, heads and products by torch as on a GPU without Triton; tests/gpu has the real
+    kernels."""
     spec = make_spec(512, family=family, hidden_size=120, mlp_size=392, head_dim=24, num_heads=6)
     real = kept_bytes(spec, [384, 384], torch.bfloat16, attention=flash)
     size = {"tokens": 768, "targets": 768, "longest": 384}
-    assert saved_bytes(model_numbers(spec), "bfloat16", "torch_cuda", "none", **size) == pytest.approx(real, rel=0.02)
+    assert saved_bytes(
+        model_numbers(spec), "bfloat16", "torch_cuda", "none", **size
+    ) == pytest.approx(real, rel=0.02)
 
 
 HAS_MODES = "checkpointing" in inspect.signature(Decoder.hidden).parameters
@@ -89,7 +100,8 @@ HAS_MODES = "checkpointing" in inspect.signature(Decoder.hidden).parameters
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize(("targets", "vocab"), [(None, 512), (700, 4096)])
 def test_formula_of_each_mode_of_checkpointing(mode, targets, vocab) -> None:
-    """At a length whose probabilities attention does not keep: they are no part of a layer's plan."""
+    """At a length whose probabilities attention does not keep: they are no part of a layer's
+    plan."""
     spec = make_spec(vocab, num_layers=4)
     real = kept_bytes(spec, [384, 384], torch.float32, num_targets=targets, checkpointing=mode)
     size = {"tokens": 768, "targets": targets or 768, "longest": 384}
@@ -102,14 +114,17 @@ def test_8_bit_products_keep_the_same() -> None:
     spec = make_spec(512, num_layers=4)
     real = kept_bytes(spec, [384, 384], torch.bfloat16, float8=frozenset(PROJECTIONS))
     size = {"tokens": 768, "targets": 768, "longest": 384}
-    assert saved_bytes(model_numbers(spec), "bfloat16", saving_on_cpu(), "none", **size) == pytest.approx(
-        real, rel=0.02
-    )
+    assert saved_bytes(
+        model_numbers(spec), "bfloat16", saving_on_cpu(), "none", **size
+    ) == pytest.approx(real, rel=0.02)
 
 
 def test_checkpointing_keeps_less() -> None:
     model = model_numbers(SHAPES["llama-3-8b"])
-    sizes = [layer_bytes(model, "bfloat16", "triton", mode, longest=8192) for mode in ("none", "selective", "full")]
+    sizes = [
+        layer_bytes(model, "bfloat16", "triton", mode, longest=8192)
+        for mode in ("none", "selective", "full")
+    ]
     assert sizes[0] > sizes[1] > sizes[2] == 8192, "the survey's 2h, exact"
 
 
@@ -122,14 +137,21 @@ def test_checkpointing_keeps_less() -> None:
 )
 def test_more_tokens_layers_or_targets_never_keep_less(tokens, layers, saving, mode) -> None:
     def size(**changes: int) -> int:
-        asked = {"tokens": tokens, "targets": tokens // 2, "longest": 64, "layers": layers} | changes
+        asked = {
+            "tokens": tokens,
+            "targets": tokens // 2,
+            "longest": 64,
+            "layers": layers,
+        } | changes
         model = model_numbers(make_spec(32_768, num_layers=asked.pop("layers")))
         return saved_bytes(model, "bfloat16", saving, mode, **asked)
 
     assert size(tokens=tokens + 64) > size()
     assert size(layers=layers + 1) > size()
     grown = size(targets=tokens // 2 + 8)
-    assert grown > size() or mode == "full" or tokens // 2 <= 4096, "probabilities are kept of few rows only"
+    assert grown > size() or mode == "full" or tokens // 2 <= 4096, (
+        "probabilities are kept of few rows only"
+    )
 
 
 PUBLISHED = {

@@ -1,5 +1,5 @@
-"""Predicted bytes against real ones: components against a Decoder and its KV, working memory against the tensors that
-autograd saves and the ones that a pass allocates."""
+"""Predicted bytes against real ones: components against a Decoder and its KV, working memory
+against the tensors that autograd saves and the ones that a pass allocates."""
 
 from __future__ import annotations
 
@@ -53,8 +53,12 @@ def make_inputs(spec: ModelSpec, **changes) -> PlanInputs:
 def test_component_bytes_are_those_of_real_tensors(dtype) -> None:
     spec = make_spec()
     decoder = Decoder(spec, device=CPU, dtype=getattr(torch, dtype))
-    inputs = make_inputs(spec, reference=True, critic=True, shared_weights=False, reward_model=numbers(spec))
-    found = {c.name: c for c in predict_components(inputs, dtype=dtype, page_tokens=16, kv_pages=10)}
+    inputs = make_inputs(
+        spec, reference=True, critic=True, shared_weights=False, reward_model=numbers(spec)
+    )
+    found = {
+        c.name: c for c in predict_components(inputs, dtype=dtype, page_tokens=16, kv_pages=10)
+    }
     weights = sum(parameter.nbytes for parameter in decoder.parameters())
     count = sum(parameter.numel() for parameter in decoder.parameters())
     for name in ("actor.params", "critic.params", "reference", "reward", "engine.weights"):
@@ -63,7 +67,9 @@ def test_component_bytes_are_those_of_real_tensors(dtype) -> None:
     optimizer.param_groups[0]["params"][0].grad = torch.zeros(count)
     optimizer.step()
     state = next(iter(optimizer.state.values()))
-    assert found["actor.optimizer"].size_bytes == state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes
+    assert (
+        found["actor.optimizer"].size_bytes == state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes
+    )
     assert found["actor.grads"].size_bytes == 4 * count
     assert ("actor.master" in found) == (dtype == "bfloat16")
     page = torch.zeros(3, 2, 16, 2, 32, dtype=getattr(torch, dtype))
@@ -73,11 +79,16 @@ def test_component_bytes_are_those_of_real_tensors(dtype) -> None:
 
 def test_shared_weights_have_no_component_of_their_own_and_serve_rollouts() -> None:
     spec = make_spec()
-    shared = {c.name: c for c in predict_components(make_inputs(spec), dtype="float32", page_tokens=16, kv_pages=4)}
+    shared = {
+        c.name: c
+        for c in predict_components(make_inputs(spec), dtype="float32", page_tokens=16, kv_pages=4)
+    }
     assert "engine.weights" not in shared
     assert "rollout" in shared["actor.params"].phases
     apart = make_inputs(spec, shared_weights=False)
-    split = {c.name: c for c in predict_components(apart, dtype="float32", page_tokens=16, kv_pages=4)}
+    split = {
+        c.name: c for c in predict_components(apart, dtype="float32", page_tokens=16, kv_pages=4)
+    }
     assert "rollout" not in split["actor.params"].phases
     assert "rollout" in split["engine.weights"].phases
 
@@ -99,8 +110,12 @@ def saved_bytes(spec: ModelSpec, lengths: list[int], dtype: torch.dtype) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden_TE = decoder.hidden(tokens_T, positions_T, lambda _, q, k, v: varlen_attention(q, k, v, layout))
-        logprobs_T, _ = token_logprobs(hidden_TE, decoder.head_weight, tokens_T, torch.ones(len(tokens_T)))
+        hidden_TE = decoder.hidden(
+            tokens_T, positions_T, lambda _, q, k, v: varlen_attention(q, k, v, layout)
+        )
+        logprobs_T, _ = token_logprobs(
+            hidden_TE, decoder.head_weight, tokens_T, torch.ones(len(tokens_T))
+        )
         logprobs_T.sum()
     return sum(storage.nbytes() for storage in kept.values())
 
@@ -115,10 +130,14 @@ def saved_bytes(spec: ModelSpec, lengths: list[int], dtype: torch.dtype) -> int:
         ({"family": "llama"}, [200, 40, 80, 120, 128, 128], "float32"),
     ],
 )
-def test_activations_are_estimated_from_above_and_not_wildly(changes, lengths: list[int], dtype: str) -> None:
+def test_activations_are_estimated_from_above_and_not_wildly(
+    changes, lengths: list[int], dtype: str
+) -> None:
     spec = make_spec(**changes)
     real = saved_bytes(spec, lengths, getattr(torch, dtype))
-    guess = activation_bytes(numbers(spec), dtype, sum(lengths), longest=max(lengths), saving=SAVING)  # pyright: ignore
+    guess = activation_bytes(
+        numbers(spec), dtype, sum(lengths), longest=max(lengths), saving=SAVING
+    )  # pyright: ignore
     assert real <= guess <= 3 * real, (real, guess)
 
 
@@ -136,7 +155,13 @@ def test_estimates_grow_with_what_they_depend_on() -> None:
 
 def test_working_memory_of_phases() -> None:
     spec = make_spec()
-    size = {"dtype": "float32", "saving": "torch_cpu", "tokens_per_chunk": 1024, "page_tokens": 16, "max_running": 32}
+    size = {
+        "dtype": "float32",
+        "saving": "torch_cpu",
+        "tokens_per_chunk": 1024,
+        "page_tokens": 16,
+        "max_running": 32,
+    }
     online = working_bytes(make_inputs(spec), **size)
     assert online["handover"] == 0
     assert online["rollout"] == online["evaluate"] > 0
@@ -148,13 +173,21 @@ def test_working_memory_of_phases() -> None:
 
 
 def test_an_engine_on_a_gpu_keeps_its_buffers_in_every_phase() -> None:
-    """Logits alone are rows × vocabulary; in invariant mode the attention's scratch grows with the context."""
+    """Logits alone are rows × vocabulary; in invariant mode the attention's scratch grows with the
+    context."""
     spec = make_spec(vocab_size=5000)
     size = {"dtype": "bfloat16", "tokens_per_chunk": 1024, "page_tokens": 64, "max_running": 32}
-    here, gpu = (working_bytes(make_inputs(spec), saving=saving, **size) for saving in ("c_cpu", "torch_cuda"))
+    here, gpu = (
+        working_bytes(make_inputs(spec), saving=saving, **size)
+        for saving in ("c_cpu", "torch_cuda")
+    )
     kept = engine_buffer_bytes(make_inputs(spec), dtype="bfloat16", page_tokens=64, max_running=32)
     assert gpu["handover"] == kept > 2 * 32 * 5000
     assert here["handover"] == 0 and gpu["rollout"] == here["rollout"] + kept
-    assert working_bytes(make_inputs(spec, online=False), saving="torch_cuda", **size)["handover"] == 0
+    assert (
+        working_bytes(make_inputs(spec, online=False), saving="torch_cuda", **size)["handover"] == 0
+    )
     invariant = make_inputs(spec, batch_invariant=True)
-    assert engine_buffer_bytes(invariant, dtype="bfloat16", page_tokens=64, max_running=32) > 2 * kept
+    assert (
+        engine_buffer_bytes(invariant, dtype="bfloat16", page_tokens=64, max_running=32) > 2 * kept
+    )

@@ -57,17 +57,38 @@ from gyre.planner.plan import ModelNumbers, PlanInputs, Shards
 # Per layer: q|k|v 64 rows, output 20 × 32, MLP 3 × 20 × 50, norms 2 × 20 + 2 × 8: 1,280 + 640 + 3,000 + 56 = 4,976.
 # Around: embedding 100 × 20 and the final norm, 2,020.
 TOY = ModelNumbers(
-    num_parameters=3 * 4976 + 2020, vocab_size=100, hidden_size=20, num_layers=3, num_heads=4, num_kv_heads=2,
-    head_dim=8, mlp_size=50, context_tokens=1024, tied=True, qkv_bias=False, qk_norm=True,
-)  # fmt: skip
+    num_parameters=3 * 4976 + 2020,
+    vocab_size=100,
+    hidden_size=20,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_size=50,
+    context_tokens=1024,
+    tied=True,
+    qkv_bias=False,
+    qk_norm=True,
+)
 UNTIED = replace(TOY, tied=False, num_parameters=TOY.num_parameters + 2000)
 P = 16_948  # of TOY
-# Rows of whole blocks of 256: two matrices 300 × 256; per layer 512 × 256, 256 × 256, 1024 × 256 and 256 × 512.
+# Rows of whole blocks of 256: two matrices 300 × 256; per layer 512 × 256, 256 × 256, 1024 × 256
+# and 256 × 512.
 CODED = 2 * 300 * 256 + 2 * (512 + 256 + 1024 + 512) * 256
 WIDE = ModelNumbers(
-    num_parameters=CODED + 2 * 640 + 256, vocab_size=300, hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=64, mlp_size=512, context_tokens=1024, tied=False, qkv_bias=False, qk_norm=True,
-)  # fmt: skip
+    num_parameters=CODED + 2 * 640 + 256,
+    vocab_size=300,
+    hidden_size=256,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    mlp_size=512,
+    context_tokens=1024,
+    tied=False,
+    qkv_bias=False,
+    qk_norm=True,
+)
 
 
 def make_layout(**changes: Any) -> Layout:
@@ -84,9 +105,15 @@ FLAT = make_layout(zero=0, shard_ranks=1)
 
 def make_inputs(**changes: Any) -> PlanInputs:
     base: dict[str, Any] = {
-        "model": TOY, "objective": "grpo", "online": True, "prompts_per_step": 4, "completions_per_prompt": 2,
-        "max_prompt_tokens": 10, "max_completion_tokens": 30, "engine_tokens_per_step": 7,
-    }  # fmt: skip
+        "model": TOY,
+        "objective": "grpo",
+        "online": True,
+        "prompts_per_step": 4,
+        "completions_per_prompt": 2,
+        "max_prompt_tokens": 10,
+        "max_completion_tokens": 30,
+        "engine_tokens_per_step": 7,
+    }
     return PlanInputs(**{**base, **changes})
 
 
@@ -101,11 +128,21 @@ def test_each_tensor_that_a_layer_keeps() -> None:
     }  # fmt: skip
     fused = everywhere | {"attention.qk": 96, "attention.log_total": 16}
     product, activated = {"mlp.product_TM": 100}, {"mlp.activated_TM": 100}
-    kept = {how: kept_by_layer(TOY, "bfloat16", how, longest=100) for how in ("triton", "c_cpu", "torch_cuda")}
-    assert kept == {"triton": fused, "c_cpu": fused | product, "torch_cuda": fused | product | activated}
-    assert kept_by_layer(TOY, "bfloat16", "torch_cpu", longest=100) == everywhere | product | activated | {
-        "attention.q_k_v": 128, "attention.probabilities": 2 * 4 * 100
-    }  # fmt: skip
+    kept = {
+        how: kept_by_layer(TOY, "bfloat16", how, longest=100)
+        for how in ("triton", "c_cpu", "torch_cuda")
+    }
+    assert kept == {
+        "triton": fused,
+        "c_cpu": fused | product,
+        "torch_cuda": fused | product | activated,
+    }
+    assert kept_by_layer(
+        TOY, "bfloat16", "torch_cpu", longest=100
+    ) == everywhere | product | activated | {
+        "attention.q_k_v": 128,
+        "attention.probabilities": 2 * 4 * 100,
+    }
     plain = replace(TOY, qk_norm=False)
     assert kept_by_layer(plain, "float32", "triton", longest=100)["rstd_TJ1"] == 0
     assert kept_by_layer(plain, "float32", "triton", longest=100)["qkv_TR"] == 256
@@ -139,14 +176,19 @@ def test_what_checkpointing_leaves_of_a_layer() -> None:
     def again(saving: Any, mode: Any) -> int:
         return again_bytes(TOY, "bfloat16", saving, mode, 10, longest=300)
 
-    assert [again("triton", mode) for mode in ("none", "selective", "full")] == [0, 10 * 240, 10 * 656]
+    assert [again("triton", mode) for mode in ("none", "selective", "full")] == [
+        0,
+        10 * 240,
+        10 * 656,
+    ]
     assert again("c_cpu", "selective") == 10 * 340
     assert forward_layer_bytes(TOY, "bfloat16", "triton", 10, longest=300) == 10 * 696
 
 
 def test_what_a_chunk_keeps_from_embedding_to_log_probs() -> None:
-    """Ids and rotary tables 8 + 32 per token; per target two rows of 40, 24 of statistics and indices, 200 of the
-    vocabulary. Where not every token is a target the last MLP and the head have the targets' rows alone."""
+    """Ids and rotary tables 8 + 32 per token; per target two rows of 40, 24 of statistics and
+    indices, 200 of the vocabulary. Where not every token is a target the last MLP and the head have
+    the targets' rows alone."""
     token, target = 8 + 2 * 8 * 2, 2 * 40 + 4 + 8 + 12 + 200
 
     def saved(saving: Any, mode: Any, targets: int) -> int:
@@ -176,19 +218,30 @@ def test_blocks_of_the_vocabulary() -> None:
 
     def head_of_each(saving: Any, mode: Any, targets: int, vocab: int) -> int:
         model = replace(TOY, vocab_size=vocab, num_layers=1)
-        saved = saved_bytes(model, "bfloat16", saving, mode, tokens=targets, targets=targets, longest=300)
+        saved = saved_bytes(
+            model, "bfloat16", saving, mode, tokens=targets, targets=targets, longest=300
+        )
         return saved // targets - layer_bytes(model, "bfloat16", saving, mode, longest=300) - 40
 
     assert head_of_each("torch_cuda", "none", 8300, 1920) == 104 + 2 * 1920
-    assert head_of_each("torch_cuda", "none", 8300, 1921) == 104, "several blocks: each is made again"
+    assert head_of_each("torch_cuda", "none", 8300, 1921) == 104, (
+        "several blocks: each is made again"
+    )
     assert head_of_each("triton", "none", 65_536, 2049) == 104 + 2 * 2049, "Triton keeps logits"
     assert head_of_each("triton", "selective", 65_536, 2049) == 104
 
 
 def test_temporaries_of_a_backward_pass() -> None:
-    assert head_backward_bytes(TOY, "bfloat16", "triton", 10) == 2 * 2000 + 10 * 20 * (4 + 4 + 2) + 4 * 10 * 100
-    assert head_backward_bytes(TOY, "float32", "torch_cpu", 10) == 4 * 2000 + 10 * 20 * 12 + 14 * 10 * 100
-    narrow = replace(TOY, num_heads=1, num_kv_heads=1)  # A 8: each of the three places is once the widest
+    assert (
+        head_backward_bytes(TOY, "bfloat16", "triton", 10)
+        == 2 * 2000 + 10 * 20 * (4 + 4 + 2) + 4 * 10 * 100
+    )
+    assert (
+        head_backward_bytes(TOY, "float32", "torch_cpu", 10)
+        == 4 * 2000 + 10 * 20 * 12 + 14 * 10 * 100
+    )
+    # A 8: each of the three places is once the widest
+    narrow = replace(TOY, num_heads=1, num_kv_heads=1)
     widest = {
         10: 10 * (2 * 20 + 2 * 50 + 8) + 3 * 20 * 50 + 20 * 8,
         100: 100 * (3 * 20 + 2 * 50) + 3 * 20 * 50,
@@ -213,9 +266,15 @@ def test_words_of_a_layout() -> None:
     assert words(zero=0, shard_ranks=1) == "data parallel" + rest
     assert words(zero=1) == "ZeRO-1" + rest
     assert words(zero=1, shard_ranks=4) == "ZeRO-1 in 2 groups of 4" + rest
-    assert words(zero=2, sum_gradients="update") == f"ZeRO-2{rest}, gradients summed once per update"
+    assert (
+        words(zero=2, sum_gradients="update") == f"ZeRO-2{rest}, gradients summed once per update"
+    )
     assert words(zero=1, sum_gradients="update") == "ZeRO-1" + rest
-    away = {"offload_optimizer": "disk", "offload_gradients": True, "offload_parameters": ("actor", "critic")}
+    away = {
+        "offload_optimizer": "disk",
+        "offload_gradients": True,
+        "offload_parameters": ("actor", "critic"),
+    }
     assert words(moments="8_bit", **away) == (
         f"ZeRO-3{rest}, moments in 8 bits, optimizer state on disk, gradients on the host, "
         "weights of actor and critic on the host"
@@ -237,7 +296,9 @@ def test_words_of_a_layout() -> None:
     ],
 )  # fmt: skip
 def test_states_of_a_rank(layout: Layout, dtype: Any, sizes: dict[str, int]) -> None:
-    assert state_bytes(TOY, dtype, layout) == {f"actor.{name}": size for name, size in sizes.items()}
+    assert state_bytes(TOY, dtype, layout) == {
+        f"actor.{name}": size for name, size in sizes.items()
+    }
 
 
 def test_moments_in_8_bits() -> None:
@@ -250,10 +311,14 @@ def test_moments_in_8_bits() -> None:
     assert matrix_shapes(replace(WIDE, tied=True)) == heads + 2 * layer
 
     def moments(**changes: Any) -> int:
-        return state_bytes(WIDE, "bfloat16", make_layout(moments="8_bit", **changes))["actor.optimizer"]
+        return state_bytes(WIDE, "bfloat16", make_layout(moments="8_bit", **changes))[
+            "actor.optimizer"
+        ]
 
     assert moments(zero=0, shard_ranks=1) == 8 * 1536 + 520 * 5208
-    assert moments(zero=1, shard_ranks=1000) == 8 * 1335, "one slice of ZeRO-1 may have all that is not coded"
+    assert moments(zero=1, shard_ranks=1000) == 8 * 1335, (
+        "one slice of ZeRO-1 may have all that is not coded"
+    )
     assert moments(zero=2, shard_ranks=1000) == 8 * 2 + 520 * 5
     assert moments(zero=3) == 8 * 192 + 520 * 651
 
@@ -273,7 +338,10 @@ def test_where_offloaded_state_lives() -> None:
     assert away() == ({}, {})
     assert away(offload_optimizer="host") == (optimizer | master, {})
     assert away(offload_optimizer="disk", offload_gradients=True) == (grads, optimizer | master)
-    assert away(offload_optimizer="host", offload_parameters=("actor",)) == (params | optimizer | master, {})
+    assert away(offload_optimizer="host", offload_parameters=("actor",)) == (
+        params | optimizer | master,
+        {},
+    )
     assert away(offload_parameters=("critic",)) == ({}, {})
     assert room_bytes(TOY, "bfloat16") == 2 * (2020 + 2 * 4976)
 
@@ -282,7 +350,8 @@ def test_where_offloaded_state_lives() -> None:
     ("changes", "dtype", "on_device", "on_host"),
     [
         ({}, "bfloat16", 0, 0),
-        # a block of 256: master 4, moments 8, gradient 4; three places of as many blocks as 10,000 bytes hold
+        # a block of 256: master 4, moments 8, gradient 4; three places of as many blocks as 10,000
+        # bytes hold
         ({"offload_optimizer": "host"}, "bfloat16", 3 * 3 * 256 * 12, 0),
         ({"offload_optimizer": "host"}, "float32", 3 * 4 * 256 * 8, 0),
         ({"offload_optimizer": "host", "offload_gradients": True}, "bfloat16", 3 * 2 * 256 * 16, 2 * 10_000),
@@ -298,13 +367,17 @@ def test_where_offloaded_state_lives() -> None:
         ({"gpus": 8, "shard_ranks": 8, "zero": 2, "offload_optimizer": "host"}, "bfloat16", 3 * 3 * 256 * 8, 0),
     ],
 )  # fmt: skip
-def test_places_through_which_offloaded_state_goes(changes: Any, dtype: Any, on_device: int, on_host: int) -> None:
+def test_places_through_which_offloaded_state_goes(
+    changes: Any, dtype: Any, on_device: int, on_host: int
+) -> None:
     layout = replace(ONE, **changes)
     assert device_staging_bytes(TOY, dtype, layout, 10_000) == on_device
     assert host_staging_bytes(TOY, dtype, layout, 10_000) == on_host
     file = 3 * 2 * 256 * 12 if layout.offload_gradients else on_host
     on_cpu = on_host - (file if layout.offload_optimizer == "disk" else 0)
-    assert host_staging_bytes(TOY, dtype, layout, 10_000, device="cpu") == on_cpu, "a file is read to where it is"
+    assert host_staging_bytes(TOY, dtype, layout, 10_000, device="cpu") == on_cpu, (
+        "a file is read to where it is"
+    )
 
 
 def test_a_file_is_read_through_as_many_blocks_as_a_cut_holds() -> None:
@@ -380,9 +453,18 @@ def test_working_memory_of_an_engine() -> None:
 
 
 BUFFERS: dict[str, Any] = {
-    "max_running": 16, "token_budget": 7, "pool_tokens": 16 * 256, "page_tokens": 64, "context_tokens": 1024,
-    "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 100, "logit_bytes": 2, "invariant": False,
-}  # fmt: skip
+    "max_running": 16,
+    "token_budget": 7,
+    "pool_tokens": 16 * 256,
+    "page_tokens": 64,
+    "context_tokens": 1024,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 100,
+    "logit_bytes": 2,
+    "invariant": False,
+}
 
 
 def test_working_memory_of_each_phase() -> None:
@@ -392,12 +474,17 @@ def test_working_memory_of_each_phase() -> None:
     asked: dict[str, Any] = {"page_tokens": 64, "max_running": 16}
     assert engine_buffer_bytes(inputs, dtype="bfloat16", **asked) == kept
     generate = engine_bytes(TOY, "bfloat16", tokens=7, running=16, longest=256)
-    score, train = 12 * 696 + 4 * 12 * 100, activation_bytes(TOY, "bfloat16", 12, longest=256, saving="triton")
+    score, train = (
+        12 * 696 + 4 * 12 * 100,
+        activation_bytes(TOY, "bfloat16", 12, longest=256, saving="triton"),
+    )
 
     def working(**changes: Any) -> dict[str, int]:
         saving = changes.pop("saving", "triton")
         changed = replace(inputs, **changes)
-        found = working_bytes(changed, dtype="bfloat16", saving=saving, tokens_per_chunk=12, **asked)
+        found = working_bytes(
+            changed, dtype="bfloat16", saving=saving, tokens_per_chunk=12, **asked
+        )
         return {phase: found[phase] for phase in found}
 
     def with_kept(**sizes: int) -> dict[str, int]:
@@ -415,7 +502,9 @@ def test_working_memory_of_each_phase() -> None:
     larger = working(online=False, reference=True, reward_model=replace(TOY, mlp_size=60))
     assert larger["score"] == score + 12 * 2 * 2 * 10
     by_torch = working(saving="c_cpu")
-    assert (by_torch["rollout"], by_torch["handover"]) == (generate, 0), "a CPU's engine has no fixed buffers"
+    assert (by_torch["rollout"], by_torch["handover"]) == (generate, 0), (
+        "a CPU's engine has no fixed buffers"
+    )
     shown = working(checkpointing="full", matmul="fp8")
     assert shown["train"] == kept + activation_bytes(
         TOY, "bfloat16", 12, longest=256, saving="triton", checkpointing="full", matmul="fp8"
@@ -423,11 +512,19 @@ def test_working_memory_of_each_phase() -> None:
 
 
 def test_working_memory_where_models_are_in_shards() -> None:
-    """What FSDP2 has whole for a while, of one layer at a time and of every model that is trained."""
-    asked = make_inputs(online=False, ranks=4, sequences_per_update=4, max_prompt_tokens=4, max_completion_tokens=6)
+    """What FSDP2 has whole for a while, of one layer at a time and of every model that is
+    trained."""
+    asked = make_inputs(
+        online=False, ranks=4, sequences_per_update=4, max_prompt_tokens=4, max_completion_tokens=6
+    )
 
     def more(**changes: Any) -> dict[str, int]:
-        given: dict[str, Any] = {"dtype": "bfloat16", "saving": "triton", "page_tokens": 16, "max_running": 0}
+        given: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "saving": "triton",
+            "page_tokens": 16,
+            "max_running": 0,
+        }
         tokens = changes.pop("tokens_per_chunk", 10)
         whole, split = (
             working_bytes(one, tokens_per_chunk=tokens, **given)
@@ -441,18 +538,26 @@ def test_working_memory_where_models_are_in_shards() -> None:
     assert more(shards={"actor": zero2})["train"] == group2 + 2 * P
     assert more(shards={"actor": zero3})["train"] == group3 + 2 * 2020
     assert more(shards={"actor": Shards(zero=3, ranks=2)})["train"] == group3 + 2 * 2020
-    assert more(shards={"actor": Shards(zero=3, ranks=1)})["train"] == 0, "one that no rank shares is whole"
+    assert more(shards={"actor": Shards(zero=3, ranks=1)})["train"] == 0, (
+        "one that no rank shares is whole"
+    )
     both = {"actor": zero2, "critic": zero3}
     assert more(shards=both)["train"] == group2 + 2 * P
     assert more(shards=both, critic=True)["train"] == group3 + 2 * P + 2 * 2020
     assert more(shards={"actor": zero2}, matmul="fp8")["train"] == group2 + 2 * 2020 + 3 * 4976
 
-    once: dict[str, Any] = {"sum_gradients": "update", "shards": {"actor": zero2, "critic": zero1}, "critic": True}
+    once: dict[str, Any] = {
+        "sum_gradients": "update",
+        "shards": {"actor": zero2, "critic": zero1},
+        "critic": True,
+    }
     held = group2 + 2 * P
     assert more(**once)["train"] == held, "four sequences over four ranks are one chunk"
     assert more(**once, sequences_per_update=5)["train"] == held + 4 * P
     assert more(**once, sequences_per_update=8, tokens_per_chunk=20)["train"] == held
-    assert more(**once, sequences_per_update=None)["train"] == held + 4 * P, "4 prompts × 2 completions"
+    assert more(**once, sequences_per_update=None)["train"] == held + 4 * P, (
+        "4 prompts × 2 completions"
+    )
 
     asks: dict[str, Any] = {"reference": True}
     layers = 2 * 2 * 4976
@@ -531,7 +636,11 @@ def test_components_of_offloaded_state() -> None:
     rooms = 2 * (2020 + 2 * 4976)
     weights = owned("actor", **state, params=(2 * P, ("host",))) | {"actor.rooms": (rooms, BRIEF)}
     places = {"actor.staging": (3 * 3 * 3072, BRIEF)}
-    asked = {"offload_optimizer": "host", "offload_parameters": ("actor", "reference"), "reference": True}
+    asked = {
+        "offload_optimizer": "host",
+        "offload_parameters": ("actor", "reference"),
+        "reference": True,
+    }
     frozen = {"reference": (2 * P, ("host",)), "reference.rooms": (rooms, BRIEF)}
     assert told(**asked, **cut) == weights | places | frozen
 
@@ -552,7 +661,12 @@ def test_components_say_where_their_bytes_come_from() -> None:
         "engine.kv": "(5 pages + 1 spare) × 3072 bytes",
         "engine.kv_host": "3 slots × 3072 bytes",
     }
-    lain: dict[str, Any] = {"online": False, "ranks": 4, "reference": True, "reference_average": True}
+    lain: dict[str, Any] = {
+        "online": False,
+        "ranks": 4,
+        "reference": True,
+        "reference_average": True,
+    }
     split = {owner: Shards(zero=1, ranks=4) for owner in ("actor", "reference")}
     assert formulas(shards=split, **lain) == {
         "actor.params": "16948 × 2 bytes",
@@ -572,6 +686,9 @@ def test_components_say_where_their_bytes_come_from() -> None:
     assert coded == "2 moments × (1536 × 4 + 1333248 × (1 + 4/256)) bytes"
     held = predict_components(make_inputs(), dtype="bfloat16", page_tokens=16, kv_pages=5)
     assert {one.name: one.leave for one in held} == {
-        "actor.params": ("host",), "actor.grads": ("none",), "actor.optimizer": ("host",), "actor.master": ("host",),
+        "actor.params": ("host",),
+        "actor.grads": ("none",),
+        "actor.optimizer": ("host",),
+        "actor.master": ("host",),
         "engine.kv": ("none",),
-    }  # fmt: skip
+    }

@@ -1,4 +1,5 @@
-"""Moments of a step, to the byte, and its predicted seconds by cause: each worked out by hand for a small model."""
+"""Moments of a step, to the byte, and its predicted seconds by cause: each worked out by hand for a
+small model."""
 
 from __future__ import annotations
 
@@ -20,28 +21,45 @@ from gyre.planner.memory_model.peaks import (
 )
 from gyre.planner.memory_model.states import Layout
 from gyre.planner.search.candidates import GpuCluster
-from gyre.planner.search.speed import StepTime, chunks_per_update, forward_flops, sent_bytes, step_time
+from gyre.planner.search.speed import (
+    StepTime,
+    chunks_per_update,
+    forward_flops,
+    sent_bytes,
+    step_time,
+)
 from unit.planner.memory_model.test_exact_bytes import FLAT, ONE, TOY, UNTIED, P, make_layout
 from unit.planner.search.test_exact_search import ENGINE, make_gpu, make_job
 
 MIB = 1 << 20
-JOB = make_job(tokens_per_update=80, most_tokens_per_update=80)  # a chunk of 10 on each of eight ranks, 9 targets
+# a chunk of 10 on each of eight ranks, 9 targets
+JOB = make_job(tokens_per_update=80, most_tokens_per_update=80)
 KEPT = 3 * 10 * 696 - 284 + 9 * (64 + 8) + 10 * 40 + 9 * 304
-LOSS = 2 * 2000 + 9 * 20 * 10 + 4 * 9 * 100  # the head's gradient, the rows' in float32, two blocks of logits
+# the head's gradient, the rows' in float32, two blocks of logits
+LOSS = 2 * 2000 + 9 * 20 * 10 + 4 * 9 * 100
 LAYER = 2 * (10 * (2 * 20 + 2 * 50 + 32) + 3 * 20 * 50 + 20 * 32)
 GROUP3, GROUP2 = 10 * 4976, 6 * 4976
 SHARD = 2119
 SHARDS = {"actor.params": 4 * SHARD, "actor.grads": 4 * SHARD, "actor.optimizer": 8 * SHARD}
-WHOLE = {"actor.params": 2 * P, "actor.grads": 4 * P, "actor.optimizer": 8 * P, "actor.master": 4 * P}
+WHOLE = {
+    "actor.params": 2 * P,
+    "actor.grads": 4 * P,
+    "actor.optimizer": 8 * P,
+    "actor.master": 4 * P,
+}
 
 
-def parts_of(job: TrainingJob, layout: Layout, beside: dict[str, int] | None = None) -> dict[str, dict[str, int]]:
+def parts_of(
+    job: TrainingJob, layout: Layout, beside: dict[str, int] | None = None
+) -> dict[str, dict[str, int]]:
     return {moment.name: dict(moment.parts) for moment in train_moments(job, layout, beside)}
 
 
 def test_chunks_of_a_job() -> None:
     def tokens(most: int, room: int) -> int:
-        return replace(JOB, most_tokens_per_update=most).chunk_tokens(make_layout(tokens_per_chunk=room))
+        return replace(JOB, most_tokens_per_update=most).chunk_tokens(
+            make_layout(tokens_per_chunk=room)
+        )
 
     assert [tokens(80, 10), tokens(800, 40), tokens(801, 200), tokens(8, 40)] == [10, 40, 101, 10]
     assert replace(JOB, most_tokens_per_update=161).most_chunks(make_layout()) == 3
@@ -54,7 +72,8 @@ def test_a_training_step_of_flat_buffers() -> None:
     """Embedding and head are one: its gradient by the head waits for that by the embedding."""
     assert parts_of(JOB, FLAT) == {
         "loss": WHOLE | {"kept activations": KEPT, "log-probs": LOSS},
-        "deepest layer": WHOLE | {"kept activations": KEPT, "layer's gradients": LAYER, "head's gradient": 4000},
+        "deepest layer": WHOLE
+        | {"kept activations": KEPT, "layer's gradients": LAYER, "head's gradient": 4000},
         "end of backward": WHOLE | {"embedding's and head's gradients": 8000},
         "optimiser step": WHOLE,
     }
@@ -75,7 +94,8 @@ def test_a_training_step_of_flat_buffers() -> None:
 
 
 def test_a_training_step_in_shards() -> None:
-    """Embedding and norm stay whole; a layer and the next one come whole, and its gradients twice."""
+    """Embedding and norm stay whole; a layer and the next one come whole, and its gradients
+    twice."""
     around = {"gathered weights": 2 * 2020}
     assert parts_of(JOB, make_layout()) == {
         "loss": SHARDS | around | {"kept activations": KEPT, "log-probs": LOSS},
@@ -99,44 +119,67 @@ def test_a_training_step_in_shards() -> None:
 
 
 def test_what_stays_from_one_chunk_to_the_next() -> None:
-    """Weights of ZeRO-2; where gradients are summed once, all of them in float32 from the second chunk on."""
+    """Weights of ZeRO-2; where gradients are summed once, all of them in float32 from the second
+    chunk on."""
     two = replace(JOB, most_tokens_per_update=160)
     every = {"gathered weights": 2 * P}
     zero2 = make_layout(zero=2)
-    assert parts_of(JOB, zero2)["end of backward"] == SHARDS | {"embedding's and head's gradients": 6 * 2020}
+    assert parts_of(JOB, zero2)["end of backward"] == SHARDS | {
+        "embedding's and head's gradients": 6 * 2020
+    }
     found = parts_of(two, zero2)
-    assert found["end of backward"] == SHARDS | every | {"embedding's and head's gradients": 6 * 2020}
+    assert found["end of backward"] == SHARDS | every | {
+        "embedding's and head's gradients": 6 * 2020
+    }
     assert found["deepest layer"] == SHARDS | every | {
         "kept activations": KEPT, "layer's gradients": LAYER + GROUP2, "head's gradient": 4000
     }  # fmt: skip
     assert "gathered weights" not in parts_of(two, make_layout())["end of backward"]
     waits = {"gradients not yet summed": 4 * P}
     once = parts_of(two, replace(zero2, sum_gradients="update"))
-    assert once["loss"] == found["loss"] | waits and once["deepest layer"] == found["deepest layer"] | waits
-    assert once["end of backward"] == SHARDS | every | waits | {"embedding's and head's gradients": 8000}
+    assert (
+        once["loss"] == found["loss"] | waits
+        and once["deepest layer"] == found["deepest layer"] | waits
+    )
+    assert once["end of backward"] == SHARDS | every | waits | {
+        "embedding's and head's gradients": 8000
+    }
     assert parts_of(JOB, replace(zero2, sum_gradients="update")) == parts_of(JOB, zero2)
     both = parts_of(replace(two, critic=True), replace(zero2, sum_gradients="update"))
     assert both["loss"]["gradients not yet summed"] == 8 * P
     wide = replace(UNTIED, vocab_size=20_000, num_parameters=2 * 400_000 + 20 + 3 * 4976)
-    deepest = parts_of(replace(two, model=wide), make_layout(sum_gradients="update"))["deepest layer"]
-    assert deepest["layer's gradients"] == 4 * 400_000, "what is reduced leaves its place for a layer's"
+    deepest = parts_of(replace(two, model=wide), make_layout(sum_gradients="update"))[
+        "deepest layer"
+    ]
+    assert deepest["layer's gradients"] == 4 * 400_000, (
+        "what is reduced leaves its place for a layer's"
+    )
     assert "head's gradient" not in deepest
 
 
 def test_offloaded_state_leaves_places_behind() -> None:
     job = replace(JOB, offload_cut_bytes=10_000)
-    away = replace(FLAT, offload_optimizer="host", offload_gradients=True, offload_parameters=("actor",))
+    away = replace(
+        FLAT, offload_optimizer="host", offload_gradients=True, offload_parameters=("actor",)
+    )
     base = {"actor.staging": 3 * 2 * 4096, "actor.rooms": 2 * (2020 + 2 * 4976)}
     assert parts_of(job, away)["optimiser step"] == base
-    kept = parts_of(replace(job, critic=True), replace(away, offload_parameters=("critic",)))["optimiser step"]
+    kept = parts_of(replace(job, critic=True), replace(away, offload_parameters=("critic",)))[
+        "optimiser step"
+    ]
     assert kept == {
         "actor.params": 2 * P, "actor.staging": 3 * 2 * 4096, "critic.staging": 3 * 2 * 4096,
         "critic.rooms": 2 * (2020 + 2 * 4976),
     }  # fmt: skip
     assert host_bytes_of(job, away, "resident") == 18 * P + 2 * 10_000
-    assert host_bytes_of(job, replace(away, offload_optimizer="disk"), "resident") == 6 * P + 20_000 + 3 * 2 * 3072
+    assert (
+        host_bytes_of(job, replace(away, offload_optimizer="disk"), "resident")
+        == 6 * P + 20_000 + 3 * 2 * 3072
+    )
     assert disk_bytes_of(job, replace(away, offload_optimizer="disk")) == 12 * P
-    assert disk_bytes_of(replace(job, critic=True), replace(away, offload_optimizer="disk")) == 24 * P
+    assert (
+        disk_bytes_of(replace(job, critic=True), replace(away, offload_optimizer="disk")) == 24 * P
+    )
     asks = replace(job, reference=True)
     frozen = replace(FLAT, offload_parameters=("reference",))
     assert host_bytes_of(asks, frozen, "resident") == 2 * P
@@ -148,8 +191,12 @@ FIXED = {"engine.graphs": 700, "engine.buffers": 90}
 FORWARD = 10 * 696 + 4 * 10 * 100
 
 
-def phases_of(job: TrainingJob, layout: Layout, residency: Any, running: int = 8) -> dict[str, dict[str, int]]:
-    return {moment.name: dict(moment.parts) for moment in phase_moments(job, layout, residency, running)}
+def phases_of(
+    job: TrainingJob, layout: Layout, residency: Any, running: int = 8
+) -> dict[str, dict[str, int]]:
+    return {
+        moment.name: dict(moment.parts) for moment in phase_moments(job, layout, residency, running)
+    }
 
 
 def test_phases_of_whole_models() -> None:
@@ -173,13 +220,16 @@ def test_phases_of_whole_models() -> None:
     ]  # fmt: skip
     offline = phases_of(replace(JOB, reference=True), FLAT, "phase", 0)
     assert offline["start"] == WHOLE | asks, "the first phase is a score"
-    assert offline["score"] == weights | asks | {"forward pass": FORWARD} and "rollout" not in offline
+    assert (
+        offline["score"] == weights | asks | {"forward pass": FORWARD} and "rollout" not in offline
+    )
     bare = Engine(running=1, longest=10, kv_bytes_per_token=1, working_bytes=1, graph_bytes=0)
     assert bare.buffer_bytes == 0
 
 
 def test_phases_of_models_in_shards() -> None:
-    """The engine has weights of its own; a run of the largest tensor is rounded as the stage begins."""
+    """The engine has weights of its own; a run of the largest tensor is rounded as the stage
+    begins."""
     job, layout = replace(JOB, engine=ENGINE, reference=True), make_layout()
     asks, own = {"reference": 2 * SHARD}, {"engine.weights": 2 * P}
     run = {"run being read": 2 * 250}  # of 2,000 numbers, a part on each of 8 ranks
@@ -198,7 +248,9 @@ def test_phases_of_models_in_shards() -> None:
     assert turn["rollout"] == own | PAGES | {"engine's step": 5000}
 
     def run_of(layout: Layout, **changes: Any) -> int:
-        return phases_of(replace(JOB, **changes), layout, "resident", 0)["start"].get("run being read", 0)
+        return phases_of(replace(JOB, **changes), layout, "resident", 0)["start"].get(
+            "run being read", 0
+        )
 
     assert run_of(layout) == 500 and run_of(make_layout(zero=2)) == 500
     assert run_of(make_layout(zero=1)) == run_of(layout, dtype="float32") == 0
@@ -207,21 +259,36 @@ def test_phases_of_models_in_shards() -> None:
     large = replace(TOY, num_parameters=100 * P)
     parked = phases_of(replace(job, reward_model=large), layout, "phase")["start"]
     asks_both = {"reference": 2 * SHARD, "reward": 2 * -(-100 * P // 8)}
-    assert parked == {"actor.params": 4 * SHARD, **asks_both, **run}, "what is asked is larger than what is trained"
+    assert parked == {"actor.params": 4 * SHARD, **asks_both, **run}, (
+        "what is asked is larger than what is trained"
+    )
 
 
 def test_a_start_with_weights_on_the_host() -> None:
     """Of the actor two layers and what is around them; the reward model after it is larger."""
-    away = replace(FLAT, offload_optimizer="host", offload_gradients=True, offload_parameters=("actor",))
-    job = replace(JOB, engine=ENGINE, reward_model=replace(TOY, num_parameters=100 * P), offload_cut_bytes=10_000)
+    away = replace(
+        FLAT, offload_optimizer="host", offload_gradients=True, offload_parameters=("actor",)
+    )
+    job = replace(
+        JOB,
+        engine=ENGINE,
+        reward_model=replace(TOY, num_parameters=100 * P),
+        offload_cut_bytes=10_000,
+    )
     assert phases_of(job, away, "phase")["start"] == {"reward": 2 * 100 * P}
 
 
 def test_a_score_is_of_the_model_that_takes_most() -> None:
     larger = replace(TOY, mlp_size=60)
-    assert phases_of(replace(JOB, reward_model=larger), FLAT, "phase", 0)["score"]["forward pass"] == FORWARD + 10 * 40
+    assert (
+        phases_of(replace(JOB, reward_model=larger), FLAT, "phase", 0)["score"]["forward pass"]
+        == FORWARD + 10 * 40
+    )
     smaller = replace(TOY, mlp_size=40)
-    assert phases_of(replace(JOB, reward_model=smaller), FLAT, "phase", 0)["score"]["forward pass"] == FORWARD
+    assert (
+        phases_of(replace(JOB, reward_model=smaller), FLAT, "phase", 0)["score"]["forward pass"]
+        == FORWARD
+    )
 
 
 def test_host_memory_of_phases_that_take_turns() -> None:
@@ -237,13 +304,16 @@ def test_host_memory_of_phases_that_take_turns() -> None:
     disk = replace(FLAT, offload_optimizer="disk")
     between = host_bytes_of(job, disk, "resident")
     assert host_bytes_of(job, disk, "phase") == between + 2 * P
-    assert host_bytes_of(replace(job, engine=None), FLAT, "phase") == 2 * P, "nothing makes the actor leave"
+    assert host_bytes_of(replace(job, engine=None), FLAT, "phase") == 2 * P, (
+        "nothing makes the actor leave"
+    )
     staged = replace(JOB, snapshot_background=True, reference=True, critic=True)
     assert host_bytes_of(staged, FLAT, "resident") == -(-(24 + 2) * P // 8)
 
 
 def test_device_memory_that_a_moment_needs() -> None:
-    """What comes and goes leaves a tenth in fragments; 608 MiB are outside, and another GiB among several GPUs."""
+    """What comes and goes leaves a tenth in fragments; 608 MiB are outside, and another GiB among
+    several GPUs."""
     whole = {"actor.a": 1000, "critic.a": 200, "engine.a": 30, "reference": 4, "reward": 5}
     moment = PeakInstant(name="loss", parts=whole | {"kept activations": 105})
     assert moment.allocated_bytes == 1239 + 105
@@ -252,7 +322,8 @@ def test_device_memory_that_a_moment_needs() -> None:
     assert GpuCluster(gpus=1, gpu=make_gpu(1000)).device_budget_bytes == 920
 
 
-# Seconds. GPUs of 5·10¹³ FLOP/s in training, 10¹² B/s of memory, 10¹⁰ B/s to the host, four in a host, which share.
+# Seconds. GPUs of 5·10¹³ FLOP/s in training, 10¹² B/s of memory, 10¹⁰ B/s to the host, four in a
+# host, which share.
 
 TWO = make_layout(gpus=2, zero=0, shard_ranks=1)
 PAIR = make_job()  # 20 tokens on each of two ranks, in two chunks
@@ -268,7 +339,9 @@ def near(value: float) -> Any:
 
 def test_work_of_a_token() -> None:
     assert forward_flops(PAIR) == (PRODUCTS, ATTENTION, HEAD)
-    assert [chunks_per_update(replace(PAIR, tokens_per_update=n), TWO) for n in (0, 20, 40, 41)] == [1, 1, 2, 3]
+    assert [
+        chunks_per_update(replace(PAIR, tokens_per_update=n), TWO) for n in (0, 20, 40, 41)
+    ] == [1, 1, 2, 3]
     assert StepTime(
         compute_s=1, again_s=2, traffic_s=100, exposed_s=4, memory_s=8, host_s=16, switch_s=32
     ).seconds == 63, "of the traffic what is exposed"  # fmt: skip
@@ -322,8 +395,13 @@ def test_bytes_that_a_rank_sends() -> None:
     assert sent_bytes(replace(job, matmul="fp8"), make_layout(zero=2)) == in_8_bits
     zero3 = zero2 | {"all-gather": int(7 / 8 * 3 * (2 * 2020 + 2 * 2 * layers))}
     assert sent_bytes(job, make_layout()) == zero3
-    assert sent_bytes(job, make_layout(sum_gradients="update")) == zero3 | {"reduce-scatter": int(7 / 8 * 4 * P)}
-    both = {name: size / 2 for name, size in sent_bytes(replace(job, critic=True), make_layout()).items()}
+    assert sent_bytes(job, make_layout(sum_gradients="update")) == zero3 | {
+        "reduce-scatter": int(7 / 8 * 4 * P)
+    }
+    both = {
+        name: size / 2
+        for name, size in sent_bytes(replace(job, critic=True), make_layout()).items()
+    }
     assert both == pytest.approx(zero3, abs=1)
     untied = sent_bytes(replace(job, model=UNTIED), make_layout())["all-gather"]
     assert untied == int(7 / 8 * 3 * (2 * 4020 + 2 * 2 * layers))
@@ -334,7 +412,8 @@ def test_bytes_that_a_rank_sends() -> None:
 
 
 def test_seconds_on_the_wire() -> None:
-    """Four GPUs in a host; a group that crosses hosts takes the network. Each collective takes 40 µs to start."""
+    """Four GPUs in a host; a group that crosses hosts takes the network. Each collective takes 40
+    µs to start."""
     job = replace(JOB, tokens_per_update=160)
 
     def traffic(layout: Layout, **changes: Any) -> float:
@@ -371,26 +450,35 @@ def test_seconds_on_the_wire_that_computing_does_not_hide() -> None:
     link = 1e6 * 342 / 450
     compute = 2 * 3 * 0.6e-3
     zero3 = times(make_layout(), slow_link)
-    assert zero3.compute_s == near(compute) and zero3.exposed_s == near(zero3.traffic_s - 0.8 * compute)
+    assert zero3.compute_s == near(compute) and zero3.exposed_s == near(
+        zero3.traffic_s - 0.8 * compute
+    )
     assert times(make_layout(), make_gpu(bf16_flops=1e6)).exposed_s == 0.0
     once = make_layout(sum_gradients="update")
     scatter = int(7 / 8 * 4 * P) / link
     fast = times(once, make_gpu(link_bytes_per_s=1e8, gpus_per_host=8))
-    assert fast.exposed_s == near(max(0.0, fast.traffic_s - 0.8 * compute, scatter / 100 - 0.8 * compute / 2))
+    assert fast.exposed_s == near(
+        max(0.0, fast.traffic_s - 0.8 * compute, scatter / 100 - 0.8 * compute / 2)
+    )
     flat_in_shards = times(make_layout(zero=1), make_gpu(bf16_flops=1e6))
-    assert flat_in_shards.exposed_s == flat_in_shards.traffic_s, "flat buffers are not sent beside computing"
+    assert flat_in_shards.exposed_s == flat_in_shards.traffic_s, (
+        "flat buffers are not sent beside computing"
+    )
 
 
 def test_a_sum_at_the_end_hides_under_one_chunk() -> None:
-    """Three chunks of 1.8 ms of kernels, 80 % of which could hide all traffic if it were spread over them."""
+    """Three chunks of 1.8 ms of kernels, 80 % of which could hide all traffic if it were spread
+    over them."""
     job, hides = replace(JOB, tokens_per_update=240), 0.8 * 3 * 1.8e-3
     sums = 2 / 3 * hides  # of 4 bytes per parameter; weights, of 2, take half of that
     gpu = make_gpu(link_bytes_per_s=link_for(scatter_s=sums), gpus_per_host=8)
     once, by_chunk = (
-        step_time(job, make_layout(zero=2, sum_gradients=when), gpu, "resident") for when in ("update", "chunk")
+        step_time(job, make_layout(zero=2, sum_gradients=when), gpu, "resident")
+        for when in ("update", "chunk")
     )
     assert once.exposed_s == near(sums - hides / 3)
-    spread = make_gpu(link_bytes_per_s=link_for(scatter_s=hides / 3), gpus_per_host=8)  # 6 bytes, and 2: 2/3 of it
+    # 6 bytes, and 2: 2/3 of it
+    spread = make_gpu(link_bytes_per_s=link_for(scatter_s=hides / 3), gpus_per_host=8)
     assert step_time(job, make_layout(zero=2), spread, "resident").exposed_s == 0.0
     assert by_chunk.exposed_s == near(by_chunk.traffic_s - hides)
 
@@ -401,11 +489,14 @@ def link_for(*, scatter_s: float) -> float:
 
 
 def test_seconds_of_device_memory() -> None:
-    """Per parameter 60 bytes of AdamW in its shard, 10 per chunk's sum, 4 per gathering, 8 to hand over a sum."""
+    """Per parameter 60 bytes of AdamW in its shard, 10 per chunk's sum, 4 per gathering, 8 to hand
+    over a sum."""
     job = replace(JOB, tokens_per_update=160)
 
     def per_parameter(layout: Layout, **changes: Any) -> float:
-        return step_time(replace(job, **changes), layout, make_gpu(), "resident").memory_s * 1e12 / P
+        return (
+            step_time(replace(job, **changes), layout, make_gpu(), "resident").memory_s * 1e12 / P
+        )
 
     assert per_parameter(FLAT) == near(60 + 2 * 10)
     assert per_parameter(FLAT, critic=True) == near(2 * (60 + 2 * 10))
@@ -418,7 +509,8 @@ def test_seconds_of_device_memory() -> None:
 
 
 def test_rate_to_the_host() -> None:
-    """A GPU alone has all of its link; eight at once have 27.9 of 55 GB/s each, and no more of them less."""
+    """A GPU alone has all of its link; eight at once have 27.9 of 55 GB/s each, and no more of them
+    less."""
     eight, four, many = (make_gpu(gpus_per_host=count) for count in (8, 4, 16))
     assert [eight.host_copy_bytes_per_s(gpus) for gpus in (1, 2, 8, 64)] == [
         near(1e10), near(1e10 * (1 - SHARED / 7)), near(1e10 * 27.9 / 55), near(1e10 * 27.9 / 55)
@@ -427,28 +519,37 @@ def test_rate_to_the_host() -> None:
     assert many.host_copy_bytes_per_s(16) == near(1e10 * 27.9 / 55)
 
 
-def host_seconds(layout: Layout, gpu: Any = None, residency: Any = "resident", **changes: Any) -> float:
+def host_seconds(
+    layout: Layout, gpu: Any = None, residency: Any = "resident", **changes: Any
+) -> float:
     job = replace(JOB, tokens_per_update=20 * layout.gpus, **changes)  # two chunks on each rank
     return step_time(job, layout, gpu or make_gpu(), residency).host_s
 
 
 def test_seconds_of_offloaded_state() -> None:
-    """There and back at once; a file is read and written one after the other, by all GPUs of a host."""
+    """There and back at once; a file is read and written one after the other, by all GPUs of a
+    host."""
     rates = {gpus: make_gpu().host_copy_bytes_per_s(gpus) for gpus in (1, 2, 8)}
     assert host_seconds(ONE) == host_seconds(FLAT) == 0.0
     assert host_seconds(replace(ONE, offload_optimizer="host")) == near(12 * P / 1e10)
-    assert host_seconds(replace(ONE, offload_optimizer="host"), critic=True) == near(2 * 12 * P / 1e10)
+    assert host_seconds(replace(ONE, offload_optimizer="host"), critic=True) == near(
+        2 * 12 * P / 1e10
+    )
     assert host_seconds(replace(FLAT, offload_optimizer="host")) == near(12 * P / rates[8])
     assert host_seconds(replace(ONE, offload_optimizer="disk")) == near(2 * 12 * P / 12e9)
     assert host_seconds(replace(FLAT, offload_optimizer="disk")) == near(2 * 12 * P * 4 / 12e9)
     slow = make_gpu(host_link_bytes_per_s=1e9)
-    assert host_seconds(replace(ONE, offload_optimizer="disk"), slow) == near(12 * P / 1e9), "the link is slower"
+    assert host_seconds(replace(ONE, offload_optimizer="disk"), slow) == near(12 * P / 1e9), (
+        "the link is slower"
+    )
 
     def passes(layout: Layout, shard: int = P, **changes: Any) -> float:
         offloaded = replace(layout, offload_gradients=True)
         return host_seconds(offloaded, **changes) / (4 * shard / rates[layout.gpus])
 
-    assert passes(ONE) == near(2 * 2 / 4 + 1), "each chunk's gradient in bfloat16, and once for the update"
+    assert passes(ONE) == near(2 * 2 / 4 + 1), (
+        "each chunk's gradient in bfloat16, and once for the update"
+    )
     assert passes(ONE, dtype="float32") == near(2 + 1)
     assert passes(make_layout(gpus=2, zero=0, shard_ranks=1)) == near(1 + 2 + 1)
     assert passes(FLAT) == near(1 + 2 + 1), "there and back to be summed over ranks"
@@ -460,7 +561,8 @@ def test_seconds_of_offloaded_state() -> None:
 
 
 def test_seconds_of_weights_on_the_host() -> None:
-    """What is outside the layers once; a third layer, for which there is no place, twice per chunk, beside computing."""
+    """What is outside the layers once; a third layer, for which there is no place, twice per chunk,
+    beside computing."""
     slow, rate = make_gpu(host_link_bytes_per_s=1e4), 1e4
     away = replace(ONE, offload_optimizer="host", offload_parameters=("actor",))
     for layers, turns in ((1, 0), (2, 0), (3, 1), (5, 3)):
@@ -490,4 +592,6 @@ def test_seconds_of_switching() -> None:
     assert switch(replace(job, updates_per_step=3), "phase") == near(2 * moved / rate / 3)
     assert switch(job, "resident") == switch(replace(job, engine=None), "phase") == 0.0
     away = replace(FLAT, offload_optimizer="host")
-    assert switch(job, "phase", away) == near(2 * 2 * P / rate), "what is on the host anyway does not move"
+    assert switch(job, "phase", away) == near(2 * 2 * P / rate), (
+        "what is on the host anyway does not move"
+    )

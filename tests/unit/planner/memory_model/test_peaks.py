@@ -1,5 +1,5 @@
-"""Moments of a step: the survey's table of fake-tensor traces reproduced from our terms, states against real optimisers,
-and what must hold whatever the job."""
+"""Moments of a step: the survey's table of fake-tensor traces reproduced from our terms, states
+against real optimisers, and what must hold whatever the job."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ def make_layout(**changes) -> Layout:
 def test_states_and_gathered_weights_give_the_surveys_traces(
     ranks: int, tokens: int, per_token_and_layer: int, traced_gib: float
 ) -> None:
-    """Research 3.5: FSDPMemTracker of Llama-3-8B at the loss, before gradients exist. Activations per token and the
-    plain cross-entropy (12·T·V + 6·T·h) are the peer's; sharded states and the gathered root are our terms."""
+    """Research 3.5: FSDPMemTracker of Llama-3-8B at the loss, before gradients exist. Activations
+    per token and the plain cross-entropy (12·T·V + 6·T·h) are the peer's; sharded states and the
+    gathered root are our terms."""
     layout = make_layout(gpus=ranks, shard_ranks=ranks, tokens_per_chunk=tokens)
     states = state_bytes(LLAMA, "bfloat16", layout)
     without_gradients = sum(states.values()) - states["actor.grads"]
@@ -78,7 +79,11 @@ def test_end_of_backward_is_the_surveys_at_short_sequences() -> None:
     states = sum(state_bytes(LLAMA, "bfloat16", make_layout()).values())
     assert (states + 6 * LLAMA.embedding_parameters) / GIB == pytest.approx(17.89, rel=0.01)
     job = make_job("llama-3-8b", longest=2048)
-    end = next(m for m in train_moments(job, make_layout(tokens_per_chunk=2048)) if m.name == "end of backward")
+    end = next(
+        m
+        for m in train_moments(job, make_layout(tokens_per_chunk=2048))
+        if m.name == "end of backward"
+    )
     assert end.allocated_bytes == states + 6 * (LLAMA.embedding_parameters + LLAMA.hidden_size)
 
 
@@ -92,8 +97,12 @@ def test_states_of_one_rank_are_those_of_the_flat_optimizer(dtype) -> None:
     mesh = make_mesh(alone(), 0)
     optimizer = FlatOptimizer(parameters, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, mesh=mesh)
     flat = (optimizer.grad_N, *optimizer.moments.values(), optimizer.master_N)
-    real = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in flat}
-    real |= {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters.values()}
+    real = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in flat
+    }
+    real |= {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters.values()
+    }
     model = replace(LLAMA, num_parameters=sum(p.numel() for p in parameters.values()))
     layout = make_layout(gpus=1, zero=0, shard_ranks=1)
     assert sum(state_bytes(model, dtype, layout).values()) == sum(real.values())
@@ -110,16 +119,25 @@ def test_one_rank_holds_what_the_ledger_will_be_told(dtype) -> None:
         max_prompt_tokens=1,
         max_completion_tokens=0,
     )
-    components = {c.name: c.size_bytes for c in predict_components(inputs, dtype=dtype, page_tokens=16, kv_pages=0)}
+    components = {
+        c.name: c.size_bytes
+        for c in predict_components(inputs, dtype=dtype, page_tokens=16, kv_pages=0)
+    }
     assert state_bytes(LLAMA, dtype, make_layout(gpus=1, zero=0, shard_ranks=1)) == components
 
 
 def test_sharded_states_are_the_surveys_bytes_per_parameter() -> None:
     """Research 3.2: 16/N under FSDP2; 6 + 12/N under ZeRO-1 with float32 gradients."""
     for ranks in (2, 8, 64):
-        zero3 = sum(state_bytes(LLAMA, "bfloat16", make_layout(gpus=ranks, shard_ranks=ranks)).values())
+        zero3 = sum(
+            state_bytes(LLAMA, "bfloat16", make_layout(gpus=ranks, shard_ranks=ranks)).values()
+        )
         assert zero3 / LLAMA.num_parameters == pytest.approx(16 / ranks, rel=1e-6)
-        zero1 = sum(state_bytes(LLAMA, "bfloat16", make_layout(gpus=ranks, shard_ranks=ranks, zero=1)).values())
+        zero1 = sum(
+            state_bytes(
+                LLAMA, "bfloat16", make_layout(gpus=ranks, shard_ranks=ranks, zero=1)
+            ).values()
+        )
         assert zero1 / LLAMA.num_parameters == pytest.approx(6 + 12 / ranks, rel=1e-6)
 
 
@@ -153,7 +171,9 @@ def test_peaks_grow_and_shrink_with_what_they_depend_on(layout: Layout, shape: s
     here = peak(job, layout)
     model = job.model
     deeper = replace(
-        model, num_layers=model.num_layers + 1, num_parameters=model.num_parameters + model.layer_parameters
+        model,
+        num_layers=model.num_layers + 1,
+        num_parameters=model.num_parameters + model.layer_parameters,
     )
     assert peak(replace(job, model=deeper), layout) > here
     assert peak(job, replace(layout, tokens_per_chunk=layout.tokens_per_chunk + 2048)) >= here
@@ -169,16 +189,24 @@ def test_peaks_grow_and_shrink_with_what_they_depend_on(layout: Layout, shape: s
         assert sum(away.values()) - staging <= saved <= sum(away.values())
     on_disk = disk_bytes_of(job, layout)
     on_host = host_bytes_of(job, layout, "resident")
-    assert sum(away.values()) <= on_disk + on_host <= sum(away.values()) + staging + 2 * job.offload_cut_bytes
+    assert (
+        sum(away.values())
+        <= on_disk + on_host
+        <= sum(away.values()) + staging + 2 * job.offload_cut_bytes
+    )
     assert bool(on_disk) == (layout.offload_optimizer == "disk")
     everything = sum(state_bytes(model, "bfloat16", layout).values())
-    on_device = everything - sum(away_bytes(state_bytes(model, "bfloat16", layout), layout).values())
+    on_device = everything - sum(
+        away_bytes(state_bytes(model, "bfloat16", layout), layout).values()
+    )
     for moment in train_moments(job, layout):
         assert moment.allocated_bytes >= on_device
         assert device_bytes_of(moment, layout) > moment.allocated_bytes
 
 
-ENGINE = Engine(running=32, longest=4096, kv_bytes_per_token=147_456, working_bytes=GIB, graph_bytes=GIB // 2)
+ENGINE = Engine(
+    running=32, longest=4096, kv_bytes_per_token=147_456, working_bytes=GIB, graph_bytes=GIB // 2
+)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -187,24 +215,40 @@ def test_phases_hold_only_what_they_need_when_they_take_turns(zero) -> None:
     layout = make_layout(zero=zero, shard_ranks=8 if zero else 1, tokens_per_chunk=4096)
 
     def by_name(residency) -> dict[str, PeakInstant]:
-        return {moment.name: moment for moment in phase_moments(job, layout, residency, ENGINE.running)}
+        return {
+            moment.name: moment for moment in phase_moments(job, layout, residency, ENGINE.running)
+        }
 
     stay, turn = by_name("resident"), by_name("phase")
-    assert list(stay) == ["start", "loss", "deepest layer", "end of backward", "optimiser step", "score", "rollout"]
+    assert list(stay) == [
+        "start",
+        "loss",
+        "deepest layer",
+        "end of backward",
+        "optimiser step",
+        "score",
+        "rollout",
+    ]
     for name, moment in turn.items():
         assert moment.allocated_bytes < stay[name].allocated_bytes, name
     assert not {"engine.kv", "reference"} & set(turn["loss"].parts)
-    assert "actor.optimizer" not in turn["rollout"].parts and "actor.optimizer" in stay["rollout"].parts
+    assert (
+        "actor.optimizer" not in turn["rollout"].parts
+        and "actor.optimizer" in stay["rollout"].parts
+    )
     weights = 2 * job.model.num_parameters
     rollout = turn["rollout"].parts
     assert (rollout["actor.params"] if zero == 0 else rollout["engine.weights"]) == weights
-    assert ("engine.weights" in rollout) == (zero == 3), "whole compute weights are read where they are"
+    assert ("engine.weights" in rollout) == (zero == 3), (
+        "whole compute weights are read where they are"
+    )
     assert rollout["engine.kv"] == 32 * 4096 * 147_456
     assert host_bytes_of(job, layout, "phase") > host_bytes_of(job, layout, "resident") == 0
 
 
 def test_a_moving_average_lies_in_float32_beside_the_reference() -> None:
-    """On the device, and on the host while another phase has it; in shards like the reference itself."""
+    """On the device, and on the host while another phase has it; in shards like the reference
+    itself."""
     for zero, split in ((1, 8), (3, 8)):
         layout = make_layout(zero=zero, shard_ranks=split, tokens_per_chunk=4096)
         plain = make_job(longest=4096, engine=ENGINE, reference=True)
@@ -215,11 +259,16 @@ def test_a_moving_average_lies_in_float32_beside_the_reference() -> None:
             return phase_moments(job, layout, "resident", ENGINE.running)[1]
 
         assert peak_of(average).parts["reference"] - peak_of(plain).parts["reference"] == more
-        assert host_bytes_of(average, layout, "phase") - host_bytes_of(plain, layout, "phase") == more
+        assert (
+            host_bytes_of(average, layout, "phase") - host_bytes_of(plain, layout, "phase") == more
+        )
 
 
 def test_staging_of_snapshots_is_shared_by_all_ranks_whatever_the_layout() -> None:
-    for layout in (make_layout(zero=0, gpus=8, shard_ranks=1), make_layout(zero=3, gpus=8, shard_ranks=4)):
+    for layout in (
+        make_layout(zero=0, gpus=8, shard_ranks=1),
+        make_layout(zero=3, gpus=8, shard_ranks=4),
+    ):
         job = make_job(reference=True)
         staged = host_bytes_of(replace(job, snapshot_background=True), layout, "resident")
         assert staged == -(-14 * job.model.num_parameters // 8)
@@ -237,32 +286,44 @@ def test_gradients_that_are_summed_once_are_held_whole_between_chunks(zero) -> N
         return {moment.name: moment.allocated_bytes for moment in found}
 
     one_chunk, several = 8 * 4096, 8 * 4096 + 1
-    assert sizes("update", update=one_chunk) == sizes("chunk", update=one_chunk), "the last chunk reduces as it goes"
+    assert sizes("update", update=one_chunk) == sizes("chunk", update=one_chunk), (
+        "the last chunk reduces as it goes"
+    )
     by_chunk, by_update = sizes("chunk", update=several), sizes("update", update=several)
     assert by_update["loss"] == by_chunk["loss"] + whole
     assert by_update["optimiser step"] == by_chunk["optimiser step"]
-    reduced = 4 * LLAMA.embedding_parameters  # of the head while a layer's are found, later of the embedding
+    # of the head while a layer's are found, later of the embedding
+    reduced = 4 * LLAMA.embedding_parameters
     assert whole - reduced <= by_update["deepest layer"] - by_chunk["deepest layer"] <= whole
-    assert whole - 2 * reduced <= by_update["end of backward"] - by_chunk["end of backward"] <= whole
+    assert (
+        whole - 2 * reduced <= by_update["end of backward"] - by_chunk["end of backward"] <= whole
+    )
     for flat in (0, 1):
         asked = make_layout(zero=flat, shard_ranks=8 if flat else 1, tokens_per_chunk=4096)
-        assert train_moments(job, replace(asked, sum_gradients="update")) == train_moments(job, asked)
+        assert train_moments(job, replace(asked, sum_gradients="update")) == train_moments(
+            job, asked
+        )
 
 
 def test_a_small_update_fills_no_large_chunk() -> None:
     job = make_job(longest=2048, update=16_384)
     assert job.chunk_tokens(make_layout(tokens_per_chunk=65_536)) == 2048
-    assert peak(job, make_layout(tokens_per_chunk=65_536)) == peak(job, make_layout(tokens_per_chunk=2048))
+    assert peak(job, make_layout(tokens_per_chunk=65_536)) == peak(
+        job, make_layout(tokens_per_chunk=2048)
+    )
 
 
 def test_a_start_makes_one_model_after_the_other() -> None:
-    """What stays resident is there at once. Where phases take turns the frozen models are parked before the actor is
-    made; whole or in shards, nothing beside them but one run that is being rounded."""
+    """What stays resident is there at once. Where phases take turns the frozen models are parked
+    before the actor is made; whole or in shards, nothing beside them but one run that is being
+    rounded."""
     frozen = {"reference": True, "reward_model": LLAMA}
     for zero, split in ((0, 1), (1, 8), (3, 8)):
         layout = make_layout(zero=zero, shard_ranks=split, tokens_per_chunk=4096)
         job = make_job("llama-3-8b", longest=4096, engine=ENGINE, critic=True, **frozen)
-        stay, turn = (phase_moments(job, layout, how, ENGINE.running)[0] for how in ("resident", "phase"))
+        stay, turn = (
+            phase_moments(job, layout, how, ENGINE.running)[0] for how in ("resident", "phase")
+        )
         assert stay.name == turn.name == "start"
         states = state_bytes(LLAMA, "bfloat16", layout)
         run = 2 * LLAMA.embedding_parameters // split if zero == 3 else 0
@@ -271,7 +332,9 @@ def test_a_start_makes_one_model_after_the_other() -> None:
         one_copy = weights // split if zero == 3 else weights
         own = weights if zero == 3 else 0
         engine = ENGINE.running * page_bytes(job) + ENGINE.graph_bytes + own
-        assert stay.allocated_bytes == pytest.approx(2 * sum(states.values()) + 2 * one_copy + engine + run, rel=1e-6)
+        assert stay.allocated_bytes == pytest.approx(
+            2 * sum(states.values()) + 2 * one_copy + engine + run, rel=1e-6
+        )
         offline = make_job("llama-3-8b", longest=4096, **frozen)
         kept = phase_moments(offline, layout, "phase", 0)[0]
         assert kept.parts["reference"] == kept.parts["reward"] == pytest.approx(one_copy, rel=1e-6)

@@ -1,4 +1,5 @@
-"""The reference's checklists: every line is there, and what it says follows from the plan and the config."""
+"""The reference's checklists: every line is there, and what it says follows from the plan and the
+config."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ INFERENCE = [
     "Tensor parallelism",
     "Health checks",
 ]
-ENGINE = Engine(running=32, longest=4096, kv_bytes_per_token=147_456, working_bytes=GIB, graph_bytes=GIB // 2)
+ENGINE = Engine(
+    running=32, longest=4096, kv_bytes_per_token=147_456, working_bytes=GIB, graph_bytes=GIB // 2
+)
 SETTINGS = Settings(
     features=dict.fromkeys(FEATURES, True),
     snapshot_every_steps=20,
@@ -54,13 +57,23 @@ SETTINGS = Settings(
 )
 
 
-def lines(gpus: int = 8, gpu: str = "h200", settings: Settings = SETTINGS, fixed: Fixed | None = None, **job):
-    choice = choose(make_job(**{"longest": 4096, **job}), GpuCluster(gpus=gpus, gpu=find_gpu(gpu)), fixed)
+def lines(
+    gpus: int = 8,
+    gpu: str = "h200",
+    settings: Settings = SETTINGS,
+    fixed: Fixed | None = None,
+    **job,
+):
+    choice = choose(
+        make_job(**{"longest": 4096, **job}), GpuCluster(gpus=gpus, gpu=find_gpu(gpu)), fixed
+    )
     training, inference = training_lines(choice, settings), inference_lines(choice, settings)
     assert [line.name for line in training] == TRAINING
     assert [line.name for line in inference] == INFERENCE
     assert all(line.reason for line in (*training, *inference))
-    return {("training", line.name): line for line in training} | {("inference", line.name): line for line in inference}
+    return {("training", line.name): line for line in training} | {
+        ("inference", line.name): line for line in inference
+    }
 
 
 def state(found: dict[tuple[str, str], Line], name: str, part: str = "training") -> str:
@@ -69,13 +82,21 @@ def state(found: dict[tuple[str, str], Line], name: str, part: str = "training")
 
 def test_lines_follow_the_layout() -> None:
     many, one = lines(8), lines(1, shape="qwen3-0.6b")
-    assert state(many, "Parallelism configured") == "on" and state(one, "Parallelism configured") == "off"
+    assert (
+        state(many, "Parallelism configured") == "on"
+        and state(one, "Parallelism configured") == "off"
+    )
     assert state(many, "Memory optimization") == "on" and state(one, "Memory optimization") == "off"
     assert "one GPU" in one["training", "Parallelism configured"].reason
     full = lines(8, fixed=Fixed(checkpointing="full"))
-    assert state(many, "Gradient checkpointing") == "off" and state(full, "Gradient checkpointing") == "on"
+    assert (
+        state(many, "Gradient checkpointing") == "off"
+        and state(full, "Gradient checkpointing") == "on"
+    )
     assert state(many, "Mixed precision") == "on"
-    assert state(lines(8, "v100-32g", shape="qwen3-0.6b", dtype="float32"), "Mixed precision") == "off"
+    assert (
+        state(lines(8, "v100-32g", shape="qwen3-0.6b", dtype="float32"), "Mixed precision") == "off"
+    )
     assert state(lines(8, dtype="float32", shape="qwen3-0.6b"), "Mixed precision") == "off"
 
 
@@ -92,23 +113,37 @@ def test_lines_follow_the_layout() -> None:
         ),
     ],
 )
-def test_the_precision_line_says_what_is_multiplied_and_why(gpu: str, job: dict, words: tuple[str, ...]) -> None:
+def test_the_precision_line_says_what_is_multiplied_and_why(
+    gpu: str, job: dict, words: tuple[str, ...]
+) -> None:
     line = lines(8, gpu, shape="qwen3-0.6b", **job)["training", "Mixed precision"]
     assert line.state == "on" and all(word in line.reason for word in words), line.reason
     lacking = {**SETTINGS.features, "FP8 training": False, "FP16 with loss scaling": False}
     without = lines(8, gpu, shape="qwen3-0.6b", settings=replace(SETTINGS, features=lacking), **job)
-    assert (without["training", "Mixed precision"].state == "not built") == (job.get("dtype") == "float16")
+    assert (without["training", "Mixed precision"].state == "not built") == (
+        job.get("dtype") == "float16"
+    )
 
 
 def test_8_bit_products_are_planned_for() -> None:
-    """Faster, half the bytes of gathered layers; temporaries are counted; GPUs without them are refused."""
+    """Faster, half the bytes of gathered layers; temporaries are counted; GPUs without them are
+    refused."""
     layout = {"fixed": Fixed(zero=3, checkpointing="none")}
     same, fp8 = (
-        choose(make_job(longest=8192, matmul=matmul), GpuCluster(gpus=8, gpu=find_gpu("h200")), **layout).best
+        choose(
+            make_job(longest=8192, matmul=matmul),
+            GpuCluster(gpus=8, gpu=find_gpu("h200")),
+            **layout,
+        ).best
         for matmul in ("same", "fp8")
     )
-    assert fp8.time.compute_s < 0.85 * same.time.compute_s and fp8.time.traffic_s < 0.9 * same.time.traffic_s
-    deepest = [next(m for m in best.moments if m.name == "deepest layer").parts for best in (same, fp8)]
+    assert (
+        fp8.time.compute_s < 0.85 * same.time.compute_s
+        and fp8.time.traffic_s < 0.9 * same.time.traffic_s
+    )
+    deepest = [
+        next(m for m in best.moments if m.name == "deepest layer").parts for best in (same, fp8)
+    ]
     assert deepest[1]["layer's gradients"] > deepest[0]["layer's gradients"]
     config = RunConfig.model_validate(
         {"model": {"path": "x"}, "objective": {"kind": "sft"}, "trainer": {"matmul": "fp8"}}
@@ -127,11 +162,16 @@ def test_the_memory_line_says_what_is_offloaded_and_why() -> None:
     assert "offload off: the states fit" in many["training", "Memory optimization"].reason
     found = one["training", "Memory optimization"]
     assert found.state == "on"
-    assert 'offload on (trainer.offload_optimizer = "host"), nothing faster fits without' in found.reason
+    assert (
+        'offload on (trainer.offload_optimizer = "host"), nothing faster fits without'
+        in found.reason
+    )
     fixed = Fixed(offload_optimizer="disk", offload_gradients=True)
     given = lines(1, longest=8192, fixed=fixed)["training", "Memory optimization"].reason
     assert '"disk" and trainer.offload_gradients = true), as the config says' in given
-    weights = lines(1, longest=8192, offload_parameters=("actor",))["training", "Memory optimization"].reason
+    weights = lines(1, longest=8192, offload_parameters=("actor",))[
+        "training", "Memory optimization"
+    ].reason
     assert 'trainer.offload_parameters = ["actor"]), as the config says' in weights
     assert "of pinned host memory and 91.5" in given and "under memory.disk_folder" in given
 
@@ -143,13 +183,28 @@ def test_the_memory_line_says_what_8_bit_moments_do() -> None:
         for moments in ("float32", "8_bit")
     )
     assert (off.state, on.state) == ("off", "on")
-    assert "8-bit optimizer states off: trainer.moments = '8_bit' would make 1.13 GiB of 4.44 GiB per GPU" in off.reason
+    assert (
+        "8-bit optimizer states off: trainer.moments = '8_bit' would make 1.13 GiB of 4.44 GiB "
+        "per GPU" in off.reason
+    )
     assert "8-bit optimizer states on: 1.13 GiB per GPU instead of 4.44 GiB" in on.reason
-    narrow = replace(model_numbers(find_shape("qwen3-0.6b")), hidden_size=896, num_heads=7, mlp_size=1000, head_dim=64)
+    narrow = replace(
+        model_numbers(find_shape("qwen3-0.6b")),
+        hidden_size=896,
+        num_heads=7,
+        mlp_size=1000,
+        head_dim=64,
+    )
     cannot = lines(1, shape="qwen3-0.6b", model=narrow)["training", "Memory optimization"]
-    assert "8-bit optimizer states off: no matrix has rows of whole blocks of 256 numbers" in cannot.reason
+    assert (
+        "8-bit optimizer states off: no matrix has rows of whole blocks of 256 numbers"
+        in cannot.reason
+    )
     lacking = replace(SETTINGS, features={**SETTINGS.features, "8-bit optimizer states": False})
-    assert "8-bit optimizer states: not built" in lines(1, settings=lacking)["training", "Memory optimization"].reason
+    assert (
+        "8-bit optimizer states: not built"
+        in lines(1, settings=lacking)["training", "Memory optimization"].reason
+    )
     assert built_features(RunConfig)["8-bit optimizer states"]
     precision = lines(1, shape="qwen3-0.6b", moments="8_bit")["training", "Mixed precision"].reason
     assert "FP32 master weights;" in precision
@@ -161,7 +216,9 @@ def test_8_bit_moments_make_room() -> None:
     with pytest.raises(MemoryBudgetError):
         choose(make_job("qwen3-8b"), here, fixed)
     best = choose(make_job("qwen3-8b", moments="8_bit"), here, fixed).best
-    assert best.fits and best.layout.moments == "8_bit" and "moments in 8 bits" in best.layout.words()
+    assert (
+        best.fits and best.layout.moments == "8_bit" and "moments in 8 bits" in best.layout.words()
+    )
 
 
 def test_lines_follow_the_engine() -> None:

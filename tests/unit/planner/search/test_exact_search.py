@@ -1,5 +1,5 @@
-"""The search on few, small layouts: which are tried, what is chosen, what is passed over, what a refusal proposes.
-Past 500 lines: all of it reads the same small layouts.
+"""The search on few, small layouts: which are tried, what is chosen, what is passed over, what a
+refusal proposes. Past 500 lines: all of it reads the same small layouts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from gyre.core.errors import ConfigError, MemoryBudgetError
 from gyre.memory.errors import words
 from gyre.planner.gpus import GPUS, Gpu
 from gyre.planner.lighter import lighter
-from gyre.planner.memory_model.peaks import Engine, TrainingJob, device_bytes_of, host_bytes_of, phase_moments
+from gyre.planner.memory_model.peaks import (
+    Engine,
+    TrainingJob,
+    device_bytes_of,
+    host_bytes_of,
+    phase_moments,
+)
 from gyre.planner.memory_model.states import Layout
 from gyre.planner.plan import PlanInputs, Shards
 from gyre.planner.search.candidates import Candidate, Fixed, GpuCluster, judge, layouts
@@ -25,7 +31,14 @@ from unit.planner.memory_model.test_exact_bytes import TOY, make_inputs, make_la
 
 MIB = 1 << 20
 PLENTY = 1 << 40
-ENGINE = Engine(running=8, longest=10, kv_bytes_per_token=1000, working_bytes=5000, graph_bytes=700, buffer_bytes=90)
+ENGINE = Engine(
+    running=8,
+    longest=10,
+    kv_bytes_per_token=1000,
+    working_bytes=5000,
+    graph_bytes=700,
+    buffer_bytes=90,
+)
 
 
 def make_job(**changes: Any) -> TrainingJob:
@@ -39,10 +52,19 @@ def make_job(**changes: Any) -> TrainingJob:
 
 def make_gpu(device_bytes: int = PLENTY, **changes: Any) -> Gpu:
     base: dict[str, Any] = {
-        "name": "toy", "device_bytes": device_bytes, "bf16_flops": 1e14, "fp8_flops": 0, "fp16_flops": 1e14,
-        "matmul_share": 0.8, "training_share": 0.5, "hbm_bytes_per_s": 1e12, "link_bytes_per_s": 1e11,
-        "host_link_bytes_per_s": 1e10, "host_bytes": PLENTY, "gpus_per_host": 4,
-    }  # fmt: skip
+        "name": "toy",
+        "device_bytes": device_bytes,
+        "bf16_flops": 1e14,
+        "fp8_flops": 0,
+        "fp16_flops": 1e14,
+        "matmul_share": 0.8,
+        "training_share": 0.5,
+        "hbm_bytes_per_s": 1e12,
+        "link_bytes_per_s": 1e11,
+        "host_link_bytes_per_s": 1e10,
+        "host_bytes": PLENTY,
+        "gpus_per_host": 4,
+    }
     return Gpu(**{**base, **changes})
 
 
@@ -56,7 +78,9 @@ def budgeted(budget_bytes: int, gpus: int = 2, **changes: Any) -> GpuCluster:
 
 
 def need(job: TrainingJob, layout: Layout, residency: Any = "resident", running: int = 0) -> int:
-    return max(device_bytes_of(moment, layout) for moment in phase_moments(job, layout, residency, running))
+    return max(
+        device_bytes_of(moment, layout) for moment in phase_moments(job, layout, residency, running)
+    )
 
 
 # What there is, and what is tried.
@@ -67,8 +91,13 @@ def test_budgets_of_a_cluster() -> None:
     gpu = make_gpu(1000, host_bytes=500)
     assert GpuCluster(gpus=2, gpu=gpu).device_budget_bytes == 920
     hosts = {gpus: GpuCluster(gpus=gpus, gpu=gpu) for gpus in (2, 8)}
-    assert {gpus: (one.per_host, one.host_budget_bytes) for gpus, one in hosts.items()} == {2: (2, 300), 8: (4, 300)}
-    given = {gpus: GpuCluster(gpus=gpus, gpu=gpu, host_bytes=700).host_budget_bytes for gpus in (2, 8)}
+    assert {gpus: (one.per_host, one.host_budget_bytes) for gpus, one in hosts.items()} == {
+        2: (2, 300),
+        8: (4, 300),
+    }
+    given = {
+        gpus: GpuCluster(gpus=gpus, gpu=gpu, host_bytes=700).host_budget_bytes for gpus in (2, 8)
+    }
     assert given == {2: 210, 8: 105}
 
 
@@ -78,8 +107,15 @@ def test_what_was_given_includes_noughts() -> None:
 
 
 def test_a_candidate_fits_where_device_and_host_do() -> None:
-    one = judge(make_job(), GpuCluster(gpus=1, gpu=make_gpu()), replace(make_layout(), gpus=1, zero=0, shard_ranks=1))
-    short = [replace(one, short_device_bytes=a, short_host_bytes=b).fits for a, b in ((0, 0), (1, 0), (0, 1), (1, 1))]
+    one = judge(
+        make_job(),
+        GpuCluster(gpus=1, gpu=make_gpu()),
+        replace(make_layout(), gpus=1, zero=0, shard_ranks=1),
+    )
+    short = [
+        replace(one, short_device_bytes=a, short_host_bytes=b).fits
+        for a, b in ((0, 0), (1, 0), (0, 1), (1, 1))
+    ]
     assert short == [True, False, False, False]
 
 
@@ -92,7 +128,12 @@ def test_ranks_that_split_the_states() -> None:
     """All of them, or equal parts of a host, smaller first; one GPU splits nothing."""
 
     def splits(gpus: int, **fixed: Any) -> list[tuple[int, int]]:
-        given = {"checkpointing": "none", "tokens_per_chunk": 10, "offload_optimizer": "none", **fixed}
+        given = {
+            "checkpointing": "none",
+            "tokens_per_chunk": 10,
+            "offload_optimizer": "none",
+            **fixed,
+        }
         return [(one.zero, one.shard_ranks) for one in tried(gpus, **given)]
 
     of_12 = (2, 3, 4, 6, 12)
@@ -112,19 +153,36 @@ def test_checkpointing_and_offloading_that_are_tried() -> None:
         given = {"checkpointing": "none", "tokens_per_chunk": 10, **fixed}
         return [(one.offload_optimizer, one.offload_gradients) for one in tried(1, **given)]
 
-    assert offloads() == [("none", False), ("host", False), ("host", True), ("disk", False), ("disk", True)]
+    assert offloads() == [
+        ("none", False),
+        ("host", False),
+        ("host", True),
+        ("disk", False),
+        ("disk", True),
+    ]
     assert offloads(offload_gradients=True) == [("none", True), ("host", True), ("disk", True)]
     assert offloads(offload_gradients=False) == [("none", False), ("host", False), ("disk", False)]
     assert offloads(offload_optimizer="none") == [("none", False)]
     modes = [one.checkpointing for one in tried(1, tokens_per_chunk=10, offload_optimizer="none")]
     assert modes == ["none", "selective", "full"]
-    away = [(one.zero, one.shard_ranks) for one in tried(
-        2, make_job(offload_parameters=("reference",)), checkpointing="none", tokens_per_chunk=10, offload_optimizer="none"
-    )]  # fmt: skip
+    away = [
+        (one.zero, one.shard_ranks)
+        for one in tried(
+            2,
+            make_job(offload_parameters=("reference",)),
+            checkpointing="none",
+            tokens_per_chunk=10,
+            offload_optimizer="none",
+        )
+    ]
     assert away == [(0, 1), (1, 2)], "weights on the host are whole"
-    trained = tried(1, make_job(offload_parameters=("critic",)), checkpointing="none", tokens_per_chunk=10)
+    trained = tried(
+        1, make_job(offload_parameters=("critic",)), checkpointing="none", tokens_per_chunk=10
+    )
     assert {one.offload_optimizer for one in trained} == {"host", "disk"}
-    assert all(one.offload_parameters == ("critic",) and one.moments == "float32" for one in trained)
+    assert all(
+        one.offload_parameters == ("critic",) and one.moments == "float32" for one in trained
+    )
 
 
 def test_chunks_that_are_tried() -> None:
@@ -154,11 +212,17 @@ def test_a_layout_that_fits_to_the_byte_stays_resident() -> None:
     pinned = host_bytes_of(job, away, "resident")
     for host, short in ((2 * pinned, 0), (pinned, pinned - int(0.6 * pinned / 2))):
         found = judge(
-            job, GpuCluster(gpus=2, gpu=make_gpu(), host_bytes=-(-host * 10 // 6) if not short else host), away
+            job,
+            GpuCluster(
+                gpus=2, gpu=make_gpu(), host_bytes=-(-host * 10 // 6) if not short else host
+            ),
+            away,
         )
         assert (found.host_bytes, found.short_host_bytes) == (pinned, short)
     assert (
-        judge(job, GpuCluster(gpus=2, gpu=make_gpu()), replace(layout, offload_optimizer="disk")).disk_bytes
+        judge(
+            job, GpuCluster(gpus=2, gpu=make_gpu()), replace(layout, offload_optimizer="disk")
+        ).disk_bytes
         == 12 * 16_948
     )
 
@@ -176,17 +240,27 @@ def test_phases_take_turns_where_they_must() -> None:
     found = judge(job, budgeted(resident - 1), layout, "resident")
     assert (found.residency, found.short_device_bytes) == ("resident", 1)
     assert judge(job, budgeted(resident), layout, "phase").residency == "phase"
-    many = replace(job, engine=replace(ENGINE, kv_bytes_per_token=10**6))  # pages decide: 10 MB a completion
+    # pages decide: 10 MB a completion
+    many = replace(job, engine=replace(ENGINE, kv_bytes_per_token=10**6))
     each = 10**7
     one = need(many, layout, "phase", running=1)
-    for budget, running in ((one, 1), (one + 3 * each - 1, 3), (one + 3 * each, 4), (one + 50 * each, 8)):
+    for budget, running in (
+        (one, 1),
+        (one + 3 * each - 1, 3),
+        (one + 3 * each, 4),
+        (one + 50 * each, 8),
+    ):
         found = judge(many, budgeted(budget), layout, "phase")
         assert (found.running, found.fits) == (running, True)
     short = judge(many, budgeted(one - 1), layout, "phase")
     assert (short.running, short.short_device_bytes) == (1, 1)
-    pair = replace(many, engine=replace(many.engine, running=2) if many.engine is not None else None)
+    pair = replace(
+        many, engine=replace(many.engine, running=2) if many.engine is not None else None
+    )
     assert judge(pair, budgeted(one + each), layout, "phase").running == 2
-    single = replace(many, engine=replace(many.engine, running=1) if many.engine is not None else None)
+    single = replace(
+        many, engine=replace(many.engine, running=1) if many.engine is not None else None
+    )
     assert judge(single, budgeted(one), layout, "phase").running == 1
     frozen = make_job(reference=True)
     found = judge(frozen, budgeted(need(frozen, layout) - 1), layout)
@@ -201,8 +275,12 @@ def test_phases_take_turns_where_they_must() -> None:
 def kind_of(one: Candidate) -> tuple[object, ...]:
     layout = one.layout
     return (
-        layout.zero, layout.shard_ranks, layout.checkpointing, layout.offload_optimizer, layout.offload_gradients
-    )  # fmt: skip
+        layout.zero,
+        layout.shard_ranks,
+        layout.checkpointing,
+        layout.offload_optimizer,
+        layout.offload_gradients,
+    )
 
 
 def order_of(one: Candidate) -> tuple[float, int]:
@@ -212,19 +290,29 @@ def order_of(one: Candidate) -> tuple[float, int]:
 def test_the_next_best_are_four_of_other_kinds() -> None:
     job, there = make_job(), GpuCluster(gpus=2, gpu=make_gpu())
     choice = choose(job, there)
-    judged = sorted((judge(job, there, layout) for layout in layouts(job, there, Fixed())), key=order_of)
+    judged = sorted(
+        (judge(job, there, layout) for layout in layouts(job, there, Fixed())), key=order_of
+    )
     assert choice.best == judged[0] and choice.discarded == ()
     kinds = list(dict.fromkeys(map(kind_of, judged)))
     assert [kind_of(one) for one in choice.next_best] == kinds[1:5]
-    assert all(one == next(c for c in judged if kind_of(c) == kind_of(one)) for one in choice.next_best)
+    assert all(
+        one == next(c for c in judged if kind_of(c) == kind_of(one)) for one in choice.next_best
+    )
     assert choice.fixed == Fixed()
 
 
 def test_what_was_faster_and_does_not_fit_is_told_six_at_most() -> None:
-    """Of those that differ in splits and chunks alone the one that is nearest; in order of their time."""
-    job = make_job(longest=4096, mean_tokens=4096, tokens_per_update=16_384, most_tokens_per_update=16_384)
+    """Of those that differ in splits and chunks alone the one that is nearest; in order of their
+    time."""
+    job = make_job(
+        longest=4096, mean_tokens=4096, tokens_per_update=16_384, most_tokens_per_update=16_384
+    )
     plenty = GpuCluster(gpus=2, gpu=make_gpu())
-    on_disk = [judge(job, plenty, layout) for layout in layouts(job, plenty, Fixed(offload_optimizer="disk"))]
+    on_disk = [
+        judge(job, plenty, layout)
+        for layout in layouts(job, plenty, Fixed(offload_optimizer="disk"))
+    ]
     least = min(on_disk, key=lambda one: (one.device_bytes, one.host_bytes))
     there = budgeted(least.device_bytes, host_bytes=int(least.host_bytes / 0.3) + 4)
     choice = choose(job, there)
@@ -234,7 +322,9 @@ def test_what_was_faster_and_does_not_fit_is_told_six_at_most() -> None:
     for one in faster:
         groups.setdefault(kind_of(one)[2:], []).append(one)
     nearest = [
-        min(group, key=lambda one: (one.short_device_bytes + one.short_host_bytes, one.time.seconds))
+        min(
+            group, key=lambda one: (one.short_device_bytes + one.short_host_bytes, one.time.seconds)
+        )
         for group in groups.values()
     ]
     assert len(nearest) > 6
@@ -251,7 +341,10 @@ def test_what_is_nearest_is_short_of_the_fewest_bytes_in_all() -> None:
 
 def test_what_is_just_as_fast_and_does_not_fit_is_not_passed_over() -> None:
     """Where 20 tokens are expected of 40 at most, a chunk of 20 saves nothing over one of 10."""
-    job, fixed = make_job(tokens_per_update=20), Fixed(zero=0, checkpointing="none", offload_optimizer="none")
+    job, fixed = (
+        make_job(tokens_per_update=20),
+        Fixed(zero=0, checkpointing="none", offload_optimizer="none"),
+    )
     wanted = [need(job, layout) for layout in layouts(job, budgeted(PLENTY), fixed)]
     assert len(wanted) == 2 and wanted[0] < wanted[1]
     choice = choose(job, budgeted(wanted[0]), fixed)
@@ -276,7 +369,12 @@ def test_what_is_just_as_fast_and_does_not_fit_is_not_passed_over() -> None:
     ],
 )
 def test_settings_that_no_layout_has(gpus: int, fixed: dict[str, Any], refused: str) -> None:
-    given: dict[str, Any] = {"checkpointing": "none", "offload_optimizer": "none", "tokens_per_chunk": 10, **fixed}
+    given: dict[str, Any] = {
+        "checkpointing": "none",
+        "offload_optimizer": "none",
+        "tokens_per_chunk": 10,
+        **fixed,
+    }
     there = GpuCluster(gpus=gpus, gpu=make_gpu(gpus_per_host=8))
     if not refused:
         assert choose(make_job(), there, Fixed(**given)).best.fits
@@ -295,33 +393,56 @@ def refusal(job: TrainingJob, there: GpuCluster, **fixed: Any) -> MemoryBudgetEr
     return caught.value
 
 
-PLAIN: dict[str, Any] = {"zero": 0, "checkpointing": "none", "tokens_per_chunk": 10, "offload_optimizer": "none"}
+PLAIN: dict[str, Any] = {
+    "zero": 0,
+    "checkpointing": "none",
+    "tokens_per_chunk": 10,
+    "offload_optimizer": "none",
+}
 
 
 def test_a_refusal_says_what_is_short_and_by_how_much() -> None:
     """The layout that comes nearest, its four largest parts, the device, the host, or both."""
-    job = make_job(longest=512, mean_tokens=512, most_tokens_per_update=4096, tokens_per_update=4096)
+    job = make_job(
+        longest=512, mean_tokens=512, most_tokens_per_update=4096, tokens_per_update=4096
+    )
     there = budgeted(2000 * MIB, gpus=1, host_bytes=1000)
     given: dict[str, Any] = {**PLAIN, "tokens_per_chunk": 512}
     fixed = Fixed(**given)
     layout = make_layout(gpus=1, zero=0, shard_ranks=1, tokens_per_chunk=512)
-    other, found = (judge(job, there, replace(layout, checkpointing=mode)) for mode in ("full", "none"))
+    other, found = (
+        judge(job, there, replace(layout, checkpointing=mode)) for mode in ("full", "none")
+    )
     nearest = replace(found, short_device_bytes=7, short_host_bytes=5)
     judged = [replace(other, short_device_bytes=13), replace(other, short_host_bytes=14), nearest]
     told = refusal_of(job, there, fixed, judged).message
     largest = sorted(nearest.peak.parts, key=lambda name: -nearest.peak.parts[name])[:4]
     parts = ", ".join(f"{name} {words(nearest.peak.parts[name])}" for name in largest)
     device = (
-        f"{nearest.device_bytes} bytes on each GPU at moment '{nearest.peak.name}' ({parts}), budget {2000 * MIB}: "
+        f"{nearest.device_bytes} bytes on each GPU at moment '{nearest.peak.name}' ({parts}), "
+        f"budget {2000 * MIB}: "
         "7 bytes too little"
     )
     host = f"{nearest.host_bytes} bytes of host memory per GPU, budget 600: 5 bytes too little"
-    head = f"the model does not fit on 1 × toy; the layout that comes nearest ({nearest.layout.words()}) needs "
+    head = (
+        "the model does not fit on 1 × toy; the layout that comes nearest "
+        f"({nearest.layout.words()}) needs "
+    )
     assert len(nearest.peak.parts) > 4 and told == f"{head}{device} and {host}"
-    assert refusal_of(job, there, fixed, [replace(nearest, short_host_bytes=0)]).message == head + device
-    assert refusal_of(job, there, fixed, [replace(nearest, short_device_bytes=0)]).message == head + host
-    slower = replace(nearest, time=replace(nearest.time, host_s=nearest.time.host_s + 1), device_bytes=1)
-    assert refusal_of(job, there, fixed, [slower, nearest]).message == told, "of equally near ones the faster"
+    assert (
+        refusal_of(job, there, fixed, [replace(nearest, short_host_bytes=0)]).message
+        == head + device
+    )
+    assert (
+        refusal_of(job, there, fixed, [replace(nearest, short_device_bytes=0)]).message
+        == head + host
+    )
+    slower = replace(
+        nearest, time=replace(nearest.time, host_s=nearest.time.host_s + 1), device_bytes=1
+    )
+    assert refusal_of(job, there, fixed, [slower, nearest]).message == told, (
+        "of equally near ones the faster"
+    )
 
 
 def test_a_refusal_opens_the_settings_that_were_given_and_then_looks_for_more() -> None:
@@ -331,7 +452,11 @@ def test_a_refusal_opens_the_settings_that_were_given_and_then_looks_for_more() 
     flat = replace(split, zero=0, shard_ranks=1)
     assert need(job, split) < need(job, flat)
     there = budgeted(need(job, split))
-    ways = refusal(job, there, **PLAIN, offload_gradients=False).hint.removeprefix("what fits: ").split("; or ")
+    ways = (
+        refusal(job, there, **PLAIN, offload_gradients=False)
+        .hint.removeprefix("what fits: ")
+        .split("; or ")
+    )
     assert ways == [f"zero = 3 instead of 0 ({split.words()})", f"2 × t4 ({flat.words()})"], (
         "weights that lie whole need no fewer bytes on more GPUs"
     )
@@ -345,7 +470,8 @@ def test_another_stage_may_split_states_over_other_ranks() -> None:
 
 
 def test_a_refusal_proposes_the_fewest_gpus_up_to_4096() -> None:
-    """Each doubling splits the states further; settings of the split are opened, the stage too where one GPU had none."""
+    """Each doubling splits the states further; settings of the split are opened, the stage too
+    where one GPU had none."""
     job = make_job(model=replace(TOY, num_parameters=500_000_000))
     fixed: dict[str, Any] = PLAIN | {"zero": 3}
     enough = need(job, make_layout(gpus=16, zero=3, shard_ranks=16))
@@ -360,12 +486,20 @@ def test_a_refusal_proposes_the_fewest_gpus_up_to_4096() -> None:
 
 
 def test_more_gpus_share_hosts_that_have_as_much_each() -> None:
-    """A host of four GPUs with so much memory; one of them alone would have had four times as much."""
+    """A host of four GPUs with so much memory; one of them alone would have had four times as
+    much."""
     job = make_job(model=replace(TOY, num_parameters=50_000_000))
     fixed: dict[str, Any] = PLAIN | {"zero": 0, "offload_optimizer": "host"}
-    pinned = host_bytes_of(job, make_layout(gpus=1, zero=0, shard_ranks=1, offload_optimizer="host"), "resident")
+    pinned = host_bytes_of(
+        job, make_layout(gpus=1, zero=0, shard_ranks=1, offload_optimizer="host"), "resident"
+    )
     few = int(pinned / 0.6)
-    assert refusal(job, GpuCluster(gpus=2, gpu=make_gpu(), host_bytes=few), **fixed).hint.count("GPUs (") == 0
+    assert (
+        refusal(job, GpuCluster(gpus=2, gpu=make_gpu(), host_bytes=few), **fixed).hint.count(
+            "GPUs ("
+        )
+        == 0
+    )
     by_ranks: dict[str, Any] = PLAIN | {"zero": 1, "offload_optimizer": "host"}
     half = refusal(job, GpuCluster(gpus=2, gpu=make_gpu(), host_bytes=few // 2), **by_ranks).hint
     assert "4 GPUs (ZeRO-1" in half, "a host of four shares as much as two had, each"
@@ -375,11 +509,15 @@ def test_more_gpus_share_hosts_that_have_as_much_each() -> None:
 
 def test_a_refusal_proposes_the_smallest_of_the_larger_gpus() -> None:
     job = make_job()
-    same = GpuCluster(gpus=1, gpu=replace(GPUS["l4"], device_bytes=GPUS["l4"].device_bytes, name="small"))
-    large = replace(job.model, num_parameters=int(0.92 * 30 * 2**30 / 18))  # 18 bytes each: 27.6 GiB
+    same = GpuCluster(
+        gpus=1, gpu=replace(GPUS["l4"], device_bytes=GPUS["l4"].device_bytes, name="small")
+    )
+    # 18 bytes each: 27.6 GiB
+    large = replace(job.model, num_parameters=int(0.92 * 30 * 2**30 / 18))
     hint = refusal(replace(job, model=large), same, **PLAIN).hint
     assert "1 × v100-32g (one GPU" in hint and "l4" not in hint
-    host = make_job(model=replace(TOY, num_parameters=10**10))  # 12 bytes each are more than 60 % of 128 GiB
+    # 12 bytes each are more than 60 % of 128 GiB
+    host = make_job(model=replace(TOY, num_parameters=10**10))
     offloaded = PLAIN | {"offload_optimizer": "host"}
     hint = refusal(host, GpuCluster(gpus=1, gpu=GPUS["h100-pcie"]), **offloaded).hint
     assert "1 × h200 (one GPU" in hint and "h100" not in hint, "one that is as large is not larger"
@@ -388,7 +526,11 @@ def test_a_refusal_proposes_the_smallest_of_the_larger_gpus() -> None:
 
 
 def test_a_refusal_says_how_long_sequences_may_be_in_steps_of_256() -> None:
-    long: dict[str, Any] = {"mean_tokens": 1380, "tokens_per_update": 1380, "most_tokens_per_update": 1380}
+    long: dict[str, Any] = {
+        "mean_tokens": 1380,
+        "tokens_per_update": 1380,
+        "most_tokens_per_update": 1380,
+    }
     job = make_job(longest=1380, **long)
     fixed: dict[str, Any] = PLAIN | {"tokens_per_chunk": None}
     one = make_layout(gpus=1, zero=0, shard_ranks=1)
@@ -403,17 +545,23 @@ def test_a_refusal_says_how_long_sequences_may_be_in_steps_of_256() -> None:
         hint = refusal(job, budgeted(budget, gpus=1), **fixed).hint
         assert f"sequences of at most {tokens} tokens instead of 1380" in hint
     assert "sequences of at most" not in refusal(job, budgeted(at(256) - 1, gpus=1), **fixed).hint
-    paged = make_job(longest=1380, engine=replace(ENGINE, longest=1380, kv_bytes_per_token=10**5), **long)
+    paged = make_job(
+        longest=1380, engine=replace(ENGINE, longest=1380, kv_bytes_per_token=10**5), **long
+    )
     hint = refusal(paged, budgeted(at(512, paged), gpus=1), **fixed, residency="resident").hint
     assert "sequences of at most 512 tokens" in hint, "pages are of shorter sequences too"
-    none = refusal(job, budgeted(1, gpus=4096, host_bytes=1), **PLAIN | {"tokens_per_chunk": 1380}).hint
+    none = refusal(
+        job, budgeted(1, gpus=4096, host_bytes=1), **PLAIN | {"tokens_per_chunk": 1380}
+    ).hint
     assert "t4" in none
 
 
 def test_no_way_out_is_said_plainly() -> None:
     there = GpuCluster(gpus=4096, gpu=replace(make_gpu(), device_bytes=1 << 50))
     job = make_job(model=replace(TOY, num_parameters=10**15))
-    assert refusal(job, there, **PLAIN | {"checkpointing": None}).hint.startswith("no number of these GPUs")
+    assert refusal(job, there, **PLAIN | {"checkpointing": None}).hint.startswith(
+        "no number of these GPUs"
+    )
 
 
 # Ways, and the settings of a run that ask less.
@@ -438,11 +586,18 @@ OFFLINE: dict[str, Any] = {"online": False, "offload_optimizer": "host", "offloa
 def test_less_is_kept_and_chunks_are_halved() -> None:
     """Checkpointing, chunks, shards, offloading: the cheapest first."""
     modes = [f'trainer.checkpointing = "{mode}"' for mode in ("selective", "full")]
-    assert [offers(checkpointing=mode)[0] for mode in ("none", "selective", "full")] == [modes, modes[1:], []]
+    assert [offers(checkpointing=mode)[0] for mode in ("none", "selective", "full")] == [
+        modes,
+        modes[1:],
+        [],
+    ]
     assert offers(batch_invariant=True)[0] == []
 
     def chunks(tokens: int | None) -> list[str]:
-        return [text.removeprefix("trainer.tokens_per_chunk = ") for text in offers(tokens_per_chunk=tokens)[1]]
+        return [
+            text.removeprefix("trainer.tokens_per_chunk = ")
+            for text in offers(tokens_per_chunk=tokens)[1]
+        ]
 
     assert [chunks(tokens) for tokens in (161, 100, 81, 41, 40, None)] == [
         ["80", "40"], ["50", "40"], ["40"], ["40"], [], []
@@ -458,11 +613,15 @@ def test_more_lies_in_shards() -> None:
 
     assert stages() == [] and len(stages(ranks=2)) == 3
     flat = stages(ranks=4)
-    assert [text for text, _ in flat] == [f"parallel.zero = {zero} with parallel.shard_ranks = 4" for zero in (1, 2, 3)]
+    assert [text for text, _ in flat] == [
+        f"parallel.zero = {zero} with parallel.shard_ranks = 4" for zero in (1, 2, 3)
+    ]
     for (_, asked), zero in zip(flat, (1, 2, 3), strict=True):
         assert set(asked.shards) == {"actor", "critic", "reference", "reward"}
         assert set(asked.shards.values()) == {Shards(zero=zero, ranks=4)}
-        assert asked.shared_weights == (zero == 1), "engines of their own where no rank has whole weights"
+        assert asked.shared_weights == (zero == 1), (
+            "engines of their own where no rank has whole weights"
+        )
     lain = {name: Shards(zero=1, ranks=2) for name in ("actor", "critic", "reference")}
     higher = stages(ranks=4, shards=lain, lie_apart=("critic",), shared_weights=False)
     assert [text for text, _ in higher] == ["parallel.zero = 2", "parallel.zero = 3"]
@@ -473,15 +632,22 @@ def test_more_lies_in_shards() -> None:
     assert not higher[0][1].shared_weights
     assert stages(ranks=4, shards={"actor": Shards(zero=3, ranks=4)}) == []
     one = "parallel.zero = 1 with parallel.shard_ranks = 4"
-    for whole in ({"batch_invariant": True}, {"engines_alone": True}, {"offload_parameters": ("reference",)}):
+    for whole in (
+        {"batch_invariant": True},
+        {"engines_alone": True},
+        {"offload_parameters": ("reference",)},
+    ):
         assert [text for text, _ in stages(ranks=4, **whole)] == [one]
     apart = {"offload_parameters": ("reference",), "lie_apart": ("reference",)}
     assert len(stages(ranks=4, **apart)) == 3
-    assert [asked.shared_weights for _, asked in stages(ranks=4, shared_weights=False)] == [False] * 3
+    assert [asked.shared_weights for _, asked in stages(ranks=4, shared_weights=False)] == [
+        False
+    ] * 3
 
 
 def test_more_is_offloaded() -> None:
-    """State first, then gradients, then weights of models that are not trained, then of all that may."""
+    """State first, then gradients, then weights of models that are not trained, then of all that
+    may."""
 
     def texts(**changes: Any) -> list[str]:
         return [text.replace("trainer.", "") for text in offers(**changes)[3]]
@@ -523,11 +689,15 @@ def test_more_is_offloaded() -> None:
         assert texts(**OFFLINE, **lain) == [weights(*may) for _ in may]
     chosen = texts(**OFFLINE, reference=True, offload_parameters=("reference",))
     assert chosen == [weights("actor", "reference")]
-    assert texts(**OFFLINE, reference=True, offload_parameters=("actor",)) == [frozen("actor", "reference")], (
-        "what was chosen stays"
-    )
+    assert texts(**OFFLINE, reference=True, offload_parameters=("actor",)) == [
+        frozen("actor", "reference")
+    ], "what was chosen stays"
     *_, all_of_it = list(lighter(make_inputs(**OFFLINE | {"offload_gradients": False})))[3]
     asked = all_of_it.asked
-    assert (asked.offload_optimizer, asked.offload_gradients, asked.offload_parameters) == ("host", True, ("actor",))
+    assert (asked.offload_optimizer, asked.offload_gradients, asked.offload_parameters) == (
+        "host",
+        True,
+        ("actor",),
+    )
     *_, last = list(lighter(make_inputs(online=False)))[3]
     assert (last.asked.offload_optimizer, last.asked.offload_parameters) == ("host", ("actor",))

@@ -1,4 +1,5 @@
-"""The search: what it chooses fits, nothing that fits is faster, and a refusal's ways out do fit."""
+"""The search: what it chooses fits, nothing that fits is faster, and a refusal's ways out do
+fit."""
 
 from __future__ import annotations
 
@@ -55,16 +56,22 @@ def test_the_best_is_the_fastest_that_fits(shape, gpus, gpu, longest, host, fixe
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @JOBS
-def test_the_best_of_many_jobs_is_the_fastest_that_fits(shape, gpus, gpu, longest, host, fixed, rollout) -> None:
+def test_the_best_of_many_jobs_is_the_fastest_that_fits(
+    shape, gpus, gpu, longest, host, fixed, rollout
+) -> None:
     best_is_the_fastest(shape, gpus, gpu, longest, host, fixed, rollout)
 
 
 def best_is_the_fastest(shape, gpus, gpu, longest, host, fixed, rollout) -> None:
-    engine = Engine(running=16, longest=longest, kv_bytes_per_token=147_456, working_bytes=GIB, graph_bytes=GIB)
+    engine = Engine(
+        running=16, longest=longest, kv_bytes_per_token=147_456, working_bytes=GIB, graph_bytes=GIB
+    )
     job = make_job(shape, longest=longest, engine=engine if rollout else None, reference=rollout)
     there = cluster(gpus, gpu, host_bytes=host)
     judged = [judge(job, there, layout, fixed.residency) for layout in layouts(job, there, fixed)]
-    assert fixed.residency in (None, "spill") or {candidate.residency for candidate in judged} == {fixed.residency}
+    assert fixed.residency in (None, "spill") or {candidate.residency for candidate in judged} == {
+        fixed.residency
+    }
     try:
         choice = choose(job, there, fixed)
     except MemoryBudgetError as refusal:
@@ -111,16 +118,25 @@ def test_a_refusal_names_the_setting_that_was_in_the_way() -> None:
     error = refuse(job, there, Fixed(offload_optimizer="none"))
     assert "offload_optimizer = 'host' instead of 'none'" in error.hint
     assert choose(job, there, Fixed(offload_optimizer="host")).best.fits
-    error = refuse(make_job("qwen3-8b"), cluster(8), Fixed(tokens_per_chunk=131_072, checkpointing="none"))
+    error = refuse(
+        make_job("qwen3-8b"), cluster(8), Fixed(tokens_per_chunk=131_072, checkpointing="none")
+    )
     chunk = int(re.findall(r"tokens_per_chunk = (\d+) instead of 131072", error.hint)[0])
     assert choose(job, cluster(8), Fixed(tokens_per_chunk=chunk, checkpointing="none")).best.fits
     assert "checkpointing = 'selective' instead of 'none'" in error.hint
-    assert error.hint.index("checkpointing =") < error.hint.index("tokens_per_chunk ="), "the cheapest first"
+    assert error.hint.index("checkpointing =") < error.hint.index("tokens_per_chunk ="), (
+        "the cheapest first"
+    )
 
 
 def test_a_refusal_names_the_residency_that_was_in_the_way() -> None:
-    engine = Engine(running=256, longest=4096, kv_bytes_per_token=147_456, working_bytes=GIB, graph_bytes=GIB)
-    job, layout = make_job("qwen3-8b", engine=engine), Fixed(offload_optimizer="none", offload_gradients=False)
+    engine = Engine(
+        running=256, longest=4096, kv_bytes_per_token=147_456, working_bytes=GIB, graph_bytes=GIB
+    )
+    job, layout = (
+        make_job("qwen3-8b", engine=engine),
+        Fixed(offload_optimizer="none", offload_gradients=False),
+    )
     error = refuse(job, cluster(2), replace(layout, residency="resident"))
     assert "residency = 'phase' instead of 'resident'" in error.hint
     assert choose(job, cluster(2), replace(layout, residency="phase")).best.fits
@@ -129,24 +145,30 @@ def test_a_refusal_names_the_residency_that_was_in_the_way() -> None:
 def test_a_refusal_names_how_long_sequences_may_be() -> None:
     job = make_job("qwen3-0.6b", longest=32_768, update=65_536)
     there, fixed = cluster(1, "l4"), Fixed(checkpointing="none")
-    tokens = int(re.findall(r"sequences of at most (\d+) tokens", refuse(job, there, fixed).hint)[0])
+    tokens = int(
+        re.findall(r"sequences of at most (\d+) tokens", refuse(job, there, fixed).hint)[0]
+    )
     assert choose(replace(job, longest=tokens, mean_tokens=tokens), there, fixed).best.fits
     refuse(replace(job, longest=tokens + 256), there, fixed)
 
 
 def test_gradients_that_are_summed_once_are_searched_with_what_they_hold() -> None:
-    """They take 4 bytes per parameter on every rank, so another layout may be best; and many small chunks over a slow
-    network, which is what they are for, take less time with them."""
+    """They take 4 bytes per parameter on every rank, so another layout may be best; and many small
+    chunks over a slow network, which is what they are for, take less time with them."""
     job = make_job("qwen3-8b")
     once = replace(job, sum_gradients="update")
-    by_chunk, by_update = choose(job, cluster(8), Fixed(zero=3)).best, choose(once, cluster(8), Fixed(zero=3)).best
+    by_chunk, by_update = (
+        choose(job, cluster(8), Fixed(zero=3)).best,
+        choose(once, cluster(8), Fixed(zero=3)).best,
+    )
     assert by_update.layout != by_chunk.layout and by_update.layout.sum_gradients == "update"
     assert "gradients summed once per update" in by_update.layout.words()
     held = by_update.moments[1].parts["gradients not yet summed"]
     assert chunks_per_update(once, by_update.layout) == 1 or held == 4 * job.model.num_parameters
     wide = replace(by_chunk.layout, gpus=16, shard_ranks=16, tokens_per_chunk=8192)
     slow, fast = (
-        step_time(job, replace(wide, sum_gradients=when), find_gpu("h200"), "resident") for when in ("chunk", "update")
+        step_time(job, replace(wide, sum_gradients=when), find_gpu("h200"), "resident")
+        for when in ("chunk", "update")
     )
     assert fast.traffic_s < slow.traffic_s and fast.seconds < slow.seconds
 
@@ -175,14 +197,17 @@ def test_no_host_memory_means_no_offload() -> None:
 
 
 def test_known_rows() -> None:
-    """An 8B shape on eight H200s needs no checkpointing; the survey's rate for it is 9.5 k tokens/s per GPU."""
+    """An 8B shape on eight H200s needs no checkpointing; the survey's rate for it is 9.5 k tokens/s
+    per GPU."""
     choice = choose(make_job("qwen3-8b"), cluster(8))
     assert choice.best.layout.checkpointing == "none" and choice.best.layout.zero >= 2
     rate = choice.job.tokens_per_update / 8 / choice.best.time.seconds
     assert 8_000 < rate < 11_000
     long = choose(make_job("qwen3-4b", longest=32_768), cluster(8, "a100-40g", host_bytes=0)).best
     assert long.layout.checkpointing != "none"
-    assert any("discarded" in reason for reason in reasons(choose(make_job("qwen3-8b"), cluster(8))))
+    assert any(
+        "discarded" in reason for reason in reasons(choose(make_job("qwen3-8b"), cluster(8)))
+    )
 
 
 def test_bytes_on_the_wire_are_the_rings() -> None:
@@ -193,16 +218,21 @@ def test_bytes_on_the_wire_are_the_rings() -> None:
     assert chunks_per_update(job, flat) == 4
     assert sent_bytes(job, flat) == {"all-reduce": int(2 * 7 / 8 * 4 * count)}
     zero1 = sent_bytes(job, replace(flat, zero=1, shard_ranks=8))
-    assert zero1["reduce-scatter"] + zero1["all-gather"] == pytest.approx(7 / 8 * 6 * count, rel=1e-6)
+    assert zero1["reduce-scatter"] + zero1["all-gather"] == pytest.approx(
+        7 / 8 * 6 * count, rel=1e-6
+    )
     zero3 = sent_bytes(job, replace(flat, zero=3, shard_ranks=8))
-    root = 2 * job.model.embedding_parameters + job.model.hidden_size  # is gathered once per chunk, layers twice
+    # is gathered once per chunk, layers twice
+    root = 2 * job.model.embedding_parameters + job.model.hidden_size
     assert zero3["all-gather"] == pytest.approx(4 * 7 / 8 * 2 * (2 * count - root), rel=1e-6)
     assert zero3["reduce-scatter"] == pytest.approx(4 * 7 / 8 * 2 * count, rel=1e-6)
     once = sent_bytes(job, replace(flat, zero=3, shard_ranks=8, sum_gradients="update"))
     assert once == zero3 | {"reduce-scatter": int(7 / 8 * 4 * count)}, "a float32 sum, once"
     hybrid = sent_bytes(job, replace(flat, zero=3, shard_ranks=4))
     assert hybrid["all-gather"] < zero3["all-gather"]
-    assert hybrid["all-reduce among groups"] == pytest.approx(4 * count / 4, rel=1e-6), "once, in shards"
+    assert hybrid["all-reduce among groups"] == pytest.approx(4 * count / 4, rel=1e-6), (
+        "once, in shards"
+    )
     assert sent_bytes(job, replace(flat, gpus=1)) == {}
     assert step_time(job, flat, find_gpu("h200"), "resident").exposed_s > 0
 
@@ -266,16 +296,30 @@ def test_weights_in_host_memory_need_whole_models_and_room_for_two_layers() -> N
         2 * m.layer_parameters + m.num_parameters - m.num_layers * m.layer_parameters
     )
     bare = replace(layout, offload_parameters=())
-    assert host_bytes_of(away, layout, "resident") - host_bytes_of(away, bare, "resident") == item * m.num_parameters
+    assert (
+        host_bytes_of(away, layout, "resident") - host_bytes_of(away, bare, "resident")
+        == item * m.num_parameters
+    )
     assert choice.best.time.host_s > judge(away, there, bare).time.host_s
     with pytest.raises(MemoryBudgetError):
         choose(replace(away, offload_parameters=()), there, Fixed())
-    assert {found.zero for found in layouts(away, cluster(8, host_bytes=8000 * GIB), Fixed())} == {0, 1}
-    with pytest.raises(ConfigError, match=r"no layout of 8 GPUs .* with trainer.offload_parameters") as caught:
+    assert {found.zero for found in layouts(away, cluster(8, host_bytes=8000 * GIB), Fixed())} == {
+        0,
+        1,
+    }
+    with pytest.raises(
+        ConfigError, match=r"no layout of 8 GPUs .* with trainer.offload_parameters"
+    ) as caught:
         choose(away, cluster(8, host_bytes=8000 * GIB), Fixed(zero=3))
     assert "0 or 1" in caught.value.hint
     frozen = replace(away, offload_parameters=("reference",), reference=True)
-    kept = {name: size for moment in judge(frozen, there, layout).moments for name, size in moment.parts.items()}
+    kept = {
+        name: size
+        for moment in judge(frozen, there, layout).moments
+        for name, size in moment.parts.items()
+    }
     assert "reference" in kept and "reference.rooms" not in kept
-    kept = judge(frozen, there, replace(layout, offload_parameters=("reference",))).moments[-1].parts
+    kept = (
+        judge(frozen, there, replace(layout, offload_parameters=("reference",))).moments[-1].parts
+    )
     assert "reference" not in kept and kept["reference.rooms"] == parts["actor.rooms"]

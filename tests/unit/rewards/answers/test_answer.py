@@ -128,7 +128,10 @@ def test_whole_numbers_have_no_tolerance(value, off):
 def test_tolerance_is_relative_at_every_magnitude(digits, power, apart):
     label = f"{digits / 1e4:.4f}e{power}"
     assert compare(f"{digits / 1e4:.4f}0e{power}", label, how="numeric").outcome == "right"
-    assert compare(f"{digits / 1e4 + apart * 1e-4:.4f}e{power}", label, how="numeric").outcome == "wrong"
+    assert (
+        compare(f"{digits / 1e4 + apart * 1e-4:.4f}e{power}", label, how="numeric").outcome
+        == "wrong"
+    )
     assert compare("0", label, how="numeric").outcome == "wrong"
 
 
@@ -142,7 +145,9 @@ def test_a_wide_tolerance_ends_at_the_digits_of_the_label(answer, outcome):
 
 expressions = st.recursive(
     st.integers(0, 99).map(str),
-    lambda inner: st.builds(lambda a, sign, b: f"{a}{sign}{b}", inner, st.sampled_from(list("+-*/^=,;:|±×")), inner),
+    lambda inner: st.builds(
+        lambda a, sign, b: f"{a}{sign}{b}", inner, st.sampled_from(list("+-*/^=,;:|±×")), inner
+    ),
     max_leaves=5,
 )
 
@@ -154,11 +159,18 @@ def test_an_expression_is_no_answer_to_a_whole_number(text, label):
         assert right == (text == str(label) or (text.isdigit() and int(text) == label))
 
 
-@given(value=st.fractions(min_value=-1000, max_value=1000, max_denominator=50), factor=st.sampled_from([100, 10000]))
+@given(
+    value=st.fractions(min_value=-1000, max_value=1000, max_denominator=50),
+    factor=st.sampled_from([100, 10000]),
+)
 def test_percent_is_never_off_by_a_hundred(value, factor):
     label = f"{value.numerator}%" if value.numerator else "1%"
     number = int(label[:-1])
-    for answer in (f"{number * factor}%", str(number * factor), f"{number}e-{len(str(factor)) - 1}%"):
+    for answer in (
+        f"{number * factor}%",
+        str(number * factor),
+        f"{number}e-{len(str(factor)) - 1}%",
+    ):
         assert compare(answer, label, how="auto", question="What percentage?").outcome == "wrong"
 
 
@@ -168,9 +180,15 @@ def test_the_check_pays_no_copied_question(compare_key):
 
     def value(answer: str, label: str, question: str) -> float:
         task = {"answer": label}
-        return check(Item(text=f"<answer>{answer}</answer>", task=task, prompt=question, finish="stop", num_tokens=9))[
-            0
-        ]
+        return check(
+            Item(
+                text=f"<answer>{answer}</answer>",
+                task=task,
+                prompt=question,
+                finish="stop",
+                num_tokens=9,
+            )
+        )[0]
 
     asked = "State the final answer to the following arithmetic problem: 4 - 1 + 7 + 7 - 7 ="
     assert value("4 - 1 + 7 + 7 - 7", "10", asked) == 0.0
@@ -293,7 +311,9 @@ def test_plain_labels_are_not_evaluated(label, right, wrong):
 
 @pytest.mark.parametrize("answer", ["42 thirty", "42 eleven", "42 doubled", "42 square"])
 def test_a_word_that_changes_the_number_is_no_unit(answer):
-    assert compare(answer, "42", how="auto", question=f"{answer.split()[1]} of it?").outcome != "right"
+    assert (
+        compare(answer, "42", how="auto", question=f"{answer.split()[1]} of it?").outcome != "right"
+    )
 
 
 def test_how_many_names_the_unit():

@@ -1,4 +1,5 @@
-"""Code checker: finding the program, reading tests, judging results, and what a program cannot get away with."""
+"""Code checker: finding the program, reading tests, judging results, and what a program cannot get
+away with."""
 
 from __future__ import annotations
 
@@ -63,9 +64,16 @@ def test_reads_every_shape_of_tests():
     assert (case.stdin, case.stdout, case.calls) == ("1", "2", ())
     (case,) = read_tests([{"args": [1], "expected": 2}], "f")
     assert case.calls[0].spec == {"call": "f", "args": [1], "kwargs": {}} and case.expected == 2
-    for text in ("assert f(1) == (2, 3)", "assert 'a' == f(1)", "assert f(1) > 2", "assert abs(f(1) - 2) < 1e-6"):
+    for text in (
+        "assert f(1) == (2, 3)",
+        "assert 'a' == f(1)",
+        "assert f(1) > 2",
+        "assert abs(f(1) - 2) < 1e-6",
+    ):
         (case,) = read_tests([text], None)
-        assert [call.spec for call in case.calls] == [{"expression": "f(1)"}], "labels stay out of the sandbox"
+        assert [call.spec for call in case.calls] == [{"expression": "f(1)"}], (
+            "labels stay out of the sandbox"
+        )
         assert not case.is_decided_inside
     assert len(read_tests({"inputs": ["1", ["2", "3"]], "outputs": ["1", "x"]}, None)) == 2
     (case,) = read_tests({"inputs": [[1]], "outputs": [2], "fn_name": "g"}, None)
@@ -88,7 +96,9 @@ def test_unreadable_tests_are_the_label_s_fault(tests):
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -99,7 +109,9 @@ def test_a_value_equals_itself(value):
 
 
 def test_comparison_of_values():
-    assert same_value((1, 2), [1, 2], 0.0, loose=True) and not same_value((1, 2), [1, 2], 0.0, loose=False)
+    assert same_value((1, 2), [1, 2], 0.0, loose=True) and not same_value(
+        (1, 2), [1, 2], 0.0, loose=False
+    )
     assert same_value({1: [0.1 + 0.2]}, {"1": [0.3]}, 1e-6, loose=True)
     assert not same_value([1, 2], [1], 0.0, loose=True) and not same_value("1", 1, 0.0, loose=True)
     assert same_value(2, 2.0000000001, 1e-6, loose=True) and not same_value(3, 2, 1.0, loose=True)
@@ -124,7 +136,11 @@ def test_comparison_of_output(got, wanted, same):
 
 
 ADD = "def add(a, b=1):\n    print('noise')\n    return a + b\n"
-TESTS = [{"args": [1, 2], "expected": 3}, {"args": [5], "kwargs": {"b": 5}, "expected": 10}, "assert add(2, 2) == 4"]
+TESTS = [
+    {"args": [1, 2], "expected": 3},
+    {"args": [5], "kwargs": {"b": 5}, "expected": 10},
+    "assert add(2, 2) == 4",
+]
 
 
 def test_right_and_wrong_functions(cell):
@@ -152,7 +168,8 @@ def test_programs_with_input_and_output(cell):
 @pytest.mark.parametrize(
     "body",
     [
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass "
+        "P:\n    x: int\n"
         "def f(a): return P(a).x",
         "import pickle\nclass A:\n    def __init__(self, x): self.x = x\n"
         "def f(a): return pickle.loads(pickle.dumps(A(a))).x",
@@ -178,7 +195,8 @@ def test_a_program_may_open_its_streams_by_name(cell):
     "source",
     [
         "from __future__ import annotations\ndef f(a: List[int]): return a",
-        '"""What it does."""\nfrom __future__ import (annotations,\n    division)\ndef f(a: List[int]): return a',
+        '"""What it does."""\nfrom __future__ import (annotations,\n    division)\ndef f(a: '
+        "List[int]): return a",
         "from __future__ import annotations; import re\ndef f(a: List[int]): return re and a",
         "def f(a: List[int]): return a",
     ],
@@ -212,8 +230,10 @@ def test_the_time_for_all_tests_is_bounded(cell):
         "import os; os._exit(0)",
         "import sys; sys.exit(0)",
         "raise SystemExit",
-        "class Yes:\n    __eq__ = lambda self, other: True\n    __repr__ = lambda self: 'Yes'\nadd = lambda *a: Yes()",
-        'import os\nfor fd in range(20):\n    try:\n        os.write(fd, b\'{"ended": 0, "value": "3"}\\n\' * 3)\n'
+        "class Yes:\n    __eq__ = lambda self, other: True\n    __repr__ = lambda self: "
+        "'Yes'\nadd = lambda *a: Yes()",
+        'import os\nfor fd in range(20):\n    try:\n        os.write(fd, b\'{"ended": 0, "value": '
+        '"3"}\\n\' * 3)\n'
         "    except OSError:\n        pass\nadd = lambda *a, **k: 0",
         "import builtins, json\nbuiltins.repr = lambda value: '3'\nadd = lambda *a, **k: 0",
         "print('3\\n10\\n4')\nadd = lambda *a, **k: None",
@@ -229,7 +249,13 @@ def test_tricks_do_not_pass(cell, trick):
 def test_a_sandbox_that_cannot_start_is_no_verdict():
     def broken(program: Program, limits: Limits) -> ProgramResult:
         return ProgramResult(
-            outcome="failed", stdout="", stderr="", exit_code=None, wall_s=0.0, cpu_s=0.0, detail="no zygote"
+            outcome="failed",
+            stdout="",
+            stderr="",
+            exit_code=None,
+            wall_s=0.0,
+            cpu_s=0.0,
+            detail="no zygote",
         )
 
     verdict = run_tests(ADD, read_tests(TESTS, "add"), broken, limits=LIMITS, budget_s=9.0)

@@ -1,4 +1,5 @@
-"""Tests of code as known data sets write them: functions as pytest finds them (KodCode), and LiveCodeBench's rows."""
+"""Tests of code as known data sets write them: functions as pytest finds them (KodCode), and
+LiveCodeBench's rows."""
 
 from __future__ import annotations
 
@@ -68,7 +69,10 @@ def test_an_assert_beside_the_functions_counts_once():
 
 def test_what_cannot_be_split_still_runs_its_statements(cell):
     """Decided inside, and never taken for passed because nobody calls the function."""
-    text = "def test_it():\n    try:\n        assert add(1, 2) == 3\n    except ValueError:\n        raise\n"
+    text = (
+        "def test_it():\n    try:\n        assert add(1, 2) == 3\n    except ValueError:\n    "
+        "    raise\n"
+    )
     right, wrong = judge(cell, ADD, text), judge(cell, ADD.replace("+", "-"), text)
     assert (right.passed, right.total, right.decided_inside) == (1, 1, 1)
     assert (wrong.passed, wrong.total) == (0, 1)

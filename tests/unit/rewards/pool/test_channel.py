@@ -53,7 +53,9 @@ def test_one_that_does_not_close_is_killed_and_that_is_told(stopped: Nursery) ->
 
 def test_one_that_no_kill_ends_is_named(stopped: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
     spare(stopped, monkeypatch)
-    with pytest.raises(DeadlineError, match=f"pid {stopped._process.pid}.* did not end within 0.05 s"):
+    with pytest.raises(
+        DeadlineError, match=f"pid {stopped._process.pid}.* did not end within 0.05 s"
+    ):
         stopped.bury()
     with pytest.raises(DeadlineError, match=f"pid {stopped._process.pid}"):
         asyncio.run(stopped.close(idle=False))

@@ -1,5 +1,6 @@
-"""Reward functions that fork, write to their channel, leak, print without end or leave daemons; workers killed from
-outside. Each costs at most the check that did it, is labelled, and leaves no process."""
+"""Reward functions that fork, write to their channel, leak, print without end or leave daemons;
+workers killed from outside. Each costs at most the check that did it, is labelled, and leaves no
+process."""
 
 from __future__ import annotations
 
@@ -93,14 +94,29 @@ def module(tmp_path_factory: pytest.TempPathFactory):
 class Case:
     """A scorer with one function part, in a loop whose unhandled errors are kept."""
 
-    def __init__(self, *, workers: int = 1, limit_s: float = 30.0, mark: str = "", log: Path | None = None, **settings):
-        part = {"kind": "function", "path": "my_hostile:hostile", "limit_s": limit_s, "options": {"mark": mark}}
+    def __init__(
+        self,
+        *,
+        workers: int = 1,
+        limit_s: float = 30.0,
+        mark: str = "",
+        log: Path | None = None,
+        **settings,
+    ):
+        part = {
+            "kind": "function",
+            "path": "my_hostile:hostile",
+            "limit_s": limit_s,
+            "options": {"mark": mark},
+        }
         config = RewardsConfig.model_validate({"parts": [part], "workers": workers, **settings})
         self.events, self.errors, self.reasons = Events(), [], []
         self.scorer = RuleScorer(config, emit=self.events.emit, clock=time.monotonic, log=log)
 
     async def __aenter__(self) -> Case:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: self.errors.append(context))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: self.errors.append(context)
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -108,7 +124,9 @@ class Case:
         assert not self.errors, self.errors
 
     async def outcomes(self, *texts: str) -> list[str]:
-        scores = await self.scorer.score([rollout(n, t, {}) for n, t in enumerate(texts)], deadline_s=60.0)
+        scores = await self.scorer.score(
+            [rollout(n, t, {}) for n, t in enumerate(texts)], deadline_s=60.0
+        )
         for score in scores:
             assert score.value == (0.5 if score.parts[0].outcome == "ok" else 0.0)
         self.reasons = [score.parts[0].reason for score in scores]
@@ -176,7 +194,8 @@ def test_a_copy_of_a_worker_answers_nothing(way: str) -> None:
                 return [c for c in new if c.is_running() and c.status() != psutil.STATUS_ZOMBIE]
 
             until_s = time.monotonic() + 20.0
-            while len(running()) > 2 and time.monotonic() < until_s:  # copies that end by themselves
+            # copies that end by themselves
+            while len(running()) > 2 and time.monotonic() < until_s:
                 await asyncio.sleep(0.05)
             assert len(running()) <= 2, "guard's, nursery's, one worker"
 
@@ -187,7 +206,9 @@ def test_a_worker_in_which_processes_pile_up_is_replaced() -> None:
     async def go() -> None:
         async with Case() as case:
             assert await case.outcomes(*["swarm"] * 20) == ["ok"] * 20
-            reasons = [fields["reason"] for kind, fields in case.events if kind == "reward.worker_replaced"]
+            reasons = [
+                fields["reason"] for kind, fields in case.events if kind == "reward.worker_replaced"
+            ]
             assert len(reasons) == 1 and "processes behind" in reasons[0]
 
     asyncio.run(go())
@@ -197,8 +218,12 @@ def test_a_worker_whose_rewards_leak_is_replaced_before_its_limit() -> None:
     async def go() -> None:
         async with Case(worker_memory_mib=512) as case:
             assert await case.outcomes(*["leak"] * 9, "a") == ["ok"] * 10
-            reasons = [fields["reason"] for kind, fields in case.events if kind == "reward.worker_replaced"]
-            assert 1 <= len(reasons) <= 5 and all("MiB more than at its start" in reason for reason in reasons)
+            reasons = [
+                fields["reason"] for kind, fields in case.events if kind == "reward.worker_replaced"
+            ]
+            assert 1 <= len(reasons) <= 5 and all(
+                "MiB more than at its start" in reason for reason in reasons
+            )
 
     asyncio.run(go())
 
@@ -216,7 +241,9 @@ def test_what_rewards_print_goes_to_a_log_of_bounded_size(
     asyncio.run(go())
     text = log.read_text()
     assert text.startswith("it said say a\n") and "begin of what it says" in text
-    assert (1 << 20) <= len(text) <= (1 << 20) + 200 and "more bytes were printed and dropped]" in text
+    assert (1 << 20) <= len(text) <= (
+        1 << 20
+    ) + 200 and "more bytes were printed and dropped]" in text
     assert capfd.readouterr() == ("", "")
 
 
@@ -240,7 +267,10 @@ def test_a_worker_killed_from_outside_costs_no_check(mark: str, tmp_path: Path) 
             os.kill(int(place.read_text()), signal.SIGKILL)
             assert await scored == ["ok", "ok", "ok"]
             assert case.events.kinds() == ["reward.retried", "reward.worker_replaced"]
-            assert case.events[0][1]["part"] == "function" and "signal 9" in case.events[0][1]["reason"]
+            assert (
+                case.events[0][1]["part"] == "function"
+                and "signal 9" in case.events[0][1]["reason"]
+            )
 
     asyncio.run(go())
 

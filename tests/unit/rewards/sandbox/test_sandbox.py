@@ -79,11 +79,17 @@ print(sorted(os.listdir("/dev")), os.listdir("."), sorted(os.listdir("/etc")))
     assert lines[:8] == ["False"] * 8
     shown = set(eval(lines[8]))
     allowed = {Path(sys.base_prefix).parts[1]}  # the way to Python itself
-    assert {"dev", "etc", "proc", "tmp", "work"} <= shown <= {"dev", "etc", "proc", "tmp", "work", *allowed}
+    assert (
+        {"dev", "etc", "proc", "tmp", "work"}
+        <= shown
+        <= {"dev", "etc", "proc", "tmp", "work", *allowed}
+    )
     assert "main.py" in lines[9] and "shadow" not in lines[9]
 
 
-@pytest.mark.parametrize("path", ["/x", "/usr/x", "/etc/passwd", "/dev/x", "/lib/x", sys.base_prefix + "/x"])
+@pytest.mark.parametrize(
+    "path", ["/x", "/usr/x", "/etc/passwd", "/dev/x", "/lib/x", sys.base_prefix + "/x"]
+)
 def test_only_the_work_folder_can_be_written(cell, path):
     source = f"""
 try:
@@ -143,14 +149,22 @@ print(refused(libc.syscall(999, 0)))
     result = cell.run(Program(source=source), limits=LIMITS)
     assert result.stdout.split() == [*["ENOSYS"] * 8, "EPERM", "ENOSYS", "ENOSYS"]
     assert result.refused_calls == {
-        "unshare": 2, "ptrace": 1, "mount": 1, "umount2": 1, "memfd_create": 1, "shmget": 1, "keyctl": 1,
-        "clone(flags 0x10000011)": 1, "call 999": 1,
-    }  # fmt: skip
+        "unshare": 2,
+        "ptrace": 1,
+        "mount": 1,
+        "umount2": 1,
+        "memfd_create": 1,
+        "shmget": 1,
+        "keyctl": 1,
+        "clone(flags 0x10000011)": 1,
+        "call 999": 1,
+    }
 
 
 @pytest.mark.parametrize("mode", ["strong", "bubblewrap"])
 def test_settings_of_the_machine_cannot_be_opened_for_writing(mode):
-    """Opening is the proof; nothing is written. Namespaces have settings of their own, which their user may write."""
+    """Opening is the proof; nothing is written. Namespaces have settings of their own, which their
+    user may write."""
     if mode == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
     source = """
@@ -189,7 +203,11 @@ def test_filter_follows_its_tables():
     """Every call of both architectures, decided by a BPF machine that is not the kernel's."""
     for machine, column, audit in (("x86_64", 0, 0xC000003E), ("aarch64", 1, 0xC00000B7)):
         lines = syscalls.filter_lines(machine, notify=False)
-        allowed = {numbers[column] for name, numbers in syscalls.ALLOWED.items() if name not in syscalls._ARGUMENTS}
+        allowed = {
+            numbers[column]
+            for name, numbers in syscalls.ALLOWED.items()
+            if name not in syscalls._ARGUMENTS
+        }
         for number in range(-1, 600):
             answer = _interpret(lines, number & 0xFFFFFFFF, audit, (0,) * 6)
             if number in allowed and number >= 0:
@@ -220,7 +238,9 @@ def test_filter_follows_its_tables():
 )  # fmt: skip
 def test_filter_reads_arguments(name, arguments, allowed):
     for machine, column, audit in (("x86_64", 0, 0xC000003E), ("aarch64", 1, 0xC00000B7)):
-        given = tuple(argument | 0xAB00000000 for argument in arguments) + (0,) * (6 - len(arguments))
+        given = tuple(argument | 0xAB00000000 for argument in arguments) + (0,) * (
+            6 - len(arguments)
+        )
         number = syscalls.ALLOWED[name][column]
         answer = _interpret(syscalls.filter_lines(machine, notify=False), number, audit, given)
         assert answer == (0x7FFF0000 if allowed else 0x00050000 | syscalls.error_of(name))
@@ -230,7 +250,9 @@ def test_filter_reads_arguments(name, arguments, allowed):
             assert (syscalls.decide(name, given) == syscalls.METER) == allowed
 
 
-def _interpret(lines: list[syscalls.Line], number: int, audit: int, arguments: tuple[int, ...]) -> int:
+def _interpret(
+    lines: list[syscalls.Line], number: int, audit: int, arguments: tuple[int, ...]
+) -> int:
     data = struct.pack("IIQ6Q", number, audit, 0, *arguments)
     value = at = 0
     while True:
@@ -253,7 +275,10 @@ def test_a_parent_with_many_files_leaks_none():
     cell = Cell("strong")
     try:
         cell.start()
-        assert _output(cell, "import os; print(sorted(os.listdir('/proc/self/fd')))") == "['0', '1', '2', '3']\n"
+        assert (
+            _output(cell, "import os; print(sorted(os.listdir('/proc/self/fd')))")
+            == "['0', '1', '2', '3']\n"
+        )
     except IsolationUnavailable as error:
         pytest.skip(f"no strong sandbox on this machine: {error}")
     finally:
@@ -265,7 +290,10 @@ def test_a_parent_with_many_files_leaks_none():
 def test_holds_no_file_of_ours(cell):
     with open(os.devnull) as mine:
         os.set_inheritable(mine.fileno(), True)
-        assert _output(cell, "import os; print(sorted(os.listdir('/proc/self/fd')))") == "['0', '1', '2', '3']\n"
+        assert (
+            _output(cell, "import os; print(sorted(os.listdir('/proc/self/fd')))")
+            == "['0', '1', '2', '3']\n"
+        )
 
 
 SEARCH = """
@@ -293,7 +321,12 @@ def test_memory_holds_nothing_of_other_runs(cell):
 
 def test_works_as_an_ordinary_user():
     python = next(
-        (p for p in ("/usr/bin/python3.13", "/usr/bin/python3.12", "/usr/bin/python3.11") if Path(p).exists()), ""
+        (
+            p
+            for p in ("/usr/bin/python3.13", "/usr/bin/python3.12", "/usr/bin/python3.11")
+            if Path(p).exists()
+        ),
+        "",
     )
     if os.geteuid() != 0 or not python or not shutil.which("setpriv"):
         pytest.skip("needs root, to become somebody else, and a Python that everybody may read")
@@ -314,7 +347,11 @@ except IsolationUnavailable as error:
     if subprocess.run([*ordinary, "test", "-r", str(source / "gyre/core/errors.py")]).returncode:
         pytest.skip("the source tree is not readable by others")
     done = subprocess.run(
-        [*ordinary, python, "-c", script], env={"PYTHONPATH": str(source)}, capture_output=True, text=True, timeout=60
+        [*ordinary, python, "-c", script],
+        env={"PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     if done.stdout.startswith("unavailable"):
         pytest.skip(done.stdout)

@@ -1,4 +1,5 @@
-"""Moments in 8 bits: against two libraries' own optimisers, beside float32 moments, in every layout."""
+"""Moments in 8 bits: against two libraries' own optimisers, beside float32 moments, in every
+layout."""
 
 from __future__ import annotations
 
@@ -30,8 +31,26 @@ from gyre.trainer.optim.flat import FlatOptimizer, lay_out
 from gyre.weights.shards import ShardLayout, align, row_layout, slice_layout
 from planner_cases import assert_planned
 from saver_cases import saver_on
-from trainer_cases import CPU, assert_bits_equal, make_batch, make_trainer, saved_tensors, weights_of, whole_tensors
-from zero_cases import AWAY, BLOCKS, LAYOUTS, coded_updates, decoder_on, equal_away, held_bytes, resume, saved
+from trainer_cases import (
+    CPU,
+    assert_bits_equal,
+    make_batch,
+    make_trainer,
+    saved_tensors,
+    weights_of,
+    whole_tensors,
+)
+from zero_cases import (
+    AWAY,
+    BLOCKS,
+    LAYOUTS,
+    coded_updates,
+    decoder_on,
+    equal_away,
+    held_bytes,
+    resume,
+    saved,
+)
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 functional = bitsandbytes.functional
@@ -46,7 +65,10 @@ def blank_span(num_blocks: int, *, decays: bool = True) -> Span:
 def moments_of(span: Span) -> list[tuple[bool, Tensor, Tensor]]:
     """(signed, codes, scales)"""
     assert span.exp_avg_scale_B is not None and span.exp_avg_sq_scale_B is not None
-    return [(True, span.exp_avg_N, span.exp_avg_scale_B), (False, span.exp_avg_sq_N, span.exp_avg_sq_scale_B)]
+    return [
+        (True, span.exp_avg_N, span.exp_avg_scale_B),
+        (False, span.exp_avg_sq_N, span.exp_avg_sq_scale_B),
+    ]
 
 
 def decoded(span: Span) -> list[Tensor]:
@@ -59,14 +81,21 @@ def decoded(span: Span) -> list[Tensor]:
     ]
 
 
-def numbers_of(count: int, *, rate: float = 1e-3, scale: float = 1.0, decay: float = 0.0) -> Numbers:
-    return Numbers(learning_rate=rate, grad_scale=scale, weight_decay=decay, num_updates=count, **NUMBERS)
+def numbers_of(
+    count: int, *, rate: float = 1e-3, scale: float = 1.0, decay: float = 0.0
+) -> Numbers:
+    return Numbers(
+        learning_rate=rate, grad_scale=scale, weight_decay=decay, num_updates=count, **NUMBERS
+    )
 
 
 def gradient_of(size: int, seed: int, spread: float) -> Tensor:
-    """Of magnitudes over `spread` powers of ten; some zeros; the first block now and then all zeros."""
+    """Of magnitudes over `spread` powers of ten; some zeros; the first block now and then all
+    zeros."""
     generator = torch.Generator().manual_seed(seed)
-    grad_N = torch.randn(size, generator=generator) * 10.0 ** (-spread * torch.rand(size, generator=generator))
+    grad_N = torch.randn(size, generator=generator) * 10.0 ** (
+        -spread * torch.rand(size, generator=generator)
+    )
     grad_N[torch.rand(size, generator=generator) < 0.1] = 0.0
     grad_N[:BLOCK] *= float(torch.rand((), generator=generator) < 0.5)
     return grad_N
@@ -86,12 +115,15 @@ def test_numbers_are_coded_by_the_nearest_value_of_the_library_s_map(seed, sprea
     away_NV = (shares_N.unsqueeze(1) - values.double()).abs()
     found_N = away_NV.gather(1, codes_N.long().unsqueeze(1)).squeeze(1)
     assert bool((found_N <= away_NV.amin(1) + 1e-6 * shares_N.abs() + 1e-15).all())
-    back_N = torch.ops.bitsandbytes.dequantize_blockwise(codes_N, scale_B, values, BLOCK, torch.float32)
+    back_N = torch.ops.bitsandbytes.dequantize_blockwise(
+        codes_N, scale_B, values, BLOCK, torch.float32
+    )
     assert torch.equal(codec.decode(codes_N, scale_B), back_N)
     coarse_N, their_scale_B = torch.ops.bitsandbytes.quantize_blockwise(wide_N, values, BLOCK)
     assert torch.equal(scale_B, their_scale_B)
     off_N = (values[coarse_N.long()] - values[codes_N.long()]).abs()[shares_N.abs() > 1e-3]
-    assert bool((off_N <= 0.015).all())  # the library's encoder for CPUs is one value off at most, where it can tell
+    # the library's encoder for CPUs is one value off at most, where it can tell
+    assert bool((off_N <= 0.015).all())
 
 
 @settings(max_examples=20)
@@ -104,40 +136,62 @@ def test_numbers_are_coded_by_the_nearest_value_of_the_library_s_map(seed, sprea
     scale=st.sampled_from([1.0, 0.25]),
 )
 def test_an_update_is_that_of_torchao_s_optimiser(num_blocks, seed, spread, rate, decay, scale):
-    """From the same state, several times in a row: the same weights, and the same codes but where a number lies half-way
-    between two values, and where a second moment would be rounded to zero."""
+    """From the same state, several times in a row: the same weights, and the same codes but where a
+    number lies half-way between two values, and where a second moment would be rounded to zero."""
     single = pytest.importorskip("torchao.optim.adam").single_param_adam
     zeros = pytest.importorskip("torchao.optim.subclass_8bit").OptimState8bit.zeros
     span, update = blank_span(num_blocks), CodedUpdate(CPU)
-    span.weight_N.copy_(torch.randn(len(span.weight_N), generator=torch.Generator().manual_seed(seed)))
+    span.weight_N.copy_(
+        torch.randn(len(span.weight_N), generator=torch.Generator().manual_seed(seed))
+    )
     for count in range(1, 6):
-        grad_N, theirs_N = gradient_of(num_blocks * BLOCK, seed + count, spread), span.weight_N.clone()
+        grad_N, theirs_N = (
+            gradient_of(num_blocks * BLOCK, seed + count, spread),
+            span.weight_N.clone(),
+        )
         states = [zeros(theirs_N.shape, signed, BLOCK) for signed in (True, False)]
         for state, (_, codes_N, scale_B) in zip(states, moments_of(span), strict=True):
             state.codes.copy_(codes_N)
             state.scale.copy_(scale_B)
         given_numbers = torch.tensor(float(count)), *states, None, torch.tensor(rate)
-        single(theirs_N, grad_N * scale, *given_numbers, *NUMBERS["betas"], decay, NUMBERS["eps"], True, False)
+        single(
+            theirs_N,
+            grad_N * scale,
+            *given_numbers,
+            *NUMBERS["betas"],
+            decay,
+            NUMBERS["eps"],
+            True,
+            False,
+        )
         span.grad_N.copy_(grad_N)
         update([span], numbers_of(count, rate=rate, scale=scale, decay=decay))
         assert not span.grad_N.any()
         torch.testing.assert_close(span.weight_N, theirs_N, rtol=1e-5, atol=1e-5 * rate)
         for state, (signed, codes_N, scale_B) in zip(states, moments_of(span), strict=True):
             nonzero_B = scale_B > 0
-            torch.testing.assert_close(scale_B[nonzero_B], state.scale[nonzero_B], rtol=1e-6, atol=0)
+            torch.testing.assert_close(
+                scale_B[nonzero_B], state.scale[nonzero_B], rtol=1e-6, atol=0
+            )
             other_N = codes_N.int() - state.codes.int()
             other_N[(codes_N == 1) & (state.codes == 0) & ~torch.tensor(signed)] = 0
             other_N = other_N.view(-1, BLOCK)[nonzero_B]
-            assert bool((other_N.abs() <= 1).all()) and int(other_N.count_nonzero()) <= 0.01 * other_N.numel()
+            assert (
+                bool((other_N.abs() <= 1).all())
+                and int(other_N.count_nonzero()) <= 0.01 * other_N.numel()
+            )
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_updates_are_those_of_the_library_s_own_optimiser(decay):
-    """By its operator to the bit, and by torch's operations nearly, of magnitudes that its encoder for CPUs tells apart:
-    what is done around the operator changes nothing there. On a GPU the operator is a kernel."""
+    """By its operator to the bit, and by torch's operations nearly, of magnitudes that its encoder
+    for CPUs tells apart: what is done around the operator changes nothing there. On a GPU the
+    operator is a kernel."""
     weight_N = torch.randn(8 * BLOCK, generator=torch.Generator().manual_seed(0))
     theirs = torch.nn.Parameter(weight_N.clone())
-    adamw = bitsandbytes.optim.AdamW8bit([theirs], lr=1e-3, weight_decay=decay, min_8bit_size=1, **NUMBERS)
+    adamw = bitsandbytes.optim.AdamW8bit(
+        [theirs], lr=1e-3, weight_decay=decay, min_8bit_size=1, **NUMBERS
+    )
     exact, near, update = blank_span(8), blank_span(8), CodedUpdate(CPU)
     for count in range(1, 11):
         grad_N = torch.randn(8 * BLOCK, generator=torch.Generator().manual_seed(count))
@@ -153,13 +207,16 @@ def test_updates_are_those_of_the_library_s_own_optimiser(decay):
     state = adamw.state[theirs]
     assert torch.equal(exact.weight_N, theirs.detach())
     for name, (_, codes_N, scale_B) in zip("12", moments_of(exact), strict=True):
-        assert torch.equal(codes_N, state[f"state{name}"]) and torch.equal(scale_B, state[f"absmax{name}"])
+        assert torch.equal(codes_N, state[f"state{name}"]) and torch.equal(
+            scale_B, state[f"absmax{name}"]
+        )
     apart_N = (near.weight_N - theirs.detach()).abs()
     assert float(apart_N.max()) < 0.1 * 10 * 1e-3 and float(apart_N.mean()) < 0.005 * 10 * 1e-3
 
 
 def leaps(*, seed: int, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> float:
-    """The largest update, in learning rates, of rows whose gradient comes and goes, as an embedding's does."""
+    """The largest update, in learning rates, of rows whose gradient comes and goes, as an
+    embedding's does."""
     if not keeps:
         monkeypatch.setattr(adamw_8bit, "_keep_from_zero", lambda codes_sq_N, scale_sq_B: None)
     span, update, largest = blank_span(4), CodedUpdate(CPU), 0.0
@@ -174,8 +231,8 @@ def leaps(*, seed: int, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> float:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_update_leaps_where_a_second_moment_is_small(seed, monkeypatch):
-    """Float32 moments move a weight by at most a few learning rates; codes too. Without what keeps second moments from
-    zero they would not."""
+    """Float32 moments move a weight by at most a few learning rates; codes too. Without what keeps
+    second moments from zero they would not."""
     assert leaps(seed=seed, keeps=True, monkeypatch=monkeypatch) < 6.0
     assert leaps(seed=seed, keeps=False, monkeypatch=monkeypatch) > 100.0
 
@@ -201,11 +258,18 @@ def test_a_second_moment_is_zero_only_in_a_block_of_zeros(seed, spread):
     num_ranks=st.integers(1, 6),
 )
 def test_no_cut_between_rows_parts_a_block(rows, blocks, num_ranks):
-    """Every rank has whole blocks, at the start of its flat state; together they are each block once."""
-    shapes = {"norm": (77,)} | {f"m{i}": (count, blocks * BLOCK) for i, count in enumerate(rows)} | {"odd": (5, 100)}
+    """Every rank has whole blocks, at the start of its flat state; together they are each block
+    once."""
+    shapes = (
+        {"norm": (77,)}
+        | {f"m{i}": (count, blocks * BLOCK) for i, count in enumerate(rows)}
+        | {"odd": (5, 100)}
+    )
     coded = frozenset(name for name, shape in shapes.items() if is_coded(shape))
     assert coded == {f"m{i}" for i in range(len(rows))}
-    starts, coded_stop, _, size = lay_out(shapes, {name: len(shape) > 1 for name, shape in shapes.items()}, coded)
+    starts, coded_stop, _, size = lay_out(
+        shapes, {name: len(shape) > 1 for name, shape in shapes.items()}, coded
+    )
     assert coded_stop == sum(rows) * blocks * BLOCK
     sliced = align(size, num_ranks * BLOCK)
     for layout in (
@@ -245,8 +309,12 @@ def test_a_model_learns_as_with_float32_moments():
     losses = {}
     for moments in ("float32", "8_bit"):
         decoder = decoder_on(CPU, torch.float32, spec="blocks")
-        trainer = make_trainer("sft", decoder=decoder, learning_rate=2e-3, tokens_per_chunk=512, moments=moments)
-        losses[moments] = [trainer.step_now(batch_of_rules(step)).metrics["loss"] for step in range(60)]
+        trainer = make_trainer(
+            "sft", decoder=decoder, learning_rate=2e-3, tokens_per_chunk=512, moments=moments
+        )
+        losses[moments] = [
+            trainer.step_now(batch_of_rules(step)).metrics["loss"] for step in range(60)
+        ]
     first, wide, coded = losses["float32"][0], *(np.mean(found[-10:]) for found in losses.values())
     assert losses["8_bit"][0] == first and wide < 0.3 * first, (first, wide)
     assert abs(coded - wide) < 0.1 * wide, (first, wide, coded)
@@ -255,21 +323,37 @@ def test_a_model_learns_as_with_float32_moments():
 
 def test_what_is_told_and_what_is_wide():
     events: list = []
-    make_trainer("sft", decoder=decoder_on(CPU, torch.float32, spec="blocks"), events=events, **CODED)
+    make_trainer(
+        "sft", decoder=decoder_on(CPU, torch.float32, spec="blocks"), events=events, **CODED
+    )
     (fields,) = [fields for name, fields in events if name == "trainer.moments"]
-    assert fields["coded_numbers"] == coded_parameters(model_numbers(BLOCKS), "8_bit") < fields["numbers"]
-    assert fields["counted"] and set(fields["left_wide"]) == {f"layers.{i}.out.weight" for i in range(2)}
+    assert (
+        fields["coded_numbers"]
+        == coded_parameters(model_numbers(BLOCKS), "8_bit")
+        < fields["numbers"]
+    )
+    assert fields["counted"] and set(fields["left_wide"]) == {
+        f"layers.{i}.out.weight" for i in range(2)
+    }
     assert "(256, 32)" in fields["left_wide"]["layers.0.out.weight"]
 
 
 def test_a_model_without_whole_blocks_is_refused():
-    with pytest.raises(ConfigError, match=r"no matrix of the actor has rows of whole blocks of 256 numbers \(rows of "):
+    with pytest.raises(
+        ConfigError,
+        match=r"no matrix of the actor has rows of whole blocks of 256 numbers \(rows of ",
+    ):
         make_trainer("sft", **CODED)
 
 
 def test_a_cpu_user_reads_nothing_of_kernels_that_nobody_asks_for():
-    code = "import torch; from gyre.trainer.adamw.adamw_8bit import CodedUpdate; CodedUpdate(torch.device('cpu'))"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    code = (
+        "import torch; from gyre.trainer.adamw.adamw_8bit import CodedUpdate; "
+        "CodedUpdate(torch.device('cpu'))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert told.stderr == told.stdout == ""
 
 
@@ -283,7 +367,10 @@ def test_without_the_library_the_setting_is_refused(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_process_trains_to_the_same_bits_with_state_away(tmp_path, dtype):
-    assert equal_away(None, "sft", list(AWAY), str(tmp_path), dtype=dtype, spec="blocks", **CODED) == []
+    assert (
+        equal_away(None, "sft", list(AWAY), str(tmp_path), dtype=dtype, spec="blocks", **CODED)
+        == []
+    )
 
 
 @pytest.mark.parametrize("how", [None, *AWAY])
@@ -305,9 +392,14 @@ def test_the_planner_knows_the_bytes(tmp_path, how, dtype):
         **settings,
     )
     found = assert_planned(trainer.components(), inputs, dtype, relative=0.01, pages=6)
-    count, coded = model_numbers(BLOCKS).num_parameters, coded_parameters(model_numbers(BLOCKS), "8_bit")
+    count, coded = (
+        model_numbers(BLOCKS).num_parameters,
+        coded_parameters(model_numbers(BLOCKS), "8_bit"),
+    )
     optimizer = found["actor.optimizer"].size_bytes
-    assert optimizer == pytest.approx(8 * (count - coded) + (2 + 8 / BLOCK) * coded, rel=0.01, abs=6 * 4096)
+    assert optimizer == pytest.approx(
+        8 * (count - coded) + (2 + 8 / BLOCK) * coded, rel=0.01, abs=6 * 4096
+    )
     trainer._close()
 
 
@@ -318,10 +410,14 @@ def test_state_that_is_away_is_moved_as_codes(tmp_path, how):
     for moments in ("float32", "8_bit"):
         decoder = decoder_on(CPU, torch.bfloat16, spec="blocks")
         folder = tmp_path / moments
-        trainer = make_trainer("sft", decoder=decoder, disk_folder=folder, moments=moments, **AWAY[how])
+        trainer = make_trainer(
+            "sft", decoder=decoder, disk_folder=folder, moments=moments, **AWAY[how]
+        )
         measured = trainer.step_now(make_batch()).measured
         gradients = 4 if "gradients" in how else 0
-        moved[moments] = measured["offload_in_bytes"] / model_numbers(BLOCKS).num_parameters - gradients
+        moved[moments] = (
+            measured["offload_in_bytes"] / model_numbers(BLOCKS).num_parameters - gradients
+        )
         trainer._close()
     assert moved["float32"] == pytest.approx(12, rel=0.01) and 6.0 < moved["8_bit"] < 6.5
 
@@ -340,13 +436,20 @@ def test_a_snapshot_comes_back_to_the_bit():
         trainer.step_now(make_batch(seed=1))
     assert_bits_equal(weights_of(first), weights_of(second))
     kinds = {name: tensor.dtype for name, tensor in saved_tensors(first).items()}
-    assert kinds["actor.exp_avg_codes.embed.weight"] == kinds["actor.exp_avg_sq_codes.embed.weight"] == torch.uint8
+    assert (
+        kinds["actor.exp_avg_codes.embed.weight"]
+        == kinds["actor.exp_avg_sq_codes.embed.weight"]
+        == torch.uint8
+    )
     assert saved_tensors(first)["actor.exp_avg_sq_scale.embed.weight"].shape == (50, 1)
 
 
 def test_a_snapshot_in_files_comes_back_to_the_bit(tmp_path):
     """Staged in as many bytes as the planner says."""
-    first, second = (make_trainer("sft", decoder=decoder_on(CPU, torch.float32, spec="blocks"), **CODED) for _ in "12")
+    first, second = (
+        make_trainer("sft", decoder=decoder_on(CPU, torch.float32, spec="blocks"), **CODED)
+        for _ in "12"
+    )
     first.step_now(make_batch())
     saver, store, events = saver_on(None, tmp_path, background=True)
     saver.save(1, parts=first.live_snapshot, state={}, blobs={})
@@ -382,9 +485,14 @@ def test_snapshots_go_both_ways_with_state_away(tmp_path, how):
 @pytest.mark.parametrize(("was", "now"), [("float32", "8_bit"), ("8_bit", "float32")])
 def test_a_snapshot_of_the_other_moments_is_refused(was, now):
     decoders = [decoder_on(CPU, torch.float32, spec="blocks") for _ in range(2)]
-    trainers = [make_trainer("sft", decoder=d, moments=kind) for d, kind in zip(decoders, (was, now), strict=True)]
+    trainers = [
+        make_trainer("sft", decoder=d, moments=kind)
+        for d, kind in zip(decoders, (was, now), strict=True)
+    ]
     state, before = trainers[0].snapshot(), saved_tensors(trainers[1])
-    with pytest.raises(SnapshotError, match=f'with trainer.moments = "{was}", this run has "{now}"') as caught:
+    with pytest.raises(
+        SnapshotError, match=f'with trainer.moments = "{was}", this run has "{now}"'
+    ) as caught:
         trainers[1].restore(state)
     assert f'trainer.moments = "{was}"' in caught.value.hint
     assert_bits_equal(before, saved_tensors(trainers[1]))
@@ -400,15 +508,22 @@ def test_a_snapshot_from_before_there_was_a_choice_is_of_float32():
         coded.restore(state)
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in ("mixed", "zero3_once")])
+@pytest.mark.parametrize(
+    "layout", [layout for layout in LAYOUTS if layout not in ("mixed", "zero3_once")]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_layout_updates_to_the_same_bits(ranks, tmp_path, layout, dtype):
-    """From the same gradients: masters, codes and scales, wherever a rank's part ends and wherever it lives."""
+    """From the same gradients: masters, codes and scales, wherever a rank's part ends and wherever
+    it lives."""
     expected, _ = coded_updates(None, dtype=dtype)
     for how in (None, "host and gradients", "disk"):
-        found, _ = ranks.run(coded_updates, dtype=dtype, layout=layout, how=how, folder=str(tmp_path))[0]
+        found, _ = ranks.run(
+            coded_updates, dtype=dtype, layout=layout, how=how, folder=str(tmp_path)
+        )[0]
         assert found.keys() == expected.keys()
-        wrong = [name for name, tensor in expected.items() if not np.array_equal(found[name], tensor)]
+        wrong = [
+            name for name, tensor in expected.items() if not np.array_equal(found[name], tensor)
+        ]
         assert wrong == [], how
 
 

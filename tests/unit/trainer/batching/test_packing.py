@@ -11,7 +11,9 @@ from gyre.trainer.batching.packing import PackItem, make_atoms, pack, split_upda
 lengths = st.lists(st.integers(1, 40), max_size=60)
 
 
-@given(lengths=lengths, num_ranks=st.integers(1, 5), capacity=st.integers(1, 64), paired=st.booleans())
+@given(
+    lengths=lengths, num_ranks=st.integers(1, 5), capacity=st.integers(1, 64), paired=st.booleans()
+)
 def test_every_sequence_once_and_chunks_within_bounds(lengths, num_ranks, capacity, paired):
     if paired:
         lengths = lengths[: len(lengths) // 2 * 2]
@@ -34,7 +36,8 @@ def test_every_sequence_once_and_chunks_within_bounds(lengths, num_ranks, capaci
 
 @given(lengths=lengths, capacity=st.integers(40, 200))
 def test_best_fit_wastes_little(lengths, capacity):
-    """Any two chunks of one rank hold more than one chunk's worth: otherwise best fit would have joined them."""
+    """Any two chunks of one rank hold more than one chunk's worth: otherwise best fit would have
+    joined them."""
     plan = pack(make_atoms(lengths, [-1] * len(lengths)), num_ranks=1, tokens_per_chunk=capacity)
     sizes = sorted(sum(lengths[index] for index in chunk) for chunk in plan.ranks[0])
     if len(sizes) > 1:
@@ -44,14 +47,18 @@ def test_best_fit_wastes_little(lengths, capacity):
 @given(lengths=lengths, num_ranks=st.integers(1, 6))
 def test_dealing_balances_ranks(lengths, num_ranks):
     """Serpentine dealing of a sorted list: ranks differ by at most about the longest sequence."""
-    plan = pack(make_atoms(lengths, [-1] * len(lengths)), num_ranks=num_ranks, tokens_per_chunk=10_000)
+    plan = pack(
+        make_atoms(lengths, [-1] * len(lengths)), num_ranks=num_ranks, tokens_per_chunk=10_000
+    )
     loads = [sum(lengths[index] for chunk in chunks for index in chunk) for chunks in plan.ranks]
     assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
 def test_order_of_equal_lengths_is_fixed():
     atoms = make_atoms([5] * 20, [-1] * 20)
-    assert pack(atoms, num_ranks=2, tokens_per_chunk=16) == pack(atoms[::-1], num_ranks=2, tokens_per_chunk=16)
+    assert pack(atoms, num_ranks=2, tokens_per_chunk=16) == pack(
+        atoms[::-1], num_ranks=2, tokens_per_chunk=16
+    )
 
 
 def test_a_pair_that_comes_twice_is_two_atoms():
@@ -59,12 +66,19 @@ def test_a_pair_that_comes_twice_is_two_atoms():
     assert atoms == (PackItem(members=(0, 1), num_tokens=7), PackItem(members=(2, 3), num_tokens=7))
 
 
-@given(count=st.integers(0, 50), per_update=st.integers(0, 20), seed=st.integers(0, 2**62), paired=st.booleans())
+@given(
+    count=st.integers(0, 50),
+    per_update=st.integers(0, 20),
+    seed=st.integers(0, 2**62),
+    paired=st.booleans(),
+)
 def test_updates_deal_every_atom_once_and_evenly(count, per_update, seed, paired):
     count = count // 2 * 2 if paired else count
     atoms = make_atoms([1] * count, [i // 2 if paired else -1 for i in range(count)])
     updates = split_updates(atoms, per_update, seed)
-    assert sorted(i for update in updates for atom in update for i in atom.members) == list(range(count))
+    assert sorted(i for update in updates for atom in update for i in atom.members) == list(
+        range(count)
+    )
     assert updates == split_updates(atoms, per_update, seed)
     if per_update and updates:
         sizes = [sum(len(atom.members) for atom in update) for update in updates]
@@ -83,7 +97,11 @@ def sets(plan) -> list[list[set[int]]]:
 
 
 def packed(lengths: list[int], *, num_ranks: int = 1, tokens_per_chunk: int = 100):
-    return pack(make_atoms(lengths, [-1] * len(lengths)), num_ranks=num_ranks, tokens_per_chunk=tokens_per_chunk)
+    return pack(
+        make_atoms(lengths, [-1] * len(lengths)),
+        num_ranks=num_ranks,
+        tokens_per_chunk=tokens_per_chunk,
+    )
 
 
 def test_pairs_count_from_zero_and_what_has_no_pair_is_alone():
@@ -111,8 +129,12 @@ def test_the_last_token_of_room_is_used():
 
 
 def test_ranks_are_kept_in_step_by_halving_before_empty_chunks():
-    """Rank 0 gets 9, 4 and 2 and needs two chunks; rank 1 gets 5 and 4, which fit one: it is halved."""
-    assert sets(packed([9, 5, 4, 4, 2], num_ranks=2, tokens_per_chunk=9)) == [[{0}, {3, 4}], [{1}, {2}]]
+    """Rank 0 gets 9, 4 and 2 and needs two chunks; rank 1 gets 5 and 4, which fit one: it is
+    halved."""
+    assert sets(packed([9, 5, 4, 4, 2], num_ranks=2, tokens_per_chunk=9)) == [
+        [{0}, {3, 4}],
+        [{1}, {2}],
+    ]
     assert sets(packed([9, 5], num_ranks=2, tokens_per_chunk=9)) == [[{0}], [{1}]]
 
 

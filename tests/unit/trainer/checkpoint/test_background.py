@@ -1,5 +1,5 @@
-"""Background snapshots: what is saved is the state at the call, one is in flight at most, failures come out, a kill
-loses only the one in flight."""
+"""Background snapshots: what is saved is the state at the call, one is in flight at most, failures
+come out, a kill loses only the one in flight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class Case:
     """A saver whose disk begins to write when it is let."""
 
     def __init__(self, folder: Path, *, deadline_s: float = 60.0) -> None:
-        self.saver, self.store, self.events = saver_on(None, folder, background=True, deadline_s=deadline_s)
+        self.saver, self.store, self.events = saver_on(
+            None, folder, background=True, deadline_s=deadline_s
+        )
         self.go = threading.Event()
         honest = self.saver._write_files
 
@@ -73,7 +75,9 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
     case.saver.finish()
     assert weights_in(case.store).eq(7.0).all()
     found = case.store.load_latest()
-    assert found.state == {"loop": {"loop_step": 1}, "trainer": {"version": 7}} and found.blobs == {"b": b"12"}
+    assert found.state == {"loop": {"loop_step": 1}, "trainer": {"version": 7}} and found.blobs == {
+        "b": b"12"
+    }
     assert [kind for kind in case.kinds() if kind != "snapshot.held"] == [
         "snapshot.begun",
         "snapshot.copied",
@@ -90,7 +94,9 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
     waiting.start()
     while "snapshot.waiting" not in case.kinds():
         waiting.join(0.01)
-    assert case.kinds().count("snapshot.begun") == 1, "buffers are not touched while they are written"
+    assert case.kinds().count("snapshot.begun") == 1, (
+        "buffers are not touched while they are written"
+    )
     case.go.set()
     waiting.join(60)
     case.saver.finish()
@@ -133,7 +139,9 @@ class Copying:
 
     def __init__(self, folder: Path, *, deadline_s: float = 60.0, **settings: Any) -> None:
         self.trainer = make_trainer("sft", **settings)
-        self.saver, self.store, self.events = saver_on(None, folder, background=True, deadline_s=deadline_s)
+        self.saver, self.store, self.events = saver_on(
+            None, folder, background=True, deadline_s=deadline_s
+        )
         self.go, self.begun, self.held = threading.Event(), threading.Event(), threading.Event()
         honest, hold = self.saver._staging.fill, self.saver._hold
 
@@ -217,12 +225,16 @@ def test_a_copy_that_fails_comes_out_and_training_goes_on(tmp_path: Path) -> Non
     case.saver._staging.fill = fail
     case.save(2)
     case.trainer.step_now(make_batch(4, step=1))
-    with pytest.raises(SnapshotError, match="step 2 could not be copied to the host: the device is gone"):
+    with pytest.raises(
+        SnapshotError, match="step 2 could not be copied to the host: the device is gone"
+    ):
         case.saver.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_memory_is_made_before_the_first_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_made_before_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = Case(tmp_path)
     case.saver.prepare(1 << 16)
     case.go.set()
@@ -256,8 +268,11 @@ def test_memory_that_does_not_come_has_a_deadline(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_pages_of_a_parked_component_are_free_once_they_are_copied(tmp_path: Path, background: bool) -> None:
-    """The ledger proves that a component has left the host: a file that is still written must not hold its pages."""
+def test_pages_of_a_parked_component_are_free_once_they_are_copied(
+    tmp_path: Path, background: bool
+) -> None:
+    """The ledger proves that a component has left the host: a file that is still written must not
+    hold its pages."""
     trainer, go = make_trainer("sft"), threading.Event()
     saver, store, _ = saver_on(None, tmp_path, background=background)
     honest = saver._write_files
@@ -291,7 +306,11 @@ def test_a_wait_that_fails_leaves_a_trainer_as_it_was(tmp_path: Path) -> None:
 
 def test_staging_memory_is_kept_and_grows() -> None:
     staging = StagingBuffer(torch.device("cpu"), deadline_s=60.0)
-    tensors = {"a": torch.arange(10.0), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.ones(())}
+    tensors = {
+        "a": torch.arange(10.0),
+        "b": torch.ones(3, dtype=torch.bfloat16),
+        "c": torch.ones(()),
+    }
 
     def copy(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         placed = staging.place(list(parts_of(tensors)["tensors"].values()))
@@ -304,19 +323,31 @@ def test_staging_memory_is_kept_and_grows() -> None:
         assert staged.data_ptr() % 64 == 0
     assert staging.size_bytes == 3 * 64
     again = copy({"a": torch.zeros(10), "b": tensors["b"]})
-    assert again[0].data_ptr() == first[0].data_ptr() and first[0].eq(0.0).all() and staging.size_bytes == 3 * 64
+    assert (
+        again[0].data_ptr() == first[0].data_ptr()
+        and first[0].eq(0.0).all()
+        and staging.size_bytes == 3 * 64
+    )
     assert copy({"a": torch.ones(100)})[0].eq(1.0).all() and staging.size_bytes == 448
 
 
 def test_the_planner_counts_what_is_staged(tmp_path: Path) -> None:
-    trainer = make_trainer("ppo", dtype=torch.bfloat16, objective=PpoConfig(kl_coef=0.1), reference_moving_average=0.9)
+    trainer = make_trainer(
+        "ppo", dtype=torch.bfloat16, objective=PpoConfig(kl_coef=0.1), reference_moving_average=0.9
+    )
     saver, _, events = saver_on(None, tmp_path, background=True)
     saver.save(1, parts=trainer.live_snapshot, state={}, blobs={})
     saver.finish()
     (staged,) = [fields["buffer_bytes"] for kind, fields in events if kind == "snapshot.begun"]
-    planned = staging_bytes(model_numbers(SPEC), "bfloat16", trained=2, reference=True, average=True, ranks=1)
+    planned = staging_bytes(
+        model_numbers(SPEC), "bfloat16", trained=2, reference=True, average=True, ranks=1
+    )
     assert staged == trainer.snapshot_bytes()
-    assert planned <= staged < planned + 64 * (len(trainer.snapshot()["tensors"]) + 1) + 12 * SPEC.hidden_size
+    assert (
+        planned
+        <= staged
+        < planned + 64 * (len(trainer.snapshot()["tensors"]) + 1) + 12 * SPEC.hidden_size
+    )
 
 
 KILLED = """
@@ -343,7 +374,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_kill_during_a_background_save_keeps_the_one_before(tmp_path: Path) -> None:
     script = KILLED.format(path=sys.path, folder=str(tmp_path))
-    ran = subprocess.run([sys.executable, "-c", script], env=dict(os.environ), timeout=120, capture_output=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", script], env=dict(os.environ), timeout=120, capture_output=True
+    )
     assert ran.returncode == -9, ran.stderr.decode()
     assert len(list(tmp_path.glob("writing-step-00000002-*"))) == 1
     case = Case(tmp_path)

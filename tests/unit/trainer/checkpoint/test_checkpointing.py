@@ -30,7 +30,9 @@ by_mode = pytest.mark.parametrize("mode", MODES[1:])
 def gradients(kind: str, mode: Checkpointing, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The collected gradients of one update."""
     other = make_trainer("dpo", decoder=make_decoder(seed=9))
-    batch = with_column(make_batch(8), "reference_logprobs", other.evaluate_now(make_batch(8), "policy"))
+    batch = with_column(
+        make_batch(8), "reference_logprobs", other.evaluate_now(make_batch(8), "policy")
+    )
     trainer = make_trainer(kind, dtype=dtype, checkpointing=mode)
     (update,) = trainer._evaluator.complete(batch)[1].updates
     collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
@@ -44,7 +46,9 @@ def gradients(kind: str, mode: Checkpointing, dtype: torch.dtype) -> dict[str, t
 @by_mode
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", OBJECTIVES)
-def test_every_objective_has_the_same_gradient(kind: str, dtype: torch.dtype, mode: Checkpointing) -> None:
+def test_every_objective_has_the_same_gradient(
+    kind: str, dtype: torch.dtype, mode: Checkpointing
+) -> None:
     want, got = gradients(kind, "none", dtype), gradients(kind, mode, dtype)
     assert want.keys() == got.keys() and any(grad.any() for grad in want.values())
     for name, grad in want.items():
@@ -56,7 +60,9 @@ def test_the_graph_of_a_chunk_is_gone_before_the_next(kind: str) -> None:
     trainer, seen = make_trainer(kind, tokens_per_chunk=64), []
 
     def logprobs(decoder: Decoder, chunk: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        assert not any(graph() for graph in seen), "what a chunk's backward pass wanted is still there"
+        assert not any(graph() for graph in seen), (
+            "what a chunk's backward pass wanted is still there"
+        )
         found = chunk_logprobs(decoder, chunk)
         seen.append(weakref.ref(found[0]))
         return found
@@ -67,7 +73,9 @@ def test_the_graph_of_a_chunk_is_gone_before_the_next(kind: str) -> None:
     assert len(seen) == len(update.chunks) > 1
 
 
-def run(decoder: Decoder, lengths: list[int], mode: Checkpointing, rows_N: torch.Tensor | None = None) -> torch.Tensor:
+def run(
+    decoder: Decoder, lengths: list[int], mode: Checkpointing, rows_N: torch.Tensor | None = None
+) -> torch.Tensor:
     layout = PackedLayout.of(lengths, CPU)
     tokens_T = torch.arange(sum(lengths)) % decoder.spec.vocab_size
 
@@ -107,7 +115,9 @@ def kept_bytes(mode: Checkpointing, num_layers: int) -> int:
     decoder = Decoder(make_spec(num_layers=num_layers), device=CPU, dtype=torch.float32)
     init_weights(decoder, 0)
     run(decoder, [128] * 8, mode)  # what kernels set up once is there
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         total = run(decoder, [128] * 8, mode)
     assert total.grad_fn is not None
     return sum(event.self_cpu_memory_usage for event in profile.events())
@@ -123,7 +133,10 @@ def test_the_prediction_follows_the_mode() -> None:
     for saving in get_args(Saving):
         model = numbers(make_spec(num_layers=24))
         predicted = [
-            activation_bytes(model, "bfloat16", 4096, longest=128, saving=saving, checkpointing=mode) for mode in MODES
+            activation_bytes(
+                model, "bfloat16", 4096, longest=128, saving=saving, checkpointing=mode
+            )
+            for mode in MODES
         ]
         assert predicted[2] < 0.5 * predicted[1] < 0.5 * predicted[0], predicted
 

@@ -18,7 +18,9 @@ from saver_cases import parts_of
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_writing_between_two_steps_is_progress_and_writing_beside_them_is_not(tmp_path, background, monkeypatch):
+def test_writing_between_two_steps_is_progress_and_writing_beside_them_is_not(
+    tmp_path, background, monkeypatch
+):
     """A step that hangs beside a snapshot must not be taken for one that goes on."""
     monkeypatch.setattr(shard_file, "BLOCK_BYTES", 1 << 12)
     ticks: list[int] = []
@@ -44,7 +46,12 @@ def test_waiting_for_a_snapshot_s_end_is_progress(tmp_path):
     ticks: list[int] = []
     store = SnapshotStore(tmp_path, keep=1, emit=lambda *_, **__: None)
     saver = Saver(
-        store, alone(), background=True, deadline_s=60.0, emit=lambda *_, **__: None, progress=lambda: ticks.append(1)
+        store,
+        alone(),
+        background=True,
+        deadline_s=60.0,
+        emit=lambda *_, **__: None,
+        progress=lambda: ticks.append(1),
     )
     saver._thread = threading.Thread(target=time.sleep, args=(0.3,))
     saver._thread.start()
@@ -54,7 +61,8 @@ def test_waiting_for_a_snapshot_s_end_is_progress(tmp_path):
 
 @pytest.mark.parametrize("told", ["copied", "verdict"])
 def test_a_rank_that_is_late_with_its_copy_hears_that_another_one_was_done(tmp_path, told):
-    """The first note goes when the save ends, the second stays: either says that others wait in a collective."""
+    """The first note goes when the save ends, the second stays: either says that others wait in a
+    collective."""
     group = alone()
     group.timeout_s = 0.5
     saver = Saver(

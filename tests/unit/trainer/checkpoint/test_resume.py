@@ -1,4 +1,5 @@
-"""Snapshots of a run that is not quite this one: another model is refused, another dtype is taken."""
+"""Snapshots of a run that is not quite this one: another model is refused, another dtype is
+taken."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from trainer_cases import SPEC, assert_same, make_trainer
     ("change", "says"),
     [
         ({"mlp_size": 64}, "its mlp_size is 48, this run's is 64"),
-        ({"rope_theta": 5e5}, "its rope_theta is 10000.0, this run's is 500000.0"),  # every tensor has the same shape
+        # every tensor has the same shape
+        ({"rope_theta": 5e5}, "its rope_theta is 10000.0, this run's is 500000.0"),
     ],
 )
 def test_a_snapshot_of_another_model_is_refused_by_name(change, says, tmp_path):
@@ -47,14 +49,26 @@ REFERENCE = "reference."  # of the names of its tensors
 def test_a_run_with_a_reference_goes_on_in_another_dtype(before, after, rounds, average, tmp_path):
     """As from a GPU with BF16 to a CPU without, and back."""
     settings = {"reference_moving_average": average}
-    saved = save_trained(None, str(tmp_path / "a"), "grpo", steps=range(1), dtype=before, **settings)
+    saved = save_trained(
+        None, str(tmp_path / "a"), "grpo", steps=range(1), dtype=before, **settings
+    )
     events: list = []
     loaded = load_and_save(
-        None, str(tmp_path / "a"), str(tmp_path / "b"), "grpo", dtype=after, events=events, **settings
+        None,
+        str(tmp_path / "a"),
+        str(tmp_path / "b"),
+        "grpo",
+        dtype=after,
+        events=events,
+        **settings,
     )
     assert loaded.keys() == saved.keys() and any(name.startswith(REFERENCE) for name in saved)
     for name, numbers in loaded.items():
-        source = name.replace(REFERENCE, f"{REFERENCE}average.") if average and "average." not in name else name
+        source = (
+            name.replace(REFERENCE, f"{REFERENCE}average.")
+            if average and "average." not in name
+            else name
+        )
         expected = torch.from_numpy(saved.get(source, saved[name]))
         if name.startswith(REFERENCE) and "average." not in name:
             expected = expected.to(getattr(torch, after)).float()
@@ -65,5 +79,7 @@ def test_a_run_with_a_reference_goes_on_in_another_dtype(before, after, rounds, 
 
 def test_ranks_take_a_reference_in_another_dtype(ranks, tmp_path):
     saved = save_trained(None, str(tmp_path / "a"), "grpo", steps=range(1), dtype="bfloat16")
-    loaded = ranks.run(load_and_save, str(tmp_path / "a"), str(tmp_path / "b"), "grpo", layout="zero3")
+    loaded = ranks.run(
+        load_and_save, str(tmp_path / "a"), str(tmp_path / "b"), "grpo", layout="zero3"
+    )
     assert_same(loaded[0], saved)

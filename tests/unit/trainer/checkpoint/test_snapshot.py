@@ -1,5 +1,5 @@
-"""Snapshots on disk: what is read back, and what any damage, crash or full disk does to them; by one process and by
-several ranks."""
+"""Snapshots on disk: what is read back, and what any damage, crash or full disk does to them; by
+one process and by several ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def save(folder: Path, step: int, *, keep: int = 2, tensors=TENSORS) -> tuple[Sn
 
 
 def tensors_in(found: Snapshot) -> dict[str, torch.Tensor]:
-    read = {name: torch.empty(kind.shape, dtype=kind.dtype) for name, kind in found.tensors.kinds().items()}
+    read = {
+        name: torch.empty(kind.shape, dtype=kind.dtype)
+        for name, kind in found.tensors.kinds().items()
+    }
     for name, tensor in read.items():
         found.tensors.read(name, 0, tensor.view(-1))
     return read
@@ -77,10 +80,14 @@ def test_everything_comes_back_to_the_bit(tmp_path):
     assert [name for name, _ in events] == ["snapshot.saved"]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     shapes=st.lists(st.lists(st.integers(1, 5), max_size=3), max_size=4),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8]),
+    dtype=st.sampled_from(
+        [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8]
+    ),
 )
 def test_a_shard_file_is_what_the_safetensors_package_reads(shapes, dtype, tmp_path):
     tensors = {f"t{i}": (torch.randn(shape) * 9).to(dtype) for i, shape in enumerate(shapes)}
@@ -109,7 +116,9 @@ def test_any_run_is_read_through_blocks_that_are_checked(tmp_path, monkeypatch):
     data[-1] ^= 1  # in the last block only
     path.write_bytes(data)
     found.tensors.read("w", 0, torch.zeros(190))
-    with pytest.raises(SnapshotError, match=rf"{SHARD}, w: bytes \d+ to \d+ do not match their checksum"):
+    with pytest.raises(
+        SnapshotError, match=rf"{SHARD}, w: bytes \d+ to \d+ do not match their checksum"
+    ):
         found.tensors.read("w", 199, torch.zeros(1))
 
 
@@ -146,7 +155,8 @@ def test_only_the_newest_are_kept(tmp_path):
 
 @pytest.mark.parametrize("resumed_step", [None, 0])
 def test_what_an_attempt_left_ahead_takes_no_place(tmp_path, resumed_step):
-    """A run that goes on behind damaged snapshots keeps what it makes, until it has come past them and after."""
+    """A run that goes on behind damaged snapshots keeps what it makes, until it has come past them
+    and after."""
     for step in (8, 9, 11):
         damage_missing(save(tmp_path, step)[0].paths()[-1])
     saver, store, events = saver_on(None, tmp_path, keep=2, resumed_step=resumed_step)
@@ -156,12 +166,16 @@ def test_what_an_attempt_left_ahead_takes_no_place(tmp_path, resumed_step):
     saver.save(12, parts=lambda _: parts_of(TENSORS), state=STATE, blobs=BLOBS)
     assert store.load_latest().step == 12
     told = [
-        (kind, fields["path"]) for kind, fields in events if kind in ("snapshot.replaced", "snapshot.leftover_removed")
+        (kind, fields["path"])
+        for kind, fields in events
+        if kind in ("snapshot.replaced", "snapshot.leftover_removed")
     ]
-    assert told == [("snapshot.replaced", "step-00000009")] + [("snapshot.leftover_removed", "step-00000011")] * (
-        resumed_step == 0
+    assert told == [("snapshot.replaced", "step-00000009")] + [
+        ("snapshot.leftover_removed", "step-00000011")
+    ] * (resumed_step == 0)
+    assert store.steps() == ((9, 12) if resumed_step == 0 else (11, 12)), (
+        "one that is known to be damaged has no place"
     )
-    assert store.steps() == ((9, 12) if resumed_step == 0 else (11, 12)), "one that is known to be damaged has no place"
 
 
 def test_no_snapshot_yet(tmp_path):
@@ -231,7 +245,11 @@ def test_a_torn_snapshot_is_passed_over_with_its_reason(damage, reason, tmp_path
     damage(tmp_path / "step-00000002")
     assert store.load_latest().step == 1
     name, fields = events[-1]
-    assert name == "snapshot.skipped" and fields["path"] == "step-00000002" and reason in fields["reason"]
+    assert (
+        name == "snapshot.skipped"
+        and fields["path"] == "step-00000002"
+        and reason in fields["reason"]
+    )
     assert fields["file"] in reason or fields["file"] == "manifest.json"
     store, events = save(tmp_path, 2)  # the resumed run comes to step 2 again
     assert store.load_latest().step == 2
@@ -266,11 +284,14 @@ save()
 
 
 @pytest.mark.parametrize(
-    "moment", [1, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow), 11]
+    "moment",
+    [1, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow), 11],
 )
 def test_a_kill_while_writing_leaves_the_one_before(moment, tmp_path):
     store, _ = save(tmp_path, 1)
-    done = subprocess.run([sys.executable, "-c", SAVER + KILLED, str(tmp_path), str(moment)], check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SAVER + KILLED, str(tmp_path), str(moment)], check=False
+    )
     assert done.returncode == -9
     assert store.load_latest().step in (1, 2)
     save(tmp_path, 3)
@@ -290,7 +311,10 @@ def test_a_full_disk_is_an_error_with_a_hint(tmp_path):
     """A real file system of one megabyte, where this machine lets a user mount one."""
     mount = f'mount -t tmpfs -o size=1m none {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}'
     done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", mount, SAVER + FULL], check=False, capture_output=True, text=True
+        ["unshare", "-rm", "sh", "-c", mount, SAVER + FULL],
+        check=False,
+        capture_output=True,
+        text=True,
     )
     if done.returncode != 0 and ("unshare" in done.stderr or "mount" in done.stderr):
         pytest.skip(f"no user mounts here: {done.stderr.strip()[:80]}")
@@ -322,12 +346,14 @@ def test_bytes_that_do_not_come_back_are_an_error(tmp_path, monkeypatch):
     assert store.steps() == (1,) and [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-# By several ranks ----------------------------------------------------------------------------------------------------
+# By several ranks
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_a_snapshot_goes_from_ranks_to_ranks_to_the_bit(ranks, tmp_path):
-    """Through files: 1 process, ZeRO-3 on 4, hybrid, each ZeRO stage, 1 again; nobody writes what another one has."""
+    """Through files: 1 process, ZeRO-3 on 4, hybrid, each ZeRO stage, 1 again; nobody writes what
+    another one has."""
     settings = {"dtype": "bfloat16", "reference_moving_average": 0.9, "spec": "odd"}
     expected = save_trained(None, str(tmp_path / "0"), "ppo", steps=range(2), **settings)
     whole = written_by(tmp_path / "0" / "step-00000002")[SHARD]
@@ -348,7 +374,9 @@ def test_each_rank_reads_only_what_it_needs(ranks, tmp_path, monkeypatch):
     path = tmp_path / "step-00000001"
     whole = bytes_read_to_restore(None, str(path), "sft")
     ranks.run(load_and_save, str(tmp_path), str(tmp_path / "again"), "sft", layout="zero3")
-    counts = ranks.run(bytes_read_to_restore, str(tmp_path / "again" / "step-00000001"), "sft", layout="zero3")
+    counts = ranks.run(
+        bytes_read_to_restore, str(tmp_path / "again" / "step-00000001"), "sft", layout="zero3"
+    )
     assert all(count < 0.4 * whole for count in counts), (counts, whole)
 
 
@@ -365,7 +393,9 @@ def test_ranks_look_through_a_snapshot_together(ranks, tmp_path):
     assert str(find_faults(path)[0]) == "rank-00001.safetensors: is not there"
     (path / "rank-00003.safetensors").unlink()
     told = join_faults(find_faults(path, share=share, num_shares=4) for share in range(4))
-    assert [str(fault) for fault in told] == [f"rank-0000{rank}.safetensors: is not there" for rank in (1, 3)]
+    assert [str(fault) for fault in told] == [
+        f"rank-0000{rank}.safetensors: is not there" for rank in (1, 3)
+    ]
 
 
 def read_moments(path: Path) -> None:
@@ -387,9 +417,14 @@ def read_moments(path: Path) -> None:
 def test_a_rank_that_fails_fails_the_save_on_all(ranks, tmp_path, how, says, background, victim):
     """And names itself, and leaves the snapshot before it, and the next save succeeds."""
     for answer in ranks.run(fail_on, str(tmp_path), how, victim=victim, background=background):
-        assert answer["told"].startswith("SnapshotError: snapshot of step 2 ") and says in answer["told"]
+        assert (
+            answer["told"].startswith("SnapshotError: snapshot of step 2 ")
+            and says in answer["told"]
+        )
         assert f"by rank {victim}: " in answer["told"]
-        assert ("File too large" in answer["told"] and "free space" in answer["hint"]) or how == "copy"
+        assert (
+            "File too large" in answer["told"] and "free space" in answer["hint"]
+        ) or how == "copy"
         assert answer["steps"] == (1,) and answer["after"] == (1, 3)
         assert answer["left"] == ["step-00000001"] and answer["seconds"] < 60
 
@@ -411,7 +446,9 @@ def test_a_rank_that_waits_too_long_for_its_copy_says_so_itself(tmp_path, what, 
         pool.close()
     assert says in told[0] and says in told[1], told
     if what == "copy":
-        assert told[1].startswith("DeadlineError: the snapshot of step 1 is not copied to the host by rank 1 after ")
+        assert told[1].startswith(
+            "DeadlineError: the snapshot of step 1 is not copied to the host by rank 1 after "
+        )
         assert "rank 1 failed: DeadlineError" in told[0]
     else:
         late = "SnapshotError: snapshot of step 1 could not be copied to the host by rank 1: "
@@ -432,10 +469,15 @@ def test_a_disk_that_is_stuck_on_one_rank_ends_the_wait_on_all(tmp_path):
     """With the verdict, also where that rank began to wait for it late."""
     pool = RankPool(2, timeout_s=6.0)
     try:
-        told = pool.run(save_behind_a_stuck_disk, str(tmp_path), victim=1, pause_s=8.0, deadline_s=9.0)
+        told = pool.run(
+            save_behind_a_stuck_disk, str(tmp_path), victim=1, pause_s=8.0, deadline_s=9.0
+        )
     finally:
         pool.close()
-    late = "SnapshotError: the snapshot of step 1 is not written after 9 s: not all ranks have written their part"
+    late = (
+        "SnapshotError: the snapshot of step 1 is not written after 9 s: not all ranks have "
+        "written their part"
+    )
     assert told == [late, late]
 
 

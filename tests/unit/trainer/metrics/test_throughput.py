@@ -1,4 +1,5 @@
-"""What a trainer says of its speed, alone; test_trainer_ranks has the same over ranks. Traces on request."""
+"""What a trainer says of its speed, alone; test_trainer_ranks has the same over ranks. Traces on
+request."""
 
 from __future__ import annotations
 
@@ -22,8 +23,12 @@ from trainer_cases import SPEC, make_batch, make_trainer
 
 
 def test_flops_are_three_passes_of_what_trains_and_one_of_what_is_asked() -> None:
-    """PPO: actor and critic train; policy and critic were asked before. Padding and packing count nothing."""
-    trainer, batch = make_trainer("ppo", peak_flops=1.0, tokens_per_chunk=41, epochs_per_batch=2), make_batch(6, step=1)
+    """PPO: actor and critic train; policy and critic were asked before. Padding and packing count
+    nothing."""
+    trainer, batch = (
+        make_trainer("ppo", peak_flops=1.0, tokens_per_chunk=41, epochs_per_batch=2),
+        make_batch(6, step=1),
+    )
     told: list[float] = []
     take = trainer._meter.take
     trainer._meter.take = lambda **given: (told.append(trainer._meter._flops), take(**given))[1]
@@ -50,7 +55,13 @@ def test_a_device_without_a_data_sheet_has_no_mfu_and_one_rank_sends_nothing() -
 
 
 RANKS = [
-    {"flops": 6e12, "s": 2.0, "step_s": 1.5, "wait_s": 0.5, "sent": {"all_gather": 10, "all_reduce": 4}},
+    {
+        "flops": 6e12,
+        "s": 2.0,
+        "step_s": 1.5,
+        "wait_s": 0.5,
+        "sent": {"all_gather": 10, "all_reduce": 4},
+    },
     {"flops": 2e12, "s": 4.0, "step_s": 1.0, "wait_s": 0.75, "sent": {"all_gather": 12}},
 ]
 
@@ -72,7 +83,9 @@ def test_without_a_data_sheet_mfu_is_left_out() -> None:
 def test_what_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU `take` waits for the last collective, which never ends when its rank is lost."""
     group, asked = alone(), []
-    monkeypatch.setattr(group.traffic, "take", lambda: asked.append(None) or Sent(bytes_by_kind={"all_reduce": 3}))
+    monkeypatch.setattr(
+        group.traffic, "take", lambda: asked.append(None) or Sent(bytes_by_kind={"all_reduce": 3})
+    )
     meter = ThroughputMeter(group, peak_flops=None)
     with pytest.raises(ValueError, match="lost"), meter.working():
         raise ValueError("a rank was lost")
@@ -90,21 +103,28 @@ def test_a_gap_that_is_no_number_is_not_hidden_behind_one_that_is(gaps) -> None:
     assert math.isnan(totals.finish([totals.own()])["logprob_gap_max"])
 
 
-# Traces ------------------------------------------------------------------------------------------------------------------
+# Traces
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_steps_that_were_asked_for_are_traced(tmp_path: Path) -> None:
     events: list = []
     trainer = make_trainer("sft", trace_steps=(2,), trace_folder=tmp_path / "traces", events=events)
     reports = [trainer.step_now(make_batch(4, step=step)) for step in (1, 2, 3)]
-    assert [bool(report.measured) for report in reports] == [True, False, True], "a traced step's clock says nothing"
+    assert [bool(report.measured) for report in reports] == [True, False, True], (
+        "a traced step's clock says nothing"
+    )
     assert [path.name for path in (tmp_path / "traces").iterdir()] == ["step-2.trace.json.gz"]
     with gzip.open(tmp_path / "traces" / "step-2.trace.json.gz") as file:
         trace = json.load(file)
     names = {event.get("name") for event in trace["traceEvents"]}
     assert {"aten::mm", "aten::copy_"} & names
     ((kind, told),) = events
-    assert kind == "trace.written" and told["step"] == 2 and told["file"] == "traces/step-2.trace.json.gz"
+    assert (
+        kind == "trace.written"
+        and told["step"] == 2
+        and told["file"] == "traces/step-2.trace.json.gz"
+    )
     assert told["size_bytes"] == (tmp_path / "traces" / "step-2.trace.json.gz").stat().st_size
     assert 0.0 < told["compute_s"] <= told["seconds"] and told["communication_s"] == 0.0
     assert told["top"] and all(row["seconds"] > 0 and row["calls"] > 0 for row in told["top"])
@@ -127,8 +147,11 @@ def test_a_step_that_ends_badly_leaves_its_trace(tmp_path: Path) -> None:
     assert len(signs) >= 3, "what a trace takes after its step is no hang"
 
 
-def test_a_trace_is_written_when_no_other_rank_waits_for_this_one(tmp_path: Path, monkeypatch) -> None:
-    """The export holds Python's lock, so that a rank inside an operation would take this one for dead."""
+def test_a_trace_is_written_when_no_other_rank_waits_for_this_one(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """The export holds Python's lock, so that a rank inside an operation would take this one for
+    dead."""
     events: list = []
     trainer = make_trainer("sft", trace_steps=(1,), trace_folder=tmp_path, events=events)
     guard = trainer._group.guard
@@ -177,7 +200,8 @@ def test_steps_that_a_stage_does_not_have_cannot_be_traced() -> None:
 
 
 def test_time_is_split_by_what_covers_it() -> None:
-    """Kernels of two streams: communication from 1 to 4 s, of which compute hides the seconds from 2 to 3."""
+    """Kernels of two streams: communication from 1 to 4 s, of which compute hides the seconds from
+    2 to 3."""
     works = [
         Work(name="ampere_gemm", start_s=0.0, end_s=1.0),
         Work(name="ncclDevKernel_AllGather_RING_LL(x)", start_s=1.0, end_s=3.0),
@@ -186,5 +210,11 @@ def test_time_is_split_by_what_covers_it() -> None:
         Work(name="flash_bwd", start_s=6.0, end_s=7.0),
     ]
     told = summarise(works, wall_s=8.0)
-    assert told == {"seconds": 8.0, "compute_s": 3.0, "communication_s": 3.0, "exposed_s": 2.0, "idle_s": 3.0}
+    assert told == {
+        "seconds": 8.0,
+        "compute_s": 3.0,
+        "communication_s": 3.0,
+        "exposed_s": 2.0,
+        "idle_s": 3.0,
+    }
     assert summarise([], wall_s=1.0)["idle_s"] == 1.0

@@ -1,4 +1,5 @@
-"""Optimiser state and gradients away from the device: cuts, files and their faults, memory, overlap."""
+"""Optimiser state and gradients away from the device: cuts, files and their faults, memory,
+overlap."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gyre.core.errors import ConfigError, DeadlineError, InputError, MemoryBudgetError, SnapshotError
+from gyre.core.errors import (
+    ConfigError,
+    DeadlineError,
+    InputError,
+    MemoryBudgetError,
+    SnapshotError,
+)
 from gyre.memory.config import MemoryConfig
 from gyre.memory.manager import MemoryManager
 from gyre.memory.phases import default_needs
@@ -46,7 +53,9 @@ SMALL = {"offload_cut_bytes": 8192, "offload_deadline_s": 60.0}
 def spans(draw) -> list[tuple[int, int]]:
     """Ascending runs with gaps, as the tensors of a shard lie."""
     at, found = 0, []
-    for gap, length in draw(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 3000)), max_size=12)):
+    for gap, length in draw(
+        st.lists(st.tuples(st.integers(0, 700), st.integers(0, 3000)), max_size=12)
+    ):
         found.append((at + gap, at + gap + length))
         at += gap + length
     return found
@@ -65,7 +74,9 @@ def test_cuts_hold_each_number_once_and_begin_on_the_grid(found, blocks) -> None
             for number in range(piece.first, piece.last):
                 assert number not in seen
                 seen[number] = piece.span
-    assert seen == {number: index for index, (first, last) in enumerate(found) for number in range(first, last)}
+    assert seen == {
+        number: index for index, (first, last) in enumerate(found) for number in range(first, last)
+    }
     assert [cut.first for cut in cuts] == sorted({cut.first for cut in cuts})
 
 
@@ -74,7 +85,10 @@ def test_cuts_are_no_larger_than_was_said(cut_bytes, fields, size) -> None:
     numbers = numbers_per_cut(cut_bytes, block_bytes=fields * 4 * BLOCK, size=size)
     assert numbers % BLOCK == 0 and BLOCK <= numbers < size / 3 + BLOCK
     assert numbers * fields * 4 <= max(cut_bytes, BLOCK * fields * 4)
-    assert staging_bytes(cut_bytes, block_bytes=fields * 4 * BLOCK, size=size) == 3 * numbers * fields * 4
+    assert (
+        staging_bytes(cut_bytes, block_bytes=fields * 4 * BLOCK, size=size)
+        == 3 * numbers * fields * 4
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -85,7 +99,8 @@ def test_one_process_trains_to_the_same_bits(tmp_path, dtype) -> None:
 @pytest.mark.parametrize("how", AWAY)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_planner_knows_what_is_where(tmp_path, how, dtype) -> None:
-    """Names, tiers and, but for the padding of small tensors, bytes of the components that a trainer has."""
+    """Names, tiers and, but for the padding of small tensors, bytes of the components that a
+    trainer has."""
     decoder = make_decoder(getattr(torch, dtype))
     trainer = make_trainer("ppo", decoder=decoder, disk_folder=tmp_path, **SMALL, **AWAY[how])
     inputs = PlanInputs(
@@ -107,14 +122,22 @@ def test_the_planner_knows_what_is_where(tmp_path, how, dtype) -> None:
 
 
 def test_parked_between_phases_bytes_are_counted_once(tmp_path) -> None:
-    """Through the memory manager, which measures after each phase change and refuses what is not where it says."""
-    trainer = make_trainer("grpo", dtype=torch.bfloat16, disk_folder=tmp_path, **SMALL, **AWAY["host and gradients"])
+    """Through the memory manager, which measures after each phase change and refuses what is not
+    where it says."""
+    trainer = make_trainer(
+        "grpo", dtype=torch.bfloat16, disk_folder=tmp_path, **SMALL, **AWAY["host and gradients"]
+    )
     whole = make_trainer("grpo", dtype=torch.bfloat16)
     budgets = MemoryConfig(
-        device_budget_bytes=1 << 30, host_budget_bytes=1 << 30, disk_budget_bytes=0, residency="phase"
+        device_budget_bytes=1 << 30,
+        host_budget_bytes=1 << 30,
+        disk_budget_bytes=0,
+        residency="phase",
     )
     needs, events = default_needs(shared_weights=True), []
-    manager = MemoryManager([trainer], budgets, CPU, lambda name, **fields: events.append((name, fields)), needs=needs)
+    manager = MemoryManager(
+        [trainer], budgets, CPU, lambda name, **fields: events.append((name, fields)), needs=needs
+    )
     sizes = {component.name: component.size_bytes for component in trainer.components()}
     away = sum(sizes[f"actor.{part}"] for part in ("optimizer", "master", "grads", "staging_host"))
     for step in range(2):
@@ -135,7 +158,9 @@ def test_parked_between_phases_bytes_are_counted_once(tmp_path) -> None:
 def test_snapshots_go_both_ways(tmp_path, how) -> None:
     plain = make_trainer("ppo", dtype=torch.bfloat16)
     plain.step_now(make_batch())
-    offloaded = make_trainer("ppo", dtype=torch.bfloat16, disk_folder=tmp_path, **SMALL, **AWAY[how])
+    offloaded = make_trainer(
+        "ppo", dtype=torch.bfloat16, disk_folder=tmp_path, **SMALL, **AWAY[how]
+    )
     offloaded.restore(plain.snapshot())
     for trainer in (plain, offloaded):
         trainer.step_now(make_batch(seed=1))
@@ -154,7 +179,9 @@ def test_a_file_is_there_while_it_is_needed_and_no_other_run_may_have_it(tmp_pat
     left.parent.mkdir()
     left.write_bytes(b"x" * 100)
     folder = tmp_path / "rank-0"
-    trainer = make_trainer("grpo", disk_folder=folder, events=events, **SMALL, offload_optimizer="disk")
+    trainer = make_trainer(
+        "grpo", disk_folder=folder, events=events, **SMALL, offload_optimizer="disk"
+    )
     assert ("trainer.offload_leftover_removed", {"path": str(left), "size_bytes": 100}) in events
     assert not left.exists() and (folder / "actor.optimizer.offload").stat().st_size > 0
     with pytest.raises(InputError, match=r"actor.optimizer.offload is in use"):
@@ -165,7 +192,8 @@ def test_a_file_is_there_while_it_is_needed_and_no_other_run_may_have_it(tmp_pat
 
 
 def test_a_rank_that_looks_for_leftovers_is_waited_for(tmp_path, monkeypatch):
-    """It may find another rank's file between its making and its lock, and holds it while it looks."""
+    """It may find another rank's file between its making and its lock, and holds it while it
+    looks."""
     path = tmp_path / "actor.optimizer.offload"
     handle = os.open(path, os.O_RDWR | os.O_CREAT)
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -177,7 +205,9 @@ def test_a_rank_that_looks_for_leftovers_is_waited_for(tmp_path, monkeypatch):
         os.close(handle)
 
     monkeypatch.setattr(state_file.time, "sleep", look_ends)
-    file = StateFile(tmp_path, "actor.optimizer", {"exp_avg": (10, torch.float32)}, lambda *_, **__: None)
+    file = StateFile(
+        tmp_path, "actor.optimizer", {"exp_avg": (10, torch.float32)}, lambda *_, **__: None
+    )
     assert len(waits) == 1 and path.exists()
     file.close()
     assert not path.exists()
@@ -202,7 +232,10 @@ def files_of_at_most(size_bytes: int):
 def test_a_full_disk_is_told_before_training(tmp_path) -> None:
     with files_of_at_most(10_000), pytest.raises(MemoryBudgetError) as caught:
         make_trainer("grpo", disk_folder=tmp_path, **SMALL, offload_optimizer="disk")
-    assert "could not be reserved" in caught.value.message and "actor.optimizer.offload" in caught.value.message
+    assert (
+        "could not be reserved" in caught.value.message
+        and "actor.optimizer.offload" in caught.value.message
+    )
     assert "free" in caught.value.hint and "bytes there" in caught.value.hint
     assert list(tmp_path.iterdir()) == []
 
@@ -218,12 +251,17 @@ def spoilt(trainer: NativeTrainer) -> None:
 def test_a_write_that_fails_is_told_as_one(tmp_path) -> None:
     """Not as a failure of the read that waits for it."""
     trainer = make_trainer("grpo", disk_folder=tmp_path, **SMALL, offload_optimizer="disk")
-    with files_of_at_most(1000), pytest.raises(MemoryBudgetError, match=r"could not be written to .*optimizer.offload"):
+    with (
+        files_of_at_most(1000),
+        pytest.raises(MemoryBudgetError, match=r"could not be written to .*optimizer.offload"),
+    ):
         trainer.step_now(make_batch())
     spoilt(trainer)
 
 
-def test_a_write_that_the_disk_refuses_later_is_told_before_it_is_read(tmp_path, monkeypatch) -> None:
+def test_a_write_that_the_disk_refuses_later_is_told_before_it_is_read(
+    tmp_path, monkeypatch
+) -> None:
     """The page cache takes what the disk then does not."""
 
     def refuse(handle: int) -> None:
@@ -233,7 +271,9 @@ def test_a_write_that_the_disk_refuses_later_is_told_before_it_is_read(tmp_path,
     monkeypatch.setattr(os, "fdatasync", refuse)
     trainer.step_now(make_batch())
     monkeypatch.setattr(StateFile, "read", lambda *_: pytest.fail("read too early"))
-    refusal = pytest.raises(MemoryBudgetError, match=r"could not be written to .*optimizer.offload: Input/output error")
+    refusal = pytest.raises(
+        MemoryBudgetError, match=r"could not be written to .*optimizer.offload: Input/output error"
+    )
     with refusal:
         trainer.snapshot()
     with refusal:
@@ -245,9 +285,14 @@ def test_a_file_that_lost_its_end_is_told(tmp_path) -> None:
     trainer.step_now(make_batch())
     trainer.snapshot()  # waits for the disk
     os.truncate(tmp_path / "actor.optimizer.offload", 50_000)
-    with pytest.raises(SnapshotError, match=r"optimizer.offload cannot be read: it has 50000 bytes"):
+    with pytest.raises(
+        SnapshotError, match=r"optimizer.offload cannot be read: it has 50000 bytes"
+    ):
         trainer.snapshot()
-    with pytest.raises(SnapshotError, match=r"optimizer.offload cannot be read: it ended at byte \d+, \d+ bytes early"):
+    with pytest.raises(
+        SnapshotError,
+        match=r"optimizer.offload cannot be read: it ended at byte \d+, \d+ bytes early",
+    ):
         trainer.step_now(make_batch(seed=1))
     spoilt(trainer)
 
@@ -267,15 +312,22 @@ def test_a_disk_that_does_not_answer_ends_the_step(tmp_path, monkeypatch) -> Non
     answered = threading.Event()
     monkeypatch.setattr(StateFile, "read", lambda *_: answered.wait(60.0))
     trainer = make_trainer(
-        "grpo", disk_folder=tmp_path, offload_cut_bytes=8192, offload_deadline_s=0.1, offload_optimizer="disk"
+        "grpo",
+        disk_folder=tmp_path,
+        offload_cut_bytes=8192,
+        offload_deadline_s=0.1,
+        offload_optimizer="disk",
     )
-    with pytest.raises(DeadlineError, match=r"a read of .*optimizer.offload did not end within 0.1 s"):
+    with pytest.raises(
+        DeadlineError, match=r"a read of .*optimizer.offload did not end within 0.1 s"
+    ):
         trainer.step_now(make_batch())
     answered.set()
 
 
 def test_a_long_update_shows_that_it_goes_on(tmp_path, monkeypatch) -> None:
-    """To whoever takes a rank that runs no layer for a while for hung: cut by cut, and while the disk is slow."""
+    """To whoever takes a rank that runs no layer for a while for hung: cut by cut, and while the
+    disk is slow."""
     signs: list[int] = []
     seen, read = threading.Event(), StateFile.read
 
@@ -284,25 +336,37 @@ def test_a_long_update_shows_that_it_goes_on(tmp_path, monkeypatch) -> None:
         read(*given)
 
     trainer = make_trainer(
-        "grpo", disk_folder=tmp_path, **SMALL, offload_optimizer="disk", progress=lambda: (signs.append(1), seen.set())
+        "grpo",
+        disk_folder=tmp_path,
+        **SMALL,
+        offload_optimizer="disk",
+        progress=lambda: (signs.append(1), seen.set()),
     )
     monkeypatch.setattr(state_stream, "LOOK_S", 0.05)
     monkeypatch.setattr(StateFile, "read", slow)
     trainer.step_now(make_batch())
     stream, optimizer = trainer._models.actor.home.stream, trainer._models.actor.optimizer
     assert stream is not None
-    cuts = plan_cuts([(span.first, span.last) for span in optimizer.spans()], numbers=stream._numbers)
+    cuts = plan_cuts(
+        [(span.first, span.last) for span in optimizer.spans()], numbers=stream._numbers
+    )
     assert len(signs) > len(cuts) > 3
 
 
-def test_the_next_cut_comes_and_the_last_one_goes_while_one_is_updated(tmp_path, monkeypatch) -> None:
-    """Each update of a cut waits until the read of the next has begun, and the write of the one before has; and never
-    is a cut read that would have no place."""
-    home = StatePlacement("actor", CPU, state="disk", cut_bytes=4096, deadline_s=60.0, folder=tmp_path)
+def test_the_next_cut_comes_and_the_last_one_goes_while_one_is_updated(
+    tmp_path, monkeypatch
+) -> None:
+    """Each update of a cut waits until the read of the next has begun, and the write of the one
+    before has; and never is a cut read that would have no place."""
+    home = StatePlacement(
+        "actor", CPU, state="disk", cut_bytes=4096, deadline_s=60.0, folder=tmp_path
+    )
     size = 8 * 512
     made = home.make(size, gradient_size=size, keeps_master=False)
     begun: dict[tuple[str, int], threading.Event] = {
-        (what, first): threading.Event() for what in ("read", "write") for first in range(0, size, 512)
+        (what, first): threading.Event()
+        for what in ("read", "write")
+        for first in range(0, size, 512)
     }
     updated: list[int] = []
     read, write = StateFile.read, StateFile.write
@@ -348,18 +412,24 @@ def test_the_next_cut_comes_and_the_last_one_goes_while_one_is_updated(tmp_path,
     home.check()
     assert bool((home.buffers["exp_avg"] == 2.0).all()) and not home.buffers["exp_avg_sq"].any()
     traffic = home.take_traffic()
-    assert traffic.in_bytes == traffic.out_bytes == 2 * 2 * 4 * size and home.take_traffic().in_bytes == 0
+    assert (
+        traffic.in_bytes == traffic.out_bytes == 2 * 2 * 4 * size
+        and home.take_traffic().in_bytes == 0
+    )
     home.close()
 
 
 def test_gradients_add_up_in_host_memory_in_float32() -> None:
-    """Through buffers that are smaller than a gradient; 300 is beyond what bfloat16 counts to one by one."""
+    """Through buffers that are smaller than a gradient; 300 is beyond what bfloat16 counts to one
+    by one."""
     sums_N, buffers = torch.zeros(1000), [torch.zeros(512, dtype=torch.uint8) for _ in range(2)]
     sums = HostGradients(sums_N, buffers, CPU, 60.0)
     for _ in range(300):
         sums.add(sums_N[100:900], torch.ones(20, 40, dtype=torch.bfloat16))
     sums.settle()
-    assert bool((sums_N[100:900] == 300.0).all()) and not sums_N[:100].any() and not sums_N[900:].any()
+    assert (
+        bool((sums_N[100:900] == 300.0).all()) and not sums_N[:100].any() and not sums_N[900:].any()
+    )
     assert sums.out_bytes == 300 * 800 * 2
     sums.zero()
     sums.add(sums_N[:10], torch.ones(10))

@@ -1,4 +1,5 @@
-"""Weights in host memory: the same bits, two layers on the device, the next on its way, and what is refused."""
+"""Weights in host memory: the same bits, two layers on the device, the next on its way, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from gyre.trainer.offload.weight_stream import WeightStream
 from gyre.trainer.trainer import NativeTrainer
 from planner_cases import assert_planned
 from rank_pool import RankPool
-from trainer_cases import CPU, assert_bits_equal, make_batch, make_trainer, saved_tensors, weights_of, whole_tensors
+from trainer_cases import (
+    CPU,
+    assert_bits_equal,
+    make_batch,
+    make_trainer,
+    saved_tensors,
+    weights_of,
+    whole_tensors,
+)
 from weight_cases import ALL, SMALL, equal_weights_away, gathered_by_parts, refused
 from zero_cases import DEEP, batch_for, decoder_on, scored_model, trainer_on
 
@@ -34,13 +43,25 @@ def test_one_process_trains_and_evaluates_to_the_same_bits(kind, dtype) -> None:
 @pytest.mark.parametrize("spec", ["tied", "deep"])
 def test_checkpointing_and_depth_change_nothing(mode, spec) -> None:
     """With two layers both stay; with five they take turns. Chunks are many."""
-    assert equal_weights_away(None, "grpo", spec=spec, checkpointing=mode, tokens_per_chunk=32, dtype="bfloat16") == []
+    assert (
+        equal_weights_away(
+            None, "grpo", spec=spec, checkpointing=mode, tokens_per_chunk=32, dtype="bfloat16"
+        )
+        == []
+    )
 
 
 def test_products_in_8_bits_and_a_file_change_nothing(tmp_path) -> None:
-    away = {"dtype": "bfloat16", "matmul": "fp8", "offload_optimizer": "disk", "disk_folder": tmp_path}
+    away = {
+        "dtype": "bfloat16",
+        "matmul": "fp8",
+        "offload_optimizer": "disk",
+        "disk_folder": tmp_path,
+    }
     plain = make_trainer("sft", dtype=torch.bfloat16, matmul="fp8")
-    other = make_trainer("sft", **{**SMALL, **away, "dtype": torch.bfloat16}, offload_parameters=("actor",))
+    other = make_trainer(
+        "sft", **{**SMALL, **away, "dtype": torch.bfloat16}, offload_parameters=("actor",)
+    )
     for step in range(2):
         for trainer in (plain, other):
             trainer.step_now(make_batch(seed=step, step=step))
@@ -57,7 +78,11 @@ def test_moments_in_8_bits_change_nothing(pair) -> None:
 
 def deep_trainer(**settings) -> NativeTrainer:
     return trainer_on(
-        None, "grpo", spec="deep", dtype="bfloat16", **{**SMALL, "offload_parameters": ALL[2:], **settings}
+        None,
+        "grpo",
+        spec="deep",
+        dtype="bfloat16",
+        **{**SMALL, "offload_parameters": ALL[2:], **settings},
     )
 
 
@@ -65,7 +90,9 @@ def places_of(stream: WeightStream) -> set[int]:
     """Layers that are in a room now, by where their parameters point."""
     low = stream.rooms_B.data_ptr()
     high = low + stream.rooms_B.nbytes
-    pointed = [{low <= parameter.data_ptr() < high for parameter, _ in layer} for layer in stream._layers]
+    pointed = [
+        {low <= parameter.data_ptr() < high for parameter, _ in layer} for layer in stream._layers
+    ]
     assert all(len(where) == 1 for where in pointed), "a layer moves whole"
     return {index for index, where in enumerate(pointed) if where == {True}}
 
@@ -117,7 +144,9 @@ def test_a_pass_outside_a_visit_is_refused_and_a_failed_one_leaves_all_at_rest()
     with pytest.raises(AssertionError, match="outside a visit"):
         trainer._models.logprobs(trainer._models.actor.decoder, update.chunks[0])
     with pytest.raises(Exception, match="temperature"):
-        trainer.step_now(replace(batch, sequences=tuple(replace(s, temperature=0.0) for s in batch.sequences)))
+        trainer.step_now(
+            replace(batch, sequences=tuple(replace(s, temperature=0.0) for s in batch.sequences))
+        )
     assert places_of(stream) == set() and not stream._visiting
     assert_bits_equal(saved_tensors(trainer), before)
     trainer.step_now(batch)
@@ -169,19 +198,30 @@ def test_the_planner_knows_what_is_where(models, dtype) -> None:
 
 
 def test_phases_keep_rooms_only_and_bytes_are_counted_once() -> None:
-    """Through the memory manager, which measures after each phase change and refuses what is not where it says."""
+    """Through the memory manager, which measures after each phase change and refuses what is not
+    where it says."""
     trainer, whole = deep_trainer(offload_parameters=ALL), deep_trainer(offload_parameters=())
     budgets = MemoryConfig(
-        device_budget_bytes=1 << 30, host_budget_bytes=1 << 30, disk_budget_bytes=0, residency="phase"
+        device_budget_bytes=1 << 30,
+        host_budget_bytes=1 << 30,
+        disk_budget_bytes=0,
+        residency="phase",
     )
     needs = default_needs(shared_weights=False)
     manager = MemoryManager([trainer], budgets, CPU, lambda *_, **__: None, needs=needs)
     sizes = {component.name: component.size_bytes for component in trainer.components()}
-    on_host = sum(size for name, size in sizes.items() if not name.endswith((".rooms", ".staging", ".grads")))
+    on_host = sum(
+        size for name, size in sizes.items() if not name.endswith((".rooms", ".staging", ".grads"))
+    )
     for step in range(2):
         manager.enter("score")
-        assert manager.ledger.usage().device_bytes == sum(sizes[f"{n}.rooms"] for n in ("actor", "reference", "reward"))
-        scores = [one.evaluate_now(batch_for(8, seed=step), "reward").per_sequence for one in (trainer, whole)]
+        assert manager.ledger.usage().device_bytes == sum(
+            sizes[f"{n}.rooms"] for n in ("actor", "reference", "reward")
+        )
+        scores = [
+            one.evaluate_now(batch_for(8, seed=step), "reward").per_sequence
+            for one in (trainer, whole)
+        ]
         assert scores[0] is not None and scores[1] is not None and (scores[0] == scores[1]).all()
         manager.enter("train")
         assert manager.ledger.usage().device_bytes == sum(
@@ -190,12 +230,16 @@ def test_phases_keep_rooms_only_and_bytes_are_counted_once() -> None:
         for one in (trainer, whole):
             one.step_now(batch_for(8, seed=step))
         manager.enter("rollout")
-        assert manager.ledger.usage().device_bytes == 0 and manager.ledger.usage().host_bytes == on_host
+        assert (
+            manager.ledger.usage().device_bytes == 0
+            and manager.ledger.usage().host_bytes == on_host
+        )
     assert_bits_equal(weights_of(trainer), weights_of(whole))
 
 
 def test_rooms_of_a_reference_leave_before_a_step_trains(monkeypatch) -> None:
-    """A step that asks the reference itself: its rooms are not there in the passes with a backward one."""
+    """A step that asks the reference itself: its rooms are not there in the passes with a backward
+    one."""
     trainer = trainer_on(None, "dpo", spec="deep", **SMALL, offload_parameters=("reference",))
     trainer.move(["reference.rooms"], "none")
     seen, visiting = [], type(trainer._tenancy).visiting

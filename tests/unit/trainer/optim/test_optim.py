@@ -14,17 +14,26 @@ from gyre.trainer.config import TrainerConfig
 from gyre.trainer.optim.flat import FlatOptimizer
 from gyre.trainer.optim.lr_schedule import learning_rate_factor
 
-SHAPES = {"a.weight": (7, 5), "norm.weight": (9,), "b.weight": (3, 4, 2), "b.bias": (11,), "scalar_head.weight": (1, 6)}
+SHAPES = {
+    "a.weight": (7, 5),
+    "norm.weight": (9,),
+    "b.weight": (3, 4, 2),
+    "b.bias": (11,),
+    "scalar_head.weight": (1, 6),
+}
 DECAYED = {"a.weight", "b.weight"}
 
 
 def make(dtype: torch.dtype, **options) -> tuple[dict[str, torch.nn.Parameter], FlatOptimizer]:
     generator = torch.Generator().manual_seed(0)
     parameters = {
-        name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()
+        name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for name, shape in SHAPES.items()
     }
     defaults = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    return parameters, FlatOptimizer(parameters, **{**defaults, **options}, mesh=make_mesh(alone(), 0))
+    return parameters, FlatOptimizer(
+        parameters, **{**defaults, **options}, mesh=make_mesh(alone(), 0)
+    )
 
 
 def gradients(seed: int) -> dict[str, torch.Tensor]:
@@ -33,7 +42,9 @@ def gradients(seed: int) -> dict[str, torch.Tensor]:
 
 
 def feed(parameters, grads) -> None:
-    sum((parameters[name] * grad.to(parameters[name].dtype)).sum() for name, grad in grads.items()).backward()
+    sum(
+        (parameters[name] * grad.to(parameters[name].dtype)).sum() for name, grad in grads.items()
+    ).backward()
 
 
 @settings(max_examples=20, deadline=None)
@@ -85,7 +96,8 @@ def test_low_precision_weights_follow_float32_masters():
     storages = {name: parameter.data_ptr() for name, parameter in parameters.items()}
     for step in range(50):
         feed(parameters, gradients(step))
-        ours.update(learning_rate=1e-5, grad_scale=1.0)  # far below what one bfloat16 step could hold
+        # far below what one bfloat16 step could hold
+        ours.update(learning_rate=1e-5, grad_scale=1.0)
     for name, parameter in parameters.items():
         assert torch.equal(parameter, ours.masters()[name].to(torch.bfloat16))
         assert parameter.data_ptr() == storages[name]
@@ -96,7 +108,9 @@ def test_low_precision_weights_follow_float32_masters():
 def test_float32_weights_are_the_master():
     parameters, ours = make(torch.float32)
     storage = ours.master_N.untyped_storage().data_ptr()
-    assert all(parameter.untyped_storage().data_ptr() == storage for parameter in parameters.values())
+    assert all(
+        parameter.untyped_storage().data_ptr() == storage for parameter in parameters.values()
+    )
 
 
 def test_schedule_by_hand():

@@ -1,5 +1,6 @@
-"""The entropy bonus through the whole model: the gradient of an update is that of explicit softmaxes by autograd, in
-every way to run the pass, with temperatures and truncation, whatever the ratio is."""
+"""The entropy bonus through the whole model: the gradient of an update is that of explicit
+softmaxes by autograd, in every way to run the pass, with temperatures and truncation, whatever the
+ratio is."""
 
 # T tokens, N targets, V vocabulary
 
@@ -33,21 +34,32 @@ def entropy_batch(*, truncated: bool) -> TrainBatch:
     for index, sequence in enumerate(make_batch(6, seed=2).sequences):
         mask = sequence.columns["loss_mask"]
         zeros = np.zeros(len(mask), np.float32)
-        columns = {**sequence.columns, "advantages": zeros, "old_logprobs": np.where(mask, -2.5, zeros)}
         columns = {
-            name: column if column.dtype == bool else column.astype(np.float32) for name, column in columns.items()
+            **sequence.columns,
+            "advantages": zeros,
+            "old_logprobs": np.where(mask, -2.5, zeros),
+        }
+        columns = {
+            name: column if column.dtype == bool else column.astype(np.float32)
+            for name, column in columns.items()
         }
         support = None
         if truncated:
             allowed = rng.random((int(mask.sum()), SPEC.vocab_size)) < 0.3
             allowed[np.arange(len(allowed)), sequence.tokens[mask]] = True
             offsets = np.concatenate([[0], allowed.sum(1).cumsum()])
-            support = Support(offsets=offsets.astype(np.int64), ids=allowed.nonzero()[1].astype(np.int32))
-        sequences.append(replace(sequence, columns=columns, support=support, temperature=0.6 + index / 5))
+            support = Support(
+                offsets=offsets.astype(np.int64), ids=allowed.nonzero()[1].astype(np.int32)
+            )
+        sequences.append(
+            replace(sequence, columns=columns, support=support, temperature=0.6 + index / 5)
+        )
     return TrainBatch(sequences=tuple(sequences), step=0)
 
 
-def explicit_gradients(decoder: Decoder, batch: TrainBatch, aggregation: str) -> dict[str, torch.Tensor]:
+def explicit_gradients(
+    decoder: Decoder, batch: TrainBatch, aggregation: str
+) -> dict[str, torch.Tensor]:
     """Of minus COEF times the mean entropy, one sequence at a time, by autograd through softmax."""
     means = []
     for sequence in batch.sequences:
@@ -56,7 +68,9 @@ def explicit_gradients(decoder: Decoder, batch: TrainBatch, aggregation: str) ->
         hidden_TE = decoder.hidden(
             tokens_T,
             layout.positions_T,
-            lambda layer, q, k, v, layout=layout: varlen_attention(q, k, v, layout, decoder.spec.window_of(layer)),
+            lambda layer, q, k, v, layout=layout: varlen_attention(
+                q, k, v, layout, decoder.spec.window_of(layer)
+            ),
         )
         rows_N = torch.from_numpy(np.flatnonzero(sequence.columns["loss_mask"])) - 1
         logits_NV = (hidden_TE[rows_N] @ decoder.head_weight.t()) / sequence.temperature
@@ -64,23 +78,34 @@ def explicit_gradients(decoder: Decoder, batch: TrainBatch, aggregation: str) ->
             allowed_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
             counts_N = torch.from_numpy(np.diff(sequence.support.offsets)).long()
             allowed_NV[
-                torch.repeat_interleave(torch.arange(len(rows_N)), counts_N), sequence.support.ids.astype(int)
+                torch.repeat_interleave(torch.arange(len(rows_N)), counts_N),
+                sequence.support.ids.astype(int),
             ] = True
             logits_NV = logits_NV.masked_fill(~allowed_NV, -torch.inf)
         probs_NV = logits_NV.softmax(-1)
         means.append(-torch.special.xlogy(probs_NV, probs_NV.clamp(min=1e-300)).sum(-1))
-    mean = torch.cat(means).mean() if aggregation == "token" else torch.stack([m.mean() for m in means]).mean()
+    mean = (
+        torch.cat(means).mean()
+        if aggregation == "token"
+        else torch.stack([m.mean() for m in means]).mean()
+    )
     names, parameters = zip(*decoder.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(-COEF * mean, parameters), strict=True))
 
 
-def update_gradients(batch: TrainBatch, level: str, **settings: object) -> tuple[dict[str, torch.Tensor], float]:
+def update_gradients(
+    batch: TrainBatch, level: str, **settings: object
+) -> tuple[dict[str, torch.Tensor], float]:
     trainer = make_trainer("grpo", objective=CONFIGS[level], **settings)
     (update,) = trainer._evaluator.complete(batch)[1].updates
     assert len(update.chunks) > 1
-    found = collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
+    found = collect_gradients(
+        trainer._models, trainer._objective, update.chunks, update.denominator
+    )
     mean, count = found.sums["ratio"].tolist()
-    return {name: grad.clone() for name, grad in trainer._models.actor.optimizer.grads().items()}, mean / count
+    return {
+        name: grad.clone() for name, grad in trainer._models.actor.optimizer.grads().items()
+    }, mean / count
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -118,12 +143,19 @@ def test_a_bfloat16_model_has_it_to_rounding() -> None:
             mine.copy_(theirs)
     want = explicit_gradients(wide, batch, "token")
     got, _ = update_gradients(batch, "token", dtype=torch.bfloat16, decoder=narrow)
-    assert relative(*(torch.cat([grads[name].flatten().double() for name in want]) for grads in (got, want))) < 0.1
+    assert (
+        relative(
+            *(torch.cat([grads[name].flatten().double() for name in want]) for grads in (got, want))
+        )
+        < 0.1
+    )
     for name, grad in want.items():
         assert relative(got[name], grad) < 0.25, name
 
 
 def test_the_bonus_raises_the_entropy() -> None:
     trainer = make_trainer("grpo", objective=CONFIGS["sequence"], learning_rate=3e-3)
-    entropies = [trainer.step_now(entropy_batch(truncated=False)).metrics["entropy"] for _ in range(8)]
+    entropies = [
+        trainer.step_now(entropy_batch(truncated=False)).metrics["entropy"] for _ in range(8)
+    ]
     assert entropies == sorted(entropies) and entropies[-1] > 1.1 * entropies[0]

@@ -24,12 +24,18 @@ from trainer_cases import CPU, OBJECTIVES, SPEC, make_batch, make_decoder, make_
 def prepared() -> TrainBatch:
     """A batch with reference log-probs from a model that is not the actor."""
     other = make_trainer("dpo", decoder=make_decoder(seed=9))
-    return with_column(make_batch(8), "reference_logprobs", other.evaluate_now(make_batch(8), "policy"))
+    return with_column(
+        make_batch(8), "reference_logprobs", other.evaluate_now(make_batch(8), "policy")
+    )
 
 
-def gradients(kind: str, batch: TrainBatch, tokens_per_chunk: int, objective=None) -> dict[str, np.ndarray]:
+def gradients(
+    kind: str, batch: TrainBatch, tokens_per_chunk: int, objective=None
+) -> dict[str, np.ndarray]:
     """Collect the gradients of one update over the whole batch."""
-    trainer = make_trainer(kind, objective=objective or OBJECTIVES[kind], tokens_per_chunk=tokens_per_chunk)
+    trainer = make_trainer(
+        kind, objective=objective or OBJECTIVES[kind], tokens_per_chunk=tokens_per_chunk
+    )
     for learner in trainer._models.learners:
         if learner.head is not None:
             torch.nn.init.normal_(learner.head.weight, generator=torch.Generator().manual_seed(5))
@@ -63,25 +69,32 @@ def test_any_split_into_chunks_gives_the_same_gradient(kind, tokens_per_chunk):
 def test_variants_do_not_see_chunks_either(variant):
     batch = prepared()
     objective = GrpoConfig(variant=variant, fixed_length_tokens=30)
-    assert_close(gradients("grpo", batch, 40, objective), gradients("grpo", batch, 10_000, objective))
+    assert_close(
+        gradients("grpo", batch, 40, objective), gradients("grpo", batch, 10_000, objective)
+    )
 
 
 def logits_alone(decoder, tokens: np.ndarray) -> torch.Tensor:
     """Logits of one sequence, by itself."""
     tokens_T = torch.from_numpy(tokens.astype(np.int64))
     layout = PackedLayout.of([len(tokens_T)], CPU)
-    hidden_TE = decoder.hidden(tokens_T, layout.positions_T, lambda _, q, k, v: varlen_attention(q, k, v, layout))
+    hidden_TE = decoder.hidden(
+        tokens_T, layout.positions_T, lambda _, q, k, v: varlen_attention(q, k, v, layout)
+    )
     return decoder.logits(hidden_TE)
 
 
 def padded_loss(decoder, batch: TrainBatch, aggregation: str) -> torch.Tensor:
-    """Cross-entropy the slow way: one sequence at a time through the model, padded with junk at its end."""
+    """Cross-entropy the slow way: one sequence at a time through the model, padded with junk at its
+    end."""
     losses, counts = [], []
     for sequence in batch.sequences:
         padded = np.concatenate([sequence.tokens, np.full(5, 1)])
         logits_TV = logits_alone(decoder, padded).double() / sequence.temperature
         at = torch.from_numpy(np.flatnonzero(sequence.columns["loss_mask"]))
-        losses.append(F.cross_entropy(logits_TV[at - 1], torch.from_numpy(padded)[at].long(), reduction="sum"))
+        losses.append(
+            F.cross_entropy(logits_TV[at - 1], torch.from_numpy(padded)[at].long(), reduction="sum")
+        )
         counts.append(len(at))
     if aggregation == "token":
         return torch.stack(losses).sum() / sum(counts)
@@ -113,11 +126,15 @@ def test_truncated_support_narrows_the_softmax():
         for target in sequences[0].tokens[at]
     ]
     offsets = np.cumsum([0] + [len(row) for row in ids])
-    sequences[0] = replace(sequences[0], support=Support(offsets=offsets, ids=np.concatenate(ids).astype(np.int32)))
+    sequences[0] = replace(
+        sequences[0], support=Support(offsets=offsets, ids=np.concatenate(ids).astype(np.int32))
+    )
     batch = TrainBatch(sequences=tuple(sequences), step=0)
     trainer = make_trainer("sft")
     got = trainer.evaluate_now(batch, "policy").per_token
-    bare = trainer.evaluate_now(TrainBatch(sequences=make_batch(2, seed=1).sequences, step=0), "policy").per_token
+    bare = trainer.evaluate_now(
+        TrainBatch(sequences=make_batch(2, seed=1).sequences, step=0), "policy"
+    ).per_token
     with torch.no_grad():
         logits_TV = logits_alone(make_decoder(), sequences[0].tokens)
     for row, t in zip(ids, at, strict=True):
@@ -131,7 +148,10 @@ def test_a_sequence_without_targets_changes_nothing():
     batch = make_batch(8)
     mute = replace(
         batch.sequences[0],
-        columns={**batch.sequences[0].columns, "loss_mask": np.zeros_like(batch.sequences[0].columns["loss_mask"])},
+        columns={
+            **batch.sequences[0].columns,
+            "loss_mask": np.zeros_like(batch.sequences[0].columns["loss_mask"]),
+        },
     )
     longer = replace(batch, sequences=(mute, *batch.sequences))
     assert_close(gradients("sft", longer, 64), gradients("sft", batch, 64))
@@ -141,7 +161,12 @@ def test_denominators_of_updates_cover_the_batch_once():
     batch = make_batch(10)
     config = TrainerConfig(sequences_per_update=3, tokens_per_chunk=40)
     planner = BatchPlanner(
-        objective=SftConfig(), config=config, seed=1, vocab_size=SPEC.vocab_size, device=CPU, emit=lambda *_, **__: None
+        objective=SftConfig(),
+        config=config,
+        seed=1,
+        vocab_size=SPEC.vocab_size,
+        device=CPU,
+        emit=lambda *_, **__: None,
     )
     plan = planner.plan(batch.sequences, 0, 0)
     assert len(plan.updates) == 4

@@ -1,4 +1,5 @@
-"""How a trainer begins: every rank reads its own part of the weights, and all together begin as one process does."""
+"""How a trainer begins: every rank reads its own part of the weights, and all together begin as one
+process does."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("hub") / "odd"
     decoder = Decoder(HUB, device=CPU, dtype=torch.float32)
     init_weights(decoder, 3)
-    for bias in (parameter for name, parameter in decoder.named_parameters() if name.endswith("bias")):
+    for bias in (
+        parameter for name, parameter in decoder.named_parameters() if name.endswith("bias")
+    ):
         torch.nn.init.normal_(bias)
     export_hub(decoder, path, dtype=torch.float32, tokenizer_files=None)
     return path
@@ -67,7 +70,9 @@ def test_ranks_begin_as_one_process_and_read_their_share(ranks, folder, layout, 
             assert sum(read.values()) == 2 * HUB.num_parameters
     if layout in CUT:
         copies = 2 if layout == "hybrid3" else 1
-        assert sum(sum(read.values()) for _, read, _, _ in results) == 2 * copies * HUB.num_parameters
+        assert (
+            sum(sum(read.values()) for _, read, _, _ in results) == 2 * copies * HUB.num_parameters
+        )
 
 
 def test_drawn_weights_are_the_same_in_every_layout(ranks):
@@ -81,7 +86,8 @@ def test_drawn_weights_are_the_same_in_every_layout(ranks):
 
 
 def test_a_rank_never_holds_a_whole_model(ranks):
-    """Counted by torch's own tracker: the components of this rank, and one tensor while it is drawn."""
+    """Counted by torch's own tracker: the components of this rank, and one tensor while it is
+    drawn."""
     deep = replace(SPEC, num_layers=12, hidden_size=64, mlp_size=128, vocab_size=256, head_dim=32)
     largest = max(np.prod(shape) for shape in deep.parameter_shapes().values())
     for layout in ("zero1", "zero3"):
@@ -89,27 +95,43 @@ def test_a_rank_never_holds_a_whole_model(ranks):
             for peak, components in ranks.run(peak_bytes, deep, layout=layout, dtype=dtype):
                 drawn = 3 * 4 * largest  # drawn, scaled, rounded
                 assert components <= peak <= components + drawn + 0.02 * components, (layout, dtype)
-                assert drawn < 0.5 * 4 * deep.num_parameters / 4, "or the bound would not tell shards from the whole"
+                assert drawn < 0.5 * 4 * deep.num_parameters / 4, (
+                    "or the bound would not tell shards from the whole"
+                )
 
 
 @pytest.mark.parametrize("layout", ["zero0", "zero1", "zero3", "mixed"])
 @pytest.mark.parametrize(("kind", "dtype"), [("ppo", "float32"), ("grpo", "bfloat16")])
-def test_a_resumed_trainer_reads_no_weights_and_is_blank_until_it_is_restored(ranks, layout, kind, dtype):
+def test_a_resumed_trainer_reads_no_weights_and_is_blank_until_it_is_restored(
+    ranks, layout, kind, dtype
+):
     settings = {"dtype": dtype, "reference_moving_average": 0.9, "spec": "odd"}
     state = saved(None, kind, steps=1, **settings)
-    expected = {name: t.float().numpy() for name, t in whole_tensors(state["tensors"].values()).items()}
+    expected = {
+        name: t.float().numpy() for name, t in whole_tensors(state["tensors"].values()).items()
+    }
     for refused, found, updates in ranks.run(resumed, state, kind, layout=layout, **settings):
-        assert refused == ["refused", "SnapshotError, refused", "SnapshotError, refused"] and updates == 1
+        assert (
+            refused == ["refused", "SnapshotError, refused", "SnapshotError, refused"]
+            and updates == 1
+        )
         if found:
             assert_same(found, expected)
 
 
 def test_shards_that_are_gathered_in_8_bits_begin_blank_too(ranks):
-    """Filled from drawn weights, or by a snapshot, and trained: the scales are those of the numbers that came."""
+    """Filled from drawn weights, or by a snapshot, and trained: the scales are those of the numbers
+    that came."""
     settings = {"matmul": "fp8", "dtype": "bfloat16", "spec": "tied"}
-    assert_same(ranks.run(from_seed, "grpo", layout="zero3", **settings)[0], from_seed(None, "grpo", **settings))
+    assert_same(
+        ranks.run(from_seed, "grpo", layout="zero3", **settings)[0],
+        from_seed(None, "grpo", **settings),
+    )
     state = saved(None, "grpo", steps=1, **settings)
-    expected = {name: t.float().clone().numpy() for name, t in whole_tensors(state["tensors"].values()).items()}
+    expected = {
+        name: t.float().clone().numpy()
+        for name, t in whole_tensors(state["tensors"].values()).items()
+    }
     for refused, found, updates in ranks.run(resumed, state, "grpo", layout="zero3", **settings):
         assert refused[0] == "refused" and updates == 1
         if found:
@@ -120,10 +142,15 @@ def test_what_the_plan_parks_leaves_as_soon_as_it_is_made():
     """So the critic is gone from the device when the actor is made; the numbers are the same."""
     settings = {"weights": FreshWeights(SPEC, 3), "spec": SPEC, "dtype": "bfloat16"}
     parked = {"critic.grads": "none", "actor.grads": "none", "reward": "host"}
-    parked |= dict.fromkeys(("critic.params", "critic.master", "critic.optimizer", "actor.optimizer"), "host")
+    parked |= dict.fromkeys(
+        ("critic.params", "critic.master", "critic.optimizer", "actor.optimizer"), "host"
+    )
     trainer = started(None, "ppo", reward=FreshWeights(SPEC, 4), parked=parked, **settings)
     tiers = {component.name: component.tier for component in trainer.components()}
-    assert tiers == {name: parked.get(name, "device") for name in tiers} and parked.keys() < tiers.keys()
+    assert (
+        tiers == {name: parked.get(name, "device") for name in tiers}
+        and parked.keys() < tiers.keys()
+    )
     assert all(trainer.measure()[name].device_bytes == 0 for name in parked)
     there = started(None, "ppo", reward=FreshWeights(SPEC, 4), **settings)
     assert_same(whole(trainer), whole(there))
@@ -134,7 +161,10 @@ def test_what_the_plan_parks_leaves_as_soon_as_it_is_made():
 
 def test_one_process_never_imports_what_cuts_weights():
     code = (
-        "import sys, gyre.launch.commands, gyre.launch.placement.worker; print('torch.distributed.fsdp' in sys.modules)"
+        "import sys, gyre.launch.commands, gyre.launch.placement.worker; "
+        "print('torch.distributed.fsdp' in sys.modules)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
+    )
     assert ran.stdout.strip() == "False"
