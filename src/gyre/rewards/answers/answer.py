@@ -284,8 +284,11 @@ def _parse_latex(text: str) -> list[Any]:
     wrapped = "$" + text.replace("$", " ").strip().rstrip(".") + "$"
     settings = [LatexExtractionConfig()]
     return parse(
-        wrapped, extraction_config=settings, fallback_mode="no_fallback", parsing_timeout=None
-    )  # type: ignore[arg-type]
+        wrapped,
+        extraction_config=settings,
+        fallback_mode="no_fallback",
+        parsing_timeout=None,  # type: ignore[arg-type]
+    )
 
 
 @functools.lru_cache(maxsize=256)
