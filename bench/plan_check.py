@@ -197,7 +197,8 @@ def report(
     }
     say(
         args,
-        name=f"plan_{args.shape}_{args.layers or spec.num_layers}_{args.tokens}_{args.checkpointing}",
+        name=f"plan_{args.shape}_{args.layers or spec.num_layers}_{args.tokens}"
+        f"_{args.checkpointing}",
         unit="% error of the peak",
         ours=100 * abs(peak / real - 1) if real else 0.0,
         peer=None,

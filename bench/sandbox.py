@@ -38,7 +38,8 @@ STUBBORN = {
 }
 BARE_FORKS = """
 import os, sys, time
-import bisect, collections, copy, ctypes, functools, gc, heapq, itertools, math, random, re, socket, string, typing
+import bisect, collections, copy, ctypes, functools, gc, heapq, itertools, math, random, re
+import socket, string, typing
 gc.collect(); gc.freeze()
 count, end = 0, time.perf_counter() + float(sys.argv[1])
 while time.perf_counter() < end:

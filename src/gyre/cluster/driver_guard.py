@@ -5,8 +5,10 @@ forks before they are loaded.
 
     front ──▶ guard ──▶ driver ──▶ Ray's processes, workers, rewards
       │         │          └─ report: its run folder, its end in good order
-      │         └─ ends all below it when the driver or the front is gone; starts the driver again when Ray ended it
-      └─ what the shell started: passes signals on, ends as the driver did; ends all when the guard is killed
+      │         └─ ends all below it when the driver or the front is gone;
+      │            starts the driver again when Ray ended it
+      └─ what the shell started: passes signals on, ends as the driver did;
+         ends all when the guard is killed
 
 Front and guard are subreapers: whatever loses its parent below them becomes theirs, so that they
 find and reap it also where no init does. They end descendants of their own and nothing else.

@@ -5,7 +5,7 @@ sentence and a hint.
     ├── ConfigError       a key, type or value in the TOML or on the command line
     ├── InputError        a model folder, data file, row, prompt or reward function of the user's
     ├── RewardError       a reward that broke during a run; a command ends with exit code 1
-    ├── DivergedError     training that no longer makes finite numbers; a command ends with exit code 1
+    ├── DivergedError     training that no longer makes finite numbers; exit code 1
     ├── MemoryBudgetError a component or a move does not fit, or memory did not come back
     ├── SnapshotError     a snapshot, export or run folder that cannot be used
     ├── DeadlineError     a wait ended without what it waited for; names the owner

@@ -53,7 +53,8 @@ def corrupt_trace(task: Mapping[str, Any], rng: random.Random) -> Trace | None:
 
 
 def _chain(expression: str, rng: random.Random | None = None) -> Trace:
-    """ "15 - 43 - 75" gives the lines "15 - 43 = -28" and "-28 - 75 = -103". With `rng`, one line is wrong."""
+    """ "15 - 43 - 75" gives the lines "15 - 43 = -28" and "-28 - 75 = -103".
+    With `rng`, one line is wrong."""
     parts = expression.split()
     total = int(parts[0])
     steps = list(zip(parts[1::2], map(int, parts[2::2]), strict=True))

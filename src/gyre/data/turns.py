@@ -3,10 +3,13 @@ its fields. Out: the prompt without the response that is to be learnt, or an Inp
 why no such place is sure.
 
     prompt field                     prompt
-    a text                           the text; refused when the same field is read as answer or response
+    a text                           the text; refused when the same field is read as answer or
+                                     response
     ends with the user's turn        all of it
-    ends with the assistant's turn   what is before that turn; refused when another field holds a response too
-    chosen or rejected, or missing   of whole conversations: the turns that both have before the last
+    ends with the assistant's turn   what is before that turn; refused when another field holds a
+                                     response too
+    chosen or rejected, or missing   of whole conversations: the turns that both have before the
+                                     last
 """
 
 from __future__ import annotations

@@ -82,10 +82,13 @@ class EngineWeights:
                     f"version {manifest.version} is {'shared' if manifest.shared else 'a copy'}, "
                     "but the engine was "
                     f"built on {'shared weights' if self.shared else 'weights of its own'}"
-                    f"{'' if self.shared != manifest.shared else ', and not on the tensors given here'}",
+                    + (
+                        ""
+                        if self.shared != manifest.shared
+                        else ", and not on the tensors given here"
+                    ),
                     hint="build engine and trainer on one decoder, or make the manifest with "
-                    "shared=False and the "
-                    "engine with shared_weights=False",
+                    "shared=False and the engine with shared_weights=False",
                 )
             self._prepared = Prepared(version=manifest.version)
             return

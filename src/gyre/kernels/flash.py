@@ -84,7 +84,8 @@ def training_flash4(
         with ThreadPoolExecutor(1) as pool:
             attend = pool.submit(flash4.make_training_flash4).result()
             gap = pool.submit(_gap, attend, device, dtype, group, head_dim).result()
-    except Exception as error:  # noqa: BLE001  whatever another package breaks in, torch's kernel serves
+    except Exception as error:  # noqa: BLE001
+        # whatever another package breaks in, torch's kernel serves
         return Broken(reason=f"flash-attn-4 failed: {type(error).__name__}: {str(error)[:200]}")
     if not gap <= PROBE_TOLERANCE:
         return Broken(reason=f"flash-attn-4 differs from torch's kernel by {gap:.3g} of the norm")

@@ -1,7 +1,7 @@
 """Run: one attempt at a run, from its folder to its report. In: a RunConfig and a folder. Out: what
 the run came to.
 
-tokenizer, model ─▶ for each stage: plan, trainer, memory manager, loop ─▶ export, verified ─▶ report
+tokenizer, model ─▶ each stage: plan, trainer, memory manager, loop ─▶ export, verified ─▶ report
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Signals: Ctrl-C, SIGTERM and SIGHUP as a request to stop. In: signals. Out: a StopRequest that is
 asked, a task that is cancelled, or the end of the process.
 
-    the first one   while a loop runs: the step in flight ends, or is broken off at its deadline, and is saved
-                    else (a start, a plan, an export): what runs is cancelled; snapshots are whole by then
-    the second one  ends the process at once; so does a step that is still computing GRACE_S after the deadline
+    the first one   while a loop runs: the step in flight ends, or is broken off at its deadline,
+                    and is saved else (a start, a plan, an export): what runs is cancelled;
+                    snapshots are whole by then
+    the second one  ends the process at once; so does a step that is still computing GRACE_S after
+                    the deadline
 
 A process that ends at once is one that was killed: its children end with it, and a resume goes on
 from the snapshots. A signal that was ignored when the command began (nohup, a background job) stays

@@ -1,9 +1,9 @@
 """Collect: prompts to rollouts, with rewards already running on what is done. In: prompts and what
 was left in flight. Out: the same groups, each completion done or set aside.
 
-    groups ──▶ submit (in order, what the engine takes) ──▶ one listener per request ──▶ rollouts ──▶ scoring.offer
-                                                                      │
-                                                                      └──▶ partials: tokens so far, continued next step
+    groups ──▶ submit, in order ──▶ one listener per request ──▶ rollouts ──▶ scoring.offer
+                                              │
+                                              └──▶ partials: tokens so far, continued next step
 """
 
 from __future__ import annotations

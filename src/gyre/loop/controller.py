@@ -1,23 +1,28 @@
 """The ring. In: parts that satisfy the contracts. Out: a policy that was rolled out, scored,
 trained and handed back.
 
-    source.take ─▶ Collector ─Request─▶ engine            phase rollout   engine on the device
-        ▲             │  ◀─TokenChunk──┘   ▲                              (rule rewards run from the first one on;
-        │             │                    │                               groups that teach nothing are replaced)
+    source.take ─▶ Collector ─Request─▶ engine         rollout    engine on the device
+        ▲             │  ◀─TokenChunk──┘   ▲                      (rule rewards run from the first
+        │             │                    │                      on; groups that teach nothing are
+        │             │                    │                      replaced)
         │             ▼                    │
-        │        Scoring ◀─ rollouts       │              phase score      policy, reference, reward model, critic
+        │        Scoring ◀─ rollouts       │           score      the models: forward passes
         │             │                    │
-        │             ▼                Handover           phase handover   weights to the engine
-        │        assemble ─TrainBatch─▶ trainer.step      phase train      actor, optimiser, critic
+        │             ▼                Handover        handover   weights to the engine
+        │        assemble ─TrainBatch─▶ trainer.step   train      actor, optimiser, critic
         │                                  │
-        └──────── snapshot ◀───────────────┘              between steps: evaluation, snapshot
+        └──────── snapshot ◀───────────────┘           between steps: evaluation, snapshot
 
-One step runs at a time, and each phase waits for the one before it: nothing is stale. Who waits for what:
-  Collector.run   waits for the engine's last chunk         woken by the engine's pump    rollout.deadline_s
-  Scoring.finish  waits for the scorer's last answer        woken by reward workers       rollout.reward_deadline_s
-  trainer.step    waits for the compute thread              woken by it                   none: it is our own work
-A stop ends the step in flight, or breaks it off at `run.stop_deadline_s`; `loop.schedule` saves what there is.
-A failure anywhere leaves no task and no request behind; the run goes on from its newest snapshot.
+One step runs at a time, and each phase waits for the one before it: nothing is stale. Who waits for
+what:
+
+    Collector.run   the engine's last chunk    woken by the engine's pump  rollout.deadline_s
+    Scoring.finish  the scorer's last answer   woken by reward workers     rollout.reward_deadline_s
+    trainer.step    the compute thread         woken by it                 none: it is our own work
+
+A stop ends the step in flight, or breaks it off at `run.stop_deadline_s`; `loop.schedule` saves
+what there is. A failure anywhere leaves no task and no request behind; the
+run goes on from its newest snapshot.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Offline: the ring without rollouts, for SFT, reward models and DPO on given pairs. In: a source
 of sequences. Out: a trained policy or reward model.
 
-    source.take ──TrainBatch──▶ trainer.step ──▶ between steps: held-out measure, generated answers, snapshot
+    source.take ──TrainBatch──▶ trainer.step ──▶ between steps: held-out measure,
+                                                 generated answers, snapshot
 """
 
 from __future__ import annotations

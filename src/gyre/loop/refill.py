@@ -1,7 +1,8 @@
 """Dynamic sampling: which groups teach nothing, and how many further prompts replace them. In:
 scored groups, the objective, what counts as right. Out: verdicts, and the rollouts of a step.
 
-    groups ──▶ roll out ──▶ scores ──▶ equal groups dropped ──▶ as many further prompts, at most max_refills times
+    groups ──▶ roll out ──▶ scores ──▶ equal groups dropped ──▶ as many further prompts,
+                                                                at most max_refills times
 
 Yu et al. 2025, arXiv 2503.14476, eq. 11: a group is kept with 0 < number right < size. The
 decisions are pure.

@@ -1,7 +1,7 @@
 """Schedule: what happens between the steps of a stage. In: where the stage stands, what the loop
 can do. Out: where it stands at its end, or where it was asked to stop.
 
-    step ─▶ evaluation, if due ─▶ snapshot, if due ─▶ step …        a stop: snapshot, and no further step
+    step ─▶ evaluation, if due ─▶ snapshot, if due ─▶ step …    a stop: snapshot, no further step
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Scoring: rule rewards run in their own processes while rollouts are still being generated. In:
 finished rollouts, one by one. Out: their scores, and how much of the rules' time each window hid.
 
-    offer(rollout) ──▶ waiting, until the event loop turns ──▶ one question to the scorer ──▶ scores by rollout id
+    offer(rollout) ──▶ waiting, until the event loop turns ──▶ one question to the scorer
+                                                               ──▶ scores by rollout id
 """
 
 from __future__ import annotations

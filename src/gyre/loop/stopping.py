@@ -1,8 +1,9 @@
 """Stopping: a run is asked to end, and the loop looks where it can. In: a request from a signal.
 Out: whether to go on, and waits that end with the request's deadline.
 
-    request ──▶ the step in flight ends ──▶ snapshot                 before the deadline
-            └─▶ rollouts are broken off and kept ──▶ snapshot        at the deadline: the last update stands
+    request ──▶ the step in flight ends ──▶ snapshot            before the deadline
+            └─▶ rollouts are broken off and kept ──▶ snapshot   at the deadline: the last update
+                                                                stands
 
 What computes (a training pass, a snapshot) is never broken off here: `launch.signals` ends a
 process that is still at it.

@@ -155,8 +155,8 @@ def kl_numpy(
     reference_logprobs_C: np.ndarray,
     clamp: float = 0.0,
 ) -> np.ndarray:
-    """Per-token KL(policy || reference), the value of `terms.kl_estimate` in float64, for rewards. Without `clamp`
-    k3 is unbounded."""
+    """Per-token KL(policy || reference), the value of `terms.kl_estimate` in float64, for rewards.
+    Without `clamp` k3 is unbounded."""
     gap = np.asarray(logprobs_C, dtype=np.float64) - np.asarray(
         reference_logprobs_C, dtype=np.float64
     )

@@ -55,10 +55,10 @@ def surrogate(
 ) -> Tensor:
     """Per-token loss to be minimised.
 
-    clip: -min(r A, clip(r) A); Schulman et al. 2017, arXiv 1707.06347, eq. 7, with the two bounds apart as in DAPO,
-    arXiv 2503.14476, eq. 10. dual_clip c bounds it by c |A| for A < 0; Ye et al. 2020, arXiv 1912.09729, "dual-clip".
-    cispo: -sg(clip(r)) A log p; MiniMax 2025, arXiv 2506.13585, eq. 4 and 5.
-    reinforce: -A log p; Williams 1992.
+    clip: -min(r A, clip(r) A); Schulman et al. 2017, arXiv 1707.06347, eq. 7, with the two bounds
+    apart as in DAPO, arXiv 2503.14476, eq. 10. dual_clip c bounds it by c |A| for A < 0; Ye et al.
+    2020, arXiv 1912.09729, "dual-clip". cispo: -sg(clip(r)) A log p; MiniMax 2025, arXiv
+    2506.13585, eq. 4 and 5. reinforce: -A log p; Williams 1992.
     """
     if config.surrogate == "reinforce":
         return -advantages_N * logprobs_N
@@ -186,9 +186,10 @@ def _ratio_sums(
 
 
 def _gap_sums(inputs: LossInputs) -> dict[str, Tensor]:
-    """How far the trainer's log-probs are from those the engine sampled with, weights being equal: 0 and 1 when both
-    compute the same. `logprob_gap_mult` is the mean of exp |difference|, the form that published gates use. The part
-    where the trainer is above, and the share of large gaps, tell the cause (`observability.mismatch`)."""
+    """How far the trainer's log-probs are from those the engine sampled with, weights being equal:
+    0 and 1 when both compute the same. `logprob_gap_mult` is the mean of exp |difference|, the form
+    that published gates use. The part where the trainer is above, and the share of large gaps, tell
+    the cause (`observability.mismatch`)."""
     if inputs.behaviour_logprobs_N is None:
         return {}
     with torch.no_grad():

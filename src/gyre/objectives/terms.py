@@ -122,8 +122,9 @@ def kl_bounded(
 
 
 def ratio_weighted(kl_N: Tensor, bounded_N: Tensor, log_weight_N: Tensor) -> Tensor:
-    """The KL estimate times the importance ratio, whose own gradient counts: with k3 the expectation over the old
-    policy's tokens is KL(policy || reference), and its gradient that of the KL.
+    """The KL estimate times the importance ratio, whose own gradient counts: with k3 the
+    expectation over the old policy's tokens is KL(policy || reference), and its gradient that of
+    the KL.
 
     DeepSeek-AI 2025, "DeepSeek-V3.2", arXiv 2512.02556, section 3.1; TRL's
     `use_bias_correction_kl`. The ratio is not clipped, its logarithm bounded at LOG_RATIO_BOUND

@@ -119,7 +119,8 @@ class EventLog:
         for listener in list(self._listeners):
             try:
                 listener(row)
-            except Exception as error:  # noqa: BLE001  a display or tracker must not end a run; the event says so
+            except Exception as error:  # noqa: BLE001
+                # a display or tracker must not end a run; the event says so
                 self._listeners.remove(listener)
                 name = getattr(listener, "__qualname__", type(listener).__name__)
                 self.emit(

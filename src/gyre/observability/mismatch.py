@@ -4,10 +4,14 @@ cause? In: the metrics of a run's steps. Out: one finding, or None. Pure.
 A cause is told by how the gap between the two log-probs of a sampled token is spread:
 
     not a number           a log-prob that is no number, on either side
-    truncation set         the trainer is below the engine wherever they differ: it normalises over more tokens
-    template               probabilities differ by more than a factor of two on many tokens: other tokens were read
-    stale weights          the gap comes with tokens of an older policy, or grows from nothing as the trainer moves
-    precision              a gap to both sides, small on nearly every token: the two round differently
+    truncation set         the trainer is below the engine wherever they differ: it normalises over
+                           more tokens
+    template               probabilities differ by more than a factor of two on many tokens: other
+                           tokens were read
+    stale weights          the gap comes with tokens of an older policy, or grows from nothing as
+                           the trainer moves
+    precision              a gap to both sides, small on nearly every token: the two round
+                           differently
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ Cause = Literal["not a number", "truncation set", "template", "stale weights", "
 Metrics = Mapping[str, float]
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.02, "float16": 0.01}
-"""Mean |log-prob gap| in nats that rounding of this dtype explains in a sound run, with room; a wider one is told."""
+"""Mean |log-prob gap| in nats that rounding of this dtype explains in a sound run, with room; a
+wider one is told."""
 # of the gap is where the trainer is above the engine, at most; rounding and drift give about a half
 ONE_SIDED = 0.05
 # nats: truncation that takes more than 63 % of the probability off the average token is not meant

@@ -113,8 +113,8 @@ def call_function(
 
 
 def place_of(error: BaseException) -> str:
-    """ " at FILE:LINE" of what raised: the innermost line of the user's own, and where that called into a library.
-    "" when nothing but our own call is known."""
+    """ " at FILE:LINE" of what raised: the innermost line of the user's own, and where that called
+    into a library. "" when nothing but our own call is known."""
     where = traceback.extract_tb(error.__traceback__)[1:]  # the first is our call
     if not where:
         return ""
@@ -161,7 +161,8 @@ def as_number(result: Any) -> float | None:
     ):
         try:
             result = result.item()
-        except Exception:  # noqa: BLE001 - several elements, or an object of another kind: no number, told by the caller
+        except Exception:  # noqa: BLE001
+            # several elements, or an object of another kind: no number, told by the caller
             return None
     if not isinstance(result, numbers.Real):
         return None

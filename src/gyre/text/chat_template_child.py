@@ -53,7 +53,8 @@ def bounded(work: Any, request: dict[str, Any]) -> dict[str, Any]:
         return {"texts": work()}
     except MemoryError:
         return {"error": f"it needs more than {room >> 20} MiB of memory"}
-    except Exception as error:  # noqa: BLE001  the program is from elsewhere: whatever it raises is its answer
+    except Exception as error:  # noqa: BLE001
+        # the program is from elsewhere: whatever it raises is its answer
         said = str(error)[:300]
         return {
             "error": said

@@ -16,8 +16,9 @@ class TokenizerConfig(Section):
     from a shape."""
 
     end_token: str = ""
-    """Token that ends a turn, in examples, rollouts and chat: one entry of the vocabulary, such as "<|im_end|>". Empty:
-    the one that the chat template writes after an assistant's turn, else eos_token. The other end tokens stop too."""
+    """Token that ends a turn, in examples, rollouts and chat: one entry of the vocabulary, such as
+    "<|im_end|>". Empty: the one that the chat template writes after an assistant's turn, else
+    eos_token. The other end tokens stop too."""
 
     vocab_size: int = Field(default=512, ge=270)
     """Entries at most when trained: specials, 256 bytes and merges. Fewer when nothing else is

@@ -98,7 +98,8 @@ def _turn_end(hub: Any, template: ChatTemplate | None) -> Iterator[int]:
     """The token that the template writes after an assistant's turn, where that is one token of the
     vocabulary: after a last turn, or else before the user's next one.
 
-    Of base models it differs from eos_token, which ends documents: <|im_end|> and <|endoftext|> of Qwen.
+    Of base models it differs from eos_token, which ends documents: <|im_end|> and <|endoftext|> of
+    Qwen.
     """
     if template is None:
         return

@@ -2,9 +2,9 @@
 Past 500 lines: it implements RolloutEngine and EngineLifecycle over one state of its engines. In:
 Requests. Out: their streams, whichever engine answers.
 
-    submit ──▶ desk: routed by outstanding tokens ──▶ member.send ──▶ engine ──▶ news ──▶ book ──▶ stream
-                            ▲                                           │ lost
-                            └──────── again, from what has come ◀───────┘
+    submit ──▶ router: by outstanding tokens ──▶ replica ──▶ engine ──▶ request log ──▶ stream
+                            ▲                                  │ lost
+                            └─── again, from what has come ◀───┘
 
 An engine that is lost costs its own requests only: the others go on with them. It is started again
 where that is possible, and takes work once it has the weights that the others have. An engine
@@ -506,7 +506,8 @@ class EnginePool:
         patience = Patience(key=CALLS, seconds=self._settings.call_deadline_s)
         try:
             await self._watchdog.guard(watched, calls, patience)
-        except Exception as error:  # noqa: BLE001  a hang, or what kept it from being told: nobody watches any more
+        except Exception as error:  # noqa: BLE001
+            # a hang, or what kept it from being told: nobody watches any more
             self._break_off(error)
 
 

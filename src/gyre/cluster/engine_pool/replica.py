@@ -74,7 +74,8 @@ class EngineReplica:
     async def _confirm(self, sent: Future[Any]) -> None:
         try:
             await arrive(sent, self.handle, "engine.submit", POLL_S + self._hang_s, key=HANGS)
-        except Exception as error:  # noqa: BLE001  whatever it was, nobody knows which requests it has
+        except Exception as error:  # noqa: BLE001
+            # whatever it was, nobody knows which requests it has
             self._on_lost(self, str(error))
             return
         if self._pump is None or self._pump.done():
@@ -89,7 +90,8 @@ class EngineReplica:
                 news = await ask(
                     self.handle, "engine.poll", deadline_s=limit_s, key=HANGS, stacks=True
                 )
-            except Exception as error:  # noqa: BLE001  whatever it was, what it had to tell is not known any more
+            except Exception as error:  # noqa: BLE001
+                # whatever it was, what it had to tell is not known any more
                 self._on_lost(self, str(error))
                 return
             self._on_news(self, news)

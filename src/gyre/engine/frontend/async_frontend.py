@@ -258,7 +258,8 @@ class AsyncFrontend:
             loop = asyncio.get_running_loop()
             try:
                 chunks = await loop.run_in_executor(self._compute, self._watched_burst, batch)
-            except Exception as error:  # noqa: BLE001  whatever broke, every request gets its answer
+            except Exception as error:  # noqa: BLE001
+                # whatever broke, every request gets its answer
                 self._answer_failure(error)
                 return
             self._deliver(chunks)

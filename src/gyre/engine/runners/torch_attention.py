@@ -31,9 +31,8 @@ class BucketPlan:
 
     bucket: AttentionBucket
     gather: Tensor  # int64
-    pad_BQ: (
-        Tensor | None
-    )  # int64, the token at each place (the bucket's first where padded); None when nothing is padded
+    # int64, the token at each place (the bucket's first where padded); None when nothing is padded
+    pad_BQ: Tensor | None
     unpad_T: Tensor | None  # int64, the place of each token
     # added to the scores: [B·K, Q or 1, L] for batched products, [B, 1, Q, L] for fused
     mask: Tensor | None

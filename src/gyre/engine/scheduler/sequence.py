@@ -1,7 +1,8 @@
 """Sequences: one completion each, and the states it goes through. In: an admitted Request. Out: its
 Sequences, and TokenChunks cut from what they chose. Pure.
 
-    waiting → prefilling → decoding → finished    (any state may end in finished: abort, deadline, interrupt)
+    waiting → prefilling → decoding → finished    (any state may end in finished: abort, deadline,
+                                                  interrupt)
                ↑  ↑ ╰───┬─────╯ ↑
                │  ╰─ swapped ───╯    its KV is in host memory: it goes on where it was
                ╰─ preempted          its KV is gone, or went void: it is computed again

@@ -1,8 +1,10 @@
 """Attempts: what a run keeps to when it goes on, and what it may change. In: a run folder, what the
 command line sets. Out: the config of the next attempt, and files in the folder. Torch-free.
 
-    config.toml, overrides.json   of the first attempt; resolved.json holds their digest and the config they made
-    attempts/3.json               what attempt 3 changed with --resume RUN --set KEY=VALUE; it holds for those after it
+    config.toml, overrides.json   of the first attempt; resolved.json holds their digest and the
+                                  config they made
+    attempts/3.json               what attempt 3 changed with --resume RUN --set KEY=VALUE; it holds
+                                  for those after it
 """
 
 from __future__ import annotations

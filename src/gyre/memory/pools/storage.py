@@ -253,7 +253,8 @@ class StoragePool:
     def _set_storage(self, index: int, storage: torch.UntypedStorage) -> None:
         with torch.no_grad():
             for tensor in self._sharers[index]:
-                tensor.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # pyright: ignore
+                offset, size, stride = tensor.storage_offset(), tensor.size(), tensor.stride()
+                tensor.set_(storage, offset, size, stride)  # pyright: ignore
         self._storages[index] = storage
 
     def _device_segments(self) -> list[Tensor]:
@@ -286,7 +287,8 @@ def _lay_out(like: Tensor, segment: Tensor) -> Tensor:
         segment = segment.clone()  # pages hold one segment after the other, of any sizes
     offset = int(segment.storage_offset()) // like.element_size() + int(like.storage_offset())
     bare = torch.empty(0, dtype=like.dtype)
-    return bare.set_(segment.untyped_storage(), offset, like.size(), like.stride())  # pyright: ignore
+    storage = segment.untyped_storage()
+    return bare.set_(storage, offset, like.size(), like.stride())  # pyright: ignore
 
 
 def _group_by_storage(

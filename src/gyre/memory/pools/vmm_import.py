@@ -111,4 +111,5 @@ def as_bytes(storage: torch.UntypedStorage) -> Tensor:
 @torch.no_grad()
 def point(tensors: Sequence[Tensor], storage: torch.UntypedStorage) -> None:
     for tensor in tensors:
-        tensor.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # pyright: ignore
+        offset, size, stride = tensor.storage_offset(), tensor.size(), tensor.stride()
+        tensor.set_(storage, offset, size, stride)  # pyright: ignore

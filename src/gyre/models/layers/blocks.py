@@ -2,11 +2,12 @@
 hand-written backward.
 
 `attention_inputs`: norm, q|k|v projection, per-head norms (where given), rotary turning.
-`layer_output`: output projection, residual, norm, gated MLP, residual.
-The first hands the residual stream through, so that its gradient is summed in place and not by autograd. What the
-backward pass needs is kept, all else is freed. `lean` keeps only what is dear to make again: the inputs, the projection
-to q, k and v, and the stream between the halves; norms, turned heads, gate, up and the activation come again.
-`float8` names the projections whose products are of 8-bit operands (kernels.linear).
+`layer_output`: output projection, residual, norm, gated MLP, residual. The first hands the residual
+stream through, so that its gradient is summed in place and not by autograd. What the backward pass
+needs is kept, all else is freed. `lean` keeps only what is dear to make again: the inputs, the
+projection to q, k and v, and the stream between the halves; norms, turned heads, gate, up and the
+activation come again. `float8` names the projections whose products are of 8-bit operands
+(kernels.linear).
 """
 
 # T packed tokens, E hidden size, R = (H + 2K)·D rows of qkv, H heads, K kv heads, J = H + K heads

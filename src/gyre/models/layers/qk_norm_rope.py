@@ -1,5 +1,6 @@
-"""Heads: what happens to q and k between projection and attention: per-head norm (where the family has one), rotary
-turning. In: q|k|v rows as projected. Out: q, k, v by heads; and the gradients back.
+"""Heads: what happens to q and k between projection and attention: per-head norm (where the family
+has one), rotary turning. In: q|k|v rows as projected. Out: q, k, v by heads; and the gradients
+back.
 """
 
 # T tokens, R = (H + 2K)·D rows of qkv, H heads, K kv heads, J = H + K heads that turn, D head dim

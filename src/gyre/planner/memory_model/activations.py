@@ -5,8 +5,8 @@ In: sizes of the model, dtype, tokens, where the layers run. Out: bytes. Each ro
 is a tensor that models/layers/blocks.py, heads.py or attention.py saves, under the name that it has
 there; a test compares the sums with what autograd really saves.
 
-Letters: E hidden, M MLP, H heads, K KV heads, D head size, A = H·D, R = A + 2·K·D rows of q|k|v, V vocabulary,
-T tokens of a chunk, N targets among them.
+Letters: E hidden, M MLP, H heads, K KV heads, D head size, A = H·D, R = A + 2·K·D rows of q|k|v, V
+vocabulary, T tokens of a chunk, N targets among them.
 """
 
 from __future__ import annotations

@@ -333,7 +333,8 @@ class _Reader:
             if len(row) != len(of_names) or len(self.found) + len(self.statements) > _MOST_CALLS:
                 raise NotKnown
             for name, literal in zip(of_names, row, strict=True):
-                names[name.id] = _Known(literal, _Splitter(self, {}).value(literal))  # type: ignore[attr-defined]
+                value = _Splitter(self, {}).value(literal)
+                names[name.id] = _Known(literal, value)  # type: ignore[attr-defined]
                 self.given.discard(name.id)  # type: ignore[attr-defined]
             self.read(statement.body, names)
 

@@ -4,10 +4,14 @@ programs. Out: fraction of tests passed, with a reason for each that failed.
 Tests, in the task's field `tests` (a list, or the mapping {"inputs", "outputs", "fn_name"?} of the
 known data sets):
 
-    {"stdin": "3 4\\n", "stdout": "7\\n"}                    a whole program; each test is a start of its own
-    {"input": …, "output": …, "testtype": …}                the same, or a function, as LiveCodeBench writes them
-    {"args": [3, 4], "kwargs": {}, "expected": 7}           a function, named by the task's field `function`
-    "assert abs(add(3, 4) - 7) < 1e-6"                      an assert; also a text of several, or a check(candidate)
+    {"stdin": "3 4\\n", "stdout": "7\\n"}                    a whole program; each test is a start
+                                                             of its own
+    {"input": …, "output": …, "testtype": …}                the same, or a function, as
+                                                            LiveCodeBench writes them
+    {"args": [3, 4], "kwargs": {}, "expected": 7}           a function, named by the task's field
+                                                            `function`
+    "assert abs(add(3, 4) - 7) < 1e-6"                      an assert; also a text of several, or a
+                                                            check(candidate)
 
 Functions are called by rewards.code.harness inside the sandbox, and what they return is judged
 here, outside it. Asserts are split by rewards.code.asserts; one that cannot be split is decided

@@ -532,13 +532,14 @@ def _subscript(value: Any, place: ast.expr, scope: Scope) -> Any:
 
 def _comprehension(node: ast.GeneratorExp | ast.ListComp | ast.SetComp, scope: Scope) -> Any:
     (loop,) = node.generators
-    names = [loop.target] if isinstance(loop.target, ast.Name) else list(loop.target.elts)  # type: ignore[attr-defined]
+    target: Any = loop.target
+    names = [target] if isinstance(target, ast.Name) else list(target.elts)
     made = []
     for item in _items(evaluate(loop.iter, scope)):
         parts = [item] if isinstance(loop.target, ast.Name) else list(_items(item))
         if len(parts) != len(names):
             raise ValueError("a loop with another number of names than values")
-        bound = {name.id: part for name, part in zip(names, parts, strict=True)}  # type: ignore[attr-defined]
+        bound = {name.id: part for name, part in zip(names, parts, strict=True)}
         inner = Scope(
             values={**scope.values, **bound}, meter=scope.meter, tolerance=scope.tolerance
         )

@@ -3,7 +3,8 @@ print.
 
     scorer ──▶ guard ──fork──▶ nursery ──fork──▶ workers ──▶ whatever rewards start
                subreaper: inherits every orphan when the nursery is killed
-               reads stdout and stderr of all of them; writes the log up to its bound, counts the rest
+               reads stdout and stderr of all of them;
+               writes the log up to its bound, counts the rest
 
 Each of the two watches the other: when the nursery ends, however it ends, the guard kills all that
 is left below it and ends with the same status; when the guard is killed, a pipe tells the nursery,
@@ -79,7 +80,8 @@ def _become_nursery(control_fd: int, alive_fd: int, out_fd: int, libraries: list
     for fd in (1, 2):
         os.dup2(out_fd, fd)
     os.close(out_fd)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed worker loses no whole line
+    # a killed worker loses no whole line
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         from gyre.rewards.pool import worker
 

@@ -3,7 +3,8 @@ with its verdict.
 
     run ──▶ batches waiting ──▶ idle worker ──▶ verdicts one by one ──▶ the call is done
                    ▲                 │ silent over the limit, or dead
-                   └── what is left ─┘ the first check without a verdict is to blame; the worker is replaced
+                   └── what is left ─┘ the first check without a verdict is to blame;
+                                     the worker is replaced
 
 A worker that is killed from outside (SIGKILL, as by the out-of-memory killer, or SIGTERM) costs no
 verdict the first time: the check that it was at is done once more. What comes from a worker and is

@@ -1,7 +1,7 @@
 """Worker: the processes that judge. A nursery loads the libraries once and forks workers, so a
 killed one costs little.
 
-    scorer ── "fork N" + socket, "kill N" ──▶ nursery ──fork──▶ worker N ◀── Job / Verdict ──▶ scorer
+    scorer ── "fork N" + socket, "kill N" ──▶ nursery ──fork──▶ worker N ◀─ Job / Verdict ─▶ scorer
            ◀── "gone N STATUS" ──────────────
 
 The nursery runs no reward. When the scorer goes, its socket closes: the nursery ends every worker
@@ -254,7 +254,8 @@ def judge(index: int, check: Check, item: Item, *, token: bytes = b"") -> Verdic
         value, reason, outcome = check(item)
     except MemoryError:
         value, reason, outcome = 0.0, "it needs more memory than a worker may use", "error"
-    except Exception as error:  # noqa: BLE001 - becomes a labelled score, and an event at the scorer
+    except Exception as error:  # noqa: BLE001
+        # becomes a labelled score, and an event at the scorer
         value, reason, outcome = (
             0.0,
             f"{type(error).__name__}{place_of(error)}: {error}"[:500],

@@ -2,7 +2,8 @@
 its own.
 
     client ── limits + 4 open files ──▶ zygote ──fork──▶ program: process 1 of new namespaces
-           ◀── how it ended ───────────                  reads source and input, writes to the client's pipes
+           ◀── how it ended ───────────                  reads source and input,
+                                                        writes to the client's pipes
 
 The zygote never sees a program: source and input arrive as open files that only the program's
 process reads, and output goes through pipes to the client. So no fork can find anything of another

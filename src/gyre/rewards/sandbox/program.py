@@ -185,6 +185,7 @@ def _finish(code: int) -> int:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException:  # noqa: BLE001 - a broken stream or a raising exit function is exit code 120, as in Python
+    except BaseException:  # noqa: BLE001
+        # a broken stream or a raising exit function is exit code 120, as in Python
         return code or 120
     return code

@@ -4,13 +4,16 @@ Pure records.
 What is isolated, by mode (the chosen one is in `Sandbox.isolation` and in the event
 `sandbox.started`):
 
-    strong      own user, mount, process, network, IPC and host-name namespaces per program. It sees the system, Python
-                and /proc read-only, an empty work folder in memory and its own processes; no network at all, no home,
-                no run folder. No capabilities, no new privileges. It is process 1 of its namespace: all that it starts
-                dies with it, and signals to itself have no effect. Started by root, it is nobody.
-    bubblewrap  the same walls put up by `bwrap`, where only that may make namespaces. Slower: a new Python each time.
-    weak        kernel limits, a work folder that is removed, a scrubbed environment, every descendant killed. NO
-                network isolation, NO file system isolation, same user as Gyre, whose processes it could signal.
+    strong      own user, mount, process, network, IPC and host-name namespaces per program. It sees
+                the system, Python and /proc read-only, an empty work folder in memory and its own
+                processes; no network at all, no home, no run folder. No capabilities, no new
+                privileges. It is process 1 of its namespace: all that it starts dies with it, and
+                signals to itself have no effect. Started by root, it is nobody.
+    bubblewrap  the same walls put up by `bwrap`, where only that may make namespaces. Slower: a new
+                Python each time.
+    weak        kernel limits, a work folder that is removed, a scrubbed environment, every
+                descendant killed. NO network isolation, NO file system isolation, same user as
+                Gyre, whose processes it could signal.
 
 In all modes: a fresh process per program; CPU, wall, memory, process, output and file limits; an
 allow-list of system calls (sandbox.syscalls). Other calls answer ENOSYS and are named in

@@ -2,10 +2,13 @@
 a work folder.
 
     /usr /bin /lib … + Python's own folder   the system, read-only
-    /dev                                     null, zero, full, random, urandom; stdin, stdout, stderr, fd; shm is /work
-    /etc                                     names of root and the program's user, the loader's cache
+    /dev                                     null, zero, full, random, urandom; stdin, stdout,
+                                             stderr, fd; shm is /work
+    /etc                                     names of root and the program's user, the loader's
+                                             cache
     /proc                                    of the run's own process namespace
-    /work, also called /tmp                  private to one run, in memory, of limited size, gone with it
+    /work, also called /tmp                  private to one run, in memory, of limited size, gone
+                                             with it
 
 Nothing else exists: no home folders, no run folder, no configuration of the machine.
 """

@@ -1,7 +1,8 @@
 """Snapshot manifest: which files a snapshot has, and where in them the runs of each tensor lie. In:
 what each rank wrote, or the text of manifest.json. Out: the other. Pure.
 
-    {"crc32": of the body's text, "body": {"format": 2, "step": n, "files": {...}, "tensors": {...}}}
+    {"crc32": of the body's text,
+     "body": {"format": 2, "step": n, "files": {...}, "tensors": {...}}}
 """
 
 from __future__ import annotations

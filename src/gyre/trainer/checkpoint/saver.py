@@ -1,7 +1,8 @@
 """Saver: a snapshot by all ranks at once. In: each rank's parts, the loop's state. Out: a snapshot
 on a disk that all ranks see, or one SnapshotError, the same on every rank.
 
-    first rank makes a folder ─▶ all place ─▶ copy ─▶ write their file ─▶ first rank writes the manifest ─▶ verdict
+    first rank makes a folder ─▶ all place ─▶ copy ─▶ write their file
+        ─▶ first rank writes the manifest ─▶ verdict
                                         (training goes on from here, in the background; whoever
                                          changes the state first waits until it is copied)
 
@@ -323,7 +324,8 @@ class Saver:
             written = to_text(self._write_files(job))
         except Stopped:
             pass  # the one that failed has said why
-        except Exception as error:  # noqa: BLE001  the others must hear of any; ours is raised below
+        except Exception as error:  # noqa: BLE001
+            # the others must hear of any; ours is raised below
             fault = None if isinstance(error, OSError | SnapshotError) else error
             told = (
                 error if isinstance(error, SnapshotError) else self._cannot_write(job.step, error)
@@ -404,7 +406,8 @@ class Saver:
                 self._store.publish(
                     job.aside, join_manifests(from_text(found[key], whole=False) for key in keys)
                 )
-        except Exception as error:  # noqa: BLE001  the others must hear of any; ours is raised below
+        except Exception as error:  # noqa: BLE001
+            # the others must hear of any; ours is raised below
             fault = None if isinstance(error, OSError | DeadlineError) else error
             verdict = _as_note(
                 error if isinstance(error, DeadlineError) else self._cannot_write(job.step, error)
@@ -412,8 +415,12 @@ class Saver:
         if verdict:
             # the verdict stands: this only lets the others stop first
             with contextlib.suppress(DeadlineError):
-                stopped = lambda: "" if look() is not None and len(found) == len(keys) else None  # noqa: E731
-                self._wait_for(job, stopped, "not all ranks have stopped", LAST_WORDS_S)
+                self._wait_for(
+                    job,
+                    lambda: "" if look() is not None and len(found) == len(keys) else None,
+                    "not all ranks have stopped",
+                    LAST_WORDS_S,
+                )
             shutil.rmtree(job.aside, ignore_errors=True)
         told = [job.key("failed"), job.key("copied"), *_placed_keys(job.aside, self._group.size)]
         notes.drop([*keys, *told, self._last_verdict])

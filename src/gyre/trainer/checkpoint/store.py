@@ -1,7 +1,8 @@
 """Snapshot store: the resumable states of a run on disk. In: what the ranks wrote into a folder.
 Out: whole snapshots, or what is wrong with one.
 
-    <folder>/step-00000020/manifest.json                  files, runs of tensors, sizes, checksums; written last
+    <folder>/step-00000020/manifest.json                  files, runs of tensors, sizes, checksums;
+                                                          written last
                            rank-00000.safetensors, …      what each rank saved
                            state.json, blobs/<name>       of the loop
 

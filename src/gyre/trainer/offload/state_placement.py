@@ -176,7 +176,10 @@ class StatePlacement:
                     file.bytes_of(field.name) for field in self.fields if _owner(field) == part
                 )
                 if size_bytes:
-                    held = lambda size_bytes=size_bytes: size_bytes if file.is_whole() else 0  # noqa: E731
+
+                    def held(size_bytes: int = size_bytes) -> int:
+                        return size_bytes if file.is_whole() else 0
+
                     pools.append(
                         FixedPool(
                             f"{self.name}.{part}", "disk", size_bytes=size_bytes, held_bytes=held

@@ -208,7 +208,8 @@ def _backward(
 
 
 def _note_gap(inputs: LossInputs, logprobs_N: Tensor, found: UpdateStats) -> None:
-    """Keep the largest |trainer - engine| log-prob, by the policy as it was before the step where that is known."""
+    """Keep the largest |trainer - engine| log-prob, by the policy as it was before the step where
+    that is known."""
     if inputs.behaviour_logprobs_N is None or len(logprobs_N) == 0:
         return
     trainer_N = logprobs_N if inputs.old_logprobs_N is None else inputs.old_logprobs_N
