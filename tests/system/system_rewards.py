@@ -65,6 +65,5 @@ def breaks_later(task, completion, *, flag, way):
     if not Path(flag).exists():
         return varied(task, completion)
     if way == "raises":
-        # the line that a person wants to see
         raise RuntimeError(f"no service for {len(completion)} characters")
     return float("nan")
