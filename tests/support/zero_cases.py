@@ -132,7 +132,7 @@ def batch_for(num_sequences: int, seed: int) -> TrainBatch:
 
 def whole(trainer: NativeTrainer) -> dict[str, np.ndarray]:
     """What a snapshot holds; on rank 0."""
-    parts = gathered_parts(trainer._group, trainer.snapshot()["tensors"])
+    parts = gathered_parts(trainer.mesh.all_ranks, trainer.snapshot()["tensors"])
     return {name: tensor.float().numpy() for name, tensor in whole_tensors(parts.values()).items()}
 
 
@@ -151,7 +151,10 @@ def gathered_parts(group: RankGroup, own: dict[str, Any]) -> dict[str, Any]:
 def taken(trainer: NativeTrainer) -> dict[str, Any]:
     """A snapshot of all ranks, on rank 0."""
     state = trainer.snapshot()
-    return {"tensors": gathered_parts(trainer._group, state["tensors"]), "state": state["state"]}
+    return {
+        "tensors": gathered_parts(trainer.mesh.all_ranks, state["tensors"]),
+        "state": state["state"],
+    }
 
 
 def train(

@@ -1,8 +1,8 @@
-"""Mesh: the ranks along named axes. In: the group of all ranks, the config. Out: a Mesh with a
-group per axis, and the Split of each model.
+"""Mesh: the ranks of a trainer along named axes. In: the group of all ranks, the config. Out: a
+Mesh with a group per use, and the sharding of each model.
 
-Axes now: "replica" × "shard"; neighbours share a copy, so that the bulk of the traffic stays inside
-a host. Tensor, pipeline, context and expert parallelism add axes to the right of these.
+Axes, outermost first: replica × shard × tensor. Neighbors share the innermost axis, so the heaviest
+traffic stays inside a host. Pipeline, context and expert parallelism add their axes when used.
 """
 
 from __future__ import annotations
@@ -10,24 +10,44 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gyre.core.errors import ConfigError
 from gyre.distributed.config import ParallelConfig, SumGradients, Zero
-from gyre.distributed.process_group import RankGroup
+from gyre.distributed.process_group import RankGroup, alone
 
-AXES = ("replica", "shard")
+AXES = ("replica", "shard", "tensor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinate:
+    """One rank's place on each axis."""
+
+    replica: int
+    shard: int
+    tensor: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """`replica`: ranks that hold the same part of the state; `shard`: ranks that hold one copy
-    together."""
+    """The groups that one rank belongs to. Each use of a group names the ranks that it means."""
 
-    world: RankGroup
-    replica: RankGroup
-    shard: RankGroup
-    torch_mesh: DeviceMesh | None  # 2-D; None for one process
+    all_ranks: RankGroup  # every rank of the trainer: start, errors, snapshots, per-device metrics
+    data: RankGroup  # ranks that see different data: replica × shard
+    replica: RankGroup  # ranks that hold the same part of the state
+    shard: RankGroup  # ranks that hold one copy of the state together
+    tensor: RankGroup  # ranks that compute one layer together, on the same data
+    torch_mesh: DeviceMesh | None  # of the axes that have a process group; None for one process
+
+    @property
+    def coordinate(self) -> Coordinate:
+        return Coordinate(replica=self.replica.rank, shard=self.shard.rank, tensor=self.tensor.rank)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on."""
+        return self.all_ranks.device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,44 +74,63 @@ class ModelSharding:
 
 
 class Splitter:
-    """Makes the splits of a trainer's models; models that are cut alike share a mesh.
+    """Makes the sharding of a trainer's models; models that are sharded alike use one mesh.
     Collective."""
 
-    def __init__(self, world: RankGroup, config: ParallelConfig) -> None:
-        self._world, self._config = world, config
+    def __init__(self, all_ranks: RankGroup, config: ParallelConfig) -> None:
+        self._all_ranks = all_ranks
+        self._config = config
         self._meshes: dict[int, Mesh] = {}
 
     def split(self, model: Literal["actor", "critic", "reference", "reward"]) -> ModelSharding:
         zero, shard_ranks = self._config.of(model)
-        size = shard_size(self._world.size, shard_ranks) if zero else 1
+        size = shard_size(self._all_ranks.size, shard_ranks) if zero else 1
         if size not in self._meshes:
-            self._meshes[size] = make_mesh(self._world, size)
+            self._meshes[size] = make_mesh(self._all_ranks, size)
         return ModelSharding(
             mesh=self._meshes[size], zero=zero, sum_gradients=self._config.sum_gradients
         )
 
 
-def shard_size(world_size: int, shard_ranks: int) -> int:
-    """Ranks per copy; 0 takes all. ConfigError if copies would not be whole."""
-    size = shard_ranks or world_size
-    if size > world_size or world_size % size:
-        divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+def shard_size(num_data_ranks: int, shard_ranks: int) -> int:
+    """Return the ranks per copy; 0 takes all. ConfigError if copies would not be whole."""
+    size = shard_ranks or num_data_ranks
+    if size > num_data_ranks or num_data_ranks % size:
+        divisors = [str(n) for n in range(1, num_data_ranks + 1) if num_data_ranks % n == 0]
         raise ConfigError(
-            f"parallel.shard_ranks = {shard_ranks}: {world_size} ranks do not divide into copies "
-            f"of {size}",
+            f"parallel.shard_ranks = {shard_ranks}: {num_data_ranks} ranks do not divide into "
+            f"copies of {size}",
             hint=f"choose one of {', '.join(divisors)}, or 0 for all ranks",
         )
     return size
 
 
-def make_mesh(world: RankGroup, shard_ranks: int) -> Mesh:
-    """Every rank calls this, in the same order as other collectives."""
-    size = shard_size(world.size, shard_ranks)
-    if world.size == 1:
-        return Mesh(world=world, replica=world, shard=world, torch_mesh=None)
-    mesh = init_device_mesh(world.device.type, (world.size // size, size), mesh_dim_names=AXES)
-    replica, shard = (world.part(axis, mesh.get_group(axis)) for axis in AXES)
-    if world.device.type == "cuda":
-        for group in (world, replica, shard):
+def make_mesh(all_ranks: RankGroup, shard_ranks: int, *, tensor_ranks: int = 1) -> Mesh:
+    """Make the groups of every axis. `tensor_ranks` divides the number of ranks. Collective: every
+    rank calls it in the same order."""
+    num_data_ranks, rest = divmod(all_ranks.size, tensor_ranks)
+    assert rest == 0, f"{all_ranks.size} ranks in groups of {tensor_ranks}"
+    size = shard_size(num_data_ranks, shard_ranks)
+    one = alone(all_ranks.device)
+    if all_ranks.size == 1:
+        return Mesh(
+            all_ranks=all_ranks,
+            data=all_ranks,
+            replica=all_ranks,
+            shard=all_ranks,
+            tensor=one,
+            torch_mesh=None,
+        )
+    sizes = (num_data_ranks // size, size, *([tensor_ranks] if tensor_ranks > 1 else []))
+    axes = AXES[: len(sizes)]  # an axis of one rank needs no process group
+    mesh = init_device_mesh(all_ranks.device.type, sizes, mesh_dim_names=axes)
+    groups = {axis: all_ranks.part(axis, mesh.get_group(axis)) for axis in axes}
+    groups.setdefault("tensor", one)
+    data = all_ranks
+    if tensor_ranks > 1:
+        data = all_ranks.part("data", mesh["replica", "shard"]._flatten("data").get_group())
+    if all_ranks.device.type == "cuda":
+        used = {id(group): group for group in (all_ranks, data, *groups.values())}
+        for group in used.values():
             group.warm_up()
-    return Mesh(world=world, replica=replica, shard=shard, torch_mesh=mesh)
+    return Mesh(all_ranks=all_ranks, data=data, torch_mesh=mesh, **groups)

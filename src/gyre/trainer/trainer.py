@@ -35,7 +35,7 @@ from gyre.core.records import (
     Which,
 )
 from gyre.distributed.config import ParallelConfig
-from gyre.distributed.mesh import Splitter
+from gyre.distributed.mesh import Mesh, Splitter
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.models.decoder import Decoder
 from gyre.models.scalar_head import ScalarHead
@@ -113,8 +113,8 @@ class NativeTrainer:
         without one: an update of offloaded state, the writing of a trace."""
         self._objective, self._config, self._seed = objective, config, seed
         self._compute, self._emit, self._shared = compute, emit, shared
-        self._group = group or alone(decoder.device)
-        device = self._group.device
+        self._all_ranks = group or alone(decoder.device)
+        device = self._all_ranks.device
         assert device.type != "meta", "a trainer of a blank model is told its device by the group"
         startup_events.kernels(emit, decoder, device)
         if trains_scores(objective) and head is None:
@@ -128,8 +128,8 @@ class NativeTrainer:
         self._model = json.loads(json.dumps(asdict(decoder.spec)))  # as a snapshot says it
         self._filled = weights is not None or not is_blank(decoder)
         self._tenancy = MemoryComponents(disk_folder, parked or {})
-        splitter = Splitter(self._group, parallel or ParallelConfig())
-        with self._group.guard("start of the trainer"):
+        splitter = Splitter(self._all_ranks, parallel or ParallelConfig())
+        with self._all_ranks.guard("start of the trainer"):
             self._start(decoder, head, critic, weights, splitter, logprobs, progress)
             if reward_model is not None:
                 split, away = splitter.split("reward"), None
@@ -140,6 +140,7 @@ class NativeTrainer:
                 self._tenancy.take_reward(reward_model, device, away)
         for model, stream in self._tenancy.streams.items():
             self._emit("trainer.offload_parameters", model=model, **stream.sizes())
+        data = self.mesh.data
         self._planner = BatchPlanner(
             objective=objective,
             config=config,
@@ -147,11 +148,11 @@ class NativeTrainer:
             vocab_size=decoder.spec.vocab_size,
             device=device,
             emit=emit,
-            rank=self._group.rank,
-            num_ranks=self._group.size,
+            rank=data.rank,
+            num_ranks=data.size,
         )
-        self._meter = ThroughputMeter(self._group, peak_flops=peak_flops)
-        folder = trace_folder if self._group.rank == 0 else None
+        self._meter = ThroughputMeter(self._all_ranks, peak_flops=peak_flops)
+        folder = trace_folder if self._all_ranks.rank == 0 else None
         self._tracer = Tracer(
             folder, config.trace_steps, device=device, emit=emit, progress=progress
         )
@@ -163,7 +164,7 @@ class NativeTrainer:
             reward_model=reward_model,
             planner=self._planner,
             tenancy=self._tenancy,
-            group=self._group,
+            data=data,
             meter=self._meter,
         )
 
@@ -192,7 +193,7 @@ class NativeTrainer:
             if critic is not None:
                 learner = make("critic", *critic, split=split)
             else:
-                scores = ScalarHead(decoder.spec.hidden_size, device=self._group.device)
+                scores = ScalarHead(decoder.spec.hidden_size, device=self._all_ranks.device)
                 learner = make("critic", blank_copy(decoder), scores, split=split, weights=first)
             tenancy.take_learner(learner)
         del first  # the actor's storage moves, which nobody else may hold
@@ -318,7 +319,7 @@ class NativeTrainer:
         check_kinds({name: kind for kinds in wanted for name, kind in kinds.items()}, found)
         self._tenancy.recall()
         self._filled = False  # until all of it is there
-        with self._group.guard("restore"):
+        with self._all_ranks.guard("restore"):
             # one at a time: what is parked need not fit beside the others
             for learner in self._models.learners:
                 with self._tenancy.all_on_device(f"{learner.name}."):
@@ -326,7 +327,7 @@ class NativeTrainer:
             if self._reference is not None:
                 with self._tenancy.on_device("reference"):
                     rounded = self._reference.restore(source)
-                if rounded and self._group.rank == 0:
+                if rounded and self._all_ranks.rank == 0:
                     self._emit("warn.reference_rounded", dtype=str(self._reference.decoder.dtype))
         self._version, self._steps_done = int(numbers["version"]), int(numbers["steps_done"])
         if self._loss_scale is not None:  # a snapshot of a run in another dtype has none
@@ -361,6 +362,11 @@ class NativeTrainer:
         return self._version
 
     @property
+    def mesh(self) -> Mesh:
+        """The groups that the actor's ranks form."""
+        return self._models.actor.split.mesh
+
+    @property
     def head(self) -> ScalarHead | None:
         """The actor's scalar head under objective rm, which an export holds too."""
         return self._models.actor.head
@@ -369,26 +375,29 @@ class NativeTrainer:
         """The body of `step`."""
         self._assert_filled()
         # The trace lies around the rest: while it is written no other rank waits for this one.
-        with self._tracer.around(batch.step), self._group.guard(f"step {batch.step}"):
+        with self._tracer.around(batch.step), self._all_ranks.guard(f"step {batch.step}"):
             with self._meter.working():
                 started_s = time.perf_counter()
                 report, totals = self._step(batch)
-                if self._group.device.type == "cuda":
+                if self._all_ranks.device.type == "cuda":
                     # the last update is only queued
-                    torch.cuda.current_stream(self._group.device).synchronize()
+                    torch.cuda.current_stream(self._all_ranks.device).synchronize()
                 step_s = time.perf_counter() - started_s
             own = {
                 "totals": totals.own(),
+                "tensor_rank": self.mesh.coordinate.tensor,
                 "meter": self._meter.take(step_s=step_s),
                 "moved": self._moved(),
             }
-            ranks = self._group.share(own)
+            ranks = self._all_ranks.share(own)
         measured = self._meter.join([rank["meter"] for rank in ranks], num_tokens=report.num_tokens)
         measured |= {name: max(rank["moved"][name] for rank in ranks) for name in own["moved"]}
         # the profiler makes it slower: its times say nothing
         if batch.step in self._config.trace_steps:
             measured = {name: value for name, value in measured.items() if name.startswith(SENT)}
-        metrics = totals.finish([rank["totals"] for rank in ranks])
+        # ranks of one tensor group counted the same data
+        totals_of_data = [rank["totals"] for rank in ranks if rank["tensor_rank"] == 0]
+        metrics = totals.finish(totals_of_data)
         return replace(report, metrics={**metrics, **report.metrics}, measured=measured)
 
     def _step(self, batch: TrainBatch) -> tuple[StepReport, StepStats]:
@@ -440,7 +449,7 @@ class NativeTrainer:
             learner.name: learner.optimizer.grad_norm() / scale for learner in self._models.learners
         }
         # a sum over ranks that were lost looks like any other number
-        self._group.check(f"update of step {step}")
+        self._all_ranks.check(f"update of step {step}")
         finite = all(math.isfinite(norm) for norm in norms.values())
         self._follow_loss_scale(finite, step)
         if not finite:
@@ -531,7 +540,7 @@ class NativeTrainer:
     def evaluate_now(self, batch: TrainBatch, which: Which) -> Evaluation:
         """The body of `evaluate`."""
         self._assert_filled()
-        with self._group.guard(f"evaluation of '{which}'"), self._meter.working():
+        with self._all_ranks.guard(f"evaluation of '{which}'"), self._meter.working():
             return self._evaluator.evaluate(batch, which)
 
     def snapshot_bytes(self) -> int:

@@ -211,7 +211,7 @@ def own_runs(
 
 def sharers(layout: ShardLayout, mesh: Mesh) -> RankGroup:
     """The ranks that hold the same as this one."""
-    return mesh.world if len(layout.ranks) == 1 else mesh.replica
+    return mesh.data if len(layout.ranks) == 1 else mesh.replica
 
 
 def check_kinds(wanted: Mapping[str, Kind], found: Mapping[str, Kind]) -> None:

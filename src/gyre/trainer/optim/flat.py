@@ -88,9 +88,7 @@ class AdamW(ABC):
             self.shapes, self.decays, self.coded
         )
         device = next(iter(self.parameters.values())).device
-        self.home = home or StatePlacement(
-            "", device if device.type != "meta" else mesh.world.device
-        )
+        self.home = home or StatePlacement("", device if device.type != "meta" else mesh.device)
         self.device = self.home.device
         self._update_spans = update_spans
         self._laid: list[Span] | None = None  # `spans` of the update to come

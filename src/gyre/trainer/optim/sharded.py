@@ -130,7 +130,7 @@ class SlicedOptimizer(AdamW):
         self._reduce_scatter()
         self.all_reduce(self.mesh.replica, self.grad_N[self._low : self._low + self._slice])
         if self._apart:
-            self.all_reduce(self.mesh.world, self.grad_N[self._whole :])
+            self.all_reduce(self.mesh.data, self.grad_N[self._whole :])
 
     def _reduce_scatter(self) -> None:
         """Sum this rank's slice over the shard group; from host memory beside a GPU a part at a

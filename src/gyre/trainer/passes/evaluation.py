@@ -37,12 +37,15 @@ class Evaluator:
         reward_model: ScoredModel | None,
         planner: BatchPlanner,
         tenancy: MemoryComponents,
-        group: RankGroup,
+        data: RankGroup,
         meter: ThroughputMeter,
     ) -> None:
         self._objective, self._config, self._models = objective, config, models
         self._reference, self._reward_model = reference, reward_model
-        self._planner, self._tenancy, self._group, self._meter = planner, tenancy, group, meter
+        self._planner = planner
+        self._tenancy = tenancy
+        self._data = data  # the ranks that computed the other sequences
+        self._meter = meter
 
     def evaluate(self, batch: TrainBatch, which: Which) -> Evaluation:
         """Log-probs and values are packed as by the first epoch of a step, so that equal weights
@@ -59,7 +62,7 @@ class Evaluator:
         )
         self._tenancy.need("critic.params")
         self._meter.count(critic.decoder.spec, plan.chunks, scalar=True, backward=False)
-        given = sequences, plan.chunks, self._group, critic.float8
+        given = sequences, plan.chunks, self._data, critic.float8
         with self._tenancy.visiting("critic"):
             values, last_values = values_of(critic.decoder, critic.head, *given)
         return Evaluation(which=which, per_token=values, per_sequence=last_values)
@@ -105,7 +108,7 @@ class Evaluator:
             self._meter.count(
                 self._models.actor.decoder.spec, plan.chunks, scalar=False, backward=False
             )
-            given = sequences, plan.chunks, self._group, self._models.logprobs
+            given = sequences, plan.chunks, self._data, self._models.logprobs
             with self._tenancy.visiting("actor"):
                 return logprobs_of(self._models.actor.decoder, *given)
         if self._reference is None:
@@ -117,7 +120,7 @@ class Evaluator:
             )
         self._tenancy.need("reference")
         self._meter.count(self._reference.decoder.spec, plan.chunks, scalar=False, backward=False)
-        given = sequences, plan.chunks, self._group, self._models.logprobs
+        given = sequences, plan.chunks, self._data, self._models.logprobs
         with self._tenancy.visiting("reference"):
             return logprobs_of(self._reference.decoder, *given)
 
@@ -131,7 +134,7 @@ class Evaluator:
         chunks = self._planner.whole(sequences, decoder.spec.vocab_size)
         self._meter.count(decoder.spec, chunks, scalar=True, backward=False)
         with self._tenancy.visiting("reward" if self._reward_model else "actor"):
-            return scores_of(decoder, head, len(sequences), chunks, self._group, float8)
+            return scores_of(decoder, head, len(sequences), chunks, self._data, float8)
 
 
 def _with_old_logprobs(sequence: TrainSequence) -> TrainSequence:

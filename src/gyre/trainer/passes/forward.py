@@ -90,7 +90,7 @@ def logprobs_of(
     decoder: Decoder,
     sequences: Sequence[TrainSequence],
     chunks: Sequence[MicroBatch],
-    group: RankGroup,
+    data: RankGroup,
     compute: ChunkLogprobs = chunk_logprobs,
 ) -> tuple[np.ndarray, ...]:
     """Forward only. Returns float32 [T] per sequence in batch order: log-probs at targets, 0.0
@@ -99,7 +99,7 @@ def logprobs_of(
     with _reading(decoder):
         for chunk in chunks:
             _scatter(compute(decoder, chunk)[0], chunk, sequences, results)
-    return _joined(results, group)
+    return _joined(results, data)
 
 
 def values_of(
@@ -107,7 +107,7 @@ def values_of(
     head: ScalarHead,
     sequences: Sequence[TrainSequence],
     chunks: Sequence[MicroBatch],
-    group: RankGroup,
+    data: RankGroup,
     float8: frozenset[Projection] = NOTHING,
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
     """Forward only. Returns values before each target (0.0 elsewhere), and the value after each
@@ -119,7 +119,7 @@ def values_of(
             _scatter(values_T[chunk.rows_N], chunk, sequences, results)
             if chunk.members:
                 last_values[list(chunk.members)] = values_T[chunk.last_row_S].cpu().numpy()
-    *per_token, last_values = _joined((*results, last_values), group)
+    *per_token, last_values = _joined((*results, last_values), data)
     return tuple(per_token), last_values
 
 
@@ -128,7 +128,7 @@ def scores_of(
     head: ScalarHead,
     num_sequences: int,
     chunks: Sequence[MicroBatch],
-    group: RankGroup,
+    data: RankGroup,
     float8: frozenset[Projection] = NOTHING,
 ) -> np.ndarray:
     """Forward only. Returns float32 [sequences], the score of each sequence in batch order."""
@@ -138,7 +138,7 @@ def scores_of(
             scores_S = chunk_scores(decoder, head, chunk, float8=float8)
             if chunk.members:
                 scores[list(chunk.members)] = scores_S.cpu().numpy()
-    return _joined((scores,), group)[0]
+    return _joined((scores,), data)[0]
 
 
 @contextlib.contextmanager
@@ -172,11 +172,11 @@ def _scatter(
         results[index][target_mask(sequences[index])] = part
 
 
-def _joined(parts: tuple[np.ndarray, ...], group: RankGroup) -> tuple[np.ndarray, ...]:
+def _joined(parts: tuple[np.ndarray, ...], data: RankGroup) -> tuple[np.ndarray, ...]:
     """Join what the ranks found. One rank found each number and the others have 0.0, so a sum
     changes no bit."""
-    if group.size == 1 or not parts:
+    if data.size == 1 or not parts:
         return parts
-    joined = torch.from_numpy(np.concatenate(parts)).to(group.device)
-    group.all_reduce(joined)
+    joined = torch.from_numpy(np.concatenate(parts)).to(data.device)
+    data.all_reduce(joined)
     return tuple(np.split(joined.cpu().numpy(), np.cumsum([len(part) for part in parts])[:-1]))

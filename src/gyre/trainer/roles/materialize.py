@@ -49,7 +49,7 @@ def cut_weights(
     blank = is_blank(decoder)
     shard_decoder(decoder, split, trains=trains, float8=float8)
     if blank:
-        make_storage(decoder, split.mesh.world.device)
+        make_storage(decoder, split.mesh.device)
 
 
 def make_storage(decoder: Decoder, device: torch.device) -> None:
@@ -72,7 +72,7 @@ def start_frozen(decoder: Decoder, split: ModelSharding, weights: TensorSource |
     if split.shards_weights:
         cut_weights(decoder, split, trains=False)
     elif blank:
-        make_storage(decoder, split.mesh.world.device)
+        make_storage(decoder, split.mesh.device)
     if weights is not None:
         fill(local_tensors(decoder), layout.ranks[split.rank], weights, dtype=dtype)
 
@@ -95,7 +95,7 @@ def start_away(
     """As `start_frozen`, with every weight in host memory. `head` is filled already."""
     refuse_cut(name, zero=split.zero, ranks=split.mesh.shard.size)
     assert weights is None or is_blank(decoder)
-    device = split.mesh.world.device
+    device = split.mesh.device
     decoder.requires_grad_(False)
     parameters = [*decoder.parameters(), *([] if head is None else head.parameters())]
     buffer = HostBuffer(

@@ -128,7 +128,7 @@ class Reference:
         tensors = {
             name: own for holding in self.holdings() for name, own in holding.named().items()
         }
-        device = self._split.mesh.world.device if self.away is not None else self.decoder.device
+        device = self._split.mesh.device if self.away is not None else self.decoder.device
         return frozen_pools("reference", tensors, device, folder, self.away)
 
 

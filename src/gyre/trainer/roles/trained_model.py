@@ -58,7 +58,7 @@ class TrainedModel:
         self.name, self.decoder, self.head, self.split = name, decoder, head, split
         self.checkpointing: Checkpointing = config.checkpointing
         self.dtype = decoder.dtype  # that the forward pass computes in
-        self.float8 = float8_projections(decoder, config.matmul, split.mesh.world.device)
+        self.float8 = float8_projections(decoder, config.matmul, split.mesh.device)
         assert weights is None or is_blank(decoder)
         if name in config.offload_parameters:
             refuse_cut(name, zero=split.zero, ranks=split.mesh.shard.size)
@@ -76,7 +76,7 @@ class TrainedModel:
             kind = RowOptimizer if split.shards_weights else SlicedOptimizer
         # than on the device that it computes on
         elsewhere = is_blank(decoder) or name in config.offload_parameters
-        device = split.mesh.world.device if elsewhere else decoder.device
+        device = split.mesh.device if elsewhere else decoder.device
         self.home = StatePlacement.of(name, device, config, folder, emit, progress)
         self.optimizer = kind(
             parameters,
@@ -87,7 +87,7 @@ class TrainedModel:
             home=self.home,
             **_update_of(config, device),
         )  # which gives a blank decoder that is not cut the storage that it computes with
-        place_constants(decoder, split.mesh.world.device)
+        place_constants(decoder, split.mesh.device)
         if weights is not None:
             self._fill(weights)
         self.stream = WeightStream(decoder, head, self.home.device) if self.home.weights else None

@@ -154,7 +154,7 @@ def test_a_trace_is_written_when_no_other_rank_waits_for_this_one(
     dead."""
     events: list = []
     trainer = make_trainer("sft", trace_steps=(1,), trace_folder=tmp_path, events=events)
-    guard = trainer._group.guard
+    guard = trainer.mesh.all_ranks.guard
 
     @contextlib.contextmanager
     def noted(what: str):
@@ -162,7 +162,7 @@ def test_a_trace_is_written_when_no_other_rank_waits_for_this_one(
             yield
         events.append((f"end of {what}", {}))
 
-    monkeypatch.setattr(trainer._group, "guard", noted)
+    monkeypatch.setattr(trainer.mesh.all_ranks, "guard", noted)
     trainer.step_now(make_batch(4, step=1))
     assert [name for name, _ in events] == ["end of step 1", "trace.written"]
 
