@@ -8,7 +8,7 @@ GYRE := $(BIN)/gyre
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo install install-dev test test-all test-failed peers test-every check style types mutants gpu-test bench bench-gpu bench-gpus clean
+.PHONY: demo install install-dev test test-all test-failed peers test-every docs check style types mutants gpu-test bench bench-gpu bench-gpus clean
 
 demo: install
 	$(GYRE) train configs/arith_grpo_cpu.toml --check-goal
@@ -58,6 +58,10 @@ test-every: install-dev
 # What failed in the last run, with nothing beside it; style and types again, since only tests may fail by chance.
 test-failed: check
 	$(PYTEST) -m "not gpu" --last-failed --last-failed-no-failures none -rA
+
+# The reference pages, made from the code; a test says when they are out of date.
+docs: install-dev
+	$(BIN)/python tests/support/reference_pages.py
 
 # Changes the pure modules' operators and constants and asks whether a test notices: hours; goes on where it was stopped.
 # MODULES="engine/kv_cache/page_allocator.py" takes some; AGAIN=--again asks once more about what survived. docs/mutants.md.

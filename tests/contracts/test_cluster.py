@@ -74,7 +74,7 @@ def test_calls_are_answered_and_events_come_along(cluster) -> None:
         handle = await cluster.start(spec("one"))
         shared = cluster.share(np.arange(5))
         assert (await ask(handle, "echo", shared, deadline_s=20)).tolist() == [0, 1, 2, 3, 4]
-        assert ("one", "odd.echo", {"size": 11}) in EVENTS
+        assert ("one", "engine.prefix_cleared", {"pages": 11, "reason": "echo"}) in EVENTS
         assert handle.name == "one" and str(await ask(handle, "pid", deadline_s=20)) in handle.place
         await cluster.stop(handle)
 

@@ -104,7 +104,7 @@ class Odd:
         return os.environ.get(name)
 
     def echo(self, value: Any) -> Any:
-        self._context.emit("odd.echo", size=len(str(value)))
+        self._context.emit("engine.prefix_cleared", pages=len(str(value)), reason="echo")
         return value
 
     def refuse(self) -> None:

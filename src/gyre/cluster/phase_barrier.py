@@ -12,6 +12,7 @@ from gyre.cluster.health.watchdog import HINT, Patience, Watchdog
 from gyre.cluster.worker.rpc import CALLS, LOSSES, ask
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import RankError
+from gyre.core.events import Emit
 from gyre.core.records import Phase
 
 
@@ -23,7 +24,7 @@ class ClusterGate:
         self,
         ranks: Sequence[WorkerHandle],
         *,
-        emit: Callable[..., None],
+        emit: Emit,
         deadline_s: float,
         hang_s: float,
         engines: Callable[[], Sequence[WorkerHandle]] = tuple,

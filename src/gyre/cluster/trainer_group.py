@@ -19,6 +19,7 @@ from gyre.cluster.worker.endpoints import add_usage
 from gyre.cluster.worker.rpc import CALLS, LOSSES
 from gyre.core.contracts import Cluster, WorkerHandle
 from gyre.core.errors import InputError, RankError, WorkerLate, WorkerLost
+from gyre.core.events import Emit
 from gyre.core.records import (
     Component,
     Evaluation,
@@ -79,7 +80,7 @@ class TrainerGroup:
         cluster: Cluster,
         handles: Sequence[WorkerHandle],
         *,
-        emit: Callable[..., None],
+        emit: Emit,
         call_deadline_s: float,
         hang_s: float,
         version: int = 0,

@@ -11,12 +11,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from gyre.core.errors import InputError
+from gyre.core.events import Emit
 from gyre.core.records import Prompt, TrainSequence
 from gyre.core.seeds import derive_seed
 from gyre.data.config import DataConfig
 from gyre.data.problems import Problem, by_prompt, prompt_key
 from gyre.data.sources import Overlong, encode_prompts, read_split, report_loaded, source_name
-from gyre.data.tasks import Check, Emit, answer_checker
+from gyre.data.tasks import Check, answer_checker
 from gyre.data.traces import Trace, traced_tasks, write_trace
 from gyre.data.turns import read_response
 from gyre.text.render import r1_response, render_example

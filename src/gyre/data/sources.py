@@ -17,12 +17,13 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from gyre.core.errors import InputError, SnapshotError
+from gyre.core.events import Emit
 from gyre.core.records import Prompt, TrainSequence
 from gyre.core.seeds import derive_seed
 from gyre.data.config import DataConfig
 from gyre.data.problems import Problem, Split, by_prompt, prompt_key, split_by_file, split_by_hash
 from gyre.data.rows import read_rows, to_problems
-from gyre.data.tasks import Emit, generate_problems
+from gyre.data.tasks import generate_problems
 from gyre.data.turns import is_split
 from gyre.text.render import check_system, check_template, encode_rendered, render_texts
 from gyre.text.tokenizer import Tokenizer

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gyre.core.errors import ConfigError
+from gyre.core.events import Emit
 from gyre.core.seeds import derive_seed
 from gyre.data.config import DataConfig
 from gyre.data.problems import Problem, by_prompt
 from gyre.data.rows import as_json
 
-Emit = Callable[..., None]
 Check = Callable[[str, dict[str, Any]], float]  # answer, Problem.task → 1.0 when right
 
 

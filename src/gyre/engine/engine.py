@@ -16,6 +16,7 @@ import torch
 
 from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import InputError
+from gyre.core.events import Emit
 from gyre.core.records import (
     Component,
     EngineStats,
@@ -54,7 +55,7 @@ class NativeEngine:
         tokenizer: Decodes | None = None,
         *,
         compute: Executor,
-        emit: Callable[..., None],
+        emit: Emit,
         device: torch.device,
         dtype: torch.dtype,
         version: int = 0,

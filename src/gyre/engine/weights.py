@@ -9,13 +9,14 @@ copied over it in one go. Addresses stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gyre.core.errors import InputError
+from gyre.core.events import Emit
 from gyre.core.records import Manifest
 from gyre.memory.pools.cuda_vmm import is_present
 from gyre.models.decoder import Decoder
@@ -43,7 +44,7 @@ class EngineWeights:
         shared: bool,
         version: int,
         device: torch.device,
-        emit: Callable[..., None],
+        emit: Emit,
     ) -> None:
         self.decoder, self.shared, self.version, self.emit = decoder, shared, version, emit
         self.is_dummy = False  # no work until a commit

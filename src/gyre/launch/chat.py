@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from gyre.core.errors import EngineRefused
+from gyre.core.events import Emit
 from gyre.core.records import Request, Sampling
 from gyre.core.seeds import derive_seed
 from gyre.engine.engine import NativeEngine
 from gyre.launch.factories import (
-    Emit,
     Policy,
     load_policy,
     make_engine,

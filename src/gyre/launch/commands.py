@@ -11,8 +11,8 @@ from typing import Any
 
 from gyre.cluster.driver_guard import RAY_ENDED, Guarded
 from gyre.core.errors import ConfigError, InputError, RankError, RunStopped
+from gyre.core.events import Emit
 from gyre.launch.factories import (
-    Emit,
     check_invariant,
     dtype_name,
     load_policy,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 
 from gyre.core.contracts import RolloutEngine
 from gyre.core.errors import ConfigError, InputError
+from gyre.core.events import Emit
 from gyre.core.records import Prompt, Rollout
 from gyre.core.seeds import derive_seed
 from gyre.data.examples import tokenizer_texts
@@ -50,7 +51,6 @@ from gyre.runconfig import INVARIANT_HINT, INVARIANT_REFUSAL, RunConfig
 from gyre.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from gyre.weights.gather import ShardSource
 
-Emit = Callable[..., None]
 DTYPES: Mapping[Dtype, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 )

@@ -12,9 +12,10 @@ from typing import Any
 
 from gyre.cluster.config import ClusterConfig
 from gyre.core.errors import ConfigError
+from gyre.core.events import Emit
 from gyre.distributed.config import Zero
 from gyre.engine.config import PAGE_TOKENS, EngineConfig, plan_engine
-from gyre.launch.factories import Emit, find_spec, make_tokenizer
+from gyre.launch.factories import find_spec, make_tokenizer
 from gyre.launch.stages import Stage, StageData, load_stage_data, plan_stages, read_inputs
 from gyre.models.spec import ModelSpec
 from gyre.planner.batch_sizes import check_lengths, longest_sequence

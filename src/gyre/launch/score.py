@@ -15,6 +15,7 @@ import numpy as np
 import tokenizers
 
 from gyre.core.errors import ConfigError, InputError
+from gyre.core.events import Emit
 from gyre.core.records import Finish, Prompt, Rollout, Sampling, Score
 from gyre.data.config import DataConfig
 from gyre.data.rows import as_json, check_values, read_rows
@@ -82,9 +83,7 @@ def score_file(config: RunConfig, completions: Path, *, tokenizer: Path) -> Scor
     )
 
 
-async def _score(
-    config: RunConfig, rollouts: Sequence[Rollout], emit: Callable[..., None]
-) -> Sequence[Score]:
+async def _score(config: RunConfig, rollouts: Sequence[Rollout], emit: Emit) -> Sequence[Score]:
     scorer = RuleScorer(config.rewards, emit=emit, clock=time.monotonic)
     longest_s = sum(part.total_limit_s for part in config.rewards.parts) * len(rollouts)
     try:

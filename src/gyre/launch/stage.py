@@ -7,8 +7,9 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from gyre.core.events import Emit
 from gyre.core.seeds import derive_seed
-from gyre.launch.factories import Emit, engine_window, make_judge, make_scorer
+from gyre.launch.factories import engine_window, make_judge, make_scorer
 from gyre.launch.goal import accuracy_metric
 from gyre.launch.placement.inline import StageParts
 from gyre.launch.stages import Stage, StageData

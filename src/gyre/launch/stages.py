@@ -3,13 +3,14 @@ Stage, StageData, Plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from gyre.core.contracts import PromptSource
 from gyre.core.errors import ConfigError
+from gyre.core.events import Emit
 from gyre.core.records import Prompt, TrainBatch, TrainSequence
 from gyre.core.seeds import derive_seed
 from gyre.data.config import DataConfig
@@ -42,7 +43,6 @@ from gyre.text.tokenizer import Tokenizer
 from gyre.trainer.adamw.blocks import check_codes
 from gyre.trainer.config import HIGH_RATE, TrainerConfig, refuse_cut
 
-Emit = Callable[..., None]
 Record = TypeVar("Record")
 MODELS: tuple[Literal["actor", "critic", "reference", "reward"], ...] = (
     "actor",

@@ -17,9 +17,10 @@ import numpy as np
 from gyre.core.chunks import as_partial
 from gyre.core.contracts import RolloutEngine
 from gyre.core.errors import ConfigError, DeadlineError, EngineRefused
+from gyre.core.events import Emit
 from gyre.core.records import Group, Partial, Prompt, Request, Rollout, Sampling, Score, TokenChunk
 from gyre.core.seeds import derive_seed
-from gyre.loop.ports import Emit, TextPort
+from gyre.loop.ports import TextPort
 from gyre.loop.scoring import Scoring
 
 STOP_S = 10.0  # longest wait for an engine to stop what nobody wants any more

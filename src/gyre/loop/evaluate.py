@@ -11,12 +11,13 @@ import numpy as np
 
 from gyre.core.contracts import PolicyTrainer, RolloutEngine, Scorer
 from gyre.core.errors import InputError
+from gyre.core.events import Emit
 from gyre.core.records import Prompt, Sampling, TrainBatch
 from gyre.loop.accuracy import AccuracyMetric, is_right
 from gyre.loop.collect import Collector, Window, as_group, keep_scores, open_groups
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.failures import find_failures, lower_failed
-from gyre.loop.ports import Emit, TextPort
+from gyre.loop.ports import TextPort
 from gyre.loop.scoring import Scoring
 from gyre.observability.intervals import (
     mean_error,

@@ -15,7 +15,7 @@ import asyncio
 from concurrent.futures import Executor
 
 from gyre.core.contracts import EngineLifecycle, PolicyTrainer
-from gyre.loop.ports import Emit
+from gyre.core.events import Emit
 
 
 class Handover:

@@ -3,7 +3,7 @@ that `wire` made. Callers: every file of the loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,8 +16,6 @@ from gyre.objectives.config import AnyObjective
 from gyre.observability.events import EventLog
 from gyre.observability.samples import SampleLog
 from gyre.observability.spans import Spans
-
-Emit = Callable[..., None]
 
 
 class PhaseGate(Protocol):

@@ -12,9 +12,9 @@ from typing import Any
 
 from gyre.core.codec import decode, encode
 from gyre.core.errors import SnapshotError
+from gyre.core.events import Emit
 from gyre.loop.collect import InFlightGroup
 from gyre.loop.evaluate import Outcome
-from gyre.loop.ports import Emit
 
 IN_FLIGHT = "in_flight.msgpack"
 

@@ -19,6 +19,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from gyre.core.contracts import MemoryTenant
+from gyre.core.events import Emit
 from gyre.core.records import Component, Phase, Tier, Usage
 from gyre.memory import errors, probe
 from gyre.memory.config import MemoryConfig
@@ -45,7 +46,7 @@ class MemoryManager:
         tenants: Sequence[MemoryTenant],
         config: MemoryConfig,
         device: torch.device,
-        emit: Callable[..., None],
+        emit: Emit,
         *,
         needs: Mapping[str, Need],
         working: Mapping[Phase, int] | None = None,

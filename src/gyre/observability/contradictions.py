@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gyre.core.events import Emit
 from gyre.observability.intervals import mean_error, normal_interval, wilson_interval
 from gyre.observability.jsonl import as_number
 from gyre.observability.metric_catalog import SHARES, eval_interval, eval_measure
@@ -128,7 +129,7 @@ class ContradictionWatch:
 
     def __init__(
         self,
-        emit: Callable[..., None],
+        emit: Emit,
         *,
         temperatures: tuple[float, float],
         show: Callable[[str, float], str],

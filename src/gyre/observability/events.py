@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gyre.core.events import EVENTS, check_event
 from gyre.observability.jsonl import LineWriter, read_rows
 from gyre.observability.lineage import Lineage, trace_lineage
 
@@ -23,41 +24,28 @@ Listener = Callable[[Row], None]
 
 RESERVED = frozenset({"seq", "t", "attempt", "kind"})
 COUNTED_PREFIXES = ("fallback.", "drop.", "retry.", "warn.")
-COUNTED_ENDINGS = (
-    "skipped",
-    "failed",
-    "dropped",
-    "refused",
-    "removed",
-    "exhausted",
-    "replaced",
-    "killed",
-    "preempted",
-    "voided",
-    "retried",
-    "recaptured",
-    "recomputed",
-    ".weak",
-    ".nonfinite",
-    ".deadline",
-    ".torch_kernels",
-    ".nothing_to_train",
-    ".oversized_chunks",
-    ".idle_ranks",
-    ".lost",
-    ".hung",
-)
 
 
 class EventLog:
-    """Appends events of one attempt and tells listeners. Safe to call from any thread."""
+    """Appends events of one attempt and tells listeners. Safe to call from any thread.
 
-    def __init__(self, path: Path | str, *, attempt: int, clock: Callable[[], float] = time.time):
+    A row that does not fit the schema is an assertion, unless `check_schema` is false.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        attempt: int,
+        clock: Callable[[], float] = time.time,
+        check_schema: bool = True,
+    ):
         assert attempt >= next_attempt(path), (
             f"attempt {attempt} has rows in {path} already: ask next_attempt first"
         )
         self.attempt = attempt
         self._clock = clock
+        self._check_schema = check_schema
         self._writer = LineWriter(Path(path))
         self._seq = 0
         self._listeners: list[Listener] = []
@@ -66,6 +54,8 @@ class EventLog:
     def emit(self, kind: str, /, **fields: Any) -> None:
         """Append one row. A field that would hide one of ours is kept under its name with "_"
         behind it."""
+        if self._check_schema:
+            check_event(kind, fields)
         with self._lock:
             row: dict[str, Any] = {
                 "seq": 0,
@@ -182,12 +172,12 @@ def count_steps(rows: Iterable[Row]) -> int:
 
 
 def is_counted(row: Row) -> bool:
-    """Say whether a row is a fallback, drop, retry or warning that the report must count. `counted`
-    settles it."""
+    """Say whether a row is a fallback, drop, retry or warning that the report must count. The row's
+    own `counted` comes first, then the schema; a kind that is not in it goes by its prefix."""
     kind, counted = row["kind"], row.get("counted")
     if isinstance(counted, bool):
         return counted
-    return kind.startswith(COUNTED_PREFIXES) or kind.endswith(COUNTED_ENDINGS)
+    return EVENTS[kind].counted if kind in EVENTS else kind.startswith(COUNTED_PREFIXES)
 
 
 def count_events(rows: Iterable[Row]) -> dict[str, int]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
+
+from gyre.core.events import Emit
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class _Kind:
 class Refusals:
     """Gathers what is refused in one turn of the event loop, and tells it at the next one."""
 
-    def __init__(self, emit: Callable[..., None]) -> None:
+    def __init__(self, emit: Emit) -> None:
         self.total = 0
         self._emit = emit
         self._kinds: dict[str, _Kind] = {}

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from gyre.core.events import Emit
+
 
 class Spans:
     """Times phases and emits `phase.started` and `phase.ended` {phase, depth, seconds, …}."""
 
-    def __init__(self, emit: Callable[..., None], *, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, emit: Emit, *, clock: Callable[[], float] = time.monotonic):
         self._emit = emit
         self._clock = clock
         self._path: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(

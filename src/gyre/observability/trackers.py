@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from gyre.core.errors import ConfigError
+from gyre.core.events import Emit
 from gyre.observability.config import ObserveConfig
 from gyre.observability.events import RESERVED
 from gyre.observability.jsonl import as_number
@@ -167,7 +168,7 @@ class WandbSink:
         mode: Literal["offline", "online"] = "offline",
         config: Mapping[str, Any] | None = None,
         attempt: int = 1,
-        emit: Callable[..., None] | None = None,
+        emit: Emit | None = None,
     ):
         try:
             import wandb

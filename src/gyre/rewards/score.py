@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
+from gyre.core.events import Emit
 from gyre.core.records import Rollout, Score, ScorePart
 from gyre.core.scores import lower_failed_parts
 from gyre.rewards.config import RewardsConfig
@@ -42,7 +43,7 @@ class RuleScorer:
         self,
         config: RewardsConfig,
         *,
-        emit: Callable[..., None],
+        emit: Emit,
         clock: Callable[[], float],
         log: Path | None = None,
     ) -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import SnapshotError
+from gyre.core.events import Emit
 from gyre.core.records import (
     Component,
     Evaluation,
@@ -79,7 +80,7 @@ class NativeTrainer:
         objective: AnyObjective,
         config: TrainerConfig,
         compute: Executor,
-        emit: Callable[..., None],
+        emit: Emit,
         seed: int,
         head: ScalarHead | None = None,
         critic: ScoredModel | None = None,

@@ -21,6 +21,7 @@ from fakes.stream import ChunkStream
 from fakes.tenant import FakeComponents
 from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import DeadlineError, InputError
+from gyre.core.events import Emit
 from gyre.core.records import (
     Component,
     EngineStats,
@@ -57,7 +58,7 @@ class ScriptedEngine:
         self,
         script: Script,
         *,
-        emit: Callable[..., None],
+        emit: Emit,
         config: FakeEngineConfig | None = None,
         faults: Faults | None = None,
         version: int = 0,
@@ -87,7 +88,7 @@ class ScriptedEngine:
         reason = self._find_refusal(request)
         if reason:
             self._counts["refused"] += 1
-            self._emit("engine.refused", request_id=request.request_id, reason=reason)
+            self._emit("engine.refused", request_id=request.request_id, reason=reason, count=1)
             for index in range(max(1, request.sampling.n)):
                 recital = Recital(request, index, script=(), logprob=0.0, submitted_s=0.0)
                 stream.push(recital.cut("refused", reason))
@@ -166,7 +167,12 @@ class ScriptedEngine:
     async def prepare(self, manifest: Manifest, source: Mapping[str, Any]) -> None:
         self._need_started("prepare")
         if self._faults.fail_prepare:
-            self._emit("fake.failure", where="engine.prepare", version=manifest.version)
+            self._emit(
+                "engine.waits_for_weights",
+                engine="fake",
+                version=manifest.version,
+                reason="as told",
+            )
             raise RuntimeError(f"the fake engine was told not to take version {manifest.version}")
         verify_manifest(manifest, source)
         self._prepared = manifest.version

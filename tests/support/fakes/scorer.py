@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from fakes.config import FakeScorerConfig
+from gyre.core.events import Emit
 from gyre.core.records import Rollout, Score, ScorePart
 
 Table = Callable[[Rollout], float] | Mapping[str, float]
@@ -27,7 +28,7 @@ class TableScorer:
         self,
         table: Table = answer_table,
         *,
-        emit: Callable[..., None],
+        emit: Emit,
         config: FakeScorerConfig | None = None,
         delays_s: Mapping[str, float] | None = None,
     ) -> None:
@@ -57,9 +58,9 @@ class TableScorer:
         )
         if part.outcome != "ok":
             self._emit(
-                "rewards.failed",
-                rollout_id=rollout.rollout_id,
-                outcome=part.outcome,
+                f"reward.{part.outcome}",
+                part=part.name,
+                rollout=rollout.rollout_id,
                 reason=part.reason,
             )
         return Score(

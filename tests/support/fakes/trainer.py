@@ -7,7 +7,7 @@ T tokens of one sequence.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from fakes.config import FakeTrainerConfig
 from fakes.tenant import FakeComponents
 from gyre.core.errors import SnapshotError
+from gyre.core.events import Emit
 from gyre.core.records import (
     Component,
     Evaluation,
@@ -44,7 +45,7 @@ class CountingTrainer:
     def __init__(
         self,
         *,
-        emit: Callable[..., None],
+        emit: Emit,
         config: FakeTrainerConfig | None = None,
         version: int = 0,
         fail_at_steps: Sequence[int] = (),
@@ -64,7 +65,7 @@ class CountingTrainer:
         assert not self._closed, "step after close"
         await asyncio.sleep(self._config.step_delay_s)
         if batch.step in self._fail_at_steps:
-            self._emit("fake.failure", where="trainer.step", step=batch.step)
+            self._emit("trainer.update_skipped", step=batch.step, reason="as told")
             raise RuntimeError(f"the fake trainer was told to fail at step {batch.step}")
         masks = [_target_mask(sequence) for sequence in batch.sequences]
         useful = [

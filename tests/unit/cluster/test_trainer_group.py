@@ -80,7 +80,10 @@ def test_one_rank_that_raises_is_named_and_ends_the_step() -> None:
             group.register()
         (told,) = [fields for kind, fields in events if kind == "rank.failed"]
         assert told["rank"] == 1 and told["worker"] == "rank-1"
-        assert ("fake.failure", {"worker": "rank-1", "where": "trainer.step", "step": 2}) in events
+        assert (
+            "trainer.update_skipped",
+            {"worker": "rank-1", "step": 2, "reason": "as told"},
+        ) in events
         await cluster.close()
 
     go(work)

@@ -31,6 +31,7 @@ from gyre.cluster.worker.rpc import CALLS, LOSSES
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.contracts import Cluster, CommitPolicy, WorkerHandle
 from gyre.core.errors import GyreError, RankError
+from gyre.core.events import Emit
 from gyre.core.records import EngineStats, Health, Manifest, Partial, Request
 
 STOP_S = 10.0  # on top of an engine's own deadline, for its answer to arrive
@@ -75,7 +76,7 @@ class EnginePool:
         engines: Sequence[WorkerHandle],
         *,
         settings: PoolSettings,
-        emit: Callable[..., None],
+        emit: Emit,
         vital: frozenset[str] = frozenset(),
         revive: Revive | None = None,
         version: int = 0,

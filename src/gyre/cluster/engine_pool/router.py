@@ -19,6 +19,7 @@ from gyre.cluster.engine_pool.request_log import RequestLog
 from gyre.cluster.engine_pool.routing import assign, cost_tokens
 from gyre.cluster.worker.endpoints import News
 from gyre.core.errors import DeadlineError
+from gyre.core.events import Emit
 from gyre.core.records import Finish, Request, TokenChunk
 from gyre.observability.refusals import Refusals
 
@@ -54,7 +55,7 @@ class RequestRouter:
         surely: Callable[..., None],
         on_broken: Callable[[EngineReplica, str], None],
         progress_tokens: int,
-        emit: Callable[..., None],
+        emit: Emit,
     ) -> None:
         """`find_engines`: an empty sequence refuses, an error is raised to the readers, None lets
         requests wait. `surely(work, *args)` runs what the event loop calls; `on_broken` hears of an

@@ -18,6 +18,7 @@ from gyre.cluster.health.heartbeat import Heartbeat
 from gyre.cluster.worker.rpc import HANGS, LOSSES, arrive, read_stacks
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import RankError
+from gyre.core.events import Emit
 
 LOOK_S = 1.0  # between two looks at the ranks, and longest wait for the answer to one
 HINT = (
@@ -42,7 +43,7 @@ class Watchdog:
         self,
         handles: Sequence[WorkerHandle],
         *,
-        emit: Callable[..., None],
+        emit: Emit,
         hang_s: float,
         clock: Callable[[], float] = time.monotonic,
         look_s: float = LOOK_S,

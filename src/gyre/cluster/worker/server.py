@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gyre.core.errors import GyreError, is_disk_full
+from gyre.core.events import check_event
 from gyre.core.records import RoleSpec
 
 OnEvent = Callable[..., None]  # (worker, kind, **fields)
@@ -56,6 +57,8 @@ class Context:
         self._lock = threading.Lock()
 
     def emit(self, kind: str, /, **fields: Any) -> None:
+        """Keep an event for the next reply. AssertionError where it does not fit the schema."""
+        check_event(kind, fields)
         with self._lock:
             self._events.append((kind, fields))
             self._num_events += 1

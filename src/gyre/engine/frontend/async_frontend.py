@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from gyre.core.errors import DeadlineError, EngineRefused
+from gyre.core.events import Emit
 from gyre.core.records import Finish, Request, TokenChunk
 from gyre.engine.frontend.admission import Load, given_tokens
 from gyre.engine.frontend.token_stream import TokenStream
@@ -58,7 +59,7 @@ class AsyncFrontend:
         compute: Executor,
         burst: Callable[[Sequence[Admitted]], list[TokenChunk]],
         blocked: Callable[[], str | None],
-        emit: Callable[..., None],
+        emit: Emit,
         clock: Callable[[], float],
     ) -> None:
         self._compute, self._burst, self._blocked, self._emit, self._clock = (

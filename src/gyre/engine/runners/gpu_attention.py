@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gyre.core.events import Emit
 from gyre.engine.kv_cache.pool import KvPool
 from gyre.engine.runners.gpu_work import cut_tiles, most_pieces
 from gyre.engine.scheduler.step import PrefillChunk
@@ -98,7 +99,7 @@ class GpuAttention:
         self._flash4: Flash4 | None = None
         self.refresh()
 
-    def choose_prefill(self, emit: Callable[..., None]) -> None:
+    def choose_prefill(self, emit: Emit) -> None:
         """Take FlashAttention-4 for prompt chunks where it is installed, fits and is faster;
         measured once. What is taken is compiled afterwards; in invariant mode it is the decode
         kernel, which the graphs compile."""

@@ -11,13 +11,13 @@ step can be launched before the last one's tokens are known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gyre.core.events import Emit
 from gyre.engine.kv_cache.pool import KvPool, to_device
 from gyre.engine.runners.device_events import ResultEvent
 from gyre.engine.runners.gpu_attention import ChunkArrays, GpuAttention
@@ -71,7 +71,7 @@ class GpuRunner:
         invariant: bool,
         deadline_s: float,
         capture: torch.cuda.Stream,
-        emit: Callable[..., None],
+        emit: Emit,
     ) -> None:
         """Graphs are captured on `capture`."""
         self.decoder, self.pool, self.emit, self._capture_stream = decoder, pool, emit, capture

@@ -4,11 +4,11 @@ StepRunner. Callers: native; wire, which asks whether the trainer can run the sa
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 
 import torch
 
 from gyre.core.errors import InputError
+from gyre.core.events import Emit
 from gyre.engine.config import EngineConfig
 from gyre.engine.kv_cache.pool import KvPool
 from gyre.engine.runners.cpu_runner import CpuRunner
@@ -29,7 +29,7 @@ def choose_runner(
     config: EngineConfig,
     *,
     capture: torch.cuda.Stream | None = None,
-    emit: Callable[..., None],
+    emit: Emit,
 ) -> StepRunner:
     """Return the fused runner on a CUDA device, which captures its graphs on `capture`, the one of
     the C kernels on a CPU, and where these cannot serve, the one in plain torch; say which."""

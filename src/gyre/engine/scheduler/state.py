@@ -5,11 +5,12 @@ accounts. In: sequences. Out: rows and pages given and taken back. Pure but for 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from gyre.core.events import Emit
 from gyre.engine.kv_cache.page_allocator import NULL_PAGE, Pages
 from gyre.engine.kv_cache.prefix_cache import extend_keys, root_key
 from gyre.engine.kv_cache.prompt_logprobs import keep_known, load_known, usable_pages
@@ -43,7 +44,7 @@ class SchedulerState:
         num_pages: int,
         page_tokens: int,
         prefix_cache: bool,
-        emit: Callable[..., None],
+        emit: Emit,
         num_slots: int = 0,
         rates: SwapRates = NO_SWAP,
         score_bytes: int = 0,

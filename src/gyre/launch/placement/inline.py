@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gyre.core.contracts import EngineLifecycle, PolicyTrainer, RolloutEngine
+from gyre.core.events import Emit
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.launch.export import export_policy
-from gyre.launch.factories import Emit, Facts, Machine, Policy, make_policy
+from gyre.launch.factories import Facts, Machine, Policy, make_policy
 from gyre.launch.placement.stage_runtime import StageRuntime
 from gyre.launch.stages import Stage
 from gyre.loop.ports import PhaseGate, SnapshotPort

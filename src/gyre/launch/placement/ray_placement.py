@@ -24,9 +24,10 @@ from gyre.cluster.worker.rpc import CALLS, STARTS, ask
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError, RankError, WorkerLate
+from gyre.core.events import Emit
 from gyre.core.records import RoleSpec
 from gyre.distributed.init import child_environment, hold_store
-from gyre.launch.factories import Emit, Facts, Machine, make_facts
+from gyre.launch.factories import Facts, Machine, make_facts
 from gyre.launch.placement.inline import StageParts
 from gyre.launch.placement.worker import WorkerSpec
 from gyre.launch.stages import Stage

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import torch
 
+from gyre.core.events import Emit
 from gyre.core.records import Phase
 from gyre.core.seeds import derive_seed
 from gyre.distributed.mesh import shard_size
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.engine import NativeEngine
-from gyre.launch.factories import Emit, Machine, Policy, make_engine, make_reward_model
+from gyre.launch.factories import Machine, Policy, make_engine, make_reward_model
 from gyre.launch.stages import Stage, trains_invariant
 from gyre.launch.train_args import MAIN
 from gyre.memory.config import MemoryConfig

@@ -22,13 +22,14 @@ import math
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from gyre.core.errors import DeadlineError
+from gyre.core.events import Emit
 from gyre.rewards.checks import QUICK
 from gyre.rewards.messages import OUTCOMES, READY, Job, Setup, Verdict, decode_verdict, frame
 from gyre.rewards.pool.channel import Channel, Nursery
@@ -97,7 +98,7 @@ class Pool:
         limits_s: Sequence[float],
         *,
         num_workers: int,
-        emit: Callable[..., None],
+        emit: Emit,
         log: Path | None = None,
     ) -> None:
         """`log` takes what rewards print, up to LOG_BYTES_PER_WORKER for each worker; None is

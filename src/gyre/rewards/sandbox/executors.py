@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +25,7 @@ from queue import SimpleQueue
 from typing import Literal
 
 from gyre.core.errors import ConfigError
+from gyre.core.events import Emit
 from gyre.rewards.sandbox.records import Limits, Mode, Program, ProgramResult, classify
 
 Wish = Literal["strong", "weak", "auto"]
@@ -209,7 +209,7 @@ class Cells:
             cell.close()
 
 
-def choose_mode(wish: Wish, *, emit: Callable[..., None]) -> Mode:
+def choose_mode(wish: Wish, *, emit: Emit) -> Mode:
     """Try what the machine allows and say so: `sandbox.started`, or `sandbox.weak` where walls are
     missing.
 

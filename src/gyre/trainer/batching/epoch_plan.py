@@ -7,11 +7,12 @@ Sequences without a target leave here: they teach nothing and count in no denomi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from gyre.core.events import Emit
 from gyre.core.records import TrainSequence
 from gyre.core.seeds import derive_seed
 from gyre.objectives.api import AnyObjective, denominator, is_pairwise
@@ -75,7 +76,7 @@ class BatchPlanner:
         seed: int,
         vocab_size: int,
         device: torch.device,
-        emit: Callable[..., None],
+        emit: Emit,
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre.core.errors import DeadlineError, GyreError, SnapshotError, is_disk_full
+from gyre.core.events import Emit
 from gyre.distributed.process_group import RankGroup
 from gyre.memory.pools.disk_file import sync_folder
 from gyre.trainer.checkpoint.manifest import (
@@ -87,7 +88,7 @@ class Saver:
         *,
         background: bool,
         deadline_s: float,
-        emit: Callable[..., None],
+        emit: Emit,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         """In the background `save` returns when the state has a place to be copied to, and `finish`

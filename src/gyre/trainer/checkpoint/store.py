@@ -20,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import SnapshotError
+from gyre.core.events import Emit
 from gyre.memory.pools.disk_file import sync_folder
 from gyre.trainer.checkpoint.manifest import (
     BadManifest,
@@ -74,7 +75,7 @@ class SnapshotStore:
     """The snapshots of one stage of a run. One save at a time."""
 
     def __init__(
-        self, folder: Path, *, keep: int, emit: Callable[..., None], resumed_step: int | None = None
+        self, folder: Path, *, keep: int, emit: Emit, resumed_step: int | None = None
     ) -> None:
         """`resumed_step`: of the snapshot that the run goes on from, 0 if from none: what lies
         beyond was passed over. None: not known."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from gyre.core.events import Emit
 from gyre.observability.overlap import Interval, intersect, length, union
 
 COMMUNICATION = ("nccl", "gloo:", "c10d::")  # how names of kernels, gloo's work and its calls begin
@@ -48,7 +49,7 @@ class Tracer:
         steps: Collection[int],
         *,
         device: torch.device,
-        emit: Callable[..., None],
+        emit: Emit,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`progress` is called between the parts of what a trace costs after its step: each may

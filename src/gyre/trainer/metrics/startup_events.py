@@ -5,10 +5,11 @@ is narrower than usual. In: a decoder, learners. Out: events.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from gyre.core.events import Emit
 from gyre.kernels import flash
 from gyre.kernels.dispatch import CUDA_DTYPES, c_instructions, why_torch
 from gyre.kernels.float8 import MULTIPLE
@@ -16,8 +17,6 @@ from gyre.models.decoder import Decoder
 from gyre.trainer.adamw.blocks import BLOCK
 from gyre.trainer.parallelize.float8_gather import projection_shapes
 from gyre.trainer.roles.trained_model import TrainedModel
-
-Emit = Callable[..., None]
 
 
 def kernels(emit: Emit, decoder: Decoder, device: torch.device) -> None:

@@ -16,13 +16,14 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from gyre.core.errors import InputError, MemoryBudgetError, SnapshotError, is_disk_full
+from gyre.core.events import Emit
 
 SUFFIX = ".offload"
 PAGE_BYTES = mmap.PAGESIZE
@@ -38,7 +39,7 @@ class StateFile:
         folder: Path,
         name: str,
         kinds: Mapping[str, tuple[int, torch.dtype]],
-        emit: Callable[..., None],
+        emit: Emit,
     ) -> None:
         """`kinds`: items and dtype of each buffer. MemoryBudgetError if the disk has no room for
         them."""
@@ -145,7 +146,7 @@ class StateFile:
         )
 
 
-def remove_leftovers(folder: Path, emit: Callable[..., None]) -> None:
+def remove_leftovers(folder: Path, emit: Emit) -> None:
     """Remove state files that no living process holds: in the folder, and in those of the other
     ranks beside it."""
     folders = folder.parent.glob("rank-*") if folder.name.startswith("rank-") else [folder]

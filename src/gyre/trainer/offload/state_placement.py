@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import ConfigError
+from gyre.core.events import Emit
 from gyre.memory.pools.fixed import FixedPool
 from gyre.memory.pools.host_buffer import HostBuffer
 from gyre.trainer.adamw.blocks import BLOCK
@@ -43,7 +44,7 @@ class StatePlacement:
         cut_bytes: int = 1 << 27,
         deadline_s: float = 300.0,
         folder: Path | None = None,
-        emit: Callable[..., None] | None = None,
+        emit: Emit | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`state`, `gradients` and `weights`: what lives away from the device. `progress` is called
@@ -79,7 +80,7 @@ class StatePlacement:
         device: torch.device,
         config: TrainerConfig,
         folder: Path | None,
-        emit: Callable[..., None],
+        emit: Emit,
         progress: Callable[[], None],
     ) -> StatePlacement:
         return cls(

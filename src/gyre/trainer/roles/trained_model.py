@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gyre.core.events import Emit
 from gyre.core.records import Checkpointing, Projection, Tier
 from gyre.distributed.mesh import ModelSharding
 from gyre.memory.pools.cuda_vmm import find_driver
@@ -49,7 +50,7 @@ class TrainedModel:
         split: ModelSharding,
         *,
         folder: Path | None,
-        emit: Callable[..., None],
+        emit: Emit,
         progress: Callable[[], None],
         weights: TensorSource | None = None,
     ) -> None:

@@ -9,12 +9,13 @@ addresses stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from gyre.core.events import Emit
 from gyre.core.records import Manifest
 from gyre.weights.buckets import Bucket, plan_buckets
 from gyre.weights.manifest import dtype_name, verify_manifest
@@ -40,7 +41,7 @@ def stage(
     *,
     device: torch.device,
     bucket_bytes: int = BUCKET_BYTES,
-    emit: Callable[..., None],
+    emit: Emit,
 ) -> dict[str, Tensor]:
     """Copy a version beside the running one and verify it; SnapshotError leaves nothing behind.
 

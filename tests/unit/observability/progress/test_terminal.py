@@ -26,7 +26,7 @@ from observability_run import Clock, write_run
 
 
 def run_rows(folder: Path, clock: Clock, *, done: bool = True) -> None:
-    log = EventLog(folder / "events.jsonl", attempt=1, clock=clock)
+    log = EventLog(folder / "events.jsonl", attempt=1, clock=clock, check_schema=False)
     log.emit("run.started", name="demo", stages=[{"name": "main", "steps": 4}])
     log.emit("stage.started", stage="main", steps=4)
     log.emit("eval.done", name="held_out", accuracy=0.4, n=500, step=0)
@@ -84,7 +84,9 @@ def failure(log: EventLog, step: int, count: int, message: str, line: int = 7) -
 def test_a_failure_of_a_reward_is_told_once_and_counted_at_the_end(tmp_path: Path) -> None:
     for progress_kind in (LineProgress, PanelProgress):
         log, stream = (
-            EventLog(tmp_path / progress_kind.__name__, attempt=1, clock=Clock()),
+            EventLog(
+                tmp_path / progress_kind.__name__, attempt=1, clock=Clock(), check_schema=False
+            ),
             io.StringIO(),
         )
         progress = progress_kind(Console(file=stream, width=200))
@@ -106,7 +108,10 @@ def test_a_failure_of_a_reward_is_told_once_and_counted_at_the_end(tmp_path: Pat
 
 
 def test_every_step_has_its_line_however_fast_it_was(tmp_path: Path) -> None:
-    log, stream = EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock()), io.StringIO()
+    log, stream = (
+        EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock(), check_schema=False),
+        io.StringIO(),
+    )
     progress = LineProgress(Console(file=stream, width=200))
     log.subscribe(progress)
     log.emit("stage.started", stage="sft", steps=300)
@@ -117,7 +122,10 @@ def test_every_step_has_its_line_however_fast_it_was(tmp_path: Path) -> None:
 
 
 def test_an_event_of_every_step_leaves_one_line_per_step(tmp_path: Path) -> None:
-    log, stream = EventLog(tmp_path / "events.jsonl", attempt=2, clock=Clock()), io.StringIO()
+    log, stream = (
+        EventLog(tmp_path / "events.jsonl", attempt=2, clock=Clock(), check_schema=False),
+        io.StringIO(),
+    )
     earlier = {"kind": "drop.equal_groups", "attempt": 1, "t": 0.0, "step": 0, "count": 1}
     progress = LineProgress(Console(file=stream, width=200), advance(LiveState(), earlier))
     log.subscribe(progress)
@@ -144,7 +152,10 @@ def test_an_event_of_every_step_leaves_one_line_per_step(tmp_path: Path) -> None
 def test_a_mean_reward_is_no_percentage_and_is_said_in_words_with_its_interval(
     tmp_path: Path,
 ) -> None:
-    log, stream = EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock()), io.StringIO()
+    log, stream = (
+        EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock(), check_schema=False),
+        io.StringIO(),
+    )
     progress = LineProgress(Console(file=stream, width=300))
     log.subscribe(progress)
     meaning = "mean reward of a completion, the weighted sum of its parts"
@@ -187,7 +198,7 @@ def test_the_panel_leaves_room_for_what_a_terminal_echoes_behind_it(tmp_path: Pa
     for width in (40, 80, 200):
         console = Console(file=io.StringIO(), width=width, force_terminal=True)
         panel = PanelProgress(console, clock=lambda: 2.0)
-        log = EventLog(tmp_path / f"{width}.jsonl", attempt=1, clock=Clock())
+        log = EventLog(tmp_path / f"{width}.jsonl", attempt=1, clock=Clock(), check_schema=False)
         log.emit("stage.started", stage="main", steps=4)
         for row in read_events(tmp_path / f"{width}.jsonl"):
             panel(row)
@@ -214,7 +225,10 @@ def test_lines_that_go_into_a_pipe_hold_no_escape_codes(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_is_not_to_be_talked_to(tmp_path: Path) -> None:
-    log, stream = EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock()), io.StringIO()
+    log, stream = (
+        EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock(), check_schema=False),
+        io.StringIO(),
+    )
     progress = LineProgress(Console(file=stream, width=300))
     log.subscribe(progress)
     log.emit("eval.done", name="pair_accuracy", accuracy=0.93, n=500, step=4)

@@ -1,0 +1,185 @@
+"""Reference pages made from the code: docs/events.md. Run by `make docs`; a test compares."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import gyre
+from gyre.core.events import ANYWHERE, EVENTS, FIELDS, Field
+from gyre.observability.metric_catalog import MEASURED, PANELS
+
+SOURCE = Path(gyre.__file__).parent
+DOCS = Path(__file__).parents[2] / "docs"
+EMITS = ("emit", "_emit", "_on_event")
+GROUPS = (
+    ("The run and its stages", ("attempt", "run", "stage", "plan", "phase", "export")),
+    ("The loop", ("step", "eval", "rollouts", "handover")),
+    ("Data", ("data",)),
+    ("Engine", ("engine",)),
+    ("Weights and memory", ("weights", "memory", "device", "policy")),
+    ("Cluster", ("cluster", "rank")),
+    ("Rewards and sandboxes", ("reward", "sandbox")),
+    ("Snapshots", ("snapshot",)),
+    ("Trainer", ("trainer", "trace")),
+    ("Drops, fallbacks, retries and warnings", ("drop", "fallback", "retry", "warn")),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmitCall:
+    """One place that emits. `kind` is a pattern where an f-string makes it."""
+
+    module: str
+    line: int
+    kind: str
+    fields: frozenset[str]
+    is_whole: bool  # no fields come from a mapping
+
+
+def find_emits(source: str, module: str, constants: dict[str, str]) -> Iterator[EmitCall]:
+    """Yield every call that emits a kind which can be read from the source, and every pair of a
+    kind and its fields."""
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Tuple)
+            and len(node.elts) == 2
+            and isinstance(node.elts[1], ast.Dict)
+        ):
+            kind, keys = kind_of(node.elts[0], constants), node.elts[1].keys
+            if kind in EVENTS:
+                names = frozenset(key.value for key in keys if isinstance(key, ast.Constant))
+                yield EmitCall(
+                    module=module, line=node.lineno, kind=kind, fields=names, is_whole=False
+                )
+        if not isinstance(node, ast.Call) or name_of(node.func) not in EMITS:
+            continue
+        kinds = [kind_of(argument, constants) for argument in node.args]
+        kind = next((kind for kind in kinds if kind), "")
+        if kind:
+            yield EmitCall(
+                module=module,
+                line=node.lineno,
+                kind=kind,
+                fields=frozenset(word.arg for word in node.keywords if word.arg is not None),
+                is_whole=all(word.arg is not None for word in node.keywords),
+            )
+
+
+def name_of(called: ast.expr) -> str:
+    return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+
+
+def kind_of(node: ast.expr, constants: dict[str, str]) -> str:
+    """Return the kind that an argument names; "" where it is passed on from elsewhere."""
+    if isinstance(node, ast.Name):
+        return constants.get(node.id, "")
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    return "".join(
+        part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else "*"
+        for part in parts
+        if isinstance(part, ast.Constant | ast.FormattedValue)
+    )
+
+
+def all_emits() -> list[EmitCall]:
+    """Return every place in the package that emits."""
+    sources = {path: path.read_text(encoding="utf-8") for path in sorted(SOURCE.rglob("*.py"))}
+    constants = {
+        target.id: node.value.value
+        for source in sources.values()
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    return [
+        call
+        for path, source in sources.items()
+        for call in find_emits(source, str(path.relative_to(SOURCE)), constants)
+    ]
+
+
+def emitters(calls: list[EmitCall]) -> dict[str, list[str]]:
+    """Return the modules that emit each kind of the schema."""
+    named = {kind: [call.module for call in calls if call.kind == kind] for kind in EVENTS}
+    patterns = [call for call in calls if "*" in call.kind]
+    return {
+        kind: sorted({*modules})
+        or sorted({call.module for call in patterns if fnmatchcase(kind, call.kind)})
+        for kind, modules in named.items()
+    }
+
+
+def events_page() -> str:
+    """Return docs/events.md."""
+    by_kind = emitters(all_emits())
+    lines = [
+        "# Events",
+        "",
+        "<!-- Made by `make docs` from src/gyre/core/events.py. Edit that file. -->",
+        "",
+        "A run appends what happens to `events.jsonl`, one JSON object a line. Every other view is",
+        "made from it: the terminal, the report, TensorBoard and W&B. A row that does not fit this",
+        "page is an assertion.",
+        "",
+        "Each row has `seq` (number of the row within its attempt), `t` (Unix time in seconds),",
+        "`attempt` (1, and one more for each resume) and `kind`. It may also have:",
+        "",
+        *field_table({name: (FIELDS[name], False) for name in sorted(ANYWHERE)}),
+        "",
+        "*Counted* kinds are fallbacks, drops, retries and warnings: the report counts them. Not a",
+        "number and infinities are written as the strings `NaN`, `Infinity` and `-Infinity`.",
+    ]
+    for title, prefixes in GROUPS:
+        lines += ["", f"## {title}"]
+        for kind in sorted(kind for kind in EVENTS if kind.split(".")[0] in prefixes):
+            event = EVENTS[kind]
+            counted = " Counted." if event.counted else ""
+            modules = ", ".join(f"`{module}`" for module in by_kind[kind])
+            lines += ["", f"### {kind}", "", f"{event.meaning}{counted} Emitted by {modules}."]
+            if event.names:
+                lines += ["", *field_table(event.fields())]
+    return "\n".join([*lines, "", *metric_lines(), ""])
+
+
+def field_table(fields: dict[str, tuple[Field, bool]]) -> list[str]:
+    rows = [
+        f"| `{name}`{'' if required else ' (optional)'} | {field.type.replace('|', 'or')} | "
+        f"{field.unit} | {field.meaning} |"
+        for name, (field, required) in fields.items()
+    ]
+    return ["| field | type | unit | meaning |", "|---|---|---|---|", *rows]
+
+
+def metric_lines() -> list[str]:
+    """Return the section on what `step.done` measures, from the metric catalog."""
+    rows = [
+        f"| {panel.title} | {', '.join(f'`{name}`' for name in panel.metrics)} | {panel.unit} | "
+        f"{panel.help} |"
+        for panel in PANELS
+    ]
+    return [
+        "## Metrics",
+        "",
+        "`metrics` of `step.done` holds numbers by name. The report draws those that belong to a",
+        "panel together, and every other one under its own name. `*` stands for any text. Two equal",
+        f"runs may differ in {', '.join(f'`{name}`' for name in MEASURED)} alone.",
+        "",
+        "| panel | metrics | unit | meaning |",
+        "|---|---|---|---|",
+        *rows,
+    ]
+
+
+PAGES = {"events.md": events_page}
+
+
+if __name__ == "__main__":
+    for name, make in PAGES.items():
+        (DOCS / name).write_text(make(), encoding="utf-8")
