@@ -106,29 +106,29 @@ class RunConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig)
     """Problems, examples or pairs of the main stage."""
     objective: ObjectiveConfig = Field(default_factory=GrpoConfig)
-    """What the main stage optimises."""
+    """What the main stage optimizes. `kind` decides which keys there are."""
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     """How the main stage updates."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    """Completions per step."""
+    """Completions per step. Used by grpo, ppo, and dpo with pairs = "online"."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
-    """The native engine."""
+    """The engine that samples. Used with rollouts, by `gyre eval` and by `gyre chat`."""
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)
-    """What completions are scored by."""
+    """What completions are scored by. Used with rollouts and by `gyre score`."""
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     """Budgets and tiers."""
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
-    """On which devices the run works."""
+    """Devices that the run works on."""
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    """How the trained and frozen models lie over the trainer's ranks."""
+    """How models are sharded over the trainer's ranks."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Held-out evaluation."""
     goal: GoalConfig | None = None
-    """The mark that the run must reach."""
+    """The mark that the run must reach; without it there is none."""
     cold_start: ColdStartConfig | None = None
-    """A supervised stage before the main one."""
+    """A supervised stage before the main one; without it there is none."""
     cold_start_data: DataConfig | None = None
-    """Examples of the cold start; without it, the worked traces of `data`."""
+    """Examples of the cold start, with the keys of [data]; else the worked traces of [data]."""
     snapshot: SnapshotConfig = Field(default_factory=SnapshotConfig)
     """Resumable state."""
     observe: ObserveConfig = Field(default_factory=ObserveConfig)

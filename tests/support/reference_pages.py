@@ -1,19 +1,37 @@
-"""Reference pages made from the code: docs/events.md. Run by `make docs`; a test compares."""
+"""Reference pages made from the code: docs/events.md, docs/config.md. Run by `make docs`.
+
+A test compares the pages with the code.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
 
 import gyre
+from gyre.core.config import Section
 from gyre.core.events import ANYWHERE, EVENTS, FIELDS, Field
+from gyre.objectives.config import VARIANTS, GrpoConfig
 from gyre.observability.metric_catalog import MEASURED, PANELS
+from gyre.runconfig import RunConfig
 
 SOURCE = Path(gyre.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs"
+TYPE_NAMES = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "`true`, `false`",
+    Any: "any",
+}
 EMITS = ("emit", "_emit", "_on_event")
 GROUPS = (
     ("The run and its stages", ("attempt", "run", "stage", "plan", "phase", "export")),
@@ -177,7 +195,137 @@ def metric_lines() -> list[str]:
     ]
 
 
-PAGES = {"events.md": events_page}
+def config_page() -> str:
+    """Return docs/config.md."""
+    lines = [
+        "# Config keys",
+        "",
+        "<!-- Made by `make docs` from RunConfig in src/gyre/runconfig.py. Edit the models there. -->",
+        "",
+        "A run is one TOML file. Each table below belongs to one room of the code. Any key can be",
+        "set on the command line: `--set trainer.steps=10`. A key that does not exist is refused,",
+        "with the nearest one that does. `gyre plan RUN.toml` checks a file without running it.",
+        "",
+        "| table | what it holds |",
+        "|---|---|",
+        *(
+            f"| [`[{name}]`](#{name}) | {one_line(field.description)} |"
+            for name, field in RunConfig.model_fields.items()
+            if name != "cold_start_data"
+        ),
+        f"| `[cold_start_data]` | {one_line(RunConfig.model_fields['cold_start_data'].description)} |",
+    ]
+    for name, field in RunConfig.model_fields.items():
+        if name == "cold_start_data":
+            continue
+        lines += ["", f"## {name}"]
+        for section in sections_of(field.annotation):
+            lines += section_lines(section, name, name)
+    return "\n".join([*lines, ""])
+
+
+def section_lines(section: type[Section], place: str, title: str) -> list[str]:
+    """Return one table's keys, then the tables inside it."""
+    kind = section.model_fields.get("kind")
+    if kind is not None and get_origin(kind.annotation) is Literal and kind.default:
+        title = (
+            f'{place}, kind = "{kind.default}"' if len(get_args(kind.annotation)) == 1 else title
+        )
+    lines = [] if title == place and "." not in place else ["", f"### {title}"]
+    lines += ["", one_line(section.__doc__), "", "| key | accepts | default | meaning |"]
+    lines.append("|---|---|---|---|")
+    inside: list[str] = []
+    for name, field in section.model_fields.items():
+        if name == "kind" and len(get_args(field.annotation)) == 1:
+            continue
+        below = sections_of(field.annotation)
+        accepts = "table" if below else accepted(field.annotation, field.metadata)
+        default = "see its keys" if below else default_of(field)
+        if below and get_origin(field.annotation) is tuple:
+            accepts = "list of tables"
+        lines.append(f"| `{name}` | {accepts} | {default} | {one_line(field.description)} |")
+        for part in below:
+            inside += section_lines(part, f"{place}.{name}", f"{place}.{name}")
+    if section is GrpoConfig:
+        lines += variant_lines()
+    return lines + inside
+
+
+def variant_lines() -> list[str]:
+    """Return what each GRPO variant fills in where the file does not."""
+    keys = sorted({key for variant in VARIANTS.values() for key in variant})
+    return [
+        "",
+        "What `variant` sets where the file does not:",
+        "",
+        f"| variant | {' | '.join(f'`{key}`' for key in keys)} |",
+        f"|---|{'---|' * len(keys)}",
+        *(
+            f"| `{name}` | {' | '.join(toml(row[key]) if key in row else '' for key in keys)} |"
+            for name, row in VARIANTS.items()
+        ),
+    ]
+
+
+def sections_of(annotation: Any) -> list[type[Section]]:
+    """Return the tables that a key takes; several where a `kind` decides."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in sections_of(part)]
+
+
+def accepted(annotation: Any, metadata: Sequence[Any]) -> str:
+    """Return the type and range of a value."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return accepted(parts[0], [part for extra in parts[1:] for part in flatten(extra)])
+    if origin is Literal:
+        return ", ".join(toml(value) for value in parts)
+    if origin in (Union, UnionType):
+        named = [accepted(part, metadata) for part in parts if part is not NoneType]
+        return " or ".join(named)
+    if origin is tuple:
+        items = [part for part in parts if part is not Ellipsis]
+        count = "list of " if Ellipsis in parts else f"list of {len(items)}: "
+        return count + ", ".join(dict.fromkeys(accepted(part, metadata) for part in items))
+    name = "table" if origin is dict else TYPE_NAMES[annotation]
+    bounds = [word for extra in metadata for word in bounds_of(extra)]
+    return f"{name}, {', '.join(bounds)}" if bounds and annotation in (int, float) else name
+
+
+def flatten(extra: Any) -> Sequence[Any]:
+    return extra.metadata if isinstance(extra, FieldInfo) else [extra]
+
+
+def bounds_of(extra: Any) -> Iterator[str]:
+    for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
+        if (bound := getattr(extra, name, None)) is not None:
+            yield f"{sign} {bound:,}".replace(",", " ")
+    if (factor := getattr(extra, "multiple_of", None)) is not None:
+        yield f"a multiple of {factor}"
+
+
+def default_of(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return "left out" if value is None else toml(value)
+
+
+def toml(value: Any) -> str:
+    """Return a value as the file has it."""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, Mapping):
+        return "`{}`"
+    return f"`{json.dumps(value, ensure_ascii=False)}`"
+
+
+def one_line(text: str | None) -> str:
+    return " ".join((text or "").replace("|", "\\|").replace("<", "\\<").split())
+
+
+PAGES = {"config.md": config_page, "events.md": events_page}
 
 
 if __name__ == "__main__":

@@ -39,15 +39,15 @@ class ClusterConfig(Section):
     """Longest wait for a worker's answer about weights, memory or requests, which come without
     signs of progress."""
     hang_s: float = Field(default=45.0, gt=0.0)
-    """A rank or an engine that has sequences to work on and makes no progress for so long is taken
-    for hung, and so is a rank whose process answers nothing, whatever it is at. Progress is a layer
-    of a model run forward, a cut of offloaded state updated or waited for
-    (trainer.offload_deadline_s), a part of a trace written, a look whether a snapshot is copied
-    (snapshot.deadline_s), a block of one written between two steps, so long steps are fine; a
-    single one of these, or an update of what is not offloaded, that takes this long is not."""
+    """Seconds without progress after which a rank or an engine with work counts as hung. So does a
+    rank whose process does not answer. Progress is a layer's forward pass, a piece of offloaded
+    state updated or waited for (trainer.offload_deadline_s), a part of a trace written, a look
+    whether a snapshot is copied (snapshot.deadline_s), or a block of a snapshot written between two
+    steps. Long steps are fine; each of these, and an update of state on the device, must be
+    shorter."""
     progress_tokens: int = Field(default=64, ge=0)
-    """Engines report rollouts every so many tokens, so that a lost engine's work is gone on with
-    from there; 0 only when a completion ends."""
+    """Tokens between an engine's reports of a rollout, from which another engine resumes it if the
+    first is lost; 0 reports at its end only."""
     multicast: bool = False
     """Let NCCL use NVLink multicast. It can put the GPUs of a shared host out of service."""
 

@@ -15,7 +15,7 @@ SumGradients = Literal["chunk", "update"]
 
 
 class SplitConfig(Section):
-    """How one model lies; what is left out is as in `[parallel]`."""
+    """Sharding of one model; what is left out is as in `[parallel]`."""
 
     zero: Zero | None = None
     """As `parallel.zero`."""
@@ -24,7 +24,7 @@ class SplitConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Over the ranks of the trainer. One process alone holds everything whatever stands here."""
+    """Sharding over the trainer's ranks. A process alone holds everything, whatever is set here."""
 
     zero: Zero = 1
     """What is sharded: 0 nothing, 1 optimizer state, 2 also gradients and, between updates,

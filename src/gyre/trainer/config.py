@@ -52,11 +52,11 @@ class TrainerConfig(Section):
     tokens_per_chunk: int = Field(default=8192, ge=16)
     """Tokens per forward and backward pass. Changes speed and memory, never the gradient."""
     checkpointing: Checkpointing = "none"
-    """What a training pass keeps of each layer for its backward pass. none: all that it wants.
-    selective: what is dear to make again (the projection to q, k and v, attention, the stream
-    between the halves): about a third of the bytes for about a seventh more time. full: the layer's
-    input alone, for about a third more time. Changes speed and memory, never the gradient. With
-    engine.batch_invariant the policy keeps layer inputs alone whatever stands here."""
+    """Activations kept of each layer for its backward pass. none: all that it needs. selective:
+    those that are expensive to compute again (q, k and v, attention, the stream between the
+    halves): about a third of the bytes for about a seventh more time. full: the layer's input
+    alone, for about a third more time. Changes speed and memory, never the gradient. With
+    engine.batch_invariant the policy always keeps layer inputs alone."""
     matmul: Matmul = "same"
     """What the matrix products of the decoder's layers multiply, forward and backward. same:
     run.dtype. fp8: 8-bit floats, each operand scaled by its largest number; for a GPU of compute
@@ -156,9 +156,9 @@ class SnapshotConfig(Section):
     bytes per parameter, 6 with moments in 8 bits, over the number of ranks; the planner counts
     them."""
     deadline_s: float = Field(default=1800.0, gt=0.0)
-    """Longest that a save, or the end of a stage, waits for the one that is being written in the
-    background, and an update or a move until it is copied; and that ranks wait for the first one at
-    the disk in an export. An update waits for 0.8 of `parallel.timeout_s` at most once another
-    rank's part is copied: that one is in a collective then."""
+    """Longest wait in seconds for a snapshot that is written in the background: of the next save,
+    of the end of a stage, and of an update or a move until the state is copied. An export waits as
+    long for the rank that writes. Once another rank has copied its part, an update waits for 0.8 of
+    `parallel.timeout_s` at most, since that rank may be in a collective."""
     keep: int = Field(default=2, ge=1)
     """Newest snapshots kept on disk."""
