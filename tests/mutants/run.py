@@ -75,7 +75,8 @@ def copy_tree(tree: Path) -> None:
         )
     for name in ("pyproject.toml", "README.md", "Makefile"):
         shutil.copy(ROOT / name, tree / name)
-    shutil.copytree(ROOT / "configs", tree / "configs")
+    for name in ("configs", "docs"):
+        shutil.copytree(ROOT / name, tree / name)
 
 
 def session_of(module: str) -> Path:
