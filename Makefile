@@ -64,7 +64,7 @@ docs: install-dev
 	$(BIN)/python tests/support/reference_pages.py
 
 # Changes the pure modules' operators and constants and asks whether a test notices: hours; goes on where it was stopped.
-# MODULES="engine/kv_cache/page_allocator.py" takes some; AGAIN=--again asks once more about what survived. docs/mutants.md.
+# MODULES="engine/kv_cache/page_allocator.py" takes some; AGAIN=--again asks once more about what survived. docs/lab-notes/mutants.md.
 mutants: install-dev .venvs/mutants/.installed
 	nice $(BIN)/python tests/mutants/run.py $(AGAIN) $(MODULES)
 

@@ -4,7 +4,7 @@ whether a test notices.
 In: modules.toml, or some of its names as arguments; --again asks once more about what survived.
 Out: build/mutants/results.txt, with each survivor's line and change. cosmic-ray makes the changes
 in a copy of the tree and keeps a session per module, so that a run that is stopped goes on where it
-was. A module that changed begins anew. docs/mutants.md says what survives and why.
+was. A module that changed begins anew. docs/lab-notes/mutants.md says what survives and why.
 """
 
 from __future__ import annotations
