@@ -112,7 +112,7 @@ async def starts(mode: Any, in_flight: int, count: int) -> float:
             result = await sandbox.run(Program(source=f"print({number})"), limits=LIMITS)
         assert result.outcome == "ok" and result.stdout == f"{number}\n", result
 
-    await asyncio.gather(*(one(number) for number in range(4 * in_flight)))  # the zygotes start
+    await asyncio.gather(*(one(number) for number in range(4 * in_flight)))  # the servers start
     begun_s = time.perf_counter()
     await asyncio.gather(*(one(number) for number in range(count)))
     rate = count / (time.perf_counter() - begun_s)

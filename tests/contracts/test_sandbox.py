@@ -47,14 +47,14 @@ MODES = ["weak", *(mode for mode in ("strong", "bubblewrap") if _available(mode)
 def cells(request):
     others = _below()  # what other tests of this process left running
     sandbox = Cells(request.param, in_flight=2)
-    for _ in range(2):  # one program per cell, in turn, starts both zygotes
+    for _ in range(2):  # one program per cell, in turn, starts both servers
         _run(sandbox, "")
     yield sandbox
-    zygotes = [process for process in _below() if process not in others]
-    assert zygotes
+    servers = [process for process in _below() if process not in others]
+    assert servers
     sandbox.close()
     assert not [
-        process for process in zygotes if process.is_running() and process.status() != "zombie"
+        process for process in servers if process.is_running() and process.status() != "zombie"
     ]
 
 
@@ -299,14 +299,16 @@ def test_programs_in_flight_do_not_mix(cells):
     assert [result.stdout for result in asyncio.run(many())] == [f"{n}\n" for n in range(8)]
 
 
-def test_a_dead_zygote_costs_one_program(cells):
-    zygotes = [
-        process for process in _below() if "sandbox.fork_server" in " ".join(process.cmdline())
+def test_a_dead_server_costs_one_program(cells):
+    servers = [
+        process
+        for process in _below()
+        if "gyre.rewards.sandbox.server" in " ".join(process.cmdline())
     ]
-    assert zygotes
-    for process in zygotes:
+    assert servers
+    for process in servers:
         process.kill()
-    psutil.wait_procs(zygotes, timeout=5)
+    psutil.wait_procs(servers, timeout=5)
     results = [_run(cells, "print(1)") for _ in range(6)]
     assert {result.outcome for result in results} <= {"ok", "failed"}
     assert [result.outcome for result in results[-2:]] == ["ok", "ok"]

@@ -32,16 +32,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def reward_processes(command: Command) -> dict[str, list[psutil.Process]]:
-    """The guard of the rewards, the nursery that it forked, and the nursery's workers, as far as
-    they are there."""
+    """The supervisor of the rewards' workers, their fork server, and the workers, as far as they
+    are there."""
     with contextlib.suppress(psutil.NoSuchProcess):
         children = psutil.Process(command.process.pid).children()
-        guards = [child for child in children if "gyre.rewards.pool.guard" in child.cmdline()]
-        nurseries = [child for guard in guards for child in guard.children()]
+        name = "gyre.rewards.pool.supervisor"
+        supervisors = [child for child in children if name in child.cmdline()]
+        servers = [child for supervisor in supervisors for child in supervisor.children()]
         return {
-            "guard": guards,
-            "nursery": nurseries,
-            "worker": [child for nursery in nurseries for child in nursery.children()],
+            "supervisor": supervisors,
+            "fork server": servers,
+            "worker": [child for server in servers for child in server.children()],
         }
     return {}
 
@@ -57,7 +58,7 @@ def test_the_ring_and_the_rewards_processes_are_killed_at_random(
     )
     while killed.total() < KILLS and command.process.exitcode is None:
         time.sleep(draws.uniform(0.1, 1.0))
-        victim = draws.choice(["ring", "guard", "nursery", "worker"])
+        victim = draws.choice(["ring", "supervisor", "fork server", "worker"])
         for process in reward_processes(command).get(victim, [])[:1]:
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself meanwhile
                 process.kill()

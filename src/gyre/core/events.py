@@ -488,13 +488,15 @@ EVENTS = {
     "reward.worker_replaced": EventKind(
         "A reward worker was replaced.", "worker reason", counted=True
     ),
-    "reward.nursery_replaced": EventKind(
+    "reward.fork_server_replaced": EventKind(
         "The fork server of the reward workers was replaced.",
         "exit_code",
         counted=True,
         own={"exit_code": Field("int | null", "", "exit code of the old one")},
     ),
-    "reward.nursery_killed": EventKind("The fork server did not end and was killed.", counted=True),
+    "reward.fork_server_killed": EventKind(
+        "The fork server did not end and was killed.", counted=True
+    ),
     "reward.output_dropped": EventKind(
         "Output of rewards beyond the log's limit is dropped.",
         "log kept_bytes",

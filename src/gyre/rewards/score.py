@@ -60,7 +60,7 @@ class RuleScorer:
         )
         workers = config.workers or min(os.cpu_count() or 1, _MOST_WORKERS)
         limits_s = [part.total_limit_s for part in self._parts]
-        self._pool = (
+        self.pool = (
             Pool(setup, limits_s, num_workers=workers, emit=emit, log=log) if self._parts else None
         )
 
@@ -80,8 +80,8 @@ class RuleScorer:
             tickets += [
                 Ticket(rollout=index, part=part, item=item) for part in range(len(self._parts))
             ]
-        if tickets and self._pool is not None:
-            await self._pool.run(tickets, deadline_s=deadline_s)
+        if tickets and self.pool is not None:
+            await self.pool.run(tickets, deadline_s=deadline_s)
         for ticket in tickets:
             assert ticket.verdict is not None
             verdicts[ticket.rollout, ticket.part] = ticket.verdict
@@ -159,8 +159,8 @@ class RuleScorer:
 
     async def close(self) -> None:
         """End every process. Idempotent."""
-        if self._pool is not None:
-            await self._pool.close()
+        if self.pool is not None:
+            await self.pool.close()
 
 
 def _without_end(text: str, markers: Sequence[str]) -> str:

@@ -51,7 +51,7 @@ REFUSED = """
 import contextlib, json, os, sys
 from gyre.core.errors import ConfigError
 from gyre.rewards.sandbox.executors import Cell, choose_mode
-from gyre.rewards.sandbox import kernel
+from gyre.rewards.fork_server import kernel
 from gyre.rewards.sandbox.records import Limits, Program
 
 user, group = os.getuid(), os.getgid()

@@ -180,9 +180,8 @@ def test_calls_overlap_and_a_cancelled_one_frees_its_workers():
         scorer = RuleScorer(config, emit=events.emit, clock=time.monotonic)
         hanging = asyncio.create_task(scorer.score([rollout(0, "sleep", {})], deadline_s=100.0))
         await scorer.score([], deadline_s=1.0)
-        while not scorer._pool._workers or not any(
-            worker.batch for worker in scorer._pool._workers.values()
-        ):
+        assert scorer.pool is not None
+        while not scorer.pool.num_busy:
             await asyncio.sleep(0.01)
         second = asyncio.create_task(scorer.score([rollout(1, "fine", {})], deadline_s=60.0))
         await asyncio.sleep(0.01)
@@ -198,14 +197,14 @@ def test_calls_overlap_and_a_cancelled_one_frees_its_workers():
     assert closed.parts[0].outcome == "timeout" and "closed" in closed.parts[0].reason
 
 
-def test_the_nursery_s_death_costs_nothing():
+def test_the_death_of_the_fork_server_costs_nothing():
     events = Events()
 
     async def go():
         config = RewardsConfig.model_validate({"parts": [MISBEHAVE], "workers": 2})
         scorer = RuleScorer(config, emit=events.emit, clock=time.monotonic)
         await scorer.score([rollout(0, "fine", {})], deadline_s=60.0)
-        os.kill(scorer._pool._nursery._process.pid, 9)
+        os.kill(scorer.pool.server.process.pid, 9)
         while not events:
             await asyncio.sleep(0.005)
         scores = await scorer.score([rollout(n, "fine", {}) for n in range(6)], deadline_s=60.0)
@@ -213,7 +212,7 @@ def test_the_nursery_s_death_costs_nothing():
         return scores
 
     assert {score.value for score in asyncio.run(go())} == {0.5}
-    assert events.kinds() == ["reward.nursery_replaced"]
+    assert events.kinds() == ["reward.fork_server_replaced"]
 
 
 def test_end_markers_are_taken_off_however_many():
@@ -316,7 +315,7 @@ def test_workers_that_cannot_start_end_the_call_with_the_reason(monkeypatch, tmp
         DeadlineError, match="did not start in 6 tries; the last one ended with exit code 1"
     ):
         asyncio.run(go())
-    assert set(events.kinds()) == {"reward.nursery_replaced"}
+    assert set(events.kinds()) == {"reward.fork_server_replaced"}
 
 
 def test_refused_system_calls_are_an_event_that_the_report_counts():

@@ -1,8 +1,8 @@
-"""Link: the scorer's ends of the sockets to its processes, on the event loop. In: frames and orders
-to send. Out: frames and news, by callback, in the loop's thread.
+"""Channel: the scorer's ends of the sockets to its processes, on the event loop. In: frames and
+orders to send. Out: frames and messages, by callback, in the loop's thread.
 
-`Channel` talks to one worker, `Nursery` starts and talks to the process that forks workers, under
-its guard. Neither decides anything.
+`Channel` talks to one worker, `WorkerServer` to the fork server of the workers. Neither decides
+anything.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import asyncio
 import contextlib
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from gyre.core.errors import DeadlineError
+from gyre.rewards.fork_server import client
+from gyre.rewards.fork_server.client import ForkServerProcess
+from gyre.rewards.fork_server.connection import Ended, make_pair
 from gyre.rewards.messages import MOST_VERDICT_BYTES, take_frame
 
-_CLOSE_S = 3.0
-_END_S = 1.0  # for a process that has hung up to end
-_KILL_S = 10.0  # for a killed one to be gone
+CLOSE_S = 3.0
+END_S = 1.0  # for a process that has hung up to end
 _TURN_BYTES = 1 << 20  # read from one worker before others get their turn
 
 
 class Channel:
-    """Framed bytes to and from one worker. Its end is silent here: the nursery tells of it."""
+    """Framed bytes to and from one worker. The fork server reports its end, not the channel."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class Channel:
         self._loop.remove_writer(self._end)
 
 
-class Nursery:
-    """The process that loads libraries once and forks workers, under a guard. Starts when made.
+class WorkerServer:
+    """The fork server of the workers, under its supervisor. Starts when made.
 
     `log` takes what the workers print, up to `log_bytes`; "" is stderr.
     """
@@ -95,135 +95,108 @@ class Nursery:
     def __init__(
         self, libraries: Sequence[str], *, log: str = "", log_bytes: int = 1 << 20
     ) -> None:
-        self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._watch, watch = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.setblocking(False)
-        self._watch.setblocking(False)
+        self._supervisor, theirs = make_pair()
+        self.process = ForkServerProcess(
+            "gyre.rewards.pool.supervisor",
+            [log, str(log_bytes), *libraries],
+            python=["-P"],
+            environment=worker_environment(),
+            files=[theirs.fileno()],
+        )
+        theirs.close()
+        self.process.connection.socket.setblocking(False)
+        self._supervisor.socket.setblocking(False)
         self._loop: asyncio.AbstractEventLoop | None = None
-        numbers = (watch.fileno(), control.fileno())
-        with control, watch:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "gyre.rewards.pool.guard",
-                    *map(str, numbers),
-                    log,
-                    str(log_bytes),
-                    *libraries,
-                ],
-                pass_fds=numbers,
-                env=worker_environment(),
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-            )
 
     def attach(
         self,
         loop: asyncio.AbstractEventLoop,
-        gone: Callable[[int, int], None],
-        died: Callable[[], None],
+        ended: Callable[[Ended], None],
+        lost: Callable[[], None],
         dropped: Callable[[], None],
     ) -> None:
-        """Begin to listen: `gone(name, status)` for each worker that has ended, `died()` for the
-        nursery's own end, `dropped()` once when the log is full."""
+        """Begin to listen: `ended` for each worker, `lost` when the server hangs up, `dropped` once
+        when the log is full."""
 
         def listen() -> None:
             try:
-                message = self._control.recv(4096)
+                received = self.process.connection.receive()
             except BlockingIOError:
                 return
-            except ConnectionResetError:
-                message = b""
-            if not message:
-                died()
-                return
-            _, name, status = message.decode().split()
-            gone(int(name), int(status))
+            if received is None:
+                lost()
+            elif isinstance(received[0], Ended):
+                ended(received[0])
 
         def watch() -> None:
-            # it has one thing to say; its end shows in the nursery's
-            loop.remove_reader(self._watch)
-            with contextlib.suppress(BlockingIOError, ConnectionResetError):
-                if self._watch.recv(64):
+            # it has one message; its end shows in the server's
+            loop.remove_reader(self._supervisor)
+            with contextlib.suppress(BlockingIOError):
+                if self._supervisor.receive():
                     dropped()
 
         self._loop = loop
-        loop.add_reader(self._control, listen)
-        loop.add_reader(self._watch, watch)
+        loop.add_reader(self.process.connection, listen)
+        loop.add_reader(self._supervisor, watch)
 
     def fork(self, name: int) -> socket.socket:
-        """Ask for a worker; return our end of its channel, good at once."""
+        """Order a worker; return our end of its channel, which can be written to at once."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._tell(f"fork {name}", [theirs.fileno()])
+            self.process.start(name, None, [theirs.fileno()])
         return ours
 
-    def kill(self, name: int) -> None:
-        self._tell(f"kill {name}", [])
-
-    def _tell(self, order: str, fds: list[int]) -> None:
-        # it has died, and `died` says so
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(self._control, [order.encode()], fds)
-
-    def bury(self) -> int:
-        """After its own end: let go of it and return its exit code. One that only hung up is
-        killed; DeadlineError when even that does not end it."""
+    def reap(self) -> int:
+        """Wait for a server that hung up, or kill it; return its exit code. DeadlineError when no
+        kill ends it."""
         self._hang_up()
-        # without its watch the guard kills all below it
-        for end in (None, self._watch.close, self._process.kill):
-            if end is not None:
-                end()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._process.wait(_KILL_S if end == self._process.kill else _END_S)
-                self._watch.close()
-                return code
-        raise self._unkillable()
+        for end, limit_s in self._ways_to_end(END_S):
+            end()
+            if self.process.wait(limit_s):
+                self._supervisor.close()
+                assert self.process.exit_code is not None
+                return self.process.exit_code
+        raise self.process.unkillable()
 
     async def close(self, *, idle: bool) -> bool:
-        """Hang up, whereupon it ends its workers, what they started, and itself. False when it had
-        to be killed; DeadlineError when even that does not end it. `idle`: it has no worker at
-        work, and may still be loading; it is ended without waiting for that."""
+        """Hang up, so that the server ends its workers, what they started, and itself.
+
+        False when it had to be killed; DeadlineError when no kill ends it. `idle`: no worker is
+        ready, and the server may still be loading; it is ended without waiting for that.
+        """
         self._hang_up()
         if idle:
-            self._watch.close()
-        if await self._ends_within(_CLOSE_S):
-            self._watch.close()
-            return True
-        self._watch.close()
-        if await self._ends_within(_END_S):
-            return False
-        self._process.kill()
-        if not await self._ends_within(_KILL_S):
-            raise self._unkillable()
-        return False
+            self._supervisor.close()
+        for number, (end, limit_s) in enumerate(self._ways_to_end(CLOSE_S)):
+            end()
+            if await self._ends_within(limit_s):
+                self._supervisor.close()
+                return number == 0
+        raise self.process.unkillable()
+
+    def _ways_to_end(self, first_s: float) -> Sequence[tuple[Callable[[], object], float]]:
+        """List the ways to end it, from gentle to hard, each with the seconds that it gets."""
+        return (
+            (lambda: None, first_s),
+            (self._supervisor.close, END_S),  # then the supervisor kills all below it
+            (self.process.kill, client.KILL_S),
+        )
 
     async def _ends_within(self, limit_s: float) -> bool:
         loop = asyncio.get_running_loop()
         end_s = loop.time() + limit_s
-        while self._process.poll() is None:
+        while self.process.exit_code is None:
             if loop.time() > end_s:
                 return False
             await asyncio.sleep(0.002)
         return True
 
-    def _unkillable(self) -> DeadlineError:
-        return DeadlineError(
-            f"the process that starts reward workers (pid {self._process.pid}) was killed and did "
-            "not end within "
-            f"{_KILL_S:g} s",
-            hint="it hangs within the kernel, as on a file system that does not answer: see `ps "
-            "-o stat,wchan` of it",
-        )
-
     def _hang_up(self) -> None:
         if self._loop is not None:
-            self._loop.remove_reader(self._control)
-            self._loop.remove_reader(self._watch)
+            self._loop.remove_reader(self.process.connection)
+            self._loop.remove_reader(self._supervisor)
             self._loop = None
-        self._control.close()
+        self.process.connection.close()
 
 
 def worker_environment() -> dict[str, str]:

@@ -11,8 +11,8 @@ verdict the first time: the check that it was at is done once more. What comes f
 no verdict on the check that it is at is blamed on that check. A worker in which rewards leave too
 much memory or too many processes is replaced. Waits and their owners: a check by its part's limit,
 a call by its deadline, the workers' start by the call's deadline. Only the loop's thread touches a
-pool. Events: reward.worker_replaced, reward.retried, reward.nursery_replaced,
-reward.nursery_killed, reward.output_dropped.
+pool. Events: reward.worker_replaced, reward.retried, reward.fork_server_replaced,
+reward.fork_server_killed, reward.output_dropped.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ import msgspec
 from gyre.core.errors import DeadlineError
 from gyre.core.events import Emit
 from gyre.rewards.checks import QUICK
+from gyre.rewards.fork_server.connection import Ended
 from gyre.rewards.messages import OUTCOMES, READY, Job, Setup, Verdict, decode_verdict, frame
-from gyre.rewards.pool.channel import Channel, Nursery
+from gyre.rewards.pool.channel import Channel, WorkerServer
 
 _MOST_CHECKS = 128  # per batch, so that no worker sits on work that another could do
-_MOST_TRIES = 3  # of a check while the nursery dies
+_MOST_TRIES = 3  # of a check while the fork server dies
 _MOST_FALSE_STARTS = 6
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # ends that a check seldom brings about itself
 _TOKEN_BYTES = 16
@@ -121,10 +122,10 @@ class Pool:
         self._log = log
         kept_bytes = log.stat().st_size if log is not None and log.is_file() else 0
         self._log_bytes = kept_bytes + num_workers * LOG_BYTES_PER_WORKER
-        self._nursery = self._make_nursery()
+        self.server = self._start_server()
 
-    def _make_nursery(self) -> Nursery:
-        return Nursery(self._libraries, log=str(self._log or ""), log_bytes=self._log_bytes)
+    def _start_server(self) -> WorkerServer:
+        return WorkerServer(self._libraries, log=str(self._log or ""), log_bytes=self._log_bytes)
 
     # ---- calls
 
@@ -290,7 +291,7 @@ class Pool:
 
     def _staff(self) -> None:
         assert self._loop is not None
-        self._nursery.attach(self._loop, self._gone, self._nursery_died, self._log_full)
+        self.server.attach(self._loop, self._ended, self.replace_server, self._log_full)
         for _ in range(self._num_workers):
             self._start_worker()
 
@@ -299,7 +300,7 @@ class Pool:
         self._names += 1
         worker = Worker(self._names)
         self._workers[worker.name] = worker
-        end = self._nursery.fork(worker.name)
+        end = self.server.fork(worker.name)
         worker.channel = Channel(
             self._loop, end, lambda bodies, broken: self._hear(worker, bodies, broken)
         )
@@ -308,7 +309,7 @@ class Pool:
     def _replace(self, worker: Worker, why: str) -> None:
         """Kill a worker, put back what it had left, start another."""
         self._emit("reward.worker_replaced", worker=worker.name, reason=why)
-        self._nursery.kill(worker.name)
+        self.server.process.kill_child(worker.name, why)
         self._forget(worker)
         self._start_worker()
 
@@ -322,9 +323,9 @@ class Pool:
         if batch is not None and batch.next < len(batch.tickets):
             self._waiting.appendleft(Batch(call=batch.call, tickets=batch.tickets[batch.next :]))
 
-    def _gone(self, name: int, status: int) -> None:
+    def _ended(self, end: Ended) -> None:
         """A worker has ended. If we did not end it, the check that it was at did."""
-        worker = self._workers.get(name)
+        worker, status = self._workers.get(end.name), end.exit_code
         if worker is None:
             return
         assert worker.channel is not None
@@ -349,17 +350,18 @@ class Pool:
                 self._blame(worker, f"it ended its worker process with {how}{again}", "error")
         self._replace(worker, f"it ended with {how}")
 
-    def _nursery_died(self) -> None:
-        """Its end is no check's fault: start it and its workers anew, and what they were at."""
+    def replace_server(self) -> None:
+        """Start again what hung up: the fork server, its workers, their checks. None is to
+        blame."""
         for worker in list(self._workers.values()):
             assert worker.channel is not None
             worker.channel.receive()
         try:
-            code = self._nursery.bury()
+            code = self.server.reap()
         except DeadlineError as error:
             self._end_all(error)
             return
-        self._emit("reward.nursery_replaced", exit_code=code)
+        self._emit("reward.fork_server_replaced", exit_code=code)
         ready = any(worker.ready for worker in self._workers.values())
         for worker in list(self._workers.values()):
             if worker.batch is not None:
@@ -371,7 +373,7 @@ class Pool:
                         "error",
                     )
             self._forget(worker)
-        self._nursery = self._make_nursery()
+        self.server = self._start_server()
         if ready or not self._give_up_starting(f"exit code {code}"):
             self._staff()
 
@@ -406,9 +408,14 @@ class Pool:
         for call in self._calls:
             call.done.set()
 
+    @property
+    def num_busy(self) -> int:
+        """Workers that are at a batch."""
+        return sum(worker.batch is not None for worker in self._workers.values())
+
     async def close(self) -> None:
-        """End every worker, what workers started, and the nursery. Calls that still wait end with
-        timeouts."""
+        """End the fork server, every worker and what workers started. Calls that still wait end
+        with timeouts."""
         if self._closed:
             return
         self._closed = True
@@ -417,8 +424,8 @@ class Pool:
             self._forget(worker)
         for call in self._calls:
             _give_up(call, "the scorer was closed")
-        if not await self._nursery.close(idle=not any(worker.ready for worker in workers)):
-            self._emit("reward.nursery_killed")
+        if not await self.server.close(idle=not any(worker.ready for worker in workers)):
+            self._emit("reward.fork_server_killed")
 
 
 def _give_up(call: PoolCall, why: str) -> None:
@@ -439,7 +446,7 @@ def _read_verdict(body: bytes) -> Verdict | None:
 
 
 def libraries(setup: Setup) -> list[str]:
-    """What the nursery loads before it forks."""
+    """List what the fork server loads before it forks."""
     latex = any(
         part["kind"] == "answer" and part["compare"] in ("auto", "latex") for part in setup.parts
     )

@@ -34,7 +34,7 @@ from gyre.rewards.messages import (
     take_frame,
 )
 from gyre.rewards.pool.channel import worker_environment
-from gyre.rewards.pool.output import BoundedLog
+from gyre.rewards.pool.supervisor import BoundedLog
 
 _IMPORT_S = 120.0  # for the user's module and what it imports
 _LOG_BYTES = 1 << 20
@@ -71,7 +71,7 @@ def check_reward_function(
     part = {"kind": "function", "path": fn, "options": dict(options or {})}
     request = frame(Setup(parts=[part], sandbox="", memory_bytes=0))
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "gyre.rewards.pool.validate_child"],
+        [sys.executable, "-P", "-m", "gyre.rewards.pool.worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,25 +1,23 @@
-"""Worker: the processes that judge. A nursery loads the libraries once and forks workers, so a
-killed one costs little.
+"""Worker: the processes that judge. In: a setup, jobs. Out: a verdict for each check.
 
-    scorer ── "fork N" + socket, "kill N" ──▶ nursery ──fork──▶ worker N ◀─ Job / Verdict ─▶ scorer
-           ◀── "gone N STATUS" ──────────────
+    scorer ── Start + channel, Kill ──▶ fork server ──fork──▶ worker ◀─ Job / Verdict ─▶ scorer
+           ◀── Ended ──────────────────
 
-The nursery runs no reward. When the scorer goes, its socket closes: the nursery ends every worker
-and all that they started, then itself; likewise when its guard goes. What a worker started ends
-with it: it inherits its own orphans, and the nursery those of a worker that has ended, which it
-kills after a moment in which sandboxes clean up. Imports no torch, numpy or pydantic.
+The fork server loads the libraries once and runs no reward, so a killed worker costs little. When
+the scorer or the supervisor goes, it ends every worker with all that they started, then itself. A
+worker inherits its own orphans; the fork server inherits those of a worker that has ended. It kills
+them after a moment in which sandboxes clean up. Imports no torch, numpy or pydantic.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import os
 import resource
-import select
 import signal
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,9 +25,13 @@ from typing import NoReturn, cast
 
 import msgspec
 
+from gyre.core.errors import InputError
 from gyre.rewards.answers.answer import compare
 from gyre.rewards.checks import QUICK, Check, Tools, build_check
-from gyre.rewards.function import place_of
+from gyre.rewards.fork_server import kernel, processes
+from gyre.rewards.fork_server.connection import Connection
+from gyre.rewards.fork_server.server import Child, ForkServer
+from gyre.rewards.function import load_function, place_of
 from gyre.rewards.messages import (
     MOST_REASON_CHARS,
     READY,
@@ -42,8 +44,6 @@ from gyre.rewards.messages import (
     frame,
     take_frame,
 )
-from gyre.rewards.pool import process_tree
-from gyre.rewards.sandbox import kernel, watchdog
 from gyre.rewards.sandbox.executors import Cell
 from gyre.rewards.sandbox.records import Limits, Mode, Program, ProgramResult
 
@@ -53,99 +53,42 @@ _MOST_CHILDREN = 64  # processes that rewards may leave behind in one worker
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
-def nursery(control: socket.socket, guard_fd: int) -> NoReturn:
-    """Fork and end workers as told, until the scorer or the guard has gone."""
-    kernel.become_subreaper()  # what a worker leaves behind comes to us, and ends with us
-    gc.collect()
-    gc.freeze()
-    workers: dict[int, tuple[str, int]] = {}  # pidfd → name and pid
-    orphans_s: float | None = None  # when to end what dead workers left behind
-    poll = select.poll()
-    for fd in (control.fileno(), guard_fd):
-        poll.register(fd, select.POLLIN)
-    while True:
-        now_s = time.monotonic()
-        if orphans_s is not None and now_s >= orphans_s:
-            none_left = process_tree.end_orphans([pid for _, pid in workers.values()])
-            orphans_s = None if none_left else now_s + 0.05
-        for fd, _ in poll.poll(None if orphans_s is None else max(0.0, orphans_s - now_s) * 1000):
-            if fd == guard_fd:
-                _end_all()
-            elif fd == control.fileno():
-                _obey(control, guard_fd, workers, poll)
-            else:
-                poll.unregister(fd)
-                name, pid = workers.pop(fd)
-                os.close(fd)
-                _, status = os.waitpid(pid, 0)
-                orphans_s = time.monotonic() + _GRACE_S
-                tell_gone(control, name, status)
+def run_fork_server(client: Connection, supervisor_fd: int) -> NoReturn:
+    """Fork and end workers on order, until the scorer or the supervisor has gone."""
+    kernel.become_subreaper()  # what a worker leaves behind comes to this process, and ends with it
+    server = ForkServer(client, _make_worker, grace_s=_GRACE_S)
+    server.watch(supervisor_fd, lambda _events: server.end())
+    server.run()
 
 
-def tell_gone(control: socket.socket, name: str, status: int) -> None:
-    """Say that a worker has ended. A scorer that is leaving may have left such news unread, which
-    resets the socket."""
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        control.send(f"gone {name} {os.waitstatus_to_exitcode(status)}".encode())
+def _make_worker(_request: object, files: list[int]) -> Child:
+    return WorkerChild(files[0])
 
 
-def _obey(
-    control: socket.socket, guard_fd: int, workers: dict[int, tuple[str, int]], poll: select.poll
-) -> None:
-    """Take one order of the scorer's."""
-    try:
-        message, files, _, _ = socket.recv_fds(control, 4096, 1)
-    except ConnectionResetError:  # the scorer went while news for it was on its way
-        message, files = b"", []
-    if not message:
-        _end_all()
-    order, name = message.decode().split()
-    if order == "fork":
-        pid = _fork_worker(control, files[0], [guard_fd, *workers])
-        fd = os.pidfd_open(pid)
-        workers[fd] = name, pid
-        poll.register(fd, select.POLLIN)
-        return
-    for other, pid in workers.values():
-        if other == name:
-            _kill_group(pid)
+class WorkerChild(Child):
+    """A worker, as the fork server forks it."""
 
+    def __init__(self, channel_fd: int) -> None:
+        self._channel_fd = channel_fd
 
-def _end_all() -> NoReturn:
-    watchdog.end_descendants()
-    os._exit(0)
+    def attach(self, server: ForkServer) -> None:
+        os.close(self._channel_fd)
 
-
-def _kill_group(pid: int) -> None:
-    """A worker with what it started; it may have ended already, but until we wait for it its number
-    is its own."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _fork_worker(control: socket.socket, channel_fd: int, others: Sequence[int]) -> int:
-    pid = os.fork()
-    if pid:
-        os.close(channel_fd)
-        return pid
-    code = 1
-    try:
-        os.setsid()
-        kernel.die_with_parent(signal.SIGKILL)
-        kernel.become_subreaper()
-        control.close()
-        for fd in others:
-            os.close(fd)
-        serve(socket.socket(fileno=channel_fd))
-        code = 0
-    except (BrokenPipeError, ConnectionResetError):
-        code = 0  # the scorer has let go of this worker
-    except BaseException as error:  # noqa: BLE001 - a fork must not return into the nursery's loop
-        os.write(2, f"gyre.rewards.pool.worker: {error!r}\n".encode())
-    finally:
-        os._exit(code)
+    def become(self, server: ForkServer) -> None:
+        """Serve the channel. What a worker starts is its own, and it dies with its parent."""
+        try:
+            os.setsid()
+            kernel.die_with_parent(signal.SIGKILL)
+            kernel.become_subreaper()
+            server.close_files()
+            gc.enable()
+            serve(socket.socket(fileno=self._channel_fd))
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the scorer has let go of this worker
+        except BaseException as error:  # noqa: BLE001 - reported on stderr, which is the log
+            os.write(2, f"gyre.rewards.pool.worker: {error!r}\n".encode())
+            os._exit(1)
+        os._exit(0)
 
 
 def serve(channel: socket.socket) -> None:
@@ -211,7 +154,7 @@ class Wear:
                 f"its rewards hold {grown}, over {_LEAK_SHARE:.0%} of what "
                 "rewards.worker_memory_mib leaves"
             )
-        num_children = len(process_tree.children())
+        num_children = len(processes.list_children())
         if num_children > _MOST_CHILDREN:
             return f"its rewards left {num_children} processes behind, more than {_MOST_CHILDREN}"
         return ""
@@ -287,3 +230,34 @@ def preload(libraries: Sequence[str]) -> None:
         compare(r"\frac{1}{2}", "0.5 + x", how="latex")  # the first use builds its tables
     if "reasoning_gym" in libraries:
         import reasoning_gym  # noqa: F401
+
+
+def try_function() -> None:
+    """Serve as the process in which a reward function is checked before a run.
+
+    In (stdin): Setup, then Items, framed. Out (stdout): one Verdict each, the first (index -1) for
+    the import. Run by rewards.pool.validate.
+    """
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what the function prints must not get among the answers
+    part = decode_setup(_read_frame() or b"").parts[0]
+    try:
+        load_function(part["path"])
+    except InputError as error:
+        os.write(answers, frame(Verdict(READY, 0.0, error.message, "error")))
+        return
+    os.write(answers, frame(Verdict(READY)))
+    check = build_check(part, Tools())
+    index = 0
+    while (body := _read_frame()) is not None:
+        os.write(answers, frame(judge(index, check, decode_item(body))))
+        index += 1
+
+
+def _read_frame() -> bytes | None:
+    head = sys.stdin.buffer.read(4)
+    return sys.stdin.buffer.read(int.from_bytes(head, "little")) if len(head) == 4 else None
+
+
+if __name__ == "__main__":
+    try_function()

@@ -1,7 +1,7 @@
 """Bubble: the same walls put up by bubblewrap, for machines that let only `bwrap` make namespaces.
 
 In: limits and folders. Out: a command that starts a fresh Python inside, which runs this file as a
-script and becomes the program. Slower than the zygote's own namespaces, since nothing is warm.
+script and becomes the program. Slower than the server's own namespaces, since nothing is warm.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ import socket
 import sys
 from typing import Any
 
-from gyre.rewards.sandbox import kernel, program, rootfs, syscall_filter
+from gyre.rewards.fork_server import kernel
+from gyre.rewards.sandbox import program, rootfs, syscall_filter
 
 _PAYLOAD_FD, _STATUS_FD = 3, 4
 OWN_PROCESSES = 2  # bwrap outside and inside; they count among the run's
-_PACKAGE = "/gyre-jail"  # where the program's starter is shown
-_JAIL = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = "/gyre-sandbox"  # where the program's starter is shown
+_REWARDS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_SUB_ROOMS = ("fork_server", "sandbox")  # that the starter imports
 _MASKED = ("/proc/sysrq-trigger", "/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/kmsg")
 
 
 def options(folders: list[str], *, staged: bool) -> list[str]:
     """The walls as arguments of bwrap. `staged`: first bind what may be hidden from other users
     than root where every user can reach it; then the caller may become one."""
-    inside = f"{_PACKAGE}/gyre/rewards/sandbox"
     shown = rootfs.shown(folders)
     links = {path: os.readlink(path) for path in shown if os.path.islink(path)}
     own = [path for path in shown if path not in links and path in map(os.path.realpath, folders)]
-    sources = rootfs.stage([*own, _JAIL]) if staged else {}
+    packages = {f"{_REWARDS}/{name}": f"{_PACKAGE}/gyre/rewards/{name}" for name in _SUB_ROOMS}
+    sources = rootfs.stage([*own, *packages]) if staged else {}
     words = [
         "bwrap",
         "--unshare-all",
@@ -54,11 +56,13 @@ def options(folders: list[str], *, staged: bool) -> list[str]:
         words += ["--dev-bind", path, path]
     for path, target in rootfs.LINKS.items():
         words += ["--symlink", target, path]
-    return [*words, "--ro-bind", sources.get(_JAIL, _JAIL), inside]
+    for path, inside in packages.items():
+        words += ["--ro-bind", sources.get(path, path), inside]
+    return words
 
 
 def command(words: list[str], limits: dict[str, Any]) -> list[str]:
-    """Arguments of bwrap for one program. The payload is open at 3 and the zygote's channel at
+    """Arguments of bwrap for one program. The payload is open at 3 and the server's channel at
     4."""
     words = [
         *words,
@@ -107,6 +111,7 @@ def main(limits: dict[str, Any]) -> None:
     program.limit(limits, processes=limits["processes"])
     stage = program.ProgramStage(rootfs.WORK)
     stage.set_up()
+    program.forget_package()
     status = socket.socket(fileno=_STATUS_FD)
     sockstat, work = (
         os.open("/proc/self/net/sockstat", os.O_RDONLY),

@@ -1,7 +1,7 @@
 """Executors: start programs in the sandbox and bring back what came of them. In: Program, Limits.
 Out: ProgramResult.
 
-`Cell` owns one zygote (see sandbox.fork_server) and runs one program at a time, blocking: for
+`Cell` owns one fork server (sandbox.server) and runs one program at a time, blocking: for
 worker processes. `Cells` is the asynchronous Sandbox of the contract: some cells, each behind a
 thread.
 """
@@ -14,8 +14,6 @@ import marshal
 import os
 import select
 import shutil
-import socket
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +24,8 @@ from typing import Literal
 
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
+from gyre.rewards.fork_server.client import ForkServerProcess
+from gyre.rewards.fork_server.connection import Ended, Ready, Refused
 from gyre.rewards.sandbox.records import Limits, Mode, Program, ProgramResult, classify
 
 Wish = Literal["strong", "weak", "auto"]
@@ -38,8 +38,8 @@ _ISOLATION = {
     "weak": "weak: limits and listed system calls only; network, files and user are shared with "
     "this machine",
 }
-_START_S = 20.0  # until a zygote has answered
-# beyond the wall limit, until a zygote that does not answer is replaced; weak mode clears a disk
+_START_S = 20.0  # until a server has answered
+# beyond the wall limit, until a server that does not answer is replaced; weak mode clears a disk
 _SLACK_S = 20.0
 _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE: nobody changes the file any more
 
@@ -49,53 +49,49 @@ class IsolationUnavailable(Exception):
 
 
 class Cell:
-    """One zygote. Runs one program at a time; a zygote that dies is replaced at the next
-    program."""
+    """One fork server of programs. Runs one program at a time; a server that dies is replaced at
+    the next program."""
 
     def __init__(self, mode: Mode) -> None:
         self.mode: Mode = mode
         self.note = ""
-        self._zygote: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._server: ForkServerProcess | None = None
+        self._runs = 0  # programs so far
+
+    @property
+    def pid(self) -> int | None:
+        """Of the server, while there is one."""
+        return self._server.pid if self._server is not None else None
 
     def start(self) -> None:
-        """Start the zygote and wait until it is ready. Unavailable when the machine refuses."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [
-            sys.executable,
-            "-S",
-            "-s",
-            "-P",
-            "-B",
-            "-m",
-            "gyre.rewards.sandbox.fork_server",
-            self.mode,
-        ]
-        with theirs:
-            self._zygote = subprocess.Popen(
-                [*command, str(theirs.fileno()), shutil.which("bwrap") or "", *_shown_folders()],
-                pass_fds=(theirs.fileno(),), env=_environment(), cwd="/", start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            )  # fmt: skip
-        self._socket = ours
-        ours.settimeout(_START_S)
+        """Start the server and wait until it is ready. Unavailable when the machine refuses."""
+        self._server = ForkServerProcess(
+            "gyre.rewards.sandbox.server",
+            [self.mode, shutil.which("bwrap") or "", *_shown_folders()],
+            python=["-S", "-s", "-P", "-B"],
+            environment=_environment(),
+            folder="/",
+            quiet=True,
+        )
+        self._server.connection.socket.settimeout(_START_S)
         try:
-            hello = _first_words(ours.recv(65536))
+            received = self._server.connection.receive()
+            first = received[0] if received else Refused("the server died while starting")
         except TimeoutError:
-            hello = {"ok": False, "error": f"the zygote did not answer within {_START_S:g} s"}
-        if not hello["ok"]:
+            first = Refused(f"the server did not answer within {_START_S:g} s")
+        if not isinstance(first, Ready):
             self.close()
-            raise IsolationUnavailable(hello["error"])
-        self.note = hello["note"]
+            raise IsolationUnavailable(first.error)
+        self.note = first.note
 
     def run(self, program: Program, *, limits: Limits) -> ProgramResult:
         """Run one program in a fresh process. Never raises for what the program does."""
-        if self._socket is None:
+        if self._server is None:
             try:
                 self.start()
             except IsolationUnavailable as error:
                 return _failed(str(error))
-        assert self._socket is not None
+        assert self._server is not None
         payload = {
             "source": program.source,
             "argv": list(program.argv),
@@ -107,74 +103,71 @@ class Cell:
         ]
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
+        files = [*inputs, out_write, err_write]
+        self._runs += 1
         try:
             try:
-                request = marshal.dumps(asdict(limits))
-                socket.send_fds(self._socket, [request], [*inputs, out_write, err_write])
+                self._server.start(self._runs, asdict(limits), files)
             finally:
-                for fd in (*inputs, out_write, err_write):
+                for fd in files:
                     os.close(fd)
-            return self._follow(out_read, err_read, limits)
-        except OSError as error:  # the zygote has gone; the next program gets a new one
+            return self._follow(self._server, out_read, err_read, limits)
+        except OSError as error:  # the server has gone; the next program gets a new one
             self.close()
-            return _failed(f"the zygote died: {error}")
+            return _failed(f"the sandbox's fork server died: {error}")
         finally:
             os.close(out_read)
             os.close(err_read)
 
-    def _follow(self, out_fd: int, err_fd: int, limits: Limits) -> ProgramResult:
-        """Collect output until the zygote says that the run is over: then every process of it is
-        gone, and what its pipes hold is taken without waiting for their end, which a socket that
-        holds itself open would keep away."""
-        assert self._socket is not None
-        control = self._socket.fileno()
+    def _follow(
+        self, server: ForkServerProcess, out_fd: int, err_fd: int, limits: Limits
+    ) -> ProgramResult:
+        """Collect output until the server reports the end of the run.
+
+        Then every process of the run is gone. What its pipes hold is taken without waiting for
+        their end, which a socket that holds itself open would keep away.
+        """
+        control = server.connection.fileno()
         collected: dict[int, bytearray] = {out_fd: bytearray(), err_fd: bytearray()}
         poll = select.poll()
         for fd in (control, out_fd, err_fd):
             poll.register(fd, select.POLLIN)
         os.set_blocking(out_fd, False)
         os.set_blocking(err_fd, False)
-        answer: dict | None = None
+        end: Ended | None = None
         give_up_s = time.monotonic() + limits.wall_s + _SLACK_S
-        asked = False
-        while answer is None:
+        flooded = False
+        while end is None:
             ready = {fd for fd, _ in poll.poll(max(give_up_s - time.monotonic(), 0.0) * 1000 + 1)}
             if control in ready:
-                message = self._socket.recv(65536)
-                if not message:
+                received = server.connection.receive()
+                if received is None:
                     raise ConnectionResetError("it closed its socket")
-                answer = marshal.loads(message)
+                end = received[0]
             elif not ready and time.monotonic() >= give_up_s:
                 raise TimeoutError(f"no answer {_SLACK_S:g} s after the wall limit")
             for fd in collected.keys() & ready:
                 if not _take(fd, collected[fd]):
                     poll.unregister(fd)
             over = sum(map(len, collected.values())) - limits.output_bytes
-            if over > 0 and answer is None and not asked:
-                self._socket.send(b"output")
-                asked = True
+            if over > 0 and end is None and not flooded:
+                server.kill_child(self._runs, "output")
+                flooded = True
             for kept in collected.values():
                 del kept[limits.output_bytes :]
         for fd, kept in collected.items():
             while len(kept) <= limits.output_bytes and _take(fd, kept):
                 pass
             del kept[limits.output_bytes :]
-        return _result(
-            answer, bytes(collected[out_fd]), bytes(collected[err_fd]), limits, flooded=asked
-        )
+        out = bytes(collected[out_fd])
+        err = bytes(collected[err_fd])
+        return _result(end, out, err, limits, flooded=flooded)
 
     def close(self) -> None:
-        """End the zygote and whatever it runs."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        if self._zygote is not None:
-            try:
-                self._zygote.wait(timeout=_SLACK_S)
-            except subprocess.TimeoutExpired:
-                self._zygote.kill()
-                self._zygote.wait()
-            self._zygote = None
+        """End the server and whatever it runs."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.end(_SLACK_S)
 
 
 class Cells:
@@ -252,7 +245,7 @@ def choose_mode(wish: Wish, *, emit: Emit) -> Mode:
 
 
 def _probe(mode: Mode) -> str:
-    """Start a cell, run one empty program in it, and return the zygote's note."""
+    """Start a cell, run one empty program in it, and return the server's note."""
     if mode == "bubblewrap" and shutil.which("bwrap") is None:
         raise IsolationUnavailable("bwrap is not installed")
     cell = Cell(mode)
@@ -288,14 +281,6 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _first_words(message: bytes) -> dict:
-    return (
-        marshal.loads(message)
-        if message
-        else {"ok": False, "error": "the zygote died while starting"}
-    )
-
-
 def _sealed(data: bytes) -> int:
     """An open file in memory with this content, at its beginning, that no one can change."""
     fd = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -317,20 +302,24 @@ def _take(fd: int, into: bytearray) -> bool:
     return bool(data)
 
 
-def _result(
-    answer: dict, out: bytes, err: bytes, limits: Limits, *, flooded: bool
-) -> ProgramResult:
-    stdout, stderr = out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
-    reason = "output" if flooded else answer["reason"]
+def _result(end: Ended, out: bytes, err: bytes, limits: Limits, *, flooded: bool) -> ProgramResult:
+    stdout = out.decode("utf-8", "replace")
+    stderr = err.decode("utf-8", "replace")
+    reason = "output" if flooded else end.reason
+    cpu_s = end.report["cpu_s"]
     outcome, detail = classify(
-        answer["code"], reason, stderr, error=answer["error"], cpu_s=answer["cpu_s"], limits=limits
+        end.exit_code, reason, stderr, error=end.report["error"], cpu_s=cpu_s, limits=limits
     )
-    exit_code = answer["code"] if answer["code"] >= 0 and reason is None else None
     return ProgramResult(
-        outcome=outcome, stdout=stdout, stderr=stderr, exit_code=exit_code,
-        wall_s=answer["wall_s"], cpu_s=answer["cpu_s"], detail=detail,
-        refused_calls=answer["refused"],
-    )  # fmt: skip
+        outcome=outcome,
+        stdout=stdout,
+        stderr=stderr,
+        exit_code=end.exit_code if end.exit_code >= 0 and reason is None else None,
+        wall_s=end.report["wall_s"],
+        cpu_s=cpu_s,
+        detail=detail,
+        refused_calls=end.report["refused"],
+    )
 
 
 def _failed(why: str) -> ProgramResult:

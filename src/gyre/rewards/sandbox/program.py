@@ -1,12 +1,12 @@
 """Program: the process that becomes the untrusted program. In: payload and limits. Out: never
 returns.
 
-It is a fork of the zygote, so Python is warm; it locks itself in, then runs the source as
+It is a fork of the sandbox server, so Python is warm; it locks itself in, then runs the source as
 `__main__`. From `lock_in` on it holds no capability, cannot get one, and sees only its own
 namespaces.
 
 Each memory page that this process is the first to touch after the fork costs microseconds, and they
-are most of what a start costs. So what can be made ready in the zygote is made there
+are most of what a start costs. So what can be made ready in the server is made there
 (`ProgramStage`), and the code here is short and plain.
 """
 
@@ -26,10 +26,11 @@ import threading
 import types
 from typing import Any, NoReturn
 
-from gyre.rewards.sandbox import kernel, syscall_filter
+from gyre.rewards.fork_server import kernel
+from gyre.rewards.sandbox import syscall_filter
 
 _USER = 1000  # who the program believes to be
-OPEN_FILES = 256  # the zygote keeps to it too
+OPEN_FILES = 256  # the server keeps to it too
 _RLIMIT_SIGPENDING, _QUEUED_SIGNALS = 11, 1024  # no name in the library
 
 
@@ -44,7 +45,7 @@ class ProgramStage:
         self.main.__file__ = self.path
 
     def set_up(self) -> None:
-        """Put it up in the zygote, which needs none of these things itself."""
+        """Set it up in the server, which needs none of these things itself."""
         sys.stdin = sys.__stdin__ = io.TextIOWrapper(
             _buffer(0, "r"), encoding="utf-8", errors="replace"
         )
@@ -54,8 +55,6 @@ class ProgramStage:
         sys.stderr = sys.__stderr__ = io.TextIOWrapper(
             _buffer(2, "w"), encoding="utf-8", errors="backslashreplace", line_buffering=True
         )
-        for name in [name for name in sys.modules if name == "gyre" or name.startswith("gyre.")]:
-            del sys.modules[name]
         site.setquit()  # exit() and quit(), which Python started with -S has not
         sys.modules["__main__"] = self.main
         sys.path.insert(0, self.folder)
@@ -65,8 +64,15 @@ def _buffer(fd: int, mode: str) -> Any:
     return open(fd, mode + "b", closefd=False)
 
 
+def forget_package() -> None:
+    """Take our modules out of the module table, before any fork: freeing one in a program touches
+    its pages."""
+    for name in [name for name in sys.modules if name == "gyre" or name.startswith("gyre.")]:
+        del sys.modules[name]
+
+
 def limit_for_all() -> None:
-    """Limits that are the same for every program; the zygote takes them too."""
+    """Limits that are the same for every program; the server takes them too."""
     for which, most in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
@@ -81,7 +87,7 @@ def limit_for_all() -> None:
 
 
 def limit(limits: dict[str, Any], *, processes: int) -> None:
-    """Kernel limits per process. The sums over all processes are watched by jail.watch."""
+    """Kernel limits per process. The sums over all processes are watched by sandbox.watchdog."""
     cpu_s = math.ceil(limits["cpu_s"])
     _limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU, then SIGKILL
     _limit(resource.RLIMIT_AS, limits["memory_bytes"], limits["memory_bytes"])
@@ -110,7 +116,7 @@ def lock_in(limits: dict[str, Any], own_folder: int) -> None:
 def announce(
     status: socket.socket, call_filter: syscall_filter.CallFilter | None, **files: int
 ) -> None:
-    """Install the filter, if any, say that the program starts now, and pass on what the zygote
+    """Install the filter, if any, say that the program starts now, and pass on what the server
     watches it by.
 
     `files` by name; all are closed here, so that nothing of ours is open in the program.
@@ -130,7 +136,7 @@ def announce(
 
 
 def prepare(payload_fd: int, stage: ProgramStage) -> dict[str, Any]:
-    """Take the program from its file, {"source", "argv", "files"}, and write its files. The zygote
+    """Take the program from its file, {"source", "argv", "files"}, and write its files. The server
     never reads it."""
     payload = marshal.loads(os.read(payload_fd, os.fstat(payload_fd).st_size))
     os.close(payload_fd)

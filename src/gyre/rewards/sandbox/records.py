@@ -22,7 +22,7 @@ and pipes, System V and POSIX queues, memfd, namespaces, mounts, tracing.
 
 CPU and memory are limited per process by the kernel and in sum by a watcher that looks every 20 ms;
 between two looks memory can pass the limit by what 20 ms of writing allow. Memory is that of the
-processes and the kernel memory that jail.meter counts: sockets (in weak mode they are not counted),
+processes and the kernel memory that sandbox.meter counts: sockets (not counted in weak mode),
 shared mappings, file locks, watched files. Not counted, but bounded by the limits on files and
 processes: pipes (64 MiB for a user), tables of pages and mappings (16 MiB for a process). Where the
 kernel lends no listener (before Linux 5.0, or under another one), refused calls are not named, and

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 
-from gyre.rewards.sandbox import kernel
+from gyre.rewards.fork_server import kernel
 
 WORK = "/work"
 WORK_FILES = 4096  # files and folders in it

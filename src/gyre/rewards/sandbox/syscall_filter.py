@@ -1,8 +1,8 @@
 """Guard: installs the system call filter and answers what it hands over. In: a filter; calls. Out:
 what was refused.
 
-A program's process installs the filter and passes a listener to the zygote. A refused call answers
-its error and is noted by name; a metered call goes on, and jail.meter counts what it holds.
+A program's process installs the filter and passes a listener to the server. A refused call answers
+its error and is noted by name; a metered call goes on, and sandbox.meter counts what it holds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import platform
 import struct
 from collections import Counter
 
-from gyre.rewards.sandbox import kernel, syscalls
+from gyre.rewards.fork_server import kernel
+from gyre.rewards.sandbox import syscalls
 from gyre.rewards.sandbox.meter import MemoryMeter
 
 _RECEIVE, _SEND, _GO_ON = 0xC0502100, 0xC0182101, 1
@@ -30,7 +31,7 @@ def available() -> bool:
 
 
 class CallFilter:
-    """The filter, ready to be installed by a fork. Made once per zygote."""
+    """The filter, ready to be installed by a fork. Made once per server."""
 
     def __init__(self) -> None:
         self._with_listener = _program(notify=True)

@@ -1,40 +1,22 @@
-"""Watch: what a run uses while it goes on, and its end. In: /proc. Out: the limit that it is over;
-no process left.
+"""Watchdog: what all processes of a run use together. In: /proc. Out: the limit that they are over.
 
-Kernel limits (sandbox.program) hold each process by itself; these sums hold them together. One
-zygote runs one program at a time, so in strong mode every process of the zygote's namespace but
-itself belongs to the run, and in weak mode every descendant does.
+Kernel limits (sandbox.program) hold each process by itself; these sums hold them together. A server
+runs one program at a time. So in strong mode every process of its namespace but itself belongs to
+the run, and in the other modes every descendant does.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
-import signal
-import time
 from typing import Any
 
+from gyre.rewards.fork_server import processes
 from gyre.rewards.sandbox.meter import MemoryMeter
 
 PERIOD_S = 0.02  # a sum over a limit is seen this late at most
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGESIZE")
-
-
-def members(*, whole_namespace: bool) -> list[int]:
-    """Processes of the run. `whole_namespace`: /proc shows nothing but us and the run."""
-    me = os.getpid()
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != me]
-    if whole_namespace:
-        return pids
-    parents = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid)) is not None}
-    family = {me}
-    while grown := {
-        pid for pid, parent in parents.items() if parent in family and pid not in family
-    }:
-        family |= grown
-    return sorted(family - {me})
 
 
 def excess(
@@ -45,7 +27,7 @@ def excess(
         return "processes"
     cpu_s, memory_bytes = children_cpu_s() - cpu_before_s, meter.total(pids)
     for pid in pids:
-        fields = _stat(pid)
+        fields = processes.read_stat(pid)
         if fields is not None:
             cpu_s += sum(int(ticks) for ticks in fields[11:15]) / _TICKS
             memory_bytes += _memory(pid, without_shared=meter.counts_mappings)
@@ -58,30 +40,6 @@ def children_cpu_s() -> float:
     """CPU seconds of all children that have been collected."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def end_descendants() -> None:
-    """Kill until no child is left; a subreaper inherits every orphan."""
-    while True:
-        try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            for member in members(whole_namespace=False):
-                # it may have ended since it was listed
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(member, signal.SIGKILL)
-            time.sleep(0.001)
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from `state` on, or None when the process has gone."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
 
 
 def _memory(pid: int, *, without_shared: bool) -> int:

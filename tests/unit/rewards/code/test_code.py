@@ -255,8 +255,8 @@ def test_a_sandbox_that_cannot_start_is_no_verdict():
             exit_code=None,
             wall_s=0.0,
             cpu_s=0.0,
-            detail="no zygote",
+            detail="no fork server",
         )
 
     verdict = run_tests(ADD, read_tests(TESTS, "add"), broken, limits=LIMITS, budget_s=9.0)
-    assert verdict.failed_sandbox and "no zygote" in verdict.reason
+    assert verdict.failed_sandbox and "no fork server" in verdict.reason

@@ -133,8 +133,9 @@ class Case:
         return [score.parts[0].outcome for score in scores]
 
     @property
-    def guard(self) -> psutil.Process:
-        return psutil.Process(self.scorer._pool._nursery._process.pid)
+    def supervisor(self) -> psutil.Process:
+        assert self.scorer.pool is not None
+        return psutil.Process(self.scorer.pool.server.process.pid)
 
 
 @pytest.fixture
@@ -197,7 +198,7 @@ def test_a_copy_of_a_worker_answers_nothing(way: str) -> None:
             # copies that end by themselves
             while len(running()) > 2 and time.monotonic() < until_s:
                 await asyncio.sleep(0.05)
-            assert len(running()) <= 2, "guard's, nursery's, one worker"
+            assert len(running()) <= 2, "supervisor, fork server, one worker"
 
     asyncio.run(go())
 
@@ -275,19 +276,19 @@ def test_a_worker_killed_from_outside_costs_no_check(mark: str, tmp_path: Path) 
     asyncio.run(go())
 
 
-@pytest.mark.parametrize("end", ["worker", "nursery", "guard", "closed"])
+@pytest.mark.parametrize("end", ["worker", "fork server", "supervisor", "closed"])
 def test_a_daemon_ends_with_its_worker(end: str, mark: str) -> None:
     async def go() -> None:
         async with Case(mark=mark, limit_s=3.0) as case:
             assert await case.outcomes("daemon") == ["ok"]
             assert await appeared(mark)
-            nursery = case.guard.children()[0]
+            server = case.supervisor.children()[0]
             if end == "worker":
                 assert await case.outcomes("hang") == ["timeout"]
-            elif end == "nursery":
-                nursery.kill()
-            elif end == "guard":
-                case.guard.kill()
+            elif end == "fork server":
+                server.kill()
+            elif end == "supervisor":
+                case.supervisor.kill()
             else:
                 await case.scorer.close()
             assert await ended(mark), f"it outlived its {end}"

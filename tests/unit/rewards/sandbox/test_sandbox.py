@@ -182,9 +182,8 @@ print(len(list(os.walk("/proc/sys"))) > 5, opened)
     cell = _started(mode)
     try:
         assert _output(cell, source) == "True []\n"
-        assert cell._zygote is not None
-        zygote = psutil.Process(cell._zygote.pid)
-        inner = [zygote, *zygote.children(recursive=True)][-1]
+        server = psutil.Process(cell.pid)
+        inner = [server, *server.children(recursive=True)][-1]
         assert inner.uids().real == (65534 if os.geteuid() == 0 else os.geteuid())
     finally:
         cell.close()
@@ -270,7 +269,7 @@ def _interpret(
 
 
 def test_a_parent_with_many_files_leaks_none():
-    """The zygote's socket then has a number beyond the program's limit."""
+    """The server's socket then has a number beyond the program's limit."""
     kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(300)]
     cell = Cell("strong")
     try:
