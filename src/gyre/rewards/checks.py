@@ -1,5 +1,5 @@
 """Checks: from a part's kind to the function that judges one completion. In: options, an Item. Out:
-a verdict.
+a result.
 
 Runs in worker processes.
 """
@@ -17,8 +17,7 @@ from gyre.rewards.code import code
 from gyre.rewards.messages import Item
 from gyre.rewards.sandbox.records import Limits
 
-Verdict = tuple[float, str, str]  # value, reason, outcome of a ScorePart
-Check = Callable[[Item], Verdict]
+Check = Callable[[Item], function.PartResult]
 # linear in the text; answer says before it begins what may hang
 QUICK = ("format", "length", "answer")
 
@@ -45,7 +44,7 @@ def _build_answer(options: Mapping[str, Any], tools: Tools) -> Check:
         "unreadable answer": options["unreadable"],
     }
 
-    def check(item: Item) -> Verdict:
+    def check(item: Item) -> function.PartResult:
         found = answer.match_answer(
             item.text,
             _field(item.task, options["label_field"]),
@@ -84,7 +83,7 @@ def _build_code(options: Mapping[str, Any], tools: Tools) -> Check:
     assert run is not None, "code parts come with a sandbox"
     limits = Limits(**options["limits"])
 
-    def check(item: Item) -> Verdict:
+    def check(item: Item) -> function.PartResult:
         source = code.extract_program(item.text)
         if source is None:
             return 0.0, "no program: neither an <answer> nor a fenced block", "ok"
@@ -95,19 +94,19 @@ def _build_code(options: Mapping[str, Any], tools: Tools) -> Check:
             return 0.0, f"unreadable tests: {error}", "invalid"
         setup = _field(item.task, options["setup_field"])
         source = code.with_setup(str(setup), source) if setup else source
-        verdict = code.run_tests(
+        result = code.run_tests(
             source, cases[: options["max_tests"] or None], run,
             limits=limits, budget_s=options["limit_s"], tolerance=options["tolerance"],
         )  # fmt: skip
-        tools.decided_inside(verdict.decided_inside)
-        if verdict.failed_sandbox:
-            return 0.0, verdict.reason, "error"
+        tools.decided_inside(result.decided_inside)
+        if result.failed_sandbox:
+            return 0.0, result.reason, "error"
         value = (
-            verdict.fraction
+            result.fraction
             if options["score"] == "fraction"
-            else float(verdict.passed == verdict.total)
+            else float(result.passed == result.total)
         )
-        return value, verdict.reason, "ok"
+        return value, result.reason, "ok"
 
     return check
 
@@ -122,7 +121,7 @@ def _build_function(options: Mapping[str, Any], tools: Tools) -> Check:
         return lambda item: (0.0, fault, "error")
     extras = function.wanted_extras(target)
 
-    def check(item: Item) -> Verdict:
+    def check(item: Item) -> function.PartResult:
         given = {name: getattr(item, name) for name in extras}
         return function.call_function(
             target, item.task, item.text, given, options["options"], name=options["path"]
@@ -134,7 +133,7 @@ def _build_function(options: Mapping[str, Any], tools: Tools) -> Check:
 def _build_reasoning_gym(options: Mapping[str, Any], tools: Tools) -> Check:
     scorers: dict[str, Callable[[str | None, Any], float]] = {}
 
-    def check(item: Item) -> Verdict:
+    def check(item: Item) -> function.PartResult:
         from reasoning_gym import get_score_answer_fn
 
         metadata = _field(item.task, "metadata")

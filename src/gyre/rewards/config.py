@@ -45,7 +45,7 @@ class _Part(Section):
 
     @property
     def values(self) -> tuple[float, ...]:
-        """What the part can give, or the bounds of it, as far as known beforehand."""
+        """Values that the part can give, or their bounds, as far as known beforehand."""
         return (0.0, 1.0)
 
     @property
@@ -55,7 +55,7 @@ class _Part(Section):
         return min(self.values, key=lambda value: self.weight * value)
 
     def for_check(self) -> dict[str, Any]:
-        """What the worker's check needs, as plain data."""
+        """Return what the worker's check needs, as plain data."""
         return self.model_dump(mode="json")
 
 

@@ -54,7 +54,7 @@ def _fault(text: str) -> str | None:
 
 
 def _tags_that_count(text: str) -> int:
-    """How many tags stand once, less those of empty blocks; 0 when they are not in order."""
+    """Count the tags that stand once, less those of empty blocks; 0 when they are not in order."""
     once = [tag for tag in TAGS if text.count(tag) == 1]
     places = [text.index(tag) for tag in once]
     return len(once) - 2 * len(_empty_blocks(text)) if places == sorted(places) else 0

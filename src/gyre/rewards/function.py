@@ -9,10 +9,10 @@ prompt's text, how the completion ended, or its length. The module is looked for
 the working folder included.
 
 Before anything expensive, `check_reward_function` runs it on samples in a process of its own and
-refuses it with the case that fails. During a run a raise is a score with outcome "error" and NaN,
-±inf or no number one with "invalid": a failed part and an event, never a crash. A reason has the
-exception, file and line before its first ": ", and behind it what differs from completion to
-completion: so equal failures are counted together.
+refuses it with the case that fails. During a run a raise is a score with outcome "error". NaN, ±inf
+or no number is one with "invalid". Either is a failed part and an event, never a crash. A reason
+has the exception, file and line before its first ": ", and what differs from completion to
+completion behind it. So equal failures are counted together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 from gyre.core.errors import InputError
 
 EXTRAS = ("prompt", "finish", "num_tokens")
-Verdict = tuple[float, str, str]  # value, reason, outcome of a ScorePart
+PartResult = tuple[float, str, str]  # value, reason, outcome of a ScorePart
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -70,7 +70,7 @@ def _public(module: Any) -> str:
 
 
 def wanted_extras(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Which of EXTRAS the function names among its parameters."""
+    """List which of EXTRAS the function names among its parameters."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # functions written in C may have none
@@ -86,7 +86,7 @@ def call_function(
     options: Mapping[str, Any],
     *,
     name: str = "it",
-) -> Verdict:
+) -> PartResult:
     """Call it and judge what comes back. Never raises. `name` is what reasons call it."""
     try:
         result = function(task, text, **extras, **options)
@@ -139,7 +139,7 @@ def _is_library(path: str) -> bool:
 
 
 def _short_path(path: str) -> str:
-    """Relative to the working folder where the file lies below it."""
+    """Make a path relative to the working folder if the file is below it."""
     relative = os.path.relpath(path) if os.path.isabs(path) else path
     return path if relative.startswith("..") else relative
 
@@ -147,7 +147,7 @@ def _short_path(path: str) -> str:
 def _text(value: Any) -> str:
     try:
         return str(value)
-    except Exception:  # noqa: BLE001 - a __str__ that raises must not hide the verdict
+    except Exception:  # noqa: BLE001 - a __str__ that raises must not hide the result
         return type(value).__name__
 
 
@@ -175,5 +175,5 @@ def as_number(result: Any) -> float | None:
 def _describe(value: Any) -> str:
     try:
         return repr(value)[:120]
-    except Exception:  # noqa: BLE001 - a repr that raises must not hide the verdict
+    except Exception:  # noqa: BLE001 - a repr that raises must not hide the result
         return type(value).__name__

@@ -1,12 +1,11 @@
-"""Messages: what the scorer and its workers say to each other. In: records. Out: frames of length
-and msgpack.
+"""Messages: between the scorer and its workers. In: records. Out: frames of length and msgpack.
 
     scorer → worker   Setup once, then Job after Job
-    worker → scorer   Ready once, then one Verdict per check of the job, in the job's order
+    worker → scorer   Ready once, then one CheckResult per check of the job, in the job's order
 
-A verdict goes out before the next check that may hang begins, so the first check without a verdict
-is what hangs. Each verdict bears its job's token, so that what a reward writes to the channel is
-not taken for one.
+A result goes out before the next check that may hang begins, so the first check without a result is
+what hangs. Each result has its job's token, so that what a reward writes to the channel is not
+taken for one.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 import msgspec
 
 _HEAD = 4  # bytes of the length
-MOST_VERDICT_BYTES = 1 << 16
+MOST_RESULT_BYTES = 1 << 16
 MOST_REASON_CHARS = 2000
 
 
@@ -43,10 +42,10 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
 
     items: list[msgspec.Raw]  # encoded Item
     checks: list[tuple[int, int]]  # index into items, index into the setup's parts
-    token: bytes  # random; every verdict on this job returns it
+    token: bytes  # random; every result on this job returns it
 
 
-class Verdict(msgspec.Struct, frozen=True, array_like=True):
+class CheckResult(msgspec.Struct, frozen=True, array_like=True):
     """What one check found. index -1 means ready: the worker has its setup and takes jobs."""
 
     index: int  # into the job's checks
@@ -68,7 +67,7 @@ _encoder = msgspec.msgpack.Encoder()
 decode_item = msgspec.msgpack.Decoder(Item).decode
 decode_setup = msgspec.msgpack.Decoder(Setup).decode
 decode_job = msgspec.msgpack.Decoder(Job).decode
-decode_verdict = msgspec.msgpack.Decoder(Verdict).decode
+decode_result = msgspec.msgpack.Decoder(CheckResult).decode
 
 
 def encode_item(item: Item) -> bytes:
@@ -83,7 +82,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not JSON-able")
 
 
-def frame(message: Setup | Job | Verdict) -> bytes:
+def frame(message: Setup | Job | CheckResult) -> bytes:
     body = _encoder.encode(message)
     return len(body).to_bytes(_HEAD, "little") + body
 

@@ -2,15 +2,16 @@
 one Score each.
 
 A score is the weighted sum of its parts. Each part of each rollout is a check in a worker process
-(rewards.pool.pool) while the loop goes on; a check that hangs, dies or raises costs that one part
-of that one rollout: it is labelled and counts as the least that the part can give, so that it is
-never worth more than a wrong answer. For a reward function, whose least value nobody knows, that is
-`failed`, or the least that it gave in the same call (core.scores). Parts of kind "model" are not
-scored here: the trainer evaluates the reward model, and the loop adds its ScorePart. Events:
-reward.timeout, reward.error, reward.invalid (one per labelled part, with the rollout and the
-reason); warn.tests_decided_inside (per call and part: `count` tests of code that the tested
-programs could forge); sandbox.call_refused (one per part whose programs made such system calls, by
-name and with counts); those of rewards.pool.pool and of rewards.sandbox.executors.choose_mode.
+(rewards.pool.pool); the event loop stays free. A check that hangs, dies or raises costs
+that one part of that one rollout. It is labelled and counts as the least that the part can give, so
+it is never worth more than a wrong answer. For a reward function, whose least value is not known,
+that is `failed`, or the least that it gave in the same call (core.scores). Parts of kind "model"
+are not scored here: the trainer evaluates the reward model, and the loop adds its ScorePart.
+Events: reward.timeout, reward.error and reward.invalid, one per labelled part, with the rollout and
+the reason. warn.tests_decided_inside, per call and part: `count` tests of code that the tested
+programs could forge. sandbox.call_refused, one per part whose programs made such system calls, by
+name and with counts. Those of rewards.pool.pool and of rewards.sandbox.executors.choose_mode come
+as well.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gyre.core.events import Emit
 from gyre.core.records import Rollout, Score, ScorePart
 from gyre.core.scores import lower_failed_parts
 from gyre.rewards.config import RewardsConfig
-from gyre.rewards.messages import Item, Setup, Verdict, encode_item
+from gyre.rewards.messages import CheckResult, Item, Setup, encode_item
 from gyre.rewards.pool.pool import Pool, Ticket
 from gyre.rewards.sandbox.executors import choose_mode
 
@@ -66,16 +67,16 @@ class RuleScorer:
 
     async def score(self, rollouts: Sequence[Rollout], *, deadline_s: float) -> Sequence[Score]:
         called_s = self._clock()
-        verdicts: dict[tuple[int, int], Verdict] = {}
+        results: dict[tuple[int, int], CheckResult] = {}
         tickets: list[Ticket] = []
         for index, rollout in enumerate(rollouts):
             try:
                 item = encode_item(self._item(rollout))
             except (TypeError, ValueError, RecursionError) as error:
-                bad = Verdict(
+                bad = CheckResult(
                     index=0, reason=f"the task is no plain data: {error}", outcome="error"
                 )
-                verdicts.update({(index, part): bad for part in range(len(self._parts))})
+                results.update({(index, part): bad for part in range(len(self._parts))})
                 continue
             tickets += [
                 Ticket(rollout=index, part=part, item=item) for part in range(len(self._parts))
@@ -83,23 +84,21 @@ class RuleScorer:
         if tickets and self.pool is not None:
             await self.pool.run(tickets, deadline_s=deadline_s)
         for ticket in tickets:
-            assert ticket.verdict is not None
-            verdicts[ticket.rollout, ticket.part] = ticket.verdict
-        self._tell_decided_inside(verdicts)
+            assert ticket.result is not None
+            results[ticket.rollout, ticket.part] = ticket.result
+        self._tell_decided_inside(results)
         scores = [
-            self._sum(
-                rollout, [verdicts[index, part] for part in range(len(self._parts))], called_s
-            )
+            self._sum(rollout, [results[index, part] for part in range(len(self._parts))], called_s)
             for index, rollout in enumerate(rollouts)
         ]
         return lower_failed_parts(scores)
 
-    def _tell_decided_inside(self, verdicts: Mapping[tuple[int, int], Verdict]) -> None:
-        """One event per part and call: its tests that a program could forge."""
+    def _tell_decided_inside(self, results: Mapping[tuple[int, int], CheckResult]) -> None:
+        """Emit one event per part and call with its tests that a program could forge."""
         for place, part in enumerate(self._parts):
             counts = [
                 each.decided_inside
-                for (_, at), each in verdicts.items()
+                for (_, at), each in results.items()
                 if at == place and each.decided_inside
             ]
             if counts:
@@ -120,17 +119,17 @@ class RuleScorer:
             num_tokens=int(rollout.sampled.sum()),
         )
 
-    def _sum(self, rollout: Rollout, verdicts: Sequence[Verdict], called_s: float) -> Score:
+    def _sum(self, rollout: Rollout, results: Sequence[CheckResult], called_s: float) -> Score:
         parts = tuple(
             ScorePart(
                 name=part.name,
-                value=verdict.value if verdict.outcome == "ok" else part.failed_value,
+                value=result.value if result.outcome == "ok" else part.failed_value,
                 weight=part.weight,
-                reason=verdict.reason,
-                seconds=max(0.0, verdict.ended_s - verdict.started_s),
-                outcome=cast(Literal["ok", "timeout", "error", "invalid"], verdict.outcome),
+                reason=result.reason,
+                seconds=max(0.0, result.ended_s - result.started_s),
+                outcome=cast(Literal["ok", "timeout", "error", "invalid"], result.outcome),
             )
-            for part, verdict in zip(self._parts, verdicts, strict=True)
+            for part, result in zip(self._parts, results, strict=True)
         )
         for part in parts:
             if part.outcome != "ok":
@@ -140,15 +139,15 @@ class RuleScorer:
                     rollout=rollout.rollout_id,
                     reason=part.reason,
                 )
-        for part, verdict in zip(parts, verdicts, strict=True):
-            if verdict.refused_calls:
-                calls = verdict.refused_calls
+        for part, result in zip(parts, results, strict=True):
+            if result.refused_calls:
+                calls = result.refused_calls
                 self._emit(
                     "sandbox.call_refused", part=part.name, rollout=rollout.rollout_id, calls=calls
                 )
-        begun = [verdict.started_s for verdict in verdicts if verdict.ended_s]
-        ended = [verdict.ended_s for verdict in verdicts if verdict.ended_s]
-        whole = len(ended) == len(verdicts) and ended
+        begun = [result.started_s for result in results if result.ended_s]
+        ended = [result.ended_s for result in results if result.ended_s]
+        whole = len(ended) == len(results) and ended
         return Score(
             rollout_id=rollout.rollout_id,
             value=float(sum(part.weight * part.value for part in parts)),

@@ -22,8 +22,8 @@ Comparing, `how`:
              mathematics: the same words. Anything else: the same words or latex
 
 docs/rewards.md lists what counts as a number, a percentage, a unit and an option, and the
-tolerance. math-verify can compute without end on a few characters (a tower of exponents), so
-`compare` belongs in a process that can be killed; all else here is linear in the text.
+tolerance. math-verify can compute without end on a few characters (a tower of exponents). So
+`compare` belongs in a process that can be killed. All else here is linear in the text.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def compare(
     if theirs is not None:
         ours = read_number(answer, question)
         if ours is not None:
-            return _verdict(
+            return _match(
                 same_number(ours, theirs, tolerance=tolerance, question=question), answer, label
             )
         if how != "latex":
@@ -236,12 +236,12 @@ def _compare_words(answer: str, label: str, question: str) -> Match | None:
     """Decide what needs no mathematics, or return None."""
     letter = read_label(label)
     if letter is not None:
-        return _verdict(read_option(answer, question) == letter, answer, label)
+        return _match(read_option(answer, question) == letter, answer, label)
     if _same_words(answer, label):
         return Match(outcome="right", reason=f"{_short(answer)} is the answer")
     theirs, ours = _BASED.fullmatch(label.strip()), _BASED.fullmatch(bare(answer))
     if theirs and ours:
-        return _verdict(ours.groups() == theirs.groups(), answer, label)
+        return _match(ours.groups() == theirs.groups(), answer, label)
     texts = (_DATE_OR_TIME, _VERSION_OR_SCORE, _NAME_OR_MEASURE)
     if any(one.fullmatch(label.strip()) for one in texts) or not _MATHEMATICAL.search(label):
         return _wrong(answer, label)
@@ -272,7 +272,7 @@ def _compare_latex(answer: str, label: str, *, label_is_text: bool) -> Match:
         return Match(
             outcome="unreadable answer", reason=f"{_short(answer)} cannot be read as mathematics"
         )
-    return _verdict(bool(verify(theirs, ours, timeout_seconds=None)), answer, label)
+    return _match(bool(verify(theirs, ours, timeout_seconds=None)), answer, label)
 
 
 def _parse_latex(text: str) -> list[Any]:
@@ -299,7 +299,7 @@ def _parse_label(label: str) -> list[Any]:
     return _parse_latex(label)
 
 
-def _verdict(right: bool, answer: str, label: str) -> Match:
+def _match(right: bool, answer: str, label: str) -> Match:
     return (
         Match(outcome="right", reason=f"{_short(answer)} equals {_short(label)}")
         if right

@@ -74,8 +74,8 @@ def _unwrap(text: str) -> str:
 
 
 def _balanced(text: str) -> bool:
-    """Whether every closing brace has its opening one before it; escaped braces are no braces but a
-    set's: False."""
+    """Check that every closing brace has its opening one before it. Escaped braces are a set's, and
+    give False."""
     depth = 0
     for letter in text.replace("\\{", "}"):
         depth += (letter == "{") - (letter == "}")

@@ -179,7 +179,7 @@ def _scaled(number: WrittenNumber, scale: str) -> WrittenNumber:
 def same_number(
     ours: WrittenNumber, theirs: WrittenNumber, *, tolerance: float, question: str = ""
 ) -> bool:
-    """Whether an answer is the label. tolerance: relative, for labels that are not whole; see
+    """Compare an answer with the label. tolerance: relative, for labels that are not whole; see
     docs/rewards.md."""
     if ours.unit is not None and not _unit_fits(ours.unit, theirs, question):
         return False
@@ -228,7 +228,8 @@ def _equal(
 
 
 def _is_shown(number: WrittenNumber, question: str) -> bool:
-    """Whether the question has the number as the answer writes it, a fraction in any spelling."""
+    """Check that the question has the number as the answer writes it, a fraction in any
+    spelling."""
     wanted = [re.escape(number.written)]
     if number.form == "fraction":
         above, below = abs(number.value.numerator), number.value.denominator

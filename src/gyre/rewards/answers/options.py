@@ -49,7 +49,8 @@ def read_option(answer: str, question: str = "") -> str | None:
 
 
 def _shown(letter: str, question: str) -> list[str]:
-    """What the question writes behind this letter's mark, each time to the next letter's mark."""
+    """List what the question writes behind this letter's mark, each time up to the next letter's
+    mark."""
     marks = list(_MARK.finditer(question))
     ends = [mark.start() for mark in marks[1:]] + [len(question)]
     return [

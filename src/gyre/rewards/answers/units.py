@@ -1,10 +1,10 @@
 """Units: what may stand after the number of an answer. In: the words after it, the question. Out: a
 Unit, or None.
 
-A unit is: a unit or currency of the list below, also as "km/h", "cm^2", "square metres", "miles per
-hour"; a word of the question ("42 sheep"); a plural of one word ("42 apples"). Words that change
-the number ("dozen", "halves", "percent", "squared") or doubt it ("not", "or") are none; some
-plurals ("squares", "pairs") are units only of a question that has them.
+A unit is a unit or currency of the list below, also as "km/h", "cm^2", "square metres", "miles per
+hour". A word of the question ("42 sheep") and a plural of one word ("42 apples") are units as well.
+Words that change the number ("dozen", "halves", "percent", "squared") or doubt it ("not", "or") are
+none. Some plurals ("squares", "pairs") are units only of a question that has them.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ def units_of(question: str) -> frozenset[tuple[str, str]]:
 
 
 def contradicts(unit: Unit, question: str) -> bool:
-    """Whether the question names units of this dimension and this one is not among them (cents for
-    dollars).
+    """Check that the question names units of this dimension without this one (cents for dollars).
 
     "How many hours" asks for that one, whatever other unit the question gives.
     """

@@ -6,9 +6,9 @@ Out: one Assertion per assert.
 Of `abs(f(3) - 7) < 1e-6` only `f(3)` goes into the sandbox; its value comes out and takes the place
 of the call. What goes in is the largest call, or attribute of one, that begins with a name unknown
 to rewards.code.judging. Statements between the asserts run inside; names that stand for plain
-values are replaced by them. Where an assert leaves nothing to judge outside (a helper's own
-verdict, values of two functions compared, a lambda, try), it runs whole inside, and the program can
-forge it. Pure.
+values are replaced by them. Some asserts leave nothing to judge outside: a helper's own result,
+values of two functions compared, a lambda, try. They run whole inside, and the program can forge
+them. Pure.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def _tests_within(statement: ast.stmt) -> bool:
 
 
 def _is_test(function: ast.FunctionDef) -> bool:
-    """As pytest finds one, where it needs nothing of pytest, and where its statements can stand in
-    a module."""
+    """Recognize a test as pytest finds one, if it needs nothing of pytest and its statements can
+    stand in a module."""
     leaves = (ast.Return, ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal)
     alone = ast.unparse(function.args) == "" and not function.decorator_list
     return (
@@ -610,8 +610,8 @@ def _callee(node: ast.AST) -> str:
 
 
 def _calls_within(node: ast.AST) -> Iterator[ast.Call]:
-    """All calls in a chain and in its arguments, but those of judging's own functions and of
-    standard modules."""
+    """Yield all calls in a chain and in its arguments, except those of judging's own functions and
+    of standard modules."""
     for each in ast.walk(node):
         if (
             isinstance(each, ast.Call)
@@ -657,7 +657,7 @@ def _defines(statement: ast.FunctionDef | ast.Import | ast.ImportFrom) -> set[st
 
 
 def _tells(tree: ast.expr) -> bool:
-    """Whether the label in a tree is more than a truth value, which a patched helper could give
+    """Check that the label in a tree is more than a truth value, which a patched helper could give
     without the work."""
     constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     return not isinstance(tree, ast.Name) and any(
@@ -671,11 +671,11 @@ def _tells(tree: ast.expr) -> bool:
 
 
 def ask_inside(assertion: Assertion, objects: set[str], *, last: bool) -> Assertion:
-    """The assertion, when these of its values turned out to be objects; itself where nothing
-    changes.
+    """Rewrite the assertion after these of its values turned out to be objects. Returns it as it is
+    where nothing changes.
 
     Functions, methods and subscripts of an object are asked inside, and the answer is judged. An
-    instance of a class that the test names has operators of its own, so an assert with those, or in
+    instance of a class that the test names has operators of its own. So an assert with those, or in
     the last round, runs whole inside. An object that a function returned equals no label, else a
     program could return one that equals all.
     """

@@ -54,7 +54,7 @@ from gyre.rewards.sandbox.records import Limits, Program, ProgramResult
 
 __all__ = [
     "Case",
-    "CodeVerdict",
+    "CodeResult",
     "RunProgram",
     "UnreadableTests",
     "extract_program",
@@ -83,7 +83,7 @@ class Case:
 
     @property
     def is_decided_inside(self) -> bool:
-        """Whether the sandbox decides it, so that the program could forge it."""
+        """True when the sandbox decides it, so that the program could forge it."""
         return self.assertion is not None and self.assertion.tree is None
 
 
@@ -98,7 +98,7 @@ class _Told:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodeVerdict:
+class CodeResult:
     """How many of the tests passed, and what became of the others."""
 
     passed: int
@@ -127,8 +127,8 @@ class CodeVerdict:
 
 
 def extract_program(text: str) -> str | None:
-    """The last fenced block of the last <answer>, or of what follows the thinking, or of the text;
-    an answer without a fence is taken as it is."""
+    """Take the last fenced block of the last <answer>, or of what follows the thinking, or of the
+    text. An answer without a fence is taken as it is."""
     start = text.rfind("<answer>")
     if start >= 0:
         end = text.find("</answer>", start)
@@ -237,7 +237,7 @@ def run_tests(
     limits: Limits,
     budget_s: float,
     tolerance: float = 1e-6,
-) -> CodeVerdict:
+) -> CodeResult:
     """Run a program against its tests, within `budget_s` seconds for all of them together."""
     end_s = time.monotonic() + budget_s
     faults: dict[int, str | None] = {}
@@ -262,7 +262,7 @@ def run_tests(
         {index: _call_fault(case, told, scope) for index, case in enumerate(cases) if case.calls}
     )
     failed = {index: fault for index, fault in sorted(faults.items()) if fault is not None}
-    return CodeVerdict(
+    return CodeResult(
         passed=len(cases) - len(failed),
         total=len(cases),
         faults=_describe(failed),
@@ -283,7 +283,7 @@ def _ask_inside(case: Case, told: _Told, *, last: bool) -> Case:
 
 
 def _describe(failed: Mapping[int, str]) -> tuple[str, ...]:
-    """One sentence per kind of fault, naming its tests."""
+    """Write one sentence per kind of fault, naming its tests."""
     tests: dict[str, list[str]] = {}
     for index, fault in failed.items():
         tests.setdefault(fault, []).append(str(index + 1))
@@ -323,7 +323,7 @@ def same_output(got: str, wanted: str, tolerance: float) -> bool:
 
 
 def _close_words(ours: str, theirs: str, tolerance: float) -> bool:
-    """Both are decimals and nearly the same; whole numbers must be the same word."""
+    """Compare two words as decimals within the tolerance. Whole numbers must be the same word."""
     if not ("." in theirs or "e" in theirs.lower()):
         return False
     try:
@@ -350,7 +350,7 @@ def _make_calls(
 def _start(
     source: str, calls: Sequence[HarnessCall], run: RunProgram, limits: Limits, told: _Told
 ) -> int:
-    """One start of the harness. Returns how many of the calls have their value, or none to come."""
+    """Start the harness once. Returns how many of the calls have their value, or none to come."""
     harness = (
         importlib.resources.files("gyre.rewards.code")
         .joinpath("harness.py")

@@ -1,10 +1,10 @@
-"""Harness: runs inside the sandbox as the program; calls the function under test and tells what it
-returned.
+"""Harness: runs inside the sandbox as the program; calls the function under test and reports what
+it returned.
 
 In (stdin): JSON {"source", "calls", "token"}, a call is {"call": name, "args", "kwargs"},
 {"expression"}, {"statement"} or {"check"}. Out (stdout): one JSON list when a call has ended:
 [token, "value", index, wire form], or [token, "error", index, text]. Expected values never come in
-here, so the code under test cannot read them, print them or end the process to pass; only a
+here. So the code under test cannot read them, print them or end the process to pass. Only a
 {"check"} (a test that rewards.code.asserts cannot split) is decided here. Lines without the token
 are not ours. Standard library only. Sent as text by rewards.code.code; never imported by Gyre.
 """

@@ -3,7 +3,7 @@ Past 500 lines: the kinds of expression call each other. In: an expression tree,
 WorkBudget. Out: whether it holds.
 
 The tree is the task's, the values are the tested program's. So only the functions and methods below
-are known, each with a bound on its cost, and none of them calls anything that a value brings along.
+are known, each with a bound on its cost. None of them calls anything that a value brings along.
 Decimals are compared by == within the tolerance; every other comparison is exact.
 """
 
@@ -74,7 +74,7 @@ class Scope:
 
 
 def _items(value: Any) -> Sequence[Any]:
-    """What iterating over a value gives."""
+    """List what iterating over a value gives."""
     if isinstance(value, Set):
         return value.elements
     if isinstance(value, Dict):
@@ -347,8 +347,8 @@ _ORDERS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def _size(value: Any) -> int:
-    """What one pass over a value costs, in units of the meter; its parts are charged where they are
-    compared."""
+    """Compute what one pass over a value costs, in units of the budget. Its parts are charged where
+    they are compared."""
     return 3 * len(value) if isinstance(value, list | tuple | Set | Dict | range) else 0
 
 
@@ -405,7 +405,7 @@ def _compare(sign: ast.cmpop, a: Any, b: Any, scope: Scope, label: str) -> bool:
 
 
 def needs_object(node: ast.expr, objects: set[str]) -> bool:
-    """Whether an expression asks more of one of the objects (by name) than its truth and
+    """Check that an expression asks more of one of the objects (by name) than its truth and
     identity."""
     if isinstance(node, ast.Name):
         return False
@@ -421,7 +421,7 @@ def needs_object(node: ast.expr, objects: set[str]) -> bool:
 
 
 def compares_two(tree: ast.expr, objects: set[str]) -> bool:
-    """Whether an object is compared with another."""
+    """Check that an object is compared with another."""
     sides = [
         [each.left, *each.comparators] for each in ast.walk(tree) if isinstance(each, ast.Compare)
     ]

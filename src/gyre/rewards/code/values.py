@@ -1,10 +1,10 @@
 """Values: what a tested program returned, as plain data from the sandbox. In: the harness's wire
 form. Out: bounded Python values, their equality, a short text of them.
 
-The wire form is JSON without objects: None, booleans, numbers and strings stand for themselves; a
-list is [tag, content…], the tags are in `_decode_tagged` and in rewards.code.harness. Nothing from
-outside is hashed: a set is a `Set`, a dict is a `Dict`, and both are compared by sorting, so that
-elements of one hash cost no more than others. A `WorkBudget` bounds the work for one completion.
+The wire form is JSON without objects. None, booleans, numbers and strings stand for themselves. A
+list is [tag, content…]; the tags are in `_decode_tagged` and in rewards.code.harness. Nothing from
+outside is hashed: a set is a `Set`, a dict is a `Dict`. Both are compared by sorting, so elements
+of one hash cost no more than others. A `WorkBudget` bounds the work for one completion.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Opaque:
 
 
 def holds_object(value: Any) -> bool:
-    """Whether an Opaque is in the value."""
+    """Check that an Opaque is in the value."""
     if isinstance(value, Dict):
         return any(holds_object(part) for pair in value.pairs for part in pair)
     return isinstance(value, Opaque) or (
@@ -207,11 +207,11 @@ def native(value: Any) -> Any:
 
 
 def same(got: Any, wanted: Any, tolerance: float = 0.0, *, loose: bool = False) -> bool:
-    """Python's ==, with decimals within the tolerance, relative to `wanted`, absolute where that is
-    0.
+    """Compare as Python's == does, but decimals within the tolerance: relative to `wanted`,
+    absolute where that is 0.
 
-    `loose`: wanted came from JSON, so a tuple or set may stand for a list, a key for its text, and
-    a whole number that is near for a decimal.
+    `loose`: wanted came from JSON. So a tuple or set may stand for a list, a key for its text, and
+    a near whole number for a decimal.
     """
     if isinstance(wanted, float) and isinstance(got, int | float):
         return _close(got, wanted, tolerance) if loose or isinstance(got, float) else got == wanted

@@ -71,7 +71,7 @@ def restrict_mount(target: str, attributes: int, *, recursive: bool) -> None:
 
 
 def pivot_into(new_root: str) -> None:
-    """Make `new_root` the root and let go of the old one."""
+    """Make `new_root` the root and unmount the old one."""
     os.chdir(new_root)
     _check(_libc.pivot_root(b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", MNT_DETACH), "umount2")

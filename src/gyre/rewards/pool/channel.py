@@ -1,7 +1,7 @@
 """Channel: the scorer's ends of the sockets to its processes, on the event loop. In: frames and
 orders to send. Out: frames and messages, by callback, in the loop's thread.
 
-`Channel` talks to one worker, `WorkerServer` to the fork server of the workers. Neither decides
+`Channel` talks to one worker, `WorkerForkServer` to the fork server of the workers. Neither decides
 anything.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from gyre.rewards.fork_server import client
 from gyre.rewards.fork_server.client import ForkServerProcess
 from gyre.rewards.fork_server.connection import Ended, make_pair
-from gyre.rewards.messages import MOST_VERDICT_BYTES, take_frame
+from gyre.rewards.messages import MOST_RESULT_BYTES, take_frame
 
 CLOSE_S = 3.0
 END_S = 1.0  # for a process that has hung up to end
@@ -62,7 +62,7 @@ class Channel:
             self._loop.remove_reader(self._end)
         bodies, broken = [], False
         try:
-            while (body := take_frame(self._incoming, most_bytes=MOST_VERDICT_BYTES)) is not None:
+            while (body := take_frame(self._incoming, most_bytes=MOST_RESULT_BYTES)) is not None:
                 bodies.append(body)
         except ValueError:
             broken = True
@@ -86,7 +86,7 @@ class Channel:
         self._loop.remove_writer(self._end)
 
 
-class WorkerServer:
+class WorkerForkServer:
     """The fork server of the workers, under its supervisor. Starts when made.
 
     `log` takes what the workers print, up to `log_bytes`; "" is stderr.

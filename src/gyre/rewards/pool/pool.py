@@ -1,16 +1,16 @@
 """Pool: worker processes that are killed on time. In: tickets (one check each). Out: every ticket
-with its verdict.
+with its result.
 
-    run ──▶ batches waiting ──▶ idle worker ──▶ verdicts one by one ──▶ the call is done
+    run ──▶ batches waiting ──▶ idle worker ──▶ results one by one ──▶ the call is done
                    ▲                 │ silent over the limit, or dead
-                   └── what is left ─┘ the first check without a verdict is to blame;
+                   └── what is left ─┘ the first check without a result is to blame;
                                      the worker is replaced
 
-A worker that is killed from outside (SIGKILL, as by the out-of-memory killer, or SIGTERM) costs no
-verdict the first time: the check that it was at is done once more. What comes from a worker and is
-no verdict on the check that it is at is blamed on that check. A worker in which rewards leave too
-much memory or too many processes is replaced. Waits and their owners: a check by its part's limit,
-a call by its deadline, the workers' start by the call's deadline. Only the loop's thread touches a
+A worker may be killed from outside (SIGKILL, as by the out-of-memory killer, or SIGTERM). The first
+time that costs no result: the check that it was at is retried. What comes from a worker and is no
+result on the check that it is at is blamed on that check. A worker in which rewards leave too much
+memory or too many processes is replaced. Waits and their owners: a check by its part's limit, a
+call by its deadline, the workers' start by the call's deadline. Only the loop's thread touches a
 pool. Events: reward.worker_replaced, reward.retried, reward.fork_server_replaced,
 reward.fork_server_killed, reward.output_dropped.
 """
@@ -32,8 +32,8 @@ from gyre.core.errors import DeadlineError
 from gyre.core.events import Emit
 from gyre.rewards.checks import QUICK
 from gyre.rewards.fork_server.connection import Ended
-from gyre.rewards.messages import OUTCOMES, READY, Job, Setup, Verdict, decode_verdict, frame
-from gyre.rewards.pool.channel import Channel, WorkerServer
+from gyre.rewards.messages import OUTCOMES, READY, CheckResult, Job, Setup, decode_result, frame
+from gyre.rewards.pool.channel import Channel, WorkerForkServer
 
 _MOST_CHECKS = 128  # per batch, so that no worker sits on work that another could do
 _MOST_TRIES = 3  # of a check while the fork server dies
@@ -50,14 +50,14 @@ class Ticket:
     rollout: int  # index in the call
     part: int  # index in the setup's parts
     item: bytes  # encoded Item
-    verdict: Verdict | None = None
+    result: CheckResult | None = None
     tries: int = 0
     retried: bool = False  # its worker was killed from outside once
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PoolCall:
-    """The tickets of one `run`; `done` is set when each has a verdict."""
+    """The tickets of one `run`; `done` is set when each has a result."""
 
     tickets: list[Ticket]
     left: int
@@ -70,7 +70,7 @@ class Batch:
 
     call: PoolCall
     tickets: list[Ticket]
-    next: int = 0  # the first ticket without a verdict
+    next: int = 0  # the first ticket without a result
 
     @property
     def current(self) -> Ticket:
@@ -86,7 +86,7 @@ class Worker:
         self.ready = False
         self.batch: Batch | None = None
         self.token = b""  # of the job that it has
-        self.heard_s = 0.0  # loop time of the last verdict
+        self.heard_s = 0.0  # loop time of the last result
         self.timer: asyncio.TimerHandle | None = None
 
 
@@ -117,20 +117,22 @@ class Pool:
         self._names = 0
         self._false_starts = 0  # processes that ended before they were ready, one after the other
         self._closed = False
-        self._fault: DeadlineError | None = None  # why there will be no verdicts any more
+        self._fault: DeadlineError | None = None  # why there will be no results any more
         self._loop: asyncio.AbstractEventLoop | None = None
         self._log = log
         kept_bytes = log.stat().st_size if log is not None and log.is_file() else 0
         self._log_bytes = kept_bytes + num_workers * LOG_BYTES_PER_WORKER
         self.server = self._start_server()
 
-    def _start_server(self) -> WorkerServer:
-        return WorkerServer(self._libraries, log=str(self._log or ""), log_bytes=self._log_bytes)
+    def _start_server(self) -> WorkerForkServer:
+        return WorkerForkServer(
+            self._libraries, log=str(self._log or ""), log_bytes=self._log_bytes
+        )
 
     # ---- calls
 
     async def run(self, tickets: list[Ticket], *, deadline_s: float) -> None:
-        """Return when every ticket has a verdict; after the deadline the missing ones have
+        """Return when every ticket has a result; after the deadline the missing ones have
         "timeout"."""
         self._attach()
         if self._fault is not None:
@@ -178,9 +180,9 @@ class Pool:
             self._replace(worker, why)
         _give_up(call, why)
 
-    def _settle(self, batch: Batch, verdict: Verdict) -> None:
-        """Give the batch's current ticket its verdict."""
-        batch.current.verdict = verdict
+    def _settle(self, batch: Batch, result: CheckResult) -> None:
+        """Give the batch's current ticket its result."""
+        batch.current.result = result
         batch.next += 1
         batch.call.left -= 1
         if batch.call.left == 0:
@@ -191,7 +193,7 @@ class Pool:
         assert worker.batch is not None and self._loop is not None
         now_s = self._loop.time()
         self._settle(
-            worker.batch, Verdict(worker.batch.next, 0.0, why, outcome, worker.heard_s, now_s)
+            worker.batch, CheckResult(worker.batch.next, 0.0, why, outcome, worker.heard_s, now_s)
         )
 
     # ---- work
@@ -236,28 +238,28 @@ class Pool:
         self._replace(worker, why)
 
     def _hear(self, worker: Worker, bodies: list[bytes], broken: bool) -> None:
-        """Hand each verdict to its ticket; an idle worker gets new work. `broken`: what comes next
+        """Hand each result to its ticket; an idle worker gets new work. `broken`: what comes next
         is no frame."""
         assert self._loop is not None
         for body in bodies:
-            verdict = _read_verdict(body)
-            if verdict is not None and verdict.index == READY and not worker.ready:
+            result = _read_result(body)
+            if result is not None and result.index == READY and not worker.ready:
                 worker.ready = True
                 self._false_starts = 0
                 continue
             batch = worker.batch
             if (
-                verdict is None
+                result is None
                 or batch is None
-                or (verdict.token, verdict.index) != (worker.token, batch.next)
+                or (result.token, result.index) != (worker.token, batch.next)
             ):
                 broken = True
                 break
-            self._settle(batch, verdict)
+            self._settle(batch, result)
             if batch.next == len(batch.tickets):
                 worker.batch = None
-            if verdict.worn:
-                self._replace(worker, verdict.worn)
+            if result.worn:
+                self._replace(worker, result.worn)
                 self._dispatch()
                 return
         worker.heard_s = self._loop.time()
@@ -400,7 +402,7 @@ class Pool:
         return True
 
     def _end_all(self, fault: DeadlineError) -> None:
-        """There will be no verdicts any more: end every call with the reason, those to come too."""
+        """There will be no results any more: end every call with the reason, those to come too."""
         for worker in list(self._workers.values()):
             self._forget(worker)
         self._waiting.clear()
@@ -429,20 +431,20 @@ class Pool:
 
 
 def _give_up(call: PoolCall, why: str) -> None:
-    """What has no verdict yet timed out."""
+    """Mark each ticket without a result as timed out."""
     for index, ticket in enumerate(call.tickets):
-        if ticket.verdict is None:
-            ticket.verdict = Verdict(index=index, reason=why, outcome="timeout")
+        if ticket.result is None:
+            ticket.result = CheckResult(index=index, reason=why, outcome="timeout")
     call.done.set()
 
 
-def _read_verdict(body: bytes) -> Verdict | None:
-    """None for what is no verdict of ours."""
+def _read_result(body: bytes) -> CheckResult | None:
+    """Decode a result. None for anything else."""
     try:
-        verdict = decode_verdict(body)
+        result = decode_result(body)
     except msgspec.DecodeError:
         return None
-    return verdict if verdict.outcome in OUTCOMES and math.isfinite(verdict.value) else None
+    return result if result.outcome in OUTCOMES and math.isfinite(result.value) else None
 
 
 def libraries(setup: Setup) -> list[str]:

@@ -24,11 +24,11 @@ from gyre.core.errors import InputError
 from gyre.core.records import Rollout
 from gyre.rewards.config import RewardsConfig
 from gyre.rewards.messages import (
-    MOST_VERDICT_BYTES,
+    MOST_RESULT_BYTES,
+    CheckResult,
     Item,
     Setup,
-    Verdict,
-    decode_verdict,
+    decode_result,
     encode_item,
     frame,
     take_frame,
@@ -85,11 +85,11 @@ def check_reward_function(
         for item in items:
             case = f"on the completion {_short(item.text)} of the task {_short(item.task)}"
             body = _encode(item, case)
-            verdict = _hear(
+            result = _hear(
                 process, len(body).to_bytes(4, "little") + body, limit_s, fn, case, printed
             )
-            if verdict.outcome != "ok":
-                said = verdict.reason.removeprefix(f"{fn} ")
+            if result.outcome != "ok":
+                said = result.reason.removeprefix(f"{fn} ")
                 raise InputError(f"reward function {fn!r}: {said}, {case}", hint=_HINT)
     finally:
         with contextlib.suppress(ProcessLookupError):  # it and all that it started have ended
@@ -129,8 +129,8 @@ def _hear(
     fn: str,
     case: str,
     printed: BoundedLog,
-) -> Verdict:
-    """Send one request and wait for its verdict, `limit_s` at most."""
+) -> CheckResult:
+    """Send one request and wait for its result, `limit_s` at most."""
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     buffer, body, end_s = bytearray(), None, time.monotonic() + limit_s
     with selectors.DefaultSelector() as selector, contextlib.suppress(BrokenPipeError):
@@ -156,26 +156,26 @@ def _hear(
             hint=_HINT,
         )
     try:
-        verdict = decode_verdict(body)
+        result = decode_result(body)
     except msgspec.DecodeError as error:
         raise _strange(fn, case) from error
-    if verdict.index < 0 and verdict.outcome != "ok":
+    if result.index < 0 and result.outcome != "ok":
         raise InputError(
-            verdict.reason, hint="run from the folder that holds the module, or install it"
+            result.reason, hint="run from the folder that holds the module, or install it"
         )
-    return verdict
+    return result
 
 
 def _take(buffer: bytearray, fn: str, case: str) -> bytes | None:
     try:
-        return take_frame(buffer, most_bytes=MOST_VERDICT_BYTES)
+        return take_frame(buffer, most_bytes=MOST_RESULT_BYTES)
     except ValueError as error:
         raise _strange(fn, case) from error
 
 
 def _strange(fn: str, case: str) -> InputError:
     return InputError(
-        f"reward function {fn!r} wrote to the channel that its verdicts go by {case}", hint=_HINT
+        f"reward function {fn!r} wrote to the channel that its results go by {case}", hint=_HINT
     )
 
 

@@ -1,6 +1,6 @@
-"""Worker: the processes that judge. In: a setup, jobs. Out: a verdict for each check.
+"""Worker: the processes that judge. In: a setup, jobs. Out: a result for each check.
 
-    scorer ── Start + channel, Kill ──▶ fork server ──fork──▶ worker ◀─ Job / Verdict ─▶ scorer
+    scorer ── Start + channel, Kill ──▶ fork server ──fork──▶ worker ◀─ Job / CheckResult ─▶ scorer
            ◀── Ended ──────────────────
 
 The fork server loads the libraries once and runs no reward, so a killed worker costs little. When
@@ -35,9 +35,9 @@ from gyre.rewards.function import load_function, place_of
 from gyre.rewards.messages import (
     MOST_REASON_CHARS,
     READY,
+    CheckResult,
     Item,
     Setup,
-    Verdict,
     decode_item,
     decode_job,
     decode_setup,
@@ -99,7 +99,7 @@ def serve(channel: socket.socket) -> None:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         # programs in the sandbox have their own
         resource.setrlimit(resource.RLIMIT_AS, (setup.memory_bytes, hard))
-    known = bytearray()  # verdicts not yet told
+    known = bytearray()  # results not yet told
 
     def tell() -> None:
         channel.sendall(known)
@@ -113,7 +113,7 @@ def serve(channel: socket.socket) -> None:
         os._exit(0)  # a module forked while it was imported, and this is the copy
     quick = [part["kind"] in QUICK for part in setup.parts]
     wear = Wear(setup.memory_bytes)
-    channel.sendall(frame(Verdict(index=READY)))
+    channel.sendall(frame(CheckResult(index=READY)))
     while True:
         body = _next_frame(channel, buffer)
         if body is None:
@@ -124,12 +124,12 @@ def serve(channel: socket.socket) -> None:
                 tell()
             if place not in items:
                 items[place] = decode_item(job.items[place])
-            verdict = judge(index, checks[part], items[place], token=job.token)
+            result = judge(index, checks[part], items[place], token=job.token)
             worn = wear.reason() if not quick[part] or index + 1 == len(job.checks) else ""
-            verdict = msgspec.structs.replace(
-                verdict, decided_inside=sum(inside), refused_calls=dict(refused)
+            result = msgspec.structs.replace(
+                result, decided_inside=sum(inside), refused_calls=dict(refused)
             )
-            known += frame(msgspec.structs.replace(verdict, worn=worn))
+            known += frame(msgspec.structs.replace(result, worn=worn))
             inside.clear()
             refused.clear()
             if worn:
@@ -146,7 +146,7 @@ class Wear:
         self._most_bytes = self._first_bytes + int(_LEAK_SHARE * room_bytes) if memory_bytes else 0
 
     def reason(self) -> str:
-        """Why this worker should be replaced; "" when it can go on."""
+        """Name why this worker should be replaced; "" when it can stay."""
         grown_bytes = _address_space_bytes() - self._first_bytes
         if self._most_bytes and self._first_bytes + grown_bytes > self._most_bytes:
             grown = f"{grown_bytes >> 20} MiB more than at its start"
@@ -189,8 +189,8 @@ def build_checks(
     return [build_check(part, tools) for part in setup.parts]
 
 
-def judge(index: int, check: Check, item: Item, *, token: bytes = b"") -> Verdict:
-    """Run one check. Whatever it raises is its verdict. A copy of this process that the check
+def judge(index: int, check: Check, item: Item, *, token: bytes = b"") -> CheckResult:
+    """Run one check. Whatever it raises is its result. A copy of this process that the check
     forked ends here."""
     started_s, me = time.monotonic(), os.getpid()
     try:
@@ -209,7 +209,7 @@ def judge(index: int, check: Check, item: Item, *, token: bytes = b"") -> Verdic
     if outcome == "ok" and not math.isfinite(value):
         value, reason, outcome = 0.0, f"it gave {value}, no finite number", "invalid"
     reason = reason.encode("utf-8", "replace").decode()[:MOST_REASON_CHARS]
-    return Verdict(index, value, reason, outcome, started_s, time.monotonic(), token)
+    return CheckResult(index, value, reason, outcome, started_s, time.monotonic(), token)
 
 
 def _next_frame(channel: socket.socket, buffer: bytearray) -> bytes | None:
@@ -235,8 +235,8 @@ def preload(libraries: Sequence[str]) -> None:
 def try_function() -> None:
     """Serve as the process in which a reward function is checked before a run.
 
-    In (stdin): Setup, then Items, framed. Out (stdout): one Verdict each, the first (index -1) for
-    the import. Run by rewards.pool.validate.
+    In (stdin): Setup, then Items, framed. Out (stdout): one CheckResult each, the first (index -1)
+    for the import. Run by rewards.pool.validate.
     """
     answers = os.dup(1)
     os.dup2(2, 1)  # what the function prints must not get among the answers
@@ -244,9 +244,9 @@ def try_function() -> None:
     try:
         load_function(part["path"])
     except InputError as error:
-        os.write(answers, frame(Verdict(READY, 0.0, error.message, "error")))
+        os.write(answers, frame(CheckResult(READY, 0.0, error.message, "error")))
         return
-    os.write(answers, frame(Verdict(READY)))
+    os.write(answers, frame(CheckResult(READY)))
     check = build_check(part, Tools())
     index = 0
     while (body := _read_frame()) is not None:

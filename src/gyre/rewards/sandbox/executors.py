@@ -60,7 +60,7 @@ class Cell:
 
     @property
     def pid(self) -> int | None:
-        """Of the server, while there is one."""
+        """Process number of the server, while there is one."""
         return self._server.pid if self._server is not None else None
 
     def start(self) -> None:
@@ -263,12 +263,12 @@ def _probe(mode: Mode) -> str:
 
 
 def _shown_folders() -> list[str]:
-    """Where Python itself lives."""
+    """List the folders that hold Python itself."""
     return sorted({sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.__file__)})
 
 
 def _environment() -> dict[str, str]:
-    """All that programs see of the environment; hashes are fixed so that a program prints the same
+    """Make the whole environment of programs. Hashes are fixed so that a program prints the same
     each time."""
     package = str(Path(__file__).resolve().parents[3])
     path = "/usr/local/bin:/usr/bin:/bin"

@@ -185,7 +185,7 @@ def _exit_code(leave: SystemExit) -> int:
 
 
 def _finish(code: int) -> int:
-    """What the interpreter does at its end: wait for threads, run atexit, flush."""
+    """Do what the interpreter does at its end: wait for threads, run atexit, flush."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

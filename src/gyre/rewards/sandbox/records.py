@@ -17,17 +17,18 @@ What is isolated, by mode (the chosen one is in `Sandbox.isolation` and in the e
 
 In all modes: a fresh process per program; CPU, wall, memory, process, output and file limits; an
 allow-list of system calls (sandbox.syscalls). Other calls answer ENOSYS and are named in
-`ProgramResult.refused_calls`: sockets of families other than UNIX and INET, larger socket buffers
-and pipes, System V and POSIX queues, memfd, namespaces, mounts, tracing.
+`ProgramResult.refused_calls`. Among them are sockets of families other than UNIX and INET, and
+larger socket buffers and pipes. So are System V and POSIX queues, memfd, namespaces, mounts and
+tracing.
 
-CPU and memory are limited per process by the kernel and in sum by a watcher that looks every 20 ms;
-between two looks memory can pass the limit by what 20 ms of writing allow. Memory is that of the
-processes and the kernel memory that sandbox.meter counts: sockets (not counted in weak mode),
-shared mappings, file locks, watched files. Not counted, but bounded by the limits on files and
-processes: pipes (64 MiB for a user), tables of pages and mappings (16 MiB for a process). Where the
-kernel lends no listener (before Linux 5.0, or under another one), refused calls are not named, and
-shared mappings and watched files not counted. No memory cgroup is made. Not protected against: bugs
-of the kernel, timing side channels.
+CPU and memory are limited per process by the kernel, and in sum by a watchdog that looks every 20
+ms. Between two looks memory can pass the limit by what 20 ms of writing allow. Memory is that of
+the processes and the kernel memory that sandbox.meter counts: sockets (not counted in weak mode),
+shared mappings, file locks, watched files. Pipes (64 MiB for a user) and tables of pages and
+mappings (16 MiB for a process) are not counted. The limits on files and processes bound them. Some
+kernels give no listener: before Linux 5.0, or under another listener. Then refused calls are not
+named, and shared mappings and watched files are not counted. No memory cgroup is made. Not
+protected against: bugs of the kernel, timing side channels.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ class ProgramResult:
 def classify(
     code: int, reason: str | None, stderr: str, *, error: str = "", cpu_s: float, limits: Limits
 ) -> tuple[Outcome, str]:
-    """Name the outcome from the exit code (negative: a signal), why it was ended, what it said, and
-    the sandbox's own error, which no program can write."""
+    """Name the outcome from the exit code (negative: a signal), why it was killed, its stderr and
+    the sandbox's own error. No program can write the last."""
     if error:
         return (
             "failed",

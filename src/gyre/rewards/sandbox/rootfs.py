@@ -85,7 +85,7 @@ def build_root(folders: list[str]) -> None:
 
 
 def shown(folders: list[str]) -> list[str]:
-    """Every path of this machine that programs see, parents before children."""
+    """List every path of this machine that programs see, parents before children."""
     return [path for path in _SYSTEM if os.path.exists(path)] + _outermost(folders)
 
 
@@ -124,8 +124,8 @@ def _show(fd: int, target: str, *, is_folder: bool, as_device: bool) -> None:
 
 
 def mount_proc(*, read_only: bool) -> None:
-    """Show only the processes of the caller's process namespace. Read-only, the settings of the
-    machine and of the run's own namespaces cannot be written, whoever owns them."""
+    """Show only the processes of the caller's process namespace. Read-only, no owner can write the
+    settings of the machine or of the run's own namespaces."""
     flags = (
         kernel.MS_NOSUID
         | kernel.MS_NODEV

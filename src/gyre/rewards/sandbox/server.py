@@ -5,12 +5,11 @@ process of its own.
            ◀── Ready, Ended ──────────────────                  reads source and input,
                                                                writes to the client's pipes
 
-The server never sees a program: source and input arrive as open files that only the program's
-process reads, and output goes through pipes to the client. So no fork can find anything of another
-run in its memory. It imports the standard library and this package alone, and shares no process
-with the reward workers. One run at a time. When the client goes, so does the server, and with it
-(strong mode) its whole process namespace. argv: socket number, mode, path of bwrap, folders to
-show.
+The server never sees a program. Source and input arrive as open files that only the program's
+process reads. Output goes through pipes to the client. So no fork can find anything of another run
+in its memory. It imports the standard library and this package alone, and shares no process with
+the reward workers. One run at a time. When the client goes, so does the server, and with it (strong
+mode) its whole process namespace. argv: socket number, mode, path of bwrap, folders to show.
 """
 
 from __future__ import annotations

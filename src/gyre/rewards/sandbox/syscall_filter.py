@@ -1,8 +1,8 @@
-"""Guard: installs the system call filter and answers what it hands over. In: a filter; calls. Out:
-what was refused.
+"""Call filter: installs the system call filter and answers what it hands over. In: a filter; calls.
+Out: what was refused.
 
 A program's process installs the filter and passes a listener to the server. A refused call answers
-its error and is noted by name; a metered call goes on, and sandbox.meter counts what it holds.
+its error and is noted by name; a metered call continues, and sandbox.meter counts what it holds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MOST_NAMES = 32  # kinds of refused calls that are told apart per run
 
 
 def available() -> bool:
-    """Whether this machine can filter calls: its kernel has seccomp, and sandbox.syscalls knows its
-    numbers."""
+    """Check that this machine can filter calls: its kernel has seccomp, and sandbox.syscalls knows
+    its numbers."""
     return platform.machine() in syscalls.MACHINES and os.path.exists("/proc/sys/kernel/seccomp")
 
 
@@ -39,8 +39,8 @@ class CallFilter:
 
     def install(self) -> int:
         """Apply it to this process and all that it starts; needs no_new_privs. Returns the
-        listener, or -1 where the kernel gives none (before Linux 5.0, or when this process has one
-        already): then nothing is named or metered."""
+        listener, or -1 where the kernel gives none: before Linux 5.0, or when this process has one
+        already. Then nothing is named or metered."""
         try:
             return kernel.install_filter(self._with_listener[1], listen=True)
         except OSError as error:

@@ -3,9 +3,9 @@ names for events.
 
 An allow-list: what CPython, its standard library, its child processes and numpy need. Everything
 else answers ENOSYS, as a kernel without the call would; `_ARGUMENTS` are allowed for some arguments
-only. Left out on purpose: what opens a door (mounts, namespaces, tracing, kernel code), what holds
-memory that no limit counts (System V and POSIX queues, memfd, vmsplice, inotify, io_uring, Landlock
-rules) and what outlives a process (keyrings). Pure.
+only. Three kinds are left out on purpose. Mounts, namespaces, tracing and kernel code give access.
+System V and POSIX queues, memfd, vmsplice, inotify, io_uring and Landlock rules hold memory that no
+limit counts. Keyrings outlive a process. Pure.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from gyre.rewards.config import RewardsConfig
 from gyre.rewards.fork_server import client
 from gyre.rewards.fork_server.connection import Ended, make_pair
 from gyre.rewards.pool import channel
-from gyre.rewards.pool.channel import WorkerServer
+from gyre.rewards.pool.channel import WorkerForkServer
 from gyre.rewards.score import RuleScorer
 from rewards_cases import Events, rollout
 
@@ -27,9 +27,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def stopped() -> Iterator[WorkerServer]:
+def stopped() -> Iterator[WorkerForkServer]:
     """One that hears nothing: it is stopped, and ends only when it is killed."""
-    server = WorkerServer(())
+    server = WorkerForkServer(())
     os.kill(server.process.pid, signal.SIGSTOP)
     yield server
     if server.process.exit_code is None:
@@ -37,23 +37,23 @@ def stopped() -> Iterator[WorkerServer]:
     assert server.process.wait(10)
 
 
-def spare(server: WorkerServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def spare(server: WorkerForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kills do not reach it, as none reaches a process that hangs within the kernel."""
     monkeypatch.setattr(client, "KILL_S", 0.05)
     monkeypatch.setattr(server.process, "kill", lambda: None)
 
 
-def test_one_that_does_not_end_is_killed(stopped: WorkerServer) -> None:
+def test_one_that_does_not_end_is_killed(stopped: WorkerForkServer) -> None:
     assert stopped.reap() == -signal.SIGKILL
 
 
-def test_one_that_does_not_close_is_killed_and_that_is_told(stopped: WorkerServer) -> None:
+def test_one_that_does_not_close_is_killed_and_that_is_told(stopped: WorkerForkServer) -> None:
     assert asyncio.run(stopped.close(idle=False)) is False
     assert stopped.process.exit_code == -signal.SIGKILL
 
 
 def test_one_that_no_kill_ends_is_named(
-    stopped: WorkerServer, monkeypatch: pytest.MonkeyPatch
+    stopped: WorkerForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spare(stopped, monkeypatch)
     with pytest.raises(

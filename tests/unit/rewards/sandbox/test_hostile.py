@@ -41,10 +41,10 @@ def hostile(task, completion, *, mark=""):
             if os.fork() == 0:
                 raise SystemExit(0)
     if "forge" in completion:
-        from gyre.rewards.messages import Verdict, frame
+        from gyre.rewards.messages import CheckResult, frame
         for fd in channels():
             for index in (0, 1, 2, 7, -1):
-                os.write(fd, frame(Verdict(index=index, value=9.0, reason="forged")))
+                os.write(fd, frame(CheckResult(index=index, value=9.0, reason="forged")))
     if "huge" in completion:
         for fd in channels():
             os.write(fd, struct.pack("<I", 3 << 30) + b"x" * 100)
