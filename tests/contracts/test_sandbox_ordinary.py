@@ -87,7 +87,8 @@ def test_ordinary_programs_print_as_outside(outside, mode):
 
 NUMPY = """
 import socket, sys
-from gyre.rewards.sandbox import syscall_filter, kernel, program
+from gyre.rewards.fork_server import kernel
+from gyre.rewards.sandbox import program, syscall_filter
 kernel.forbid_new_privileges()
 program.announce(socket.socket(fileno=int(sys.argv[1])), syscall_filter.CallFilter())
 import numpy as np

@@ -28,7 +28,7 @@ class Tools:
 
     run: code.RunProgram | None = None  # the sandbox, when a part runs code
     before_slow: Callable[[], None] | None = None  # to be called before work that may never end
-    # to be told of tests that the program could forge
+    # called with the number of tests that the program could forge
     decided_inside: Callable[[int], None] = lambda count: None
 
 

@@ -162,7 +162,7 @@ def as_number(result: Any) -> float | None:
         try:
             result = result.item()
         except Exception:  # noqa: BLE001
-            # several elements, or an object of another kind: no number, told by the caller
+            # several elements, or an object of another kind: no number, which the caller reports
             return None
     if not isinstance(result, numbers.Real):
         return None

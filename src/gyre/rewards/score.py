@@ -86,14 +86,14 @@ class RuleScorer:
         for ticket in tickets:
             assert ticket.result is not None
             results[ticket.rollout, ticket.part] = ticket.result
-        self._tell_decided_inside(results)
+        self._emit_decided_inside(results)
         scores = [
             self._sum(rollout, [results[index, part] for part in range(len(self._parts))], called_s)
             for index, rollout in enumerate(rollouts)
         ]
         return lower_failed_parts(scores)
 
-    def _tell_decided_inside(self, results: Mapping[tuple[int, int], CheckResult]) -> None:
+    def _emit_decided_inside(self, results: Mapping[tuple[int, int], CheckResult]) -> None:
         """Emit one event per part and call with its tests that a program could forge."""
         for place, part in enumerate(self._parts):
             counts = [

@@ -578,7 +578,8 @@ def _rebuilt(node: ast.AST, change: Any, keep: tuple[str, ...] = ()) -> Any:
 
 class _Replace(ast.NodeTransformer):
     def __init__(self, names: Mapping[str, _Known], hidden: set[str]) -> None:
-        self.names, self.hidden = names, hidden
+        self.names = names
+        self.hidden = hidden
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         known = self.names.get(node.id) if node.id not in self.hidden else None
@@ -684,8 +685,10 @@ def ask_inside(assertion: Assertion, objects: set[str], *, last: bool) -> Assert
     instances = {name for name in objects if not assertion.callees[name].lstrip("?")[:1].islower()}
     asker = _Asker(assertion, objects)
     asked = asker.visit(copy.deepcopy(tree))
-    told = needs_object(tree if last else asked, instances) or compares_two(tree, objects)
-    if told or (asker.made and not needs_object(asked, set(asker.made))):
+    rests_on_object = needs_object(tree if last else asked, instances) or compares_two(
+        tree, objects
+    )
+    if rests_on_object or (asker.made and not needs_object(asked, set(asker.made))):
         return Assertion(
             calls=(*assertion.statements, assertion.whole), values={}, text=assertion.text
         )
@@ -710,7 +713,8 @@ class _Asker(ast.NodeTransformer):
     answer."""
 
     def __init__(self, assertion: Assertion, objects: set[str]) -> None:
-        self.assertion, self.objects = assertion, objects
+        self.assertion = assertion
+        self.objects = objects
         self.made: dict[str, HarnessCall] = {}
         self.callees: dict[str, str] = {}
 

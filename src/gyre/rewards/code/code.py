@@ -67,7 +67,7 @@ RunProgram = Callable[[Program, Limits], ProgramResult]
 _NOT_RUN = "not run: the time for all tests was used up"
 _FUTURE = re.compile(r"^from __future__ import +(?:\([^()]*\)|[^\n;#(]*)", re.MULTILINE)
 _MOST_ROUNDS = 3  # of calls: an answer about an object may be an object
-_MOST_TOLD_BYTES = 8 << 20  # of values of one completion that are parsed
+_MOST_REPORT_BYTES = 8 << 20  # of values of one completion that are parsed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +88,12 @@ class Case:
 
 
 @dataclass(slots=True)
-class _Told:
-    """What became of the calls of one completion."""
+class _Returned:
+    """What the calls of one completion returned."""
 
     values: dict[HarnessCall, Any]  # Failed where there is none
     meter: WorkBudget
-    bytes_left: int = _MOST_TOLD_BYTES
+    bytes_left: int = _MOST_REPORT_BYTES
     failed_sandbox: bool = False
 
 
@@ -113,7 +113,7 @@ class CodeResult:
 
     @property
     def reason(self) -> str:
-        told = "; ".join(self.faults[:5])
+        faults = "; ".join(self.faults[:5])
         more = f"; and {len(self.faults) - 5} more" if len(self.faults) > 5 else ""
         count = self.decided_inside
         inside = (
@@ -122,7 +122,7 @@ class CodeResult:
             else ""
         )
         return f"{self.passed}/{self.total} tests passed{inside}" + (
-            f": {told}{more}" if told else ""
+            f": {faults}{more}" if faults else ""
         )
 
 
@@ -251,32 +251,36 @@ def run_tests(
         result = run(Program(source=source, stdin=case.stdin or ""), _within(limits, end_s))
         broken |= result.outcome == "failed"
         faults[index] = _output_fault(result, case.stdout, tolerance)
-    told = _make_calls(source, cases, run, limits, end_s)
+    returned = _make_calls(source, cases, run, limits, end_s)
     for rounds_left in reversed(range(_MOST_ROUNDS)):
-        further = [_ask_inside(case, told, last=rounds_left == 0) for case in cases]
+        further = [_ask_inside(case, returned, last=rounds_left == 0) for case in cases]
         if all(new is old for new, old in zip(further, cases, strict=True)):
             break
-        cases, told = further, _make_calls(source, further, run, limits, end_s)
-    scope = Scope(values={}, meter=told.meter, tolerance=tolerance)
+        cases, returned = further, _make_calls(source, further, run, limits, end_s)
+    scope = Scope(values={}, meter=returned.meter, tolerance=tolerance)
     faults.update(
-        {index: _call_fault(case, told, scope) for index, case in enumerate(cases) if case.calls}
+        {
+            index: _call_fault(case, returned, scope)
+            for index, case in enumerate(cases)
+            if case.calls
+        }
     )
     failed = {index: fault for index, fault in sorted(faults.items()) if fault is not None}
     return CodeResult(
         passed=len(cases) - len(failed),
         total=len(cases),
         faults=_describe(failed),
-        failed_sandbox=broken or told.failed_sandbox,
+        failed_sandbox=broken or returned.failed_sandbox,
         decided_inside=sum(case.is_decided_inside for case in cases),
     )
 
 
-def _ask_inside(case: Case, told: _Told, *, last: bool) -> Case:
+def _ask_inside(case: Case, returned: _Returned, *, last: bool) -> Case:
     """The case, with what only the sandbox can tell of the objects that its calls returned."""
     if case.assertion is None or case.is_decided_inside:
         return case
     objects = {
-        name for name, call in case.assertion.values.items() if holds_object(told.values[call])
+        name for name, call in case.assertion.values.items() if holds_object(returned.values[call])
     }
     asked = ask_inside(case.assertion, objects, last=last) if objects else case.assertion
     return case if asked is case.assertion else replace(case, calls=asked.calls, assertion=asked)
@@ -334,21 +338,21 @@ def _close_words(ours: str, theirs: str, tolerance: float) -> bool:
 
 def _make_calls(
     source: str, cases: Sequence[Case], run: RunProgram, limits: Limits, end_s: float
-) -> _Told:
+) -> _Returned:
     """Make every call of every test once, in order, with a fresh start after one that ended its
     process."""
     left = list(dict.fromkeys(call for case in cases for call in case.calls))
-    told = _Told(values={}, meter=WorkBudget())
+    returned = _Returned(values={}, meter=WorkBudget())
     while left:
         if time.monotonic() > end_s:
-            told.values.update(dict.fromkeys(left, Failed(_NOT_RUN)))
+            returned.values.update(dict.fromkeys(left, Failed(_NOT_RUN)))
             break
-        left = left[_start(source, left, run, _within(limits, end_s), told) :]
-    return told
+        left = left[_start(source, left, run, _within(limits, end_s), returned) :]
+    return returned
 
 
 def _start(
-    source: str, calls: Sequence[HarnessCall], run: RunProgram, limits: Limits, told: _Told
+    source: str, calls: Sequence[HarnessCall], run: RunProgram, limits: Limits, returned: _Returned
 ) -> int:
     """Start the harness once. Returns how many of the calls have their value, or none to come."""
     harness = (
@@ -361,17 +365,17 @@ def _start(
         {"source": source, "calls": [dict(call.spec) for call in calls], "token": token}
     )
     result = run(Program(source=harness, stdin=spec), limits)
-    told.failed_sandbox |= result.outcome == "failed"
+    returned.failed_sandbox |= result.outcome == "failed"
     done, loaded = 0, False
     for line in result.stdout.splitlines():
-        kind, *fields = _read_report(line, token, told)
+        kind, *fields = _read_report(line, token, returned)
         if kind == "broken" and len(fields) == 1:
             fault = Failed(f"the program does not load: {_short(str(fields[0]))}")
-            told.values.update(dict.fromkeys(calls, fault))
+            returned.values.update(dict.fromkeys(calls, fault))
             return len(calls)
         loaded |= kind == "loaded"
         if len(fields) == 2 and fields[0] == done and done < len(calls):
-            told.values[calls[done]] = _read_value(kind, fields[1], told)
+            returned.values[calls[done]] = _read_value(kind, fields[1], returned)
             done += 1
     # else the values before filled the output
     if done < len(calls) and not (done and result.outcome == "output"):
@@ -379,17 +383,17 @@ def _start(
             "it ended the process" if result.outcome == "ok" else result.outcome
         )
         lost = calls[done : done + 1] if loaded else calls[done:]
-        told.values.update(dict.fromkeys(lost, Failed(f"no result: {why}")))
+        returned.values.update(dict.fromkeys(lost, Failed(f"no result: {why}")))
         done += len(lost)
     return done
 
 
-def _read_report(line: str, token: str, told: _Told) -> list[Any]:
+def _read_report(line: str, token: str, returned: _Returned) -> list[Any]:
     """A line of the harness without its token; [""] for any other."""
     if not line.startswith(f'["{token}", "'):
         return [""]
-    told.bytes_left -= len(line)
-    if told.bytes_left < 0:
+    returned.bytes_left -= len(line)
+    if returned.bytes_left < 0:
         named = re.match(r'\["\w+", "(value|error)", (\d+), ', line[:100])
         return (
             [named[1], int(named[2]), ["large", "its values are too large in sum"]]
@@ -403,21 +407,21 @@ def _read_report(line: str, token: str, told: _Told) -> list[Any]:
     return report[1:]
 
 
-def _read_value(kind: str, wire: Any, told: _Told) -> Any:
+def _read_value(kind: str, wire: Any, returned: _Returned) -> Any:
     if kind == "error":
         return Failed(_short(wire) if isinstance(wire, str) else "no result")
     try:
-        return decode(wire, told.meter)
+        return decode(wire, returned.meter)
     except TooMuch as fault:
         return Failed(f"no value to judge: {fault}")
     except (ValueError, RecursionError):
         return Failed("returned what is no plain value")
 
 
-def _call_fault(case: Case, told: _Told, scope: Scope) -> str | None:
+def _call_fault(case: Case, returned: _Returned, scope: Scope) -> str | None:
     """None where the test holds on what its calls returned."""
     if case.assertion is None or case.is_decided_inside:
-        value = told.values[case.calls[-1]]
+        value = returned.values[case.calls[-1]]
         if isinstance(value, Failed):
             return value.why
         if case.is_decided_inside:
@@ -429,7 +433,7 @@ def _call_fault(case: Case, told: _Told, scope: Scope) -> str | None:
         return None if holds else f"returned {shown(value)}, expected {shown(case.expected)}"
     assertion = case.assertion
     assert assertion.tree is not None
-    values = {name: told.values[call] for name, call in assertion.values.items()}
+    values = {name: returned.values[call] for name, call in assertion.values.items()}
     if not any(
         isinstance(node, ast.Name) and node.id in values for node in ast.walk(assertion.tree)
     ):

@@ -97,7 +97,7 @@ def check_reward_function(
         process.wait()
         for stream in (process.stdin, process.stdout, process.stderr):
             assert stream is not None
-            with contextlib.suppress(BrokenPipeError):  # what it was still to be told
+            with contextlib.suppress(BrokenPipeError):  # what was not sent yet
                 stream.close()
         printed.close()
 

@@ -99,16 +99,16 @@ def serve(channel: socket.socket) -> None:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         # programs in the sandbox have their own
         resource.setrlimit(resource.RLIMIT_AS, (setup.memory_bytes, hard))
-    known = bytearray()  # results not yet told
+    known = bytearray()  # results not yet sent
 
-    def tell() -> None:
+    def flush() -> None:
         channel.sendall(known)
         known.clear()
 
     me = os.getpid()
     inside: list[int] = []  # of the check that runs
     refused: Counter[str] = Counter()  # likewise
-    checks = build_checks(setup, tell, inside.append, refused)
+    checks = build_checks(setup, flush, inside.append, refused)
     if os.getpid() != me:
         os._exit(0)  # a module forked while it was imported, and this is the copy
     quick = [part["kind"] in QUICK for part in setup.parts]
@@ -121,7 +121,7 @@ def serve(channel: socket.socket) -> None:
         job, items = decode_job(body), {}
         for index, (place, part) in enumerate(job.checks):
             if known and not quick[part]:
-                tell()
+                flush()
             if place not in items:
                 items[place] = decode_item(job.items[place])
             result = judge(index, checks[part], items[place], token=job.token)
@@ -134,7 +134,7 @@ def serve(channel: socket.socket) -> None:
             refused.clear()
             if worn:
                 break  # the scorer replaces this worker and gives the rest to others
-        tell()
+        flush()
 
 
 class Wear:

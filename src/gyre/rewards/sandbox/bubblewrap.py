@@ -1,4 +1,4 @@
-"""Bubble: the same walls put up by bubblewrap, for machines that let only `bwrap` make namespaces.
+"""Bubblewrap: the same isolation made by bwrap, for machines that let only `bwrap` make namespaces.
 
 In: limits and folders. Out: a command that starts a fresh Python inside, which runs this file as a
 script and becomes the program. Slower than the server's own namespaces, since nothing is warm.
@@ -24,25 +24,15 @@ _MASKED = ("/proc/sysrq-trigger", "/proc/kcore", "/proc/keys", "/proc/timer_list
 
 
 def options(folders: list[str], *, staged: bool) -> list[str]:
-    """The walls as arguments of bwrap. `staged`: first bind what may be hidden from other users
-    than root where every user can reach it; then the caller may become one."""
+    """List the arguments of bwrap that isolate. `staged`: first bind what may be hidden from other
+    users than root where every user can reach it; then the caller may become one."""
     shown = rootfs.shown(folders)
     links = {path: os.readlink(path) for path in shown if os.path.islink(path)}
     own = [path for path in shown if path not in links and path in map(os.path.realpath, folders)]
     packages = {f"{_REWARDS}/{name}": f"{_PACKAGE}/gyre/rewards/{name}" for name in _SUB_ROOMS}
     sources = rootfs.stage([*own, *packages]) if staged else {}
-    words = [
-        "bwrap",
-        "--unshare-all",
-        "--unshare-user",
-        "--uid",
-        "1000",
-        "--gid",
-        "1000",
-        "--cap-drop",
-        "ALL",
-    ]
-    words += ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
+    words = ["bwrap", "--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000"]
+    words += ["--cap-drop", "ALL", "--die-with-parent", "--new-session", "--hostname", "sandbox"]
     for path in shown:
         words += (
             ["--symlink", links[path], path]
@@ -62,38 +52,15 @@ def options(folders: list[str], *, staged: bool) -> list[str]:
 
 
 def command(words: list[str], limits: dict[str, Any]) -> list[str]:
-    """Arguments of bwrap for one program. The payload is open at 3 and the server's channel at
-    4."""
-    words = [
-        *words,
-        "--size",
-        str(limits["file_bytes"]),
-        "--tmpfs",
-        rootfs.WORK,
-        "--symlink",
-        rootfs.WORK,
-        "/tmp",
-    ]
-    words += [
-        "--setenv",
-        "PYTHONPATH",
-        _PACKAGE,
-        "--setenv",
-        "HOME",
-        rootfs.WORK,
-        "--setenv",
-        "TMPDIR",
-        rootfs.WORK,
-    ]
+    """List the arguments of bwrap for one program. The payload is open at 3, the server's channel
+    at 4."""
+    words = [*words, "--size", str(limits["file_bytes"]), "--tmpfs", rootfs.WORK]
+    words += ["--symlink", rootfs.WORK, "/tmp"]
+    for name, value in (("PYTHONPATH", _PACKAGE), ("HOME", rootfs.WORK), ("TMPDIR", rootfs.WORK)):
+        words += ["--setenv", name, value]
     words += ["--remount-ro", "/", "--chdir", rootfs.WORK]
-    python = [
-        sys.executable,
-        "-S",
-        "-s",
-        "-P",
-        "-B",
-        f"{_PACKAGE}/gyre/rewards/sandbox/bubblewrap.py",
-    ]
+    script = f"{_PACKAGE}/gyre/rewards/sandbox/bubblewrap.py"
+    python = [sys.executable, "-S", "-s", "-P", "-B", script]
     return [*words, *python, json.dumps(limits)]
 
 
@@ -113,10 +80,8 @@ def main(limits: dict[str, Any]) -> None:
     stage.set_up()
     program.forget_package()
     status = socket.socket(fileno=_STATUS_FD)
-    sockstat, work = (
-        os.open("/proc/self/net/sockstat", os.O_RDONLY),
-        os.open(rootfs.WORK, os.O_PATH),
-    )
+    sockstat = os.open("/proc/self/net/sockstat", os.O_RDONLY)
+    work = os.open(rootfs.WORK, os.O_PATH)
     payload = program.prepare(_PAYLOAD_FD, stage)
     program.announce(status, syscall_filter.CallFilter(), sockstat=sockstat, work=work)
     program.run(payload, stage)

@@ -157,7 +157,7 @@ def run(payload: dict[str, Any], stage: ProgramStage) -> NoReturn:
         exec(compile(payload["source"], stage.path, "exec", dont_inherit=True), stage.main.__dict__)
     except SystemExit as leave:
         code = _exit_code(leave)
-    except BaseException as error:  # noqa: BLE001 - the program's own fault, told on its own stderr
+    except BaseException as error:  # noqa: BLE001 - the program's own fault, on its own stderr
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
         code = 1
         try:

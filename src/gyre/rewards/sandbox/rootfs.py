@@ -21,17 +21,8 @@ from gyre.rewards.fork_server import kernel
 
 WORK = "/work"
 WORK_FILES = 4096  # files and folders in it
-_SYSTEM = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/libx32",
-    "/etc/ld.so.cache",
-    "/etc/localtime",
-)
+_LIBRARIES = ("/lib", "/lib32", "/lib64", "/libx32")
+_SYSTEM = ("/usr", "/bin", "/sbin", *_LIBRARIES, "/etc/ld.so.cache", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 LINKS = {
     "/dev/shm": WORK,

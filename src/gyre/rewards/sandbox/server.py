@@ -29,20 +29,8 @@ from gyre.rewards.sandbox.child import Isolation, ProgramChild
 
 # Loaded once so that programs find them warm. Each extension library among them makes every fork a
 # little slower.
-_WARM = (
-    "bisect",
-    "collections",
-    "copy",
-    "functools",
-    "heapq",
-    "itertools",
-    "math",
-    "random",
-    "re",
-    "string",
-    "typing",
-)
 _WARM_SOURCE = """
+import bisect, collections, copy, functools, heapq, itertools, math, random, re, string, typing
 class A:
     def f(self, x):
         return [y for y in x]
@@ -168,8 +156,6 @@ def _enter_weak() -> str:
 def _warm_up() -> None:
     """Load what programs will want; the first compile of a process builds tables. All of it is ours
     and constant."""
-    for name in _WARM:
-        __import__(name)
     exec(compile(_WARM_SOURCE, "warm", "exec"), {})
     own = os.path.realpath(os.environ.pop("PYTHONPATH"))
     sys.path = [path for path in sys.path if os.path.realpath(path) != own]

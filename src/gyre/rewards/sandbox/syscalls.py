@@ -93,7 +93,7 @@ ALLOWED = {
     # system
     "uname": (63, 160), "sysinfo": (99, 179), "getrandom": (318, 278),
 }
-# Names of well-known calls that are refused, for events. Not listed: told by number.
+# Names of well-known calls that are refused, for events. Not listed: named by number.
 REFUSED = {
     "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "shmdt": (67, 197),
