@@ -1,8 +1,7 @@
-"""Answer: runs a command's body and turns what happens into an exit code. In: a function that
-returns a JSON-able mapping. Out: its JSON on stdout when asked for; a GyreError as one sentence and
-a hint, exit 2 (1 for a reward that broke during a run); Ctrl-C, exit 130, and other signals that a
-run was stopped by 128 + their number.
-"""
+"""Answer: runs a command's body and maps the result to an exit code. In: a function that returns a
+JSON-able mapping. Out: its JSON on stdout on request. A GyreError prints one sentence and a hint
+and exits with 2 (1 for a reward that broke during a run). Ctrl-C exits with 130; other signals that
+stopped a run exit with 128 + their number."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def answer(body: Callable[[], Mapping[str, Any]], *, as_json: bool) -> None:
 
 
 def say_stopped(stopped: RunStopped, *, as_json: bool) -> None:
-    """Nobody may be there to read it: the terminal that has gone is what SIGHUP tells of."""
+    """Report the stop, ignoring a closed terminal: SIGHUP means that it is gone."""
     with suppress(OSError):
         print(f"{stopped}" + (f"\n hint: {stopped.hint}" if stopped.hint else ""), file=sys.stderr)
         if as_json:

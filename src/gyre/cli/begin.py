@@ -1,6 +1,5 @@
 """gyre init. In: a name and an objective. Out: a commented config, sample data and, for objectives
-that learn from rewards, a reward file, all in the working folder and ready for `gyre train`.
-"""
+with rewards, a reward file, all in the working folder and ready for `gyre train`."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ THINGS = ("apples", "books", "coins", "cards", "marbles", "pens", "stamps", "she
 
 
 def run_init(name: str, objective: str, *, quiet: bool) -> Mapping[str, Any]:
-    """Write the files in the working folder. ConfigError or InputError, and nothing written, where
-    that cannot be."""
+    """Write the files in the working folder. On ConfigError or InputError nothing is written."""
     if objective not in get_args(Objective):
         raise ConfigError(
             f"--from {objective}: accepted are {', '.join(get_args(Objective))}",
@@ -54,7 +52,7 @@ def run_init(name: str, objective: str, *, quiet: bool) -> Mapping[str, Any]:
 
 
 def make_files(name: str, objective: str) -> dict[str, str]:
-    """File name to text."""
+    """Return file contents by name."""
     module = f"{name.replace('-', '_')}_rewards"
     folder = resources.files("gyre.cli") / "templates"
     config = Template((folder / f"{objective}.toml").read_text(encoding="utf-8")).substitute(
@@ -72,10 +70,10 @@ def make_files(name: str, objective: str) -> dict[str, str]:
 
 
 def sample_problems(guessed_share: float) -> Iterator[dict[str, str]]:
-    """Word problems, the same ones every time. A response works the answer out, or states it:
-    `guessed_share` of them.
+    """Return word problems, the same ones every time. A response works the answer out or, for
+    `guessed_share` of them, only states it.
 
-    Reinforcement learning has something to find then: only working it out pays.
+    This leaves something for reinforcement learning to find: only working it out pays.
     """
     draw = random.Random(0)
     for _ in range(NUM_ROWS):
@@ -100,8 +98,8 @@ def sample_problems(guessed_share: float) -> Iterator[dict[str, str]]:
 
 
 def sample_pairs() -> Iterator[dict[str, str]]:
-    """The same problems, worked out; the rejected response errs by one to three in its last
-    step."""
+    """Return the same problems, worked out; the rejected response is off by one to three in its
+    last step."""
     draw = random.Random(1)
     for row in sample_problems(0.0):
         right, wrong = int(row["answer"]), int(row["answer"]) + draw.randint(1, 3)
@@ -130,7 +128,7 @@ def _answer(result: int) -> str:
 
 
 def _write(contents: Mapping[str, str]) -> None:
-    """Write every file or, where one cannot be written, none."""
+    """Write every file or, on an error, none."""
     made: list[Path] = []
     try:
         for file, text in contents.items():

@@ -1,5 +1,4 @@
-"""gyre chat. In: a run or model folder, and what a person types. Out: the model's words as they
-come. Caller: cli.main."""
+"""gyre chat. In: a run or model folder, and the user's input. Out: the model's streamed answers."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def run_chat(
 
 
 def _typed() -> Iterator[str]:
-    """Yield what is typed until the end of input. The prompt goes to stderr: stdout has nothing but
+    """Yield the user's lines until the end of input. The prompt goes to stderr: stdout has only
     answers."""
     at_terminal = sys.stdin.isatty()
     if at_terminal:

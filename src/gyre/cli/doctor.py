@@ -1,5 +1,5 @@
-"""gyre doctor. In: this machine. Out: a line per thing that Gyre can use: there or not, why, and
-what to do about it."""
+"""gyre doctor. In: this machine. Out: one line per optional capability: whether it is available,
+why not, and the remedy."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _torch() -> list[Finding]:
 
 
 def _c_kernels() -> Finding:
-    """Builds what a run on this CPU would build, where it is not in the cache yet."""
+    """Build the kernels that a run on this CPU would build, unless cached."""
     from gyre.kernels.cpu import build
 
     names = set()

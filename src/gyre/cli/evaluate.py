@@ -1,5 +1,4 @@
-"""gyre eval. In: a run or model folder. Out: accuracy or mean reward on held-out problems. Caller:
-cli.main."""
+"""gyre eval. In: a run or model folder. Out: accuracy or mean reward on held-out problems."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def run_eval(
 
 
 def headline(result: Mapping[str, Any]) -> str:
-    """What was measured, its 95 % interval and its meaning."""
+    """Return the measure, its 95 % interval and its meaning."""
     metric, interval = result["metric"], result["interval"]
     around = (
         " to ".join(show_measure(metric, bound) for bound in interval) if interval else "not known"

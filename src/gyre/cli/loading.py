@@ -1,8 +1,7 @@
-"""Loading: imports that take seconds, during which Ctrl-C must not get lost. In: nothing. Out: a
-context.
+"""Loading: protects slow imports from Ctrl-C. In: nothing. Out: a context.
 
-Code that initialises a C extension may swallow a KeyboardInterrupt. So within this context Ctrl-C
-is only noted, and raised when the imports are done.
+Code that initializes a C extension may swallow a KeyboardInterrupt. Within this context Ctrl-C is
+only recorded, and raised when the imports are done.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from types import FrameType
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Note Ctrl-C, and raise it at the end. Signals belong to the main thread; elsewhere this does
-    nothing."""
+    """Record Ctrl-C, and raise it at the end. Signals belong to the main thread; elsewhere this
+    does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

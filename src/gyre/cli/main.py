@@ -18,8 +18,7 @@ from gyre.core.errors import RunStopped
 
 
 class Commands(typer.core.TyperGroup):
-    """All commands. Ctrl-C while one is imported, before it answers for itself, is told in the same
-    words."""
+    """All commands. Reports Ctrl-C during an import in the same words as the commands do."""
 
     def invoke(self, ctx: typer.Context) -> Any:
         try:

@@ -1,5 +1,5 @@
 """gyre plan. In: a config, or a shape and GPUs by name. Out: sizes, batch numbers and the memory
-plan, with nothing started. Caller: cli.main."""
+plan, without starting a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDED, UNFOLDED = 72, 120
 def run_plan(
     config: Path | None, overrides: list[str], *, options: Mapping[str, Any], quiet: bool
 ) -> dict[str, Any]:
-    """`options` are those of the command that were given, by the names of
+    """Plan from `options`, the given command-line options by the names of
     launch.plan_command.Request."""
     settings = load_run_config(config, overrides) if config is not None else None
     check_options(config, overrides, options)
@@ -44,7 +44,7 @@ def run_plan(
 
 
 def check_options(config: Path | None, overrides: list[str], options: Mapping[str, Any]) -> None:
-    """Refuse what would say nothing: no option is passed over."""
+    """Raise ConfigError for options without effect: none is silently ignored."""
     if not options and config is None:
         raise ConfigError(
             "gyre plan needs RUN.toml, or --shape with --gpu",

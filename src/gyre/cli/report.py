@@ -1,4 +1,4 @@
-"""gyre report. In: a run folder. Out: the path of its page. Caller: cli.main."""
+"""gyre report. In: a run folder. Out: the path of its page."""
 
 from __future__ import annotations
 

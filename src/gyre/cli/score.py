@@ -1,5 +1,5 @@
-"""gyre score. In: a config or run folder, and a JSONL file of completions. Out: what each reward
-gave each of them, why and how fast. Caller: cli.main."""
+"""gyre score. In: a config or run folder, and a JSONL file of completions. Out: the value, reason
+and time of each reward on each completion."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_score(
 
 
 def show(scored: Scored, console: Console) -> None:
-    """One block per completion."""
+    """Print one block per completion."""
     for where, completion, score in zip(
         scored.wheres, scored.completions, scored.scores, strict=True
     ):

@@ -1,5 +1,4 @@
-"""gyre train. In: a config or a run folder to go on with. Out: what the run came to. Caller:
-cli.main."""
+"""gyre train. In: a config, or a run folder to resume. Out: the result of the run."""
 
 from __future__ import annotations
 

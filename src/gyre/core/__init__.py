@@ -1,2 +1,2 @@
-"""What every room agrees on: records, contracts, errors, seeds. Standard library, numpy and
-pydantic only."""
+"""Shared definitions: records, contracts, errors, seeds. Standard library, numpy and pydantic
+only."""

@@ -1,4 +1,4 @@
-"""Chunks: pieces of a completion joined to one. In: TokenChunks and Partials, in order. Out: a
+"""Chunks: joins the pieces of a completion. In: TokenChunks and Partials, in order. Out: a
 TokenChunk or a Partial. Pure.
 
 C tokens of the whole, c of one piece.
@@ -14,7 +14,7 @@ from gyre.core.records import Partial, Support, TokenChunk
 
 
 def join_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
-    """All chunks of a completion as one, with the last one's end."""
+    """Join all chunks of a completion, with the last one's end."""
     if len(chunks) == 1:
         return chunks[0]
     last = chunks[-1]
@@ -37,7 +37,7 @@ def join_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
 
 
 def as_partial(index: int, parts: Sequence[Partial | TokenChunk]) -> Partial:
-    """What has come of a completion, so that it can be gone on with as the request's `index`-th."""
+    """Return the tokens so far as a Partial, to resume completion `index` of the request."""
     return Partial(
         index=index,
         tokens=np.concatenate([part.tokens for part in parts]).astype(np.int32),
@@ -49,8 +49,7 @@ def as_partial(index: int, parts: Sequence[Partial | TokenChunk]) -> Partial:
 
 
 def join_supports(supports: Sequence[Support | None]) -> Support | None:
-    """Choices that were open, piece after piece; a piece without any was not truncated or has no
-    tokens."""
+    """Join the supports piece by piece; a piece without one was not truncated or has no tokens."""
     parts = [support for support in supports if support is not None]
     if not parts:
         return None

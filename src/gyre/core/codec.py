@@ -25,8 +25,8 @@ def encode(record: Any) -> bytes:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Return the record. SnapshotError if the bytes are of another codec version or of no record of
-    this kind."""
+    """Return the record. Raises SnapshotError for another codec version or another kind of
+    record."""
     if data[:4] != _MAGIC:
         raise SnapshotError(
             f"record bytes begin with {data[:4]!r}, need {_MAGIC!r} (codec version "

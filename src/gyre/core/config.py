@@ -1,5 +1,5 @@
-"""Config base: what every room's `config.py` derives from. In: a mapping from TOML. Out: a frozen,
-checked section.
+"""Config base: the base class of every `config.py`. In: a mapping from TOML. Out: a frozen, checked
+section.
 
 Unknown keys are refused with the nearest valid key; pydantic checks types.
 """
@@ -17,7 +17,7 @@ UNKNOWN_KEY = "unknown_key"
 
 
 class Section(BaseModel):
-    """One table of the TOML. Frozen; a key that it does not know is an error that names the nearest
+    """One table of the TOML. Frozen; an unknown key raises an error that names the nearest valid
     one."""
 
     model_config = ConfigDict(

@@ -1,4 +1,4 @@
-"""Errors: the one tree that users and programs see. In: the parts of what went wrong. Out: one
+"""Errors: the exception tree for users and programs. In: the details of a failure. Out: one
 sentence and a hint.
 
     GyreError
@@ -9,7 +9,7 @@ sentence and a hint.
     ├── MemoryBudgetError a component or a move does not fit, or memory did not come back
     ├── SnapshotError     a snapshot, export or run folder that cannot be used
     ├── DeadlineError     a wait ended without what it waited for; names the owner
-    │   └── WorkerLate    a worker has not answered by then
+    │   └── WorkerLate    a worker has not answered in time
     ├── RankError         a rank of a group died, hangs or raised; names it
     │   └── WorkerLost    the process of a worker is gone
     └── EngineRefused     a request that the engine will not run, with the reason
@@ -71,7 +71,7 @@ class DeadlineError(GyreError):
 
 
 class WorkerLate(DeadlineError):
-    """A worker has not answered by its caller's deadline; it may still be at it."""
+    """A worker missed its caller's deadline; it may still be working."""
 
 
 class RankError(GyreError):
@@ -79,7 +79,7 @@ class RankError(GyreError):
 
 
 class WorkerLost(RankError):
-    """The process behind a worker is gone, or was given up."""
+    """A worker's process exited or was abandoned."""
 
 
 class EngineRefused(GyreError):
@@ -87,20 +87,21 @@ class EngineRefused(GyreError):
 
 
 class RunStopped(Exception):
-    """A signal ended the run, which can go on. Nothing is at fault, so this is no GyreError."""
+    """A signal ended the run, which can be resumed. Nothing is at fault, so this is not a
+    GyreError."""
 
     def __init__(self, signum: int, message: str = "", *, hint: str = "") -> None:
-        """`message` follows what stopped it: "at step 3 of main"."""
+        """Set the message, which follows the signal's name: "at step 3 of main"."""
         by = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
         super().__init__(f"stopped by {by}{message and f' {message}'}")
         self.signum, self.hint = signum, hint
 
     @property
     def exit_code(self) -> int:
-        """As a shell tells of a process that a signal ended."""
+        """The shell's exit code for a process ended by that signal."""
         return 128 + self.signum
 
 
 def is_disk_full(error: BaseException) -> TypeGuard[OSError]:
-    """Whether a write failed for want of space or quota, which a user can mend."""
+    """Return whether a write failed for lack of space or quota, which a user can fix."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

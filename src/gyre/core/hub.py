@@ -1,7 +1,6 @@
-"""Hub names: whether the hub can be asked, and the local folder of a repository. In: a name such as
-"owner/model". Out: a folder of the hub's cache, or an InputError within two seconds when there is
-no network and no cached copy. Imports nothing heavy.
-"""
+"""Hub names: whether the hub is reachable, and the local folder of a repository. In: a name such as
+"owner/model". Out: a folder of the hub's cache, or an InputError within two seconds without network
+and cached copy. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -21,19 +20,19 @@ _NAME = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether the hub accepts it as the name of a repository: NAME or OWNER/NAME."""
+    """Return whether it is a valid repository name: NAME or OWNER/NAME."""
     return _NAME.fullmatch(text) is not None and not text.endswith(("-", ".", ".git"))
 
 
 def is_offline() -> bool:
-    """Whether the hub's own switch, HF_HUB_OFFLINE, is set."""
+    """Return whether the hub's own switch, HF_HUB_OFFLINE, is set."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
 
 
 def is_reachable(timeout_s: float = REACH_TIMEOUT_S) -> bool:
-    """Whether a connection to the hub, or to the proxy in front of it, opens in time. False with
+    """Return whether a connection to the hub, or to its proxy, opens in time. False with
     HF_HUB_OFFLINE."""
     from huggingface_hub import constants
 
@@ -61,9 +60,12 @@ def is_reachable(timeout_s: float = REACH_TIMEOUT_S) -> bool:
 
 
 def hub_folder(name: str, patterns: Sequence[str], *, what: str) -> Path:
-    """Return the folder of a model repository, downloaded as far as `patterns` say, or from the
-    cache when the hub cannot be reached. `what` is "model" or "tokenizer". InputError: no such
-    repository, or neither network nor copy."""
+    """Return the folder of a model repository, with the files of `patterns` downloaded, or the
+    cached one when the hub is unreachable.
+
+    `what` is "model" or "tokenizer". Raises InputError for an unknown repository, or without
+    network and copy.
+    """
     from huggingface_hub import snapshot_download  # deferred: only hub names need it
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -84,7 +86,7 @@ def hub_folder(name: str, patterns: Sequence[str], *, what: str) -> Path:
 
 
 def has_copy(name: str, *, kind: str = "model") -> bool:
-    """Whether the hub's cache holds a snapshot of the repository."""
+    """Return whether the hub's cache has a snapshot of the repository."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
@@ -92,14 +94,14 @@ def has_copy(name: str, *, kind: str = "model") -> bool:
 
 
 def refuse_unknown(name: str, what: str) -> None:
-    """InputError when a hub name cannot be had: neither network nor copy in the cache. Downloads
+    """Raise InputError when a hub name is unavailable: neither network nor cached copy. Downloads
     nothing."""
     if not has_copy(name) and not is_reachable():
         raise InputError(no_copy(name, what), hint=offline_hint(what))
 
 
 def no_copy(name: str, what: str) -> str:
-    """The sentence for a name that is no folder and cannot be fetched."""
+    """Return the message for a name that is not a folder and cannot be downloaded."""
     why = "HF_HUB_OFFLINE is set" if is_offline() else "the hub cannot be reached"
     return (
         f"{what} {name}: there is no such folder here, {why}, and the hub's cache has no copy "
@@ -116,7 +118,7 @@ def offline_hint(what: str) -> str:
 
 
 def near_folders(path: Path) -> str:
-    """ "; did you mean …" for folders beside a path that is not there."""
+    """Return "; did you mean …" with the neighbors of a missing path."""
     parent = path.parent
     if not parent.is_dir():
         return ""

@@ -1,6 +1,5 @@
-"""JSON files of others: read within bounds. In: a path, or bytes and where they came from. Out: a
-mapping, or an InputError that names the file.
-"""
+"""JSON files from outside: bounded reads. In: a path, or bytes and their origin. Out: a mapping, or
+an InputError that names the file."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ MAX_FILE_BYTES = 256 << 20  # the largest index.json of a published model is bel
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
-    """Return the mapping that a file holds. InputError: no regular file, too large, no UTF-8, no
-    JSON, nested too deep, an integer with too many digits, or no mapping."""
+    """Return a file's mapping. Raises InputError unless it is a regular, bounded UTF-8 file with
+    JSON of bounded nesting and integer sizes."""
     again = "restore the file, or copy it again from its source"
     try:
         if not path.is_file():

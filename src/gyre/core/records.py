@@ -1,11 +1,11 @@
-"""Records: the nouns that cross rooms. Frozen, keyword-only, a unit or a length on each field.
+"""Records: the data that rooms exchange. Frozen, keyword-only, a unit or a length on each field.
 
-In: nothing. Out: plain data (numpy arrays for what grows with tokens).
-Token ids are the truth and text is a view of them. Masks are data and never guessed from padding.
+In: nothing. Out: plain data (numpy arrays for what grows with tokens). Token ids are the truth and
+text is a view of them. Masks are data and never guessed from padding.
 
-Letters: P prompt tokens, C tokens that the policy chose, T = tokens of a whole sequence.
-Column convention: entry t of a per-token array belongs to token t as the *target*: logprobs[t] is
-log p(tokens[t] | tokens[:t]). Token 0 is never a target.
+Letters: P prompt tokens, C tokens that the policy chose, T = tokens of a whole sequence. Column
+convention: entry t of a per-token array belongs to token t as the *target*: logprobs[t] is log
+p(tokens[t] | tokens[:t]). Token 0 is never a target.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen; travels with the rollout, since the trainer must reproduce it."""
+    """How tokens are chosen; part of the rollout, since the trainer must reproduce it."""
 
     temperature: float = 1.0  # 0.0 means greedy
     top_p: float = 1.0  # keeps the smallest set with at least this mass
@@ -70,8 +70,8 @@ class Sampling:
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether the processed log-probs need more than temperature and truncation to be computed
-        again."""
+        """True if recomputing the processed log-probs needs more than temperature and
+        truncation."""
         plain = (
             self.repetition_penalty == 1.0
             and self.presence_penalty == 0.0
@@ -101,7 +101,7 @@ class Support:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """A completion that was interrupted: enough to go on from, token for token."""
+    """An interrupted completion, with everything needed to resume it token for token."""
 
     index: int  # which of the request's n completions
     tokens: np.ndarray  # int32 [C]
@@ -113,7 +113,7 @@ class Partial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One question to an engine. `partials` may hold a beginning for some of its n completions."""
+    """One generation request. `partials` may hold prefixes of some of its n completions."""
 
     request_id: str
     tokens: np.ndarray  # int32 [P]
@@ -129,7 +129,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
-    """Tokens as they come out. The last chunk of a completion carries `finish`."""
+    """New tokens of a completion. Its last chunk carries `finish`."""
 
     request_id: str
     index: int  # which of the request's n completions
@@ -149,7 +149,7 @@ class TokenChunk:
 
     @staticmethod
     def end(request_id: str, index: int, finish: Finish, reason: str) -> TokenChunk:
-        """An answer without tokens."""
+        """Return a final chunk without tokens."""
         return TokenChunk(
             request_id=request_id,
             index=index,
@@ -164,7 +164,7 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One whole answer of an engine."""
+    """One complete answer of an engine."""
 
     request_id: str
     index: int
@@ -182,7 +182,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """A prompt with one completion: what is scored and trained on."""
+    """A prompt with one completion: the unit of scoring and training."""
 
     rollout_id: str
     group_id: str  # shared by the siblings of one prompt
@@ -200,7 +200,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorePart:
-    """One reward's verdict."""
+    """The result of one reward."""
 
     name: str
     value: float
@@ -213,7 +213,7 @@ class ScorePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The weighted sum of the parts; never absent: a failure is a labelled score."""
+    """The weighted sum of the parts; never absent: a failure is a labeled score."""
 
     rollout_id: str
     value: float
@@ -223,8 +223,8 @@ class Score:
 
     @property
     def is_scored(self) -> bool:
-        """Whether some part that counts could be judged; parts of weight 0 are only watched, unless
-        all are. A sample without is left out of its group and of the loss."""
+        """True if some part that counts was scored; parts of weight 0 count only if all are. A
+        sample without is excluded from its group and the loss."""
         counting = [part for part in self.parts if part.weight] or self.parts
         return not counting or any(part.outcome == "ok" for part in counting)
 
@@ -300,7 +300,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything a receiver must hold to have a version whole."""
+    """Everything that a receiver needs to verify a complete version."""
 
     version: int
     entries: tuple[TensorEntry, ...]
@@ -309,8 +309,8 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """A policy version: n is the number of optimiser updates since the run began, cold start
-    included."""
+    """A policy version: n counts the optimizer updates since the run started, including the cold
+    start."""
 
     number: int
     step: int
@@ -328,7 +328,7 @@ class Component:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Measured bytes of one component, read from its storages and not remembered."""
+    """Measured bytes of one component, read from its storages."""
 
     device_bytes: int
     host_bytes: int
@@ -337,7 +337,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters since start, and gauges of now."""
+    """Counters since start, and current gauges."""
 
     running: int
     waiting: int

@@ -1,6 +1,5 @@
-"""Schemas of files that others wrote. In: a mapping and its schema. Out: the mapping as it was, or
-an InputError that names the file and the key. Keys that a schema does not name are left alone.
-"""
+"""Schemas of external files. In: a mapping and its schema. Out: the mapping unchanged, or an
+InputError that names the file and the key. Unknown keys are ignored."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ SHOWN_CHARS = 60  # of a value in a message
 
 
 class Foreign(BaseModel):
-    """Base of a schema: no conversion (true is no number, "1" neither, 2.0 is no whole number), no
+    """Base of a schema: no conversion (true is not a number, nor "1"; 2.0 is not an integer), no
     NaN."""
 
     model_config = ConfigDict(
@@ -27,8 +26,8 @@ S = TypeVar("S", bound=Foreign)
 
 
 def check(content: Mapping[str, Any], schema: type[S], where: str) -> S:
-    """Return what the schema reads out of `content`. InputError names the first key at fault, its
-    value, the rule."""
+    """Return the fields of `content` that the schema names. InputError names the first faulty key,
+    its value and the rule."""
     try:
         return schema.model_validate(dict(content))
     except ValidationError as error:
@@ -51,7 +50,8 @@ def check(content: Mapping[str, Any], schema: type[S], where: str) -> S:
 
 
 def _in_file(place: tuple[int | str, ...], content: Any) -> list[int | str]:
-    """The part of a place that the file has: a place also names members of unions."""
+    """Return the part of a location that exists in the file: a location also names members of
+    unions."""
     names: list[int | str] = [place[0]]
     inside: Any = content.get(place[0])
     for part in place[1:]:

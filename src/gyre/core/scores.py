@@ -1,7 +1,6 @@
-"""Scores: what a part that failed is worth. In: scores of completions that are compared. Out: the
-same scores, in which no failed part is worth more than what the part gave to any other completion.
-Pure.
-"""
+"""Scores: the value of a failed part. In: scores of completions that are compared. Out: the same
+scores, in which no failed part is worth more than the part's value for any other completion.
+Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ from gyre.core.records import Score
 
 
 def lower_failed_parts(scores: Sequence[Score]) -> list[Score]:
-    """Let a part that timed out, raised or gave no number contribute at most the least that it
-    contributed elsewhere.
+    """Bound the contribution of a part that timed out, raised or returned no number by its least
+    contribution elsewhere.
 
     A contribution is weight × value, so the part of a penalty counts in full. The least value of a
-    reward function is not known beforehand; without this rule a crash at 0 would beat a wrong
+    reward function is not known beforehand. Without this rule a crash at 0 would beat a wrong
     answer at -1. Idempotent, and applying it to some of the scores first changes nothing.
     """
     least: dict[str, float] = {}  # value with the least contribution, by part

@@ -1,6 +1,6 @@
 """Seeds: one stable 63-bit seed from any path of names and numbers. In: (run seed, "rollout", step,
-prompt, sample). Out: an int that depends on nothing else: not on order, process or PYTHONHASHSEED.
-Callers: every room that draws."""
+prompt, sample). Out: an int that depends on nothing else: not on order, process or
+PYTHONHASHSEED."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Config of the data room: which problems, how rendered, how split. In: a `[data]` table. Callers:
-runconfig, wire."""
+"""Config of the data: which problems, how rendered, how split. In: a `[data]` table. Out: a
+DataConfig."""
 
 from __future__ import annotations
 

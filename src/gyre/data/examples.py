@@ -26,7 +26,7 @@ from gyre.text.tokenizer import Tokenizer, plain_chat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleSet:
-    """Sequences to imitate, divided as the prompts of the same source are."""
+    """Supervised sequences, split as the prompts of the same source are."""
 
     source: str
     train: tuple[TrainSequence, ...]
@@ -34,8 +34,8 @@ class ExampleSet:
 
 
 def load_examples(config: DataConfig, tokenizer: Tokenizer, *, emit: Emit) -> ExampleSet:
-    """Read or generate, split, write responses, encode. A trace that its task's scorer refuses is
-    dropped, counted."""
+    """Read or generate, split, write responses, encode. A trace that its task's scorer rejects is
+    dropped and counted."""
     responder = Responder(config)
     split = read_split(config, emit=emit, identity=responder.identity)
     overlong = Overlong(config)
@@ -59,8 +59,8 @@ def load_examples(config: DataConfig, tokenizer: Tokenizer, *, emit: Emit) -> Ex
 
 
 def tokenizer_texts(config: DataConfig, *, num_texts: int, emit: Emit) -> list[str]:
-    """Training prompts with their responses, where there are any, as our own tokenizer will meet
-    them."""
+    """Return training prompts with their responses, if any, as text for training our own
+    tokenizer."""
     procedural = config.source == "reasoning_gym"
     split = read_split(config, emit=emit)
     texts = []
@@ -90,7 +90,7 @@ def tokenizer_texts(config: DataConfig, *, num_texts: int, emit: Emit) -> list[s
 
 
 class Responder:
-    """Gives a problem's response: the row's field, or a trace that the task's scorer accepts."""
+    """Provides a problem's response: the row's field, or a trace that the task's scorer accepts."""
 
     def __init__(self, config: DataConfig) -> None:
         self._config = config
@@ -101,7 +101,8 @@ class Responder:
             self._check = answer_checker(config)
 
     def identity(self, problem: Problem) -> Hashable:
-        """Rows may give one prompt several responses; problems of a task have one."""
+        """Return the key of duplicates. Rows may give one prompt several responses; problems of a
+        task have one."""
         if self._check is not None:
             return by_prompt(problem)
         return prompt_key(problem.prompt), self._response_of_row(problem)
@@ -137,7 +138,8 @@ def need_traces(config: DataConfig) -> None:
 
 
 def states_answer_only(config: DataConfig, problem: Problem) -> bool:
-    """Whether this problem's response (of a pair: the worse one) is an answer without working."""
+    """Return whether this problem's response (of a pair: the worse one) is an answer without
+    reasoning."""
     drawn = derive_seed(config.seed, "answer only", prompt_key(problem.prompt))
     return drawn < config.answer_only_share * 2**63
 

@@ -1,8 +1,9 @@
-"""Pairs: preference pairs from rows with a better and a worse response, or a worked trace against
-one with a slip or, for answer_only_share of the problems, against a wrong answer without working.
+"""Pairs: preference pairs from rows, or from procedural tasks. Rows have a better and a worse
+response. Tasks pair a worked trace with one that contains a slip or, for answer_only_share of the
+problems, with a wrong answer without reasoning.
 
 In: DataConfig and a tokenizer. Out: `PairSet`; each pair is (chosen, rejected), both with column
-loss_mask, a shared pair_id and scalars["chosen"] 1.0 and 0.0. `sources.PairSource` deals them.
+loss_mask, a shared pair_id and scalars["chosen"] 1.0 and 0.0. `sources.PairSource` serves them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SLIP_TRIES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSet:
-    """(chosen, rejected) pairs, divided as the prompts of the same source are."""
+    """(chosen, rejected) pairs, split as the prompts of the same source are."""
 
     source: str
     train: tuple[Pair, ...]
@@ -65,7 +66,7 @@ def load_pairs(config: DataConfig, tokenizer: Tokenizer, *, emit: Emit) -> PairS
 
 
 class PairWriter:
-    """Gives a problem's two responses."""
+    """Provides a problem's two responses."""
 
     def __init__(self, config: DataConfig) -> None:
         self._config = config
@@ -81,7 +82,7 @@ class PairWriter:
         return prompt_key(problem.prompt), *self._responses_of_row(problem)
 
     def responses(self, problem: Problem) -> tuple[str, str] | None:
-        """(chosen, rejected), or None where they do not differ in what matters."""
+        """Return (chosen, rejected), or None where they do not differ relevantly."""
         if self._check is None:
             found = self._responses_of_row(problem)
             pair = found if found[0] != found[1] else None

@@ -1,9 +1,9 @@
-"""Problem: one row or one procedural problem before it is rendered, and the split into training and
+"""Problem: one row or one procedural problem before rendering, and the split into training and
 held-out (pure).
 
-In: problems in file order. Out: `Split`. The split looks at the prompt's text alone: not at the
-seed, the order, the tokenizer or the template, so that no run and no objective trains on a prompt
-that another one is tested on.
+In: problems in file order. Out: `Split`. The split depends on the prompt's text alone, not on seed,
+order, tokenizer or template. No run or objective thus trains on a prompt that another one is tested
+on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Prompting = str | tuple[Mapping[str, str], ...]  # a text of the user, or a conv
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What a source yields."""
+    """One item of a source."""
 
     where: str  # "file:line" or "task:index", for messages
     prompt: Prompting
@@ -35,7 +35,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Problems in source order, no prompt in both."""
+    """Problems in source order; no prompt is in both halves."""
 
     train: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
@@ -44,7 +44,7 @@ class Split:
 
 
 def prompt_key(prompt: Prompting) -> str:
-    """The prompt's text without differences of white space: equal keys are the same prompt."""
+    """Return the prompt's text with normalized white space: equal keys mean equal prompts."""
     text = (
         prompt if isinstance(prompt, str) else json.dumps([dict(m) for m in prompt], sort_keys=True)
     )
@@ -52,7 +52,7 @@ def prompt_key(prompt: Prompting) -> str:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """The text cut at white space about every CUT_CHARS: splitting a long one whole takes many
+    """Split the text at white space about every CUT_CHARS: splitting a long one at once takes many
     times its memory."""
     start = 0
     while len(text) - start > CUT_CHARS and (found := _SPACE.search(text, start + CUT_CHARS)):
@@ -62,19 +62,19 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def is_held_out(key: str, fraction: float) -> bool:
-    """True for `fraction` of all keys."""
+    """Return True for `fraction` of all keys."""
     return derive_seed("held_out", key) < fraction * 2**63
 
 
 def by_prompt(problem: Problem) -> Hashable:
-    """Two problems with the same prompt are one."""
+    """Return the identity under which problems with the same prompt are duplicates."""
     return prompt_key(problem.prompt)
 
 
 def split_by_hash(
     problems: Iterable[Problem], fraction: float, identity: Callable[[Problem], Hashable]
 ) -> Split:
-    """Drop repeated ones, then divide by the hash of the prompt."""
+    """Drop duplicates, then split by the hash of the prompt."""
     kept, num_duplicates = _without_repeats(problems, identity)
     flags = [is_held_out(prompt_key(problem.prompt), fraction) for problem in kept]
     return Split(
@@ -88,7 +88,7 @@ def split_by_hash(
 def split_by_file(
     train: Iterable[Problem], held_out: Iterable[Problem], identity: Callable[[Problem], Hashable]
 ) -> Split:
-    """Two given files; a prompt in both stays held out."""
+    """Combine two given files; a prompt in both stays held out."""
     kept, train_duplicates = _without_repeats(train, identity)
     tested, test_duplicates = _without_repeats(held_out, identity)
     keys = {prompt_key(problem.prompt) for problem in tested}

@@ -1,7 +1,7 @@
-"""Rows: JSONL, parquet and `datasets` become problems. In: a path and field names. Out: `Problem`s,
-or an InputError that names file and line, what the row has and what was needed.
+"""Rows: JSONL, parquet and `datasets` rows to problems. In: a path and field names. Out:
+`Problem`s, or an InputError that names file and line, the row's fields and the required ones.
 
-Every field of a row that is not the prompt, the answer or a response lands in `Problem.task`
+Every field of a row that is not the prompt, the answer or a response is stored in `Problem.task`
 (tests, level, …).
 """
 
@@ -41,7 +41,7 @@ def read_rows(config: DataConfig, *, held_out: bool = False) -> Iterator[Row]:
 def to_problems(
     rows: Iterable[Row], config: DataConfig, *, with_answers: bool
 ) -> Iterator[Problem]:
-    """Take the prompt, and with `with_answers` the answer, out of each row."""
+    """Extract the prompt, and with `with_answers` the answer, from each row."""
     try:
         pattern = re.compile(config.answer_pattern) if config.answer_pattern else None
     except re.error as error:
@@ -63,7 +63,7 @@ def to_problems(
 
 
 def check_values(row: Mapping[str, Any], where: str) -> None:
-    """InputError for a row nested deeper than MAX_DEPTH: what holds rows later walks them by
+    """Raise InputError for a row nested deeper than MAX_DEPTH: later code traverses rows by
     recursion."""
     level: list[Any] = [row]
     for _ in range(MAX_DEPTH):
@@ -87,8 +87,8 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def as_json(value: Any) -> Any:
-    """The value as JSON and records have it: tuples become lists, numpy numbers plain ones, an
-    integer past 64 bits its digits, anything else its text."""
+    """Convert a value to the JSON types of records. Tuples become lists, numpy numbers plain ones,
+    integers past 64 bits their digits, anything else its text."""
     if isinstance(value, Mapping):
         return {str(name): as_json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -162,8 +162,8 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
 
 @contextmanager
 def _without_retries(datasets: Any, *, local: bool) -> Iterator[None]:
-    """Where the hub cannot be reached, the library's own switch for that, so that it takes its
-    cache at once."""
+    """Disable the library's retries where the hub is unreachable, so that it uses its cache at
+    once."""
     before = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = before or (not local and not is_reachable())
     try:
@@ -195,7 +195,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def refuse_missing_data(config: DataConfig) -> None:
-    """InputError for a file, folder or data set that is not there. Reads and downloads nothing."""
+    """Raise InputError for a missing file, folder or data set. Reads and downloads nothing."""
     if config.source != "datasets":
         for key in ("path", "held_out_path"):
             if value := getattr(config, key):
@@ -216,7 +216,8 @@ def _data_file(value: str, key: str) -> Path:
 
 
 def _refuse_what_is_no_set(name: str) -> None:
-    """InputError for a file, a name that the hub has not, or one that can be had from nowhere."""
+    """Raise InputError for a file, a name unknown to the hub, or one that is not available
+    anywhere."""
     path = Path(name).expanduser()
     if path.is_dir():
         return
@@ -236,7 +237,7 @@ def _refuse_what_is_no_set(name: str) -> None:
 
 
 def _has_built_copy(name: str) -> bool:
-    """Whether the cache of `datasets` holds the data set, or the hub's cache its files."""
+    """Return whether the cache of `datasets` has the data set, or the hub's cache its files."""
     cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(_hf_home()) / "datasets").expanduser()
     return has_copy(name, kind="dataset") or (cache / name.replace("/", "___")).is_dir()
 

@@ -1,9 +1,9 @@
-"""Sources: problems become prompts, and records become an endless, resumable order. In: DataConfig
-and a tokenizer. Out: `PromptSet`, and `ShuffledSource`, which implements PromptSource for prompts
-and for training sequences.
+"""Sources: problems to prompts, and records to an endless, resumable sequence. In: DataConfig and a
+tokenizer. Out: `PromptSet`, and `ShuffledSource`, which implements PromptSource for prompts and for
+training sequences.
 
-Everything dropped is counted in one event, data.loaded, and so are conversations whose last turn,
-the assistant's, is no part of the prompt (split_turns).
+One event, data.loaded, counts everything dropped. It also counts conversations whose last,
+assistant turn was split from the prompt (split_turns).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, emit: Emit) -> Pro
 
 
 def source_name(config: DataConfig) -> str:
-    """Short name of the source, for records and reports."""
+    """Return a short name of the source, for records and reports."""
     if config.source == "reasoning_gym":
         return f"reasoning_gym/{config.task}"
     return f"{config.source}/{Path(config.path).name}"
@@ -71,7 +71,7 @@ def read_split(
     identity: Callable[[Problem], Hashable] = by_prompt,
     with_answers: bool = False,
 ) -> Split:
-    """All problems, divided. `identity` says which of them are repeats."""
+    """Read all problems and split them. `identity` decides which are duplicates."""
     if config.source == "reasoning_gym":
         return split_by_hash(
             generate_problems(config, emit=emit), config.held_out_fraction, identity
@@ -86,8 +86,8 @@ def read_split(
 def encode_prompts(
     problems: Iterable[Problem], config: DataConfig, tokenizer: Tokenizer, overlong: Overlong
 ) -> Iterator[tuple[Problem, Prompt]]:
-    """Render and encode; prompts that are too long are left out, or an error, before they are
-    encoded whole."""
+    """Render and encode. Overlong prompts are dropped, or raise an error, before they are fully
+    encoded."""
     check_template(config.template, config.system)
     checked, source, template = False, source_name(config), config.template
     for batch in _batches(
@@ -118,7 +118,7 @@ def encode_prompts(
 
 
 def _render(batch: Sequence[Problem], config: DataConfig, tokenizer: Tokenizer) -> list[str]:
-    """The texts of a batch. Where it is refused, one by one, to name the row."""
+    """Render the texts of a batch. On an error, renders one by one to name the row."""
 
     def render(problems: Sequence[Problem]) -> list[str]:
         prompts, system = [problem.prompt for problem in problems], config.system
@@ -139,7 +139,7 @@ def _render(batch: Sequence[Problem], config: DataConfig, tokenizer: Tokenizer) 
 
 
 def _batches(problems: Iterable[Problem]) -> Iterator[list[Problem]]:
-    """BATCH_ROWS problems, or fewer when their prompts are long."""
+    """Yield batches of BATCH_ROWS problems, or fewer when their prompts are long."""
     batch: list[Problem] = []
     num_chars = 0
     for problem in problems:
@@ -168,7 +168,7 @@ def _has_system(problem: Problem) -> bool:
 
 
 class Overlong:
-    """Applies max_prompt_tokens and max_sequence_tokens: an error that says where, or a counted
+    """Applies max_prompt_tokens and max_sequence_tokens: an error with its location, or a counted
     drop."""
 
     def __init__(self, config: DataConfig) -> None:
@@ -176,14 +176,14 @@ class Overlong:
         self.num_dropped = 0
 
     def keeps_text(self, text: str, tokenizer: Tokenizer, problem: Problem) -> bool:
-        """Whether a prompt's text may have few enough tokens. Looks at a text before it is encoded
-        whole, which takes many times its size in memory."""
+        """Return whether a prompt's text may be short enough. Checked before full encoding, which
+        takes many times the text's size in memory."""
         return self._keeps_text(
             text, tokenizer, self._config.max_prompt_tokens, "prompt", problem.where
         )
 
     def keeps_response(self, text: str, tokenizer: Tokenizer, problem: Problem) -> bool:
-        """As `keeps_text`, of a response."""
+        """Return whether a response may be short enough, as `keeps_text` does."""
         return self._keeps_text(
             text, tokenizer, self._config.max_sequence_tokens, "sequence", problem.where
         )
@@ -230,7 +230,7 @@ def report_loaded(
     emit: Emit,
     **dropped: int,
 ) -> None:
-    """Emit what was kept and dropped; refuse a half that should not be empty."""
+    """Emit what was kept and dropped; raise for a half that must not be empty."""
     reasons = {
         "duplicate": split.num_duplicates,
         "in_held_out": split.num_overlapping,
@@ -266,7 +266,7 @@ def report_loaded(
 
 
 class ShuffledSource(Generic[Record]):
-    """PromptSource over records in memory: each epoch is a new order, a pure function of seed, name
+    """PromptSource over records in memory. The order of an epoch is a pure function of seed, name
     and epoch."""
 
     def __init__(self, records: Sequence[Record], seed: int, name: str) -> None:
@@ -284,7 +284,7 @@ class ShuffledSource(Generic[Record]):
         self._order = np.zeros(0, dtype=np.int64)
 
     def __len__(self) -> int:
-        """Records in one epoch."""
+        """Return the number of records in one epoch."""
         return len(self._records)
 
     def take(self, n: int) -> Sequence[Any]:
@@ -334,7 +334,7 @@ class ShuffledSource(Generic[Record]):
 class PairSource(ShuffledSource[tuple[TrainSequence, TrainSequence]]):
     """Preference pairs: take(n) returns n pairs as 2n sequences, chosen before rejected.
 
-    pair_id is the pair's number since the beginning of the run: unique in any batch, also over
+    pair_id numbers the pairs from the start of the run, so it is unique in any batch and across
     epochs.
     """
 
@@ -348,7 +348,7 @@ class PairSource(ShuffledSource[tuple[TrainSequence, TrainSequence]]):
 
 
 def fingerprint(records: Sequence[Any]) -> str:
-    """16 hex digits over tokens, masks and ids of all records, in order."""
+    """Return 16 hex digits over tokens, masks and ids of all records, in order."""
     digest = hashlib.blake2b(digest_size=8)
     for record in records:
         for part in record if isinstance(record, tuple) else (record,):

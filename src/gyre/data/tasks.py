@@ -20,10 +20,10 @@ Check = Callable[[str, dict[str, Any]], float]  # answer, Problem.task → 1.0 w
 
 
 def generate_problems(config: DataConfig, *, emit: Emit) -> Iterator[Problem]:
-    """Yield `num_problems` problems, all with different prompts, in an order that the seed decides.
+    """Yield `num_problems` problems with distinct prompts, in an order determined by the seed.
 
-    Small tasks run out: drawing ends after 20 draws per problem asked for, with the event
-    data.exhausted.
+    Small tasks are exhausted early: drawing ends after 20 draws per requested problem, with the
+    event data.exhausted.
     """
     max_draws = 20 * config.num_problems + 1000
     dataset = _make_dataset(config, size=max_draws)
@@ -46,7 +46,7 @@ def generate_problems(config: DataConfig, *, emit: Emit) -> Iterator[Problem]:
 
 
 def answer_checker(config: DataConfig) -> Check:
-    """The task's own scorer."""
+    """Return the task's own scorer."""
     dataset = _make_dataset(config, size=1)
     return lambda answer, task: float(dataset.score_answer(answer, task))
 

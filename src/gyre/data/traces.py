@@ -1,8 +1,8 @@
-"""Traces: worked solutions of procedural problems, right ones and wrong ones (pure). In: task name
-and metadata. Out: a `Trace` whose thinking ends with its answer, or None when no short mechanical
-one exists.
+"""Traces: worked solutions of procedural problems, correct and wrong (pure). In: task name and
+metadata. Out: a `Trace` whose reasoning ends with its answer, or None when there is no short
+mechanical solution.
 
-A wrong trace looks like a right one: one step of it slips and what follows is consistent.
+A wrong trace resembles a correct one: one step contains a slip and the rest follows consistently.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ class Trace:
 
 
 def write_trace(task: Mapping[str, Any]) -> Trace | None:
-    """A worked solution of a `Problem.task`. Its answer is computed, not copied: callers check it
-    with the scorer."""
+    """Return a worked solution of a `Problem.task`. Its answer is computed, not copied: callers
+    verify it with the scorer."""
     writer = _WRITERS.get(task["task"])
     return writer(task) if writer else None
 
 
 def traced_tasks() -> tuple[str, ...]:
-    """Names of the tasks that have worked solutions."""
+    """Return the names of the tasks with worked solutions."""
     return tuple(sorted(_WRITERS))
 
 
 def corrupt_trace(task: Mapping[str, Any], rng: random.Random) -> Trace | None:
-    """A worked solution with one slip. Its answer is meant to be wrong; callers check that too."""
+    """Return a worked solution with one slip. Its answer should be wrong; callers verify that
+    too."""
     slipping = _SLIPPING.get(task["task"])
     if slipping is not None:
         return slipping(task["metadata"]["expression"], rng)
@@ -53,8 +54,10 @@ def corrupt_trace(task: Mapping[str, Any], rng: random.Random) -> Trace | None:
 
 
 def _chain(expression: str, rng: random.Random | None = None) -> Trace:
-    """ "15 - 43 - 75" gives the lines "15 - 43 = -28" and "-28 - 75 = -103".
-    With `rng`, one line is wrong."""
+    """Expand "15 - 43 - 75" to the lines "15 - 43 = -28" and "-28 - 75 = -103".
+
+    With `rng`, one line is wrong.
+    """
     parts = expression.split()
     total = int(parts[0])
     steps = list(zip(parts[1::2], map(int, parts[2::2]), strict=True))
@@ -82,8 +85,7 @@ def _apply(operator: str, left: int, right: int) -> int:
 
 
 def _slips(value: int, rng: random.Random) -> list[int]:
-    """Numbers that a learner could have written instead: a little off, a wrong digit, the wrong
-    sign."""
+    """Return plausible wrong numbers: slightly off, a wrong digit, the wrong sign."""
     near = [
         value + 1,
         value - 1,
@@ -104,8 +106,8 @@ def _other_digit(value: int, rng: random.Random) -> int:
 
 
 def _wrong_answer(answer: str, rng: random.Random) -> str | None:
-    """Another number for a number; two different neighbours (list items, else letters) swapped for
-    anything else."""
+    """Return another number for a number. For anything else, swap two different neighbors (list
+    items, or letters)."""
     if answer.removeprefix("-").isdecimal():
         value = int(answer)
         options = _slips(value, rng)
@@ -130,11 +132,11 @@ def _chain_task(task: Mapping[str, Any]) -> Trace:
 
 
 def _basic_arithmetic(task: Mapping[str, Any]) -> Trace | None:
-    """Operations in the order that precedence and parentheses ask for; "/" rounds down, as the
-    task's answers do.
+    """Apply the operations by precedence and parentheses; "/" rounds down, as in the task's
+    answers.
 
-    None for a division by zero: without parentheses the task writes some, since its answers ignore
-    precedence.
+    Returns None for a division by zero. The task writes some without parentheses, since its answers
+    ignore precedence.
     """
     lines: list[str] = []
     tree = ast.parse(task["metadata"]["expression"].strip(), mode="eval").body
@@ -167,7 +169,7 @@ def _reduce(node: ast.expr, lines: list[str]) -> int:
 
 
 def _count_bits(task: Mapping[str, Any]) -> Trace:
-    """Powers of two taken off, largest first, numbered: "1: 37 - 32 = 5"."""
+    """Subtract powers of two, largest first, with numbers: "1: 37 - 32 = 5"."""
     rest = int(task["metadata"]["number"])
     lines = []
     while rest:
@@ -185,7 +187,7 @@ def _spell_backward(task: Mapping[str, Any]) -> Trace:
 
 
 def _letter_counting(task: Mapping[str, Any]) -> Trace:
-    """Each word with the count so far."""
+    """Write each word with the running count."""
     letter, count, lines = str(task["metadata"]["target_letter"]), 0, []
     for word in task["metadata"]["span"]:
         count += word.lower().count(letter)
@@ -194,7 +196,7 @@ def _letter_counting(task: Mapping[str, Any]) -> Trace:
 
 
 def _number_sorting(task: Mapping[str, Any]) -> Trace:
-    """The next number in order, one a line, then the list as the task wants it."""
+    """Write the next number in order, one per line, then the list in the task's format."""
     metadata = task["metadata"]
     ordered = sorted(
         metadata["original_numbers"], key=float, reverse=metadata["direction"] == "descending"
@@ -203,7 +205,7 @@ def _number_sorting(task: Mapping[str, Any]) -> Trace:
 
 
 def _gcd(task: Mapping[str, Any]) -> Trace:
-    """Euclid's steps; more than two numbers one after the other."""
+    """Write Euclid's steps; more than two numbers are processed one after the other."""
     first, *others = (int(number) for number in task["metadata"]["numbers"])
     lines = []
     for other in others:

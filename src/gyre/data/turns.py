@@ -1,6 +1,5 @@
-"""Turns: where the prompt of a row ends and the response begins (pure). In: a row and the names of
-its fields. Out: the prompt without the response that is to be learnt, or an InputError that says
-why no such place is sure.
+"""Turns: the boundary between prompt and response of a row (pure). In: a row and the names of its
+fields. Out: the prompt without the response, or an InputError that explains the ambiguity.
 
     prompt field                     prompt
     a text                           the text; refused when the same field is read as answer or
@@ -40,7 +39,8 @@ Turns = Sequence[Mapping[str, str]]
 
 
 def take_prompt(row: Mapping[str, Any], where: str, config: DataConfig) -> Prompting:
-    """The row's prompt. InputError: no prompt, or none that is surely without the response."""
+    """Return the row's prompt. Raises InputError if there is none, or if it may contain the
+    response."""
     field = config.prompt_field
     pair = (config.chosen_field, config.rejected_field)
     if all(row.get(name) is not None for name in pair) and (
@@ -78,13 +78,13 @@ def take_prompt(row: Mapping[str, Any], where: str, config: DataConfig) -> Promp
 
 
 def is_split(row: Mapping[str, Any], prompt: Prompting, config: DataConfig) -> bool:
-    """Whether the prompt is shorter than the conversation in its field."""
+    """Return whether the prompt is shorter than the conversation in its field."""
     value = row.get(config.prompt_field)
     return isinstance(value, list) and not isinstance(prompt, str) and len(value) > len(prompt)
 
 
 def read_prompt(value: Any, where: str, field: str) -> Prompting:
-    """A text, or a conversation that ends with the user's or the assistant's turn."""
+    """Return a text, or a conversation that ends with the user's or the assistant's turn."""
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, list) and value and all(is_message(item) for item in value):
@@ -100,8 +100,8 @@ def read_prompt(value: Any, where: str, field: str) -> Prompting:
 def read_response(
     row: Mapping[str, Any], field: str, where: str, key: str, prompt: Prompting
 ) -> str:
-    """A response: a text, or a conversation whose last message is the assistant's. What comes
-    before that message must be nothing, or the prompt."""
+    """Return a response: a text, or a conversation whose last message is the assistant's. The
+    messages before it must be empty or equal the prompt."""
     value = need(row, field, where, key)
     if isinstance(value, str):
         return value
@@ -129,7 +129,7 @@ def read_response(
 def _refuse_left_out(
     messages: Sequence[Mapping[str, Any]], names: Sequence[str], where: str, field: str
 ) -> None:
-    """InputError for what a model said outside of a message's content."""
+    """Raise InputError for model output outside of a message's content."""
     left_out = next((name for message in messages for name in names if message.get(name)), None)
     if left_out:
         raise InputError(
@@ -141,7 +141,7 @@ def _refuse_left_out(
 
 
 def need(row: Mapping[str, Any], field: str, where: str, key: str, also: str = "") -> Any:
-    """The value of a field that must be there and not null."""
+    """Return the value of a required field that must not be null."""
     if row.get(field) is None:
         state = "is null" if field in row else "is missing"
         raise InputError(
@@ -167,7 +167,7 @@ def short(value: Any) -> str:
 def _shared_turns(
     row: Mapping[str, Any], where: str, pair: tuple[str, str], field: str
 ) -> Prompting:
-    """The turns before the last of two whole conversations, which must be the same."""
+    """Return the turns before the last of two whole conversations, which must be equal."""
     chosen, rejected = (
         read_prompt(need(row, name, where, "prompt_field"), where, name) for name in pair
     )
@@ -193,7 +193,7 @@ def _shared_turns(
 def _asking(
     turns: tuple[Mapping[str, str], ...], where: str, field: str
 ) -> tuple[Mapping[str, str], ...]:
-    """Turns that the model can answer."""
+    """Return turns that the model can respond to."""
     last = turns[-1]["role"] if turns else None
     if last in ASKING:
         return turns

@@ -1,14 +1,14 @@
-"""Traffic: what the collectives of this rank send, and how long they make it wait. In: each
-collective, by its kind and tensors. Out: bytes by kind, seconds.
+"""CommStats: what the collectives of this rank send, and how long it waits for them. In: each
+collective, by kind and tensors. Out: bytes by kind, seconds.
 
-Bytes are those of the ring algorithms, by n ranks: a gather or a scatter of W bytes in all sends (n
-- 1)/n · W, an all-reduce of W twice that, a broadcast W. The planner predicts the same
+Bytes are those of the ring algorithms over n ranks. A gather or scatter of W bytes in total sends
+(n - 1)/n · W, an all-reduce of W twice that, a broadcast W. The planner predicts the same
 (`planner.search.speed.sent_bytes`).
 
-On a CPU a collective makes the rank wait from the call to its end, the wait for ranks that come
-later included. On a GPU the compute stream waits: between two events around the collective, or,
-where that runs beside the computation, from the event at which it came to the wait to the one
-behind the collective. Events are read when the device is idle anyway.
+On a CPU a rank waits from the call to the collective's end, including the wait for later ranks. On
+a GPU the compute stream waits between two events around the collective. If the collective overlaps
+the computation, the wait is from the event before the wait to the event after the collective.
+Events are read when the device is idle anyway.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """Since the last time that somebody asked."""
+    """Traffic since the last reset."""
 
     bytes_by_kind: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     wait_s: float = 0.0
 
 
 def ring_bytes(kind: Kind, whole_bytes: int, ranks: int) -> int:
-    """Bytes that one rank sends. `whole_bytes`: of the tensor that is reduced or broadcast, of all
-    slices together where it is gathered or scattered."""
+    """Return the bytes that one rank sends. `whole_bytes`: of the reduced or broadcast tensor, or
+    of all gathered or scattered slices together."""
     if ranks <= 1:
         return 0
     if kind == "broadcast":
@@ -58,14 +58,14 @@ class Traffic:
     def collective(
         self, kind: Kind, whole_bytes: int, ranks: int, device: torch.device
     ) -> Iterator[None]:
-        """Around one whose result is waited for inside."""
+        """Measure a block that runs a collective and waits for its result."""
         self.count(kind, whole_bytes, ranks)
         with self.waiting(device):
             yield
 
     @contextlib.contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:
-        """Around the wait for one that was counted when it began."""
+        """Measure the wait for a collective that was counted when it started."""
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -78,17 +78,17 @@ class Traffic:
         self._wait_s += time.perf_counter() - started_s
 
     def count(self, kind: Kind, whole_bytes: int, ranks: int) -> None:
-        """Bytes alone."""
+        """Count bytes only."""
         self._bytes[kind] = self._bytes.get(kind, 0) + ring_bytes(kind, whole_bytes, ranks)
 
     def awaited(self, reached: Any, done: Any) -> None:
-        """The computation came to a wait at the event `reached`, for what was done on another
-        stream at `done`, which may have been before."""
+        """Record a wait: computation reached it at the event `reached`, for work on another stream
+        that ended at `done`, possibly earlier."""
         self._beside.append((reached, done))
 
     def take(self) -> Sent:
-        """What came together since the last call. On a GPU the streams must have passed the last
-        collective, or this waits for it."""
+        """Return and reset the totals. On a GPU waits for the last collective unless the streams
+        have passed it."""
         wait_s = self._wait_s
         for begin, end in self._events + self._beside:
             end.synchronize()

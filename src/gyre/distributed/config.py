@@ -1,5 +1,5 @@
-"""Parallel config: how the state of each trained or frozen model lies over ranks. In: TOML tables
-`[parallel]`, `[parallel.critic]`, `[parallel.reference]`, `[parallel.reward]`. Out: frozen
+"""Parallel config: how the state of each trained or frozen model is sharded over ranks. In: TOML
+tables `[parallel]`, `[parallel.critic]`, `[parallel.reference]`, `[parallel.reward]`. Out: frozen
 sections. No torch here."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SumGradients = Literal["chunk", "update"]
 
 
 class SplitConfig(Section):
-    """Sharding of one model; what is left out is as in `[parallel]`."""
+    """Sharding of one model; omitted keys inherit from `[parallel]`."""
 
     zero: Zero | None = None
     """As `parallel.zero`."""
@@ -24,7 +24,7 @@ class SplitConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Sharding over the trainer's ranks. A process alone holds everything, whatever is set here."""
+    """Sharding over the trainer's ranks. A single process holds everything regardless."""
 
     zero: Zero = 1
     """What is sharded: 0 nothing, 1 optimizer state, 2 also gradients and, between updates,
@@ -48,7 +48,7 @@ class ParallelConfig(Section):
     """The reward model."""
 
     def of(self, model: Literal["actor", "critic", "reference", "reward"]) -> tuple[Zero, int]:
-        """(zero, shard_ranks) of a model."""
+        """Return (zero, shard_ranks) of a model."""
         own = SplitConfig() if model == "actor" else getattr(self, model)
         zero = self.zero if own.zero is None else own.zero
         return zero, self.shard_ranks if own.shard_ranks is None else own.shard_ranks

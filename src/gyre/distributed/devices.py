@@ -1,9 +1,8 @@
-"""Devices: what each rank computes on, and that all have the same. In: a rank's device. Out:
-nothing, or a ConfigError that lists who has what.
+"""Devices: checks that all ranks compute on the same kind of device. In: a rank's device. Out:
+nothing, or a ConfigError that lists each rank's device.
 
-Ranks wait for the slowest of them and hold equal parts, so one slower or smaller GPU would slow
-down or starve them all; and kernels that differ by GPU type would give ranks that hold copies
-different bits.
+Ranks wait for the slowest and hold equal parts, so one slower or smaller GPU would slow them down
+or exhaust its memory. Kernels that differ by GPU type would also give replicas different bits.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SAME_MEMORY_SHARE = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRecord:
-    """What one rank has. A CPU's memory is not its own, so that it is not told."""
+    """One rank's device. A CPU's memory is shared, so it is not reported."""
 
     host: str
     name: str  # as the driver says
@@ -39,7 +38,7 @@ class DeviceRecord:
 
 
 def read_device(device: torch.device) -> DeviceRecord:
-    """Of this process."""
+    """Return the device of this process."""
     if device.type != "cuda":
         return DeviceRecord(host=platform.node(), name=device.type, capability="", memory_bytes=0)
     found = torch.cuda.get_device_properties(device)
@@ -52,7 +51,7 @@ def read_device(device: torch.device) -> DeviceRecord:
 
 
 def find_mixture(records: Sequence[DeviceRecord]) -> str:
-    """Who has what, when not all have the same; "" when they do. Pure."""
+    """Describe each rank's device when they differ; "" when they do not. Pure."""
     kinds: list[tuple[DeviceRecord, list[int]]] = []
     for rank, record in enumerate(records):
         members = next((members for kind, members in kinds if kind.is_like(record)), None)
@@ -66,7 +65,7 @@ def find_mixture(records: Sequence[DeviceRecord]) -> str:
 
 
 def refuse_mixture(group: RankGroup, record: DeviceRecord) -> None:
-    """ConfigError on every rank unless all have the same kind of device. Collective."""
+    """Raise ConfigError on every rank unless all have the same kind of device. Collective."""
     told: list[Mapping] = group.share(dataclasses.asdict(record))
     mixture = find_mixture([DeviceRecord(**one) for one in told])
     if mixture:

@@ -1,12 +1,12 @@
-"""Fault board: which rank broke an operation, told to all ranks in time. In: a store that all ranks
-reach. Out: `broken`, why no collective may run any more, which frees a main thread that waits in
-one over gloo; and a call to `abort`, which frees it over NCCL.
+"""Failure detector: notifies all ranks in time which rank broke an operation. In: a store that all
+ranks reach. Out: `broken`, the reason why no further collective may run; it frees a main thread
+that waits in one over gloo. A call to `abort` frees it over NCCL.
 
-Every rank counts its guarded operations (a step, an evaluation), so the number means the same
-everywhere. A rank that fails reports under the number; a thread on each other rank reads that, lets
-its own main thread fail by itself for a moment (a bad batch is refused by all ranks alike, and
-nothing is broken), and else aborts the collectives. The threads also give signs of life; each
-watches the next rank's, and reports for it when they end: NCCL does not notice a death.
+Every rank counts its guarded operations (a step, an evaluation), so the number is the same
+everywhere. A rank that fails reports the number. On each other rank a thread reads the report and
+gives the main thread a moment to fail by itself. A bad batch is refused by all ranks alike, and
+nothing is broken. Otherwise the thread aborts the collectives. The threads also send heartbeats.
+Each watches the next rank's and reports when they stop: NCCL does not notice a death.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIFE_S = 15.0  # without one a rank is dead; no call may hold Python's lock for 
 
 
 class FailureDetector:
-    """One rank's view. `store` is a connection of its own: nothing else waits on it."""
+    """One rank's view. `store` is a separate connection: nothing else blocks on it."""
 
     def __init__(
         self, store: Store, *, rank: int, size: int, grace_s: float, abort: Callable[[], None]
@@ -50,8 +50,7 @@ class FailureDetector:
         self._thread.start()
 
     def enter(self) -> None:
-        """A guarded operation begins. Learns here if the others have broken off without this
-        rank."""
+        """Enter a guarded operation. Raises if the others have aborted without this rank."""
         self._operation += 1
         with self._lock:
             if not self.broken and self._store.check(["broken"]):
@@ -62,16 +61,16 @@ class FailureDetector:
         self._inside = False
 
     def report(self, message: str, *, own: bool) -> None:
-        """Tell the others that this operation failed here; `own` says that the cause was not
-        another rank."""
+        """Report to the others that this operation failed here; `own` marks a cause on this
+        rank."""
         entry = json.dumps({"message": message, "own": own})
         with self._lock:
             self._store.set(f"{self._operation}/{self._rank}", entry)
             self._store.set(f"{self._operation}", "failed")
 
     def blame(self) -> str:
-        """Who broke this operation: a rank that reported a cause of its own, or, after a grace, one
-        that is silent."""
+        """Return the rank that broke this operation: one that reported its own cause or, after a
+        grace period, a silent one."""
         until = time.monotonic() + self._grace_s
         while True:
             reports = self._reports()
@@ -88,7 +87,7 @@ class FailureDetector:
         return "all ranks lost their connections"
 
     def break_off(self, culprit: str) -> None:
-        """No collective may run from here on, on any rank."""
+        """Forbid further collectives on every rank."""
         self.broken = self.broken or culprit
         with contextlib.suppress(RuntimeError), self._lock:  # the store may be what was lost
             self._store.set("broken", self.broken)
@@ -134,14 +133,14 @@ class FailureDetector:
                 self._abort()
 
     def _live(self) -> None:
-        """Give a sign of life when it is time."""
+        """Send a heartbeat when due."""
         if time.monotonic() >= self._next_beat:
             self._beat, self._next_beat = self._beat + 1, time.monotonic() + BEAT_S
             with self._lock:
                 self._store.set(f"life/{self._rank}", f"{self._beat}")
 
     def _look_at_neighbour(self, operation: int) -> None:
-        """Report for the next rank when it has given no sign of life for too long."""
+        """Report the next rank when its heartbeats have stopped for too long."""
         rank = (self._rank + 1) % self._size
         with self._lock:
             seen = (

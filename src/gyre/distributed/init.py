@@ -1,9 +1,9 @@
-"""Start: how a process becomes a rank, and how it ceases to be one. In: rank, world size, the
-address of a store, a back end, a device, a deadline. Out: the Group of all ranks.
+"""Init: joins a process to the group of ranks and leaves it. In: rank, world size, the address of a
+store, a backend, a device, a timeout. Out: the RankGroup of all ranks.
 
-A driver calls `hold_store()` and hands `store.port` to the ranks, with `child_environment()` in
-their environment; each rank calls `join`. Groups that are started again need a new store or a new
-`round_id`: addresses of dead ranks in an old one make the new ranks hang.
+A driver calls `hold_store()` and passes `store.port` to the ranks, with `child_environment()` in
+their environment. Each rank calls `join`. A restarted group needs a new store or a new `round_id`:
+stale addresses of dead ranks would make the new ranks hang.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GRACE_S = 5.0  # how long lost ranks look for one that has a cause to tell
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:
-    """Which rank this process is, and of what."""
+    """This process's rank, the world size and the rendezvous."""
 
     rank: int
     world_size: int
@@ -41,9 +41,8 @@ class RankSpec:
 
 
 def child_environment(*, multicast: bool = False) -> dict[str, str]:
-    """What must stand in the environment of a rank's process before it starts. NVLink multicast can
-    put the GPUs of a shared host out of service, so it stays off unless the user asks for it by
-    name."""
+    """Return the environment that a rank's process needs before it starts. NVLink multicast can
+    disable the GPUs of a shared host, so it stays off unless the user explicitly enables it."""
     if multicast:
         return {}
     return {
@@ -54,9 +53,12 @@ def child_environment(*, multicast: bool = False) -> dict[str, str]:
 
 
 def hold_store(host: str = "127.0.0.1", *, timeout_s: float = 60.0) -> TCPStore:
-    """A store on a free port of the address `host`, in the process that starts the ranks; it must
-    outlive them. It asks nobody who they are, so it must not be reached from elsewhere: left to
-    itself it would listen on every address."""
+    """Create a store on a free port of the address `host`, in the process that starts the ranks; it
+    must outlive them.
+
+    The store has no authentication, so it must not be reachable from elsewhere. By default it would
+    listen on every address.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as listener:
@@ -81,8 +83,8 @@ def hold_store(host: str = "127.0.0.1", *, timeout_s: float = 60.0) -> TCPStore:
 
 
 def join(seat: RankSpec) -> RankGroup:
-    """Become a rank; returns when all ranks have. RankError when they have not by the deadline,
-    ConfigError when they have different kinds of devices."""
+    """Join the ranks; returns when all have. Raises RankError on a timeout, and ConfigError when
+    the kinds of devices differ."""
     timeout = timedelta(seconds=seat.timeout_s)
     if seat.device.type == "cuda":
         torch.cuda.set_device(seat.device)
@@ -132,7 +134,7 @@ def join(seat: RankSpec) -> RankGroup:
 
 
 def leave(group: RankGroup) -> None:
-    """Cease to be a rank. Needs no other rank to be alive."""
+    """Leave the ranks. Needs no other rank to be alive."""
     group.close()
     if dist.is_initialized():
         if group.is_broken:
@@ -151,7 +153,7 @@ def _connect(seat: RankSpec) -> TCPStore:
 
 
 def _abort(device: torch.device) -> None:
-    """End every collective of this process that waits on a GPU; over gloo whoever waits sees to it
+    """Abort every collective of this process on a GPU. Over gloo the waiting thread aborts itself
     (distributed.process_group)."""
     if device.type == "cpu":
         return

@@ -1,7 +1,5 @@
-"""Notes: short texts that ranks leave for each other outside collectives. In: a store that all
-ranks reach. Out: what other ranks left, or None. Safe from any thread, and never waits for another
-rank.
-"""
+"""KVStore: short texts that ranks exchange outside collectives. In: a store that all ranks reach.
+Out: texts of other ranks, or None. Thread-safe, and never waits for another rank."""
 
 from __future__ import annotations
 
@@ -20,12 +18,12 @@ class KVStore(Protocol):
     def get(self, key: str) -> str | None: ...
 
     def drop(self, keys: Sequence[str]) -> None:
-        """Forget what nobody will ask for again."""
+        """Delete keys that are no longer needed."""
         ...
 
 
 class SharedKVStore:
-    """Over a store connection of its own."""
+    """A key-value store over a separate store connection."""
 
     def __init__(self, store: Store) -> None:
         self._store, self._lock = store, threading.Lock()
@@ -54,7 +52,7 @@ class SharedKVStore:
 
 
 class LocalKVStore:
-    """Of a process that works by itself."""
+    """The key-value store of a single process."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}

@@ -52,7 +52,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSharding:
-    """How one model lies over a mesh."""
+    """Sharding of one model over a mesh."""
 
     mesh: Mesh
     zero: Zero
@@ -64,18 +64,17 @@ class ModelSharding:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether weights lie in shards while nothing computes."""
+        """True if weights are sharded between computations."""
         return self.zero >= 2 and self.mesh.shard.size > 1
 
     @property
     def rank(self) -> int:
-        """This rank's place among those that hold the weights together."""
+        """This rank's index among those that hold the weights together."""
         return self.mesh.shard.rank if self.shards_weights else 0
 
 
 class Splitter:
-    """Makes the sharding of a trainer's models; models that are sharded alike use one mesh.
-    Collective."""
+    """Creates the shardings of a trainer's models; equal shardings share a mesh. Collective."""
 
     def __init__(self, all_ranks: RankGroup, config: ParallelConfig) -> None:
         self._all_ranks = all_ranks
@@ -93,7 +92,7 @@ class Splitter:
 
 
 def shard_size(num_data_ranks: int, shard_ranks: int) -> int:
-    """Return the ranks per copy; 0 takes all. ConfigError if copies would not be whole."""
+    """Return the ranks per copy; 0 takes all. Raises ConfigError if they do not divide evenly."""
     size = shard_ranks or num_data_ranks
     if size > num_data_ranks or num_data_ranks % size:
         divisors = [str(n) for n in range(1, num_data_ranks + 1) if num_data_ranks % n == 0]
@@ -106,8 +105,7 @@ def shard_size(num_data_ranks: int, shard_ranks: int) -> int:
 
 
 def make_mesh(all_ranks: RankGroup, shard_ranks: int, *, tensor_ranks: int = 1) -> Mesh:
-    """Make the groups of every axis. `tensor_ranks` divides the number of ranks. Collective: every
-    rank calls it in the same order."""
+    """Create the mesh. Every rank calls this, in the same order as other collectives."""
     num_data_ranks, rest = divmod(all_ranks.size, tensor_ranks)
     assert rest == 0, f"{all_ranks.size} ranks in groups of {tensor_ranks}"
     size = shard_size(num_data_ranks, shard_ranks)

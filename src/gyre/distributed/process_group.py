@@ -1,10 +1,9 @@
-"""Group: ranks that compute as one. In: flat tensors. Out: sums, slices and joins of them over the
-ranks, or a RankError that names collective, group and rank.
+"""RankGroup: collectives over ranks. In: flat tensors. Out: sums, slices and concatenations over
+the ranks, or a RankError that names collective, group and rank.
 
 A group of one, `alone()`, does nothing and needs no torch.distributed. Every collective has the
-deadline that the group was joined with; what a rank that fails does to the others is
-`distributed.failure_detector`. Gloo cannot be aborted, so on a CPU whoever waits looks at the fault
-board meanwhile.
+group's timeout. `distributed.failure_detector` defines how a failing rank affects the others. Gloo
+cannot be aborted, so on a CPU the waiting thread polls the failure detector.
 """
 
 # B bytes, N numbers of a flat tensor, S ranks of the group
@@ -56,7 +55,7 @@ class RankGroup:
         traffic: Traffic | None = None,
         timeout_s: float = math.inf,
     ) -> None:
-        """`timeout_s`: longest that a rank waits for the others in one collective."""
+        """Bind the ranks. `timeout_s`: longest wait for the others in one collective."""
         self.name, self.rank, self.size, self.device, self.timeout_s = (
             name,
             rank,
@@ -74,8 +73,8 @@ class RankGroup:
         return self._group
 
     def part(self, name: str, process_group: dist.ProcessGroup) -> RankGroup:
-        """Some of these ranks as a group of their own, under the same fault board and with the same
-        notes."""
+        """Return some of these ranks as a subgroup with the same failure detector and key-value
+        store."""
         return RankGroup(
             name=name,
             rank=process_group.rank(),
@@ -90,8 +89,8 @@ class RankGroup:
 
     @property
     def patience_s(self) -> float:
-        """Longest that one rank may wait by itself while others are in a collective, if its own
-        error is to come before theirs."""
+        """Longest that one rank may wait by itself while others are in a collective, so that its
+        own error precedes theirs."""
         return PATIENCE * self.timeout_s
 
     def all_reduce(self, x_N: Tensor, op: Literal["sum", "max"] = "sum") -> None:
@@ -104,8 +103,8 @@ class RankGroup:
             )
 
     def reduce_scatter(self, x_SN: Tensor) -> Tensor:
-        """Make this rank's slice of `x_SN` the sum of all ranks' slices there, and return it; the
-        rest is scratch."""
+        """Sum all ranks' versions of this rank's slice of `x_SN` in place and return it; the rest
+        becomes scratch."""
         step = len(x_SN) // self.size
         own_N = x_SN[self.rank * step : (self.rank + 1) * step]
 
@@ -120,7 +119,8 @@ class RankGroup:
         return own_N
 
     def exchange(self, x_SN: Tensor) -> Tensor:
-        """A slice to each rank; returns what all ranks sent to this one, in their order."""
+        """Send one slice to each rank; return the slices that all ranks sent to this one, in rank
+        order."""
         if self.size == 1:
             return x_SN
         out_SN = torch.empty_like(x_SN)
@@ -132,12 +132,12 @@ class RankGroup:
         return out_SN
 
     def all_gather(self, x_SN: Tensor, own_N: Tensor) -> None:
-        """Every rank's numbers, one after the other; `own_N` may be this rank's slice of `x_SN`."""
+        """Concatenate every rank's numbers; `own_N` may be this rank's slice of `x_SN`."""
         self.begin_all_gather(x_SN, own_N)()
 
     def begin_all_gather(self, x_SN: Tensor, own_N: Tensor) -> Callable[[], None]:
-        """An `all_gather` that runs beside what this rank does next. Whoever reads `x_SN` or writes
-        `own_N` first calls what this returns, once; every rank calls it."""
+        """Start an asynchronous `all_gather` and return its wait function. Every rank must call
+        that once before reading `x_SN` or overwriting `own_N`."""
         if self.size == 1:
             x_SN.copy_(own_N)
             return lambda: None
@@ -148,7 +148,7 @@ class RankGroup:
         )
 
     def broadcast(self, x_N: Tensor, source: int) -> None:
-        """Rank `source`'s numbers to all, in place."""
+        """Copy rank `source`'s numbers to all, in place."""
         if self.size > 1:
             self._run(
                 "broadcast",
@@ -157,15 +157,15 @@ class RankGroup:
             )
 
     def barrier(self) -> None:
-        """Return when every rank is here."""
+        """Block until every rank has arrived."""
         if self.size > 1:
             self.all_reduce(here := torch.zeros(1, device=self.device))
             here.cpu()  # on a GPU the collective itself is only queued
 
     def warm_up(self, *, largest: int = 4 << 20) -> None:
-        """Run each collective once, small and large. NCCL takes its buffers, some hundred
-        megabytes, at the first one of a kind; whoever measures the device's memory wants them there
-        before. All ranks call it."""
+        """Run each collective once, small and large. NCCL allocates its buffers, some hundred
+        megabytes, at the first one of a kind, so memory measurements should come later. All ranks
+        call it."""
         for size in (1, largest):  # numbers per rank
             x_SN = torch.zeros(size * self.size, dtype=torch.float32, device=self.device)
             own_N = x_SN[self.rank * size : (self.rank + 1) * size]
@@ -176,7 +176,7 @@ class RankGroup:
         self.barrier()
 
     def share(self, value: Any) -> list[Any]:
-        """Every rank's JSON-able value, by rank. For small things."""
+        """Gather every rank's JSON-able value, by rank. For small values."""
         if self.size == 1:
             return [value]
         text = json.dumps(value).encode()
@@ -189,7 +189,7 @@ class RankGroup:
         return [json.loads(found[:length]) for found, length in zip(texts, lengths, strict=True)]
 
     def _gather_bytes(self, own: bytes, size: int) -> list[bytes]:
-        """Every rank's bytes, padded to `size`."""
+        """Gather every rank's bytes, padded to `size`."""
         own_B = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8).to(
             self.device
         )
@@ -199,8 +199,8 @@ class RankGroup:
 
     @contextlib.contextmanager
     def guard(self, what: str) -> Iterator[None]:
-        """Around an operation of all ranks: one that fails ends it on all, with an error that names
-        the rank."""
+        """Guard an operation of all ranks: a failure ends it on all, with an error that names the
+        rank."""
         if self._board is None:
             yield
             return
@@ -219,12 +219,12 @@ class RankGroup:
         return self._board is not None and bool(self._board.broken)
 
     def close(self) -> None:
-        """End what watches over the group."""
+        """Stop the failure detector."""
         if self._board is not None:
             self._board.close()
 
     def check(self, what: str) -> None:
-        """Raise if a rank was lost. Results that came after that are worth nothing."""
+        """Raise if a rank was lost. Later results are invalid."""
         if self._board is not None and self._board.broken:
             raise _Lost(f"{what}: {self._board.broken}")
 
@@ -235,8 +235,8 @@ class RankGroup:
         within_s: float,
         progress: Callable[[], None] = lambda: None,
     ) -> Found | None:
-        """What `look` finds, asked again and again outside of collectives; None if there is nothing
-        `within_s`. Ends early when the group breaks. Any thread may wait so."""
+        """Poll `look` outside of collectives and return its result; None after `within_s`. Ends
+        early when the group fails. Callable from any thread."""
         until = time.monotonic() + within_s
         while (found := look()) is None and time.monotonic() <= until:
             self.check(what)
@@ -245,8 +245,8 @@ class RankGroup:
         return found
 
     def _finish(self, work: dist.Work | None) -> None:
-        """Wait for a collective: a GPU's stream does; on a CPU this thread, until the group
-        breaks."""
+        """Wait for a collective: on a GPU the stream waits; on a CPU this thread, until the group
+        fails."""
         if work is None:
             return
         if self.device.type != "cpu":
@@ -260,13 +260,13 @@ class RankGroup:
         work.wait()
 
     def _run(self, what: Kind, whole: Tensor, start: Callable[[], dist.Work | None]) -> None:
-        """`whole`: the tensor that all ranks make together."""
+        """Run a collective. `whole`: the tensor that all ranks produce together."""
         self._begin(what, whole, start)()
 
     def _begin(
         self, what: Kind, whole: Tensor, start: Callable[[], dist.Work | None]
     ) -> Callable[[], None]:
-        """Start it; what is returned waits for it: on a GPU the compute stream does."""
+        """Start a collective and return its wait function; on a GPU the compute stream waits."""
         self.check(what)
         self.traffic.count(what, whole.numel() * whole.element_size(), self.size)
         with self._named(what):
@@ -288,8 +288,7 @@ class RankGroup:
             ) from error
 
     def _verdict(self, what: str, error: BaseException) -> BaseException:
-        """The error to raise here: this rank's own, or one that names the rank which broke the
-        operation."""
+        """Return the error to raise here: this rank's own, or one that names the rank at fault."""
         assert self._board is not None
         own = not _is_lost(error)
         text = f"{type(error).__name__}: {error}" if own else str(error)
@@ -306,16 +305,17 @@ class RankGroup:
 
 
 class _Lost(RuntimeError):
-    """A collective that did not come to its end."""
+    """A collective that did not complete."""
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Whether a collective failed, ours or one inside torch, and so the cause lies elsewhere."""
+    """Return whether a collective failed, ours or one inside torch, so that the cause is
+    elsewhere."""
     if isinstance(error, _Lost | dist.DistError):
         return True
     return type(error) is RuntimeError and any(word in str(error) for word in LOST)
 
 
 def alone(device: torch.device | None = None) -> RankGroup:
-    """The group of a process that works by itself."""
+    """Return the group of a single process."""
     return RankGroup(name="alone", rank=0, size=1, device=device or torch.device("cpu"))

@@ -1,1 +1,1 @@
-"""Fast operations, each beside its plain PyTorch oracle."""
+"""Fast operations, each next to its plain PyTorch oracle."""

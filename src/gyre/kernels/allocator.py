@@ -1,9 +1,8 @@
-"""Allocator: asks the C library to keep freed memory for the next step instead of giving it back to
-the kernel.
+"""Allocator: makes the C library cache freed memory instead of returning it to the kernel.
 
-A training step on CPU frees and takes the same hundred megabytes for every chunk; by default most
-of that is unmapped and mapped again, page by page, at a fifth of the step's time. In: nothing. Out:
-whether it worked. Blocks of 32 MB and more are still given back at once.
+A training step on CPU frees and allocates the same hundred megabytes for every micro-batch. By
+default most of that is unmapped and mapped again, page by page, which takes a fifth of the step.
+In: nothing. Out: whether it worked. Blocks of 32 MB and more are still returned at once.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Return False where the C library has no such switch (not glibc); then everything works,
-    slower on CPU."""
+    """Enable caching. Returns False without glibc; then everything works, slower on CPU."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

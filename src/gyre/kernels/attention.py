@@ -1,11 +1,11 @@
 """Causal attention within each of the sequences packed into one row. In: q, k, v over packed
 tokens, a PackedLayout. Out: attended values.
 
-CPU: C kernels attend where the tokens lie. Without them the scores of a padded bucket are plain
-batched products and one softmax, by blocks of queries so that they stay small; in bfloat16 that is
+CPU: C kernels attend in the packed layout. Without them the scores of a padded bucket are plain
+batched products and one softmax, by blocks of queries to bound their size. In bfloat16 that is
 several times faster than torch's fused CPU kernel, forward and backward. CUDA: the kernels of
-flash.py, or those products where a device is too old for them. Padding follows its sequence, so
-causality keeps real tokens from seeing it.
+flash.py, or those products on unsupported devices. Padding follows its sequence, so causality hides
+it from real tokens.
 """
 
 # T packed tokens, H heads, K kv heads, G = H/K, D head dim, B sequences of a bucket, L its padded
@@ -32,8 +32,8 @@ __all__ = ["PackedLayout", "varlen_attention"]
 def varlen_attention(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layout: PackedLayout, window: int | None = None
 ) -> Tensor:
-    """Attend causally, each sequence to itself only; scale 1/√D. With `window` a token sees the
-    newest so many tokens up to and with itself."""
+    """Attend causally within each sequence; scale 1/√D. With `window` a token attends to that many
+    newest tokens, including itself."""
     assert len(q_THD) == layout.num_tokens, (len(q_THD), layout.num_tokens)
     if layout.num_tokens == 0:
         return q_THD
@@ -50,8 +50,8 @@ def varlen_attention(
 
 
 class PackedAttention(torch.autograd.Function):
-    """By the C kernels, where the tokens lie. Keeps one number per query and head for the backward
-    pass."""
+    """Attention by the C kernels, in the packed layout. Keeps one number per query and head for the
+    backward pass."""
 
     @staticmethod
     def forward(
@@ -153,8 +153,8 @@ def attend_backward(
     probabilities: list[Tensor],
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q_SGLD, k_SLD and v_SLD. Without kept probabilities they are computed
-    again."""
+    """Return the gradients of q_SGLD, k_SLD and v_SLD. Recomputes probabilities that were not
+    kept."""
     grad_q_SGLD, grad_k_SLD, grad_v_SLD = (
         torch.empty_like(q_SGLD),
         torch.empty_like(k_SLD),
@@ -224,7 +224,7 @@ def into_slots(x_THD: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def into_slots_or_zero(x_THD: Tensor, layout: PackedLayout) -> Tensor:
-    """Like into_slots, with zeros in the padding: padding has no say in a gradient."""
+    """Scatter like into_slots, with zeros in the padding: padding contributes to no gradient."""
     if layout.token_of_slot_P is None or layout.slot_of_token_T is None:
         return x_THD
     return x_THD.new_zeros(len(layout.token_of_slot_P), *x_THD.shape[1:]).index_copy_(
@@ -248,11 +248,11 @@ def arrange(
 
 
 def heads_first(x_PHD: Tensor, batch: int, num_kv_heads: int) -> Tensor:
-    """Turn [B·L, K·G, D] into [B·K, G, L, D]."""
+    """Transpose [B·L, K·G, D] to [B·K, G, L, D]."""
     x_BLKGD = x_PHD.view(batch, -1, num_kv_heads, x_PHD.shape[1] // num_kv_heads, x_PHD.shape[2])
     return x_BLKGD.permute(0, 2, 3, 1, 4).flatten(0, 1).contiguous()
 
 
 def heads_last(x_SGLD: Tensor, batch: int) -> Tensor:
-    """Turn [B·K, G, L, D] (or [B·K, L, D]) into [B, L, K·G, D]."""
+    """Transpose [B·K, G, L, D] (or [B·K, L, D]) to [B, L, K·G, D]."""
     return x_SGLD.reshape(batch, -1, *x_SGLD.shape[-2:]).transpose(1, 2)

@@ -1,7 +1,6 @@
-"""Choose: whose kernels do the work between matrix products. In: a tensor, the widths of its rows.
-Out: the C kernels on a CPU, the Triton kernels on a CUDA device that they run on, or None: then the
-caller's own torch operations, the oracle of both.
-"""
+"""Dispatch: selects the kernels for the work between matrix products. In: a tensor, the widths of
+its rows. Out: the C kernels on a CPU, the Triton kernels on a supported CUDA device, or None: then
+the caller uses torch operations, the oracle of both."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ LEAST_CAPABILITY = (8, 0)
 def kernels_for(
     tensor: Tensor, *widths: int, head_dim: int = WHOLE_HEAD
 ) -> ChunkKernels | TrainingKernels | None:
-    """The kernels for rows like these. On a CPU widths must be whole vectors, on a GPU a head a
-    power of two."""
+    """Return the kernels for rows like these. On a CPU widths must be whole vectors, on a GPU a
+    head a power of two."""
     if head_dim % WHOLE_HEAD:
         return None
     if tensor.device.type == "cpu":
@@ -53,7 +52,7 @@ def load_triton() -> TrainingKernels | Unavailable:
 
 @functools.cache
 def why_too_old(device: torch.device) -> str | None:
-    """Why no fused kernel runs on this CUDA device, or None: a V100 has capability 7.0, a T4
+    """Return why no fused kernel runs on this CUDA device, or None: a V100 has capability 7.0, a T4
     7.5."""
     found = torch.cuda.get_device_capability(device)
     if found >= LEAST_CAPABILITY:
@@ -63,7 +62,7 @@ def why_too_old(device: torch.device) -> str | None:
 
 
 def has_triton(device: torch.device) -> bool:
-    """Whether Triton compiles kernels for the device."""
+    """Return whether Triton compiles kernels for the device."""
     return (
         device.type == "cuda"
         and why_too_old(device) is None
@@ -72,7 +71,7 @@ def has_triton(device: torch.device) -> bool:
 
 
 def load_adamw(device: torch.device) -> Callable[..., Tensor | None] | None:
-    """AdamW on a CUDA device, where Triton is."""
+    """Return AdamW's kernel on a CUDA device with Triton, or None."""
     if not has_triton(device):
         return None
     from gyre.kernels.gpu.adamw import adamw  # imports Triton
@@ -81,8 +80,8 @@ def load_adamw(device: torch.device) -> Callable[..., Tensor | None] | None:
 
 
 def why_torch(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a trainer of this type on this device works by torch operations alone; None when it has
-    kernels."""
+    """Return why a trainer of this dtype on this device uses torch operations alone; None when it
+    has kernels."""
     if device.type == "cuda":
         if (reason := why_too_old(device)) is not None:
             return reason
@@ -97,7 +96,6 @@ def why_torch(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def c_instructions(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The instruction set that a trainer's C kernels were built for; None where it works without
-    them."""
+    """Return the instruction set of a trainer's C kernels; None without them."""
     found = load_chunks(dtype) if device.type == "cpu" else None
     return found.instructions.name if isinstance(found, ChunkKernels) else None

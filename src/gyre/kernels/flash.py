@@ -1,10 +1,10 @@
-"""Flash: attention of a training pass on a CUDA device, forward and backward, by kernels of others.
+"""Flash: attention of a training pass on a CUDA device, forward and backward, by external kernels.
 In: q, k, v over packed tokens in BF16 or FP16, a PackedLayout. Out: attended values.
 
-FlashAttention-4 is taken where it is installed, the device and head dim are its own, and a small
-pass agrees with torch's kernel: tried once per process and shape of heads. Torch's serves the rest,
-sliding windows among it. Both read grouped keys as they are. Neither adds the gradient of queries
-up in a fixed order, so its last bits may differ from run to run.
+FlashAttention-4 is used where it is installed, supports the device and head dim, and agrees with
+torch's kernel on a small pass. That is tested once per process and head shape. Torch's kernel
+handles the rest, including sliding windows. Both read grouped keys directly. Neither sums the
+gradient of queries in a fixed order, so its last bits may differ from run to run.
 """
 
 # T packed tokens, H heads, K kv heads, D head dim
@@ -46,12 +46,12 @@ def flash_attention(
 
 
 class Broken(Unavailable):
-    """It is installed and fits, and does not work."""
+    """An installed and supported kernel that failed its test."""
 
 
 def choice(device: torch.device, dtype: torch.dtype, group: int, head_dim: int) -> dict[str, Any]:
-    """The kernel for heads like these, and why; `counted` if it is there instead of one that
-    broke."""
+    """Return the kernel for heads like these and the reason; `counted` if it replaces a broken
+    one."""
     if (reason := why_too_old(device)) is not None:
         return {"kernel": "products and a softmax", "reason": reason, "counted": False}
     found = training_flash4(device, dtype, group, head_dim)
@@ -67,7 +67,7 @@ def choice(device: torch.device, dtype: torch.dtype, group: int, head_dim: int) 
 def training_flash4(
     device: torch.device, dtype: torch.dtype, group: int, head_dim: int
 ) -> TrainingFlash4 | Unavailable:
-    """Try it on a few tokens, forward and backward. It compiles meanwhile."""
+    """Test the kernel on a few tokens, forward and backward, which also compiles it."""
     from gyre.kernels.gpu import flash4  # of no use without CUDA
 
     major = torch.cuda.get_device_capability(device)[0]
@@ -118,8 +118,8 @@ def _gap(
 
 
 class TorchFlash(torch.autograd.Function):
-    """Torch's own variable-length kernel. `varlen_attn` of torch before 2.13 asks for as many key
-    heads as query heads; the operators beneath it do not."""
+    """Torch's variable-length kernel. `varlen_attn` of torch before 2.13 requires equal numbers of
+    key and query heads; the underlying operators do not."""
 
     @staticmethod
     def forward(

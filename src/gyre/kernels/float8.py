@@ -1,10 +1,10 @@
 """Float8: matrix products of two 8-bit operands. In: rows in a wider dtype. Out: the rows in 8 bits
-with the one number that undoes their scaling; products in the wider dtype.
+with their inverse scale; products in the wider dtype.
 
-Each operand is scaled as a whole, so that its largest number becomes the format's largest: E4M3 for
-inputs and weights (3 bits of mantissa, up to 448), E5M2 for gradients (2 bits, up to 57,344). These
-are the numbers of torchao's recipe "tensorwise" with dynamic scales, which the tests compare with
-(Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv 2209.05433).
+Each operand is scaled as a whole, so that its largest magnitude becomes the format's maximum: E4M3
+for inputs and weights (3 bits of mantissa, up to 448), E5M2 for gradients (2 bits, up to 57,344).
+These are the numbers of torchao's recipe "tensorwise" with dynamic scales, which the tests compare
+with (Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv 2209.05433).
 """
 
 # N rows, K features of a row, M rows padded with zeros to a multiple of 16
@@ -41,22 +41,21 @@ class Quantised:
 
 
 class Amax:
-    """The largest absolute number of an operand that is about to be made. A kernel that writes the
-    operand finds it on its way; `found` stays None where none does, and then the operand is read
-    for it."""
+    """The largest magnitude of an operand that is about to be computed. The kernel that writes the
+    operand may find it. `found` stays None otherwise, and then the operand is read again."""
 
     def __init__(self, found: Tensor | None = None) -> None:
         self.found = found  # float32, no axes
 
     def cell(self, device: torch.device) -> Tensor:
-        """0, for a kernel to raise."""
+        """Return a zeroed cell for a kernel's atomic maximum."""
         self.found = torch.zeros((), device=device)
         return self.found
 
 
 class Float8Weight(torch.Tensor):
-    """A weight that came in 8 bits, where a wider one is expected: it says that it is of the wider
-    dtype, and its gradient is. Only kernels.linear reads it."""
+    """An 8-bit weight in place of a wider one: it reports the wider dtype for itself and its
+    gradient. Only kernels.linear reads it."""
 
     data_OI: Tensor
     amax: Tensor
@@ -78,7 +77,8 @@ class Float8Weight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What FSDP2 and autograd do to a parameter; nothing computes with it this way."""
+        """Handle the operations of FSDP2 and autograd on a parameter; no computation uses it this
+        way."""
         kept = (
             torch.ops.aten.detach.default,
             torch.ops.aten.as_strided.default,
@@ -92,12 +92,12 @@ class Float8Weight(torch.Tensor):
 
 
 def fits(shape: tuple[int, ...]) -> bool:
-    """Whether a weight's products can be of 8-bit operands."""
+    """Return whether a weight's products can use 8-bit operands."""
     return len(shape) == 2 and all(size % MULTIPLE == 0 for size in shape)
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a trainer there cannot multiply 8-bit floats; None when it can."""
+    """Return why a trainer on this device cannot multiply 8-bit floats; None when it can."""
     if dtype not in (torch.bfloat16, torch.float32):
         return (
             f"the rest would be computed in {str(dtype).removeprefix('torch.')}, need "
@@ -113,7 +113,7 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def largest(x_NK: Tensor) -> Tensor:
-    """The largest absolute number, float32, no axes; 0 of nothing."""
+    """Return the largest magnitude, float32, no axes; 0 for an empty tensor."""
     if x_NK.numel() == 0:
         return torch.zeros((), device=x_NK.device)
     if kernels := _kernels(x_NK):
@@ -148,7 +148,7 @@ def quantise(
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """By what operands with these largest numbers are multiplied before they are rounded,
+    """Return the factor applied before rounding to operands with these largest magnitudes,
     float32."""
     return (torch.finfo(dtype).max / amax.double().clamp(min=SMALLEST_AMAX)).float()
 
@@ -156,8 +156,8 @@ def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
 def product(
     a: Quantised, b: Quantised, *, over: str, dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
-    """a · bᵀ over the operands' features ("rows"), or aᵀ · b over their rows ("columns"). `fast`
-    adds up in fewer bits where the device has that, as torchao does in the forward pass."""
+    """Compute a · bᵀ over the operands' features ("rows"), or aᵀ · b over their rows ("columns").
+    `fast` accumulates in fewer bits where supported, as torchao does in the forward pass."""
     left, right = (a.rows_NK, b.rows_NK) if over == "rows" else (a.columns_KM, b.columns_KM)
     assert left is not None and right is not None
     return multiply(left, right, a.inverse, b.inverse, dtype=dtype, fast=fast)
@@ -172,7 +172,7 @@ def multiply(
     dtype: torch.dtype,
     fast: bool = False,
 ) -> Tensor:
-    """left · rightᵀ of two row-major 8-bit matrices, unscaled."""
+    """Compute left · rightᵀ of two row-major 8-bit matrices, unscaled."""
     if not (left.numel() and right.numel()):
         return torch.zeros(len(left), len(right), dtype=dtype, device=left.device)
     return torch._scaled_mm(
@@ -186,7 +186,7 @@ def multiply(
 
 
 def transposed(data_NK: Tensor) -> Tensor:
-    """8-bit rows as columns; both sizes are multiples of 16."""
+    """Return 8-bit rows as columns; both sizes are multiples of 16."""
     if kernels := _kernels(data_NK):
         return kernels.transposed(data_NK)
     return data_NK.t().contiguous()

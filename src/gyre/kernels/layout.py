@@ -1,7 +1,6 @@
-"""PackedLayout: where each sequence of a packed chunk lies, and how sequences of like length share
-padded buckets. In: lengths in tokens. Out: index tensors, made once per chunk and used by every
-layer.
-"""
+"""PackedLayout: the position of each sequence in a packed micro-batch, and padded buckets of
+sequences of similar length. In: lengths in tokens. Out: index tensors, built once per micro-batch
+and used by every layer."""
 
 # T packed tokens, B sequences of a bucket, L its padded length, P padded slots of all buckets
 # together
@@ -25,7 +24,7 @@ SHORTEST_SHARE = 0.7
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedLayout:
-    """Sequences of one chunk, packed end to end in the given order."""
+    """Sequences of one micro-batch, packed end to end in the given order."""
 
     lengths: tuple[int, ...]  # tokens of each sequence; 0 is allowed
     positions_T: Tensor  # int64, of each token in its own sequence
@@ -62,7 +61,7 @@ class PackedLayout:
 
 def plan_buckets(lengths: Sequence[int]) -> list[list[int]]:
     """Return indices of sequences by bucket, longest first in each; empty sequences are in none.
-    Equal lengths keep their order, so that a chunk of them needs no gathering."""
+    Equal lengths keep their order, so that a micro-batch of them needs no gather."""
     order = sorted((i for i, n in enumerate(lengths) if n > 0), key=lambda i: -lengths[i])
     buckets: list[list[int]] = []
     for i in order:

@@ -1,10 +1,9 @@
 """Linear: the products of a linear layer, forward and backward, in the dtype of its operands or in
 8 bits. In: rows, a weight. Out: rows, gradients.
 
-In 8 bits the backward pass scales input and weight by the same numbers as the forward pass: their
-largest absolute numbers are what it is given. Nothing in 8 bits is kept between the passes: inputs
-that attention or a norm keeps anyway are rounded again, which costs one reading of them, and
-weights too.
+In 8 bits the backward pass scales input and weight by the same numbers as the forward pass: it
+receives their largest magnitudes. No 8-bit tensor is kept between the passes. Weights, and inputs
+that attention or a norm keeps anyway, are rounded again, at the cost of one read.
 """
 
 # T tokens, I input features, O output features
@@ -41,9 +40,9 @@ def linear(
     float8: bool,
     amax: Amax | None = None,
 ) -> tuple[Tensor, Amaxes]:
-    """Return x · weightᵀ plus the bias or `onto_TO`, and what `OutputGradient` wants to know.
-    `amax` is of x, here and below of what is about to be rounded: who made that may have found
-    it."""
+    """Return x · weightᵀ plus the bias or `onto_TO`, and the data that `OutputGradient` needs.
+    `amax` is that of x, if its producer has found it; here and below it belongs to the operand
+    about to be rounded."""
     if not float8:
         if onto_TO is not None:
             return torch.addmm(onto_TO, x_TI, weight_OI.t()), (None, None)
@@ -55,7 +54,7 @@ def linear(
 
 
 def amaxes_of(x_TI: Tensor, weight_OI: Tensor, *, float8: bool, amax: Amax | None = None) -> Amaxes:
-    """What `linear` would find out on its way, without the product."""
+    """Return the largest magnitudes that `linear` would find, without the product."""
     if not float8:
         return None, None
     of_x = _found(amax)
@@ -64,7 +63,7 @@ def amaxes_of(x_TI: Tensor, weight_OI: Tensor, *, float8: bool, amax: Amax | Non
 
 
 class OutputGradient:
-    """The gradient of a linear layer's output, made ready once for both products with it."""
+    """The gradient of a linear layer's output, prepared once for both of its products."""
 
     def __init__(self, grad_TO: Tensor, amaxes: Amaxes, amax: Amax | None = None) -> None:
         self._grad_TO, (self._x_amax, self._weight_amax) = grad_TO, amaxes

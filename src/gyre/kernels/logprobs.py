@@ -1,16 +1,15 @@
 """Log-probs of given tokens. In: hidden rows, head weight, targets, temperatures, optional
 truncation support. Out: logprobs_N and entropy_N, both with a hand-written backward.
 
-The vocabulary is taken in blocks, so that logits never exist whole when it is large: a block's
-gradient of the head is then complete at once, and only that of the hidden rows is summed over
-blocks. The softmax is float32 (float64 for float64 rows) whatever the weights are. With Triton
-kernels logits stay as the product made them, are read once for all that the forward pass wants, and
-become their own gradient in place.
+The vocabulary is processed in blocks, so that the full logits of a large one are never in memory. A
+block's head gradient is then complete at once, and only that of the hidden rows is summed over
+blocks. The softmax is float32 (float64 for float64 rows) for any weight dtype. With Triton kernels
+logits keep the product's dtype. The forward pass reads them once, and their gradient overwrites
+them.
 
 With p the distribution after temperature T and truncation, x its logits before T and H its entropy,
 the gradients are d log p_t / dx_j = (1[j = t] - p_j) / T and dH / dx_j = -p_j (log p_j + H) / T.
-The second costs a backward pass nothing where nobody uses the entropy: its upstream gradient is
-None.
+The second is free where the entropy is unused: its upstream gradient is then None.
 """
 
 # N rows, E hidden size, V vocabulary, W tokens of a vocabulary block, Z entries of the support
@@ -58,9 +57,9 @@ def token_logprobs(
     in nats.
 
     temperature_N is above 0. `support` is (offsets int64 [N + 1], ids int64 [Z]): row n may only
-    choose ids[offsets[n]:offsets[n + 1]], among which its target must be. `chunk` is the columns of
-    a vocabulary block; 0 chooses by the number of rows. `keep_logits` lets Triton's path keep them
-    all for the backward pass, which else makes each block again.
+    choose ids[offsets[n]:offsets[n + 1]], which must include its target. `chunk` is the number of
+    columns of a vocabulary block; 0 derives it from the number of rows. `keep_logits` keeps all
+    logits for Triton's backward pass instead of recomputing each block.
     """
     fused = hidden_NE.is_cuda and support is None and kernels_for(hidden_NE) is not None
     vocab_size = len(head_weight_VE)
@@ -97,8 +96,8 @@ def logprobs_by(
 def cut_vocabulary(
     vocab_size: int, num_rows: int, columns: int = 0, *, limit: int = BLOCK_LOGITS
 ) -> tuple[tuple[int, int], ...]:
-    """Return (start, stop) of vocabulary blocks; where not given their columns follow from the
-    number of rows, so that `limit` logits exist at a time."""
+    """Return (start, stop) of vocabulary blocks. The default width follows from the number of rows,
+    so that `limit` logits exist at a time."""
     columns = columns or max(
         FEWEST_COLUMNS, limit // max(1, num_rows) // WHOLE_COLUMNS * WHOLE_COLUMNS
     )
@@ -109,8 +108,8 @@ def cut_vocabulary(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slopes:
-    """What the gradient of a row's logits is made from: -p (scale + bonus (log p + entropy)), and
-    at_target at its target. Without a gradient of the entropy, bonus and entropy are None."""
+    """Coefficients of a row's logits gradient: -p (scale + bonus (log p + entropy)), and at_target
+    at its target. Without a gradient of the entropy, bonus and entropy are None."""
 
     total_N: Tensor  # log Σ exp of the logits after temperature
     scale_N: Tensor  # upstream gradient of the log-prob / temperature
@@ -127,7 +126,7 @@ class Slopes:
         logprobs_N: Tensor,
         entropy_N: Tensor,
     ) -> Slopes:
-        """`grads`: of the log-probs and of the entropies; None where nobody uses them."""
+        """Build from `grads` of the log-probs and of the entropies; None where unused."""
         of_logprobs_N, of_entropy_N = grads
         scale_N = (
             torch.zeros_like(logprobs_N) if of_logprobs_N is None else of_logprobs_N / temperature_N
@@ -148,7 +147,7 @@ class Slopes:
         )
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """In the order of the kernels' arguments."""
+        """Return the arguments in the kernels' order."""
         return self.total_N, self.scale_N, self.at_target_N, self.bonus_N, self.entropy_N
 
 
@@ -253,8 +252,8 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 class GivenLogprobs(torch.autograd.Function):
-    """The caller's forward pass; backward as that of TokenLogprobs, with probabilities made
-    again."""
+    """The caller's forward pass with the backward of TokenLogprobs, which recomputes
+    probabilities."""
 
     @staticmethod
     def forward(
@@ -307,8 +306,8 @@ def keep(
     entropy_N: Tensor,
     *more: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Keep for the backward pass what all paths need, in this order, and then `more`. `blocks` is
-    None where the C kernels have the whole logits. Return what a forward pass returns."""
+    """Save the tensors of all paths for the backward pass, in this order, followed by `more`.
+    `blocks` is None where the C kernels have the whole logits. Returns the forward result."""
     # an output that nobody uses has the gradient None, and costs nothing
     ctx.set_materialize_grads(False)
     ctx.blocks = blocks
@@ -327,9 +326,9 @@ def logprobs_backward(
     log_probabilities: Callable[[int, int], Tensor],
     probs_NV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the hidden rows and of the head. `log_probabilities` makes those of a
-    vocabulary block; without a gradient of the entropy, `probs_NV` in the hidden rows' dtype spare
-    it where they were kept."""
+    """Return the gradients of the hidden rows and of the head. `log_probabilities` recomputes those
+    of a vocabulary block. It is skipped where `probs_NV`, in the hidden rows' dtype, was kept and
+    the entropy has no gradient."""
     at_target_N = slopes.at_target_N.to(hidden_NE.dtype)
     grad_weight_VE = torch.empty_like(weight_VE)
     grad_hidden_NE = None
@@ -355,8 +354,8 @@ def logprobs_backward(
 
 
 def with_entropy(log_probs_NW: Tensor, slopes: Slopes) -> Tensor:
-    """Return -p (scale + bonus (log p + H)), over the log-probs in place. p comes first into the
-    product: outside a support it is 0, and log p the finite FORBIDDEN."""
+    """Return -p (scale + bonus (log p + H)), over the log-probs in place. p is the first factor:
+    outside a support it is 0, and log p the finite FORBIDDEN."""
     assert slopes.bonus_N is not None and slopes.entropy_N is not None
     probs_NW = log_probs_NW.exp()
     surplus_NW = (
@@ -366,8 +365,8 @@ def with_entropy(log_probs_NW: Tensor, slopes: Slopes) -> Tensor:
 
 
 class FusedLogprobs(torch.autograd.Function):
-    """By Triton kernels, without a support. One block is kept for the backward pass; several are
-    made again."""
+    """Log-probs by Triton kernels, without a support. A single block is kept for the backward pass;
+    several are recomputed."""
 
     @staticmethod
     def forward(

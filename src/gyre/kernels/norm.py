@@ -1,8 +1,8 @@
 """RMSNorm. In: rows of activations, a weight. Out: rows scaled to unit root mean square, times the
 weight.
 
-`rms_norm` is differentiable; the forward and backward passes beneath it are what blocks.py is made
-of. Statistics are float32 (float64 for float64 rows) whatever the rows are.
+`rms_norm` is differentiable; models.layers.blocks calls its forward and backward passes directly.
+Statistics are float32 (float64 for float64 rows) for any row dtype.
 """
 
 # N rows, E features of a row
@@ -26,9 +26,9 @@ def rms_norm(x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
 def rms_norm_forward(
     x_NE: Tensor, weight_E: Tensor, eps: float, amax: Amax | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the normalised rows and rstd_N1, which the backward pass needs. Rows are the last
-    axis; the weight may have leading axes too (a weight per head). Triton's kernels find `amax` of
-    the rows."""
+    """Return the normalized rows and rstd_N1, which the backward pass needs. Rows are the last
+    axis; the weight may have leading axes too (a weight per head). Triton's kernels compute `amax`
+    of the rows."""
     features = x_NE.shape[-1]
     if weight_E.dim() == 1 and (kernels := kernels_for(x_NE, features)):
         return kernels.norm(x_NE, weight_E, eps, amax)
@@ -56,7 +56,7 @@ def rms_norm_backward(
     amax: Amax | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the weight. `through_NE`, another gradient of x, is added to
-    the former; `amax` is of the sum, as above."""
+    the former; `amax` is that of the sum."""
     if kernels := kernels_for(x_NE, x_NE.shape[-1]):
         return kernels.norm_backward(grad_NE, x_NE, rstd_N1, weight_E, through_NE, amax)
     grad_x_NE, grad_weight_E = _backward_by_torch(grad_NE, x_NE, rstd_N1, weight_E)

@@ -1,10 +1,10 @@
-"""Keep: what a backward pass makes again instead of keeping it. In: a way to make tensors again.
-Out: hooks under which autograd keeps a number in place of a tensor.
+"""Recompute: tensors that a backward pass recomputes instead of keeping them. In: a function that
+recomputes tensors. Out: hooks under which autograd saves an index in place of a tensor.
 
-`RecomputeQK` is for q and k of a layer: attention's backward pass wants them, and they follow from
-the projection, which is kept anyway. `RecomputeLayer` is for a whole layer: its forward pass is run
-again, once, when the first of its tensors is wanted. Both make the very bits again: the same
-kernels over the same numbers.
+`RecomputeQK` covers q and k of a layer: attention's backward pass reads them, and they follow from
+the projection, which is kept anyway. `RecomputeLayer` covers a whole layer: its forward pass runs
+again, once, when the first of its tensors is needed. Both reproduce the exact bits: the same
+kernels on the same numbers.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class RecomputeQK:
-    """q and k of one layer. `make` is set by the op that makes them first."""
+    """q and k of one layer. The op that first computes them sets `make`."""
 
     def __init__(self) -> None:
         self.make: Callable[[], Sequence[Tensor]] | None = None
         self._made: dict[int, Tensor] = {}
 
     def hooks(self, *tensors: Tensor) -> saved_tensors_hooks:
-        """Where one of these is to be kept, keep its place among them."""
+        """Return hooks that save the index of q or k instead of the tensor."""
         places = {_identity(tensor): place for place, tensor in enumerate(tensors)}
 
         def pack(tensor: Tensor) -> Any:
@@ -44,8 +44,7 @@ class RecomputeQK:
 
 
 class RecomputeLayer:
-    """The tensors that autograd keeps of a pass that runs under `hooks`; `run` is the same pass
-    again."""
+    """The tensors that autograd saves of a pass under `hooks`; `run` repeats the pass."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._run = run

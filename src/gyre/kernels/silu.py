@@ -1,4 +1,4 @@
-"""Gated activation. In: gate and up side by side. Out: silu(gate) · up. Callers: blocks."""
+"""Gated activation. In: gate and up side by side. Out: silu(gate) · up."""
 
 # T tokens, M mlp size
 
@@ -14,8 +14,8 @@ from gyre.kernels.float8 import Amax
 
 
 def keeps_product(gate_up_T2M: Tensor) -> bool:
-    """Whether the backward pass wants anything kept besides gate_up. On a GPU it makes the product
-    again as it goes."""
+    """Return whether the backward pass needs tensors besides gate_up. On a GPU it recomputes the
+    product."""
     kernels = kernels_for(gate_up_T2M, gate_up_T2M.shape[1] // 2)
     return kernels is None or isinstance(kernels, ChunkKernels)
 
@@ -23,8 +23,8 @@ def keeps_product(gate_up_T2M: Tensor) -> bool:
 def silu_mul_forward(
     gate_up_T2M: Tensor, amax: Amax | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return silu(gate) · up, and what the backward pass wants kept besides gate_up: the product
-    and, without kernels, silu(gate). Triton's kernels find `amax` of the product."""
+    """Return silu(gate) · up, and what the backward pass needs besides gate_up: the product and,
+    without kernels, silu(gate). Triton's kernels compute `amax` of the product."""
     if kernels := kernels_for(gate_up_T2M, gate_up_T2M.shape[1] // 2):
         product_TM = kernels.silu(gate_up_T2M, amax)
         return product_TM, (product_TM,) if keeps_product(gate_up_T2M) else ()
@@ -37,7 +37,7 @@ def silu_mul_forward(
 def silu_mul_backward(
     grad_TM: Tensor, gate_up_T2M: Tensor, kept: tuple[Tensor, ...], amax: Amax | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of gate_up, of which `amax` is, and the product. Overwrites grad_TM."""
+    """Return the gradient of gate_up with its `amax`, and the product. Overwrites grad_TM."""
     if kernels := kernels_for(gate_up_T2M, gate_up_T2M.shape[1] // 2):
         grad_gate_up_T2M, product_TM = kernels.silu_backward(grad_TM, gate_up_T2M, amax)
         return grad_gate_up_T2M, kept[0] if product_TM is None else product_TM

@@ -1,6 +1,5 @@
-"""Sums: what ranks computed of the same numbers, added up in float32 in the order of the ranks. In:
-a row of each rank, in the dtype that it was sent in. Out: their sum, written where the caller says.
-"""
+"""Sums: the ranks' contributions to the same numbers, added in float32 in rank order. In: one row
+per rank, in the dtype of transfer. Out: their sum, written to the caller's tensor."""
 
 # R ranks, N numbers
 
@@ -12,9 +11,8 @@ from gyre.kernels.dispatch import has_triton
 
 
 def add_up(parts_RN: Tensor, out_N: Tensor) -> None:
-    """Write the sum over the first dimension into `out_N`, float32, without a copy of any row in
-    float32. The same additions in the same order on every device: to the bit what float32 rows
-    would give."""
+    """Write the sum over the first dimension into `out_N`, float32, without a float32 copy of any
+    row. Every device adds in the same order: the result equals that of float32 rows to the bit."""
     if has_triton(parts_RN.device):
         from gyre.kernels.gpu.sums import add_up_rows  # imports Triton
 

@@ -1,1 +1,1 @@
-"""The controller: the one ring, over contracts."""
+"""The controller: the training loop, over contracts."""

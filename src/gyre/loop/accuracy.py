@@ -1,6 +1,5 @@
-"""Accuracy: whether a completion is right, by one part of its score. In: a score and the metric of
-the config. Out: right or not. Pure.
-"""
+"""Accuracy: correctness of a completion by one part of its score. In: a score and the metric of the
+config. Out: a bool. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from gyre.core.records import Score
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyMetric:
-    """A completion is right when the part's value reaches the threshold."""
+    """A completion is correct when the part's value reaches the threshold."""
 
     part: str  # name of a reward part
     threshold: float
@@ -24,7 +23,7 @@ class AccuracyMetric:
 
 
 def is_right(score: Score, metric: AccuracyMetric) -> bool:
-    """Whether the part of that name reaches the threshold. A part that could not be scored does
+    """Return whether the named part reaches the threshold. A part that could not be scored does
     not."""
     named = {part.name: part for part in score.parts}
     assert metric.part in named, f"no part '{metric.part}' in a score of {sorted(named)}"

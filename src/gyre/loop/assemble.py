@@ -1,6 +1,5 @@
 """Assemble: scored groups to one global, unpacked TrainBatch. In: groups, reference log-probs,
-values, the objective. Out: the batch and what to report of it. Pure.
-"""
+values, the objective. Out: the batch and its metrics. Pure."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class Assembled:
 
 
 def bare_batch(groups: Sequence[Group], *, step: int) -> TrainBatch:
-    """Tokens and masks only: what reference, critic and reward passes need."""
+    """Lay out tokens and masks only, for reference, critic and reward passes."""
     return TrainBatch(
         sequences=tuple(_sequence(rollout) for rollout in _rollouts(groups)), step=step
     )
@@ -59,11 +58,11 @@ def assemble(
     step: int,
     accuracy: AccuracyMetric | None = None,
 ) -> Assembled:
-    """Lay out what the objective trains on. `passes` are over bare_batch(groups), in its order;
-    `accuracy` is what counts as right.
+    """Build the batch that the objective trains on. `passes` are over bare_batch(groups), in its
+    order; `accuracy` decides which completions are correct.
 
     Samples that no part could score are in no group and in no statistic. Groups that the objective
-    drops are left out before anything is normalised over the batch.
+    drops are removed before any normalization over the batch.
     """
     if isinstance(objective, DpoConfig):
         return _pairs(objective, groups, passes, step)
@@ -97,7 +96,7 @@ def assemble(
 
 
 def add_part(groups: Sequence[Group], name: str, weight: float, values: np.ndarray) -> list[Group]:
-    """Add a reward model's verdicts to the scores, one per rollout in order."""
+    """Add a reward model's values to the scores, one per rollout in order."""
     verdicts = iter(values.tolist())
     extended = []
     for group in groups:
@@ -120,9 +119,12 @@ def add_part(groups: Sequence[Group], name: str, weight: float, values: np.ndarr
 
 
 def reward_metrics(groups: Sequence[Group], accuracy: AccuracyMetric | None) -> dict[str, float]:
-    """Means over the rollouts of a step: accuracy, length, how completions ended, tokens that an
-    older policy than the newest one chose; over those that could be scored: the reward and each
-    part. An empty mapping without groups."""
+    """Compute means over the rollouts of a step.
+
+    They cover accuracy, length, finish reasons and tokens sampled by a policy older than the
+    newest. Reward and each part are averaged over the completions that could be scored. Returns an
+    empty mapping without groups.
+    """
     scores = [score for group in groups for score in group.scores]
     scored = [score for score in scores if score.is_scored]
     rollouts = _rollouts(groups)
@@ -148,23 +150,25 @@ def reward_metrics(groups: Sequence[Group], accuracy: AccuracyMetric | None) -> 
 
 
 def reward_error(groups: Sequence[Group]) -> float | None:
-    """Standard error of a step's mean reward. Each prompt is one observation, since its completions
-    are alike; None for fewer than two prompts."""
+    """Return the standard error of a step's mean reward, or None for fewer than two prompts. Each
+    prompt is one observation, since its completions are correlated."""
     means = [[score.value for score in group.scores if score.is_scored] for group in groups]
     return mean_error([float(np.mean(values)) for values in means if values])
 
 
 def num_unscored(groups: Sequence[Group]) -> int:
-    """Completions that no part could score."""
+    """Count the completions that no part could score."""
     return sum(not score.is_scored for group in groups for score in group.scores)
 
 
 def refill_metrics(
     objective: AnyObjective, rollouts: StepRollouts, assembled: Assembled, num_groups: int
 ) -> dict[str, float]:
-    """What dynamic sampling cost: of `num_groups` whole groups, how many teach nothing, and how
-    many prompts (and completions) were sampled for one that is kept. The latter is left out where
-    none was kept."""
+    """Compute the cost of dynamic sampling.
+
+    Of `num_groups` complete groups, counts those without a learning signal and the prompts (and
+    completions) sampled per kept one. The latter is omitted where none was kept.
+    """
     if not num_groups or not drops_equal(objective):
         return {}
     kept = num_groups - len(rollouts.dropped) - assembled.num_dropped_groups
@@ -226,8 +230,7 @@ def _metrics(num_equal_groups: int, num_groups: int) -> dict[str, float]:
 
 
 def _kl_in_reward(estimates: Estimates, samples: Sequence[Sample]) -> dict[str, float]:
-    """The trainer reports the KL that it has in its loss; one that is in the reward is known here
-    alone."""
+    """Return the mean KL in the reward. The trainer reports only the KL in its loss."""
     tokens = sum(sample.num_tokens for sample in samples)
     if estimates.kls is None or not tokens:
         return {}
@@ -287,7 +290,7 @@ def _passed(passes: Passes, i: int) -> dict[str, np.ndarray]:
 
 
 def _spread(rollout: Rollout, values_C: np.ndarray) -> np.ndarray:
-    """Values of the sampled tokens at their places in the sequence, 0 elsewhere."""
+    """Scatter the sampled tokens' values to their positions in the sequence, 0 elsewhere."""
     spread_T = np.zeros(len(rollout.tokens), dtype=np.float32)
     spread_T[rollout.sampled] = values_C
     return spread_T

@@ -1,5 +1,5 @@
-"""Collect: prompts to rollouts, with rewards already running on what is done. In: prompts and what
-was left in flight. Out: the same groups, each completion done or set aside.
+"""Collect: prompts to rollouts; rewards start on each finished completion. In: new prompts and
+groups in flight. Out: the same groups, each completion finished or carried over.
 
     groups ──▶ submit, in order ──▶ one listener per request ──▶ rollouts ──▶ scoring.offer
                                               │
@@ -29,8 +29,8 @@ MOST_COMPLETIONS = 4096  # of one request; completions of a larger group are req
 
 @dataclass(slots=True, kw_only=True)
 class InFlightGroup:
-    """A group on its way: which completions are done, scored, begun. The loop fills it; a snapshot
-    keeps it."""
+    """A group in progress: its finished, scored and partial completions. The loop fills it; a
+    snapshot keeps it."""
 
     group_id: str
     prompt: Prompt
@@ -45,7 +45,7 @@ class InFlightGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmittedRequest:
-    """One request and which samples of its group it answers."""
+    """One request and the samples of its group that it answers."""
 
     group: InFlightGroup
     request: Request
@@ -54,8 +54,8 @@ class SubmittedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What the loop leaves unanswered at the same time at most, over all engines, so that none
-    refuses it."""
+    """Upper bounds on the loop's unanswered work over all engines, so that none refuses a
+    request."""
 
     completions: int
     tokens: int  # given ones: of prompts and beginnings
@@ -64,8 +64,8 @@ class Window:
 def open_groups(
     prompts: Sequence[Prompt], *, run_seed: int, step: int, first: int = 0, refill: int = 0
 ) -> list[InFlightGroup]:
-    """Begin a group for each prompt. A pure function of seed, step and place; `first` is the first
-    one's place."""
+    """Create a group for each prompt. A pure function of seed, step and position; `first` is the
+    position of the first prompt."""
     return [
         InFlightGroup(
             group_id=f"{step}.{place}",
@@ -88,14 +88,16 @@ def requests_for(
     tenant_salt: str = "",
     most: int = MOST_COMPLETIONS,
 ) -> list[SubmittedRequest]:
-    """What to ask for: without a cap, a whole group in one request, whose completions share the
-    prompt's work. What a step that was broken off has left of it goes along, so that all draws are
-    those of the first request.
+    """Build the requests for the unfinished completions of a group.
 
-    `cap` bounds the tokens that a completion may take in this step (0 does not). With it each
-    completion is a request of its own from the start, so that its draws are the same however often
-    it is set aside. So are those of a group with more than `most` completions. Requests of one
-    `tenant_salt` share cached beginnings.
+    Without a cap, a group is one request, whose completions share the prompt's prefill. The partial
+    completions of an interrupted step are included, so that all draws equal those of the first
+    request.
+
+    `cap` bounds the tokens that a completion may take in this step (0: no bound). With it each
+    completion is its own request from the start, so its draws do not depend on how often it is
+    carried over. The same holds for groups with more than `most` completions. Requests of one
+    `tenant_salt` share cached prefixes.
     """
     if not cap and sampling.n <= most:
         if len(group.rollouts) == sampling.n:
@@ -118,19 +120,19 @@ def requests_for(
 
 
 def count_begun(group: InFlightGroup, size: int) -> dict[int, int]:
-    """Tokens that each completion had when its step began; known already where the step was broken
-    off before."""
+    """Count the tokens that each completion had when its step began. An interrupted step has
+    already recorded them."""
     lengths = {sample: len(partial.tokens) for sample, partial in group.partials.items()}
     return group.begun_tokens or {sample: lengths.get(sample, 0) for sample in range(size)}
 
 
 def carry_over(group: InFlightGroup) -> None:
-    """Make a group that its step has left unfinished one of the next step."""
+    """Convert a group that its step left unfinished into one of the next step."""
     group.begun_tokens, group.refill = {}, 0
 
 
 def _beginning(sample: int, rollout: Rollout) -> Partial:
-    """A finished completion as the engine takes it: it is answered at once."""
+    """Return a finished completion as a request prefix; the engine answers it at once."""
     mask = rollout.sampled
     return Partial(
         index=sample,
@@ -164,9 +166,9 @@ def _ask_one(
 def cut_to_window(
     asked: Iterable[SubmittedRequest], window: Window | None
 ) -> Iterator[list[SubmittedRequest]]:
-    """Cut requests, in order, into parts that fit the window; one that alone does not fit is a part
-    of its own. Each part waits for the one before it, so which requests meet in an engine depends
-    on no timing. Pure."""
+    """Split requests, in order, into parts that fit the window. A request larger than the window is
+    a part of its own. Each part waits for the previous one, so batching in an engine does not
+    depend on timing. Pure."""
     part: list[SubmittedRequest] = []
     completions = tokens = 0
     for one in asked:
@@ -184,12 +186,12 @@ def cut_to_window(
 
 
 def num_given_tokens(request: Request) -> int:
-    """Tokens that come with a request; its completions share the prompt."""
+    """Count the prompt and prefix tokens of a request; its completions share the prompt."""
     return len(request.tokens) + sum(len(partial.tokens) for partial in request.partials)
 
 
 class Collector:
-    """Turns one step's groups into rollouts."""
+    """Converts one step's groups into rollouts."""
 
     def __init__(
         self,
@@ -205,9 +207,13 @@ class Collector:
         length_key: str = "rollout.max_tokens",
         window: Window | None = None,
     ) -> None:
-        """`cap`: tokens that a completion may take in this step, 0 for all it wants. `tenant_salt`:
-        who shares cached beginnings with whom. `length_key`: where the completions' length was
-        asked for. `window`: what the engine takes at once; None submits everything together."""
+        """Bind the engine and the limits of one step.
+
+        `cap`: tokens that a completion may take in this step, 0 for no bound. `tenant_salt`:
+        requests with the same salt share cached prefixes. `length_key`: the config key of the
+        completion length, for error messages. `window`: the engine's capacity; None submits
+        everything together.
+        """
         self._window = window
         self._tenant_salt, self._length_key = tenant_salt, length_key
         if sampling.shapes_logits:
@@ -221,11 +227,11 @@ class Collector:
         self._breaking = False  # completions that end as interrupted are kept as they are
 
     async def run(self, groups: Sequence[InFlightGroup]) -> None:
-        """Fill the groups: wait until each completion has ended or used up its share of this step.
+        """Fill the groups: wait until each completion has ended or used its share of this step.
 
-        However it ends, no task and no request of it is left. DeadlineError names the requests that
-        had not ended. Cancelled, it leaves in the groups what each completion had, and another run
-        goes on from there.
+        No task and no request outlives the call. Raises DeadlineError with the names of the
+        unfinished requests. On cancellation, the groups keep the partial completions, and another
+        call resumes them.
         """
         for rollout in (
             r for group in groups for i, r in group.rollouts.items() if i not in group.scores
@@ -251,7 +257,7 @@ class Collector:
             yield from requests_for(group, sampling, cap=cap, tenant_salt=salt, most=most)
 
     async def _run_part(self, asked: Sequence[SubmittedRequest], timeout_s: float) -> None:
-        """Waits for: the last answer to these requests, by the step's deadline."""
+        """Wait for the last answer to these requests, until the step's deadline."""
         # no await between: they enter together
         streams = [self._engine.submit(one.request) for one in asked]
         tasks = [
@@ -284,8 +290,9 @@ class Collector:
             await self._leave_none(tasks)
 
     async def _break_off(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Ask the engine for what completions have so far; the listeners put it into the groups.
-        What cannot be had in time is told, and sampled again from where the step before left it."""
+        """Fetch the partial completions from the engine; the listeners store them in the groups.
+        Those that do not arrive in time are reported and sampled again from the previous step's
+        prefix."""
         self._breaking = True
         running = [task for task in tasks if not task.done()]
         if not running:
@@ -298,8 +305,7 @@ class Collector:
         await asyncio.wait(running, timeout=STOP_S)
 
     async def _leave_none(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """After a failure or Ctrl-C: end the listeners and whatever the engine still does for
-        them."""
+        """Cancel the listeners and the engine's remaining requests after a failure or Ctrl-C."""
         running = [task for task in tasks if not task.done()]
         for task in running:
             task.cancel()
@@ -342,7 +348,7 @@ class Collector:
 
 
 def _no_answer(request_id: str, last: TokenChunk, length_key: str) -> EngineRefused:
-    """A completion that was not finished is never trained on."""
+    """Return the error for a completion that never finished; it is never trained on."""
     if last.finish == "refused":
         return EngineRefused(
             f"the engine refused {request_id}: {last.reason}",
@@ -385,13 +391,13 @@ def make_rollout(
 def split_whole(
     groups: Sequence[InFlightGroup], size: int
 ) -> tuple[list[InFlightGroup], list[InFlightGroup]]:
-    """(groups with all their completions, groups still in flight), in order."""
+    """Return (complete groups, groups still in flight), in order."""
     whole = [group for group in groups if len(group.rollouts) == size]
     return whole, [group for group in groups if len(group.rollouts) < size]
 
 
 def keep_scores(groups: Sequence[InFlightGroup], scores: Mapping[str, Score]) -> None:
-    """Put new scores beside their rollouts; those of earlier steps stay."""
+    """Store new scores with their rollouts; those of earlier steps stay."""
     for group in groups:
         found = {
             i: scores[r.rollout_id] for i, r in group.rollouts.items() if r.rollout_id in scores
@@ -400,7 +406,7 @@ def keep_scores(groups: Sequence[InFlightGroup], scores: Mapping[str, Score]) ->
 
 
 def as_group(group: InFlightGroup, *, scored: bool = True) -> Group:
-    """The finished completions in order, with their scores if they have them by now."""
+    """Return the finished completions in order, with those scores that exist."""
     order = sorted(group.rollouts)
     return Group(
         group_id=group.group_id,

@@ -1,5 +1,5 @@
-"""Config of the loop: rollouts, cold start, evaluation, the mark to reach. In: TOML tables. Out:
-frozen sections. No torch here."""
+"""Config of the loop: rollouts, cold start, evaluation, goal. In: TOML tables. Out: frozen
+sections. No torch here."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MOST_SEQUENCES = 2**18
 
 
 class RolloutConfig(Section):
-    """What one loop step asks the engine for. Only what the trainer can do again: temperature and
-    truncation."""
+    """What one loop step requests from the engine. Only sampling options that the trainer can
+    reproduce: temperature and truncation."""
 
     prompts_per_step: int = Field(default=32, ge=1)
     """Prompts taken from the data per loop step."""
@@ -86,7 +86,7 @@ class RolloutConfig(Section):
 
 
 class MetricConfig(Section):
-    """What counts as right: a completion whose reward part reaches a threshold."""
+    """The definition of correct: a reward part reaches a threshold."""
 
     part: str = ""
     """Name of the reward part; empty takes the first part that compares with a right answer, if
@@ -113,8 +113,8 @@ class EvalConfig(Section):
 
 
 class GoalConfig(Section):
-    """The mark that a run must reach; `gyre train` says whether it did, and fails with --check-goal
-    when not."""
+    """The target of a run. `gyre train` reports whether it was reached, and with --check-goal fails
+    if not."""
 
     metric: Literal["accuracy", "reward", "pair_accuracy", "preference_accuracy", "loss"] = (
         "accuracy"
@@ -149,7 +149,7 @@ class ColdStartConfig(Section):
 
 
 class RunSection(Section):
-    """What the run is called, where it is kept and which numbers it starts from."""
+    """The run's name, folder and seed."""
 
     name: str = Field(default="run", min_length=1)
     """Name of the run's folder under `folder`; a second run of the same name gets a number."""

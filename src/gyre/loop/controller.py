@@ -1,28 +1,28 @@
-"""The ring. In: parts that satisfy the contracts. Out: a policy that was rolled out, scored,
-trained and handed back.
+"""The training loop. In: parts that satisfy the contracts. Out: a policy that was rolled out,
+scored, trained and published to the engine.
 
     source.take ─▶ Collector ─Request─▶ engine         rollout    engine on the device
         ▲             │  ◀─TokenChunk──┘   ▲                      (rule rewards run from the first
-        │             │                    │                      on; groups that teach nothing are
+        │             │                    │                      on; uninformative groups are
         │             │                    │                      replaced)
         │             ▼                    │
         │        Scoring ◀─ rollouts       │           score      the models: forward passes
         │             │                    │
         │             ▼                Handover        handover   weights to the engine
-        │        assemble ─TrainBatch─▶ trainer.step   train      actor, optimiser, critic
+        │        assemble ─TrainBatch─▶ trainer.step   train      actor, optimizer, critic
         │                                  │
         └──────── snapshot ◀───────────────┘           between steps: evaluation, snapshot
 
-One step runs at a time, and each phase waits for the one before it: nothing is stale. Who waits for
-what:
+One step runs at a time, and each phase waits for the one before it: no rollout is stale.
+Waits:
 
-    Collector.run   the engine's last chunk    woken by the engine's pump  rollout.deadline_s
-    Scoring.finish  the scorer's last answer   woken by reward workers     rollout.reward_deadline_s
-    trainer.step    the compute thread         woken by it                 none: it is our own work
+    Collector.run   the engine's last chunk    from the engine's pump  rollout.deadline_s
+    Scoring.finish  the scorer's last answer   from reward workers     rollout.reward_deadline_s
+    trainer.step    the compute thread         from that thread        none
 
-A stop ends the step in flight, or breaks it off at `run.stop_deadline_s`; `loop.schedule` saves
-what there is. A failure anywhere leaves no task and no request behind; the
-run goes on from its newest snapshot.
+A stop ends the step in flight, or interrupts it at `run.stop_deadline_s`; `loop.schedule` then
+saves the state. A failure leaves no task and no request behind; the run resumes from its newest
+snapshot.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ from gyre.observability.samples import sample_row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingConfig:
-    """What the ring itself decides by."""
+    """Options of the training loop."""
 
     rollout: RolloutConfig
     evaluation: EvalConfig
@@ -95,7 +95,7 @@ class RingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """What phases rollout and score left behind."""
+    """Results of the rollout and score phases."""
 
     groups: list[Group]  # to be trained on
     sampled: list[Group]  # these and those that were replaced
@@ -106,7 +106,7 @@ class Collected:
 
 
 class Ring:
-    """Turns one online stage: GRPO and kin, PPO, online DPO."""
+    """Runs one online stage: GRPO and related objectives, PPO, online DPO."""
 
     def __init__(
         self, stage: StageSpec, parts: Parts, config: RingConfig, *, compute: Executor
@@ -143,7 +143,8 @@ class Ring:
         self._metric = filter_metric(stage.objective, config.accuracy)
 
     async def run(self, progress: StageProgress) -> StageProgress:
-        """Go on from `progress` to the end of the stage, or to where a stop ends it."""
+        """Resume from `progress` and run to the end of the stage, or until a stop request ends
+        it."""
         if progress.source is not None:
             self._parts.source.restore(progress.source)
         if reason := why_filtered_by_score(self._stage.objective, self._config.accuracy):
@@ -192,7 +193,7 @@ class Ring:
         )
 
     async def _collect(self, progress: StageProgress, step: int) -> Collected:
-        """Phases rollout and score."""
+        """Run the rollout and score phases."""
         config, stop = self._config.rollout, self._parts.stop
         groups = self._open = list(progress.in_flight)
         self._begun_tokens = [count_begun(group, config.completions_per_prompt) for group in groups]
@@ -241,7 +242,7 @@ class Ring:
     async def _keeping(
         self, groups: Sequence[InFlightGroup], scoring: Scoring
     ) -> AsyncIterator[None]:
-        """Keep what a step that is broken off has, with the scores that have come."""
+        """Keep the groups and scores of an interrupted step."""
         try:
             yield
         except StepUnfinished:
@@ -249,8 +250,8 @@ class Ring:
             raise
 
     def _keep_unfinished(self, progress: StageProgress) -> StageProgress:
-        """The run goes on with these groups; before they were begun, or in an evaluation, there are
-        no new ones."""
+        """Store the groups that the run resumes with. Before rollouts began, or in an evaluation,
+        there are no new ones."""
         if not self._open:
             return progress
         size = self._config.rollout.completions_per_prompt
@@ -266,8 +267,8 @@ class Ring:
         return replace(progress, source=self._parts.source.state(), in_flight=self._open)
 
     def _max_refills(self) -> int:
-        """A learnt reward comes after the rollouts: a filter by score waits for it, and replaces
-        nothing."""
+        """Return the allowed refills: 0 with a learned reward. It is computed after the rollouts,
+        so a filter by score comes too late to replace groups."""
         waits = self._metric is None and self._config.reward_model is not None
         return (
             self._config.rollout.max_refills
@@ -291,8 +292,8 @@ class Ring:
     async def _passes(
         self, kept: Sequence[InFlightGroup], whole: Sequence[InFlightGroup], step: int
     ) -> tuple[Passes, np.ndarray | None]:
-        """Policy, reference and critic passes over the groups to be trained on, the reward pass
-        over all whole ones, while rule rewards still run."""
+        """Run the policy, reference and critic passes over the groups to train on. The reward model
+        scores all complete groups. Rule rewards run meanwhile."""
         bare = bare_batch([as_group(group, scored=False) for group in kept], step=step)
         trainer, objective = self._parts.trainer, self._stage.objective
         policy = reference = critic = learnt = None
@@ -334,15 +335,15 @@ class Ring:
         await self._parts.gate.enter(phase, step=step)
 
     def _look_at_failures(self, groups: Sequence[Group], step: int) -> None:
-        """Say which rewards failed and why. RewardError past the share that may fail, before
-        anything is trained on."""
+        """Report failed rewards with their causes. Raises RewardError before training when more
+        than the allowed share failed."""
         failures = find_failures(groups)
         for failure in failures:
             self._emit("warn.reward_failed", step=step, **failure.fields())
         refuse_failures(failures, most_share=self._config.max_failed_share, step=step)
 
     def _count(self, assembled: Assembled, collected: Collected, step: int) -> None:
-        """Nothing silent: what was left out of training."""
+        """Emit events for all data left out of training."""
         rollouts = collected.rollouts
         if equal := assembled.num_dropped_groups + len(rollouts.dropped):
             self._emit("drop.equal_groups", step=step, count=equal)
@@ -405,7 +406,7 @@ class Ring:
         )
 
     def _keep_samples(self, step: int, groups: Sequence[Group]) -> None:
-        """Write a few groups down for people to read."""
+        """Write a few groups to the sample log."""
         observers = self._parts.observers
         for group in groups[: observers.sample_groups_per_step]:
             for rollout, score in zip(group.rollouts, group.scores, strict=True):

@@ -1,6 +1,5 @@
-"""Evaluate: how good the policy is on problems it never trained on. In: held-out prompts or
-sequences, engine, scorer. Out: an Outcome.
-"""
+"""Evaluate: the policy's quality on held-out problems. In: held-out prompts or sequences, engine,
+scorer. Out: an Outcome."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class Outcome:
 
 
 class Rollouts:
-    """Evaluates by generating: accuracy by the named metric, or the mean reward where there is
-    none."""
+    """Evaluates by generating: accuracy by the named metric, or the mean reward without one."""
 
     def __init__(
         self,
@@ -82,7 +80,7 @@ class Rollouts:
         )
 
     async def run(self, prompts: Sequence[Prompt]) -> Outcome:
-        """Ask each problem once. The same problems get the same seeds at every evaluation."""
+        """Sample each problem once. The same problems get the same seeds at every evaluation."""
         groups = open_groups(prompts, run_seed=self._seed, step=0)
         async with Scoring(self._scorer, deadline_s=self._rollout.reward_deadline_s) as scoring:
             collector = Collector(
@@ -123,7 +121,7 @@ class Rollouts:
 def share_outcome(
     metric: str, hits: Sequence[float], meaning: str, detail: Mapping[str, float]
 ) -> Outcome:
-    """A share of trials, each a hit (1), a miss (0) or, as a tie, 0.5."""
+    """Summarize a share of trials, each a hit (1), a miss (0) or a tie (0.5)."""
     value, n = float(np.mean(hits)), len(hits)
     return Outcome(
         metric=metric,
@@ -137,7 +135,7 @@ def share_outcome(
 
 
 def mean_outcome(rewards: Sequence[float], detail: Mapping[str, float]) -> Outcome:
-    """The mean of rewards of any size, which is no share of anything."""
+    """Summarize the mean of rewards, which is not a share."""
     value, error = float(np.mean(rewards)), mean_error(rewards)
     return Outcome(
         metric="reward",
@@ -151,7 +149,7 @@ def mean_outcome(rewards: Sequence[float], detail: Mapping[str, float]) -> Outco
 
 
 async def pair_accuracy(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:
-    """Share of held-out pairs whose chosen member the reward model scores higher."""
+    """Return the share of held-out pairs whose chosen member the reward model scores higher."""
     scored = await trainer.evaluate(batch, "reward")
     assert scored.per_sequence is not None
     margins = scored.per_sequence[0::2] - scored.per_sequence[1::2]
@@ -162,8 +160,8 @@ async def pair_accuracy(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:
 
 
 async def preference_accuracy(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:
-    """Share of held-out pairs whose chosen member gained more log-prob over the reference than the
-    rejected one."""
+    """Return the share of held-out pairs whose chosen member gained more log-prob over the
+    reference than the rejected one."""
     policy, reference = (
         await trainer.evaluate(batch, "policy"),
         await trainer.evaluate(batch, "reference"),
@@ -183,7 +181,7 @@ async def preference_accuracy(trainer: PolicyTrainer, batch: TrainBatch) -> Outc
 
 
 async def held_out_loss(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:
-    """Mean negative log-prob of the held-out targets."""
+    """Return the mean negative log-prob of the held-out targets."""
     policy = await trainer.evaluate(batch, "policy")
     masks = [sequence.columns["loss_mask"] for sequence in batch.sequences]
     totals = [-float(p[m].sum()) for p, m in zip(policy.per_token, masks, strict=True)]
@@ -201,6 +199,6 @@ async def held_out_loss(trainer: PolicyTrainer, batch: TrainBatch) -> Outcome:
 
 
 def preferred(margins: np.ndarray) -> list[float]:
-    """Which pairs were told apart rightly. A tie counts half, so that a model that knows nothing
-    yet is at 0.5."""
+    """Return which pairs were ranked correctly. A tie counts half, so that an untrained model
+    scores 0.5."""
     return np.heaviside(margins, 0.5).tolist()

@@ -1,7 +1,6 @@
-"""Failures: reward parts that could not judge a completion. In: the scored groups of a step or an
-evaluation. Out: what failed, how often and why; scores in which no failure pays; a RewardError when
-too much failed. Pure.
-"""
+"""Failures: reward parts that could not score a completion. In: the scored groups of a step or an
+evaluation. Out: failures by kind with counts and reasons, scores in which a failure never pays, or
+a RewardError. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ class RewardFailure:
     checks: int  # of this part, failed or not
 
     def fields(self) -> Mapping[str, object]:
-        """What the event says."""
+        """The fields of the event."""
         return {
             "what": f"{self.part} {self.outcome}",
             "failure": self.kind,
@@ -39,7 +38,7 @@ class RewardFailure:
 
 
 def find_failures(groups: Sequence[Group]) -> list[RewardFailure]:
-    """Every kind of failure, the most frequent first."""
+    """Return every kind of failure, the most frequent first."""
     parts = [part for group in groups for score in group.scores for part in score.parts]
     checks: dict[str, int] = {}
     kinds: dict[str, dict[tuple[str, str], list[ScorePart]]] = {}
@@ -67,7 +66,7 @@ def find_failures(groups: Sequence[Group]) -> list[RewardFailure]:
 
 
 def _as_one(parts: Sequence[ScorePart]) -> list[tuple[tuple[str, str], list[ScorePart]]]:
-    """What is past MOST_KINDS, by outcome."""
+    """Merge the kinds beyond MOST_KINDS by outcome."""
     outcomes = dict.fromkeys(part.outcome for part in parts)
     return [
         ((it, "further kinds of failure"), [part for part in parts if part.outcome == it])
@@ -76,7 +75,7 @@ def _as_one(parts: Sequence[ScorePart]) -> list[tuple[tuple[str, str], list[Scor
 
 
 def refuse_failures(failures: Sequence[RewardFailure], *, most_share: float, step: int) -> None:
-    """RewardError when more than this share of a part's checks failed."""
+    """Raise RewardError when more than this share of a part's checks failed."""
     for name in dict.fromkeys(failure.part for failure in failures):
         own = [failure for failure in failures if failure.part == name]
         failed, checks = sum(failure.count for failure in own), own[0].checks
@@ -96,6 +95,6 @@ def refuse_failures(failures: Sequence[RewardFailure], *, most_share: float, ste
 
 
 def lower_failed(groups: Sequence[Group]) -> list[Group]:
-    """No failure is worth more than what the same part gave to any other completion here."""
+    """Lower each failure to the least value that the same part gave to another completion here."""
     lowered = iter(lower_failed_parts([score for group in groups for score in group.scores]))
     return [replace(group, scores=tuple(next(lowered) for _ in group.scores)) for group in groups]

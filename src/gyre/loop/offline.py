@@ -1,4 +1,4 @@
-"""Offline: the ring without rollouts, for SFT, reward models and DPO on given pairs. In: a source
+"""Offline: the loop without rollouts, for SFT, reward models and DPO on given pairs. In: a source
 of sequences. Out: a trained policy or reward model.
 
     source.take ──TrainBatch──▶ trainer.step ──▶ between steps: held-out measure,
@@ -30,7 +30,7 @@ MEASURES: Mapping[str, Measure] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineConfig:
-    """What the offline loop itself decides by."""
+    """Options of the offline loop."""
 
     records_per_step: int  # examples, or pairs
     snapshot_every_steps: int
@@ -38,8 +38,8 @@ class OfflineConfig:
 
 
 class OfflineLoop:
-    """Feeds the trainer straight from data. With a `judge` it also hands weights to an engine and
-    generates."""
+    """Feeds the trainer directly from data. With a `judge` it also publishes weights to an engine
+    and generates."""
 
     def __init__(
         self,
@@ -61,7 +61,8 @@ class OfflineLoop:
             )
 
     async def run(self, progress: StageProgress) -> StageProgress:
-        """Go on from `progress` to the end of the stage, or to where a stop ends it."""
+        """Resume from `progress` and run to the end of the stage, or until a stop request ends
+        it."""
         if progress.source is not None:
             self._parts.source.restore(progress.source)
         if progress.evaluated_step >= 0:

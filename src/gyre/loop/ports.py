@@ -1,5 +1,5 @@
-"""Ports: what the loop needs beside the contracts, as small Protocols and one bundle. In: objects
-that `wire` made. Callers: every file of the loop."""
+"""Ports: what the loop needs besides the contracts, as small Protocols and one bundle. In: objects
+that `launch` made. Out: the Parts of one stage."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from gyre.observability.spans import Spans
 
 
 class PhaseGate(Protocol):
-    """Orders the memory of a phase change; the only other thing that moves components is nobody."""
+    """Moves components at phase changes. Nothing else may move them."""
 
     async def enter(self, phase: Phase, *, step: int) -> None: ...
 
 
 class SnapshotPort(Protocol):
-    """Keeps resumable states of one run, newest first."""
+    """Stores resumable states of one run, newest first."""
 
     async def save(
         self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]
     ) -> None:
-        """Write the trainer's state together with ours, whole or not at all."""
+        """Write the trainer's state together with the loop's, atomically."""
         ...
 
 
 class TextPort(Protocol):
-    """A tokenizer, as far as the loop looks at text."""
+    """The tokenizer functions that the loop uses."""
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = False) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
-    """What makes one stage of a run."""
+    """Name, objective, length and seed of one stage of a run."""
 
     name: str
     objective: AnyObjective
@@ -52,7 +52,7 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observers:
-    """Where the loop says what happens."""
+    """The sinks of the loop's events, samples and spans."""
 
     events: EventLog
     samples: SampleLog
@@ -62,7 +62,7 @@ class Observers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Everything that a ring turns with."""
+    """All objects that a loop runs with."""
 
     source: PromptSource
     trainer: PolicyTrainer

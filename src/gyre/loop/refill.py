@@ -1,5 +1,6 @@
-"""Dynamic sampling: which groups teach nothing, and how many further prompts replace them. In:
-scored groups, the objective, what counts as right. Out: verdicts, and the rollouts of a step.
+"""Dynamic sampling: which groups have no learning signal, and how many prompts replace them. In:
+scored groups, the objective, what counts as right. Out: the groups to drop, and the rollouts of a
+step.
 
     groups ──▶ roll out ──▶ scores ──▶ equal groups dropped ──▶ as many further prompts,
                                                                 at most max_refills times
@@ -35,16 +36,15 @@ from gyre.observability.overlap import Interval
 def filter_metric(
     objective: AnyObjective, accuracy: AccuracyMetric | None
 ) -> AccuracyMetric | None:
-    """What "all equal" means for groups of this objective: equally right by this metric, or None
-    for equal scores. A part of weight 0 is watched only: it decides nothing."""
+    """Return the metric by which groups of this objective count as equal, or None for equal scores.
+    A part of weight 0 is only observed, so it decides nothing."""
     if not _asks_for_accuracy(objective) or accuracy is None or not accuracy.rewarded:
         return None
     return accuracy
 
 
 def why_filtered_by_score(objective: AnyObjective, accuracy: AccuracyMetric | None) -> str:
-    """Why the filter looks at the score although it was to look at correctness; "" where it does
-    not."""
+    """Explain why the filter uses the score instead of correctness; "" where it does not."""
     if not _asks_for_accuracy(objective) or filter_metric(objective, accuracy) is not None:
         return ""
     why = (
@@ -64,14 +64,14 @@ def _asks_for_accuracy(objective: AnyObjective) -> bool:
 
 
 def drops_equal(objective: AnyObjective) -> bool:
-    """Whether groups that teach nothing are left out of the batch."""
+    """Return whether groups without a learning signal are removed from the batch."""
     return isinstance(objective, GrpoConfig) and objective.equal_groups == "drop"
 
 
 def is_equal(scores: Sequence[Score], metric: AccuracyMetric | None) -> bool:
-    """Whether no scored sibling is better than another: none or all are right, or all scores are
-    equal. Samples that no part could score do not count; a group with fewer than two others is
-    equal."""
+    """Return whether no scored sibling is better than another: none or all are correct, or all
+    scores are equal. Samples that no part could score do not count. A group with fewer than two
+    others is equal."""
     scored = [score for score in scores if score.is_scored]
     if len(scored) < 2:
         return True
@@ -81,17 +81,16 @@ def is_equal(scores: Sequence[Score], metric: AccuracyMetric | None) -> bool:
 
 
 def find_equal(groups: Sequence[Group], metric: AccuracyMetric | None) -> frozenset[str]:
-    """Ids of the groups that teach nothing, with each failed part at the least that it gave in any
-    of them."""
+    """Return the ids of groups without a learning signal. A failed part counts as the least value
+    that it gave in any of them."""
     return frozenset(
         group.group_id for group in lower_failed(groups) if is_equal(group.scores, metric)
     )
 
 
 def num_missing(*, wanted: int, kept: int, in_flight: int) -> int:
-    """How many further prompts a step needs: one for each that was dropped. Groups in flight keep
-    their places, so there are never more groups than wanted and none that was kept is thrown
-    away."""
+    """Return how many more prompts a step needs: one per dropped group. Groups in flight keep their
+    places, so the number of groups never exceeds the target and no kept group is discarded."""
     return max(0, wanted - kept - in_flight)
 
 
@@ -108,7 +107,7 @@ class StepRollouts:
 
 
 class PromptFeed:
-    """Rolls out a step's prompts, and further ones in place of those that teach nothing."""
+    """Rolls out a step's prompts, and replacements for groups without a learning signal."""
 
     def __init__(self, source: PromptSource, config: RolloutConfig, *, seed: int) -> None:
         self._source, self._config, self._seed = source, config, seed
@@ -123,10 +122,12 @@ class PromptFeed:
         max_refills: int,
         metric: AccuracyMetric | None,
     ) -> StepRollouts:
-        """What was in flight goes on first; new prompts fill up the rest, and are added to
-        `groups`: who breaks the step off has them there. Ends after 1 + max_refills rounds: a pure
-        function of seed, data cursor and scores. Without refills scores are not waited for, and
-        nothing is dropped."""
+        """Resume the groups in flight, then fill up with new prompts.
+
+        New groups are appended to `groups`, where the caller finds them after an interruption. Ends
+        after 1 + max_refills rounds: a pure function of seed, data cursor and scores. Without
+        refills it neither waits for scores nor drops groups.
+        """
         config = self._config
         # of a step that was broken off
         refills = max((group.refill for group in groups), default=0)

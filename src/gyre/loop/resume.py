@@ -1,7 +1,7 @@
-"""Resume: what a restart needs beside the trainer's own state, in one record. In: where a stage
-stands. Out: JSON-able state and record bytes for a snapshot, and the same read back.
+"""Resume: what a restart needs besides the trainer's own state, in one record. In: the progress of
+a stage. Out: JSON-able state and record bytes for a snapshot, and the same decoded.
 
-Nothing here looks at a clock: what is due follows from the number of the step.
+Nothing here reads a clock: every schedule follows from the step number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IN_FLIGHT = "in_flight.msgpack"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProgress:
-    """Where a stage stands between two steps."""
+    """Progress of a stage between two steps."""
 
     stage: str
     step: int = 0  # loop steps done
@@ -34,13 +34,13 @@ class StageProgress:
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps (0: never) happens after this one."""
+    """Return whether something with this interval in steps (0: never) is due after this step."""
     return bool(every) and step % every == 0
 
 
 def note_outcome(progress: StageProgress, outcome: Outcome, when: str, emit: Emit) -> StageProgress:
-    """Keep the first value as "before" and the newest as "after", each with its 95 % interval
-    (None: not known). The event carries the value under the metric's own name."""
+    """Record the first value as "before" and the newest as "after", each with its 95 % interval
+    (None: unknown). The event carries the value under the metric's own name."""
     interval = None if outcome.interval is None else list(outcome.interval)
     emit(
         "eval.done",
@@ -71,7 +71,7 @@ def note_outcome(progress: StageProgress, outcome: Outcome, when: str, emit: Emi
 def to_snapshot(
     progress: StageProgress, *, events: Mapping[str, int]
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """(JSON-able state, blobs). `events` is the log position that readers are fenced to on
+    """Return (JSON-able state, blobs). `events` is the log position that readers are fenced to on
     resume."""
     state = {
         "stage": progress.stage,
@@ -86,7 +86,7 @@ def to_snapshot(
 
 
 def from_snapshot(state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> StageProgress:
-    """Read back what to_snapshot gave."""
+    """Decode the output of to_snapshot."""
     if IN_FLIGHT not in blobs:
         raise SnapshotError(
             f"the snapshot has no {IN_FLIGHT}", hint="resume from an earlier snapshot"

@@ -1,5 +1,5 @@
-"""Schedule: what happens between the steps of a stage. In: where the stage stands, what the loop
-can do. Out: where it stands at its end, or where it was asked to stop.
+"""Schedule: steps, evaluations and snapshots of a stage. In: its progress and the loop's
+operations. Out: its progress at the end or at a stop request.
 
     step ─▶ evaluation, if due ─▶ snapshot, if due ─▶ step …    a stop: snapshot, no further step
 """
@@ -15,8 +15,8 @@ from gyre.loop.stopping import StepUnfinished, StopRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a loop can do with its progress. `step` and `evaluate` raise StepUnfinished where a stop
-    breaks them off."""
+    """The operations of a loop on its progress. `step` and `evaluate` raise StepUnfinished where a
+    stop request interrupts them."""
 
     step: Callable[[StageProgress], Awaitable[StageProgress]]
     evaluate: Callable[[StageProgress, str], Awaitable[StageProgress]]  # "before" or "after"
@@ -27,8 +27,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rhythm:
-    """Steps of the stage, and how many lie between two evaluations and two snapshots (0: only those
-    at the end)."""
+    """Number of steps, and the intervals of evaluations and snapshots (0: only at the end)."""
 
     steps: int
     eval_every_steps: int
@@ -38,9 +37,11 @@ class Rhythm:
 async def run_steps(
     progress: StageProgress, turn: Turn, rhythm: Rhythm, stop: StopRequest
 ) -> StageProgress:
-    """Go on from `progress`, which needs no saving, to the end of the stage: then `done` is true. A
-    stop ends it sooner, with what there is saved; an evaluation that is left out for it comes first
-    when the run goes on."""
+    """Run the stage from `progress`, which is already saved, to its end: then `done` is true.
+
+    A stop request ends it sooner and saves the progress. An evaluation skipped by the stop runs
+    first on resume.
+    """
     saved = progress
     while True:
         last = progress.step >= rhythm.steps
@@ -69,7 +70,8 @@ async def run_steps(
 
 
 def is_evaluation_due(progress: StageProgress, rhythm: Rhythm) -> bool:
-    """Before the first step, after every so many, and after the last; each once."""
+    """Return whether an evaluation is due: before the first step, at each interval, and after the
+    last step, once each."""
     if progress.evaluated_step == progress.step:
         return False
     first, last = progress.evaluated_step < 0, progress.step >= rhythm.steps

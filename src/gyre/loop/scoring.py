@@ -1,7 +1,7 @@
 """Scoring: rule rewards run in their own processes while rollouts are still being generated. In:
-finished rollouts, one by one. Out: their scores, and how much of the rules' time each window hid.
+finished rollouts, one by one. Out: their scores, and how much of the reward time each window hid.
 
-    offer(rollout) ──▶ waiting, until the event loop turns ──▶ one question to the scorer
+    offer(rollout) ──▶ waiting, until the event loop turns ──▶ one request to the scorer
                                                                ──▶ scores by rollout id
 """
 
@@ -23,8 +23,7 @@ PATIENCE = 1.25
 
 
 class Scoring:
-    """The rewards of one loop step. Leaving the block takes back every question that has no answer
-    yet."""
+    """The rewards of one loop step. Leaving the block cancels every unanswered request."""
 
     def __init__(self, scorer: Scorer, *, deadline_s: float) -> None:
         self._scorer, self._deadline_s = scorer, deadline_s
@@ -42,22 +41,21 @@ class Scoring:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Waits for: the questions' tasks, cancelled unless they are done. They await nothing after
-        that."""
+        """Cancel the unfinished requests to the scorer and wait for their tasks."""
         self._stop_waking()
         for task in self._asked:
             task.cancel()
         await asyncio.gather(*self._asked, return_exceptions=True)
 
     def offer(self, rollout: Rollout) -> None:
-        """Hand over a finished rollout; those that finish in the same turn of the event loop are
-        asked together."""
+        """Enqueue a finished rollout. Rollouts of the same event-loop turn are scored in one
+        request."""
         self._waiting.append(rollout)
         if self._wake is None:
             self._wake = asyncio.get_running_loop().call_soon(self._ask)
 
     async def finish(self) -> dict[str, Score]:
-        """Wait for all answers. Owner: loop.scoring; the deadline counts from now."""
+        """Wait for all scores; the deadline counts from now. Raises DeadlineError."""
         self._ask()
         if self._asked:
             _, late = await asyncio.wait(self._asked, timeout=self._deadline_s * PATIENCE)
@@ -73,11 +71,11 @@ class Scoring:
         return self._scores
 
     def so_far(self) -> dict[str, Score]:
-        """The answers that have come, for a step that is broken off."""
+        """Return the scores received so far, for an interrupted step."""
         return dict(self._scores)
 
     def account(self, *, rollout: Sequence[Interval], reference: Interval) -> dict[str, float]:
-        """Seconds for a `reward.window` event."""
+        """Return the fields of a `reward.window` event, in seconds."""
         rules = [(score.started_s, score.ended_s) for score in self._scores.values()]
         return overlap_account(rules, rollout=rollout, reference=[reference])
 

@@ -1,12 +1,12 @@
-"""Stopping: a run is asked to end, and the loop looks where it can. In: a request from a signal.
-Out: whether to go on, and waits that end with the request's deadline.
+"""Stopping: a cooperative stop of a run. In: a request from a signal. Out: whether to continue, and
+waits bounded by the request's deadline.
 
     request ──▶ the step in flight ends ──▶ snapshot            before the deadline
-            └─▶ rollouts are broken off and kept ──▶ snapshot   at the deadline: the last update
+            └─▶ rollouts are interrupted, kept ──▶ snapshot   at the deadline: the last update
                                                                 stands
 
-What computes (a training pass, a snapshot) is never broken off here: `launch.signals` ends a
-process that is still at it.
+Computation (a training pass, a snapshot) is never interrupted here; `launch.signals` ends a process
+that exceeds the deadline.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Result = TypeVar("Result")
 
 
 class StepUnfinished(Exception):
-    """The deadline of a stop has passed in the middle of a step. What the step had is kept by
-    whoever catches this."""
+    """The deadline of a stop passed during a step. The handler of this keeps the step's partial
+    results."""
 
 
 class StopRequest:
-    """Asked once, from a signal handler in the event loop's thread or from the loop itself; never
-    taken back."""
+    """A stop request, set once by a signal handler in the event loop's thread or by the loop
+    itself. Never withdrawn."""
 
     def __init__(self, *, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`deadline_s`: seconds that the step in flight may take from the request on."""
+        """Set the seconds that the step in flight may take after the request."""
         self.deadline_s = deadline_s
         # the step in flight has ended, or was broken off: what follows is not bounded
         self.saving = False
@@ -48,13 +48,12 @@ class StopRequest:
                 loop.call_soon_threadsafe(event.set)
 
     def remaining_s(self) -> float:
-        """Seconds that the step in flight still has; without a request it has all it wants."""
+        """Return the seconds left to the step in flight; infinity without a request."""
         return float("inf") if self._until_s is None else max(0.0, self._until_s - self._clock())
 
     async def within(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `work`. StepUnfinished when the deadline of a stop passes first: it is
-        cancelled, and has ended when this raises. Waits for: `work`, by its own deadline; the
-        request."""
+        """Await `work` and return its result. Raises StepUnfinished when the stop deadline passes
+        first; `work` is then cancelled and has ended."""
         task = asyncio.ensure_future(work)
         asked = asyncio.Event()
         entry = (asyncio.get_running_loop(), asked)

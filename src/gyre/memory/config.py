@@ -14,8 +14,7 @@ Residency = Literal["resident", "spill", "phase"]
 
 
 class MemoryConfig(Section):
-    """Who may hold how many bytes, where, and what happens to a component between the phases that
-    need it."""
+    """Memory budgets, and where components go between the phases that need them."""
 
     device_budget_bytes: PositiveInt | Literal["auto"] = "auto"
     """Bytes on the device for all components and a phase's working memory; "auto" is decided from

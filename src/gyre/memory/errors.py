@@ -1,5 +1,5 @@
-"""Refusals: the words of each "does not fit". In: the ledger and what was asked. Out:
-MemoryBudgetError, always.
+"""Memory errors: the messages for each "does not fit". In: the ledger and the request. Out: always
+a MemoryBudgetError.
 
 Each names the components with their bytes, the budget, and the nearest setting that fits.
 """
@@ -15,7 +15,7 @@ from gyre.memory.records import Budgets, Entry, Ledger, Point
 
 
 def words(size_bytes: int) -> str:
-    """Bytes for people, three digits: 1536 → "1.50 KiB"."""
+    """Format bytes with three digits: 1536 → "1.50 KiB"."""
     size, unit = float(size_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024:
@@ -33,12 +33,12 @@ def name_sizes(entries: Sequence[Entry]) -> str:
 
 
 def holds(budgets: Budgets, device_bytes: int) -> bool:
-    """Whether the device itself is that large, as far as is known."""
+    """Return whether the device is that large, as far as is known."""
     return budgets.device_total_bytes is None or device_bytes <= budgets.device_total_bytes
 
 
 def advise_device(budgets: Budgets, needed_bytes: int) -> str:
-    """What to do where the device's budget is too small for `needed_bytes`."""
+    """Return the remedy where the device's budget is too small for `needed_bytes`."""
     if holds(budgets, needed_bytes):
         return f"set memory.device_budget_bytes to at least {needed_bytes}"
     return f"ask less of the device, which has {words(budgets.device_total_bytes or 0)} in all"
@@ -74,7 +74,7 @@ def refuse_device(
 
 
 def refuse_start(ledger: Ledger, start: Point) -> NoReturn:
-    """More is there already than the budgets allow."""
+    """Raise the error for components that already exceed the budgets."""
     tiers: tuple[Tier, ...] = ("device", "host", "disk")
     over = [
         f"{words(getattr(start, f'{tier}_bytes'))} on {tier} "
@@ -136,7 +136,7 @@ def refuse_misfits(texts: Sequence[str]) -> NoReturn:
 
 
 def refuse_unowned(*, unowned: int, fragments: int, outside: int, waited_s: float) -> NoReturn:
-    """Every component let go, and still the device memory did not come back."""
+    """Raise the error for device memory that was not freed although every component was."""
     parts = {
         "unowned by any component (tensors that someone keeps)": unowned,
         "kept by the allocator in fragments": fragments,

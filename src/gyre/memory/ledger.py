@@ -1,12 +1,12 @@
-"""Ledger: who holds how many bytes on which tier, and the ordered moves from one phase to the next.
-Pure.
+"""Ledger: which owner has how many bytes on which tier, and the ordered moves from one phase to the
+next. Pure.
 
 In: entries, budgets, the phase to enter. Out: a MovePlan whose every point fits the budgets, or
 MemoryBudgetError that names the components, the budget and the nearest setting that fits.
 
-During a move the bytes exist at both ends; the points of a plan count them so. Out goes before in;
-a move in is taken earlier only when none out is possible (a full host that must first give
-something back).
+During a move the bytes exist at both ends; the points of a plan count both. Moves out precede moves
+in. A move in is taken earlier only when no move out is possible (a full host that must first free
+something).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from gyre.memory.records import Budgets, Entry, Ledger, Move, MovePlan, Point
 
 
 def plan_phase(ledger: Ledger, phase: Phase) -> MovePlan:
-    """Everything that `phase` needs is on the device afterwards; nothing that is in place moves."""
+    """Plan the moves after which everything that `phase` needs is on the device. Components in
+    place do not move."""
     leaving = _choose_leaving(ledger, phase)
     coming = [entry for entry in ledger.entries if phase in entry.phases and entry.tier != "device"]
     task = _Task(
@@ -41,7 +42,7 @@ def plan_phase(ledger: Ledger, phase: Phase) -> MovePlan:
 
 
 def plan_moves(ledger: Ledger, targets: Mapping[str, Tier]) -> MovePlan:
-    """Moves asked for by name, checked for legality and budget like those of a phase."""
+    """Plan explicitly requested moves, checked for legality and budget like those of a phase."""
     outs: list[_Out] = []
     ins: list[_In] = []
     for name, tier in targets.items():
@@ -72,7 +73,7 @@ def check_transition(entry: Entry, tier: Tier) -> None:
 
 
 def apply_plan(ledger: Ledger, plan: MovePlan) -> Ledger:
-    """The ledger after the plan."""
+    """Return the ledger after the plan."""
     target: dict[str, Tier] = {move.name: move.target for move in plan.moves}
     return replace(
         ledger,
@@ -83,9 +84,11 @@ def apply_plan(ledger: Ledger, plan: MovePlan) -> Ledger:
 def keep_pages(
     entries: Sequence[Entry], budgets: Budgets, *, allowed: Callable[[Entry], bool]
 ) -> tuple[Entry, ...]:
-    """Say which components keep their host pages between two stays there: all that `allowed` names,
-    if the host budget has room for everything that may ever be parked, all at once; otherwise none.
-    So kept pages are in nobody's way."""
+    """Return which components keep their host pages while they are on the device.
+
+    All that `allowed` names do if the host budget fits everything that may ever be parked at once;
+    otherwise none. Kept pages thus never displace others.
+    """
     parked = [entry for entry in entries if "host" in (entry.tier, *entry.leave)]
     keeps = _total(parked) + budgets.staging_bytes <= budgets.host_bytes
     return tuple(
@@ -95,7 +98,7 @@ def keep_pages(
 
 
 def misfits(ledger: Ledger, measured: Mapping[str, Usage], *, tolerance_bytes: int) -> list[str]:
-    """What was measured elsewhere, or in another size, than the ledger says; the furthest off
+    """Return components whose measured tier or size differs from the ledger, largest difference
     first."""
     wrong: list[tuple[int, str]] = []
     for entry in ledger.entries:
@@ -113,8 +116,8 @@ def misfits(ledger: Ledger, measured: Mapping[str, Usage], *, tolerance_bytes: i
 
 
 def settle(ledger: Ledger, measured: Mapping[str, Usage], *, tolerance_bytes: int) -> Ledger:
-    """Within the tolerance the measured size becomes the known one. Otherwise MemoryBudgetError
-    names the owners."""
+    """Adopt the measured sizes within the tolerance. Otherwise raise MemoryBudgetError naming the
+    owners."""
     if wrong := misfits(ledger, measured, tolerance_bytes=tolerance_bytes):
         errors.refuse_misfits(wrong)
     return replace(
@@ -129,7 +132,7 @@ def settle(ledger: Ledger, measured: Mapping[str, Usage], *, tolerance_bytes: in
 
 
 def _choose_leaving(ledger: Ledger, phase: Phase) -> list[Entry]:
-    """Entries that must leave the device, best first: used again last, then larger, then by
+    """Return entries that must leave the device: latest next use first, then larger, then by
     name."""
     on_device = [
         entry for entry in ledger.entries if entry.tier == "device" and phase not in entry.phases
@@ -174,7 +177,7 @@ class _In:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """What must move, before its order is known."""
+    """A move whose position in the order is not yet known."""
 
     phase: Phase | None
     outs: tuple[_Out, ...]
@@ -209,8 +212,7 @@ def _order_or_refuse(ledger: Ledger, task: _Task) -> MovePlan:
 
 
 def _order(budgets: Budgets, start: Point, task: _Task) -> MovePlan | None:
-    """Moves one after the other, each fitting in its middle and at its end; None when it comes to a
-    stop."""
+    """Order the moves so that each fits during and after it. None when no such order is found."""
     outs, ins = list(task.outs), list(task.ins)
     points, moves = [start], []
     while outs or ins:
@@ -230,7 +232,8 @@ def _order(budgets: Budgets, start: Point, task: _Task) -> MovePlan | None:
 
 
 def _nearest_budget(budgets: Budgets, start: Point, task: _Task) -> dict[str, int]:
-    """The one budget to raise and how far (to the byte), else all that must be raised together."""
+    """Return the single budget to raise and its value in bytes, else all that must be raised
+    together."""
     # Each component is on a tier once, or passes through the host; and what is there from the start
     # fits already.
     enough = sum(item.entry.size_bytes for item in (*task.outs, *task.ins))
@@ -272,7 +275,7 @@ def _next_in(budgets: Budgets, point: Point, ins: Sequence[_In]) -> _Step | None
 
 
 def _try(budgets: Budgets, point: Point, entry: Entry, target: Tier, reason: str) -> _Step | None:
-    """The move with its middle and end, if they fit."""
+    """Return the move with its points during and after, if they fit."""
     move = Move(
         name=entry.name,
         source=entry.tier,

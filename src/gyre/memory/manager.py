@@ -1,8 +1,9 @@
-"""Memory manager: takes the components through the phases, and proves after each change where their
+"""Memory manager: moves the components between phases, and verifies after each change where their
 bytes are.
 
 In: tenants, resolved budgets, the phase to enter. Out: a MovePlan that was carried out and
-measured, or MemoryBudgetError naming the owner that did not let go. Runs on the compute thread.
+measured, or MemoryBudgetError naming the owner that did not free its bytes. Runs on the compute
+thread.
 
 Events: `memory.move` for each move (component, source, target, size_bytes, seconds, reason),
 `memory` at each boundary (phase, step, owners: bytes by component and tier, device_free_bytes, …;
@@ -33,13 +34,13 @@ POLL_S = 0.05  # between two looks at memory that is on its way back
 
 @runtime_checkable
 class KeepsPages(Protocol):
-    """A MemoryTenant that can keep the host pages of a component while it is on the device."""
+    """A MemoryTenant that can keep a component's host pages while it is on the device."""
 
     def keep_pages(self, keep: bool) -> None: ...
 
 
 class MemoryManager:
-    """One per device. `config` has no "auto" among its budgets any more."""
+    """Manager of one device. The budgets of `config` are resolved: none is "auto"."""
 
     def __init__(
         self,
@@ -52,9 +53,12 @@ class MemoryManager:
         working: Mapping[Phase, int] | None = None,
         keep_pages: bool | None = None,
     ) -> None:
-        """`keep_pages`: host pages stay between two stays of a component there, where the host
-        budget has room for all of them; left open, on a GPU, where pinning them anew costs more
-        than the copy."""
+        """Bind the device and its budgets.
+
+        `keep_pages`: host pages are kept while a component is on the device, if the host budget
+        fits all of them. None enables it on a GPU, where pinning pages again costs more than the
+        copy.
+        """
         self._keep_pages = device.type == "cuda" if keep_pages is None else keep_pages
         self._tenants = list(tenants)
         self._config, self._device, self._emit, self._needs = config, device, emit, dict(needs)
@@ -66,22 +70,22 @@ class MemoryManager:
         self._start_from_here()
 
     def add(self, tenant: MemoryTenant) -> None:
-        """Take in an owner whose components exist already. MemoryBudgetError if they leave no legal
-        state."""
+        """Register an owner whose components already exist. Raises MemoryBudgetError if they leave
+        no legal state."""
         self._tenants.append(tenant)
         self._start_from_here()
 
     def enter(self, phase: Phase, *, step: int = 0) -> MovePlan:
-        """Bring what `phase` needs to the device, move out what must make room, and prove it."""
+        """Bring what `phase` needs to the device, move out what must leave, and verify the
+        result."""
         return self._change(lambda ledger: plan_phase(ledger, phase), phase, step)
 
     def move(self, targets: Mapping[str, Tier], *, step: int = 0) -> MovePlan:
-        """Move components by name: offload, save to disk, destroy, reload, instantiate again."""
+        """Move components by name: offload, save to disk, destroy, reload, reallocate."""
         return self._change(lambda ledger: plan_moves(ledger, targets), self._phase, step)
 
     def make_room(self, size_bytes: int, *, step: int = 0) -> MovePlan:
-        """Free that much of the device budget, so that its owner may build a new component
-        there."""
+        """Free that much of the device budget, so that its owner may allocate a new component."""
         return self._change(
             lambda ledger: plan_phase(replace(ledger, working={"idle": size_bytes}), "idle"),
             self._phase,
@@ -89,7 +93,7 @@ class MemoryManager:
         )
 
     def _start_from_here(self) -> None:
-        """What the device holds beside the components now is what it may hold at each boundary."""
+        """Record the device memory outside the components as the allowance at each boundary."""
         self.ledger = self._ask()
         probe.give_back(self._device, collect=True)
         measured = self._measure()
@@ -120,8 +124,7 @@ class MemoryManager:
         return plan
 
     def _ask(self) -> Ledger:
-        """The ledger by what the tenants say now; sizes may have changed since the last time,
-        places too."""
+        """Refresh the ledger from the tenants: sizes and tiers may have changed."""
         self._home = {}
         entries = []
         for tenant in self._tenants:
@@ -140,7 +143,7 @@ class MemoryManager:
         )
 
     def _with_kept_pages(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Decide who keeps host pages, tell the owners, and count what they keep."""
+        """Decide which owners keep host pages, notify them, and count those pages."""
         able = [tenant for tenant in self._tenants if isinstance(tenant, KeepsPages)]
         marked = keep_pages(
             entries, self._budgets, allowed=lambda entry: self._home[entry.name] in able
@@ -171,8 +174,8 @@ class MemoryManager:
         )
 
     def _prove(self, due: Ledger, plan: MovePlan, phase: Phase, step: int, peak_bytes: int) -> None:
-        """Read back where the bytes are. The event goes out before the verdict, so that a failure
-        can be looked at; `peak_bytes` are those of the phase that is left."""
+        """Measure where the bytes are. Emits the event before raising, so that a failure can be
+        diagnosed; `peak_bytes` are those of the previous phase."""
         measured, excess = self._wait_for_device(due)
         reading = self._read(measured)
         held_bytes = sum(usage.device_bytes for usage in measured.values())
@@ -218,13 +221,13 @@ class MemoryManager:
         self._virtual_before = _virtual_bytes(measured)
 
     def _peak_bytes(self) -> int:
-        """Most that was allocated since the last boundary. In a phase virtual memory stays as the
-        phase found it, and what is moved at its end does not count: one component leaves before the
-        next one comes."""
+        """Return the peak of allocated bytes since the last boundary. Virtual memory is constant
+        within a phase. Moves at its end are not counted: one component leaves before the next
+        arrives."""
         return probe.read_device(self._device).peak_bytes + self._virtual_before
 
     def _read(self, measured: Mapping[str, Usage]) -> probe.DeviceReading:
-        """The device with the components' virtual memory counted in."""
+        """Read the device, including the components' virtual memory."""
         return probe.read_device(self._device).with_virtual(
             held_bytes=_virtual_bytes(measured),
             mapped_bytes=sum(
@@ -239,9 +242,12 @@ class MemoryManager:
         return measured
 
     def _wait_for_device(self, due: Ledger) -> tuple[dict[str, Usage], _Excess]:
-        """Measure until every component has let go and the device has its memory back, or the
-        deadline is over. Garbage is collected only where that is not so at once: a collection takes
-        a quarter of a second. On a CPU the tenants' measurement says it all at once."""
+        """Measure until every component has freed its bytes and the device has them back, or until
+        the deadline.
+
+        Garbage is collected only if the first measurement fails: a collection takes a quarter of a
+        second. On a CPU one measurement of the tenants is final.
+        """
         if self._device.type != "cuda":
             return self._measure(), _Excess()
         tolerance = self._config.component_tolerance_bytes
@@ -277,7 +283,7 @@ class MemoryManager:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Excess:
-    """Device bytes beyond the components and beyond what was there at the start."""
+    """Device bytes beyond the components and the initial allowance."""
 
     unowned_bytes: int = 0  # of live tensors
     fragment_bytes: int = 0  # that torch's allocator cannot give back

@@ -1,5 +1,5 @@
-"""Phases: which component is needed on the device when, in which order a phase wakes them, how they
-leave. Pure.
+"""Phases: when each component is needed on the device, the order in which a phase loads them, and
+where they leave to. Pure.
 
 In: a component's name, "owner.part". Out: its Need, its tiers to leave to.
 """
@@ -35,10 +35,10 @@ class Need:
 
 
 def default_needs(*, shared_weights: bool) -> dict[str, Need]:
-    """The colocated ring. With `shared_weights` the engine reads the trainer's parameters, so they
-    serve rollouts too.
+    """Return the needs of a colocated loop. With `shared_weights` the engine reads the trainer's
+    parameters, so rollouts need them too.
 
-    Keys are component names or owners; the longest that matches counts.
+    Keys are component names or owners; the longest match wins.
     """
     actor: tuple[Phase, ...] = ("score", "train", "handover")
     return {
@@ -58,7 +58,7 @@ def default_needs(*, shared_weights: bool) -> dict[str, Need]:
 
 
 def match_name(table: Mapping[str, T], name: str) -> T | None:
-    """The row for "a.b.c", else for "a.b", else for "a"."""
+    """Return the row for "a.b.c", else for "a.b", else for "a"."""
     while name not in table:
         if "." not in name:
             return None
@@ -67,12 +67,12 @@ def match_name(table: Mapping[str, T], name: str) -> T | None:
 
 
 def needing_phases(need: Need, tiers: tuple[Tier, ...]) -> tuple[Phase, ...]:
-    """Phases that need a component on the device: none for one that never is there."""
+    """Return the phases that need a component on the device; none for one that is never there."""
     return need.phases if "device" in tiers else ()
 
 
 def next_use(phases: tuple[Phase, ...], now: Phase) -> int:
-    """Phases of the ring until one of `phases` comes after `now`; len(RING) + 1 when none does."""
+    """Count the phases until one of `phases` follows `now`; len(RING) + 1 when none does."""
     start = RING.index(now) if now in RING else -1
     distances = [
         (RING.index(phase) - start - 1) % len(RING) + 1 for phase in phases if phase in RING
@@ -83,9 +83,9 @@ def next_use(phases: tuple[Phase, ...], now: Phase) -> int:
 def leave_tiers(
     name: str, tiers: tuple[Tier, ...], chosen: Mapping[str, Leave]
 ) -> tuple[Tier, ...]:
-    """Where a component goes when it must leave the device, best first; empty when it may live
-    nowhere else. `chosen` is the user's `memory.leave`; what it does not name is parked, or
-    destroyed where contents grow stale anyway."""
+    """Return the tiers for a component that leaves the device, best first; empty when it may be
+    nowhere else. `chosen` is the user's `memory.leave`. Other components are parked, or destroyed
+    where their contents become stale anyway."""
     stale: Leave | None = match_name(DEFAULT_LEAVE, name) if "none" in tiers else None
     policy = match_name(chosen, name) or stale or "park"
     if policy == "destroy":

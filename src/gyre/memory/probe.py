@@ -1,6 +1,6 @@
-"""Probe: what memory there is and who seems to hold it, read from the device and the system.
+"""Probe: the current memory of the device and the system, and its apparent owners.
 
-In: a device. Out: numbers of this moment.
+In: a device. Out: current readings.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReading:
-    """Bytes on the device. On a CPU only free and total are known here: the components' tenants
-    know the rest. So they do of virtual memory, which torch's allocator does not count:
-    `with_virtual` adds it, but to the peak."""
+    """Bytes on the device. On a CPU only free and total are read here; tenants measure the rest.
+    Torch's allocator does not count virtual memory either: `with_virtual` adds it, except to the
+    peak."""
 
     free_bytes: int
     total_bytes: int
@@ -32,12 +32,11 @@ class DeviceReading:
 
     @property
     def outside_bytes(self) -> int:
-        """Used by whatever is not ours: context, kernels, NCCL, other processes."""
+        """Bytes used outside this process's tensors: context, kernels, NCCL, other processes."""
         return self.total_bytes - self.free_bytes - self.reserved_bytes
 
     def with_virtual(self, *, held_bytes: int, mapped_bytes: int) -> DeviceReading:
-        """Count components in virtual memory: their bytes, and what is mapped for them in whole
-        granules."""
+        """Return the reading with components in virtual memory, rounded up to whole granules."""
         return replace(
             self,
             allocated_bytes=self.allocated_bytes + held_bytes,
@@ -79,8 +78,8 @@ def reset_peak(device: torch.device) -> None:
 
 
 def give_back(device: torch.device, *, collect: bool) -> None:
-    """Return everything that nobody holds to the driver; with `collect` also what only garbage
-    holds."""
+    """Return unreferenced memory to the driver; with `collect` also run the garbage collector
+    first."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         if collect:
@@ -89,7 +88,7 @@ def give_back(device: torch.device, *, collect: bool) -> None:
 
 
 def read_host(group: Path = Path("/sys/fs/cgroup")) -> HostReading:
-    """The machine's memory, cut to the control group's limit where one is set (containers)."""
+    """Read the machine's memory, bounded by the control group's limit where set (containers)."""
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
     for limit_file, used_file in (

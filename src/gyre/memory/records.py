@@ -1,5 +1,5 @@
-"""Entries: the nouns of the ledger — who holds how many bytes where, and a plan of moves with every
-point in between.
+"""Records of the ledger: who holds how many bytes where, and a plan of moves with every
+intermediate point.
 
 In: nothing. Out: frozen records.
 """
@@ -18,7 +18,7 @@ STAGING_BYTES = 64 << 20  # host memory that a copy between a GPU and disk passe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One component as the ledger knows it."""
+    """One component in the ledger."""
 
     name: str
     size_bytes: int  # when on the device; the same on host and disk
@@ -33,7 +33,7 @@ class Entry:
     kept_bytes: int = 0  # of host pages that it holds so, while it is on the device
 
     def moved(self, target: Tier) -> Entry:
-        """The entry after a move. Pages are kept only between the host and the device."""
+        """Return the entry after a move. Pages are kept only between the host and the device."""
         keeps = self.keeps_pages and self.tier == "host" and target == "device"
         return replace(self, tier=target, kept_bytes=self.size_bytes if keeps else 0)
 

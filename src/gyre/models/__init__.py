@@ -1,1 +1,1 @@
-"""One definition per family, for the trainer and for the engine."""
+"""Model definitions, one per family, shared by the trainer and the engine."""

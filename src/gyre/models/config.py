@@ -19,7 +19,7 @@ MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_VOCAB, MOST_CONTEXT = (
 
 
 class ShapeConfig(Section):
-    """Shape of a fresh, randomly initialised model; its vocabulary comes from the tokenizer."""
+    """Shape of a new, randomly initialized model; its vocabulary comes from the tokenizer."""
 
     family: Literal["llama", "qwen2", "qwen3"] = "qwen3"
     """Which architecture."""
@@ -52,7 +52,7 @@ class ShapeConfig(Section):
 
 
 class ModelConfig(Section):
-    """Which model: a checkpoint (`path`), or a fresh one (`shape`). Exactly one of them."""
+    """Selects a checkpoint (`path`) or a new model (`shape`). Exactly one of them."""
 
     path: str | None = None
     """Folder in hub layout, or a hub name such as "Qwen/Qwen3-0.6B"."""

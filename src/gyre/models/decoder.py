@@ -1,9 +1,9 @@
 """Decoder: one definition of Llama 3, Qwen2.5 and Qwen3 for trainer and engine. In: token ids and
 positions, flat over tokens, and `attend`. Out: hidden states and logits.
 
-Attention is the caller's: `attend(layer, q_THD, k_TKD, v_TKD) -> out_THD` gets rotated heads and
-knows where the sequences are. All else is per token, so that the same code serves a packed chunk
-and a decoding batch.
+The caller provides attention: `attend(layer, q_THD, k_TKD, v_TKD) -> out_THD` gets rotated heads
+and knows the sequence boundaries. Everything else is per token, so the same code serves a packed
+micro-batch and a decoding batch.
 """
 
 # T tokens, E hidden size, H heads, K kv heads, D head dim, A = H·D, N rows, V vocabulary
@@ -33,8 +33,8 @@ Out = TypeVar("Out")
 
 
 class Weights(nn.Module):
-    """A named holder of a weight, and a bias where the family has one. Contents come from load or
-    init."""
+    """A named weight, with a bias where the family has one. A checkpoint or an initializer fills
+    it."""
 
     bias: nn.Parameter | None
 
@@ -48,11 +48,11 @@ class Weights(nn.Module):
 
 
 class Head(Weights):
-    """The projection to the vocabulary, where it is not the embedding."""
+    """The projection to the vocabulary, where it is not tied to the embedding."""
 
     def forward(self, hidden_NE: Tensor, run: Callable[[Tensor, Tensor], Out]) -> Out:
-        """Return run(hidden_NE, weight). What runs here sees the weight whole, also where ranks
-        hold shards of it."""
+        """Return run(hidden_NE, weight). Here the weight is whole, also where ranks hold shards of
+        it."""
         return run(hidden_NE, self.weight)
 
 
@@ -137,7 +137,7 @@ class Layer(nn.Module):
         *,
         float8: frozenset[Projection] = NOTHING,
     ) -> Tensor:
-        """Like `forward`; of the pass only x_TE is kept, and the backward pass runs it again."""
+        """Run like `forward`, but keep only x_TE; the backward pass recomputes the rest."""
         input_TE, rest = (
             x_TE.detach().requires_grad_(x_TE.requires_grad),
             (cos_T1D, sin_T1D, attend, rows_N),
@@ -149,8 +149,8 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model. Parameter names are those of `ModelSpec.parameter_shapes`; weights are empty
-    until `init_weights` or `load_hub` fills them."""
+    """The whole model. Parameter names are those of `ModelSpec.parameter_shapes`; weights are
+    uninitialized until `init_weights` or `load_hub`."""
 
     def __init__(self, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -191,11 +191,13 @@ class Decoder(nn.Module):
         checkpointing: Checkpointing = "none",
         float8: frozenset[Projection] = NOTHING,
     ) -> Tensor:
-        """Return hidden_TE with the final norm applied; with `rows_N`, hidden_NE of these tokens
-        only, which spares the last layer's output projection and MLP for all others.
-        `checkpointing` says what a pass under autograd keeps of each layer: all that its backward
-        pass wants, what is dear to make again, or the input alone. `float8` names the projections
-        whose products are of 8-bit operands."""
+        """Return hidden_TE with the final norm applied.
+
+        With `rows_N`, returns hidden_NE of these tokens only and skips the last layer's output
+        projection and MLP for the others. `checkpointing` selects what autograd keeps of each
+        layer: everything the backward pass reads, only what is expensive to recompute, or the input
+        alone. `float8` names the projections with 8-bit operands.
+        """
         x_TE = F.embedding(tokens_T, self.embed.weight)
         cos_T1D, sin_T1D = rope_tables(positions_T, self.inv_freq_F, x_TE.dtype)
         last, full = len(self.layers) - 1, checkpointing == "full" and torch.is_grad_enabled()
@@ -211,8 +213,8 @@ class Decoder(nn.Module):
         return rms_norm(x_TE, self.final_norm.weight, self.spec.norm_eps)
 
     def through_head(self, hidden_NE: Tensor, run: Callable[[Tensor, Tensor], Out]) -> Out:
-        """Return run(hidden_NE, head_weight_VE), once `hidden` has run: it is tensors, or a tuple
-        of them."""
+        """Return run(hidden_NE, head_weight_VE), after `hidden` has run. The result is a tensor or
+        a tuple of tensors."""
         return run(hidden_NE, self.embed.weight) if self.spec.tied else self.head(hidden_NE, run)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:

@@ -1,15 +1,16 @@
-"""FLOPs: the arithmetic that a model asks for, whoever runs it and however often. Pure.
+"""FLOPs: the arithmetic that a model requires, independent of the implementation. Pure.
 
 In: sizes of a decoder, lengths of packed sequences. Out: FLOPs of one forward pass; a backward pass
 takes twice that. docs/training.md states the formula.
 
     forward = 2 · W · T  +  4 · H · D · Σ pairs  +  2 · O · E · N
 
-W weights of the layers' matrices (not of norms, biases and the embedding, a look-up), T tokens, H
-heads of D numbers, O rows of the output projection (the vocabulary, or 1 of a scalar head), E
-hidden size, N rows that it is asked for. Pairs: of each layer and sequence of L tokens L²/2, causal
-attention counted at half; with a sliding window of w < L tokens w·L - w²/2. What is computed a
-second time (checkpointing, logits by blocks) does not count, nor does padding.
+W counts the weights of the layers' matrices, without norms, biases and the embedding (a look-up). T
+is the number of tokens, H the heads of D numbers, E the hidden size. O is the number of rows of the
+output projection (the vocabulary, or 1 of a scalar head); N hidden states pass through it. Pairs of
+one layer and sequence of L tokens are L²/2, as causal attention counts half. With a sliding window
+of w < L tokens they are w·L - w²/2. Recomputation (checkpointing, logits by blocks) and padding do
+not count.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from gyre.models.spec import ModelSpec
 def forward_flops(
     spec: ModelSpec, lengths: Iterable[int], *, num_outputs: int, output_rows: int | None = None
 ) -> float:
-    """Of sequences of these lengths in tokens, packed or not. `num_outputs` (N) hidden states go
-    through an output projection with `output_rows` (O) rows; left out, the vocabulary's."""
+    """Return the FLOPs of sequences of these lengths in tokens, packed or not. `num_outputs` (N)
+    hidden states pass through an output projection with `output_rows` (O) rows; default: the
+    vocabulary."""
     lengths = list(lengths)
     shapes = spec.parameter_shapes().items()
     weights = sum(
@@ -38,7 +40,7 @@ def forward_flops(
 
 
 def seen_pairs(length: int, window: int | None) -> float:
-    """(query, key) pairs of one sequence and layer, causal attention counted at half."""
+    """Return the (query, key) pairs of one sequence and layer; causal attention counts half."""
     if window is None or length <= window:
         return length * length / 2
     return window * length - window * window / 2

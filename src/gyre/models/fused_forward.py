@@ -1,11 +1,11 @@
-"""The decoder's inference pass on a CUDA device with fused kernels. In: tokens, positions, rows,
-the decoder's weights, KV pages. Out: the residual stream, logits. Oracle: models.decoder.Decoder,
-whose roundings it repeats.
+"""Fused forward: the decoder's inference pass on a CUDA device with fused kernels. In: tokens,
+positions, rows, the decoder's weights, KV pages. Out: the residual stream, logits. Oracle:
+models.decoder.Decoder, whose rounding it reproduces.
 
 Per layer four matrix products, and between them: norm; per-head norm, rotation and KV write;
 attention; gated activation. Residuals are added by the norm that follows, or by the products
-themselves. With `invariant` the products are those of kernels.gpu.matmul, so that no bit of a token
-depends on the tokens beside it; else the library's.
+themselves. With `invariant` the products are those of kernels.gpu.matmul, so that a token's bits do
+not depend on the other tokens; otherwise the library's.
 """
 
 # T tokens, N rows that choose, E hidden size, H heads, K kv heads, D head dim, F = D / 2, M mlp
@@ -35,8 +35,7 @@ BIAS_ROWS = ((17, 112), (129, 224))
 
 
 class FusedForward:
-    """Bound to one decoder, one set of pages and one block table, which keep their tensors'
-    identity."""
+    """Bound to one decoder, one set of pages and one block table, whose tensors stay the same."""
 
     def __init__(
         self, decoder: Decoder, pages_of: PagesOf, table_RP: Tensor, *, invariant: bool
@@ -60,9 +59,9 @@ class FusedForward:
         attend: Attend,
         source_N: Tensor | None = None,
     ) -> Tensor:
-        """Return the residual stream after the last layer; with `source_N` of these tokens only,
-        which spares the others the last output projection and MLP. Keys and values of all are in
-        their pages afterwards."""
+        """Return the residual stream after the last layer. With `source_N`, of these tokens only,
+        skipping the last output projection and MLP for the others. Writes the keys and values of
+        all tokens to their pages."""
         x_TE, y_TE, last = (
             F.embedding(token_T, self.decoder.embed.weight),
             None,
@@ -78,19 +77,19 @@ class FusedForward:
         return self.project(self.normed(x_NE, self.decoder.final_norm.weight))
 
     def project(self, hidden_NE: Tensor) -> Tensor:
-        """Return logits_NV of rows that the final norm has seen."""
+        """Return logits_NV of rows after the final norm."""
         return self._linear(hidden_NE, self.decoder.head_weight, None)
 
     def layer(
         self, index: int, x_TE: Tensor, position_T: Tensor, row_T: Tensor, attend: Attend
     ) -> Tensor:
-        """Return the residual stream after a layer; `x_TE` is left alone. In invariant mode
+        """Return the residual stream after a layer, without modifying `x_TE`. Invariant mode
         only."""
         assert self.invariant
         return self._layer(index, x_TE, None, position_T, row_T, attend, None)[0]
 
     def normed(self, x_TE: Tensor, weight_E: Tensor, y_TE: Tensor | None = None) -> Tensor:
-        """Return the norm of x, or of x + y, which x becomes."""
+        """Return the norm of x, or add y to x in place and return the norm of the sum."""
         out_TE, eps = torch.empty_like(x_TE), self.decoder.spec.norm_eps
         if y_TE is None:
             pointwise.rms_norm(x_TE, weight_E, eps, out_TE)
@@ -108,7 +107,7 @@ class FusedForward:
         attend: Attend,
         source_N: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Takes and returns the residual stream and what is still to be added to it; returns
+        """Run one layer on the residual stream and its pending addend. Returns both, or those of
         `source_N` where given."""
         spec, layer, num_tokens = self.decoder.spec, self.decoder.layers[index], len(x_TE)
         assert isinstance(layer, Layer)
@@ -155,8 +154,8 @@ class FusedForward:
     def _to_residual(
         self, x_TE: Tensor, z_TI: Tensor, weight_EI: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return x and y, whose sum is x + z · weightᵀ. With few rows the next norm adds y; with
-        many the product does, in place, since that saves a pass over memory."""
+        """Return x and y, whose sum is x + z · weightᵀ. With few rows the next norm adds y. With
+        many the product adds in place, which saves a pass over memory."""
         if self.invariant:
             return invariant_linear(z_TI, weight_EI, None, residual_MN=x_TE), None
         rows = len(z_TI)

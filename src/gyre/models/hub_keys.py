@@ -1,12 +1,11 @@
-"""Hub keys: what each key of a hub `config.json` is to us. In: the mapping. Out: a refusal, or the
-keys without effect.
+"""Hub keys: classifies each key of a hub `config.json`. In: the mapping. Out: an error, or the keys
+without effect.
 
-Every key of transformers' LlamaConfig, Qwen2Config and Qwen3Config is read by models.spec, refused
-unless it has the value that we run, or irrelevant to the logits;
-tests/unit/models/test_config_keys.py walks them against transformers. Keys that these classes do
-not have are ignored there, and here with an event, but for those that transformers' shared code
-obeys or that another architecture is known by: such a checkpoint is not the model that it says it
-is.
+Each key of transformers' LlamaConfig, Qwen2Config and Qwen3Config is read by models.spec, refused
+unless it has the supported value, or irrelevant to the logits.
+tests/unit/models/test_config_keys.py checks them against transformers. Unknown keys are ignored,
+here with an event. Exceptions are keys that transformers' shared code reads or that identify
+another architecture: such a checkpoint is not the model that it claims to be.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def refuse_unsupported(family: str, config: Mapping[str, Any]) -> None:
-    """InputError for the first key whose value asks for a model that we do not run."""
+    """Raise InputError for the first key whose value requires an unsupported model."""
     accepted = dict(_ONLY)
     if family != "qwen2":  # its projections have a bias whatever the key says
         accepted["attention_bias"] = _OFF
@@ -148,7 +147,8 @@ def refuse_unsupported(family: str, config: Mapping[str, Any]) -> None:
 
 
 def keys_without_effect(config: Mapping[str, Any]) -> list[str]:
-    """Keys that neither we nor transformers' classes of these families know; both ignore them."""
+    """Return keys that neither we nor transformers' classes of these families know; both ignore
+    them."""
     return sorted(
         key for key in config if key not in READ and key not in IRRELEVANT and key not in _ONLY
     )

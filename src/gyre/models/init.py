@@ -1,9 +1,9 @@
-"""Fresh weights, a pure function of (seed, parameter name): the same on every device, in every
-order and for every run of a tensor that is asked for.
+"""Initial weights: a pure function of (seed, parameter name), equal on every device, in every order
+and for every run of a tensor.
 
-A matrix is drawn in blocks, each from a seed of its own, so that a rank draws little more than the
-rows that it keeps, and threads draw side by side. They do nothing that torch spreads over threads:
-each of them would get a team of its own, as large as they are many.
+A matrix is drawn in blocks with separate seeds, so that a rank draws little more than its own rows,
+and threads draw in parallel. The threads use no torch operation that is itself multithreaded: each
+would create a full thread team of its own.
 """
 
 # N numbers of a run
@@ -29,9 +29,12 @@ RESIDUAL_GAIN = 1.7
 
 
 class FreshWeights:
-    """Norms 1, biases 0, matrices normal with a deviation that follows their width, so that small
-    models start as lively as large ones; those that write to the residual stream are narrower with
-    depth, so that its size at the start does not grow with the number of layers."""
+    """Norms 1, biases 0, normal matrices.
+
+    The deviation follows the width, so activations of small and large models start at the same
+    scale. Matrices that write to the residual stream have a smaller deviation with depth, so its
+    initial size does not grow with the number of layers.
+    """
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
         self.spec, self._seed = spec, seed
@@ -54,7 +57,7 @@ class FreshWeights:
                 out_N[low - start : high - start].copy_(drawn_N[low - first : high - first])
 
     def _blocks(self, name: str, blocks: range) -> Iterator[tuple[int, Tensor]]:
-        """In order: (first number, numbers) of each. A few are drawn ahead."""
+        """Yield (first number, numbers) of each block in order. A few are drawn ahead."""
         ahead: deque[Future[tuple[int, Tensor]]] = deque()
         with ThreadPoolExecutor(threads := torch.get_num_threads()) as pool:
             for block in blocks:
@@ -74,14 +77,14 @@ class FreshWeights:
 
 
 def deviation(spec: ModelSpec, name: str, columns: int) -> float:
-    """Of a matrix's numbers."""
+    """Return the standard deviation of a matrix."""
     writes_residual = name.endswith(("out.weight", "down.weight"))
     gain = RESIDUAL_GAIN / (2 * spec.num_layers) ** 0.5 if writes_residual else GAIN
     return gain / columns**0.5
 
 
 def init_weights(decoder: Decoder, seed: int) -> None:
-    """Fill a whole decoder in place."""
+    """Initialize a whole decoder in place."""
     source = FreshWeights(decoder.spec, seed)
     for name, parameter in decoder.named_parameters():
         source.read(name, 0, parameter.numel(), parameter.detach().view(-1))
@@ -89,7 +92,7 @@ def init_weights(decoder: Decoder, seed: int) -> None:
 
 @torch.no_grad()
 def init_dummies(decoder: Decoder) -> None:
-    """Weights like fresh ones, drawn on the device: other numbers on each kind of device."""
+    """Draw weights like initial ones on the device; the numbers differ by kind of device."""
     generator = torch.Generator(decoder.device).manual_seed(0)
     for name, parameter in decoder.named_parameters():
         if parameter.dim() == 1:

@@ -1,6 +1,5 @@
-"""Names: one table between hub tensor names and ours. In: ModelSpec. Out: HubEntry rows, one per
-hub tensor, each naming the rows of our (fused) parameter that it fills. Pure.
-"""
+"""Names: the mapping between hub tensor names and ours. In: ModelSpec. Out: HubEntry rows, one per
+hub tensor, each naming the rows of our (fused) parameter that it fills. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from gyre.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubEntry:
-    """One tensor of the hub layout, and where it lives with us."""
+    """One tensor of the hub layout and its location in our parameters."""
 
     hub_name: str
     name: str  # our parameter
@@ -21,7 +20,7 @@ class HubEntry:
 
 
 def hub_entries(spec: ModelSpec) -> tuple[HubEntry, ...]:
-    """Return the whole table. Every row of every parameter is named exactly once."""
+    """Return the whole table. It names every row of every parameter exactly once."""
     shapes = spec.parameter_shapes()
     entries: list[HubEntry] = []
 

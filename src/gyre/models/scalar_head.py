@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 
 class ScalarHead(nn.Module):
-    """A [1, E] projection in float32, zero at first: a fresh critic or reward model says 0 for
-    everything."""
+    """A [1, E] projection in float32, initially zero: a new critic or reward model returns 0."""
 
     def __init__(self, hidden_size: int, *, device: torch.device) -> None:
         super().__init__()

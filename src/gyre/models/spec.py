@@ -32,7 +32,7 @@ LLAMA3_SCALING_KEYS = (
 
 
 class HasItemSize(Protocol):
-    """A torch.dtype, seen without importing torch."""
+    """A torch.dtype, typed without importing torch."""
 
     @property
     def itemsize(self) -> int: ...
@@ -64,12 +64,12 @@ class ModelSpec:
     eos_ids: tuple[int, ...] = ()
 
     def window_of(self, layer: int) -> int | None:
-        """Return the layer's window in tokens, or None where every token sees all before it."""
+        """Return the layer's window in tokens, or None where attention is unbounded."""
         return self.window_tokens if layer >= self.first_window_layer else None
 
     @property
     def widest_view(self) -> int | None:
-        """The most tokens that any layer looks back at; None when some layer looks at all."""
+        """The largest attention span of any layer in tokens; None when some layer has no window."""
         return self.window_tokens if self.first_window_layer == 0 else None
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -140,7 +140,7 @@ def spec_from_shape(
 
 
 def spec_from_hub_config(config: Mapping[str, Any]) -> ModelSpec:
-    """Return the spec of a hub `config.json`. InputError names the key that we cannot honour."""
+    """Return the spec of a hub `config.json`. InputError names an unsupported key."""
     family = config.get("model_type")
     if family not in FAMILIES:
         raise InputError(
@@ -276,9 +276,11 @@ def window_of(family: str, config: Mapping[str, Any]) -> tuple[int | None, int]:
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[float, dict[str, float] | None]:
-    """Return theta and scaling as transformers 5 does: a `rope_scaling` that is not empty replaces
-    `rope_parameters` whole; a theta in that mapping goes before the top-level `rope_theta`; 10,000
-    where neither names one."""
+    """Return theta and scaling as transformers 5 does.
+
+    A nonempty `rope_scaling` replaces `rope_parameters` entirely. A theta in that mapping precedes
+    the top-level `rope_theta`; the default is 10,000.
+    """
     parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping):
         raise InputError(f"config.json has {parameters!r} for rope scaling; we take a mapping")
@@ -326,7 +328,8 @@ def rope_number(parameters: Mapping[str, Any], key: str) -> Any:
 
 
 def head_dim_of(family: str, config: Mapping[str, Any]) -> int:
-    """Qwen3's default is 128 whatever the hidden size; the other two derive it."""
+    """Return the head dim. Qwen3's default is 128 whatever the hidden size; the other two derive
+    it."""
     hidden_size, num_heads = need(config, "hidden_size"), need(config, "num_attention_heads")
     if family == "llama" and hidden_size % num_heads:
         raise InputError(

@@ -1,1 +1,1 @@
-"""The mathematics of what is optimised: arrays in, arrays out."""
+"""The mathematics of the objectives: arrays in, arrays out."""

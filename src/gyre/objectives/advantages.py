@@ -1,6 +1,6 @@
-"""Advantages: rewards to what each token is worth. In: scores, values and log-probs of a step's
-samples (numpy). Out: advantages and returns per sampled token; which groups teach nothing; which
-completions make a pair. Pure, float64 inside, torch-free.
+"""Advantages: rewards to the credit of each token. In: scores, values and log-probs of a step's
+samples (numpy). Out: advantages and returns per sampled token; the groups without a learning
+signal; preference pairs of completions. Pure, float64 inside, torch-free.
 
 G samples of one group (siblings of one prompt), C sampled tokens of one sample, T steps of an
 episode.
@@ -21,7 +21,7 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What one rollout brings to its advantages."""
+    """The inputs of one rollout's advantages."""
 
     group_id: str  # shared by siblings
     score: float  # the weighted sum of its rewards
@@ -50,7 +50,7 @@ class Estimates:
 
 
 def estimate(config: GrpoConfig | PpoConfig, samples: Sequence[Sample]) -> Estimates:
-    """Advantages (and returns) of all samples of a step, for any online objective."""
+    """Compute advantages (and returns) of all samples of a step, for any online objective."""
     penalties = [_penalty(config, sample) for sample in samples]
     members = _by_group(samples)
     scores = [np.array([samples[i].score for i in group]) for group in members.values()]
@@ -79,8 +79,8 @@ def advantages(
     rewards: Sequence[np.ndarray],
     token_counts: Sequence[np.ndarray] | None = None,
 ) -> list[np.ndarray]:
-    """One advantage per sample, group by group. `token_counts` weighs samples under scale =
-    "batch_std" (REINFORCE++ normalises over tokens); without it each sample counts once. All-equal
+    """Compute one advantage per sample, group by group. `token_counts` weighs samples under scale =
+    "batch_std" (REINFORCE++ normalizes over tokens); without it each sample counts once. All-equal
     groups get exactly 0 wherever there is a group baseline."""
     centred = [_centre(config, np.asarray(rewards_G, dtype=np.float64)) for rewards_G in rewards]
     if config.scale != "batch_std":
@@ -93,8 +93,8 @@ def advantages(
 
 
 def equal_groups(rewards: Sequence[np.ndarray]) -> list[int]:
-    """Indices of groups whose rewards are all equal: no sibling is better than another, so nothing
-    can be learnt."""
+    """Return the indices of groups whose rewards are all equal, which therefore have no learning
+    signal."""
     return [
         i for i, rewards_G in enumerate(rewards) if len(rewards_G) == 0 or np.ptp(rewards_G) == 0.0
     ]
@@ -108,8 +108,8 @@ def gae(
     *,
     last_value: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Generalised advantage estimation. Returns (advantages_T, returns_T), returns = advantages +
-    values.
+    """Compute generalized advantage estimates. Returns (advantages_T, returns_T), returns =
+    advantages + values.
 
     Schulman et al. 2016, arXiv 1506.02438, eq. 11, 12 and 16, truncated at the end of the episode:
     delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}.
@@ -155,8 +155,8 @@ def kl_numpy(
     reference_logprobs_C: np.ndarray,
     clamp: float = 0.0,
 ) -> np.ndarray:
-    """Per-token KL(policy || reference), the value of `terms.kl_estimate` in float64, for rewards.
-    Without `clamp` k3 is unbounded."""
+    """Compute per-token KL(policy || reference), the value of `terms.kl_estimate` in float64, for
+    rewards. Without `clamp` k3 is unbounded."""
     gap = np.asarray(logprobs_C, dtype=np.float64) - np.asarray(
         reference_logprobs_C, dtype=np.float64
     )
@@ -170,9 +170,9 @@ def kl_numpy(
 
 
 def rank_pairs(config: DpoConfig, rewards_G: np.ndarray) -> list[tuple[int, int]]:
-    """Pairs (chosen, rejected) of one group's samples for online DPO: best with worst, second best
-    with second worst, … while the rewards differ by more than `min_reward_gap`. Ties are broken by
-    index."""
+    """Return pairs (chosen, rejected) of one group's samples for online DPO. Pairs best with worst,
+    second best with second worst, … while the rewards differ by more than `min_reward_gap`. Ties
+    are broken by index."""
     order = sorted(range(len(rewards_G)), key=lambda i: (-float(rewards_G[i]), i))
     pairs = [(order[i], order[-1 - i]) for i in range(min(config.pairs_per_group, len(order) // 2))]
     return [
@@ -190,7 +190,7 @@ def _by_group(samples: Sequence[Sample]) -> dict[str, list[int]]:
 
 
 def _penalty(config: GrpoConfig | PpoConfig, sample: Sample) -> np.ndarray:
-    """What the KL takes from each token's reward [C]; zeros unless it is in the reward."""
+    """Return the KL penalty of each token's reward [C]; zeros unless it is in the reward."""
     if config.kl_in != "reward" or config.kl_coef == 0.0:
         return np.zeros(sample.num_tokens)
     assert sample.logprobs_C is not None, "KL in the reward needs the policy's log-probs"
@@ -203,7 +203,7 @@ def _penalty(config: GrpoConfig | PpoConfig, sample: Sample) -> np.ndarray:
 
 
 def _num_bounded(config: GrpoConfig | PpoConfig, sample: Sample) -> int:
-    """Tokens whose KL in the reward is kl_clamp and not the estimate."""
+    """Count the tokens whose KL in the reward is bounded by kl_clamp."""
     if not config.kl_clamp:
         return 0
     assert sample.logprobs_C is not None and sample.reference_logprobs_C is not None
@@ -237,9 +237,12 @@ def _without_critic(
     penalties: list[np.ndarray],
     members: list[list[int]],
 ) -> list[np.ndarray]:
-    """Group baselines see a sample's whole penalised reward. Without a baseline each token sees the
-    KL still to come (REINFORCE++, Hu et al. 2025, arXiv 2501.03262: A_t = r - beta sum_{i >= t}
-    KL_i, then normalised over tokens)."""
+    """Compute advantages without a critic.
+
+    Group baselines use a sample's whole penalized reward. Without a baseline each token gets the KL
+    still to come (REINFORCE++, Hu et al. 2025, arXiv 2501.03262: A_t = r - beta sum_{i >= t} KL_i,
+    then normalized over tokens).
+    """
     per_token: list[np.ndarray] = [np.empty(0)] * len(samples)
     for group in members:
         if config.baseline == "none":
@@ -259,8 +262,8 @@ def _without_critic(
 def _with_critic(
     config: PpoConfig, samples: Sequence[Sample], penalties: list[np.ndarray]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The score is the last token's reward, each token pays its KL (Ouyang et al. 2022, arXiv
-    2203.02155, eq. 2)."""
+    """Compute advantages with a critic. The score is the last token's reward, and each token pays
+    its KL (Ouyang et al. 2022, arXiv 2203.02155, eq. 2)."""
     per_token, returns = [], []
     for sample, penalty in zip(samples, penalties, strict=True):
         assert sample.values_C is not None, "ppo needs the critic's values"

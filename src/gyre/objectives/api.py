@@ -1,8 +1,7 @@
-"""Objectives' public face: the whole room in one import. In: an objective config and one chunk's
-tensors (or a step's rewards). Out: a loss to be divided by one global denominator, metric sums,
-advantages.
+"""Objectives' public API: all in one import. In: an objective config and one micro-batch's tensors
+(or a step's rewards). Out: a loss to be divided by one global denominator, metric sums, advantages.
 
-How a trainer uses it, for one optimiser step over any split into chunks:
+Usage, for one optimizer step over any split into micro-batches:
 
     whole = denominator(config, token_counts_S)          # all sequences of the update, all ranks
     for chunk in chunks:
@@ -11,8 +10,7 @@ How a trainer uses it, for one optimiser step over any split into chunks:
         total = add_sums(total, sums)
     report = finish_sums(total)                          # name -> mean
 
-`whole` is 0.0 when nothing has a target: there is nothing to learn from, skip the update (and say
-so in an event).
+`whole` is 0.0 when no sequence has a target. Skip the update then, and emit an event.
 """
 
 from __future__ import annotations
@@ -91,9 +89,9 @@ __all__ = [
 
 
 def loss_sum(config: AnyObjective, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return (loss summed over the chunk, metric sums). Each metric is a detached float32 tensor
-    [2]: (sum, count), so that sums add over chunks and ranks and are divided once. No device
-    synchronisation."""
+    """Return (loss summed over the micro-batch, metric sums). Each metric is a detached float32
+    tensor [2]: (sum, count), so that sums add over micro-batches and ranks and are divided once. No
+    device synchronization."""
     match config:
         case SftConfig():
             return sft_loss(config, inputs)
@@ -108,11 +106,11 @@ def loss_sum(config: AnyObjective, inputs: LossInputs) -> tuple[Tensor, dict[str
 
 
 def denominator(config: AnyObjective, token_counts_S: Sequence[int] | np.ndarray) -> float:
-    """What the summed loss of a whole optimiser step is divided by. `token_counts_S`: number of
-    targets of each sequence of the update, over all chunks and ranks; pairwise objectives count two
-    sequences as one pair.
+    """Return the divisor of a whole optimizer step's summed loss.
 
-    Additive over any split of the sequences. Fully masked sequences do not count.
+    `token_counts_S`: number of targets of each sequence of the update, over all micro-batches and
+    ranks. Pairwise objectives count two sequences as one pair. Additive over any split of the
+    sequences. Fully masked sequences do not count.
     """
     counts_S = np.asarray(token_counts_S, dtype=np.int64)
     if isinstance(config, RmConfig | DpoConfig):
@@ -130,7 +128,7 @@ def denominator(config: AnyObjective, token_counts_S: Sequence[int] | np.ndarray
 
 
 def add_sums(total: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add one chunk's metric sums to a total; start from {}."""
+    """Add one micro-batch's metric sums to a total; start from {}."""
     return {
         **total,
         **{name: total[name] + pair if name in total else pair for name, pair in sums.items()},
@@ -138,11 +136,10 @@ def add_sums(total: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[st
 
 
 def finish_sums(total: Mapping[str, Tensor]) -> dict[str, float]:
-    """Divide once: name -> mean. A metric that nothing was counted for is left out.
+    """Divide once: name -> mean. Metrics with a count of 0 are omitted.
 
     `tis_ess` is the effective sample size as a share of the tokens, mean(w)^2 / mean(w^2) of the
-    weights as applied (Kish 1965; verl's rollout_is_eff_sample_size). It is 0 where all are
-    rejected.
+    applied weights (Kish 1965; verl's rollout_is_eff_sample_size). It is 0 where all are rejected.
     """
     pairs = {name: pair.tolist() for name, pair in total.items()}
     means = {name: value / count for name, (value, count) in pairs.items() if count > 0}

@@ -1,8 +1,8 @@
-"""Objective config: which mathematics a run trains with. In: the `[objective]` table. Out: one
-frozen, resolved model, and the plain questions that other rooms ask of it. Torch-free.
+"""Objective config: the objective of a run. In: the `[objective]` table. Out: one frozen, resolved
+model, and functions that answer other packages' questions about it. Torch-free.
 
-A GRPO variant is a row of `VARIANTS`: named choices that fill whatever the TOML leaves out, so that
-after parsing no field is open and every choice can be set on its own.
+A GRPO variant is a row of `VARIANTS`: named defaults for keys that the TOML omits. After parsing no
+field is open, and every choice can be set separately.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class RmConfig(Section):
 
 
 class DpoConfig(Section):
-    """Direct preference optimisation on offline pairs, or on pairs of own completions ranked by
+    """Direct preference optimization on offline pairs, or on pairs of own completions ranked by
     reward."""
 
     kind: Literal["dpo"] = "dpo"
@@ -136,7 +136,8 @@ class DpoConfig(Section):
 
 
 class PolicyConfig(Section):
-    """What the policy-gradient objectives share: ratio, surrogate, KL, correction, aggregation."""
+    """Options shared by the policy-gradient objectives: ratio, surrogate, KL, correction,
+    aggregation."""
 
     ratio: Literal["token", "sequence"] = "token"
     """Importance ratio of each token, or one geometric mean per sequence. A token's log-ratio is
@@ -276,7 +277,7 @@ class PolicyConfig(Section):
 
 
 class GrpoConfig(PolicyConfig):
-    """Group-relative policy optimisation and its kin."""
+    """Group-relative policy optimization and its variants."""
 
     kind: Literal["grpo"] = "grpo"
     variant: Variant = "grpo"
@@ -307,7 +308,7 @@ class GrpoConfig(PolicyConfig):
 
 
 class PpoConfig(PolicyConfig):
-    """Proximal policy optimisation with a critic."""
+    """Proximal policy optimization with a critic."""
 
     kind: Literal["ppo"] = "ppo"
     kl_in: Literal["loss", "reward"] = "reward"
@@ -344,42 +345,43 @@ AnyObjective = SftConfig | RmConfig | DpoConfig | GrpoConfig | PpoConfig
 
 
 def needs_reference(config: AnyObjective) -> bool:
-    """Whether somebody must compute the reference model's log-probs of each step's tokens."""
+    """Return whether the reference model's log-probs of each step's tokens are needed."""
     return config.kind == "dpo" or (isinstance(config, PolicyConfig) and config.kl_coef > 0.0)
 
 
 def needs_policy_logprobs(config: AnyObjective) -> bool:
-    """Whether the trainer must compute the policy's own log-probs of each step's tokens before
-    advantages are made."""
+    """Return whether the trainer must compute the policy's log-probs of each step's tokens before
+    the advantages."""
     return isinstance(config, PolicyConfig) and config.kl_coef > 0.0 and config.kl_in == "reward"
 
 
 def needs_critic(config: AnyObjective) -> bool:
-    """Whether the trainer holds a critic: values before the step, value loss in it."""
+    """Return whether the trainer holds a critic: values before the step, value loss in it."""
     return config.kind == "ppo"
 
 
 def needs_rollouts(config: AnyObjective) -> bool:
-    """Whether an engine and rewards take part; without them, data feeds the trainer straight."""
+    """Return whether an engine and rewards are needed; otherwise data feeds the trainer
+    directly."""
     return isinstance(config, PolicyConfig) or (
         isinstance(config, DpoConfig) and config.pairs == "online"
     )
 
 
 def is_pairwise(config: AnyObjective) -> bool:
-    """Whether sequences come as preference pairs, whose two members must share a chunk."""
+    """Return whether sequences are preference pairs, whose two members must share a micro-batch."""
     return config.kind in ("rm", "dpo")
 
 
 def trains_scores(config: AnyObjective) -> bool:
-    """Whether the model trained is a reward model: `scores_S` from a scalar head, no log-probs."""
+    """Return whether a reward model is trained: `scores_S` from a scalar head, no log-probs."""
     return config.kind == "rm"
 
 
 def needs_old_logprobs(config: AnyObjective, *, updates_per_batch: int) -> bool:
-    """Whether column "old_logprobs" must be computed before training on a batch.
+    """Return whether column "old_logprobs" must be computed before training on a batch.
 
-    With a single update per batch the policy has not moved when its loss is computed: old equals
+    With a single update per batch the policy has not changed when its loss is computed: old equals
     new, and `LossInputs.old_logprobs_N` stays None.
     """
     return (
@@ -390,8 +392,8 @@ def needs_old_logprobs(config: AnyObjective, *, updates_per_batch: int) -> bool:
 
 
 def required_columns(config: AnyObjective) -> frozenset[str]:
-    """Names of the `TrainSequence.columns` that `loss_sum` reads (beside "old_logprobs", see
-    `needs_old_logprobs`)."""
+    """Return the names of the `TrainSequence.columns` that `loss_sum` reads, except "old_logprobs"
+    (see `needs_old_logprobs`)."""
     if isinstance(config, RmConfig):
         return frozenset()
     if isinstance(config, SftConfig):

@@ -15,8 +15,8 @@ from gyre.objectives.inputs import LossInputs
 
 
 def dpo_loss(config: DpoConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Per pair, of h = log-ratio of the chosen minus that of the rejected answer (policy over
-    reference):
+    """Compute the loss per pair from h, the log-ratio (policy over reference) of the chosen minus
+    that of the rejected answer.
 
     sigmoid: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h); Rafailov et al. 2023, arXiv
     2305.18290, eq. 7, and Mitchell 2023, "A note on DPO with noisy preferences and relationship to
@@ -51,7 +51,7 @@ def dpo_loss(config: DpoConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, T
 
 
 def pair_loss(config: DpoConfig, gap_P: Tensor) -> Tensor:
-    """The preference loss of each pair from the difference of its two log-ratios."""
+    """Compute the preference loss of each pair from the difference of its two log-ratios."""
     if config.loss == "ipo":
         return (gap_P - 1.0 / (2.0 * config.beta)).square()
     logits_P = config.beta * gap_P

@@ -19,8 +19,8 @@ LARGE_GAP = math.log(2.0)  # nats: the probabilities differ by more than a facto
 
 
 def policy_loss(config: PolicyConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Surrogate, weighted by engine correction, plus KL to the reference, minus the entropy
-    bonus."""
+    """Compute the surrogate, weighted by the engine correction, plus KL to the reference, minus the
+    entropy bonus."""
     logprobs_N, index_N, counts_S = (
         inputs.logprobs_N,
         inputs.sequence_index_N,
@@ -53,12 +53,12 @@ def policy_loss(config: PolicyConfig, inputs: LossInputs) -> tuple[Tensor, dict[
 def surrogate(
     config: PolicyConfig, ratio_N: Tensor, logprobs_N: Tensor, advantages_N: Tensor
 ) -> Tensor:
-    """Per-token loss to be minimised.
+    """Compute the per-token loss to minimize.
 
-    clip: -min(r A, clip(r) A); Schulman et al. 2017, arXiv 1707.06347, eq. 7, with the two bounds
-    apart as in DAPO, arXiv 2503.14476, eq. 10. dual_clip c bounds it by c |A| for A < 0; Ye et al.
-    2020, arXiv 1912.09729, "dual-clip". cispo: -sg(clip(r)) A log p; MiniMax 2025, arXiv
-    2506.13585, eq. 4 and 5. reinforce: -A log p; Williams 1992.
+    clip: -min(r A, clip(r) A); Schulman et al. 2017, arXiv 1707.06347, eq. 7, with separate bounds
+    as in DAPO, arXiv 2503.14476, eq. 10. dual_clip c bounds it by c |A| for A < 0; Ye et al. 2020,
+    arXiv 1912.09729, "dual-clip". cispo: -sg(clip(r)) A log p; MiniMax 2025, arXiv 2506.13585, eq.
+    4 and 5. reinforce: -A log p; Williams 1992.
     """
     if config.surrogate == "reinforce":
         return -advantages_N * logprobs_N
@@ -73,8 +73,8 @@ def surrogate(
 
 
 def _old_logprobs(config: PolicyConfig, inputs: LossInputs) -> Tensor:
-    """What the ratio divides by. A policy that has not moved since the batch was made is its own
-    old policy."""
+    """Return the log-probs in the ratio's denominator: the current ones, detached, if the policy is
+    unchanged since the batch."""
     assert inputs.logprobs_N is not None
     if config.ratio_base == "engine":
         assert inputs.behaviour_logprobs_N is not None, (
@@ -87,8 +87,8 @@ def _old_logprobs(config: PolicyConfig, inputs: LossInputs) -> Tensor:
 def _corrected(
     config: PolicyConfig, inputs: LossInputs, loss_N: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weigh each token by trainer over engine probability, and give weight 0 to what the band
-    rejects. No weights when the ratio itself starts from the engine: there the band judges the
+    """Weigh each token by trainer over engine probability, with weight 0 for those outside the
+    band. Applies no weights when the ratio itself starts from the engine: the band then tests the
     current log-probs."""
     weighs = config.tis_cap > 0.0 and config.ratio_base == "trainer"
     rejects = config.rejection_level != "none"
@@ -122,8 +122,8 @@ def _corrected(
 
 
 def _trainer_logprobs(inputs: LossInputs) -> Tensor:
-    """The trainer's log-probs that are held against the engine's: those before the update where a
-    pass made them."""
+    """Return the trainer's log-probs to compare with the engine's: those before the update where
+    available."""
     assert inputs.logprobs_N is not None
     return inputs.logprobs_N.detach() if inputs.old_logprobs_N is None else inputs.old_logprobs_N
 
@@ -131,8 +131,8 @@ def _trainer_logprobs(inputs: LossInputs) -> Tensor:
 def _regularised(
     config: PolicyConfig, inputs: LossInputs, loss_N: Tensor, old_N: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Add the KL to the reference and the entropy bonus, and measure both. Engine correction weighs
-    neither."""
+    """Add the KL to the reference and the entropy bonus, and measure both. The engine correction
+    applies to neither."""
     sums: dict[str, Tensor] = {}
     if config.kl_coef and config.kl_in == "loss":
         kl_N, bounded_N = _kl_in_loss(config, inputs, old_N)
@@ -151,7 +151,7 @@ def _regularised(
 
 
 def _kl_in_loss(config: PolicyConfig, inputs: LossInputs, old_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each token's KL to the reference, and 1.0 where a bound holds it."""
+    """Return each token's KL to the reference, and 1.0 where it is bounded."""
     assert inputs.logprobs_N is not None
     assert inputs.reference_logprobs_N is not None, "kl_coef needs reference_logprobs_N"
     given = config.kl_estimator, inputs.logprobs_N, inputs.reference_logprobs_N, config.kl_clamp
@@ -168,7 +168,8 @@ def _kl_in_loss(config: PolicyConfig, inputs: LossInputs, old_N: Tensor) -> tupl
 def _ratio_sums(
     config: PolicyConfig, ratio_N: Tensor, logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor
 ) -> dict[str, Tensor]:
-    """How far the policy has moved within this batch, and where the clip took the gradient away."""
+    """Measure how far the policy has moved within this batch, and where clipping removed the
+    gradient."""
     with torch.no_grad():
         low_N = (ratio_N < 1.0 - config.clip_low).float()
         high_N = (ratio_N > 1.0 + config.clip_high).float()
@@ -186,10 +187,10 @@ def _ratio_sums(
 
 
 def _gap_sums(inputs: LossInputs) -> dict[str, Tensor]:
-    """How far the trainer's log-probs are from those the engine sampled with, weights being equal:
-    0 and 1 when both compute the same. `logprob_gap_mult` is the mean of exp |difference|, the form
-    that published gates use. The part where the trainer is above, and the share of large gaps, tell
-    the cause (`observability.mismatch`)."""
+    """Measure the gap between the trainer's and the engine's log-probs at equal weights: 0 and 1
+    when both agree. `logprob_gap_mult` is the mean of exp |difference|, the form of published
+    thresholds. The part where the trainer is above, and the share of large gaps, indicate the cause
+    (`observability.mismatch`)."""
     if inputs.behaviour_logprobs_N is None:
         return {}
     with torch.no_grad():

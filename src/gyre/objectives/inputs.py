@@ -1,9 +1,9 @@
-"""Loss inputs: what one packed chunk hands to a loss. In: the trainer's forward pass and a batch's
-columns, gathered at the target tokens. Out: one frozen record of flat tensors.
+"""Loss inputs: the inputs of a loss for one packed micro-batch. In: the trainer's forward pass and
+a batch's columns, gathered at the target tokens. Out: one frozen record of flat tensors.
 
-N target tokens of the chunk (tokens whose loss_mask is True; masks are applied by being absent), S
-sequences of the chunk, P preference pairs of the chunk. Sequences are whole: a sequence's targets
-never straddle two chunks.
+N target tokens of the micro-batch (tokens whose loss_mask is True; masked tokens are absent), S
+sequences, P preference pairs. Sequences are whole: a sequence's targets never span two
+micro-batches.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """One chunk. Each objective reads what `required_columns` and its kind ask for; the rest stays
-    None."""
+    """One micro-batch. Each objective reads what `required_columns` and its kind require; the rest
+    stays None."""
 
     num_sequences: int  # S, those without any target included
     sequence_index_N: Tensor  # int64, which of the S sequences a target belongs to

@@ -16,8 +16,8 @@ from gyre.objectives.inputs import LossInputs
 
 
 def ppo_loss(config: PpoConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy loss where there are log-probs, plus vf_coef times the value loss where there are
-    values: one call for both models, or one call for each."""
+    """Compute the policy loss where there are log-probs, plus vf_coef times the value loss where
+    there are values. One call serves both models, or one call each."""
     assert inputs.logprobs_N is not None or inputs.values_N is not None, (
         "ppo needs logprobs_N, values_N or both"
     )
@@ -32,9 +32,9 @@ def ppo_loss(config: PpoConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, T
 
 
 def value_loss(config: PpoConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """max((V - R)^2, (clip(V, V_old ± value_clip) - R)^2) / 2 per token: the clipped form that
-    belongs to PPO's released implementation; Schulman et al. 2017, arXiv 1707.06347, eq. 9, has the
-    plain square."""
+    """Compute max((V - R)^2, (clip(V, V_old ± value_clip) - R)^2) / 2 per token. This is the
+    clipped form of PPO's released implementation; Schulman et al. 2017, arXiv 1707.06347, eq. 9,
+    has the plain square."""
     assert inputs.values_N is not None, "the value loss needs values_N"
     assert inputs.returns_N is not None, "the value loss needs returns_N"
     values_N, returns_N = inputs.values_N, inputs.returns_N

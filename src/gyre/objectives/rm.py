@@ -15,10 +15,10 @@ from gyre.objectives.inputs import LossInputs
 
 
 def rm_loss(config: RmConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """-log sigmoid(r_chosen - r_rejected - margin) per pair.
+    """Compute -log sigmoid(r_chosen - r_rejected - margin) per pair.
 
     Bradley–Terry as in Ouyang et al. 2022, arXiv 2203.02155, eq. 1; margin as in Touvron et al.
-    2023, arXiv 2307.09288, eq. 2; centring as in Eisenstein et al. 2023, arXiv 2312.09244.
+    2023, arXiv 2307.09288, eq. 2; centering as in Eisenstein et al. 2023, arXiv 2312.09244.
     """
     assert inputs.scores_S is not None, "rm needs scores_S"
     assert inputs.chosen_P is not None, "rm needs chosen_P"

@@ -14,7 +14,7 @@ from gyre.objectives.inputs import LossInputs
 
 
 def sft_loss(config: SftConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-likelihood, a mean over tokens or over sequences after division by the
+    """Compute the negative log-likelihood, a mean over tokens or sequences after division by the
     denominator."""
     assert inputs.logprobs_N is not None, "sft needs logprobs_N"
     weights_N = terms.aggregation_weights(

@@ -1,4 +1,4 @@
-"""Terms: the pieces that every loss is made of. In: flat tensors over a chunk's target tokens. Out:
+"""Terms: the building blocks of every loss. In: flat tensors over a chunk's target tokens. Out:
 flat tensors, or (sum, count) pairs for metrics.
 
 N target tokens of a chunk, S its sequences.
@@ -17,14 +17,14 @@ LOG_RATIO_BOUND = 20.0
 
 
 def mean_sum(values_N: Tensor) -> Tensor:
-    """A metric: (sum, count) as a detached float32 tensor [2]."""
+    """Return a metric: (sum, count) as a detached float32 tensor [2]."""
     values_N = values_N.detach().float()
     return torch.stack([values_N.sum(), values_N.new_full((), float(values_N.numel()))])
 
 
 def told_apart(gap_P: Tensor) -> Tensor:
-    """1 where the chosen one of a pair is ahead, 0 where it is behind, [P]. A tie is 0.5, as in
-    evaluation (TRL: 0)."""
+    """Return 1 where the chosen one of a pair is ahead, 0 where it is behind, [P]. A tie is 0.5, as
+    in evaluation (TRL: 0)."""
     return ((gap_P > 0).float() + (gap_P >= 0).float()) / 2
 
 
@@ -42,15 +42,17 @@ def sequence_means(values_N: Tensor, sequence_index_N: Tensor, target_counts_S: 
 def aggregation_weights(
     aggregation: str, sequence_index_N: Tensor, target_counts_S: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Weight of each token in the summed loss, [N]. With `api.denominator` it makes token means,
-    means of sequence means, or sums over a fixed length, whatever the split into chunks."""
+    """Return the weight of each token in the summed loss, [N]. With `api.denominator` it yields
+    token means, means of sequence means, or sums over a fixed length, for any split into
+    micro-batches."""
     if aggregation == "sequence":
         return target_counts_S.to(dtype).reciprocal()[sequence_index_N]
     return torch.ones_like(sequence_index_N, dtype=dtype)
 
 
 def aggregation_mass(aggregation: str, target_counts_S: Tensor, fixed_length_tokens: int) -> Tensor:
-    """This chunk's share of the denominator, as a tensor: what a loss metric is divided by."""
+    """Return this micro-batch's share of the denominator, as a tensor: the divisor of a loss
+    metric."""
     if aggregation == "token":
         return target_counts_S.sum().float()
     num_sequences = (target_counts_S > 0).sum().float()
@@ -58,14 +60,16 @@ def aggregation_mass(aggregation: str, target_counts_S: Tensor, fixed_length_tok
 
 
 def log_ratio(logprobs_N: Tensor, base_logprobs_N: Tensor) -> Tensor:
-    """log(new / base) per token, bounded so that its exponential and gradient stay finite."""
+    """Compute log(new / base) per token, bounded so that its exponential and gradient stay
+    finite."""
     return (logprobs_N - base_logprobs_N).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def sequence_log_ratio(
     log_ratio_N: Tensor, sequence_index_N: Tensor, target_counts_S: Tensor
 ) -> Tensor:
-    """Per token, the mean log-ratio of its sequence; its gradient goes to the token's own log-prob.
+    """Compute per token the mean log-ratio of its sequence; its gradient flows to the token's own
+    log-prob.
 
     GSPO-token, Zheng et al. 2025, arXiv 2507.18071, eq. 13 and 14: s_{i,t} = sg[s_i] pi_t /
     sg[pi_t]. With one advantage per sequence its gradient, summed with weight 1 / length, is that
@@ -78,15 +82,16 @@ def sequence_log_ratio(
 def kl_estimate(
     estimator: Estimator, logprobs_N: Tensor, reference_logprobs_N: Tensor, clamp: float = 0.0
 ) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from tokens that the policy sampled, in nats.
+    """Estimate KL(policy || reference) per token from tokens that the policy sampled, in nats.
 
     Schulman 2020, "Approximating KL divergence", with r = reference / policy: k1 = -log r, k2 =
     (log r)^2 / 2, k3 = r - 1 - log r. k3 is GRPO's, Shao et al. 2024, arXiv 2402.03300, eq. 4.
-    k3_plus shows k3 and has the gradient of k2, whose expectation is the gradient of the KL itself.
+    k3_plus has the value of k3 and the gradient of k2, whose expectation is the gradient of the KL
+    itself.
 
-    `clamp` bounds the size of the estimate (0: unbounded), and k3 takes log r to be at most
-    LOG_RATIO_BOUND: verl's form, which bounds log r at 20 and the estimate at 10. A token past a
-    bound passes no gradient, but under k3_plus that of k2, as in verl: it is finite everywhere.
+    `clamp` bounds the size of the estimate (0: unbounded), and k3 bounds log r at LOG_RATIO_BOUND.
+    This is verl's form, which bounds log r at 20 and the estimate at 10. A token past a bound
+    passes no gradient. Under k3_plus it passes that of k2, as in verl: it is finite everywhere.
     `kl_bounded` counts these tokens.
     """
     gap_N = logprobs_N - reference_logprobs_N
@@ -108,7 +113,7 @@ def kl_estimate(
 def kl_bounded(
     estimator: Estimator, logprobs_N: Tensor, reference_logprobs_N: Tensor, clamp: float
 ) -> Tensor:
-    """1.0 where a bound replaced the token's KL estimate, else 0.0."""
+    """Return 1.0 where a bound replaced the token's KL estimate, else 0.0."""
     with torch.no_grad():
         gap_N = logprobs_N - reference_logprobs_N
         bounded_N = torch.zeros_like(gap_N, dtype=torch.bool)
@@ -122,14 +127,14 @@ def kl_bounded(
 
 
 def ratio_weighted(kl_N: Tensor, bounded_N: Tensor, log_weight_N: Tensor) -> Tensor:
-    """The KL estimate times the importance ratio, whose own gradient counts: with k3 the
+    """Multiply the KL estimate by the importance ratio, whose gradient counts. With k3 the
     expectation over the old policy's tokens is KL(policy || reference), and its gradient that of
     the KL.
 
     DeepSeek-AI 2025, "DeepSeek-V3.2", arXiv 2512.02556, section 3.1; TRL's
-    `use_bias_correction_kl`. The ratio is not clipped, its logarithm bounded at LOG_RATIO_BOUND
-    alone. Where a bound holds the estimate (`bounded_N`), the ratio is detached: the gradient of
-    ratio · bound would push the token further away from the reference.
+    `use_bias_correction_kl`. The ratio is not clipped; only its logarithm is bounded at
+    LOG_RATIO_BOUND. Where a bound replaced the estimate (`bounded_N`), the ratio is detached: the
+    gradient of ratio · bound would push the token further away from the reference.
     """
     weight_N = log_weight_N.exp()
     return kl_N * torch.where(bounded_N > 0, weight_N.detach(), weight_N)
@@ -138,9 +143,9 @@ def ratio_weighted(kl_N: Tensor, bounded_N: Tensor, log_weight_N: Tensor) -> Ten
 def importance_log_ratio(
     level: str, log_ratio_N: Tensor, sequence_index_N: Tensor, target_counts_S: Tensor
 ) -> Tensor:
-    """log(trainer / engine) that weighs or judges each token, [N], detached and bounded at
-    LOG_RATIO_BOUND: its own ("token"), the sum over its sequence ("sequence"), or the mean over it
-    ("sequence_mean").
+    """Compute log(trainer / engine) that weighs or filters each token, [N], detached and bounded at
+    LOG_RATIO_BOUND. It is the token's own ("token"), the sum over its sequence ("sequence"), or the
+    mean over it ("sequence_mean").
 
     `log_ratio_N` is not bounded: verl bounds a sequence's sum and not its tokens.
     """
@@ -153,14 +158,14 @@ def importance_log_ratio(
 
 
 def truncated_weights(log_weight_N: Tensor, cap: float) -> Tensor:
-    """min(trainer / engine probability, cap) per token, detached: truncated importance sampling
-    (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-    training")."""
+    """Compute min(trainer / engine probability, cap) per token, detached: truncated importance
+    sampling (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training")."""
     return log_weight_N.detach().exp().clamp(max=cap)
 
 
 def out_of_band(log_ratio_N: Tensor, band: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """Whether each ratio lies below the band, and whether above it: bool [N] each. Its ends belong
-    to the band."""
+    """Return whether each ratio is below the band, and whether above it: bool [N] each. The bounds
+    belong to the band."""
     ratio_N = log_ratio_N.exp()
     return ratio_N < band[0], ratio_N > band[1]

@@ -1,5 +1,5 @@
-"""Config of `observe`: what a run writes beside events.jsonl. In: the [observe] table. Caller:
-runconfig."""
+"""Config of `observe`: what a run writes beside events.jsonl. In: the [observe] table. Out: an
+ObserveConfig."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gyre.core.config import Section
 
 
 class ObserveConfig(Section):
-    """What is recorded, and where it is shown."""
+    """Options for what is recorded and where it is shown."""
 
     tensorboard: bool = Field(
         default=False, description="Write TensorBoard files to RUN/tensorboard (extra: track)."

@@ -2,7 +2,7 @@
 one. Out: a Contradiction at an evaluation, or none; the event `warn.figures_contradict`.
 
 Two figures differ when their 95 % intervals do not overlap, which is stricter than a test of their
-difference at 5 %. `opposed`: one got better from its first to its newest value while the other got
+difference at 5 %. `opposed`: one improved from its first to its newest value while the other got
 worse. `gap`: the newest of the two differ. A difference that the temperatures explain is none:
 greedy answers are better than sampled ones.
 """
@@ -43,7 +43,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """What one training step said of a measure."""
+    """A measure as one training step reported it."""
 
     value: float
     prompts: int  # groups of completions; 0 where not recorded
@@ -60,8 +60,8 @@ class Contradiction:
 
 
 def training_figure(measure: str, steps: Sequence[MeasuredStep]) -> Figure | None:
-    """One figure of neighbouring steps; None where they do not tell how sure it is. Each prompt is
-    one trial of a share, since its completions are alike."""
+    """Pool a measure over neighboring steps. Returns None where they do not report its uncertainty.
+    Each prompt is one trial of a share, since its completions are correlated."""
     if not steps:
         return None
     value = math.fsum(step.value for step in steps) / len(steps)
@@ -87,8 +87,8 @@ def find_contradiction(
     *,
     temperatures: tuple[float, float] | None,
 ) -> Contradiction | None:
-    """What the newest evaluation contradicts. `temperatures`: of rollouts and of evaluation; None
-    where nothing is sampled."""
+    """Return the figure that contradicts the newest evaluation, if any. `temperatures`: of rollouts
+    and of evaluation; None where nothing is sampled."""
     size = min(WINDOW_STEPS, len(steps) // 2)
     first, newest = (
         training_figure(measure, steps[:size]),
@@ -119,7 +119,7 @@ def find_contradiction(
 
 
 def _change(a: Figure, b: Figure) -> int:
-    """1 where b lies above a beyond both intervals, -1 below, 0 where they overlap."""
+    """Return 1 where b is above a by more than their intervals, -1 below, 0 where they overlap."""
     return (b.low > a.high) - (b.high < a.low)
 
 
@@ -187,7 +187,7 @@ class ContradictionWatch:
 
 
 def describe(measure: str, found: Contradiction, show: Callable[[str, float], str]) -> str:
-    """The two figures and what may lie behind them, as one line."""
+    """Format both figures and the likely causes as one line."""
     name = measure.replace("_", " ")
 
     def told(figures: Sequence[Figure]) -> str:

@@ -27,10 +27,7 @@ COUNTED_PREFIXES = ("fallback.", "drop.", "retry.", "warn.")
 
 
 class EventLog:
-    """Appends events of one attempt and tells listeners. Safe to call from any thread.
-
-    A row that does not fit the schema is an assertion, unless `check_schema` is false.
-    """
+    """Appends events of one attempt and calls listeners. Thread-safe."""
 
     def __init__(
         self,
@@ -52,8 +49,8 @@ class EventLog:
         self._lock = threading.RLock()
 
     def emit(self, kind: str, /, **fields: Any) -> None:
-        """Append one row. A field that would hide one of ours is kept under its name with "_"
-        behind it."""
+        """Append one row. A field that collides with a reserved name is stored with a trailing
+        "_"."""
         if self._check_schema:
             check_event(kind, fields)
         with self._lock:
@@ -71,10 +68,10 @@ class EventLog:
             self._tell(row)
 
     def fence(self, attempt: int | None, seq: int = 0, **fields: Any) -> None:
-        """Record that this attempt resumes from row `seq` of `attempt`: what came after is dead to
-        readers.
+        """Record that this attempt resumes from row `seq` of `attempt`. Readers ignore that
+        attempt's later rows.
 
-        None means that nothing before is kept. `step`, if given, lets TensorBoard forget the same
+        None keeps nothing of earlier attempts. `step`, if given, makes TensorBoard discard the same
         points.
         """
         assert attempt is None or attempt < self.attempt, "a run resumes from an earlier attempt"
@@ -82,15 +79,15 @@ class EventLog:
         self.emit("attempt.started", resumed_from=resumed_from, **fields)
 
     def position(self) -> dict[str, int]:
-        """Return {"attempt", "seq"} of the newest row, for a snapshot; rows up to it are on disk by
+        """Return {"attempt", "seq"} of the newest row, for a snapshot. Rows up to it are on disk by
         then."""
         with self._lock:
             self._writer.sync()
             return {"attempt": self.attempt, "seq": self._seq}
 
     def subscribe(self, listener: Listener) -> None:
-        """Call `listener` with each row from now on. One that raises is told no more, and that is
-        an event."""
+        """Call `listener` with each row from now on. A listener that raises is removed, and an
+        event records it."""
         with self._lock:
             self._listeners.append(listener)
 
@@ -120,7 +117,7 @@ class EventLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRows:
-    """Rows that tell the run's story, in order; and how many were left out, and why."""
+    """The live rows of a run, in order, with the number left out and the reason."""
 
     rows: tuple[dict[str, Any], ...]
     num_dead: int  # rows fenced off by a resume
@@ -149,16 +146,15 @@ def read_events(path: Path | str) -> LiveRows:
 
 
 def next_attempt(path: Path | str) -> int:
-    """Return the attempt number that a process which opens this log now must use; the first is
-    1."""
+    """Return the attempt number for a process that opens this log now. The first is 1."""
     return 1 + max(
         (row["attempt"] for _, row in read_rows(Path(path)) if row is not None), default=0
     )
 
 
 def has_row(path: Path | str, attempt: int, seq: int) -> bool:
-    """Say whether a log reaches the row that a snapshot goes on from. Numbers of samples are in
-    another file."""
+    """Return whether a log contains the row that a snapshot resumes from. Row numbers of samples
+    are in another file."""
     return any(
         row["attempt"] == attempt and row["seq"] >= seq
         for _, row in read_rows(Path(path))
@@ -167,13 +163,13 @@ def has_row(path: Path | str, attempt: int, seq: int) -> bool:
 
 
 def count_steps(rows: Iterable[Row]) -> int:
-    """Count the steps that a run has done."""
+    """Count the completed steps of a run."""
     return sum(row["kind"] == "step.done" for row in rows)
 
 
 def is_counted(row: Row) -> bool:
-    """Say whether a row is a fallback, drop, retry or warning that the report must count. The row's
-    own `counted` comes first, then the schema; a kind that is not in it goes by its prefix."""
+    """Return whether a row is a fallback, drop, retry or warning that the report counts. An
+    explicit `counted` field decides."""
     kind, counted = row["kind"], row.get("counted")
     if isinstance(counted, bool):
         return counted

@@ -23,8 +23,7 @@ FLAGS = {
 def describe_hardware(
     proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> dict[str, Any]:
-    """Return what this process may use of this machine. Facts that the system does not tell are
-    None."""
+    """Return the resources of this machine that this process may use. Unknown facts are None."""
     cpu = parse_cpuinfo(_read(proc / "cpuinfo"))
     memory = parse_meminfo(_read(proc / "meminfo"))
     return {
@@ -47,7 +46,7 @@ def describe_hardware(
 
 
 def parse_cpuinfo(text: str) -> dict[str, Any]:
-    """Read model, physical cores and the flags that matter."""
+    """Read the model, the number of physical cores and the relevant flags."""
     blocks = [_fields(block) for block in text.strip().split("\n\n") if block.strip()]
     first = blocks[0] if blocks else {}
     names = set((first.get("flags") or first.get("Features") or "").split())
@@ -71,7 +70,7 @@ def parse_meminfo(text: str) -> dict[str, int]:
 
 
 def parse_cpu_max(text: str) -> float | None:
-    """Read the cores that a cgroup allows. None means no limit."""
+    """Read the number of cores that a cgroup allows. None means no limit."""
     words = text.split()
     return int(words[0]) / int(words[1]) if len(words) == 2 and words[0].isdigit() else None
 

@@ -1,6 +1,5 @@
-"""Intervals: how far a measured figure may lie from the true one. In: a share or a mean, and what
-it was taken from. Out: standard errors and 95 % intervals. Pure.
-"""
+"""Intervals: the uncertainty of a measured figure. In: a share or a mean, and its sample. Out:
+standard errors and 95 % intervals. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +10,12 @@ Z95 = 1.96  # standard errors on each side
 
 
 def share_error(share: float, n: int) -> float | None:
-    """Standard error of a share seen in n trials; None without trials."""
+    """Return the standard error of a share over n trials, or None without trials."""
     return math.sqrt(max(0.0, share * (1.0 - share)) / n) if n > 0 else None
 
 
 def mean_error(values: Sequence[float]) -> float | None:
-    """Standard error of the mean of independent values; None for fewer than two."""
+    """Return the standard error of the mean of independent values, or None for fewer than two."""
     n = len(values)
     if n < 2:
         return None
@@ -25,9 +24,11 @@ def mean_error(values: Sequence[float]) -> float | None:
 
 
 def ratio_error(totals: Sequence[float], sizes: Sequence[float]) -> float | None:
-    """Standard error of sum(totals) / sum(sizes) over independent members; None for fewer than two.
+    """Return the standard error of sum(totals) / sum(sizes) over independent members.
 
-    The linearised variance of a ratio estimator (Cochran 1977, "Sampling Techniques", 6.4)."""
+    Uses the linearized variance of a ratio estimator (Cochran 1977, "Sampling Techniques", 6.4).
+    Returns None for fewer than two members.
+    """
     n, size = len(totals), math.fsum(sizes)
     if n < 2 or size <= 0.0:
         return None
@@ -39,12 +40,12 @@ def ratio_error(totals: Sequence[float], sizes: Sequence[float]) -> float | None
 
 
 def normal_interval(mean: float, error: float | None) -> tuple[float, float] | None:
-    """The 95 % interval of a mean by its standard error; None where that is not known."""
+    """Return the 95 % interval of a mean from its standard error, or None where that is unknown."""
     return None if error is None else (mean - Z95 * error, mean + Z95 * error)
 
 
 def wilson_interval(share: float | None, n: int, z: float = Z95) -> tuple[float, float] | None:
-    """The 95 % interval of a share seen in n trials (Wilson 1927). None without trials."""
+    """Return the 95 % interval of a share over n trials (Wilson 1927), or None without trials."""
     if share is None or n <= 0 or not 0.0 <= share <= 1.0:
         return None
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)

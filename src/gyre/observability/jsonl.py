@@ -30,7 +30,7 @@ class LineWriter:
         )
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row. SnapshotError when the disk refuses; the file stays readable."""
+        """Write one row. Raises SnapshotError when the disk refuses; the file stays readable."""
         assert self._fd is not None, f"{self.path} is closed"
         data = encode_row(row).encode() + b"\n"
         if self._torn:
@@ -48,7 +48,7 @@ class LineWriter:
             ) from error
 
     def sync(self) -> None:
-        """Return when every row so far would survive a loss of power."""
+        """Block until all rows so far would survive a power loss."""
         assert self._fd is not None, f"{self.path} is closed"
         os.fsync(self._fd)
 
@@ -59,7 +59,7 @@ class LineWriter:
 
 
 def ends_torn(path: Path) -> bool:
-    """Say whether the file ends in the middle of a line."""
+    """Return whether the file ends in the middle of a line."""
     if not path.exists() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:
@@ -68,7 +68,8 @@ def ends_torn(path: Path) -> bool:
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield (byte offset, row) per line; None for a line that is no row of ours, as a torn one."""
+    """Yield (byte offset, row) per line. The row is None for a line that cannot be decoded, such as
+    a torn one."""
     if not path.exists():
         return
     offset = 0
@@ -80,8 +81,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def decode_row(line: bytes) -> dict[str, Any] | None:
-    """Read one line, or None. A proper prefix of an object is never valid JSON, so a torn line
-    cannot pass."""
+    """Parse one line, or return None. A proper prefix of a JSON object is never valid, so a torn
+    line cannot parse."""
     try:
         row = json.loads(line)
     except ValueError:  # not JSON, or cut inside a UTF-8 sequence
@@ -115,7 +116,7 @@ def as_number(value: Any) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """Turn numpy scalars and arrays, paths and mappings into what JSON knows."""
+    """Convert numpy scalars, arrays, paths and mappings to JSON types."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -1,10 +1,10 @@
-"""Lineage: which rows of which attempts tell the run's one story. In: rows of events.jsonl. Out: a
+"""Lineage: the rows that form a run's history across attempts. In: rows of events.jsonl. Out: a
 Lineage. Pure.
 
-A run that is killed and resumed leaves rows that a later attempt lived through again. An
-`attempt.started` row says what its attempt resumed from: {"attempt": A, "seq": S} means that of
-attempt A rows up to S are kept, and null that nothing before is. An attempt without such a row goes
-on after all that was live.
+A run that is killed and resumed leaves rows of steps that a later attempt repeats. An
+`attempt.started` row names what its attempt resumed from: {"attempt": A, "seq": S} keeps the rows
+of attempt A up to S. Null keeps nothing earlier. An attempt without such a row follows all rows
+that were live.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
-    """The attempts that lead to the newest one."""
+    """The chain of attempts that leads to the newest one."""
 
     # by attempt: rows up to this number are live; None means all are
     last_live_seq: Mapping[int, int | None]
@@ -31,8 +31,8 @@ class Lineage:
 
 
 def trace_lineage(rows: Iterable[Mapping[str, Any]]) -> Lineage:
-    """Walk back from the newest attempt to the first, keeping of each what the next one resumed
-    from."""
+    """Trace the newest attempt back to the first. Keeps the rows of each up to where the next
+    resumed."""
     order: list[int] = []
     parents: dict[int, tuple[int, int | None] | None] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Catalog: what the well-known metrics of `step.done` mean and where they are shown. In: a metric
+"""Catalog: what the standard metrics of `step.done` mean and where they are shown. In: a metric
 name. Out: its place.
 
 A metric that is not listed is still shown, under its own name.
@@ -207,7 +207,7 @@ SHARES = ("accuracy", "pair_accuracy", "preference_accuracy")
 
 
 def eval_measure(row: Mapping[str, Any]) -> tuple[str, float] | None:
-    """Return what an `eval.done` row is judged by, and its value."""
+    """Return the headline measure of an `eval.done` row and its value."""
     for measure in EVAL_MEASURES:
         value = as_number(row.get(measure))
         if value is not None and math.isfinite(value):
@@ -216,8 +216,8 @@ def eval_measure(row: Mapping[str, Any]) -> tuple[str, float] | None:
 
 
 def eval_interval(row: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return the 95 % interval of what an `eval.done` row is judged by: as recorded, else Wilson's
-    of a share."""
+    """Return the 95 % interval of an `eval.done` row's headline measure. Uses the recorded
+    interval, else Wilson's for a share."""
     given = row.get("interval")
     if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2:
         low, high = as_number(given[0]), as_number(given[1])
@@ -230,8 +230,8 @@ def eval_interval(row: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def eval_title(name: str, measure: str) -> str:
-    """Name an evaluation: by its problems, or as held out where its name says no more than what is
-    measured."""
+    """Return the title of an evaluation: its problem set, or "held out" where its name only repeats
+    the measure."""
     plain = name.replace("_", " ")
     if name in EVAL_MEASURES:
         return f"held-out {plain}"
@@ -239,7 +239,7 @@ def eval_title(name: str, measure: str) -> str:
 
 
 def matches(pattern: str, metric: str) -> bool:
-    """Say whether a metric belongs to a pattern with at most one "*", at one end."""
+    """Return whether a metric matches a pattern with at most one "*", at either end."""
     if pattern.endswith("*"):
         return metric.startswith(pattern[:-1])
     if pattern.startswith("*"):
@@ -248,13 +248,12 @@ def matches(pattern: str, metric: str) -> bool:
 
 
 def is_measured(metric: str) -> bool:
-    """Say whether a metric is one of MEASURED."""
+    """Return whether a metric is one of MEASURED."""
     return any(matches(pattern, metric) for pattern in MEASURED)
 
 
 def place(metric: str) -> tuple[Panel, int] | None:
-    """Return the panel of a metric and its rank there. An exact name beats a prefix of another
-    panel."""
+    """Return a metric's panel and its rank there. An exact name takes precedence over a prefix."""
     hits = [
         (("*" in pattern), rank, panel)
         for panel in PANELS
@@ -268,7 +267,7 @@ def place(metric: str) -> tuple[Panel, int] | None:
 
 
 def pick(metrics: dict[str, float], panel_id: str) -> float | None:
-    """Return the first metric of a panel that a step has, for a display with room for one
+    """Return the first metric of a panel that a step reports, for a display with room for one
     number."""
     placed = [(place(name), value) for name, value in metrics.items()]
     ranked = [

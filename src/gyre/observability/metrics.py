@@ -1,5 +1,5 @@
-"""Metrics: how observations of a step become one number. In: floats, by chunk or rank. Out: one.
-Caller: trainer."""
+"""Metrics: reductions of a step's observations to one number. In: floats, by chunk or rank. Out:
+one float."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 
 def largest(values: Iterable[float]) -> float | None:
-    """The largest, or NaN when one is: Python's max would hide it behind whatever stands first.
-    None of none."""
+    """Return the maximum, or NaN if any value is NaN; None without values. Python's max depends on
+    the position of a NaN."""
     seen = tuple(values)
     if not seen:
         return None

@@ -1,10 +1,10 @@
 """Mismatch: do engine and trainer compute the same probabilities, and if not, what is the likely
 cause? In: the metrics of a run's steps. Out: one finding, or None. Pure.
 
-A cause is told by how the gap between the two log-probs of a sampled token is spread:
+The cause follows from how the gap between the two log-probs of a sampled token is spread:
 
     not a number           a log-prob that is no number, on either side
-    truncation set         the trainer is below the engine wherever they differ: it normalises over
+    truncation set         the trainer is below the engine wherever they differ: it normalizes over
                            more tokens
     template               probabilities differ by more than a factor of two on many tokens: other
                            tokens were read
@@ -67,7 +67,7 @@ class Mismatch:
 
     @property
     def line(self) -> str:
-        """One line for the report."""
+        """Format the finding as one line for the report."""
         size = "no number" if math.isnan(self.gap) else f"{self.gap:.2g} nats per token"
         return (
             f"Engine and trainer disagree on {self.num_steps} of {self.num_measured} steps "
@@ -77,9 +77,9 @@ class Mismatch:
 
 
 def find_mismatch(steps: Sequence[Metrics], dtype: str) -> Mismatch | None:
-    """Judge the steps of one stage that sampled and trained. `dtype` is the run's, such as
-    "bfloat16"; one that we don't know is judged as float32. Steps without the metric "logprob_gap"
-    are left out."""
+    """Diagnose the steps of one stage that sampled and trained. `dtype` is the run's, such as
+    "bfloat16"; an unknown one is treated as float32. Steps without the metric "logprob_gap" are
+    skipped."""
     measured = [step for step in steps if "logprob_gap" in step]
     widest = ROUNDING.get(dtype.removeprefix("torch."), ROUNDING["float32"])
     found = [step for step in measured if not step["logprob_gap"] <= widest]

@@ -2,7 +2,7 @@
 seconds. Pure.
 
 Rule rewards run in processes of their own while rollouts are still being generated and while the
-reference and reward models run; only what sticks out of both windows costs the run anything.
+reference and reward models run; only time outside both windows adds to the run.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ def overlap_account(
 ) -> dict[str, float]:
     """Return the fields of a `reward.window` event, in seconds.
 
-    rule_s: at least one rule was running; rollout_s: of it, while rollouts were being generated;
-    reference_s: of the rest, while reference or reward passes ran; hidden_s: both together. Never
-    hidden_s > rule_s.
+    rule_s: at least one rule was running. rollout_s: the part of it while rollouts were generated.
+    reference_s: the part of the rest while reference or reward passes ran. hidden_s: the sum of
+    both, never more than rule_s.
     """
     busy, during_rollout = union(rules), union(rollout)
     both = union([*during_rollout, *reference])
@@ -34,7 +34,7 @@ def overlap_account(
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return disjoint intervals in order that cover the same points."""
+    """Return disjoint ordered intervals that cover the same points."""
     merged: list[Interval] = []
     for start, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
         if merged and start <= merged[-1][1]:
@@ -45,7 +45,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """Return what two lists of disjoint ordered intervals share."""
+    """Return the intersection of two lists of disjoint ordered intervals."""
     shared: list[Interval] = []
     i = j = 0
     while i < len(first) and j < len(second):

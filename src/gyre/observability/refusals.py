@@ -1,5 +1,5 @@
-"""Refusals: one event for each kind of refusal, however many requests meet it. In: refused requests
-and the reasons. Out: `engine.refused` events with a count.
+"""Refusals: one event per kind of refusal and turn of the event loop. In: refused requests and the
+reasons. Out: `engine.refused` events with a count.
 
 A kind is a reason without its numbers: "the queue is full: 12 completions …" and "… 13 completions
 …" are one.
@@ -22,7 +22,7 @@ class _Kind:
 
 
 class Refusals:
-    """Gathers what is refused in one turn of the event loop, and tells it at the next one."""
+    """Collects the refusals of one turn of the event loop and emits them in the next."""
 
     def __init__(self, emit: Emit) -> None:
         self.total = 0

@@ -1,4 +1,4 @@
-"""Samples: rollouts that people read, as lines of JSON. In: rollouts with scores. Out:
+"""Samples: rollouts for people to read, as lines of JSON. In: rollouts with scores. Out:
 samples.jsonl, and rows back.
 
 Rows carry the attempt and a number from the event log's own counter, so the fences of events.jsonl
@@ -42,7 +42,7 @@ class SampleLog:
 def sample_row(
     rollout: Rollout, score: Score, *, step: int, stage: str, pieces: Sequence[str]
 ) -> dict[str, Any]:
-    """Lay out one rollout for people. `pieces` holds the text of each token after the prompt."""
+    """Format one rollout for people. `pieces` holds the text of each token after the prompt."""
     start = len(rollout.prompt.tokens)
     tokens = [int(token) for token in rollout.tokens[start:]]
     assert len(pieces) == len(tokens), f"{len(pieces)} pieces for {len(tokens)} tokens"

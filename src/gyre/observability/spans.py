@@ -1,5 +1,4 @@
-"""Spans: nested timers that say where the time goes. In: `with spans.phase(name, step=…)`. Out:
-phase events, totals.
+"""Spans: nested timers. In: `with spans.phase(name, step=…)`. Out: phase events, totals.
 
 A phase inside another is named by its path ("score/reference"). Nesting follows the asyncio task,
 so phases of concurrent tasks do not become each other's children.
@@ -29,8 +28,8 @@ class Spans:
 
     @contextmanager
     def phase(self, name: str, **fields: Any) -> Iterator[None]:
-        """Time a block. A block that raises ends its phase with the name of the error and raises
-        on."""
+        """Time a block. If the block raises, the phase ends with the error's name and the error
+        propagates."""
         path = (*self._path.get(), name)
         token = self._path.set(path)
         label, depth = "/".join(path), len(path) - 1

@@ -1,9 +1,9 @@
-"""Sinks: curves for the trackers that people know. In: event rows. Out: TensorBoard files, W&B
-runs.
+"""Sinks: curves for TensorBoard and W&B. In: event rows. Out: TensorBoard files, W&B runs.
 
-Both show `step.done` as METRIC, `eval.done` as eval/NAME/METRIC, the seconds of a phase as
-phase_seconds/PHASE and what each owner holds on the device in it as memory_bytes/PHASE/OWNER, each
-stage by itself; of a run's workers the first. Neither package is imported unless it is asked for.
+Both show `step.done` as METRIC and `eval.done` as eval/NAME/METRIC. They show the seconds of a
+phase as phase_seconds/PHASE and device memory by owner as memory_bytes/PHASE/OWNER. Stages are
+separate; of a run's workers only the first is shown. Neither package is imported unless it is
+configured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ FIRST_WORKER = "worker-0"  # all workers of a run do the same
 
 
 def refuse_trackers(config: ObserveConfig) -> None:
-    """ConfigError for a tracker that cannot work here. Asked before anything is made for a run."""
+    """Raise ConfigError for a tracker that cannot work here. Called before a run allocates
+    anything."""
     for package, is_asked, asked_by in (
         ("tensorboard", config.tensorboard, "observe.tensorboard = true"),
         ("wandb", config.wandb != "off", f'observe.wandb = "{config.wandb}"'),
@@ -41,26 +42,25 @@ def refuse_trackers(config: ObserveConfig) -> None:
 
 
 def is_logged_in() -> bool:
-    """Whether W&B has credentials: of the environment, its settings or netrc. Asks nobody, neither
-    a person at the terminal nor the server."""
+    """Return whether W&B has credentials in the environment, its settings or netrc. Never prompts,
+    and contacts no server."""
     import wandb
 
     return bool(wandb.login(prompt=False, verify=False))
 
 
 class Sink(Protocol):
-    """A view of the events somewhere else. Kinds that it does not show are no error."""
+    """An external view of the events. Kinds that it does not show are ignored."""
 
     def write(self, row: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None:
-        """Hand over everything written. Callable twice."""
+        """Flush everything written. Idempotent."""
         ...
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of one row by name, without its stage; none for a row that has no
-    curve."""
+    """Return the numbers of one row by name, without its stage; empty for a row without a curve."""
     if row["kind"] == "step.done":
         numbers = {name: as_number(value) for name, value in (row.get("metrics") or {}).items()}
     elif row["kind"] == "eval.done":
@@ -90,7 +90,7 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 class StageTracker:
-    """Knows the stage that a row belongs to, also where the row does not say."""
+    """Tracks the stage of each row, including rows that do not name it."""
 
     def __init__(self) -> None:
         self._stage = "main"
@@ -103,8 +103,8 @@ class StageTracker:
 
 class TensorBoardSink:
     """Writes event files with tensorboard's own writer, so that torch is not needed. Each stage has
-    a folder, since steps of stages count from the start again and a resume makes TensorBoard forget
-    all later steps of a folder."""
+    its own folder: steps restart per stage, and a resume makes TensorBoard discard all later steps
+    of a folder."""
 
     def __init__(self, folder: Path | str):
         try:
@@ -154,9 +154,9 @@ class TensorBoardSink:
 
 class WandbSink:
     """One W&B run per attempt, grouped by run. Offline runs stay in FOLDER/wandb until `wandb
-    sync`; so does an online one where nobody is logged in, which `emit` tells.
+    sync`. An online run without a login does too, and an event reports it.
 
-    W&B's own process writes the files, and may do so a moment after `close` returned.
+    W&B's own process writes the files, possibly shortly after `close` returned.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Between messages and tokens."""
+"""Conversion between messages and tokens."""

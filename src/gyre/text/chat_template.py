@@ -1,10 +1,10 @@
-"""Chat templates: programs from model folders, rendered in a process of their own. In: a template,
+"""Chat templates: programs from model folders, rendered in a separate process. In: a template,
 conversations. Out: their text, or an InputError that names the template's file.
 
-A template is code that others wrote. jinja2's sandbox keeps it from files and processes, and bounds
-neither time nor memory; the process (`chat_template_child`) does, and is ended when a template
-passes its limits. It starts with the first conversation and ends with its `ChatTemplate`, or with
-this process.
+A template is untrusted code. jinja2's sandbox denies files and processes, but bounds neither time
+nor memory. The process (`chat_template_child`) does, and is terminated when a template exceeds its
+limits. It starts with the first conversation and ends with its `ChatTemplate`, or with this
+process.
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class ChatTemplate:
-    """One template of one model folder. Callers may be in several threads; one is served at a
-    time."""
+    """One template of one model folder. Thread-safe; serves one caller at a time."""
 
     def __init__(self, source: str, variables: Mapping[str, Any], *, where: str) -> None:
-        """`variables` are the special tokens by name; `where` is the file that the template came
-        from."""
+        """Bind the template. `variables` are the special tokens by name; `where` is the template's
+        file."""
         self.source, self.where = source, where
         self._variables = dict(variables)
         self._lock = threading.Lock()
@@ -64,9 +63,9 @@ class ChatTemplate:
         *,
         generation_prompt: bool = True,
     ) -> list[str]:
-        """Return the text of each conversation, up to where the model speaks with
-        `generation_prompt`. Several at once cost less than one by one; the CPU limit is for all of
-        them."""
+        """Return the text of each conversation, ready for the model's turn with
+        `generation_prompt`. A batch costs less than single calls; the CPU limit covers the whole
+        batch."""
         for name in RESERVED:
             if name in options:
                 raise ConfigError(
@@ -90,7 +89,7 @@ class ChatTemplate:
             return self._ask(request)
 
     def close(self) -> None:
-        """End the process. The next `render` starts another one."""
+        """Terminate the process. The next `render` starts another one."""
         with self._lock:
             if self._child is not None:
                 self._child.stop()
@@ -145,7 +144,7 @@ class _Child:
             )
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        """Return the answer. OSError or EOFError when the process is gone or late."""
+        """Return the answer. Raises OSError or EOFError when the process exited or timed out."""
         self._link.sendall(HEADER.pack(len(request)))
         self._link.sendall(request)
         size = HEADER.unpack(self._read(HEADER.size))[0]

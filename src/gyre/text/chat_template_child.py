@@ -1,9 +1,9 @@
-"""Template child: the process that renders chat templates, which come from others. In: frames on a
-socket: the template once, then lists of conversations. Out: a frame for each, texts or an error.
-Started by `gyre.text.chat_template`, which see.
+"""Template child: the process that renders untrusted chat templates. In: frames on a socket: the
+template once, then lists of conversations. Out: a frame for each, texts or an error. Started by
+`gyre.text.chat_template`.
 
-Imports the standard library, and jinja2 once it knows where to look. The kernel ends it at its CPU
-limit (ITIMER_PROF); its address space is limited while a template works (RLIMIT_AS).
+Imports the standard library, and jinja2 once it knows the path. The kernel terminates it at its CPU
+limit (ITIMER_PROF); its address space is limited while a template runs (RLIMIT_AS).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(handle: int) -> None:
 
 
 def bounded(work: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """What `work` returns, or what it raised, within the request's limits."""
+    """Run `work` within the request's limits; return its result or its error."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     room = BASE_BYTES + BYTES_PER_REQUEST_BYTE * request["size_bytes"]
     room = room if hard == resource.RLIM_INFINITY else min(room, hard)
@@ -67,7 +67,7 @@ def bounded(work: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(template: Any, request: dict[str, Any]) -> list[str]:
-    """The text of each conversation."""
+    """Return the text of each conversation."""
     texts, size = [], 0
     for messages in request["conversations"]:
         pieces = []
@@ -81,9 +81,9 @@ def render(template: Any, request: dict[str, Any]) -> list[str]:
 
 
 def compile_template(source: str) -> Any:
-    """With what chat templates are given by transformers.apply_chat_template: block trimming, loop
-    controls, the generation tag, and the names tojson, raise_exception, strftime_now, namespace and
-    dict."""
+    """Compile a template in the environment of transformers.apply_chat_template. It has block
+    trimming, loop controls, the generation tag, and the names tojson, raise_exception,
+    strftime_now, namespace and dict."""
     import jinja2.ext
     import jinja2.nodes
     import jinja2.sandbox
@@ -129,7 +129,7 @@ def compile_template(source: str) -> Any:
 
 
 def receive(link: socket.socket) -> dict[str, Any] | None:
-    """The next frame; None when the parent is gone."""
+    """Return the next frame; None when the parent has exited."""
     header = _read(link, HEADER.size)
     if header is None:
         return None

@@ -1,5 +1,4 @@
-"""Config of the text room: where the tokenizer comes from. In: the `[tokenizer]` table. Callers:
-runconfig, wire."""
+"""Config of the tokenizer. In: the `[tokenizer]` table. Out: a TokenizerConfig."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Detokeniser: tokens that arrive one by one become text that never changes once given out.
+"""Detokenizer: a stream of tokens to text that never changes once returned.
 
-In: ids. Out: new stable text; a character whose bytes are not all there is held back. The pieces
-given out, `flush` included, join to exactly `Tokenizer.decode` of all ids.
+In: ids. Out: new stable text; a character with missing bytes is held back. The returned pieces,
+including `flush`, join to exactly `Tokenizer.decode` of all ids.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Detokeniser:
         self._given = 0
 
     def push(self, ids: Iterable[int]) -> str:
-        """Take further ids; return the text that is certain now and was not before."""
+        """Add ids; return newly stable text."""
         if self._bytes is None:
             self._ids += [int(i) for i in ids if not self._skips(int(i))]
             return self._window(final=False)
@@ -57,7 +57,7 @@ class Detokeniser:
 
 
 class StopMatcher:
-    """Finds stop strings in text that arrives in pieces. A pure function of the joined text."""
+    """Finds stop strings in streamed text. A pure function of the joined text."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
@@ -65,8 +65,7 @@ class StopMatcher:
         self._tail = ""
 
     def push(self, text: str) -> str | None:
-        """Take further text; return the stop string that ends first in it, the longest of those, or
-        None."""
+        """Add text; return the stop string that ends first in it, the longest of those, or None."""
         window = self._tail + text
         ends = [
             (window.find(stop) + len(stop), -len(stop), stop)

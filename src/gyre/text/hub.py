@@ -1,8 +1,7 @@
 """Hub tokenizers: folders and names that transformers loads. In: a folder or name. Out: its
-tokenizer, chat template and end tokens. Nothing of a folder is executed: no Python
-(trust_remote_code=False); its template runs in a process of its own. transformers is imported on
-first use only.
-"""
+tokenizer, chat template and end tokens. No Python of a folder is executed
+(trust_remote_code=False); its template runs in a separate process. transformers is imported on
+first use only."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ class HubTokenizer:
 
 
 def load_hub_tokenizer(folder_or_name: str, *, end_token: str = "") -> HubTokenizer:
-    """Load a tokenizer. `end_token` names the token that ends a turn; "" takes the chat template's.
-    InputError: no such folder or name, files that are not what they should be, no end token."""
+    """Load a tokenizer. `end_token` names the token that ends a turn; "" uses the chat template's.
+    Raises InputError for an unknown folder or name, malformed files, or a missing end token."""
     folder = Path(folder_or_name)
     if not folder.is_dir():
         folder = hub_folder(folder_or_name, PATTERNS, what="tokenizer")
@@ -84,7 +83,7 @@ def _load(folder: Path) -> Any:
 
 
 def _template_of(hub: Any, folder: Path) -> ChatTemplate | None:
-    """The template called "default", where a folder has several; None where it has none."""
+    """Return the template named "default", where a folder has several; None without any."""
     found = hub.chat_template
     source = found.get("default") if isinstance(found, dict) else found
     if not source:
@@ -95,10 +94,10 @@ def _template_of(hub: Any, folder: Path) -> ChatTemplate | None:
 
 
 def _turn_end(hub: Any, template: ChatTemplate | None) -> Iterator[int]:
-    """The token that the template writes after an assistant's turn, where that is one token of the
-    vocabulary: after a last turn, or else before the user's next one.
+    """Return the token that the template writes after an assistant's turn, if it is a single
+    vocabulary token. It follows the last turn, or else precedes the user's next one.
 
-    Of base models it differs from eos_token, which ends documents: <|im_end|> and <|endoftext|> of
+    In base models it differs from eos_token, which ends documents: <|im_end|> and <|endoftext|> of
     Qwen.
     """
     if template is None:
@@ -119,9 +118,11 @@ def _turn_end(hub: Any, template: ChatTemplate | None) -> Iterator[int]:
 
 
 def _openers(hub: Any, head: str) -> set[int]:
-    """Tokens that open a turn and so end none: BOS, and the first and last added token of `head`,
-    the text before what the user says. Those between them may end a system message, which the
-    template writes itself."""
+    """Return tokens that open a turn and therefore end none.
+
+    These are BOS, and the first and last added token of `head`, the text before the user's message.
+    Those between them may end a system message, which the template itself writes.
+    """
     added = hub.backend_tokenizer.get_added_tokens_decoder()
     ids = hub.backend_tokenizer.encode(head, add_special_tokens=False).ids
     inside = [i for i in ids if i in added and i != hub.bos_token_id]
@@ -129,7 +130,7 @@ def _openers(hub: Any, head: str) -> set[int]:
 
 
 def _named_ends(hub: Any, folder: Path) -> Iterator[int]:
-    """The tokenizer's end token, then those that the model's files add."""
+    """Return the tokenizer's end token, followed by those that the model's files add."""
     if hub.eos_token_id is not None:
         yield int(hub.eos_token_id)
     for name in ("generation_config.json", "config.json"):

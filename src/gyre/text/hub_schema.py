@@ -1,6 +1,5 @@
-"""Schemas of a tokenizer's files: what we and transformers read of them. In: a folder, or a
-mapping. Out: the settings that are ours, or an InputError that names file and key.
-"""
+"""Schemas of a tokenizer's files: the keys that we and transformers read. In: a folder, or a
+mapping. Out: our settings, or an InputError that names file and key."""
 
 from __future__ import annotations
 
@@ -66,8 +65,8 @@ class Backend(Foreign):
 
 
 class ModelKeys(Foreign):
-    """config.json and generation_config.json: end tokens, and what transformers makes a list of
-    while it loads a tokenizer."""
+    """config.json and generation_config.json: end tokens, and keys that transformers converts to
+    lists while loading a tokenizer."""
 
     num_hidden_layers: Annotated[int, Field(ge=0, le=MOST_LAYERS)] | None = None
     eos_token_id: TokenIds = None
@@ -81,7 +80,7 @@ FILES: tuple[tuple[str, type[Foreign]], ...] = (
 
 
 def check_tokenizer_files(folder: Path) -> TokenizerSettings:
-    """Check those of the files that are there."""
+    """Check the tokenizer files that exist."""
     for name, schema in FILES:
         if (path := folder / name).exists():
             check(read_json(path), schema, str(path))

@@ -1,5 +1,5 @@
-"""Rendering: a problem becomes prompt tokens, a response becomes the tokens to learn. In: text or
-messages. Out: ids.
+"""Rendering: a problem to prompt tokens, a response to target tokens. In: text or messages. Out:
+ids.
 
 The response format is R1's: <think>…</think><answer>…</answer> and the end token.
 """
@@ -25,13 +25,13 @@ def render_prompt(
     system: str = "",
     options: Mapping[str, Any] | None = None,
 ) -> tuple[np.ndarray, str]:
-    """Return (int32 ids, text) up to where the model speaks.
+    """Return (int32 ids, text) up to the model's turn.
 
-    `template` is "chat" (the tokenizer's own; ours writes the prompt and a newline) or a text that
-    holds {prompt}, and {system} where `system` is given. A conversation needs "chat". `system`
-    comes before the prompt's own messages. ConfigError: a template without a place for the prompt
-    or the system message. InputError: `system` beside a system message of the prompt, or a later
-    system message that the chat template leaves out.
+    `template` is "chat" (the tokenizer's own; ours writes the prompt and a newline) or a text with
+    {prompt}, and {system} if `system` is given. A conversation needs "chat". `system` precedes the
+    prompt's messages. Raises ConfigError for a template without a placeholder for the prompt or the
+    system message. Raises InputError for `system` next to a system message of the prompt, or a
+    later system message that the chat template omits.
     """
     check_template(template, system)
     if template == "chat" and (
@@ -50,8 +50,8 @@ def render_texts(
     system: str,
     options: Mapping[str, Any] | None,
 ) -> list[str]:
-    """The text of each prompt. See `render_prompt`. InputError: a system message that would not be
-    shown as given."""
+    """Return the text of each prompt, as `render_prompt` does. Raises InputError for a system
+    message that would not appear as given."""
     if template == "chat":
         conversations = [_conversation(prompt, system) for prompt in prompts]
         _check_later_systems(tokenizer, conversations, options)
@@ -68,8 +68,8 @@ def render_texts(
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str, *, template: str) -> np.ndarray:
-    """int32 ids of a rendered prompt. A chat template writes BOS itself; before another one it is
-    added, unless the template spells it."""
+    """Return int32 ids of a rendered prompt. A chat template writes BOS itself; otherwise it is
+    prepended, unless the template spells it."""
     tokens = tokenizer.encode(text)
     prefix = np.asarray(tokenizer.prefix_ids, dtype=np.int32)
     if template == "chat" or not prefix.size or np.array_equal(tokens[: prefix.size], prefix):
@@ -96,7 +96,7 @@ def check_template(template: str, system: str = "") -> None:
 
 
 def check_system(tokenizer: Tokenizer, options: Mapping[str, Any] | None) -> None:
-    """ConfigError when the chat template leaves a system message out; InputError when it refuses
+    """Raise ConfigError when the chat template omits a system message; InputError when it rejects
     one."""
     if not tokenizer.takes_system(options):
         raise ConfigError(
@@ -124,7 +124,7 @@ def _conversation(prompt: str | Messages, system: str) -> list[Mapping[str, str]
 def _check_later_systems(
     tokenizer: Tokenizer, conversations: Sequence[Messages], options: Mapping[str, Any] | None
 ) -> None:
-    """Many chat templates show a system message in the first place only."""
+    """Check later system messages: many chat templates show only one in the first position."""
     every = {tuple(message["role"] for message in messages) for messages in conversations}
     for roles in sorted(roles for roles in every if "system" in roles[1:]):
         if not tokenizer.takes_system(options, roles=roles):
@@ -146,8 +146,8 @@ def render_example(
     """Return (tokens int32 [T], loss_mask bool [T]): prompt, response, end token; the mask is True
     after the prompt.
 
-    The response is encoded apart from the prompt, as sampling produces it: no token spans the
-    border.
+    The response is encoded separately from the prompt, as sampling produces it: no token spans the
+    boundary.
     """
     response_tokens = tokenizer.encode(response)
     if response_tokens.size == 0 or int(response_tokens[-1]) not in tokenizer.eos_ids:
@@ -158,5 +158,5 @@ def render_example(
 
 
 def r1_response(think: str, answer: str) -> str:
-    """The text that the format checker accepts."""
+    """Return the text that the format checker accepts."""
     return f"<think>{think}</think><answer>{answer}</answer>"

@@ -1,10 +1,9 @@
 """Tokenizer: text to token ids and back, from our own files or from any hub folder with a fast
 tokenizer.
 
-In: a folder, a hub name, or texts to train on. Out: `Tokenizer`. Ours is byte-level BPE whose
-digits (and the minus sign of a number) stand alone, while whole clauses between digits may become
-one token: procedural prompts get short. transformers is imported only for folders that are not
-ours.
+In: a folder, a hub name, or texts to train on. Out: `Tokenizer`. Ours is byte-level BPE. Digits and
+a number's minus sign are separate tokens, while whole clauses between digits may be one token,
+which shortens procedural prompts. transformers is imported only for hub folders.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _ISOLATED = r"[0-9]|-(?=[0-9])|(?<=\b[A-Za-z])[ \n](?=[A-Za-z]\b)"
 
 
 class Tokenizer:
-    """Ids and text of one vocabulary. Read-only after construction."""
+    """Ids and text of one vocabulary. Immutable after construction."""
 
     def __init__(
         self,
@@ -88,12 +87,12 @@ class Tokenizer:
 
     @property
     def end_id(self) -> int:
-        """The token that ends a response that we write."""
+        """The token that ends a rendered response."""
         return self.eos_ids[0]
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits over everything that decides ids: equal for equal behaviour, in any
+        """16 hex digits over everything that determines ids: equal for equal behavior, in any
         process."""
         parts = [
             self.backend.to_str(),
@@ -105,7 +104,8 @@ class Tokenizer:
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of `text` as int32; special tokens spelled in it become their ids, none is added."""
+        """Return the ids of `text` as int32. Special tokens spelled in it become their ids; none is
+        added."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -118,16 +118,16 @@ class Tokenizer:
         return np.asarray(self.backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = False) -> str:
-        """Text of `ids`. `skip_special` leaves out pad and end, never <think> or <answer>. Unknown
-        ids give nothing."""
+        """Return the text of `ids`. `skip_special` omits pad and end, never <think> or <answer>.
+        Unknown ids yield nothing."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
     def piece_bytes(self, token_id: int) -> bytes:
-        """What a token of a byte-level vocabulary adds to the text; b"" for an id without a
-        token."""
+        """Return the bytes that a token of a byte-level vocabulary adds to the text; b"" for an
+        unknown id."""
         assert self.is_byte_level
         if token_id not in self._pieces:
             token = self.backend.id_to_token(token_id)
@@ -137,8 +137,8 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, str]], *, options: Mapping[str, Any] | None = None
     ) -> str:
-        """Text of a conversation up to where the model speaks. `options` go to the chat template of
-        a hub folder."""
+        """Return the text of a conversation up to the model's turn. `options` are passed to the
+        chat template of a hub folder."""
         return self.render_chats([messages], options=options)[0]
 
     def render_chats(
@@ -147,7 +147,7 @@ class Tokenizer:
         *,
         options: Mapping[str, Any] | None = None,
     ) -> list[str]:
-        """As `render_chat`, of several at once, which is faster."""
+        """Render several conversations at once, which is faster than `render_chat` on each."""
         if self._hub is None:
             return [plain_chat(messages) for messages in conversations]
         if self._template is None:
@@ -161,8 +161,8 @@ class Tokenizer:
     def takes_system(
         self, options: Mapping[str, Any] | None = None, *, roles: Sequence[str] = ("system", "user")
     ) -> bool:
-        """Whether the chat template shows each system message of a conversation of these roles;
-        InputError where it refuses one."""
+        """Return whether the chat template shows each system message of a conversation with these
+        roles. Raises InputError if it rejects one."""
         probes = [
             f"{_SYSTEM_PROBE}{i}." if role == "system" else "1" for i, role in enumerate(roles)
         ]
@@ -173,9 +173,12 @@ class Tokenizer:
         return all(probe in text for probe in probes if probe != "1")
 
     def is_longer(self, text: str, num_tokens: int) -> bool:
-        """Whether `text` has surely more than `num_tokens` tokens, without encoding all of it:
-        pieces are encoded until they have twice as many. Encoding costs some 200 times the text in
-        memory, this a piece's share of it."""
+        """Return whether `text` certainly has more than `num_tokens` tokens, without encoding all
+        of it.
+
+        Pieces are encoded until they have twice as many. Encoding takes some 200 times the text's
+        memory, this only a piece's share.
+        """
         found = 0
         for start in range(0, len(text), _PIECE_CHARS):
             found += len(
@@ -187,7 +190,7 @@ class Tokenizer:
         return False
 
     def save(self, folder: str | Path) -> None:
-        """Write files that `load_tokenizer` and transformers.AutoTokenizer read back with the same
+        """Write files that `load_tokenizer` and transformers.AutoTokenizer load with the same
         ids."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -208,7 +211,7 @@ class Tokenizer:
 
 
 def plain_chat(messages: Sequence[Mapping[str, str]]) -> str:
-    """PLAIN_TEMPLATE in Python."""
+    """Render PLAIN_TEMPLATE in Python."""
     return "".join(m["content"] + (END if m["role"] == "assistant" else "\n") for m in messages)
 
 
@@ -220,10 +223,10 @@ def train_tokenizer(
     min_share: float = 0.1,
     style: Style = "clauses",
 ) -> Tokenizer:
-    """Train ours on rendered prompts and responses. A pure function of its arguments.
+    """Train our own tokenizer on rendered prompts and responses. A pure function of its arguments.
 
     `special` holds PAD and END; their ids are 0, 1, … in order. A merge needs `min_share`
-    occurrences per text. Style "qwen2" cuts text into words as that family's readers do; see
+    occurrences per text. Style "qwen2" splits text into words as that family's readers do; see
     QWEN2_CUTS.
     """
     assert PAD in special and END in special and len(set(special)) == len(special)
@@ -264,7 +267,8 @@ def train_tokenizer(
 
 
 def is_misread(tokenizer: Tokenizer, family: str) -> bool:
-    """Whether transformers would give other ids for these files beside a model of that family."""
+    """Return whether transformers would produce other ids from these files next to a model of that
+    family."""
     if family != "qwen2":
         return False
     mine, theirs = (
@@ -274,8 +278,8 @@ def is_misread(tokenizer: Tokenizer, family: str) -> bool:
 
 
 def load_tokenizer(folder_or_name: str | Path, *, end_token: str = "") -> Tokenizer:
-    """Load ours or a hub one from a local folder, else ask the hub for that name. `end_token` names
-    the token that ends a turn, in place of the one that the chat template writes."""
+    """Load our own or a hub tokenizer from a local folder, or a hub name. `end_token` names the
+    token that ends a turn, in place of the one that the chat template writes."""
     folder = Path(folder_or_name).expanduser()
     if not folder.is_dir():
         in_folder_of_ours = len(folder.parts) == 2 and folder.parent.is_dir()
@@ -332,7 +336,7 @@ def _all_templates(by_name: Any) -> str:
 
 
 def _prefix_ids(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """What the vocabulary's own rule puts before a text: BOS, or nothing. What it puts after one is
+    """Return the ids that the vocabulary's own rule prepends to a text: BOS, or none. Its suffix is
     not ours to add."""
     whole, bare = (backend.encode("a", add_special_tokens=special).ids for special in (True, False))
     for start in range(len(whole) - len(bare) + 1):
@@ -342,7 +346,7 @@ def _prefix_ids(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
 
 
 def _bare_backend(style: Style) -> tokenizers.Tokenizer:
-    """How text is cut before merges, with no vocabulary yet."""
+    """Return the pre-tokenization, without a vocabulary."""
     backend = tokenizers.Tokenizer(models.BPE())
     if style == "qwen2":
         backend.normalizer = normalizers.NFC()
@@ -379,8 +383,8 @@ def _own_config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _unmark_tags(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Keep <think> and friends when special tokens are skipped: rewards read them. The trainer
-    marks all of them."""
+    """Keep <think> and the other tags when special tokens are skipped: rewards read them. The
+    trainer marks all of them."""
     state = json.loads(backend.to_str())
     for token in state["added_tokens"]:
         token["special"] = token["content"] in (PAD, END)
@@ -388,8 +392,8 @@ def _unmark_tags(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def _byte_level_table() -> dict[str, int]:
-    """Character → byte of the byte-level alphabet: printable Latin-1 stands for itself, the rest is
-    moved up."""
+    """Return character → byte of the byte-level alphabet: printable Latin-1 maps to itself, the
+    rest is shifted up."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -403,8 +407,8 @@ _BYTE_OF = _byte_level_table()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """As the ByteLevel decoder does: by the alphabet, or as it is spelled when a character is not
-    in the alphabet."""
+    """Decode as the ByteLevel decoder does: by the alphabet, or literally when a character is
+    outside it."""
     if all(character in _BYTE_OF for character in token):
         return bytes(_BYTE_OF[character] for character in token)
     return token.encode("utf-8")

@@ -1,5 +1,5 @@
-"""Trainer config: how a policy is updated and when its state is saved. In: TOML tables `[trainer]`,
-`[snapshot]`. Out: frozen sections. No torch here."""
+"""Trainer config: optimization and snapshots. In: TOML tables `[trainer]`, `[snapshot]`. Out:
+frozen sections. No torch here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HIGH_RATE = 0.02  # the standard deviation that weights begin with
 
 
 class TrainerConfig(Section):
-    """How the optimiser runs over the batches of a stage."""
+    """Optimization of a stage."""
 
     steps: int = Field(default=100, ge=1)
     """Loop steps of the stage; the learning-rate schedule ends with them."""
@@ -134,7 +134,7 @@ class TrainerConfig(Section):
 
 
 def refuse_cut(model: str, *, zero: int, ranks: int) -> None:
-    """ConfigError for a model of `offload_parameters` whose weights are cut over ranks."""
+    """Raise ConfigError for a sharded model with `offload_parameters`."""
     if zero >= 2 and ranks > 1:
         raise ConfigError(
             f"trainer.offload_parameters names '{model}', whose weights parallel.zero = {zero} "
@@ -147,7 +147,7 @@ def refuse_cut(model: str, *, zero: int, ranks: int) -> None:
 
 
 class SnapshotConfig(Section):
-    """When the resumable state is written and how many are kept."""
+    """When resumable state is written and how many snapshots are kept."""
 
     every_steps: int = Field(default=20, ge=0)
     """Loop steps between snapshots; 0 writes one at the end of a stage only."""

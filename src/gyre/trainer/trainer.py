@@ -1,10 +1,10 @@
-"""NativeTrainer: actor, critic, reference and reward model in this process.
-Past 500 lines: one object implements PolicyTrainer and MemoryTenant over the same models. In:
-unpacked batches. Out: new weights, log-probs, values, scores.
+"""NativeTrainer: actor, critic, reference and reward model in this process. Past 500 lines: one
+object implements PolicyTrainer and MemoryTenant over the same models. In: unpacked batches. Out:
+new weights, log-probs, values, scores.
 
-Every objective goes through one loop: for each epoch, for each update, for each chunk: forward,
-loss, backward; then clip, AdamW, version + 1. Torch work runs on the compute thread that the
-constructor is given; `register`, `snapshot`, `restore`, `move` are called on it.
+Every objective uses one loop: for each epoch, update and micro-batch run forward, loss and
+backward; then clip, AdamW, version + 1. Torch work runs on the constructor's compute thread;
+`register`, `snapshot`, `restore` and `move` are called on it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from gyre.weights.tensor_source import LiveTensors, TensorSource
 
 
 class NativeTrainer:
-    """Trains `decoder` in place: an engine that reads the same Decoder has each new version at
+    """Trains `decoder` in place: an engine that shares the Decoder sees each new version at
     once."""
 
     def __init__(
@@ -98,20 +98,28 @@ class NativeTrainer:
         trace_folder: Path | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`head` continues a reward model under objective rm; `critic` one under ppo: without them
-        the head starts at zero and the critic's trunk as a copy of the actor. `reward_model` is
-        what evaluate(…, "reward") asks. `weights` fill a decoder on the meta device, and what
-        begins like it (reference, critic); without them it is blank, and nothing but `restore` may
-        follow. `reward_weights` fill a reward model on the meta device. `shared` goes into the
-        manifest: the engine reads this trainer's own weights. `disk_folder` gives components a disk
-        tier; `parked` ones leave the device as soon as they are made. `logprobs` is how actor and
-        reference compute a chunk's log-probs, if not as usual. `group`: the ranks that train
-        together (`distributed.init.join`). Each has a NativeTrainer made with the same arguments
-        and weights, and every rank calls every method, with the same global batch. `parallel` says
-        how their models lie over them. `peak_flops`: of the device per second in the compute dtype,
-        for MFU. `trace_folder`: where the first rank puts the traces that the config asks for.
-        `progress` is called, beside the layers that run, while a step does what can take minutes
-        without one: an update of offloaded state, the writing of a trace."""
+        """Allocate the models and their state.
+
+        `head` resumes a reward model under objective rm; `critic` one under ppo. Without them the
+        head starts at zero and the critic's trunk as a copy of the actor. evaluate(…, "reward")
+        runs `reward_model`.
+
+        `weights` fill a meta-device decoder and the models initialized from it (reference, critic).
+        Without them it stays uninitialized until `restore`, the only valid next call.
+        `reward_weights` fill a meta-device reward model.
+
+        `shared` is stored in the manifest: the engine reads this trainer's weights. `disk_folder`
+        gives components a disk tier; `parked` ones leave the device once allocated. `logprobs`
+        overrides how actor and reference compute a micro-batch's log-probs.
+
+        `group`: the ranks that train together (`distributed.init.join`). Each has a NativeTrainer
+        with equal arguments and weights, and calls every method with the same global batch.
+        `parallel` sets the layout of the models over them.
+
+        `peak_flops`: FLOPs per second of the device in the compute dtype, for MFU. `trace_folder`:
+        where the first rank writes configured traces. `progress` is called during steps that take
+        minutes without running layers: updates of offloaded state, writing a trace.
+        """
         self._objective, self._config, self._seed = objective, config, seed
         self._compute, self._emit, self._shared = compute, emit, shared
         self._all_ranks = group or alone(decoder.device)
@@ -179,8 +187,8 @@ class NativeTrainer:
         logprobs: ChunkLogprobs | None,
         progress: Callable[[], None],
     ) -> None:
-        """Make the models that a snapshot holds. The actor last: what begins like it reads it
-        before it is cut."""
+        """Create the models that a snapshot contains. The actor comes last: models initialized from
+        it read it before it is sharded."""
         first = weights if is_blank(decoder) else LiveTensors(dict(decoder.named_parameters()))
         config, tenancy, reference, learner = self._config, self._tenancy, None, None
         make = partial(
@@ -230,13 +238,13 @@ class NativeTrainer:
         )
 
     async def close(self) -> None:
-        """Free everything but the actor's compute weights and the reward model, which belong to the
-        caller."""
+        """Free everything but the actor's compute weights and the reward model, which the caller
+        owns."""
         await asyncio.get_running_loop().run_in_executor(self._compute, self._close)
 
     def register(self) -> tuple[Manifest, Mapping[str, Any]]:
-        """The version and its tensors, or, where no rank holds them whole, a ShardSource to gather
-        them from."""
+        """Return the version and its tensors, or a ShardSource that gathers them where no rank has
+        them whole."""
         self._assert_filled()
         actor = self._models.actor
         if not actor.split.shards_weights:
@@ -266,7 +274,7 @@ class NativeTrainer:
 
     def snapshot(self) -> Mapping[str, Any]:
         """Return {"tensors": copies of this rank's Parts by key, "state": JSON-able}. The parts of
-        all ranks together are the whole, each number once."""
+        all ranks together contain each number once."""
         taken = self.live_snapshot()
         parts = {
             key: replace(part, values_N=_host_copy(part.values_N))
@@ -275,10 +283,9 @@ class NativeTrainer:
         return {"tensors": parts, "state": taken["state"]}
 
     def live_snapshot(self, no_longer_read: Callable[[], None] | None = None) -> Mapping[str, Any]:
-        """As `snapshot`, but the parts are read where each component lies, on whatever tier, and
-        are valid until an update, a restore or a move changes them. It is preceded by
-        `no_longer_read`, which returns when it may. Moves nothing; asks no other rank for
-        anything."""
+        """Return a snapshot whose parts are read in place, on any tier. They are valid until an
+        update, a restore or a move. Each of these first calls `no_longer_read`, which blocks until
+        reading is done. Moves nothing and needs no other rank."""
         self._assert_filled()
         parts: dict[str, Part] = {}
         components: dict[str, list[Holding]] = {}
@@ -307,9 +314,9 @@ class NativeTrainer:
         return {"tensors": parts, "state": state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `snapshot` returned, on every rank: "tensors" is a PartSource, or the
-        Parts of all ranks that took it, however many. SnapshotError, with nothing changed, if it is
-        of another model or objective."""
+        """Resume from the result of `snapshot`, on every rank. "tensors" is a PartSource, or the
+        Parts of all ranks that took it, any number. Raises SnapshotError, with nothing changed, for
+        another model or objective."""
         tensors, numbers = state["tensors"], state["state"]
         source: PartSource = (
             HeldParts(tensors.values()) if isinstance(tensors, Mapping) else tensors
@@ -369,11 +376,11 @@ class NativeTrainer:
 
     @property
     def head(self) -> ScalarHead | None:
-        """The actor's scalar head under objective rm, which an export holds too."""
+        """The actor's scalar head under objective rm, which exports include."""
         return self._models.actor.head
 
     def step_now(self, batch: TrainBatch) -> StepReport:
-        """The body of `step`."""
+        """Run `step` on the calling thread."""
         self._assert_filled()
         # The trace lies around the rest: while it is written no other rank waits for this one.
         with self._tracer.around(batch.step), self._all_ranks.guard(f"step {batch.step}"):
@@ -402,7 +409,8 @@ class NativeTrainer:
         return replace(report, metrics={**metrics, **report.metrics}, measured=measured)
 
     def _step(self, batch: TrainBatch) -> tuple[StepReport, StepStats]:
-        """The report says what the plan says; the totals are this rank's."""
+        """Run one step. Counts in the report cover the plan of all ranks; the totals are this
+        rank's."""
         self._tenancy.need("actor.", "critic.")
         self._drop_leftovers()
         sequences, plan = self._evaluator.complete(batch)
@@ -436,7 +444,8 @@ class NativeTrainer:
         return report, totals
 
     def _update(self, update: Update, factor: float, totals: StepStats, step: int) -> None:
-        """One optimiser update of every learner, or of none when a gradient is not finite."""
+        """Run one optimizer update of every trained model, or of none when a gradient is not
+        finite."""
         scale = 1.0 if self._loss_scale is None else self._loss_scale.factor
         self._has_gradients = True
         given = self._models, self._objective, update.chunks, update.denominator
@@ -470,7 +479,8 @@ class NativeTrainer:
         self._version += 1
 
     def _follow_loss_scale(self, finite: bool, step: int) -> None:
-        """The gradient norm is the same on all ranks, and so is what follows from it."""
+        """Adjust the loss scale. The gradient norm, and therefore the result, is equal on all
+        ranks."""
         if self._loss_scale is None:
             return
         left, self._loss_scale = self._loss_scale, self._loss_scale.after(finite=finite)
@@ -480,7 +490,7 @@ class NativeTrainer:
             )
 
     def _follow_policy(self, step: int) -> None:
-        """Renew the reference when that is due, wherever it is parked."""
+        """Update the reference when due, on any tier."""
         due = self._reference.due(self._steps_done) if self._reference is not None else None
         if self._reference is None or due is None:
             return
@@ -491,8 +501,8 @@ class NativeTrainer:
             self._emit("trainer.reference_refreshed", step=step, version=self._version)
 
     def _moved(self) -> dict[str, float]:
-        """What offloading moved and waited for since the last step, on this rank; empty without
-        it."""
+        """Return this rank's offload transfers and waits since the last step; empty without
+        offloading."""
         taken = [
             learner.home.take_traffic()
             for learner in self._models.learners
@@ -508,7 +518,7 @@ class NativeTrainer:
         }
 
     def _drop_leftovers(self) -> None:
-        """Of a step or an evaluation that was cut short."""
+        """Free the leftovers of an interrupted step or evaluation."""
         for learner in self._models.learners:
             learner.let_go()
         if self._has_gradients:
@@ -539,23 +549,23 @@ class NativeTrainer:
     # ----------------------------------------------------------------------------------------------
 
     def evaluate_now(self, batch: TrainBatch, which: Which) -> Evaluation:
-        """The body of `evaluate`."""
+        """Run `evaluate` on the calling thread."""
         self._assert_filled()
         with self._all_ranks.guard(f"evaluation of '{which}'"), self._meter.working():
             return self._evaluator.evaluate(batch, which)
 
     def snapshot_bytes(self) -> int:
-        """Of this rank's part of a snapshot."""
+        """Return the bytes of this rank's part of a snapshot."""
         sizes = [holding.sizes_bytes() for holding in self._holdings()]
         return sum(padded(size) for found in sizes for size in found)
 
     def _holdings(self) -> list[Holding]:
-        """Everything that a snapshot holds, and this rank of it."""
+        """Return this rank's share of everything in a snapshot."""
         found = [holding for learner in self._models.learners for holding in learner.holdings()]
         return found + (self._reference.holdings() if self._reference is not None else [])
 
     def _refuse_another(self, numbers: Mapping[str, Any]) -> None:
-        """SnapshotError if a snapshot is of another objective or model."""
+        """Raise SnapshotError if a snapshot belongs to another objective or model."""
         if numbers["objective"] != self._objective.kind:
             raise SnapshotError(
                 f"the snapshot is of objective '{numbers['objective']}', this run has "

@@ -1,10 +1,10 @@
 """Build: the C sources of this folder as one shared library per dtype and instruction set. In: the
 system's C compiler. Out: a loaded library, or Unavailable with the reason.
 
-The processor has its say once: the first of INSTRUCTION_SETS that it and the compiler have is
-taken. A library is compiled once and kept in the user's cache folder under a name that holds the
-instruction set and a hash of the sources, the compiler, its flags and the processor. It is built
-aside and renamed, so that processes may race.
+The processor decides once: the first of INSTRUCTION_SETS that it and the compiler support. A
+library is compiled once and cached in the user's cache folder. Its name contains the instruction
+set and a hash of the sources, compiler, flags and processor. It is built in a temporary file and
+renamed, so that processes may race.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ COMPILERS = ("cc", "gcc", "clang")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstructionSet:
-    """What lanes.h is compiled for. `features` are the processor's; the compiler names them by
-    macros."""
+    """The target of lanes.h. `features` are the processor's; the compiler names them by macros."""
 
     name: str
     features: tuple[str, ...]
@@ -61,21 +60,21 @@ INSTRUCTION_SETS = (  # best first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unavailable:
-    """Why there is no library."""
+    """Reason for a missing library."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledLibrary:
-    """A loaded library, and what it was compiled for."""
+    """A loaded library and its target."""
 
     functions: ctypes.CDLL
     instructions: InstructionSet
 
 
 def choose_instructions(macros: frozenset[str]) -> InstructionSet | Unavailable:
-    """Return the best set of which the processor has all, by what its compiler defines."""
+    """Return the best set that the processor fully supports, from its compiler's macros."""
     found = next((one for one in INSTRUCTION_SETS if not one.missing(macros)), None)
     if found is not None:
         return found
@@ -97,8 +96,8 @@ def cache_folder() -> Path:
 def load(
     source: str, *, bf16: bool, instructions: InstructionSet | None = None
 ) -> CompiledLibrary | Unavailable:
-    """Return the library of one C file, compiling it where the cache has none. `instructions`: the
-    processor's best if not said."""
+    """Return the library of one C file, compiled if not cached. `instructions` defaults to the
+    processor's best."""
     compiler = find_compiler()
     if compiler is None:
         return Unavailable(reason=f"there is no C compiler (looked for {', '.join(COMPILERS)})")
@@ -124,7 +123,7 @@ def load(
 
 @functools.cache
 def _macros(compiler: str) -> frozenset[str]:
-    """What the compiler defines for this processor."""
+    """Return the compiler's macros for this processor."""
     command = [compiler, "-march=native", "-dM", "-E", "-x", "c", os.devnull]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE_S)
     return frozenset(
@@ -145,7 +144,7 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """Return the processor properties that -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -155,8 +154,8 @@ def _processor() -> str:
 
 
 def _threads_library() -> Path | None:
-    """The OpenMP runtime that torch brings and has loaded, so that there is one team of threads and
-    not two."""
+    """Return the OpenMP runtime that torch has loaded, so that there is one thread team instead of
+    two."""
     found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     return found[0] if found else None
 

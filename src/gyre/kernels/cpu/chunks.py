@@ -1,7 +1,6 @@
-"""Chunks: the C kernels of the trainer, on tensors. In: rows of a packed chunk on a CPU. Out: new
-tensors. Each of these does the same by torch where `chunks_for` says None: in float64, at widths
-that are no whole vectors, without a compiler.
-"""
+"""Chunks: the trainer's C kernels, on tensors. In: rows of a packed micro-batch on a CPU. Out: new
+tensors. The callers use torch instead where `chunks_for` returns None: in float64, at widths that
+are not whole vectors, without a compiler."""
 
 # T tokens, E features of a row, R = (H + 2K)·D rows of qkv, J = H + K heads that turn, M mlp size,
 # V vocabulary, N rows, W threads
@@ -48,8 +47,8 @@ class CAttention(ctypes.Structure):
 
 
 def chunks_for(tensor: Tensor, *widths: int, unit: int = WHOLE) -> ChunkKernels | None:
-    """The kernels for rows like these, whose widths must be whole vectors; None where torch does
-    the work."""
+    """Return the kernels for rows like these, whose widths must be whole vectors; None where torch
+    is used."""
     if (
         tensor.device.type != "cpu"
         or tensor.dtype not in DTYPES
@@ -71,7 +70,7 @@ def load_chunks(
 
 
 class ChunkKernels:
-    """The functions of trainer.c for one dtype. None of them finds an `amax`."""
+    """The functions of trainer.c for one dtype. None of them computes `amax`."""
 
     def __init__(self, built: CompiledLibrary) -> None:
         library, self.instructions = built.functions, built.instructions
@@ -91,7 +90,8 @@ class ChunkKernels:
         self._library = library
 
     def _call(self, name: str, *arguments: Tensor | float | None) -> None:
-        """Tensors go by their addresses, and live until the function is done with them."""
+        """Call a function with the tensors' addresses and keep the tensors alive until it
+        returns."""
         for tensor in arguments:
             assert not isinstance(tensor, Tensor) or tensor.is_contiguous(), (
                 name,
@@ -106,7 +106,7 @@ class ChunkKernels:
     def norm(
         self, x_TE: Tensor, weight_E: Tensor, eps: float, amax: Amax | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the normed rows and rstd with a last axis of 1."""
+        """Return the normalized rows and rstd with a last axis of 1."""
         x_TE = x_TE.contiguous()
         y_TE, width = torch.empty_like(x_TE), x_TE.shape[-1]
         rstd_T1 = torch.empty(*x_TE.shape[:-1], 1, dtype=torch.float32)
@@ -152,7 +152,7 @@ class ChunkKernels:
         heads: tuple[int, int],
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return q_THD and k_TKD, normed and turned, and rstd_TJ1."""
+        """Return q_THD and k_TKD, normalized and rotated, and rstd_TJ1."""
         tokens, dim = len(qkv_TR), cos_T1D.shape[-1]
         q_THD, k_TKD = (torch.empty(tokens, count, dim, dtype=qkv_TR.dtype) for count in heads)
         rstd_TJ1 = (
@@ -212,7 +212,7 @@ class ChunkKernels:
     def silu_backward(
         self, grad_TM: Tensor, gate_up_T2M: Tensor, amax: Amax | None = None
     ) -> tuple[Tensor, None]:
-        """Return the gradient of gate_up. It does not make the product again."""
+        """Return the gradient of gate_up, without recomputing the product."""
         grad_gate_up_T2M, grad_TM = torch.empty_like(gate_up_T2M), grad_TM.contiguous()
         self._call("gyre_silu_backward", *grad_TM.shape, grad_TM, gate_up_T2M, grad_gate_up_T2M)
         return grad_gate_up_T2M, None
@@ -238,7 +238,7 @@ class ChunkKernels:
         entropy_N: Tensor | None,
         start: int,
     ) -> None:
-        """Overwrite logits of the whole vocabulary by their gradient, made from
+        """Overwrite logits of the whole vocabulary by their gradient, computed from
         `kernels.logprobs.Slopes`."""
         assert start == 0
         rows = (
@@ -308,7 +308,7 @@ class ChunkKernels:
 def attention_record(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, out_THD: Tensor, log_total_TH: Tensor
 ) -> CAttention:
-    """q and k are dense; values may be a part of wider rows."""
+    """Build the attention record. q and k are dense; values may be part of wider rows."""
     assert (
         q_THD.is_contiguous()
         and k_TKD.is_contiguous()

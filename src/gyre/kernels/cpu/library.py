@@ -1,6 +1,5 @@
-"""Library: the C kernels' records and functions, as ctypes sees them. In: a dtype; an instruction
-set, where not the processor's best is wanted. Out: DecoderLibrary, or Unavailable.
-"""
+"""Library: the C kernels' structs and functions in ctypes. In: a dtype; an instruction set other
+than the processor's best, if wanted. Out: DecoderLibrary, or Unavailable."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""AdamW in one pass over float32 weights, gradients and moments that lie in any number of places,
-in Triton. In: parts, each four tensors of one length. Out: the same, in place; gradients are zero
-afterwards; where asked, the largest number of each part's new weights.
+"""AdamW in one pass over float32 weights, gradients and moments in any number of buffers, in
+Triton. In: parts, each four tensors of one length. Out: the same, updated in place, with zeroed
+gradients; optionally the largest magnitude of each part's new weights.
 
-One launch updates all parts: a rank has some hundreds of shards, and to launch each costs the host
-more than updating it costs the device once eight ranks share the work. A program finds its part in
-a table of addresses.
+One launch updates all parts. A rank has some hundreds of shards; with eight ranks per host,
+launching each separately costs more than the updates. A program looks up its part in a table of
+addresses.
 """
 
 # N numbers of a part, P parts, C columns of the table
@@ -41,8 +41,8 @@ def adamw(
     num_updates: int,
     find_largest: bool = False,
 ) -> Tensor | None:
-    """One update, the `num_updates`-th. Reads and writes 16 bytes per number. With `find_largest`
-    the largest absolute number of each part's new weights, float32, [P]."""
+    """Apply the `num_updates`-th update. Reads and writes 16 bytes per number. With `find_largest`
+    returns the largest magnitude of each part's new weights, float32, [P]."""
     counts = np.array([part[0].numel() for part in parts], dtype=np.int64)
     for part in parts:
         assert all(
@@ -89,7 +89,7 @@ def adamw(
 
 @triton.jit
 def _at(entry_ptr, offs, WIDE: tl.constexpr, WIDE_BYTES: tl.constexpr):
-    """Numbers of the part whose address stands there."""
+    """Return a pointer to numbers of the part at that address."""
     found = tl.load(entry_ptr).to(tl.pointer_type(tl.float32)) + offs
     if WIDE:
         found = tl.multiple_of(found, [WIDE_BYTES])

@@ -2,11 +2,11 @@
 queries, a layer's pages, the block table, a work list. Out: attended heads. Oracle:
 reference_kernels.paged_attention.
 
-The keys of a sequence are cut into pieces of a fixed size, so that what is added in which order
-depends on the sequence alone (flash-decoding, Dao et al. 2023, with a fixed piece instead of a
-fixed count). The host lists the pieces; a fixed number of programs walks the list, so that one CUDA
-graph serves any lengths. A sequence of one piece is done at once; those of more are joined by a
-second kernel.
+The keys of a sequence are split into pieces of a fixed size, so that the order of addition depends
+on the sequence alone. This is flash-decoding (Dao et al. 2023) with a fixed piece size instead of a
+fixed count. The host lists the pieces; a fixed number of programs processes the list, so that one
+CUDA graph serves any lengths. A sequence of one piece is finished directly; a second kernel joins
+longer ones.
 """
 
 # B sequences, H heads, K kv heads, G = H / K, D head dim, I pieces of the work list, R rows of the
@@ -31,8 +31,7 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecodeWork:
-    """Where the sequences lie and how they are cut. Device tensors with fixed addresses; all
-    int32."""
+    """The sequences and their pieces. Device tensors with fixed addresses; all int32."""
 
     row_B: Tensor  # row of the block table
     # position of the query, whose own key is in the pages; -1: padding, answered with zeros
@@ -44,7 +43,7 @@ class DecodeWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecodeScratch:
-    """What the pieces leave for the second kernel."""
+    """Partial results of the pieces for the second kernel."""
 
     out_IHD: Tensor  # float32
     weight_IH: Tensor  # float32, log2 of the piece's softmax sum

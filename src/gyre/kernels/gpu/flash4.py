@@ -1,7 +1,6 @@
 """FlashAttention-4, where the package flash-attn-4 is installed. For prompt chunks: queries, a
-layer's pages and a block table in, attended heads out; it reads pages fastest when they are its key
-tiles. For training: packed sequences in, attended heads out, under autograd.
-"""
+layer's pages and a block table in, attended heads out. It is fastest when the page size is its key
+tile. For training: packed sequences in, attended heads out, under autograd."""
 
 # T tokens, C chunks, H heads, K kv heads, D head dim, P pages per row
 
@@ -44,7 +43,7 @@ def find_flash4() -> Flash4 | None:
         lengths_C: Tensor,
         longest_chunk: int,
     ) -> Tensor:
-        """Chunk c holds the last queries of a sequence of lengths_C[c] keys."""
+        """Attend. Chunk c holds the last queries of a sequence of lengths_C[c] keys."""
         result = flash_attn_varlen_func(
             q_THD,
             pages[:, 0].transpose(1, 2),
@@ -61,12 +60,11 @@ def find_flash4() -> Flash4 | None:
 
 
 def make_training_flash4() -> TrainingFlash4:
-    """Return causal attention of packed sequences, each to itself. It compiles on its first
-    call."""
+    """Return causal attention within each packed sequence. It compiles on its first call."""
     from flash_attn.cute import flash_attn_varlen_func  # an optional package
 
     def attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, offsets: Tensor, bound: int) -> Tensor:
-        """No sequence is longer than `bound`."""
+        """Attend. No sequence is longer than `bound`."""
         found = flash_attn_varlen_func(
             q_THD,
             k_TKD,

@@ -1,9 +1,9 @@
 """8-bit operands of matrix products, in Triton. In: rows in BF16, FP16 or FP32. Out: their largest
 absolute number; the rows scaled, rounded and, where asked, transposed.
 
-Each kernel reads its input once; rows and columns come from the same reading. The largest number is
-found by atomics, which is exact in any order; kernels of `training` and `adamw` that write an
-operand find it by the same two functions as they go.
+Each kernel reads its input once, for rows and columns together. Atomics find the largest magnitude,
+which is exact in any order. Kernels of `training` and `adamw` that write an operand use the same
+two functions.
 """
 
 # N rows, K features of a row, M rows padded with zeros to a multiple of 16
@@ -34,7 +34,7 @@ class Float8Kernels:
     def quantise(
         x_NK: Tensor, amax: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """Return rows_NK, columns_KM (None where not asked for) and the inverse of the scale."""
+        """Return rows_NK, columns_KM (None unless requested) and the inverse of the scale."""
         # Triton 3.6 transposes such a tile wrongly: odd features are lost
         if columns and x_NK.dtype == torch.float32:
             rows_NK, _, inverse = Float8Kernels.quantise(
@@ -70,7 +70,7 @@ class Float8Kernels:
 
     @staticmethod
     def transposed(data_NK: Tensor) -> Tensor:
-        """As columns_KM."""
+        """Return columns_KM, as `quantise` does."""
         (count, width), longer = data_NK.shape, triton.cdiv(len(data_NK), MULTIPLE) * MULTIPLE
         columns_KM = torch.empty(width, longer, dtype=data_NK.dtype, device=data_NK.device)
         _transposed[(triton.cdiv(longer, TILE), triton.cdiv(width, TILE))](
@@ -97,18 +97,20 @@ def _largest(x_ptr, amax_ptr, count, BLOCK: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def sizes(x):
-    """|x|, or 0 of what is no number: in 8 bits it is none either, whatever the scale."""
+    """Return |x|, or 0 for NaN, which stays NaN in 8 bits under any scale."""
     size = tl.abs(x.to(tl.float32))
     return tl.where(size == size, size, 0.0)
 
 
 @triton.jit
 def raise_to(amax_ptr, found):
-    """Raise the cell to the largest of these sizes. It is looked at first, past the
-    multiprocessor's own cache: it only grows, so soon few programs have more, and an old number
-    costs a needless atomic. Without the look, the atomics of tens of thousands of programs on one
-    cell took as long as half of their kernel. Nobody reads the cell before the kernel ends, so
-    nothing is fenced."""
+    """Raise the cell to the largest of these magnitudes.
+
+    The cell is read first, bypassing the multiprocessor's cache. It only grows, so soon few
+    programs exceed it, and a stale value costs only a needless atomic. Without the read, tens of
+    thousands of atomics on one cell took as long as half of their kernel. The cell is not read
+    before the kernel ends, so no fence is needed.
+    """
     most = tl.max(found)
     if most > tl.load(amax_ptr, cache_modifier=".cg"):
         tl.atomic_max(amax_ptr, most, sem="relaxed")

@@ -1,10 +1,10 @@
-"""Matrix products whose rows do not depend on the rows beside them, in Triton. In: activations, a
-weight, perhaps a bias or a residual. Out: products. Oracle: torch.nn.functional.linear.
+"""Matrix products whose rows do not depend on other rows, in Triton. In: activations, a weight,
+optionally a bias or a residual. Out: products. Oracle: torch.nn.functional.linear.
 
-A library picks another kernel, and so another order of addition, for another number of rows. Here
-every shape of tile adds along the columns in the same order, sixteen at a time, into one float32
-accumulator per element (always by the 64-row instruction of Hopper's tensor cores), and nothing is
-split along them. So the tile may follow the number of rows and no bit does.
+A library selects another kernel, and so another order of addition, for another number of rows. Here
+every tile shape adds along the columns in the same order. It adds sixteen at a time into one
+float32 accumulator per element, by Hopper's 64-row instruction, and never splits the columns. The
+tile may therefore follow the number of rows without changing a bit.
 """
 
 # M rows, N columns of the product, K columns of the input

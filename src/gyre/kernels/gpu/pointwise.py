@@ -1,8 +1,7 @@
-"""Everything between the matrix products of an inference pass, in Triton: norm, per-head norm +
-rotation + KV write, gated activation, page bookkeeping. In: activations. Out: activations; keys and
-values in their pages. Oracles: kernels.norm, kernels.rope, kernels.silu; each step rounds where
-those round.
-"""
+"""Pointwise operations between the matrix products of an inference pass, in Triton: norm, per-head
+norm + rotation + KV write, gated activation, page bookkeeping. In: activations. Out: activations;
+keys and values in their pages. Oracles: kernels.norm, kernels.rope, kernels.silu; each step rounds
+where those round."""
 
 # T tokens, E hidden size, H heads, K kv heads, J = H + 2K, D head dim, F = D / 2, M mlp size,
 # R table rows, P pages each
@@ -37,7 +36,7 @@ def _rms_norm(x_ptr, weight_ptr, out_ptr, eps, E: tl.constexpr, BLOCK: tl.conste
 
 
 def add_rms_norm(x_TE: Tensor, y_TE: Tensor, weight_E: Tensor, eps: float, out_TE: Tensor) -> None:
-    """x += y, in place; out = norm of that."""
+    """Add y to x in place and write the norm of the sum to `out`."""
     width = x_TE.shape[1]
     block = triton.next_power_of_2(width)
     _add_rms_norm[(len(x_TE),)](
@@ -95,9 +94,9 @@ def turn_and_write(
     num_heads: int,
     eps: float,
 ) -> None:
-    """Norm (where weights are given) and turn the query heads in place; norm and turn the keys and
-    write them and the values to their slots. Tokens with a negative position are padding and write
-    nothing."""
+    """Normalize (where weights are given) and rotate the query heads in place. Normalize and rotate
+    the keys, and write them and the values to their slots. Tokens with a negative position are
+    padding and write nothing."""
     num_kv, page_tokens, head_dim = pages.shape[2:]
     weights = (q_norm_D, k_norm_D) if q_norm_D is not None else (qkv_TJD, qkv_TJD)
     _turn_and_write[(len(qkv_TJD), num_heads // num_kv + 1)](
@@ -141,7 +140,7 @@ def _turn_and_write(
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Program (t, g): K query heads from g · K on; the last g does keys and values."""
+    """Run program (t, g): K query heads from g · K; the last g handles keys and values."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     # attention may get ready meanwhile; it waits for our end before it reads
     gdc_launch_dependents()
@@ -194,7 +193,7 @@ def _turn_and_write(
 
 
 def enter_pages(table_RP: Tensor, entries_3N: Tensor) -> None:
-    """table[entries[0], entries[1]] = entries[2]."""
+    """Set table[entries[0], entries[1]] = entries[2]."""
     count = entries_3N.shape[1]
     _enter_pages[(triton.cdiv(count, 256),)](
         table_RP, entries_3N, table_RP.stride(0), count, BLOCK=256

@@ -1,10 +1,10 @@
-"""Prefill attention over KV pages in Triton: chunks of prompts, causal, their keys in the pages
-already. In: queries of all chunks in a row, a layer's pages, the block table, a tile list. Out:
-attended heads. Oracle: reference_kernels.paged_attention.
+"""Prefill attention over KV pages in Triton: prompt chunks, causal, with keys already in the pages.
+In: queries of all chunks in a row, a layer's pages, the block table, a tile list. Out: attended
+heads. Oracle: reference_kernels.paged_attention.
 
 FlashAttention-2's loop (Dao 2023, algorithm 1) with one page per round, fetched by the tensor
-memory accelerator. What is added in which order depends on the query's position alone, not on how
-the prompt was cut.
+memory accelerator. The order of addition depends on the query's position alone, not on how the
+prompt was chunked.
 """
 
 # T tokens of all chunks, C chunks, H heads, K kv heads, G = H / K, D head dim, M queries of a tile,

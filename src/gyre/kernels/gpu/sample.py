@@ -1,11 +1,11 @@
-"""Sampling without truncation in Triton: one token per row by inverse CDF, read from the logits
-once. In: logits, inverse temperatures, uniforms. Out: tokens and their log-probs, plain and after
+"""Sampling without truncation in Triton: one token per row by inverse CDF, with one read of the
+logits. In: logits, inverse temperatures, uniforms. Out: tokens and their log-probs, plain and after
 temperature; log-probs of given tokens to the same bits. Oracle: engine.sampling.sampler.choose.
 
-Blocks of the vocabulary leave their maximum and their sums of exponentials; then one program per
-row finds the block in float64 and the token within it. Blocks are fixed, so a row's token does not
-depend on the rows beside it. What a row is normalised by comes from that one program for a given
-token too: a kernel of its own might add in another order.
+Each vocabulary block stores its maximum and its sums of exponentials. One program per row then
+finds the block in float64 and the token within it. Blocks are fixed, so a row's token does not
+depend on other rows. The same program computes the normalizer for given tokens: a separate kernel
+might add in another order.
 """
 
 # N rows of logits, R rows of the engine, V vocabulary, S blocks of the vocabulary
@@ -24,7 +24,7 @@ BLOCK_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleScratch:
-    """What the blocks leave, and what a row is normalised by."""
+    """Partial results of the blocks, and the normalizers of the rows."""
 
     best_NS: Tensor  # float32
     where_NS: Tensor  # int32, the first best token
@@ -66,8 +66,8 @@ def sample(
     logprobs_2N: Tensor,
 ) -> None:
     """Write tokens (int32), also to their rows in `last_R`, and log-probs (float32; after
-    temperature, then plain). An inverse temperature of 0 means greedy: the first best token, with
-    log-prob 0. A row with a logit that is not finite gets a NaN plain log-prob."""
+    temperature, then plain). An inverse temperature of 0 means greedy: the first maximal token,
+    with log-prob 0. A row with a non-finite logit gets a NaN plain log-prob."""
     num_rows, vocab_size = logits_NV.shape
     blocks = triton.cdiv(vocab_size, BLOCK_TOKENS)
     assert logits_NV.is_contiguous()
@@ -108,7 +108,7 @@ def sample(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Given:
-    """Log-probs of given tokens, and what they were normalised by. Float32."""
+    """Log-probs of given tokens, and their normalizers. Float32."""
 
     logprobs_N: Tensor
     best_N: Tensor  # largest logit, before temperature
@@ -116,8 +116,7 @@ class Given:
 
 
 def given_logprobs(logits_NV: Tensor, inverse_temperature_N: Tensor, target_N: Tensor) -> Given:
-    """Return what `sample` says of a token that it chooses, for tokens that are given. Temperatures
-    are above 0."""
+    """Return for given tokens what `sample` returns for chosen ones. Temperatures are above 0."""
     (num_rows, vocab_size), device = logits_NV.shape, logits_NV.device
     scratch = SampleScratch.make(num_rows, vocab_size, device)
     nothing_2N = torch.zeros(2, num_rows, device=device)
@@ -143,7 +142,8 @@ def given_logprobs(logits_NV: Tensor, inverse_temperature_N: Tensor, target_N: T
 
 @triton.jit
 def _logprob_of(logit, best, inverse, log_total):
-    """One rounding for product and difference, said here, so that no compiler chooses."""
+    """Compute product and difference with one explicit rounding, so that the compiler cannot
+    choose."""
     return tl.fma(logit - best, inverse, -log_total)
 
 

@@ -1,7 +1,6 @@
-"""Slabs: attention in which every token is a query of the split decode kernel, with pieces of one
-size, so that a token is computed in one way only. In: rows and positions of tokens. Out: work lists
-on the device, by slabs that share one scratch.
-"""
+"""Split KV: attention in which every token is a query of the split decode kernel. Pieces have a
+fixed size, so that each token is computed in one way only. In: rows and positions of tokens. Out:
+work lists on the device, by slabs that share one scratch."""
 
 # T tokens, I items of a slab's work list
 
@@ -21,7 +20,7 @@ SLAB_ITEMS = 16_384  # pieces that one call of the kernel leaves in its scratch,
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Slab:
-    """Tokens that one call of the kernel serves."""
+    """Tokens of one kernel call."""
 
     span: slice  # of the tokens that were cut
     work: DecodeWork
@@ -31,8 +30,8 @@ class Slab:
 def cut_slabs(
     row_T: np.ndarray, position_T: np.ndarray, *, longest_tokens: int, device: torch.device
 ) -> list[Slab]:
-    """Cut tokens into slabs. No sequence is longer than `longest_tokens`; the keys of every token
-    are in their pages before a slab runs."""
+    """Divide tokens into slabs. No sequence is longer than `longest_tokens`. The keys of every
+    token must be in their pages before a slab runs."""
     slab_tokens = max(1, SLAB_ITEMS // -(-longest_tokens // INVARIANT_PIECE))
     slabs: list[Slab] = []
     for begin in range(0, len(row_T), slab_tokens):
@@ -48,8 +47,8 @@ def cut_slabs(
 
 
 def send(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
-    """Return the arrays on the device as int32, sent in one copy, each aligned as kernels were
-    compiled for."""
+    """Copy the arrays to the device as int32 in one transfer, aligned as the kernels were compiled
+    for."""
     flat, spans = pack(arrays)
     sent = torch.from_numpy(flat).pin_memory().to(device, non_blocking=True)
     return [sent[span] for span in spans]

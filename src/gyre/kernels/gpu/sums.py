@@ -1,6 +1,5 @@
-"""Sums of rows in float32, in Triton: each number is read once, each sum written once. In: rows in
-any float dtype, one behind the other. Out: their sum in the order of the rows, float32, in place.
-"""
+"""Sums of rows in float32, in Triton: one read per number, one write per sum. In: consecutive rows
+in any float dtype. Out: their sum in row order, float32, in place."""
 
 # R rows, N numbers
 

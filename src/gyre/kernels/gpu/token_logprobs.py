@@ -1,10 +1,10 @@
-"""What the loss head does to logits, in Triton: statistics of a block of them, and their gradient,
-over them in place. In: BF16 or FP16 logits of a block of the vocabulary. Out: float32 numbers per
-row; gradients. Oracle: TokenLogprobs there. No float32 copy of logits is ever made.
+"""Loss head in Triton: statistics of a block of logits, and their gradient in place. In: BF16 or
+FP16 logits of a block of the vocabulary. Out: float32 numbers per row; gradients. Oracle:
+TokenLogprobs there. No float32 copy of logits is ever made.
 
-How the vocabulary is cut follows from the number of rows, so a block's width and stride vary.
-Triton looks whether 16 divides them, for wide loads, and compiles for each answer. Callers cut at
-multiples of 128, so only the end of a vocabulary that 16 does not divide has another.
+The block width follows from the number of rows, so widths and strides vary. Triton specializes on
+divisibility by 16, for wide loads. Callers split at multiples of 128, so only the end of a
+vocabulary that 16 does not divide is specialized separately.
 """
 
 # N rows, W tokens of a vocabulary block that begins at `start`
@@ -25,7 +25,7 @@ def block_statistics(
     logits_NW: Tensor, temperature_N: Tensor, targets_N: Tensor, start: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return float32 log Σ exp of each row, the mean of its logits under its own softmax, and its
-    target's logit where the target lies in the block; all after temperature."""
+    target's logit if the block contains it; all after temperature."""
     assert logits_NW.stride(1) == 1 and targets_N.dtype == torch.int64
     total_N, mean_N, found_N = (
         logits_NW.new_empty(len(logits_NW), dtype=torch.float32) for _ in range(3)
@@ -50,7 +50,7 @@ def logits_gradient(
     entropy_N: Tensor | None,
     start: int,
 ) -> None:
-    """Overwrite logits by their gradient, made from `kernels.logprobs.Slopes`. `total_N` and
+    """Overwrite logits by their gradient, computed from `kernels.logprobs.Slopes`. `total_N` and
     `entropy_N` are over the whole vocabulary."""
     assert logits_NW.stride(1) == 1 and targets_N.dtype == torch.int64
     if len(logits_NW):

@@ -1,21 +1,19 @@
-"""Everything between the matrix products of a training pass, in Triton.
-Past 500 lines: each kernel stands beside its launch. Norm, per-head norm + rotation, gated
-activation, each forward and backward. In: BF16 or FP16 rows. Out: new tensors of that type.
-Oracles: the torch code beside each call.
+"""Operations between the matrix products of a training pass, in Triton. Past 500 lines: each kernel
+is next to its launch. Norm, per-head norm + rotation, gated activation, each forward and backward.
+In: BF16 or FP16 rows. Out: new tensors of that dtype. Oracles: the torch code next to each call.
 
 Arithmetic is float32. The forward kernels round where torch's operations would, the backward ones
 only at the end. Every kernel reads and writes each row once. Gradients of norm weights are sums per
-program, then one sum over programs: no atomics, so a gradient depends on shapes and the device
-alone.
+program, then one sum over programs. There are no atomics, so a gradient depends on shapes and the
+device alone.
 
-Where the rows are about to be operands in 8 bits, `amax` asks for the largest absolute number among
-them, as rounded, what is masked out being 0 or none: at most one atomic per program, which is exact
-in any order (kernels.gpu.float8).
+Where the rows become 8-bit operands, `amax` requests their largest magnitude after rounding. It
+costs at most one atomic per program, which is exact in any order (kernels.gpu.float8).
 
-Triton compiles a kernel anew for a number that is 1, or is a multiple of 16 where the last was not,
-and for an address that is no multiple of 16 bytes. How many tokens a chunk has only masks whole
-rows, so it is not looked at; widths, which masks along a row need for wide loads, are constants.
-Addresses are those of whole tensors, or of rows of them.
+Triton specializes a kernel for numbers that are 1 or multiples of 16, and for addresses aligned to
+16 bytes. The number of tokens only masks whole rows, so it is not specialized. Widths, which masks
+along a row need for wide loads, are constants. Addresses are those of whole tensors or of their
+rows.
 """
 
 # N rows, E features of a row, T tokens, H heads, K kv heads, J = H + K heads that turn, R = (H +
@@ -43,13 +41,13 @@ SILU_BLOCK = 2048
 
 
 class TrainingKernels:
-    """The same calls as ChunkKernels of kernels.cpu, for CUDA tensors."""
+    """The calls of ChunkKernels of kernels.cpu, for CUDA tensors."""
 
     @staticmethod
     def norm(
         x_NE: Tensor, weight_E: Tensor, eps: float, amax: Amax | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the normed rows and rstd with a last axis of 1."""
+        """Return the normalized rows and rstd with a last axis of 1."""
         x_NE, width = x_NE.contiguous(), x_NE.shape[-1]
         y_NE = torch.empty_like(x_NE)
         rstd_N1 = torch.empty(*x_NE.shape[:-1], 1, dtype=torch.float32, device=x_NE.device)
@@ -111,7 +109,7 @@ class TrainingKernels:
         heads: tuple[int, int],
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return q_THD and k_TKD, normed and turned, and rstd_TJ1."""
+        """Return q_THD and k_TKD, normalized and rotated, and rstd_TJ1."""
         tokens, dim, (num_heads, num_kv) = len(qkv_TR), cos_T1D.shape[-1], heads
         q_THD, k_TKD = (qkv_TR.new_empty(tokens, count, dim) for count in heads)
         norms = q_norm_D is not None and k_norm_D is not None
@@ -210,8 +208,7 @@ class TrainingKernels:
     def silu_backward(
         grad_TM: Tensor, gate_up_T2M: Tensor, amax: Amax | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient of gate_up, and the product, computed again and written over
-        grad_TM."""
+        """Return the gradient of gate_up, and the product, recomputed and written over grad_TM."""
         grad_TM, gate_up_T2M = grad_TM.contiguous(), gate_up_T2M.contiguous()
         grad_gate_up_T2M, (tokens, width) = torch.empty_like(gate_up_T2M), grad_TM.shape
         cell = _cell(amax, grad_TM)
@@ -233,18 +230,18 @@ class TrainingKernels:
 
 
 def _cell(amax: Amax | None, other: Tensor) -> Tensor:
-    """Where a kernel leaves `amax`; nothing is written to `other` where nobody asks."""
+    """Return the cell for `amax`; without a request, kernels write nothing to `other`."""
     return other if amax is None else amax.cell(other.device)
 
 
 def row_warps(block: int) -> int:
-    """Sixteen numbers per thread."""
+    """Return the warps of a row at sixteen numbers per thread."""
     return min(max(block // 512, 1), 16)
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; 1 under Triton's interpreter."""
+    """Return the multiprocessors of a CUDA device; 1 under Triton's interpreter."""
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
@@ -253,8 +250,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def head_tile(heads: tuple[int, int], dim: int) -> tuple[int, int]:
-    """Heads per group, a power of two that divides both counts, so that a program's heads are of
-    one kind; and tokens per tile."""
+    """Return heads per group and tokens per tile. The group is a power of two that divides both
+    head counts, so that a program's heads are of one kind."""
     common = math.gcd(*heads)
     group = min(common & -common, 8)
     return group, max(TILE_ROWS * 128 // dim // group, 1)
@@ -292,8 +289,7 @@ def _norm_backward(
     grad_ptr, x_ptr, weight_ptr, rstd_ptr, through_ptr, out_ptr, partial_ptr, amax_ptr, num_rows,
     E: tl.constexpr, BLOCK: tl.constexpr, THROUGH: tl.constexpr, AMAX: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes rows p, p + P, …, and keeps its part of the weight's gradient in
-    registers."""
+    """Run program p on rows p, p + P, …, with its part of the weight's gradient in registers."""
     program, programs, offs = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
     inside = offs < E
     weight = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
@@ -342,7 +338,8 @@ def _heads(
     TILE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Program (t, g): heads g · G on of TILE tokens. A row of the tile is one head of one token."""
+    """Run program (t, g) on heads from g · G of TILE tokens. A row of the tile is one head of one
+    token."""
     F: tl.constexpr = D // 2
     group, offs_r, offs_f = tl.program_id(1), tl.arange(0, TILE * G), tl.arange(0, F)
     token = tl.program_id(0) * TILE + offs_r // G
@@ -402,8 +399,8 @@ def _heads_backward(
     NORM: tl.constexpr,
     AMAX: tl.constexpr,
 ):
-    """Program (p, g): heads g · G on, of every P-th tile of tokens; the last groups are values,
-    which only move."""
+    """Run program (p, g) on heads from g · G of every P-th tile of tokens; the last groups are
+    values, which are only copied."""
     F: tl.constexpr = D // 2
     program, programs, group = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     offs_r, offs_f = tl.arange(0, TILE * G), tl.arange(0, F)

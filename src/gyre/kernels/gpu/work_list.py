@@ -1,7 +1,6 @@
-"""Items of the attention kernels' work lists: two numbers in one int32, how keys are cut into them,
-block tables of whole sequences, and how arrays share one copy to the device. In: lengths, arrays.
-Out: work lists, tables (numpy). No Triton here, so that the host's side is tested without.
-"""
+"""Work lists of the attention kernels: two numbers per int32, splits of keys into pieces, block
+tables of whole sequences, and packing of arrays for one copy. In: lengths, arrays. Out: work lists,
+tables (numpy). No Triton here, so that the host side is testable without it."""
 
 # B or S sequences, I items of a work list, P pages of the longest sequence
 
@@ -19,9 +18,11 @@ INVARIANT_PIECE = 512  # keys of a piece in batch-invariant mode; a multiple of 
 
 
 def cut_pieces(length_B: np.ndarray, piece_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut each sequence's keys into pieces of a fixed size. Returns first_B, where a sequence's
-    pieces lie in the scratch, and item_I, the longest pieces first, so that programs which take
-    items in turn finish together."""
+    """Split each sequence's keys into fixed-size pieces.
+
+    Returns first_B, the offset of a sequence's pieces in the scratch, and item_I. The longest
+    pieces come first, so that programs that take items in turn finish together.
+    """
     pieces_B = -(-length_B // piece_tokens)
     first_B = np.cumsum(pieces_B) - pieces_B
     place_I = np.repeat(np.arange(len(length_B)), pieces_B)
@@ -32,8 +33,7 @@ def cut_pieces(length_B: np.ndarray, piece_tokens: int) -> tuple[np.ndarray, np.
 
 
 def lay_out_pages(lengths_S: np.ndarray, page_tokens: int) -> tuple[np.ndarray, int]:
-    """Return the block table, one sequence's pages after the other's, and how many pages there
-    are."""
+    """Return the block table, sequence by sequence, and the number of pages."""
     pages_S = -(-lengths_S // page_tokens)
     column_P = np.arange(max(1, int(pages_S.max())))
     first_S1 = (np.cumsum(pages_S) - pages_S)[:, None]
@@ -41,12 +41,12 @@ def lay_out_pages(lengths_S: np.ndarray, page_tokens: int) -> tuple[np.ndarray, 
 
 
 def align(count: int) -> int:
-    """Return the first multiple of ALIGN from `count` on."""
+    """Return the first multiple of ALIGN that is at least `count`."""
     return -(-count // ALIGN) * ALIGN
 
 
 def pack(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, list[slice]]:
-    """Return the arrays as int32 in one, and where each lies, on a boundary of ALIGN."""
+    """Pack the arrays into one int32 array; return it and the aligned offset of each."""
     spans, end = [], 0
     for array in arrays:
         spans.append(slice(end, end + len(array)))

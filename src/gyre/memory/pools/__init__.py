@@ -1,1 +1,1 @@
-"""The storages behind components: on the device, in host memory, on disk."""
+"""Storage behind components: on the device, in host memory, on disk."""

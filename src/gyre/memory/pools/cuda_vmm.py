@@ -1,15 +1,15 @@
-"""Virtual memory: device addresses that stay while the memory behind them goes and comes back.
+"""CUDA virtual memory: device addresses that persist while their physical memory is freed and
+mapped again.
 
 In: a size, the CUDA driver. Out: an address range reserved once, `map` and `unmap`, and torch
-storages over it; so whatever holds addresses (captured graphs, tensor-map descriptors, views) is
-valid again after a round trip.
+storages over it. Captured graphs, tensor-map descriptors and views stay valid over a round trip.
 
-Invariants. A range is mapped whole or not at all, by one piece of physical memory. Nobody touches
-it while it is unmapped: a kernel that does kills the CUDA context. So `unmap` waits for every
-stream of the device first, and the caller must have stopped launching. Fresh memory holds anything:
-whoever maps, fills. Torch's allocator knows nothing of these bytes: it neither counts them nor
-gives back what it keeps for their sake, hence `give_back` before `map`. They cannot be exported by
-CUDA IPC, and no other device of the process may read them.
+Invariants. A range is mapped whole or not at all, by one physical allocation. It must not be
+accessed while unmapped: a kernel that does destroys the CUDA context. So `unmap` first waits for
+every stream of the device, and the caller must have stopped launching. Fresh memory has undefined
+contents: the caller of `map` fills it. Torch's allocator does not know these bytes. It neither
+counts them nor releases its cache for them, hence `give_back` before `map`. They cannot be exported
+by CUDA IPC, and no other device of the process may read them.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Driver:
-    """What virtual memory asks of one device: the CUDA driver's functions, and torch's."""
+    """The functions of one device that virtual memory needs: the CUDA driver's and torch's."""
 
     library: Any  # the functions of SIGNATURES by their C names
     device: torch.device  # with its index
@@ -119,7 +119,7 @@ class Driver:
     bytes_at: Callable[[int, int, object], Tensor]
 
     def call(self, name: str, *arguments: Any, owner: str) -> None:
-        """Call a function of the library; MemoryBudgetError unless it succeeds."""
+        """Call a function of the library. Raises MemoryBudgetError on failure."""
         self.check(name, int(getattr(self.library, name)(*arguments)), owner=owner)
 
     def check(self, name: str, code: int, *, owner: str) -> None:
@@ -148,8 +148,8 @@ class Driver:
 
 
 def find_driver(device: torch.device) -> Driver | None:
-    """The driver of a CUDA device that has virtual memory, or None. Without it storages are made
-    anew when they come back, at other addresses; graphs are captured again then, which is an
+    """Return the driver of a CUDA device with virtual memory, or None. Without it storages are
+    reallocated at other addresses when they return. Graphs are then captured again, which emits an
     event."""
     if device.type != "cuda":
         return None
@@ -188,8 +188,8 @@ def _give_back(device: torch.device) -> None:
 
 
 class _Window:
-    """Bytes on the device as torch.as_tensor understands them. `keep` lives as long as the storage
-    made of it."""
+    """Device bytes in the form that torch.as_tensor accepts. `keep` lives as long as the resulting
+    storage."""
 
     def __init__(self, address: int, size_bytes: int, keep: object) -> None:
         self._keep = keep
@@ -210,8 +210,8 @@ def _cuda_bytes(device: torch.device, address: int, size_bytes: int, keep: objec
 
 
 class VirtualMemory:
-    """An address range, and the physical memory that is under it or not. The range is given up when
-    neither the object nor any storage over it is left."""
+    """An address range with or without physical memory. The range is released when neither the
+    object nor a storage over it is left."""
 
     def __init__(self, size_bytes: int, driver: Driver, *, owner: str) -> None:
         assert size_bytes > 0, owner
@@ -235,8 +235,7 @@ class VirtualMemory:
         return bool(self._handles)
 
     def map(self) -> None:
-        """Put physical memory under the range, contents undefined. On any error nothing has
-        changed."""
+        """Map physical memory with undefined contents. On any error nothing has changed."""
         assert not self.is_mapped, f"{self.owner}: mapped twice"
         driver, address, size = self.driver, self.address, self.size_bytes
         driver.give_back()
@@ -257,13 +256,13 @@ class VirtualMemory:
         self._handles.append(handle)
 
     def unmap(self) -> None:
-        """Give the physical memory back to the driver; the addresses stay reserved."""
+        """Return the physical memory to the driver; the addresses stay reserved."""
         assert self.is_mapped, f"{self.owner}: unmapped twice"
         _unmap(self.driver, self.address, self.size_bytes, self._handles, self.owner)
 
     def storage(self, offset_bytes: int, size_bytes: int) -> torch.UntypedStorage:
-        """Bytes of the range as a storage, of fixed size. Made while mapped; it keeps the range
-        reserved."""
+        """Return bytes of the range as a storage of fixed size. Call it while mapped; it keeps the
+        range reserved."""
         assert self.is_mapped and size_bytes > 0, self.owner
         assert 0 <= offset_bytes <= self.size_bytes - size_bytes, self.owner
         storage = self.driver.bytes_at(
@@ -275,7 +274,7 @@ class VirtualMemory:
         return storage
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """Those over the range that anything still holds."""
+        """Return the live storages over the range."""
         return [storage for ref in self._storages if (storage := ref()) is not None]
 
     def _create(self) -> int:
@@ -308,12 +307,12 @@ def _abandon(driver: Driver, address: int, size_bytes: int, handles: list[int], 
 
 
 def memory_under(storage: torch.UntypedStorage) -> VirtualMemory | None:
-    """The virtual memory that a storage lies in, or None when torch allocated it."""
+    """Return the virtual memory that contains a storage, or None when torch allocated it."""
     return getattr(storage, _UNDER, None)
 
 
 def is_present(storage: torch.UntypedStorage) -> bool:
-    """Whether there are bytes under a storage; whoever owns them may have parked them."""
+    """Return whether a storage has memory; its owner may have parked it."""
     memory = memory_under(storage)
     return storage.nbytes() > 0 and (memory is None or memory.is_mapped)
 
@@ -321,7 +320,7 @@ def is_present(storage: torch.UntypedStorage) -> bool:
 def virtual_zeros(
     shape: Sequence[int], *, device: torch.device, dtype: torch.dtype, driver: Driver, owner: str
 ) -> Tensor:
-    """`torch.zeros`, in virtual memory of its own."""
+    """Return `torch.zeros` in separate virtual memory."""
     size_bytes = torch.Size(shape).numel() * dtype.itemsize
     memory = VirtualMemory(size_bytes, driver, owner=owner)
     memory.map()
@@ -332,7 +331,6 @@ def virtual_zeros(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualUsage(Usage):
-    """Usage of a component whose device bytes are virtual memory: torch's allocator does not count
-    them."""
+    """Usage of a component in virtual memory, which torch's allocator does not count."""
 
     mapped_bytes: int  # what the driver gave for device_bytes, rounded up to whole granules

@@ -1,10 +1,10 @@
 """Disk file: one component's bytes in one raw file, with a manifest of checksums beside it.
 
 In: flat uint8 tensors (segments) in a fixed order. Out: the same bytes, or SnapshotError naming the
-component. Written aside, fsynced, read back and compared before it gets its name.
+component. Written to a temporary file, fsynced, read back and compared before the rename.
 
-Both directions go through one staging buffer of at most STAGING_BYTES, so the disk tier costs
-hardly any host memory.
+Both directions go through one staging buffer of at most STAGING_BYTES, so the disk tier needs
+almost no host memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sync_folder(folder: Path) -> None:
 
 
 class DiskFile:
-    """`<folder>/<name>.bin` and `<name>.json`. Holds nothing open between calls."""
+    """`<folder>/<name>.bin` and `<name>.json`. No file stays open between calls."""
 
     def __init__(self, folder: Path, name: str) -> None:
         assert "/" not in name, name
@@ -53,7 +53,7 @@ class DiskFile:
         self._manifest = None
 
     def write(self, segments: Sequence[Tensor]) -> None:
-        """Store the segments. After it returns they are on disk and were read back equal; on error
+        """Store the segments. On return they are on disk and verified by reading back; on error
         nothing is left."""
         aside = self.data_path.with_suffix(".part")
         try:
@@ -83,7 +83,8 @@ class DiskFile:
         self._manifest = manifest
 
     def read(self, segments: Sequence[Tensor]) -> None:
-        """Fill the segments; SnapshotError when file or manifest is not what was written."""
+        """Fill the segments. Raises SnapshotError when file or manifest differ from what was
+        written."""
         manifest = self._read_manifest()
         sizes = [segment.numel() for segment in segments]
         assert sizes == [entry["size_bytes"] for entry in manifest["segments"]], self.name
@@ -97,8 +98,8 @@ class DiskFile:
             self._refuse(f"{self.data_path} cannot be read: {error.strerror or error}")
 
     def map(self) -> list[Tensor]:
-        """The segments as they lie in the file, mapped rather than read: they cost no host memory
-        of ours. Their checksums are looked at first; SnapshotError as `read`."""
+        """Return the segments mapped rather than read, without allocating host memory. Verifies
+        their checksums first; raises SnapshotError as `read` does."""
         manifest = self._read_manifest()
         try:
             self._check_written(self.data_path, manifest)
@@ -144,7 +145,7 @@ class DiskFile:
         return checksums
 
     def _check_written(self, path: Path, manifest: dict) -> None:
-        """Read back what the file system holds, while the source still exists."""
+        """Read the file back and compare it while the source still exists."""
         with open(path, "rb") as file:
             for index, entry in enumerate(manifest["segments"]):
                 digest, left = hashlib.blake2b(digest_size=8), entry["size_bytes"]
@@ -181,7 +182,7 @@ class DiskFile:
 
 
 class _Staging:
-    """Host memory to read into or write from: the part itself on a CPU, a pinned buffer for a
+    """Host memory for reads and writes: the segment itself on a CPU, a pinned buffer for a
     device."""
 
     def __init__(self, segments: Sequence[Tensor], owner: str) -> None:
@@ -207,7 +208,8 @@ class _Staging:
 
 
 def _raw(host: Tensor) -> memoryview:
-    """The tensor's bytes. `Tensor.numpy()` would mark the storage as not resizable, for good."""
+    """Return the tensor's bytes. `Tensor.numpy()` would permanently mark the storage as not
+    resizable."""
     return memoryview((ctypes.c_ubyte * host.numel()).from_address(host.data_ptr())).cast("B")
 
 

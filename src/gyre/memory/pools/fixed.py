@@ -1,8 +1,8 @@
-"""Fixed pool: a component that stays on one tier for good, host memory or disk, whatever the phase.
-In: its size. Out: what the ledger asks.
+"""Fixed pool: a component that always stays on one tier, host memory or disk. In: its size. Out:
+what the ledger needs.
 
-Its owner brings parts of it to the device by itself (optimiser state that is streamed). Its bytes
-count once: on its tier. What visits the device lies in another component of the owner's.
+Its owner brings parts of it to the device itself (streamed optimizer state). Its bytes count once,
+on its tier. The buffers on the device belong to another component of the owner.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FixedPool:
         size_bytes: int,
         held_bytes: Callable[[], int],
     ) -> None:
-        """`held_bytes` measures what is really there."""
+        """Declare the component. `held_bytes` measures the bytes actually present."""
         self.name, self.size_bytes, self._held_bytes = name, size_bytes, held_bytes
         self.tier: Tier = tier
         self.tiers: tuple[Tier, ...] = (tier,)
@@ -42,7 +42,7 @@ class FixedPool:
         return Usage(device_bytes=0, host_bytes=held.get("host", 0), disk_bytes=held.get("disk", 0))
 
     def readable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors that lie in it, as `StoragePool.readable`: they are where they always are."""
+        """Return its tensors, as `StoragePool.readable` does; they never move."""
         return dict(tensors)
 
     def move(self, tier: Tier) -> None:
@@ -52,8 +52,8 @@ class FixedPool:
             )
 
     def keep_pages(self, keep: bool) -> None:
-        """Its pages stay anyway."""
+        """Do nothing: its pages always stay."""
 
     def close(self) -> None:
-        """Its owner frees the bytes."""
+        """Do nothing: its owner frees the bytes."""
         self.size_bytes = 0

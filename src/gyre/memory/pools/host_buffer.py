@@ -1,10 +1,10 @@
-"""Host buffer: one exact-size, page-aligned piece of host memory that really goes back to the
-system when released.
+"""Host buffer: exactly sized, page-aligned host memory that is returned to the system when
+released.
 
 In: a length in bytes, whether to pin it for a CUDA device. Out: a flat uint8 tensor over it.
 
-Torch's own pinned allocator rounds up to a power of two and keeps what is freed, so its bytes could
-not be budgeted.
+Torch's pinned allocator rounds up to a power of two and caches freed memory, so its bytes cannot be
+budgeted.
 """
 
 from __future__ import annotations
@@ -62,6 +62,5 @@ class HostBuffer:
         weakref.finalize(self, _unpin, address)  # runs before the pages are unmapped
 
     def watch(self) -> weakref.ref:
-        """A reference that dies only when the pages themselves are gone, whoever held a view of
-        them."""
+        """Return a reference that expires only when the pages are freed, including all views."""
         return weakref.ref(self._pages)

@@ -1,11 +1,10 @@
-"""Storage pool: the tensors of one component, moved as a whole between device, host, disk and
-nowhere.
+"""Storage pool: the tensors of one component, moved together between device, host, disk and none.
 
-In: named tensors on one device. Out: the same tensors, same identity, with or without bytes under
-them: a pool frees and refills *storages* (`untyped_storage().resize_`), so Parameters, optimiser
-references and views stay valid. With a `driver` of virtual memory the addresses stay too, and
-captured CUDA graphs with them. While a pool is not on the device its tensors must not be touched.
-Not thread-safe: runs on the compute thread.
+In: named tensors on one device. Out: the same tensors, same identity, with or without memory. A
+pool frees and refills *storages* (`untyped_storage().resize_`), so Parameters, optimizer references
+and views stay valid. With a virtual-memory `driver` the addresses persist too, and captured CUDA
+graphs stay valid. While a pool is not on the device its tensors must not be touched. Not
+thread-safe: runs on the compute thread.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ ALL_TIERS: tuple[Tier, ...] = ("device", "host", "disk", "none")
 
 
 class StoragePool:
-    """One component, on the device at first; made of Parameters themselves rather than their
-    `detach()`ed aliases. "none" forgets the contents: it returns zero-filled, then `refill` runs.
-    With a `driver` its storages move into virtual memory at once, and everything that shares them
-    must be among the tensors."""
+    """One component, initially on the device, made of Parameters rather than their `detach()`ed
+    aliases. "none" discards the contents: they return as zeros, then `refill` runs. A `driver`
+    moves the storages into virtual memory at once; every tensor that shares them must be
+    included."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class StoragePool:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes when on the device; storages that several tensors share count once."""
+        """Bytes when on the device; storages shared by several tensors count once."""
         return sum(self._sizes)
 
     def component(self) -> Component:
@@ -76,8 +75,7 @@ class StoragePool:
         )
 
     def measure(self) -> Usage:
-        """Bytes that exist now: of storages, of host pages that anything still holds, of the
-        file."""
+        """Return the bytes that exist now: of storages, of referenced host pages, of the file."""
         self._watched = [ref for ref in self._watched if ref() is not None]
         usage = Usage(
             device_bytes=sum(storage.nbytes() for storage in self._storages if is_present(storage)),
@@ -90,7 +88,7 @@ class StoragePool:
         return VirtualUsage(**asdict(usage), mapped_bytes=mapped_bytes)
 
     def move(self, tier: Tier) -> None:
-        """Move the whole component. The source is let go only after the destination holds
+        """Move the whole component. The source is freed only after the destination holds
         everything."""
         if tier == self.tier:
             return
@@ -113,9 +111,11 @@ class StoragePool:
             self._refill()
 
     def readable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors that lie in the component's storages, where their bytes are now, without a move:
-        the tensors themselves on the device, tensors over the pages on the host, tensors over the
-        mapped file on disk. Valid until the component moves or changes."""
+        """Return tensors over the component's current bytes, without a move.
+
+        These are the tensors themselves on the device, tensors over the host pages, or tensors over
+        the mapped file. Valid until the component moves or changes.
+        """
         assert self.tier != "none", f"{self.name} has no contents"
         if self.tier == "device":
             return {name: tensor.detach() for name, tensor in tensors.items()}
@@ -131,8 +131,8 @@ class StoragePool:
         }
 
     def keep_pages(self, keep: bool) -> None:
-        """Whether host pages stay, pinned, when the component comes back from them to the device:
-        pinning them anew takes longer than the copy. Without it those that are there are freed."""
+        """Set whether pinned host pages are kept when the component returns to the device. Pinning
+        them again takes longer than the copy. Disabling it frees the existing ones."""
         self._keeps_pages = keep
         self._settle_pages()
 
@@ -231,9 +231,11 @@ class StoragePool:
             storage.resize_(0)
 
     def _make_resizable(self) -> None:
-        """Torch does not resize what NumPy has seen (`Tensor.numpy()`) or what was mapped from a
-        file. Such a storage is replaced by a copy under the pool's tensors; refused when anything
-        else still holds it, since that would go on with stale bytes."""
+        """Replace a storage that torch cannot resize by a copy under the pool's tensors.
+
+        Torch does not resize storages that NumPy has seen (`Tensor.numpy()`) or that were mapped
+        from a file. Refused when any other reference exists, since it would see stale bytes.
+        """
         for index in range(len(self._storages)):
             if self._storages[index].resizable():
                 continue
@@ -275,14 +277,14 @@ class StoragePool:
             torch.cuda.synchronize(self.device)  # the caller frees the source next
 
     def close(self) -> None:
-        """Forget the contents wherever they are, and the file."""
+        """Discard the contents on any tier, and the file."""
         self._let_go(self.tier)
         self.tier = "none"
         self._settle_pages()
 
 
 def _lay_out(like: Tensor, segment: Tensor) -> Tensor:
-    """A tensor over the segment's bytes, shaped as `like` is over its own storage."""
+    """Return a tensor over the segment's bytes, with the shape and strides of `like`."""
     if segment.storage_offset() % like.element_size():
         segment = segment.clone()  # pages hold one segment after the other, of any sizes
     offset = int(segment.storage_offset()) // like.element_size() + int(like.storage_offset())
@@ -308,8 +310,8 @@ def _group_by_storage(
 
 
 class PoolTenant:
-    """The MemoryTenant of an owner whose components are pools. An owner holds one and forwards the
-    three methods."""
+    """The MemoryTenant of an owner whose components are pools. The owner forwards the three methods
+    to it."""
 
     def __init__(self, pools: Sequence[StoragePool | FixedPool]) -> None:
         self._pools: dict[str, StoragePool | FixedPool] = {}
@@ -321,11 +323,11 @@ class PoolTenant:
         self._pools[pool.name] = pool
 
     def remove(self, name: str) -> None:
-        """Forget a component and its bytes."""
+        """Remove a component and free its bytes."""
         self._pools.pop(name).close()
 
     def readable(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See StoragePool.readable."""
+        """Return readable tensors; see StoragePool.readable."""
         return self._pools[name].readable(tensors)
 
     def components(self) -> Sequence[Component]:
@@ -339,7 +341,7 @@ class PoolTenant:
             self._pools[name].move(tier)
 
     def keep_pages(self, keep: bool) -> None:
-        """Whether components that come back from the host keep their pages there. See
+        """Set whether components on the device keep their host pages. See
         StoragePool.keep_pages."""
         for pool in self._pools.values():
             pool.keep_pages(keep)

@@ -1,12 +1,11 @@
-"""Slabs: storages that torch made, moved once into virtual memory, so that their addresses stay
-from then on.
+"""VMM import: moves torch-allocated storages into virtual memory once, so that their addresses are
+stable afterwards.
 
-In: a component's storages and the tensors on them. Out: the same tensors, same identity, other
+In: a component's storages and the tensors on them. Out: the same tensors, same identity, new
 addresses.
 
-Each storage lies whole in one slab. A slab is copied and its old storages are freed before the next
-one is begun, so the move needs room for the largest slab beside the component, not for the
-component twice.
+Each storage is inside one slab. A slab is copied and its old storages freed before the next, so the
+import needs extra memory for the largest slab only.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SLAB_BYTES = 1 << 30  # a larger storage has a slab of its own
 
 def plan_slabs(sizes: Sequence[int], *, limit: int) -> list[list[tuple[int, int]]]:
     """Place storages in slabs of at most `limit` bytes, in order: (index, offset) by slab. Empty
-    ones have no place."""
+    storages are omitted."""
     slabs: list[list[tuple[int, int]]] = []
     end = limit
     for index, size in enumerate(sizes):
@@ -46,10 +45,12 @@ def adopt(
     sharers: Sequence[Sequence[Tensor]],
     driver: Driver | None,
 ) -> list[VirtualMemory]:
-    """Replace, in the list and under the tensors, each storage by one in virtual memory with the
-    same bytes, and return what is under them. Storages that are virtual already stay; without a
-    driver the others do too. On an error those done so far stay done: every tensor has its bytes at
-    any moment."""
+    """Replace each storage, in the list and under the tensors, by an equal one in virtual memory;
+    return that memory.
+
+    Virtual storages stay; without a driver the others do too. On an error the completed
+    replacements remain: every tensor is valid at any moment.
+    """
     memories = _take_over(name, storages)
     if driver is None:
         assert not memories or all(
@@ -68,8 +69,8 @@ def adopt(
 
 
 def _take_over(name: str, storages: Sequence[torch.UntypedStorage]) -> list[VirtualMemory]:
-    """The virtual memory that the storages lie in already. What unmaps it must own everything
-    there."""
+    """Return the virtual memory that already contains the storages. Its owner must own everything
+    in it."""
     under = (memory_under(storage) for storage in storages)
     memories = list(dict.fromkeys(memory for memory in under if memory is not None))
     own = {id(storage) for storage in storages}
@@ -86,8 +87,8 @@ def _replace(
     tensors: Sequence[Tensor],
     to: torch.UntypedStorage,
 ) -> None:
-    """Refused when anything but the given tensors holds the old storage: it would go on with stale
-    bytes."""
+    """Replace a storage. Refused when another tensor references the old one, since it would see
+    stale bytes."""
     old = weakref.ref(storages[index])
     as_bytes(to).copy_(as_bytes(storages[index]))
     storages[index] = to

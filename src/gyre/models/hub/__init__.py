@@ -1,1 +1,1 @@
-"""Checkpoint folders in hub layout: found, validated, read, written."""
+"""Checkpoint folders in hub layout: find, validate, read, write."""

@@ -1,7 +1,6 @@
-"""Checkpoint: the weights of a hub-layout folder under our names, read a run at a time. In: a
-folder or hub name. Out: a source of numbers, whose names and shapes were checked before any was
-read. Files are mapped: a run touches its own pages only.
-"""
+"""Checkpoint: the weights of a hub-layout folder under our names, read in runs. In: a folder or hub
+name. Out: a TensorSource whose names and shapes were checked before reading. Files are mapped: a
+run touches only its own pages."""
 
 # N numbers of a run, R rows, C columns
 
@@ -32,11 +31,10 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class Checkpoint:
-    """Open until `close`. Has the shape of `weights.tensor_source.TensorSource`."""
+    """An open checkpoint, until `close`. Implements `weights.tensor_source.TensorSource`."""
 
     def __init__(self, folder_or_name: str | Path) -> None:
-        """Open a folder, or a hub name (downloaded or cached), and check its whole list of names
-        and shapes."""
+        """Open a folder, or a hub name (downloaded or cached), and check all names and shapes."""
         folder = find_folder(folder_or_name)
         self.origin = str(folder)
         self.spec = spec_from_hub_config(read_json(folder / CONFIG_FILE))
@@ -59,8 +57,8 @@ class Checkpoint:
 
     @torch.no_grad()
     def read(self, name: str, start: int, stop: int, out_N: Tensor) -> None:
-        """Write numbers [start, stop) of a tensor of ours into `out_N`, from all hub tensors that
-        it is fused of. InputError if a repeated head of tied embeddings is another one there."""
+        """Write numbers [start, stop) of our tensor into `out_N`, from all hub tensors fused in it.
+        Raises InputError if a duplicate head of tied embeddings differs."""
         for hub_name, first, last, at in self._cut(name, start, stop):
             run_N = read_run(self._tensors[hub_name], first, last)
             if hub_name == EMBEDDING and self.spec.tied and HEAD in self._tensors:
@@ -68,8 +66,7 @@ class Checkpoint:
             out_N[at : at + last - first].copy_(run_N)
 
     def _cut(self, name: str, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
-        """(hub tensor, its run, where that run begins in what was asked for), for each part of
-        ours."""
+        """Yield (hub tensor, its run, offset in the request) for each part of the request."""
         for entry in self._parts[name]:
             columns = math.prod(entry.shape[1:])
             low, high = entry.row_start * columns, entry.row_stop * columns
@@ -88,7 +85,8 @@ class Checkpoint:
 
 
 def read_run(stored: StoredTensor, start: int, stop: int) -> Tensor:
-    """Numbers [start, stop) of a stored tensor, flat, by the rows that they lie in."""
+    """Return numbers [start, stop) of a stored tensor, flat, reading only the rows that contain
+    them."""
     columns = math.prod(stored.shape[1:])
     first, last = start // columns, -(-stop // columns)
     rows_RC = stored.read_rows(first, last)

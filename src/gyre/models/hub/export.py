@@ -1,9 +1,9 @@
 """Export: our decoder to a folder in hub layout. In: a decoder, or runs of its tensors in any
-order; a folder. Out: a folder that transformers and vLLM load. Written aside, synced and renamed:
-it is there whole or not at all.
+order; a folder. Out: a folder that transformers and vLLM load. Written to a temporary folder,
+synced and renamed, so it appears atomically.
 
-Weights stream: each run goes to its place in its file as it comes, so a model that lies in shards
-over many ranks is never whole in any memory.
+Weights are streamed: each run is written to its file position on arrival, so a model sharded over
+many ranks is never whole in memory.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def export_runs(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a model in hub layout. `runs` yields every number of every parameter once, in any
-    order. `tokenizer_files` is a folder whose files are copied in. An earlier export at the same
-    place is replaced; anything else there is refused."""
+    order. `tokenizer_files` is a folder whose files are copied. Replaces an earlier export at the
+    same path; refuses anything else there."""
     folder = Path(folder)
     if folder.exists() and not (folder / CHECKSUMS_FILE).is_file():
         raise InputError(
@@ -116,7 +116,7 @@ def export_runs(
 
 
 def save_scalar_head(head: ScalarHead, folder: Path) -> None:
-    """Write the head beside hub files."""
+    """Write the head next to the hub files."""
     weight_1E = head.weight.detach().float().cpu().contiguous()
     save_file({SCALAR_HEAD_TENSOR: weight_1E}, folder / SCALAR_HEAD_FILE, metadata={"format": "pt"})
 
@@ -159,7 +159,7 @@ def checksum(tensor: Tensor) -> str:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy tokenizer files, and no weights or config that may lie beside them."""
+    """Copy tokenizer files, but no weights or config next to them."""
     for path in sorted(source.iterdir()):
         ours = path.name in (CONFIG_FILE, INDEX_FILE, CHECKSUMS_FILE) or path.suffix in (
             ".safetensors",
@@ -183,7 +183,7 @@ def sync_files(folder: Path) -> None:
 
 
 def swap_in(aside: Path, folder: Path) -> None:
-    """Put `aside` in the place of `folder`; the old export goes only after the new one stands."""
+    """Replace `folder` by `aside`; the old export is deleted only after the new one is in place."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

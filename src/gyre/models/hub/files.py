@@ -1,6 +1,5 @@
 """Hub files: finds a checkpoint's folder and opens its files. In: a folder or hub name. Out: parsed
-config and readers of single tensors; what cannot be read is an InputError that says so.
-"""
+config and readers of single tensors. An unreadable file raises InputError with the reason."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor of an open file, read when asked."""
+    """One tensor of an open file, read on request."""
 
     shape: tuple[int, ...]
     dtype: str  # as safetensors names it
@@ -91,7 +90,7 @@ def open_tensors(folder: Path, files: ExitStack) -> dict[str, StoredTensor]:
 
 
 def is_float(stored: StoredTensor) -> bool:
-    """Whether the numbers are of a type that is read as weights."""
+    """Return whether the dtype is one that weights are read from."""
     return stored.dtype in FLOATS
 
 

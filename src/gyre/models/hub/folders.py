@@ -1,6 +1,5 @@
 """Model folders: finds a checkpoint's folder. In: a folder or hub name. Out: the folder. Imports no
-torch, so that a name that does not exist is refused at once.
-"""
+torch, so that an unknown name fails at once."""
 
 from __future__ import annotations
 
@@ -16,7 +15,8 @@ HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
 def find_folder(folder_or_name: str | Path) -> Path:
-    """Return a local folder with a config.json, fetching a hub name when it is no folder."""
+    """Return a local folder with a config.json; a name that is not a folder is fetched from the
+    hub."""
     folder = look_for_folder(folder_or_name)
     if folder is None:
         folder = hub_folder(str(folder_or_name), HUB_PATTERNS, what="model")
@@ -25,7 +25,7 @@ def find_folder(folder_or_name: str | Path) -> Path:
 
 
 def look_for_folder(folder_or_name: str | Path) -> Path | None:
-    """Return the folder, or None for a hub name. InputError for what is neither."""
+    """Return the folder, or None for a hub name. Raises InputError for anything else."""
     folder, name = Path(folder_or_name).expanduser(), str(folder_or_name)
     if folder.is_dir():
         check_folder(folder)
@@ -40,7 +40,7 @@ def look_for_folder(folder_or_name: str | Path) -> Path | None:
 
 
 def refuse_missing(folder_or_name: str | Path) -> None:
-    """InputError for a folder that is not there, or a name that can be had from nowhere. Downloads
+    """Raise InputError for a missing folder, or a name that is not available anywhere. Downloads
     nothing."""
     if look_for_folder(folder_or_name) is None:
         refuse_unknown(str(folder_or_name), "model")

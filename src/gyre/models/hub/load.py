@@ -1,8 +1,7 @@
-"""Load: checkpoints in hub layout to our decoder, and proof that an export holds one. In: a folder
-or a hub name. Out: (ModelSpec, Decoder). Every tensor of the checkpoint must be known, present and
-of the right shape; what is not is named. The front door of the room: `export_hub` and
-`init_weights` are importable here.
-"""
+"""Load: checkpoints in hub layout to our decoder, and verification of an export. In: a folder or a
+hub name. Out: (ModelSpec, Decoder). Every tensor of the checkpoint must be known, present and of
+the right shape; errors name the tensor. The public entry of this package: `export_hub` and
+`init_weights` are importable here."""
 
 # T tokens, V vocabulary
 
@@ -85,8 +84,8 @@ def load_scalar_head(folder: str | Path, *, device: torch.device) -> ScalarHead:
 
 @torch.no_grad()
 def verify_export(folder: str | Path, decoder: Decoder) -> None:
-    """Prove that `folder` holds `decoder`: names, shapes, checksums of the bytes on disk, one logit
-    vector."""
+    """Verify that `folder` holds `decoder`: names, shapes, checksums of the bytes on disk, one
+    logit vector."""
     folder = Path(folder)
     try:
         sums = {str(k): str(v) for k, v in read_json(folder / CHECKSUMS_FILE).items()}

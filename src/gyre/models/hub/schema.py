@@ -1,7 +1,6 @@
-"""Schemas of a model's files: config.json as far as we read it, and the index of its shards. In: a
-mapping or a path. Out: nothing, or an InputError that names the key; an index's table. What a value
-means is `spec`'s matter.
-"""
+"""Schemas of a model's files: the keys of config.json that we read, and its shard index. In: a
+mapping or a path. Out: nothing, or an InputError that names the key; an index's table. `spec`
+interprets the values."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ class RopeKeys(Foreign):
 
 
 class ConfigKeys(Foreign):
-    """config.json of the families that we run."""
+    """config.json of the supported families."""
 
     vocab_size: Annotated[int, Field(ge=1, le=MOST_VOCAB)]
     hidden_size: Width
@@ -70,14 +69,13 @@ class Index(Foreign):
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """InputError for a key of another type than it has, a number that is none, or a size beyond any
-    model."""
+    """Raise InputError for a key of the wrong type, a non-finite number, or an implausible size."""
     check(config, ConfigKeys, "config.json")
 
 
 def read_weight_map(path: Path) -> Mapping[str, str]:
-    """Return hub tensor → shard. A shard is a file of the index's own folder, which may be a link,
-    as it is in the hub's cache."""
+    """Return hub tensor → shard. A shard is a file of the index's own folder, possibly a link, as
+    in the hub's cache."""
     weight_map = check(read_json(path), Index, str(path)).weight_map
     for tensor, shard in weight_map.items():
         name = PurePosixPath(shard)

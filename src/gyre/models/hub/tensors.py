@@ -1,10 +1,10 @@
-"""Hub tensors: safetensors files that are filled in any order, from runs of our parameters. In:
-which hub tensors each file has, then runs. Out: the files; a checksum of each tensor on disk; which
-tensors are not what runs say.
+"""Hub tensors: safetensors files that are filled in any order, from runs of our parameters. In: the
+hub tensors of each file, then runs. Out: the files; a checksum of each tensor on disk; the tensors
+that differ from the runs.
 
 The safetensors package writes a file from whole tensors in memory. Here the header comes first, and
-each run goes to its place as it comes, through at most BLOCK_BYTES of host memory. The package
-reads the files.
+each run is written to its position on arrival, through at most BLOCK_BYTES of host memory. The
+package reads the files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16
 
 
 def plan_shards(sizes_bytes: Sequence[int], shard_bytes: int) -> list[list[int]]:
-    """Return indices by shard, in order, none above `shard_bytes` unless one tensor is."""
+    """Return indices by shard, in order. A shard exceeds `shard_bytes` only for a single larger
+    tensor."""
     shards: list[list[int]] = [[]]
     used = 0
     for i, size in enumerate(sizes_bytes):
@@ -39,7 +40,7 @@ def plan_shards(sizes_bytes: Sequence[int], shard_bytes: int) -> list[list[int]]
 
 
 class HubTensors:
-    """Open files, each with its header and room for its tensors. A context manager."""
+    """Open files, each with a header and space for its tensors. A context manager."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class HubTensors:
         *,
         new: bool = True,
     ) -> None:
-        """`new` makes the files; otherwise they are there and are only read."""
+        """Open the files. `new` creates them; otherwise they exist and are only read."""
         self._dtype, self._handles = dtype, list[int]()
         # hub name → handle, offset in the file, bytes
         self._at: dict[str, tuple[int, int, int]] = {}
@@ -72,22 +73,22 @@ class HubTensors:
             os.close(self._handles.pop())
 
     def write(self, name: str, start: int, stop: int, values_N: Tensor) -> None:
-        """Put numbers [start, stop) of our parameter where they belong."""
+        """Write numbers [start, stop) of our parameter to their positions."""
         for handle, at, block_N in self._places(name, start, stop, values_N):
             data, done = _bytes_of(block_N), 0
             while done < len(data):
                 done += os.pwrite(handle, data[done:], at + done)
 
     def differs(self, name: str, start: int, stop: int, values_N: Tensor) -> bool:
-        """Whether the files hold other bytes for these numbers."""
+        """Return whether the files hold other bytes for these numbers."""
         return any(
             os.pread(handle, block_N.nbytes, at) != _bytes_of(block_N)
             for handle, at, block_N in self._places(name, start, stop, values_N)
         )
 
     def checksums(self) -> dict[str, str]:
-        """16 hex digits of blake2b over each hub tensor's bytes on disk, as `export.checksum` gives
-        them."""
+        """Return 16 hex digits of blake2b over each hub tensor's bytes on disk, equal to
+        `export.checksum`."""
         found = {}
         for hub_name, (handle, at, size_bytes) in self._at.items():
             digest = hashlib.blake2b(digest_size=8)
@@ -125,7 +126,7 @@ class HubTensors:
     def _places(
         self, name: str, start: int, stop: int, values_N: Tensor
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """(file, offset, values on the host) of a run, in blocks."""
+        """Yield (file, offset, values on the host) of a run, in blocks."""
         item, step = self._dtype.itemsize, BLOCK_BYTES // self._dtype.itemsize
         for entry in self._entries[name]:
             row = torch.Size(entry.shape[1:]).numel()
@@ -138,5 +139,6 @@ class HubTensors:
 
 
 def _bytes_of(host_N: Tensor) -> memoryview:
-    """Tensor.numpy() would mark the storage as not resizable, for good."""
+    """Return the tensor's bytes. Tensor.numpy() would permanently mark the storage as not
+    resizable."""
     return memoryview((ctypes.c_ubyte * host_N.nbytes).from_address(host_N.data_ptr())).cast("B")

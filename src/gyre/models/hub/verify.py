@@ -1,7 +1,6 @@
-"""Verify: proof that a folder in hub layout holds a model that is nowhere whole. In: a folder, runs
-of the model's tensors. Out: nothing, or SnapshotError with the first tensors that differ. For a
-model on one device, `load.verify_export` compares logits too.
-"""
+"""Verify: checks that a folder in hub layout holds a sharded model. In: a folder, runs of the
+model's tensors. Out: nothing, or SnapshotError with the first tensors that differ. For a model on
+one device, `load.verify_export` compares logits too."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ from gyre.models.spec import ModelSpec, spec_from_hub_config
 
 @torch.no_grad()
 def verify_runs(folder: str | Path, spec: ModelSpec, runs: Iterable[Run]) -> None:
-    """Compare what is on disk with every number that `runs` yields, which are in the export's
-    dtype. The config must give the same model, and the safetensors package must find each tensor in
-    its shape."""
+    """Compare the files with every number that `runs` yields, in the export's dtype. The config
+    must describe the same model, and the safetensors package must find each tensor with its
+    shape."""
     folder, entries = Path(folder), hub_entries(spec)
     try:
         config = read_json(folder / CONFIG_FILE)
@@ -55,7 +54,7 @@ def verify_runs(folder: str | Path, spec: ModelSpec, runs: Iterable[Run]) -> Non
 
 
 def _files_of(folder: Path, entries: Iterable[HubEntry]) -> dict[str, list[HubEntry]]:
-    """Which hub tensors each file has, in the order of the export."""
+    """Return the hub tensors of each file, in export order."""
     index = folder / INDEX_FILE
     weight_map = read_weight_map(index) if index.is_file() else {}
     files: dict[str, list[HubEntry]] = {}

@@ -1,13 +1,12 @@
 """Blocks: the two halves of a decoder layer around attention, each one differentiable op with a
 hand-written backward.
 
-`attention_inputs`: norm, q|k|v projection, per-head norms (where given), rotary turning.
-`layer_output`: output projection, residual, norm, gated MLP, residual. The first hands the residual
-stream through, so that its gradient is summed in place and not by autograd. What the backward pass
-needs is kept, all else is freed. `lean` keeps only what is dear to make again: the inputs, the
-projection to q, k and v, and the stream between the halves; norms, turned heads, gate, up and the
-activation come again. `float8` names the projections whose products are of 8-bit operands
-(kernels.linear).
+`attention_inputs`: norm, q|k|v projection, per-head norms (where given), rotary embedding.
+`layer_output`: output projection, residual, norm, gated MLP, residual. The first passes the
+residual stream through, so that its gradient is summed in place and not by autograd. Only tensors
+that the backward pass reads are kept. `lean` keeps only what is expensive to recompute: the inputs,
+the q|k|v projection, and the stream between the halves. Norms, rotated heads, gate, up and the
+activation are recomputed. `float8` names the projections with 8-bit operands (kernels.linear).
 """
 
 # T packed tokens, E hidden size, R = (H + 2K)·D rows of qkv, H heads, K kv heads, J = H + K heads
@@ -45,8 +44,8 @@ def attention_inputs(
     lean: RecomputeQK | None = None,
     float8: frozenset[Projection] = frozenset(),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (x_TE itself, q_THD, k_TKD, v_TKD); `heads` is (H, K). `lean` learns how to make q and
-    k again."""
+    """Return (x_TE itself, q_THD, k_TKD, v_TKD); `heads` is (H, K). `lean` receives the function
+    that recomputes q and k."""
     tensors = x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D
     return AttentionInputs.apply(*tensors, heads, eps, lean, float8)
 
@@ -64,8 +63,8 @@ def layer_output(
     again: bool = False,
     float8: frozenset[Projection] = frozenset(),
 ) -> Tensor:
-    """Return the residual stream after the layer. `again` is for a pass that is run for what it
-    keeps alone: the result is not computed."""
+    """Return the residual stream after the layer. `again` marks a recomputation: only saved tensors
+    matter, so the result is not computed."""
     return LayerOutput.apply(
         x_TE, attended_TA, out_EA, norm_E, gate_up_2ME, down_EM, eps, lean, again, float8
     )

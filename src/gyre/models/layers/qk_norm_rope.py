@@ -1,7 +1,5 @@
-"""Heads: what happens to q and k between projection and attention: per-head norm (where the family
-has one), rotary turning. In: q|k|v rows as projected. Out: q, k, v by heads; and the gradients
-back.
-"""
+"""QK norm and RoPE: q and k between projection and attention: per-head norm (where the family has
+one), rotary embedding. In: projected q|k|v rows. Out: q, k, v by heads; and the gradients."""
 
 # T tokens, R = (H + 2K)·D rows of qkv, H heads, K kv heads, J = H + K heads that turn, D head dim
 
@@ -55,8 +53,8 @@ def turn_heads_backward(
     heads: tuple[int, int],
     amax: Amax | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of qkv_TR, of which Triton's kernels find `amax`, of q_norm_D and
-    k_norm_D from those of q, k and v."""
+    """Return the gradients of qkv_TR, q_norm_D and k_norm_D from those of q, k and v. Triton's
+    kernels also compute `amax` of the first."""
     if kernels := kernels_for(qkv_TR, head_dim=cos_T1D.shape[-1]):
         return kernels.heads_backward(
             grads, qkv_TR, rstd_TJ1, q_norm_D, k_norm_D, cos_T1D, sin_T1D, heads, amax

@@ -1,1 +1,1 @@
-"""What the terminal shows while a run goes on."""
+"""Terminal display of a running run."""

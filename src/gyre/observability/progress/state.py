@@ -1,5 +1,5 @@
-"""Live state: what a person wants to know of a run now. In: event rows, one by one. Out: a
-LiveState. Pure: times are those of the rows. Caller: live.py."""
+"""Live state: what the terminal shows of a run. In: event rows, one by one. Out: a LiveState. Pure:
+times are those of the rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTRADICTION = "warn.figures_contradict"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveState:
-    """A run so far."""
+    """The state of a run so far."""
 
     name: str = ""
     # unix time of the first row; later by what passed between attempts
@@ -49,7 +49,7 @@ class LiveState:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Pace over the newest steps of this stage."""
+        """Seconds per step over the newest steps of this stage."""
         recent = self.step_ends[-PACE_STEPS:]
         if len(recent) < 2 or recent[-1][0] <= recent[0][0]:
             return None
@@ -57,7 +57,7 @@ class LiveState:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimate for this stage, from its pace. None until there is one."""
+        """Estimated seconds to the end of this stage. None without a pace."""
         pace = self.seconds_per_step
         return pace * max(0, self.steps - self.step) if pace is not None and self.steps else None
 
@@ -69,7 +69,7 @@ class LiveState:
 
 
 def advance(state: LiveState, row: Mapping[str, Any]) -> LiveState:
-    """Take in one row."""
+    """Return the state after one more row."""
     kind = row["kind"]
     if state.started_t is None:
         state = replace(state, started_t=row["t"])
@@ -106,8 +106,8 @@ def advance(state: LiveState, row: Mapping[str, Any]) -> LiveState:
 
 
 def failure_of(row: Mapping[str, Any]) -> str | None:
-    """Return the kind of failure that a row of a reward tells, the same for all of its kind; None
-    for other rows."""
+    """Return the kind of reward failure that a row reports, equal for all failures of one kind.
+    None for other rows."""
     if row["kind"] != "warn.reward_failed":
         return None
     return f"{row.get('what')}: {row['failure']}" if row.get("failure") else str(row.get("what"))

@@ -1,6 +1,5 @@
-"""Live progress: what the terminal shows while a run goes on, and the panel at its end. In: event
-rows. Out: text on stderr: one panel redrawn in a terminal, plain lines elsewhere.
-"""
+"""Live progress: the terminal display of a run and its final summary. In: event rows. Out: text on
+stderr: one redrawn panel in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -40,12 +39,12 @@ SHOWN = (
 
 
 class Progress(Protocol):
-    """A listener of events that shows them."""
+    """An event listener that displays a run."""
 
     def __call__(self, row: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None:
-        """End the display; what is on the screen stays."""
+        """Stop the display. The text on the screen stays."""
         ...
 
     def summary(self, run_folder: Path, *, report: Path | None = None) -> None:
@@ -59,11 +58,11 @@ def make_progress(
     console: Console | None = None,
     history: Iterable[Mapping[str, Any]] = (),
 ) -> Progress:
-    """Return a panel where stderr is a terminal, and lines where it is not or `plain` is asked (as
-    by --json).
+    """Return a panel where stderr is a terminal. Returns lines where it is not or `plain` is set
+    (as by --json).
 
     `history` holds the live rows of earlier attempts: a resumed run shows its evaluations and its
-    place from the start.
+    position from the start.
     """
     console = console or Console(stderr=True)
     state = LiveState()
@@ -77,8 +76,8 @@ def make_progress(
 
 
 class LineProgress:
-    """One line per step, evaluation and stage, none of them redrawn. The first counted event of a
-    kind has a line; further ones stand in the line of their step, or in the summary's counts."""
+    """One line per step, evaluation and stage, never redrawn. The first counted event of a kind has
+    its own line; later ones are added to the line of their step or to the summary."""
 
     def __init__(self, console: Console, state: LiveState | None = None):
         self._console = console
@@ -133,7 +132,7 @@ class LineProgress:
 
 
 class PanelProgress:
-    """One panel at the foot of the terminal. Lines that others print scroll by above it."""
+    """One panel at the bottom of the terminal. Lines printed by others scroll above it."""
 
     def __init__(
         self,
@@ -172,8 +171,8 @@ class PanelProgress:
             self.close()
 
     def render(self) -> RenderableType:
-        """The cursor rests behind the last line. A terminal echoes ^C there: a line that wrapped
-        would move the panel down by one, and leave its first line behind when it is erased."""
+        """Draw the panel and leave the cursor behind its last line. A terminal echoes ^C there: a
+        line that wrapped would shift the panel down and leave its first line on the screen."""
         return Constrain(
             render_panel(self._state, self._clock()), max(1, self._console.width - ECHO_COLUMNS)
         )
@@ -189,7 +188,7 @@ class PanelProgress:
 
 
 def step_line(state: LiveState) -> str:
-    """Return one step as a line of plain text."""
+    """Format one step as a line of plain text."""
     parts = [
         f"[{state.stage} {state.step}/{state.steps}]"
         if state.steps
@@ -204,7 +203,7 @@ def step_line(state: LiveState) -> str:
 
 
 def eval_line(row: Mapping[str, Any]) -> str:
-    """Return one evaluation as a line of plain text."""
+    """Format one evaluation as a line of plain text."""
     name, judged = str(row.get("name", "eval")), eval_measure(row)
     if judged is None:
         return f"eval {name}: no measure recorded at step {row.get('step', 0)}"
@@ -213,7 +212,7 @@ def eval_line(row: Mapping[str, Any]) -> str:
 
 
 def contradiction_line(row: Mapping[str, Any]) -> str:
-    """Return what training and held-out figures say against each other, as a line of plain text."""
+    """Format a contradiction of training and held-out figures as a line of plain text."""
     return (
         f"warning: at step {row.get('step', 0)} of {row.get('stage') or 'the run'}, "
         f"{row.get('reason')}"
@@ -221,8 +220,7 @@ def contradiction_line(row: Mapping[str, Any]) -> str:
 
 
 def new_failure(state: LiveState, row: Mapping[str, Any]) -> str:
-    """Return what a reward met for the first time, as a line of plain text; "" for anything
-    else."""
+    """Format the first reward failure of a kind as a line of plain text; "" for anything else."""
     failure = failure_of(row)
     if failure is None or failure in state.failures:
         return ""
@@ -236,7 +234,7 @@ def new_failure(state: LiveState, row: Mapping[str, Any]) -> str:
 
 
 def trace_lines(row: Mapping[str, Any]) -> list[str]:
-    """Return what a traced step's time went into, as lines of plain text."""
+    """Format the time breakdown of a profiled step as lines of plain text."""
     parts = {
         "computing": "compute_s",
         "communicating": "communication_s",
@@ -254,13 +252,13 @@ def trace_lines(row: Mapping[str, Any]) -> list[str]:
 
 
 def event_detail(row: Mapping[str, Any]) -> str:
-    """Return the fields of an event that are its own."""
+    """Format the event-specific fields of a row."""
     own = {name: value for name, value in row.items() if name not in RESERVED | {"counted"}}
     return ", ".join(f"{name.rstrip('_')}={value}" for name, value in own.items()) or "no details"
 
 
 def shown_metrics(state: LiveState) -> list[tuple[str, float]]:
-    """Return label and value of what matters most. A loss says little where there is a reward."""
+    """Return labels and values of the main metrics. A loss is omitted where there is a reward."""
     picked = {label: pick(dict(state.metrics), panel_id) for panel_id, label in SHOWN}
     if picked["reward"] is not None:
         picked["loss"] = None
@@ -342,7 +340,7 @@ def metrics_table(state: LiveState) -> Table:
 
 
 def render_summary(state: LiveState, run_folder: Path, report: Path | None) -> RenderableType:
-    """Return the panel that ends a run."""
+    """Return the final panel of a run."""
     lines = summary_lines(state, run_folder, report)
     body = Text("\n".join(lines[1:]))
     finished = state.done is not None
@@ -356,7 +354,8 @@ def render_summary(state: LiveState, run_folder: Path, report: Path | None) -> R
 
 
 def summary_lines(state: LiveState, run_folder: Path, report: Path | None) -> list[str]:
-    """Return how the run ended, before and after, where the report is and what to type next."""
+    """Format the run's outcome, measures before and after, the report's path and suggested next
+    commands."""
     seconds = state.now_t - state.started_t if state.started_t is not None else 0.0
     ending = "done" if state.done is not None else "stopped"
     lines = [f"{state.name or run_folder.name}: {ending} after {show_seconds(seconds)}"]
@@ -384,7 +383,7 @@ def summary_lines(state: LiveState, run_folder: Path, report: Path | None) -> li
 
 
 def eval_span(name: str, rows: tuple[Mapping[str, Any], ...]) -> str:
-    """Return how one evaluation went from first to newest."""
+    """Format the first and newest value of one evaluation."""
     judged = [found for found in map(eval_measure, rows) if found is not None]
     if not judged:
         return f"{name}: no measure recorded"
@@ -396,7 +395,7 @@ def eval_span(name: str, rows: tuple[Mapping[str, Any], ...]) -> str:
 
 
 def over(row: Mapping[str, Any]) -> str:
-    """Return how many an evaluation asked, and the 95 % interval of what it found."""
+    """Format the number of problems of an evaluation and the 95 % interval of its result."""
     judged, interval = eval_measure(row), eval_interval(row)
     parts = [f"n = {row['n']}"] if row.get("n") else []
     if judged is not None and interval is not None:
@@ -407,7 +406,7 @@ def over(row: Mapping[str, Any]) -> str:
 
 
 def meanings(state: LiveState) -> list[str]:
-    """Return what each figure of the evaluations means, in words."""
+    """Describe each figure of the evaluations in words."""
     newest = [(eval_measure(rows[-1]), rows[-1].get("meaning")) for rows in state.evals.values()]
     return [
         f"{judged[0].replace('_', ' ')}: {meaning}"
@@ -417,20 +416,21 @@ def meanings(state: LiveState) -> list[str]:
 
 
 def show_measure(measure: str, value: float) -> str:
-    """Return what an evaluation found: a share as per cent, the mean of rewards or losses as a
+    """Format the result of an evaluation: a share in percent, a mean of rewards or losses as a
     number."""
     return show_share(value) if measure in SHARES else show_number(value)
 
 
 def show_share(value: float) -> str:
-    """Return per cent with one digit, ties up as in the report's script: 6.25 is 6.3 in both."""
+    """Format a share in percent with one digit. Ties round up as in the report's script: 6.25 is
+    6.3 in both."""
     if not math.isfinite(value):
         return str(value)
     return f"{Decimal(value * 100).quantize(Decimal('0.1'), ROUND_HALF_UP)}%"
 
 
 def sparkline(values: tuple[float, ...], *, width: int) -> str:
-    """Return the newest values as one row of blocks."""
+    """Format the newest values as one row of block characters."""
     finite = [value for value in values if math.isfinite(value)][-width:]
     if not finite:
         return ""
@@ -441,7 +441,7 @@ def sparkline(values: tuple[float, ...], *, width: int) -> str:
 
 
 def show_number(value: float) -> str:
-    """Return a number with about three figures that count."""
+    """Format a number with about three significant figures."""
     size = abs(value)
     if not math.isfinite(value):
         return str(value)
@@ -455,7 +455,7 @@ def show_number(value: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """Return a duration for people."""
+    """Format a duration in readable units."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

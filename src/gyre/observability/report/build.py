@@ -1,8 +1,8 @@
-"""Report: a run folder as one self-contained page. In: RUN/events.jsonl and what lies beside it.
+"""Report: a run folder as one self-contained page. In: RUN/events.jsonl and its neighboring files.
 Out: RUN/report.html.
 
-The page holds its data as JSON, its style and its script; it loads nothing, and its policy forbids
-it to. What was thinned to keep it small is said on it.
+The page embeds its data as JSON, its style and its script. It loads nothing, and its content
+security policy forbids it to. The page states which data were thinned to bound its size.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ MAX_FAILURES = 20  # kinds of failure of rewards
 
 
 def write_report(run_folder: Path | str) -> Path:
-    """Write RUN/report.html and return its path. Works on a run that is going on, was killed, or is
-    done."""
+    """Write RUN/report.html and return its path. The run may be active, killed or finished."""
     folder = Path(run_folder)
     if not (folder / "events.jsonl").is_file():
         raise InputError(
@@ -83,7 +82,7 @@ def write_report(run_folder: Path | str) -> Path:
 
 
 def gather(folder: Path) -> dict[str, Any]:
-    """Read a run folder into what the page shows: JSON-able, bounded in size."""
+    """Read a run folder into the data of the page: JSON-able, bounded in size."""
     rows = read_events(folder / "events.jsonl")
     story = tell(rows)
     panels, constants, curve_notes = curve_panels(story)
@@ -149,8 +148,7 @@ def describe_run(folder: Path, rows: LiveRows, story: Story) -> dict[str, Any]:
 
 
 def describe_model(model: Any) -> str:
-    """Return one short line for a model given as text, or as a mapping with some of the usual
-    keys."""
+    """Return a short description of a model given as text or as a mapping."""
     if not isinstance(model, Mapping):
         return str(model or "")
     if model.get("name"):
@@ -170,7 +168,7 @@ def describe_model(model: Any) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.toml parsed, or {} where there is none to parse; its text is shown either
+    """Return config.toml parsed, or {} where it is missing or malformed. Its text is shown either
     way."""
     try:
         return tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
@@ -186,8 +184,8 @@ def gyre_version() -> str:
 
 
 def counted_events(story: Story) -> list[dict[str, Any]]:
-    """Return each kind of fallback, drop, retry and warning with its count and a few of its rows;
-    failures of rewards that are alike as one, with their count."""
+    """Return each kind of fallback, drop, retry and warning with its count and a few examples.
+    Similar failures of rewards are merged, with their count."""
     by_kind: dict[str, dict[str, Any]] = {}
     for told in story.told:
         if not is_counted(told.row):
@@ -232,7 +230,7 @@ def counted_events(story: Story) -> list[dict[str, Any]]:
 
 
 def mismatches(story: Story) -> list[str]:
-    """Return one line for each stage whose engine and trainer disagree by more than rounding."""
+    """Return one line per stage whose engine and trainer disagree by more than rounding."""
     dtype = str(_last_row(story, "run.started").get("dtype") or "")
     steps: dict[str, list[dict[str, float]]] = {}
     for told in story.of_kind("step.done"):
@@ -251,7 +249,7 @@ def mismatches(story: Story) -> list[str]:
 
 
 def contradiction(story: Story) -> str | None:
-    """Return what training and held-out figures say against each other, by the newest such row."""
+    """Return the newest contradiction of training and held-out figures."""
     row = _last_row(story, CONTRADICTION)
     return contradiction_line(row) if row else None
 
@@ -263,7 +261,7 @@ def _detail(row: Mapping[str, Any]) -> str:
 
 
 def run_files(folder: Path, story: Story) -> list[dict[str, Any]]:
-    """Return the texts that say what was asked, what was decided and where it ran."""
+    """Return the texts of the run's config, plan and hardware files."""
     names = [
         "config.toml",
         "overrides.json",
@@ -289,8 +287,7 @@ def run_files(folder: Path, story: Story) -> list[dict[str, Any]]:
 
 
 def render_page(data: Mapping[str, Any]) -> str:
-    """Fill the template. Nothing of the data can end its script element or be taken for a place to
-    fill."""
+    """Fill the template. No data can close its script element or be taken for a placeholder."""
     style = _asset("report.css")
     script = "".join(_asset(name) for name in SCRIPTS)
     script = f'"use strict";(() => {{\n{script}\n}})();'
@@ -309,8 +306,8 @@ def render_page(data: Mapping[str, Any]) -> str:
 
 
 def embed_json(data: Mapping[str, Any]) -> str:
-    """Return JSON that is safe inside a script element: no "<", ">" or "&", no line separators of
-    JavaScript."""
+    """Return JSON that is safe inside a script element: no "<", ">" or "&", no JavaScript line
+    separators."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
@@ -319,7 +316,7 @@ def embed_json(data: Mapping[str, Any]) -> str:
 
 
 def summarise(data: Mapping[str, Any]) -> str:
-    """Return the run in one sentence, for readers without a script and for previews."""
+    """Return the run in one sentence, for readers without scripts and for previews."""
     run, results = data["run"], data["outcomes"]
     spent = f"{'in' if run['finished'] else 'so far, after'} {show_seconds(run['seconds'])}"
     if not results:

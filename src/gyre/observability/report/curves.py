@@ -1,5 +1,5 @@
-"""Curves of the report. In: a Story. Out: panels with series, ready for JSON; what evaluations say
-of the outcome. Pure. Caller: report.py."""
+"""Curves of the report. In: a Story. Out: panels with series, ready for JSON, and the outcomes of
+the evaluations. Pure."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _series_json(series: Series, panel: Panel) -> dict[str, Any]:
 
 
 def series_label(series: Series, panel: Panel) -> str:
-    """Return a name that does not repeat the title of its panel."""
+    """Return a label that does not repeat the title of its panel."""
     if series.dots:
         name, metric = series.name.split(": ", 1)
         whose = "held out" if name in EVAL_MEASURES else name.replace("_", " ")
@@ -177,7 +177,7 @@ def series_label(series: Series, panel: Panel) -> str:
 
 
 def curve_notes(everything: Sequence[Series]) -> list[str]:
-    """Say what the curves do not show as it was recorded."""
+    """Return notes on data that the curves alter or omit."""
     notes = []
     long = [series for series in everything if len(series.points) > MAX_POINTS]
     if long:
@@ -197,8 +197,8 @@ def curve_notes(everything: Sequence[Series]) -> list[str]:
 
 
 def thin_series(series: Series, stage_starts: Sequence[float]) -> list[Point]:
-    """Bound the points of a series. Means never reach over the border of two stages; evaluations
-    are not averaged."""
+    """Bound the points of a series. Averages never span two stages; evaluations are not
+    averaged."""
     if len(series.points) <= MAX_POINTS:
         return series.points
     if series.dots:
@@ -213,8 +213,8 @@ def thin_series(series: Series, stage_starts: Sequence[float]) -> list[Point]:
 
 
 def thin(points: Sequence[Point], limit: int) -> list[Point]:
-    """Return at most `limit` points: means of runs of neighbours, the first and last point kept as
-    they are."""
+    """Return at most `limit` points: averages of neighboring points, with the first and last
+    unchanged."""
     if len(points) <= limit:
         return list(points)
     inner = points[1:-1]
@@ -230,8 +230,8 @@ def _mean_point(bucket: Sequence[Point]) -> Point:
 
 
 def outcomes(story: Story) -> list[dict[str, Any]]:
-    """Return the path of each evaluation from first to newest: accuracies first, and held-out ones
-    before others."""
+    """Return the path of each evaluation from first to newest: accuracies first, then held-out
+    measures."""
     paths: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for told in story.of_kind("eval.done"):
         judged = eval_measure(told.row)
@@ -273,7 +273,7 @@ def outcomes(story: Story) -> list[dict[str, Any]]:
 
 
 def significant(value: float | None, digits: int = 6) -> float | None:
-    """Round to the figures that a chart can show."""
+    """Round to the significant figures that a chart can show."""
     return None if value is None else float(f"{value:.{digits}g}")
 
 
@@ -282,8 +282,8 @@ def _finite(value: float) -> float | None:
 
 
 def _is_empty(panel: Panel, members: Sequence[Series]) -> bool:
-    """Say whether a panel has nothing to see: no finite number, or nothing but zeros. What a run is
-    about is shown even then."""
+    """Return whether a panel has no finite number or only zeros. The run's main measures are shown
+    even then."""
     values = [value for series in members for _, _, value, _ in series.points if value is not None]
     if not values:
         return True

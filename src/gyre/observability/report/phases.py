@@ -1,5 +1,5 @@
-"""Time and memory of the report. In: a Story. Out: spans, seconds by phase, overlap account, bytes
-by owner, ready for JSON. Pure. Caller: report.py."""
+"""Time and memory of the report. In: a Story. Out: spans, seconds by phase, overlap account and
+bytes by owner, ready for JSON. Pure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Span = tuple[str, int, float, float, float, str]
 
 
 def timeline(story: Story) -> dict[str, Any] | None:
-    """Return every phase with its time, and shares of the whole. None for a run that recorded no
-    phase."""
+    """Return every phase with its time and its share of the total. None for a run without
+    phases."""
     spans = sorted(phase_spans(story), key=lambda span: (span[2], span[1]))
     if not spans:
         return None
@@ -55,7 +55,7 @@ def timeline(story: Story) -> dict[str, Any] | None:
 
 
 def phase_spans(story: Story) -> list[Span]:
-    """Return closed phases, and those that the last row left open."""
+    """Return the closed phases and those still open at the last row."""
     spans: list[Span] = []
     open_phases: dict[str, PlacedRow] = {}
     for told in story.of_kind("attempt.started", "phase.started", "phase.ended"):
@@ -84,8 +84,8 @@ def _span(story: Story, told: PlacedRow, phase: str, seconds: float, end_s: floa
 
 
 def order_phases(names: Sequence[str]) -> list[str]:
-    """Return each phase once: the ring's own in its order, others as they came, children behind
-    their parent."""
+    """Return each phase once: the loop's own in its order, others by first appearance, children
+    after their parent."""
     seen = list(dict.fromkeys(names))
 
     def rank(name: str) -> tuple[int, int, int]:
@@ -100,8 +100,8 @@ def order_phases(names: Sequence[str]) -> list[str]:
 
 
 def choose_spans(spans: Sequence[Span], limit: int) -> list[Span]:
-    """Return about `limit` spans at most, in order of time: the outermost (the longest, if even
-    they are too many), and the inner ones of whole steps, evenly spread."""
+    """Return about `limit` spans in order of time. Keeps the outermost (the longest, if there are
+    too many), and the inner ones of whole, evenly spread steps."""
     if len(spans) <= limit:
         return list(spans)
     outer = sorted((span for span in spans if span[1] == 0), key=lambda span: -span[3])[:limit]
@@ -116,7 +116,7 @@ def choose_spans(spans: Sequence[Span], limit: int) -> list[Span]:
 
 
 def step_columns(outer: Sequence[Span]) -> dict[str, Any]:
-    """Return seconds by phase for each step, or for runs of neighbouring steps where there are
+    """Return seconds by phase for each step, or for groups of neighboring steps where there are
     many."""
     by_x: dict[float, dict[str, float]] = {}
     for phase, _, _, seconds, x, _ in outer:
@@ -139,8 +139,7 @@ def step_columns(outer: Sequence[Span]) -> dict[str, Any]:
 
 
 def overlap(story: Story) -> dict[str, Any] | None:
-    """Return how much of the rules' time each window hid, per step and in all. None where nothing
-    was recorded."""
+    """Return how much reward time each window hid, per step and in total. None without data."""
     names = ("rule_s", "rollout_s", "reference_s", "hidden_s")
     steps: list[dict[str, float]] = []
     for told in story.of_kind("reward.window"):
@@ -168,7 +167,8 @@ def overlap(story: Story) -> dict[str, Any] | None:
 
 
 def memory(story: Story) -> dict[str, Any] | None:
-    """Return bytes by owner and tier at each phase boundary. None for a run that measured none."""
+    """Return bytes by owner and tier at each phase boundary. None for a run without
+    measurements."""
     rows = story.of_kind("memory")
     if not rows:
         return None
@@ -205,9 +205,9 @@ def memory(story: Story) -> dict[str, Any] | None:
 
 
 def measured_peak(rows: Sequence[PlacedRow], *, on_cpu: bool) -> dict[str, Any] | None:
-    """Return the most that was ever allocated, over all workers: on a device within phases, as the
-    allocator counted; on a CPU by the whole process, as the system did. None for a run that did not
-    record it."""
+    """Return the peak of allocated memory over all workers, or None where it was not recorded. On a
+    device it is the allocator's count within phases; on a CPU it is the peak of the whole
+    process."""
     key = "host_peak_rss_bytes" if on_cpu else "device_peak_bytes"
     found = [(size, told) for told in rows if (size := as_number(told.row.get(key)))]
     if not found:
@@ -219,8 +219,8 @@ def measured_peak(rows: Sequence[PlacedRow], *, on_cpu: bool) -> dict[str, Any] 
 
 
 def whole_device(rows: Sequence[PlacedRow], *, on_cpu: bool) -> dict[str, Any] | None:
-    """Return all that components could hold on the device: a caption, and a line over the chart
-    where that doesn't make what is used of it too small to read. On a CPU it is the budget."""
+    """Return a caption with the capacity for components, and a chart line where it fits the scale.
+    On a CPU the capacity is the budget."""
     used = [tier_bytes(told, "device") for told in rows]
     frees = [as_number(told.row.get("device_free_bytes")) for told in rows]
     totals = [None if free is None else free + held for free, held in zip(frees, used, strict=True)]
@@ -243,8 +243,8 @@ def owner_bytes(told: PlacedRow, owner: str, tier: str) -> int:
 
 
 def choose_boundaries(rows: Sequence[PlacedRow], limit: int) -> list[PlacedRow]:
-    """Return about `limit` rows at most: all of some steps, evenly spread and with the first peak
-    of each tier."""
+    """Return about `limit` rows: all of some steps, evenly spread, including the first peak of each
+    tier."""
     if len(rows) <= limit:
         return list(rows)
     by_step: dict[tuple[str, Any], list[int]] = {}

@@ -1,6 +1,5 @@
 """Samples of the report. In: samples.jsonl, which may be far larger than a page. Out: a bounded
-choice of whole groups, ready for JSON, and a note of what was left out.
-"""
+choice of whole groups, ready for JSON, and a note of the omissions."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ MAX_PROMPT_CHARS = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRef:
-    """Where the rollouts of one prompt at one step lie in the file."""
+    """File offsets of the rollouts of one prompt at one step."""
 
     stage: str
     step: float
@@ -32,7 +31,7 @@ class GroupRef:
 
 
 def samples(path: Path, lineage: Lineage, story: Story) -> dict[str, Any] | None:
-    """Return the rollouts to browse. None for a run that kept none."""
+    """Return the rollouts to browse. None for a run without samples."""
     groups = index_groups(path, lineage)
     if not groups:
         return None
@@ -86,8 +85,8 @@ def index_groups(path: Path, lineage: Lineage) -> list[GroupRef]:
 def choose_groups(
     groups: Sequence[GroupRef], *, max_tokens: int = MAX_TOKENS, max_steps: int = MAX_STEPS
 ) -> list[GroupRef]:
-    """Choose steps evenly, first and last included, then whole groups of each while their share of
-    tokens lasts.
+    """Choose evenly spread steps, first and last included, then whole groups within each step's
+    token budget.
 
     Every chosen step keeps at least one group.
     """

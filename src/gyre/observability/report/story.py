@@ -1,8 +1,7 @@
 """Story: a run's rows on one axis of steps and one of time. In: live rows of events.jsonl. Out: a
 Story. Pure.
 
-Steps of stages that count from the start again are laid end to end; time that passed between two
-attempts is cut out.
+Stages whose steps restart from zero are concatenated. Time between two attempts is cut out.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class StageSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRow:
-    """One row with its place."""
+    """One row with its position on both axes."""
 
     row: Row
     stage: str  # "" before the first stage
@@ -51,7 +50,7 @@ class Story:
         return [told for told in self.told if told.row["kind"] in kinds]
 
     def x(self, stage: str, step: float) -> float:
-        """Place a step on the common axis."""
+        """Return a step's position on the common axis."""
         for known in self.stages:
             if known.name == stage:
                 return known.offset + step
@@ -59,7 +58,7 @@ class Story:
 
 
 def spread(items: Sequence[Any], count: int) -> list[Any]:
-    """Return `count` items, evenly spread, the first and last among them."""
+    """Return `count` evenly spread items, including the first and the last."""
     if count >= len(items):
         return list(items)
     if count <= 1:
@@ -99,8 +98,7 @@ def _place_in_time(rows: Sequence[Row]) -> tuple[list[PlacedRow], list[float]]:
 
 
 def _lay_out_stages(told: Sequence[PlacedRow]) -> list[StageSpan]:
-    """Lay stages end to end: one whose steps count from the start again begins where the last one
-    ended."""
+    """Concatenate the stages: one whose steps restart begins where the previous ended."""
     planned = _planned_steps(told)
     stages: list[StageSpan] = []
     last_x = 0.0

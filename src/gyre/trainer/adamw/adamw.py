@@ -1,6 +1,5 @@
-"""AdamW of spans of numbers, in place. In: weights, summed gradient and moments, the numbers of one
-update. Out: the same tensors, changed.
-"""
+"""AdamW over spans of the flat state, in place. In: weights, summed gradient and moments, the
+scalars of one update. Out: the same tensors, updated."""
 
 # N numbers of a span, B blocks of them
 
@@ -23,8 +22,8 @@ BLOCK_CPU = 1 << 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Numbers that this rank updates: views of one length, at `first` of the rank's flat state.
-    Moments are float32, or uint8 codes with a scale for each block."""
+    """A slice of the state that this rank updates: views of equal length, at `first` of the rank's
+    flat state. Moments are float32, or uint8 codes with one scale per block."""
 
     first: int
     weight_N: Tensor
@@ -42,8 +41,8 @@ class Span:
         return self.first + len(self.weight_N)
 
     def part(self, first: int, last: int) -> Span:
-        """Numbers [first, last) of the state, which lie in the span; whole blocks, if the moments
-        are codes."""
+        """Return numbers [first, last) of the state, which must be inside the span. Coded moments
+        need whole blocks."""
         at = slice(first - self.first, last - self.first)
         blocks = slice(at.start // BLOCK, at.stop // BLOCK)
         return Span(
@@ -62,8 +61,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """Of one update. The gradient is multiplied by `grad_scale` first; `num_updates` counts this
-    one."""
+    """Scalars of one update. The gradient is multiplied by `grad_scale` first; `num_updates`
+    includes this update."""
 
     learning_rate: float
     grad_scale: float
@@ -77,7 +76,7 @@ UpdateSpans = Callable[[Sequence[Span], Numbers], None]
 
 
 def update_spans(spans: Sequence[Span], numbers: Numbers) -> None:
-    """One update of weights and moments; the gradients are zero afterwards. On one device."""
+    """Update weights and moments once and zero the gradients. All spans are on one device."""
     if not spans:
         return
     device = spans[0].weight_N.device
@@ -97,7 +96,7 @@ def update_spans(spans: Sequence[Span], numbers: Numbers) -> None:
 def _by_kernel(
     fused: Callable[..., Tensor | None], spans: Sequence[Span], numbers: Numbers
 ) -> None:
-    """All spans by one launch."""
+    """Update all spans in one kernel launch."""
     largest_P = fused(
         [(span.weight_N, span.grad_N, span.exp_avg_N, span.exp_avg_sq_N) for span in spans],
         [span.decays for span in spans],
@@ -117,8 +116,8 @@ def _by_kernel(
 
 
 def update_block(span: Span, numbers: Numbers) -> None:
-    """Same order of operations as torch.optim.AdamW. The gradient's place serves as scratch and is
-    left zero."""
+    """Update one block in the operation order of torch.optim.AdamW. Uses the gradient as scratch
+    and leaves it zero."""
     (beta1, beta2), rate, count = numbers.betas, numbers.learning_rate, numbers.num_updates
     weight_N, grad_N, exp_avg_N, exp_avg_sq_N = (
         span.weight_N,

@@ -1,12 +1,12 @@
-"""AdamW of spans whose moments are codes of 8 bits, by the library bitsandbytes. In: Spans with
-scales. Out: the same tensors, changed. Serves trainer.optim.flat in place of
-`trainer.adamw.adamw.update_spans`; trainer.roles.trained_model makes it.
+"""AdamW over spans with 8-bit moments, by the bitsandbytes library. In: Spans with scales. Out: the
+same tensors, updated. trainer.optim.flat calls it in place of `trainer.adamw.adamw.update_spans`.
 
-Codes are those of block-wise dynamic quantisation (Dettmers et al., "8-bit Optimizers via
-Block-wise Quantization", arXiv 2110.02861): a number is map[code] × scale, and the scale the
-largest number of its block. On a GPU the library's kernel decodes, updates and encodes in one pass.
-On a CPU torch's operations do, the oracle of the kernel, with the library's maps: its own encoder
-for CPUs tells no numbers below 3e-5 of the scale apart, and makes 2e-5 of a zero.
+Codes are those of block-wise dynamic quantization (Dettmers et al., "8-bit Optimizers via
+Block-wise Quantization", arXiv 2110.02861): a number is map[code] × scale. The scale is the largest
+magnitude of its block. On a GPU the library's kernel decodes, updates and encodes in one pass. On a
+CPU torch operations do so with the library's maps; they are also the kernel's test oracle. The
+library's own CPU encoder does not distinguish numbers below 3e-5 of the scale, and encodes zero as
+2e-5.
 """
 
 # N numbers of a span, B blocks of them, K numbers of a block
@@ -34,10 +34,11 @@ DEFAULT = 'set trainer.moments = "float32"'
 
 
 class CodedUpdate:
-    """An UpdateSpans. Spans of float32 moments go to `update_spans`."""
+    """An UpdateSpans for coded moments. Spans with float32 moments are passed to `update_spans`."""
 
     def __init__(self, device: torch.device) -> None:
-        """ConfigError without the library, or where its kernel does not work on the device."""
+        """Load the library. Raises ConfigError without it, or where its kernel does not work on the
+        device."""
         # misses kernels there that nobody here asks for
         logging.getLogger(FOUR_BIT).setLevel(logging.ERROR)
         try:
@@ -57,7 +58,7 @@ class CodedUpdate:
             self._try_kernel(device)
 
     def __call__(self, spans: Sequence[Span], numbers: Numbers) -> None:
-        """One update of weights and moments; the gradients are zero afterwards."""
+        """Update weights and moments once and zero the gradients."""
         for span in spans:
             if span.exp_avg_scale_B is not None:
                 self._update(span, numbers)
@@ -74,8 +75,8 @@ class CodedUpdate:
             update(span.part(first, min(first + step, span.last)), numbers)
 
     def by_kernel(self, span: Span, numbers: Numbers) -> None:
-        """The library's. Weights decay before it, as torch.optim.AdamW's do: the kernel would do it
-        after."""
+        """Update by the library's kernel. Weight decay is applied first, as in torch.optim.AdamW;
+        the kernel would apply it last."""
         (beta1, beta2), rate = numbers.betas, numbers.learning_rate
         assert span.exp_avg_scale_B is not None and span.exp_avg_sq_scale_B is not None
         if numbers.weight_decay and span.decays:
@@ -104,7 +105,7 @@ class CodedUpdate:
         span.grad_N.zero_()
 
     def by_torch(self, span: Span, numbers: Numbers) -> None:
-        """The same, with float32 moments of the whole span beside it for a while."""
+        """Update by torch operations. Allocates float32 moments of the whole span temporarily."""
         assert span.exp_avg_scale_B is not None and span.exp_avg_sq_scale_B is not None
         exp_avg_N = self._codec.decode(span.exp_avg_N, span.exp_avg_scale_B)
         exp_avg_sq_N = self._codec_sq.decode(span.exp_avg_sq_N, span.exp_avg_sq_scale_B)
@@ -121,7 +122,7 @@ class CodedUpdate:
         _keep_from_zero(span.exp_avg_sq_N, span.exp_avg_sq_scale_B)
 
     def _try_kernel(self, device: torch.device) -> None:
-        """ConfigError unless the kernel runs and agrees with torch's operations."""
+        """Raise ConfigError unless the kernel runs and agrees with the torch operations."""
         generator = torch.Generator(device).manual_seed(0)
         spans = [_blank(TRIAL_BLOCKS, device) for _ in range(2)]
         try:
@@ -154,8 +155,8 @@ class CodedUpdate:
 
 
 def _keep_from_zero(codes_sq_N: Tensor, scale_sq_B: Tensor) -> None:
-    """Leave the code of zero to blocks of zeros. A small second moment that is rounded to zero
-    makes the next update a leap, since its root divides a first moment that is not zero."""
+    """Reserve the zero code for blocks of zeros. A small second moment rounded to zero would make
+    the next update explode: its root divides a nonzero first moment."""
     codes_sq_BK, least_B = codes_sq_N.view(-1, BLOCK), (scale_sq_B > 0).to(torch.uint8)
     torch.maximum(codes_sq_BK, least_B.unsqueeze(1), out=codes_sq_BK)
 

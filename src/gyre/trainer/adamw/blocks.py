@@ -1,9 +1,9 @@
-"""Blocks: which moments are kept as codes of 8 bits, and where a rank's scales lie. In: shapes, a
+"""Blocks: which moments are 8-bit codes, and the layout of a rank's scales. In: shapes, a
 ShardLayout of numbers. Out: an order of tensors, the ShardLayout of the blocks. Pure.
 
 A block is BLOCK numbers of one row, with one scale. Only matrices whose rows are whole blocks have
-codes, so a cut between rows never parts a block: every layout has the same blocks, and codes and
-scales are cut and joined like any other tensor.
+codes, so a split between rows never divides a block. Every layout therefore has the same blocks,
+and codes and scales are split and joined like any other tensor.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ BLOCK = 256  # numbers; that of the library's 8-bit optimisers
 
 
 def is_coded(shape: Shape) -> bool:
-    """Whether a parameter's moments can be codes: a matrix of whole blocks. Vectors and heads of
-    one row are few."""
+    """Return whether a parameter's moments can be coded: a matrix of whole blocks. Vectors and
+    one-row heads are too small to matter."""
     return len(shape) == 2 and shape[0] > 1 and shape[1] % BLOCK == 0
 
 
 def check_codes(model: str, shapes: Iterable[Shape]) -> None:
-    """ConfigError unless some parameter of a model whose moments should be codes can have them."""
+    """Raise ConfigError unless some parameter of a model with configured 8-bit moments can have
+    them."""
     matrices = [shape for shape in shapes if len(shape) == 2 and shape[0] > 1]
     if not any(is_coded(shape) for shape in matrices):
         rows = ", ".join(f"{columns:,}" for columns in sorted({shape[1] for shape in matrices}))
@@ -37,7 +38,7 @@ def check_codes(model: str, shapes: Iterable[Shape]) -> None:
 
 
 def block_layout(layout: ShardLayout) -> ShardLayout:
-    """Who holds which block, where the ranks hold whole blocks of all the tensors."""
+    """Return the layout of blocks over ranks that hold whole blocks of all the tensors."""
     return ShardLayout(
         shapes={name: (shape[0], shape[1] // BLOCK) for name, shape in layout.shapes.items()},
         ranks=tuple(
@@ -48,7 +49,7 @@ def block_layout(layout: ShardLayout) -> ShardLayout:
 
 
 def coded_first(shapes: Mapping[str, Shape], coded: frozenset[str]) -> dict[str, Shape]:
-    """The same shapes in another order."""
+    """Return the shapes with coded tensors first."""
     return dict(sorted(shapes.items(), key=lambda item: item[0] not in coded))
 
 

@@ -1,7 +1,6 @@
-"""Codec: numbers as codes of 8 bits with a scale for each block, by torch's operations. In: a map
-of 256 ascending values from −1 or 0 to 1, float32 numbers. Out: codes of the nearest values and
-scales; numbers again.
-"""
+"""Codec: numbers as 8-bit codes with a scale per block, by torch operations. In: a map of 256
+ascending values from −1 or 0 to 1, float32 numbers. Out: codes of the nearest values and scales,
+and the reverse."""
 
 # N numbers, B blocks of them, K numbers of a block, P patterns of a float's first 16 bits
 
@@ -17,9 +16,12 @@ HALF = 1 << 15
 
 
 class Codec:
-    """Finds the nearest value without a search. All floats with the same first 16 bits are so near
-    to each other that at most one border between two values lies among them: a table has the code
-    of the lowest of them, and one comparison says which side of the border a number is on."""
+    """Finds the nearest value without a search.
+
+    All floats with the same first 16 bits are so close that at most one boundary between two values
+    separates them. A table holds the code of the lowest; one comparison decides the side of the
+    boundary.
+    """
 
     def __init__(self, map_256: Tensor) -> None:
         middles = (map_256[1:] + map_256[:-1]) * 0.5
@@ -37,12 +39,12 @@ class Codec:
         self._borders = torch.cat([middles, middles.new_full((1,), torch.inf)])
 
     def decode(self, codes_N: Tensor, scale_B: Tensor) -> Tensor:
-        """Float32."""
+        """Decode to float32."""
         values_BK = torch.index_select(self._map, 0, codes_N.int()).view(-1, BLOCK)
         return values_BK.mul_(scale_B.unsqueeze(1)).view(-1)
 
     def encode(self, values_N: Tensor, codes_N: Tensor, scale_B: Tensor) -> None:
-        """Into codes and scales, in place. `values_N` serves as scratch."""
+        """Encode into codes and scales, in place. Overwrites `values_N` as scratch."""
         values_BK = values_N.view(-1, BLOCK)
         torch.amax(values_BK.abs(), 1, out=scale_B)
         values_BK.div_(scale_B.clamp_min(SMALLEST_SCALE).unsqueeze(1))

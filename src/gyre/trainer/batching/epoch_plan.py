@@ -1,8 +1,8 @@
 """Batches: from unpacked sequences to the updates of one epoch. In: a batch's sequences, config, a
-seed. Out: an EpochPlan of updates, each a list of this rank's chunks and one denominator. Every
-rank plans the whole batch alike and lays out only its own chunks.
+seed. Out: an EpochPlan of updates, each with this rank's micro-batches and one denominator. Every
+rank plans the whole batch identically and builds only its own micro-batches.
 
-Sequences without a target leave here: they teach nothing and count in no denominator.
+Sequences without a target are dropped here: they contribute to no gradient and no denominator.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gyre.trainer.config import TrainerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One optimiser update."""
+    """One optimizer update."""
 
     # of this rank; as many as on every other rank, blank ones where there is no work
     chunks: tuple[MicroBatch, ...]
@@ -38,7 +38,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
-    """One pass over a batch. The numbers count all ranks."""
+    """One pass over a batch. The counts cover all ranks."""
 
     updates: tuple[Update, ...]
     num_tokens: int
@@ -53,7 +53,7 @@ class EpochPlan:
         return tuple(chunk for update in self.updates for chunk in update.chunks)
 
     def with_columns(self, sequences: Sequence[TrainSequence], names: Collection[str]) -> EpochPlan:
-        """The same plan with columns on its chunks; index tensors are shared."""
+        """Return the same plan with columns on its micro-batches; index tensors are shared."""
         updates = tuple(
             replace(
                 update,
@@ -65,8 +65,8 @@ class EpochPlan:
 
 
 class BatchPlanner:
-    """Plans epochs. On a CPU the last plan is remembered, so that the passes and the step of one
-    batch share it."""
+    """Plans epochs. On a CPU the last plan is cached, so that the passes and the step of one batch
+    share it."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class BatchPlanner:
         self._last: tuple[tuple[int, int], tuple[TrainSequence, ...], EpochPlan] | None = None
 
     def plan(self, sequences: Sequence[TrainSequence], step: int, epoch: int) -> EpochPlan:
-        """Split into updates, pack each, lay out index tensors. Depends on the batch, the step and
-        the epoch only."""
+        """Split into updates, pack each and build index tensors. Depends only on the batch, the
+        step and the epoch."""
         if (
             self._last is not None
             and self._last[0] == (step, epoch)
@@ -160,7 +160,7 @@ class BatchPlanner:
         pairwise: bool,
         vocab_size: int,
     ) -> tuple[tuple[MicroBatch, ...], PackPlan]:
-        """Return this rank's chunks, and who got what."""
+        """Return this rank's micro-batches and the packing of all ranks."""
         plan = pack(
             atoms, num_ranks=self._num_ranks, tokens_per_chunk=self._config.tokens_per_chunk
         )
@@ -176,7 +176,7 @@ class BatchPlanner:
 
 
 def _room(plan: PackPlan, sequences: Sequence[TrainSequence]) -> int:
-    """Tokens that the chunks of all ranks have room for."""
+    """Return the token capacity of the micro-batches of all ranks."""
     sizes = [
         sum(len(sequences[index].tokens) for index in members)
         for rank in plan.ranks
@@ -186,8 +186,8 @@ def _room(plan: PackPlan, sequences: Sequence[TrainSequence]) -> int:
 
 
 def _same_layout(ours: Sequence[TrainSequence], theirs: Sequence[TrainSequence]) -> bool:
-    """Whether two batches have the same tokens and targets, by the identity of their (frozen)
-    arrays."""
+    """Return whether two batches have the same tokens and targets, compared by identity of their
+    frozen arrays."""
     return len(ours) == len(theirs) and all(
         a.tokens is b.tokens
         and a.columns.get("loss_mask") is b.columns.get("loss_mask")

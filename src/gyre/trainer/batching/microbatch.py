@@ -1,8 +1,8 @@
-"""Chunk: one packed row of whole sequences as tensors. In: sequences of a batch and the indices
-that `pack` chose. Out: a Chunk with token ids, target rows and columns on the device.
+"""MicroBatch: one packed row of whole sequences as tensors. In: sequences of a batch and the
+indices that `pack` chose. Out: a MicroBatch with token ids, target rows and columns on the device.
 
-T tokens of the chunk, S sequences, P pairs, N targets: tokens whose loss_mask is True. Target t of
-a sequence is predicted by the hidden state of token t - 1, its row.
+T tokens of the micro-batch, S sequences, P pairs, N targets: tokens whose loss_mask is True. Target
+t of a sequence is predicted by the hidden state of token t - 1, its row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Put = Callable[[np.ndarray], Tensor]  # an array to the device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferencePairs:
-    """The preference pairs of a chunk, as positions among its S sequences."""
+    """The preference pairs of a micro-batch, as indices into its S sequences."""
 
     chosen_P: Tensor  # int64
     rejected_P: Tensor  # int64
@@ -53,7 +53,7 @@ class MicroBatch:
 
 
 def target_mask(sequence: TrainSequence) -> np.ndarray:
-    """Which tokens are targets: loss_mask, or without one all but the first, which nothing
+    """Return the mask of targets: loss_mask, or all tokens but the first, which nothing
     predicts."""
     mask = sequence.columns.get("loss_mask")
     if mask is None:
@@ -67,7 +67,7 @@ def target_mask(sequence: TrainSequence) -> np.ndarray:
 
 
 def check_columns(sequences: Sequence[TrainSequence], required: Collection[str], kind: str) -> None:
-    """Refuse a batch that lacks what the objective reads."""
+    """Raise an error for a batch that lacks columns required by the objective."""
     for index, sequence in enumerate(sequences):
         missing = sorted(set(required) - set(sequence.columns))
         if missing:
@@ -90,8 +90,7 @@ def build_chunk(
     vocab_size: int,
     device: torch.device,
 ) -> MicroBatch:
-    """Lay out one sequence or more, one after the other; `pairwise` ones are pairs of
-    neighbours."""
+    """Concatenate one or more sequences. `pairwise`: neighbors are preference pairs."""
     chosen = [sequences[index] for index in members]
     lengths = np.array([len(sequence.tokens) for sequence in chosen], dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -129,9 +128,8 @@ def build_chunk(
 
 
 def blank_chunk(device: torch.device) -> MicroBatch:
-    """A stand-in of two tokens and one target on a rank that has nothing to do while others have:
-    where weights are gathered layer by layer, all ranks must pass through all layers. Nothing of it
-    counts."""
+    """Build a dummy micro-batch of two tokens and one target. A rank without work runs it, since
+    per-layer weight gathers are collective. Its results are discarded."""
 
     def put(*numbers: int) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -155,7 +153,7 @@ def blank_chunk(device: torch.device) -> MicroBatch:
 def gather_columns(
     chunk: MicroBatch, sequences: Sequence[TrainSequence], names: Collection[str]
 ) -> MicroBatch:
-    """Return the chunk with these columns of its sequences, at its targets."""
+    """Return the micro-batch with these columns of its sequences, at its targets."""
     if not chunk.members:
         return chunk
     chosen = [sequences[index] for index in chunk.members]
@@ -172,7 +170,7 @@ def gather_columns(
 def _support(
     chosen: Sequence[TrainSequence], counts: np.ndarray, vocab_size: int, put: Put
 ) -> tuple[Tensor, Tensor] | None:
-    """Join the ragged supports; a sequence without one may choose any token."""
+    """Concatenate the ragged supports; a sequence without one allows all tokens."""
     if all(sequence.support is None for sequence in chosen):
         return None
     widths, ids = [], []
@@ -195,7 +193,7 @@ def _full_support(count: int, vocab_size: int) -> Support:
 
 
 def _pairs(chosen: Sequence[TrainSequence], put: Put) -> PreferencePairs:
-    """Siblings are neighbours."""
+    """Return the preference pairs; siblings are adjacent."""
     wins, losses, margins = [], [], []
     for position in range(0, len(chosen), 2):
         pair = chosen[position : position + 2]

@@ -1,9 +1,9 @@
-"""Packing: which sequences share a chunk. In: lengths and pair ids. Out: a Plan of chunks per rank.
-Pure.
+"""Packing: which sequences share a micro-batch. In: lengths and pair ids. Out: a PackPlan of
+micro-batches per rank. Pure.
 
-Order of work, after Kimi k1.5 and DeepSeek-R1: one global sort by length, deal to ranks, best fit
-into chunks of a fixed number of tokens, then as many chunks on each rank. The unit is an atom: one
-sequence, or both of a preference pair, since a pair's loss needs both at once.
+Follows Kimi k1.5 and DeepSeek-R1: sort globally by length, deal to ranks, best-fit into
+micro-batches of a fixed token capacity, then equalize their number over ranks. The unit is a
+PackItem: one sequence, or both of a preference pair, since a pair's loss needs both at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackItem:
-    """What is never split over two chunks."""
+    """Sequences that are never split over two micro-batches."""
 
     members: tuple[int, ...]  # indices into the batch
     num_tokens: int  # of all members
@@ -25,8 +25,8 @@ class PackItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackPlan:
-    """Chunks of indices into the batch: ranks[rank][chunk]. An empty chunk keeps the ranks in
-    step."""
+    """Micro-batches as indices into the batch: ranks[rank][micro_batch]. An empty one keeps the
+    number equal over ranks."""
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
     tokens_per_chunk: int
@@ -34,9 +34,9 @@ class PackPlan:
 
 
 def make_atoms(lengths: Sequence[int], pair_ids: Sequence[int]) -> tuple[PackItem, ...]:
-    """Group indices into atoms, in order of first appearance. A pair id of -1 means a sequence of
-    its own; a pair id that comes again after two siblings begins another pair, as when small data
-    wraps around within one batch."""
+    """Group indices into items, in order of first appearance. A pair id of -1 marks a single
+    sequence. A pair id that repeats after two siblings starts another pair, as when a small data
+    set wraps around within one batch."""
     assert len(lengths) == len(pair_ids)
     atoms: list[list[int]] = []
     unpaired: dict[int, list[int]] = {}
@@ -53,11 +53,11 @@ def make_atoms(lengths: Sequence[int], pair_ids: Sequence[int]) -> tuple[PackIte
 def split_updates(
     atoms: Sequence[PackItem], sequences_per_update: int, seed: int
 ) -> tuple[tuple[PackItem, ...], ...]:
-    """Deal the atoms into optimiser updates of at most about `sequences_per_update`, all of nearly
-    the same size.
+    """Deal the items into optimizer updates of about `sequences_per_update` at most, nearly equal
+    in size.
 
-    With 0, or with room for all, there is one update in the given order; otherwise the order is
-    drawn from `seed`.
+    With 0, or when all fit, there is one update in the given order; otherwise the order is drawn
+    from `seed`.
     """
     num_sequences = sum(len(atom.members) for atom in atoms)
     if not atoms:
@@ -72,8 +72,8 @@ def split_updates(
 
 
 def pack(atoms: Sequence[PackItem], *, num_ranks: int, tokens_per_chunk: int) -> PackPlan:
-    """Place every atom once. Chunks hold at most `tokens_per_chunk`, except one that holds a single
-    longer atom."""
+    """Place every item once. Micro-batches hold at most `tokens_per_chunk`, except one that holds a
+    single longer item."""
     assert num_ranks > 0 and tokens_per_chunk > 0
     ordered = sorted(atoms, key=lambda atom: (-atom.num_tokens, atom.members))
     bins = [_best_fit(dealt, tokens_per_chunk) for dealt in _deal(ordered, num_ranks)]
@@ -84,7 +84,8 @@ def pack(atoms: Sequence[PackItem], *, num_ranks: int, tokens_per_chunk: int) ->
 
 
 def _deal(ordered: Sequence[PackItem], num_ranks: int) -> list[list[PackItem]]:
-    """Deal longest first, there and back (0 1 2 2 1 0 …), which evens out the tokens per rank."""
+    """Deal the longest first, in alternating directions (0 1 2 2 1 0 …), which balances the tokens
+    per rank."""
     hands: list[list[PackItem]] = [[] for _ in range(num_ranks)]
     for position, atom in enumerate(ordered):
         lap, seat = divmod(position, num_ranks)
@@ -93,7 +94,7 @@ def _deal(ordered: Sequence[PackItem], num_ranks: int) -> list[list[PackItem]]:
 
 
 def _best_fit(ordered: Sequence[PackItem], capacity: int) -> list[list[PackItem]]:
-    """Put each atom into the fullest chunk that still has room for it; open a chunk when none
+    """Put each item into the fullest micro-batch with enough capacity; open a new one when none
     has."""
     chunks: list[list[PackItem]] = []
     room: list[tuple[int, int]] = []  # (free tokens, chunk), ascending
@@ -112,8 +113,8 @@ def _best_fit(ordered: Sequence[PackItem], capacity: int) -> list[list[PackItem]
 
 
 def _equalise(chunks: list[list[PackItem]], count: int) -> list[list[PackItem]]:
-    """Bring the number of chunks up to `count`: halve the largest ones, and add empty ones where
-    none can be halved."""
+    """Raise the number of micro-batches to `count`. Halves the largest ones, and adds empty ones
+    where none can be halved."""
     chunks = list(chunks)
     while len(chunks) < count:
         divisible = [c for c, chunk in enumerate(chunks) if len(chunk) > 1]

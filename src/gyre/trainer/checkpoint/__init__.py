@@ -1,1 +1,1 @@
-"""Snapshots: written in the background, verified, read back by any layout."""
+"""Snapshots: written in the background, verified, loaded under any layout."""

@@ -1,4 +1,4 @@
-"""Snapshot manifest: which files a snapshot has, and where in them the runs of each tensor lie. In:
+"""Snapshot manifest: the files of a snapshot, and the location of each tensor's runs in them. In:
 what each rank wrote, or the text of manifest.json. Out: the other. Pure.
 
     {"crc32": of the body's text,
@@ -31,7 +31,7 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun:
-    """Numbers [start, stop) of a tensor, and where they lie."""
+    """Numbers [start, stop) of a tensor and their location in a file."""
 
     file: str
     start: int
@@ -47,7 +47,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Bytes under one set of checksums."""
+    """A byte range covered by one set of checksums."""
 
     file: str
     tensor: str  # empty: of no tensor
@@ -56,14 +56,14 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotManifest:
-    """Of a whole snapshot, or of what one rank wrote."""
+    """Manifest of a whole snapshot, or of one rank's part."""
 
     step: int
     files: Mapping[str, SavedFile]
     tensors: Mapping[str, SavedTensor]
 
     def stretches(self) -> Iterator[Stretch]:
-        """Every byte of every file once."""
+        """Return each byte of every file exactly once."""
         for name, file in self.files.items():
             yield Stretch(file=name, tensor="", extent=file.head)
         for name, tensor in self.tensors.items():
@@ -72,11 +72,12 @@ class SnapshotManifest:
 
 
 class BadManifest(Exception):
-    """What is wrong with a manifest, in words."""
+    """Describes an invalid manifest."""
 
 
 def join_manifests(parts: Iterable[SnapshotManifest]) -> SnapshotManifest:
-    """The whole snapshot of what each rank wrote. The ranks' runs must be each tensor once."""
+    """Join the ranks' manifests into that of the snapshot. The ranks' runs must cover each tensor
+    exactly once."""
     files: dict[str, SavedFile] = {}
     tensors: dict[str, SavedTensor] = {}
     step = -1
@@ -123,7 +124,7 @@ def to_text(manifest: SnapshotManifest) -> str:
 
 
 def from_text(text: str, *, whole: bool = True) -> SnapshotManifest:
-    """Of a whole snapshot, or of what one rank wrote. Raises BadManifest."""
+    """Parse the manifest of a snapshot or of one rank's part. Raises BadManifest."""
     try:
         content = json.loads(text)
         if content.get("format") == 1:

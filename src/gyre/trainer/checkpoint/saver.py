@@ -1,15 +1,15 @@
-"""Saver: a snapshot by all ranks at once. In: each rank's parts, the loop's state. Out: a snapshot
+"""Saver: a snapshot by all ranks together. In: each rank's parts, the loop's state. Out: a snapshot
 on a disk that all ranks see, or one SnapshotError, the same on every rank.
 
     first rank makes a folder ─▶ all place ─▶ copy ─▶ write their file
-        ─▶ first rank writes the manifest ─▶ verdict
-                                        (training goes on from here, in the background; whoever
-                                         changes the state first waits until it is copied)
+        ─▶ first rank writes the manifest ─▶ outcome
+                                        (in the background training continues from here;
+                                         changes to the state wait until it is copied)
 
-Ranks agree by collectives until each has a place for its parts, and by notes from there on: a rank
-that copies and writes in a thread may use no collective, and one that is still at it keeps nobody
-in one. A rank that fails leaves a note; the others look for it before every block, stop, and get
-the verdict. So a full disk on one rank ends the save on all in seconds.
+Ranks agree by collectives until each has memory for its parts, and through the key-value store
+afterwards. A background thread may use no collective, and a slow rank must not block others in one.
+A rank that fails stores an error; the others poll for it before every block and stop. A full disk
+on one rank thus ends the save on all ranks in seconds.
 """
 
 from __future__ import annotations
@@ -75,11 +75,12 @@ class _Job:
 
 
 class Stopped(Exception):
-    """Another rank has failed."""
+    """Raised when another rank has failed."""
 
 
 class Saver:
-    """`save` and `finish` are called by one thread, on all ranks alike."""
+    """Saves snapshots. All ranks call `save` and `finish` in the same order, each from one
+    thread."""
 
     def __init__(
         self,
@@ -91,9 +92,9 @@ class Saver:
         emit: Emit,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """In the background `save` returns when the state has a place to be copied to, and `finish`
-        when the last one is on disk. `progress` is called while a step waits for a copy or for the
-        disk, which may take long."""
+        """Bind the store and the ranks. In the background `save` returns once the copies have
+        memory, and `finish` once the last snapshot is on disk. `progress` is called while a step
+        waits for a copy or the disk, which may take long."""
         self._store, self._group, self._background = store, group, background
         self._deadline_s, self._emit, self._progress = deadline_s, emit, progress
         self._staging = StagingBuffer(group.device, deadline_s=deadline_s)
@@ -111,8 +112,8 @@ class Saver:
         state: Mapping[str, Any],
         blobs: Mapping[str, bytes],
     ) -> None:
-        """SnapshotError of this save, or of the one before if that was in the background;
-        DeadlineError when one is not done in time."""
+        """Save a snapshot, or start to in the background. Raises SnapshotError for this save or the
+        previous background one, and DeadlineError on a timeout."""
         with self._group.guard(f"snapshot of step {step}"):
             self._settle(step)
             aside = self._begin(step)
@@ -133,12 +134,12 @@ class Saver:
                 raise
 
     def prepare(self, size_bytes: int) -> None:
-        """Begin to make the memory that a background save of so many bytes needs."""
+        """Start to allocate the host memory for a background save of `size_bytes`."""
         if self._background:
             self._staging.prepare(size_bytes)
 
     def finish(self) -> None:
-        """Wait for what is in flight. Raises as `save` does."""
+        """Wait for the save in flight. Raises as `save` does."""
         with self._group.guard("end of the last snapshot"):
             self._settle(None)
 
@@ -146,9 +147,8 @@ class Saver:
     # ----------------------------------------------------------------------------------------------
 
     def _settle(self, next_step: int | None) -> None:
-        """Wait for the save before, and let its failure out, on all ranks. Where a disk is stuck on
-        one, the others' threads end with the verdict, and they soon wait for this rank in a
-        collective."""
+        """Join the previous save and re-raise its error on every rank. If one rank's disk hangs,
+        the others learn of it through the store instead of blocking in a collective."""
         thread, began = self._thread, time.monotonic()
         until, heard = began + self._deadline_s, False
         tells = (
@@ -183,7 +183,7 @@ class Saver:
         self._agree(failure)
 
     def _begin(self, step: int) -> Path:
-        """The folder that all write into; the first rank makes it."""
+        """Return the shared folder of this snapshot; the first rank creates it."""
         made, failure = "", None
         if self._group.rank == 0:
             try:
@@ -200,8 +200,8 @@ class Saver:
         state: Mapping[str, Any],
         blobs: Mapping[str, bytes],
     ) -> _Job:
-        """Everything that is to be written. In the background nothing overwrites it before it is
-        copied."""
+        """Collect all parts to write. In the background each part is copied before it may be
+        overwritten."""
         began, failure, job = time.monotonic(), None, None
         copied = threading.Event()
         copied.set()
@@ -241,9 +241,8 @@ class Saver:
         return job
 
     def _meet(self, step: int, aside: Path) -> None:
-        """Wait until every rank has its memory, or knows that it gets none. To make it can take
-        longer than a collective may; a rank that does not come at all is named by the one that
-        follows."""
+        """Wait until every rank has allocated its memory or failed to. The allocation can outlast a
+        collective's timeout. The collective that follows names a rank that never arrives."""
         notes, keys = self._group.notes, _placed_keys(aside, self._group.size)
         notes.put(keys[self._group.rank], "")
         there = lambda: all(notes.get(key) is not None for key in keys) or None  # noqa: E731
@@ -252,9 +251,9 @@ class Saver:
         )
 
     def _hold(self, step: int, aside: Path, copied: threading.Event) -> None:
-        """Called by whoever is about to change what is saved: returns once it is copied, whatever
-        other ranks do. One that has copied soon waits in a collective; the error that names this
-        rank comes before its patience ends."""
+        """Block until the saved state is copied. Called before the state changes; independent of
+        other ranks. Ranks that have copied soon wait in a collective, so the error that names this
+        rank is raised before their timeout."""
         if copied.is_set():
             return
         began, until = time.monotonic(), time.monotonic() + self._deadline_s
@@ -281,7 +280,7 @@ class Saver:
         )
 
     def _agree(self, failure: BaseException | None, value: Any = None) -> list[Any]:
-        """Every rank's value; or the first rank's failure, raised on all."""
+        """Return every rank's value, or raise the first failure on all ranks."""
         mine = None
         # a fault of ours: the others must not wait
         if failure is not None and not isinstance(failure, GyreError):
@@ -314,8 +313,8 @@ class Saver:
             self._failure = error
 
     def _write(self, job: _Job) -> None:
-        """This rank's file, then the verdict on the whole. SnapshotError with the verdict of the
-        first rank."""
+        """Write this rank's file and wait for the outcome of the save. Raises the first rank's
+        SnapshotError."""
         notes, rank = self._group.notes, self._group.rank
         written, fault = "", None
         try:
@@ -344,7 +343,7 @@ class Saver:
             raise SnapshotError(**json.loads(verdict))
 
     def _copy(self, job: _Job) -> None:
-        """From where the state lives to where it is written from."""
+        """Copy the parts from the live state to the staging buffer."""
         began = time.monotonic()
         try:
             if job.placed is not None:
@@ -362,7 +361,7 @@ class Saver:
             self._emit("snapshot.copied", step=job.step, seconds=time.monotonic() - began)
 
     def _write_files(self, job: _Job) -> SnapshotManifest:
-        """What this rank writes; the first one writes the loop's state, too."""
+        """Write this rank's files. The first rank also writes the loop's state."""
         name = f"rank-{self._group.rank:05d}.safetensors"
         head, *extents = write_shard(job.aside / name, job.parts, lambda: self._look(job))
         size_bytes = sum(extent.size_bytes for extent in (head, *extents))
@@ -386,8 +385,8 @@ class Saver:
         return SnapshotManifest(step=job.step, files=files, tensors=tensors)
 
     def _conclude(self, job: _Job) -> None:
-        """On the first rank: make the snapshot once all have written, or give it up; tell the
-        others."""
+        """Publish the snapshot once all have written, or discard it, and notify the others. First
+        rank only."""
         notes, keys = (
             self._group.notes,
             [job.key(f"done/{rank}") for rank in range(self._group.size)],
@@ -439,7 +438,7 @@ class Saver:
     def _wait_for(
         self, job: _Job, look: Callable[[], str | None], late: str, within_s: float | None = None
     ) -> str:
-        """What `look` finds. Ends early when the group breaks."""
+        """Poll `look` and return its result. Raises early when the group fails."""
         limit_s = self._deadline_s if within_s is None else within_s
         found = self._group.look_for(f"snapshot of step {job.step}", look, limit_s)
         if found is None:
@@ -466,7 +465,7 @@ class Saver:
         )
 
     def _told(self, what: str, error: Exception, hint: str = "") -> SnapshotError:
-        """An error that names this rank, where there are several."""
+        """Return an error that names this rank, where there are several."""
         by = f" by rank {self._group.rank}" if self._group.size > 1 else ""
         text = (
             error.message

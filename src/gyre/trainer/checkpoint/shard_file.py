@@ -1,10 +1,10 @@
-"""Shard file: what one rank saves, in one safetensors file. In: a path, Parts on any device. Out:
-the file, synced, with size, offsets and a checksum of every block; or what is wrong with it.
+"""Shard file: one rank's part of a snapshot, in one safetensors file. In: a path, Parts on any
+device. Out: the synced file, with size, offsets and a checksum per block, or its first fault.
 
-Written here rather than by the safetensors package so that checksums are taken of the bytes handed
-to the disk, a block at a time, and a full disk is an OSError with its number. The package reads the
-file. The checksum is CRC-32 (zlib's): it finds what disks do, and is several times as fast as a
-cryptographic one.
+Written without the safetensors package: checksums are computed block by block on the bytes passed
+to the disk, and a full disk raises OSError with its errno. The package can read the file. The
+checksum is zlib's CRC-32: it detects disk faults and is several times as fast as a cryptographic
+hash.
 """
 
 from __future__ import annotations
@@ -41,23 +41,25 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """A stretch of a file."""
+    """A byte range of a file."""
 
     at: int  # bytes
     size_bytes: int
     crc32: tuple[int, ...]  # of each BLOCK_BYTES, the last one shorter
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
-        """(offset within the extent, bytes, checksum)"""
+        """Yield (offset within the extent, bytes, checksum)."""
         for index, crc32 in enumerate(self.crc32):
             low = index * BLOCK_BYTES
             yield low, min(BLOCK_BYTES, self.size_bytes - low), crc32
 
 
 def write_shard(path: Path, parts: Sequence[Part], check: Callable[[], None]) -> list[Extent]:
-    """Write the parts and read them back. Returns an extent for the file's header and one for each
-    part. `check` is called before every block, and may raise. OSError when the disk refuses,
-    ReadBackError when it gives back other bytes."""
+    """Write the parts and read them back. Returns one extent for the header and one per part.
+
+    `check` is called before every block and may raise. Raises OSError when the disk refuses, and
+    ReadBackError when the bytes read differ.
+    """
     with open(path, "wb", buffering=0) as file:
         extents = [_write(file, 0, _cut(_header(parts)), check)]
         for part in parts:
@@ -73,7 +75,7 @@ def write_shard(path: Path, parts: Sequence[Part], check: Callable[[], None]) ->
 
 
 def write_bytes(path: Path, data: bytes) -> Extent:
-    """A small file of its own, synced and read back."""
+    """Write a small file, synced and verified by reading it back."""
     with open(path, "wb", buffering=0) as file:
         extent = _write(file, 0, _cut(data), lambda: None)
         os.fsync(file.fileno())
@@ -83,7 +85,7 @@ def write_bytes(path: Path, data: bytes) -> Extent:
 
 
 def find_fault(path: Path, extent: Extent, check: Callable[[], None] = lambda: None) -> str | None:
-    """What is wrong with the bytes on disk; None when they are what was written."""
+    """Return how the bytes on disk differ from those written, or None."""
     try:
         for _ in read_blocks(path, extent, 0, extent.size_bytes):
             check()
@@ -93,18 +95,18 @@ def find_fault(path: Path, extent: Extent, check: Callable[[], None] = lambda: N
 
 
 class ReadBackError(OSError):
-    """The disk gives back other bytes than it was given."""
+    """The bytes read back differ from those written."""
 
 
 class Damage(Exception):
-    """Bytes that are not there, or not what was written."""
+    """Bytes are missing or differ from those written."""
 
 
 def read_blocks(
     path: Path, extent: Extent, first: int, last: int
 ) -> Iterator[tuple[int, memoryview]]:
-    """Yield (offset within the extent, bytes) of the blocks that cover bytes [first, last) of it,
-    each one checked. Raises Damage."""
+    """Yield (offset within the extent, bytes) of the verified blocks that cover bytes [first,
+    last). Raises Damage."""
     try:
         with open(path, "rb", buffering=0) as file:
             buffer = memoryview(bytearray(min(BLOCK_BYTES, extent.size_bytes)))
@@ -165,7 +167,7 @@ def _cut(data: bytes) -> Iterator[memoryview]:
 
 
 def _blocks(values_N: Tensor) -> Iterator[memoryview]:
-    """The bytes in order, through the host."""
+    """Yield the bytes in order, copied through the host."""
     if not values_N.numel():
         return
     for block in values_N.detach().split(BLOCK_BYTES // values_N.element_size()):

@@ -1,8 +1,8 @@
-"""Parts: who saves which numbers of the trainer's tensors, and how they come back. In: a
+"""Parts: which rank saves which numbers of the trainer's tensors, and how to load them. In: a
 ShardLayout, this rank's tensors. Out: Parts of whole tensors, each number on one rank only; or the
 tensors, filled from any source of parts.
 
-Copies share the work: of a run that n ranks hold, each saves the n-th part.
+Replicas share the work: of a run that n ranks hold, each saves one n-th.
 """
 
 # N numbers of a run
@@ -29,7 +29,7 @@ OTHER_MODEL = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Numbers of a whole tensor, from `start` on."""
+    """Numbers of a whole tensor, starting at `start`."""
 
     name: str  # of the tensor
     shape: Shape  # of the tensor
@@ -42,7 +42,7 @@ class Part:
 
     @property
     def key(self) -> str:
-        """Differs between all parts of all ranks."""
+        """Unique key among the parts of all ranks."""
         return f"{self.name}[{self.start}:{self.stop}]"
 
     @property
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What is known of a tensor without its numbers."""
+    """Shape and dtype of a tensor."""
 
     dtype: torch.dtype
     shape: Shape
@@ -62,18 +62,18 @@ class Kind:
 
 
 class PartSource(Protocol):
-    """Tensors that were saved in parts, by however many ranks."""
+    """Tensors saved in parts, by any number of ranks."""
 
     def kinds(self) -> Mapping[str, Kind]: ...
 
     def read(self, name: str, start: int, out_N: Tensor) -> None:
-        """Fill `out_N`, on any device, with the tensor's numbers from `start` on. SnapshotError if
-        they are damaged."""
+        """Fill `out_N`, on any device, with the tensor's numbers from `start`. Raises SnapshotError
+        if they are damaged."""
         ...
 
 
 class HeldParts:
-    """Parts in memory, of all ranks."""
+    """The parts of all ranks, in memory."""
 
     def __init__(self, parts: Iterable[Part]) -> None:
         self._parts: dict[str, list[Part]] = {}
@@ -105,7 +105,7 @@ class HeldParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What one rank holds of some tensors, all of one dtype and in one memory component."""
+    """One rank's share of some tensors, all of one dtype and in one memory component."""
 
     component: str
     prefix: str  # of the tensors' names in a snapshot
@@ -121,7 +121,7 @@ class Holding:
     converts: bool = False
 
     def kinds(self) -> dict[str, Kind]:
-        """Of the whole tensors."""
+        """Return the kinds of the whole tensors."""
         shapes = self.layout.shapes
         return {
             self.prefix + name: Kind(dtype=self.dtype, shape=tuple(shape))
@@ -129,8 +129,8 @@ class Holding:
         }
 
     def fitting(self, found: Mapping[str, Kind]) -> dict[str, Kind]:
-        """Of the whole tensors, as this holding would take them from a snapshot with those of
-        `found`."""
+        """Return the kinds of the whole tensors that this holding can load from a snapshot with
+        those of `found`."""
         wanted = self.kinds()
         if not self.converts:
             return wanted
@@ -142,16 +142,17 @@ class Holding:
         }
 
     def rounds(self, found: Mapping[str, Kind]) -> bool:
-        """Whether `load` would lose bits of some tensor of `found`."""
+        """Return whether `load` would lose precision of a tensor of `found`."""
         saved = {kind.dtype for kind in self.fitting(found).values()}
         return any(torch.promote_types(dtype, self.dtype) != self.dtype for dtype in saved)
 
     def named(self) -> dict[str, Tensor]:
-        """`tensors` by names that no other holding has."""
+        """Return `tensors` under names unique to this holding."""
         return {self.prefix + name: tensor for name, tensor in self.tensors.items()}
 
     def parts(self, readable: Mapping[str, Tensor]) -> list[Part]:
-        """What this rank saves. `readable` has `named` where the bytes can be read now."""
+        """Return the parts that this rank saves. `readable` contains `named` where the bytes can be
+        read now."""
         runs, places = (
             self.cut({name: readable[self.prefix + name] for name in self.tensors}),
             self._places,
@@ -169,7 +170,7 @@ class Holding:
         return found
 
     def sizes_bytes(self) -> list[int]:
-        """Of the parts that this rank saves."""
+        """Return the sizes of the parts that this rank saves."""
         mine = own_runs(
             self.layout, self.rank, copy=self.sharers.rank, num_copies=self.sharers.size
         )
@@ -190,9 +191,9 @@ class Holding:
 def own_runs(
     layout: ShardLayout, rank: int, *, copy: int, num_copies: int
 ) -> dict[str, tuple[int, int]]:
-    """[start, stop) of each tensor that this rank saves: the `copy`-th of equal parts of all that
-    the rank is the first to hold, in the order of the tensors. Together the ranks save each number
-    once."""
+    """Return [start, stop) of each tensor that this rank saves. The runs that the rank's replicas
+    share are split into equal parts; this rank saves the `copy`-th. Together the ranks save each
+    number once."""
     places = {
         name: place
         for name, place in layout.ranks[rank].items()
@@ -210,13 +211,13 @@ def own_runs(
 
 
 def sharers(layout: ShardLayout, mesh: Mesh) -> RankGroup:
-    """The ranks that hold the same as this one."""
+    """Return the ranks that hold the same runs as this one."""
     return mesh.data if len(layout.ranks) == 1 else mesh.replica
 
 
 def check_kinds(wanted: Mapping[str, Kind], found: Mapping[str, Kind]) -> None:
-    """SnapshotError, before anything is overwritten, unless the snapshot has just the tensors that
-    are wanted."""
+    """Raise SnapshotError, before any overwrite, unless the snapshot has exactly the wanted
+    tensors."""
     for name, kind in wanted.items():
         if (got := found.get(name)) != kind:
             raise SnapshotError(
@@ -232,7 +233,7 @@ def check_kinds(wanted: Mapping[str, Kind], found: Mapping[str, Kind]) -> None:
 
 
 def find_gap(shape: Shape, runs: Sequence[tuple[int, int]]) -> str | None:
-    """Why runs are not the whole tensor, each number once; None when they are."""
+    """Return how the runs fail to cover the tensor exactly once, or None."""
     at = 0
     for start, stop in sorted(runs):
         if start != at:
@@ -245,5 +246,5 @@ def find_gap(shape: Shape, runs: Sequence[tuple[int, int]]) -> str | None:
 
 
 def _is_again(layout: ShardLayout, rank: int, name: str, place: Place) -> bool:
-    """Whether the first rank of the layout holds the very same, or this one nothing."""
+    """Return whether the layout's first rank holds the same runs, or this rank holds none."""
     return place.start == place.stop or (rank > 0 and place == layout.ranks[0][name])

@@ -1,10 +1,10 @@
-"""Staging: host memory into which a rank's parts are copied while training goes on. In: parts of
-live state, on a device, on the host or in a mapped file. Out: the same parts in kept memory, pinned
-beside a GPU.
+"""Staging: host memory that a rank's parts are copied into while training continues. In: parts of
+live state, on a device, on the host or in a mapped file. Out: the same parts in staging memory,
+pinned beside a GPU.
 
-`place` lays the parts out and copies nothing; `fill` copies, in any thread, beside whatever reads
-the state. Bytes leave a GPU a batch at a time: a copy of one number to the host waits behind all
-that were queued before it, and a step has some of those.
+`place` assigns addresses and copies nothing. `fill` copies, in any thread, while others read the
+state. Bytes leave a GPU in batches: a small copy to the host waits behind all queued copies, and a
+step issues some of those.
 """
 
 # N numbers of a part
@@ -36,7 +36,7 @@ Copies = tuple[list[Tensor], list[Tensor]]  # from, to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """What comes from one device."""
+    """The copies from one device."""
 
     stream: torch.cuda.Stream
     after: torch.cuda.Event  # when the numbers are there
@@ -45,40 +45,39 @@ class Leaving:
 
 @dataclass(slots=True, kw_only=True)
 class StagedParts:
-    """Parts, and where their copies will be."""
+    """Parts and the addresses of their copies."""
 
     staged: Sequence[Part]  # in the staging memory
     leaving: Sequence[Leaving]
     on_host: Sequence[tuple[Tensor, Tensor]]  # from, to
 
     def drop(self) -> None:
-        """Hold nothing of the live state any more: pages that a component has left must be free at
-        once."""
+        """Release the live state, so that pages parked by a component are freed at once."""
         self.leaving, self.on_host = (), ()
 
 
 class StagingBuffer:
-    """One buffer, kept for the next save and made anew when it must grow."""
+    """One buffer, reused by the next save and reallocated when it must grow."""
 
     def __init__(self, device: torch.device, *, deadline_s: float) -> None:
-        """`device`: that the memory is pinned for; none is for a CPU. `deadline_s`: longest that
-        `place` waits for memory that is being made."""
+        """Set the device that memory is pinned for (not on a CPU). `deadline_s` bounds how long
+        `place` waits for the allocation."""
         self._device, self._deadline_s = device, deadline_s
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of copies, one for each device
         self._buffer: HostBuffer | None = None
         self._coming: Future[HostBuffer] | None = None
 
     def prepare(self, size_bytes: int) -> None:
-        """Begin to make the buffer: to pin memory takes seconds, and a run's first save should not
-        wait for them. What fails is raised by `place`."""
+        """Start to allocate the buffer in the background. Pinning takes seconds, which a run's
+        first save should not wait for. `place` raises the errors."""
         if size_bytes and self._buffer is None and self._coming is None:
             apart = ThreadPoolExecutor(1, thread_name_prefix="snapshot-staging")
             self._coming = apart.submit(self._make, size_bytes)
             apart.shutdown(wait=False)
 
     def place(self, parts: Sequence[Part]) -> StagedParts:
-        """Where the parts will be copied to, until the next call. MemoryBudgetError if the host has
-        not enough, DeadlineError if it takes too long to get it."""
+        """Assign addresses to the copies, valid until the next call. Raises MemoryBudgetError if
+        the host lacks memory, and DeadlineError if the allocation is too slow."""
         starts, size_bytes = [], 0
         for part in parts:
             starts.append(size_bytes)
@@ -117,7 +116,7 @@ class StagingBuffer:
         self._buffer = coming.result()
 
     def fill(self, placed: StagedParts) -> None:
-        """Copy, and return when all of it is there. The parts must not change meanwhile."""
+        """Copy everything and wait for completion. The parts must not change meanwhile."""
         for leaving in placed.leaving:
             _copy_down(leaving)
         with ThreadPoolExecutor(HOST_THREADS, thread_name_prefix="snapshot-copy") as pool:
@@ -127,7 +126,7 @@ class StagingBuffer:
                 copied.result()
 
     def _leaving(self, device: torch.device, pairs: Sequence[tuple[Tensor, Tensor]]) -> Leaving:
-        """Behind what the calling thread has launched there."""
+        """Enqueue copies after the work that the calling thread has launched."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         after = torch.cuda.Event()
@@ -146,12 +145,12 @@ class StagingBuffer:
 
 
 def padded(size_bytes: int) -> int:
-    """Bytes that a part of this size takes."""
+    """Return the staged size of a part in bytes."""
     return -(-size_bytes // LINE_BYTES) * LINE_BYTES
 
 
 def _batches(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Copies]:
-    """Copies, launch by launch."""
+    """Group the copies by launch."""
     batches: list[Copies] = []
     size_bytes = BATCH_BYTES
     for source_N, into_N in _blocks(pairs, BATCH_BYTES):
@@ -165,7 +164,7 @@ def _batches(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Copies]:
 
 
 def _copy_down(leaving: Leaving) -> None:
-    """A launch is one call: the thread that trains is in Python's way at each."""
+    """Copy one batch in one call: each call contends with the training thread for Python's lock."""
     stream, queued = leaving.stream, deque[torch.cuda.Event]()
     stream.wait_event(leaving.after)
     for sources, targets in leaving.batches:
@@ -181,7 +180,7 @@ def _copy_down(leaving: Leaving) -> None:
 def _blocks(
     pairs: Sequence[tuple[Tensor, Tensor]], block_bytes: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(from, to), of at most so many bytes."""
+    """Yield (source, destination) blocks of bounded size."""
     for source_N, into_N in pairs:
         step = max(1, block_bytes // source_N.element_size())
         yield from zip(source_N.split(step), into_N.split(step), strict=True)

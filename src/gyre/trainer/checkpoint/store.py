@@ -1,17 +1,17 @@
 """Snapshot store: the resumable states of a run on disk. In: what the ranks wrote into a folder.
-Out: whole snapshots, or what is wrong with one.
+Out: complete snapshots, or their faults.
 
     <folder>/step-00000020/manifest.json                  files, runs of tensors, sizes, checksums;
                                                           written last
-                           rank-00000.safetensors, …      what each rank saved
-                           state.json, blobs/<name>       of the loop
+                           rank-00000.safetensors, …      each rank's parts
+                           state.json, blobs/<name>       the loop's state
 
-A snapshot is written aside and renamed when its manifest is on disk; older ones are pruned after
-that. So whatever happens while one is written, the one before it is whole. Only the first rank
-changes what lies in the folder.
+A snapshot is written into a temporary folder and renamed when its manifest is on disk; older ones
+are pruned after that. The previous snapshot therefore stays intact until the new one is complete.
+Only the first rank modifies the store's folder.
 
-One that a run has passed over at its start, for damage, counts for nothing: it takes no other's
-place among those that are kept, and goes when the run has come past it.
+A damaged snapshot that a run skipped at startup does not count towards those kept. It is removed
+once the run passes its step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ READ_AGAIN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What is wrong with a snapshot."""
+    """A fault of a snapshot."""
 
     file: str
     tensor: str  # empty where it is none of a tensor's bytes
@@ -62,7 +62,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One on disk: the loop's part read, the tensors ready to be read."""
+    """A snapshot on disk: the loop's state loaded, the tensors open for reading."""
 
     step: int  # loop step after which it was taken
     tensors: SnapshotTensors
@@ -77,8 +77,8 @@ class SnapshotStore:
     def __init__(
         self, folder: Path, *, keep: int, emit: Emit, resumed_step: int | None = None
     ) -> None:
-        """`resumed_step`: of the snapshot that the run goes on from, 0 if from none: what lies
-        beyond was passed over. None: not known."""
+        """Open the store. `resumed_step`: step of the snapshot that the run resumed from, 0 for
+        none; later snapshots were skipped. None: unknown."""
         assert keep > 0
         self._folder, self._keep, self._emit = Path(folder), keep, emit
         self._passed = (
@@ -92,8 +92,8 @@ class SnapshotStore:
         return self._folder
 
     def begin(self, step: int, nonce: str) -> Path:
-        """Make the folder that a snapshot is written into, for as long as it is none. `nonce` keeps
-        it apart from that of an earlier attempt whose last threads are still about."""
+        """Create the temporary folder of a snapshot. `nonce` separates it from that of an earlier
+        attempt whose last threads may still run."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self.remove_leftovers()
         aside = self._folder / f"writing-step-{step:08d}-{nonce}"
@@ -101,7 +101,7 @@ class SnapshotStore:
         return aside
 
     def publish(self, aside: Path, manifest: SnapshotManifest) -> Path:
-        """Make a snapshot of what all ranks have written into `aside`; prune older ones."""
+        """Publish `aside`, which all ranks have written, as a snapshot; prune older ones."""
         partial = aside / f"{MANIFEST}.partial"
         with open(partial, "w", encoding="utf-8") as file:
             file.write(to_text(manifest))
@@ -127,7 +127,7 @@ class SnapshotStore:
         return path
 
     def paths(self) -> list[Path]:
-        """Folders of the snapshots on disk, whole or not, oldest first."""
+        """Return the snapshot folders on disk, complete or not, oldest first."""
         if not self._folder.is_dir():
             return []
         return sorted((p for p in self._folder.iterdir() if NAME.fullmatch(p.name)), key=step_of)
@@ -136,7 +136,7 @@ class SnapshotStore:
         return tuple(step_of(path) for path in self.paths())
 
     def skip(self, path: Path, faults: list[Fault]) -> None:
-        """Say that a snapshot is passed over, and why."""
+        """Record that a snapshot is skipped, with the reason."""
         first = faults[0]
         reason = "; ".join(str(fault) for fault in faults[:8])
         self._emit(
@@ -144,7 +144,7 @@ class SnapshotStore:
         )
 
     def load_latest(self) -> Snapshot | None:
-        """The newest snapshot that is whole, looked through by this process alone."""
+        """Load the newest intact snapshot, verified by this process alone."""
         for path in reversed(self.paths()):
             faults = find_faults(path)
             if not faults:
@@ -153,8 +153,8 @@ class SnapshotStore:
         return None
 
     def remove_leftovers(self) -> None:
-        """Remove what a save that was broken off has left. SnapshotError for what no save
-        leaves."""
+        """Remove the leftovers of an interrupted save. Raises SnapshotError for files that no save
+        creates."""
         for path in sorted(self._folder.glob("writing-step-*")):
             _refuse_foreign(path)
             self._emit("snapshot.leftover_removed", path=path.name)
@@ -177,17 +177,19 @@ class SnapshotStore:
 def steps_to_prune(
     steps: Sequence[int], *, newest: int, passed: Collection[int], keep: int
 ) -> list[int]:
-    """Which of the snapshots on disk, oldest first, go when that of step `newest` has just been
-    made. Those ahead of it stay and do not count: a run is there again, having `passed` them over,
-    or this is the last thread of an attempt that another one has overtaken."""
+    """Return which snapshots on disk, oldest first, to prune after step `newest`.
+
+    Those with later steps are kept and not counted. Either the run has `passed` them over and will
+    reach their steps again, or this thread belongs to an attempt that another has overtaken.
+    """
     behind = [step for step in steps if step <= newest]
     good = [step for step in behind if step not in passed]
     return [step for step in behind if step not in good[-keep:]]
 
 
 class SnapshotTensors:
-    """The tensors of a snapshot, a PartSource: only what is asked for is read, and all that is read
-    is checked."""
+    """A PartSource over a snapshot's tensors. Reads only what is requested and verifies all that it
+    reads."""
 
     def __init__(self, path: Path, manifest: SnapshotManifest) -> None:
         self._path, self._manifest = path, manifest
@@ -216,7 +218,7 @@ class SnapshotTensors:
 
 
 def load(path: Path) -> Snapshot:
-    """Open a snapshot that was found whole. SnapshotError if it no longer is."""
+    """Open a snapshot that was found intact. Raises SnapshotError if it no longer is."""
     try:
         manifest = _read_manifest(path)
         blobs = {
@@ -236,8 +238,8 @@ def load(path: Path) -> Snapshot:
 
 
 def find_faults(path: Path, *, share: int = 0, num_shares: int = 1) -> list[Fault]:
-    """Compare a snapshot's files with its manifest; an empty list means that it is whole. All
-    shares together look at every byte."""
+    """Compare a snapshot's files with its manifest; an empty list means it is intact. All shares
+    together verify every byte."""
     try:
         manifest = _read_manifest(path)
     except BadManifest as fault:
@@ -261,13 +263,14 @@ def find_faults(path: Path, *, share: int = 0, num_shares: int = 1) -> list[Faul
 
 
 def join_faults(shares: Iterable[Sequence[Fault]]) -> list[Fault]:
-    """What all shares found, each once: a file that is not there is seen by every share, since a
-    node may miss one that another one has."""
+    """Merge the faults of all shares without duplicates. Every share reports a missing file, since
+    a node may miss one that another has."""
     return list(dict.fromkeys(fault for faults in shares for fault in faults))
 
 
 def _refuse_foreign(path: Path) -> None:
-    """A save makes folders; a link or a file there is somebody else's, and stays."""
+    """Raise SnapshotError for links and files: a save creates only folders, so these belong to
+    others and stay."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         what = "a link" if path.is_symlink() else "no folder"
         raise SnapshotError(
@@ -280,7 +283,7 @@ def step_of(path: Path) -> int:
 
 
 def _deal(manifest: SnapshotManifest, share: int, num_shares: int) -> list[Stretch]:
-    """The stretches of one share; shares are about equal in bytes."""
+    """Return the stretches of one share; shares have about equal bytes."""
     stretches = list(manifest.stretches())
     total, at, mine = sum(stretch.extent.size_bytes for stretch in stretches), 0, []
     for stretch in stretches:

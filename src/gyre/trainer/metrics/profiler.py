@@ -1,9 +1,8 @@
-"""Trace: what one training step did, operator by operator and kernel by kernel, on request
-(trainer.trace_steps). In: the step. Out: a Chrome trace in the run folder, and an event with what
-took longest.
+"""Profiler: a trace of one training step, by operator and kernel, on request (trainer.trace_steps).
+In: the step. Out: a Chrome trace in the run folder, and an event with the longest operations.
 
-A trace that cannot be made or written is the event `trace.failed`; the step goes on. A step that
-raises is written too.
+If a trace cannot be recorded or written, a `trace.failed` event is emitted and the step continues.
+A step that raises is traced too.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Work:
 
 
 class Tracer:
-    """Traces the chosen loop steps of one rank. `folder` None traces nothing."""
+    """Traces the selected loop steps of one rank. `folder` None disables it."""
 
     def __init__(
         self,
@@ -52,8 +51,8 @@ class Tracer:
         emit: Emit,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`progress` is called between the parts of what a trace costs after its step: each may
-        take long."""
+        """Bind the folder and options. `progress` is called between the stages of processing a
+        trace: each may take long."""
         self._folder, self._steps, self._device, self._emit = folder, frozenset(steps), device, emit
         self._progress = progress
 
@@ -62,7 +61,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Trace the block if its step was asked for."""
+        """Trace the block if its step was selected."""
         profiler = self._start(step) if self.traces(step) else None
         if profiler is None:
             yield
@@ -116,9 +115,9 @@ class Tracer:
 def write_trace(
     export: Callable[[str], Any], path: Path, progress: Callable[[], None] = lambda: None
 ) -> int:
-    """Have `export` write JSON, compress it to `path`, whole or not at all; returns the size.
-    OSError when the disk refuses, ValueError when what was exported is cut short, which the
-    exporter does not say."""
+    """Have `export` write JSON and compress it to `path`, atomically; returns the size. Raises
+    OSError when the disk refuses. Raises ValueError for a truncated export, which the exporter does
+    not report."""
     path.parent.mkdir(parents=True, exist_ok=True)
     plain, packed = path.with_suffix(".plain"), path.with_suffix(".partial")
     try:
@@ -136,7 +135,7 @@ def write_trace(
 
 
 def check_whole(path: Path) -> None:
-    """ValueError unless a JSON object ends where the file ends."""
+    """Raise ValueError unless the file ends with the end of a JSON object."""
     with path.open("rb") as file:
         file.seek(0, 2)
         file.seek(max(0, file.tell() - 64))
@@ -148,8 +147,8 @@ def check_whole(path: Path) -> None:
 
 
 def works_of(events: Sequence[Any], *, on_cuda: bool) -> list[Work]:
-    """What kept the device busy: kernels of a GPU, on a CPU operators and what its communication
-    threads did."""
+    """Return the work of the device: kernels of a GPU, or operators and communication threads on a
+    CPU."""
     wanted = torch.autograd.DeviceType.CUDA if on_cuda else torch.autograd.DeviceType.CPU
     return [
         Work(
@@ -161,8 +160,8 @@ def works_of(events: Sequence[Any], *, on_cuda: bool) -> list[Work]:
 
 
 def summarise(works: Sequence[Work], *, wall_s: float) -> dict[str, float]:
-    """Seconds of a traced step: computing, communicating, communicating while nothing was computed
-    (exposed), and neither. Pure."""
+    """Return seconds of a traced step: computing, communicating, exposed communication (without
+    computation), and idle. Pure."""
     spans: dict[bool, list[Interval]] = {True: [], False: []}
     for work in works:
         spans[work.communicates].append((work.start_s, work.end_s))
@@ -179,7 +178,7 @@ def summarise(works: Sequence[Work], *, wall_s: float) -> dict[str, float]:
 
 
 def longest(averages: Sequence[Any], *, on_cuda: bool) -> list[dict[str, Any]]:
-    """The rows of what took longest by itself: name, calls, seconds."""
+    """Return the rows with the largest self time: name, calls, seconds."""
     key = "self_device_time_total" if on_cuda else "self_cpu_time_total"
     rows = sorted(averages, key=lambda row: -getattr(row, key))[:NUM_ROWS]
     return [

@@ -1,6 +1,5 @@
-"""Announce: what a trainer says of itself when it is made: whose kernels it takes, and what of it
-is narrower than usual. In: a decoder, learners. Out: events.
-"""
+"""Startup events: a trainer's kernels and reduced precisions. In: a decoder, trained models. Out:
+events."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from gyre.trainer.roles.trained_model import TrainedModel
 
 
 def kernels(emit: Emit, decoder: Decoder, device: torch.device) -> None:
-    """Whose kernels a pass takes, and why."""
+    """Report the kernels of a pass and why they were chosen."""
     dtype, spec = decoder.dtype, decoder.spec
     if (reason := why_torch(device, dtype)) is not None:
         emit("trainer.torch_kernels", reason=reason)
@@ -32,7 +31,7 @@ def kernels(emit: Emit, decoder: Decoder, device: torch.device) -> None:
 
 
 def float8(emit: Emit, learners: Sequence[TrainedModel]) -> None:
-    """Which matrices are multiplied in 8 bits, and which are not although that was asked for."""
+    """Report the matrices multiplied in 8 bits, and those configured for it but ineligible."""
     for learner in learners:
         shapes = projection_shapes(learner.decoder)
         wide = {name: f"{shape}: {MULTIPLE} does not divide both" for name, shape in shapes.items()}
@@ -43,8 +42,7 @@ def float8(emit: Emit, learners: Sequence[TrainedModel]) -> None:
 
 
 def moments(emit: Emit, learners: Sequence[TrainedModel]) -> None:
-    """How much of the moments is codes, and which matrices have none although that was asked
-    for."""
+    """Report how many moments are coded, and the configured matrices that are ineligible."""
     for learner in learners:
         optimizer = learner.optimizer
         numbers = {name: math.prod(shape) for name, shape in optimizer.shapes.items()}

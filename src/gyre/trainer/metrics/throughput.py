@@ -1,10 +1,9 @@
-"""Measures: how fast this trainer is, in the numbers that people compare. In: what its passes and
-steps did, and how long they took. Out: metrics of a step that depend on the machine, joined over
-the ranks.
+"""Throughput: the trainer's speed in standard metrics. In: the work and the duration of passes and
+steps. Out: machine-dependent metrics of a step, joined over the ranks.
 
-MFU = FLOPs that the models ask for (models/flops.py; three forward passes' worth where there is a
+MFU = required FLOPs of the models (models/flops.py; three forward passes' worth where there is a
 backward pass, one where there is none) / (seconds × ranks × the device's data-sheet rate). Both are
-counted over the step and over the evaluations since the step before it: in an RL loop the
+counted over the step and over the evaluations since the previous step: in an RL loop the
 reference's and the critic's passes are part of the work.
 """
 
@@ -25,8 +24,8 @@ SENT = "sent_bytes/"  # metric prefix, before the kind of collective
 
 
 class ThroughputMeter:
-    """Of one rank. `peak_flops`: per second, of one device in the compute dtype; None where no data
-    sheet is known."""
+    """Meter of one rank. `peak_flops`: FLOPs per second of one device in the compute dtype; None
+    without a data sheet."""
 
     def __init__(self, group: RankGroup, *, peak_flops: float | None) -> None:
         self._group, self._peak_flops = group, peak_flops
@@ -36,9 +35,9 @@ class ThroughputMeter:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Around a step or an evaluation, which end when the device has ended. Of one that fails
-        the time alone counts: where a rank was lost, the end of a collective may never come, and
-        must not be waited for."""
+        """Measure a step or an evaluation, including the device's remaining work. After a failure
+        only the time counts: with a lost rank a collective may never end, so the device is not
+        synchronized."""
         self._group.traffic.take()  # of a snapshot or a hand-over, which are no work of the models
         started_s = time.perf_counter()
         try:
@@ -53,8 +52,8 @@ class ThroughputMeter:
     def count(
         self, spec: ModelSpec, chunks: Sequence[MicroBatch], *, scalar: bool, backward: bool
     ) -> None:
-        """The passes of one model over this rank's chunks; `scalar`: a value per target or a score
-        per sequence."""
+        """Count the passes of one model over this rank's micro-batches. `scalar`: a value per
+        target or a score per sequence."""
         for chunk in chunks:
             if chunk.members:  # a blank one only keeps step
                 outputs = len(chunk.targets_N)
@@ -67,7 +66,7 @@ class ThroughputMeter:
                 self._flops += flops * (3 if backward else 1)
 
     def take(self, *, step_s: float) -> dict[str, Any]:
-        """What this rank measured since the last call, for `join`; the step took `step_s`.
+        """Return and reset this rank's measurements, for `join`; the step took `step_s`.
         JSON-able."""
         own = {
             "flops": self._flops,
@@ -80,16 +79,15 @@ class ThroughputMeter:
         return own
 
     def join(self, ranks: Sequence[Mapping[str, Any]], *, num_tokens: int) -> dict[str, float]:
-        """Metrics of a step that trained on `num_tokens`, from what `take` gave on each rank."""
+        """Join the ranks' `take` results to metrics of a step that trained on `num_tokens`."""
         return join(ranks, num_tokens=num_tokens, peak_flops=self._peak_flops)
 
 
 def join(
     ranks: Sequence[Mapping[str, Any]], *, num_tokens: int, peak_flops: float | None
 ) -> dict[str, float]:
-    """One step's metrics from what each rank measured. Pure. Bytes and FLOPs are sums over the
-    ranks, seconds and waits are those of the rank that took longest. MFU is left out where no data
-    sheet is known."""
+    """Join the ranks' measurements to one step's metrics. Pure. Bytes and FLOPs are sums; seconds
+    and waits are the slowest rank's. MFU is omitted without a data sheet."""
     step_s, seconds = (max(rank[key] for rank in ranks) for key in ("step_s", "s"))
     metrics = (
         {"train_tokens_per_second_per_device": num_tokens / step_s / len(ranks)}

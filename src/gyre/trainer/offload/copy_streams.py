@@ -1,8 +1,8 @@
-"""Lanes: copies that run beside the computation. In: tensors on a device and in host memory. Out:
-the copies, and marks that tell when they are done.
+"""Copy streams: copies that overlap the computation. In: tensors on a device and in host memory.
+Out: the copies, and events that signal their completion.
 
-On a CUDA device a lane is a stream and a mark an event. On a CPU a lane copies at once and its
-marks are reached when they are made, so the code above is the same.
+On CUDA these are streams and events of the device. On a CPU a stream copies synchronously and its
+events are complete on creation, so callers are the same.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ POLL_S = 0.0005  # between two looks at an event
 
 
 class CopyEvent(Protocol):
-    """A place in the work of a lane."""
+    """A position in a stream's work."""
 
     def query(self) -> bool:
-        """Whether everything before it is done."""
+        """Return whether all work before it is complete."""
         ...
 
 
 class CopyStream(Protocol):
-    """Copies in order, beside those of other lanes."""
+    """Copies in order, concurrently with other streams."""
 
     def after(self, mark: CopyEvent) -> None:
-        """What is asked for from now on waits for `mark`. The caller does not wait."""
+        """Make later work of this stream wait for `mark`, without blocking the caller."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Neither may be changed or given back before a mark behind it is reached."""
+        """Enqueue a copy. Neither tensor may be changed or freed before a later event completes."""
         ...
 
     def mark(self) -> CopyEvent: ...
 
     def holds(self, tensor: Tensor) -> None:
-        """The allocator must not hand out the tensor's memory while this lane still reads it."""
+        """Keep the allocator from reusing the tensor's memory while this stream may read it."""
         ...
 
 
@@ -50,7 +50,7 @@ def make_lane(device: torch.device) -> CopyStream:
 
 
 def compute_lane(device: torch.device) -> CopyStream:
-    """The lane of what the calling thread computes now."""
+    """Return the stream of the calling thread's computation."""
     return (
         CudaCopyStream(torch.cuda.current_stream(device))
         if device.type == "cuda"
@@ -59,9 +59,11 @@ def compute_lane(device: torch.device) -> CopyStream:
 
 
 def make_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
-    """One thread that uses lanes of `device`. A thread begins on the first GPU, and torch goes back
-    to that one after each copy: on a rank of another GPU this would take a context's memory from
-    the first rank."""
+    """Create one thread that uses streams of `device`.
+
+    A new thread selects the first GPU, and torch restores that after each copy. On a rank of
+    another GPU this would allocate a context on the first rank's.
+    """
     if device.type != "cuda":
         return ThreadPoolExecutor(1, thread_name_prefix=name)
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -71,7 +73,7 @@ def make_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
 
 
 def wait_for(mark: CopyEvent, *, deadline_s: float, what: str) -> None:
-    """Block until the mark is reached. DeadlineError says `what` was waited for."""
+    """Block until the event completes. DeadlineError names `what` it waited for."""
     ends = time.monotonic() + deadline_s
     while not mark.query():
         if time.monotonic() > ends:
@@ -84,7 +86,7 @@ def wait_for(mark: CopyEvent, *, deadline_s: float, what: str) -> None:
 
 
 def seconds_between(first: CopyEvent, second: CopyEvent) -> float:
-    """Between two marks of lanes of one kind that have both been reached."""
+    """Return the seconds between two completed events of streams of one kind."""
     if isinstance(first, torch.cuda.Event):
         assert isinstance(second, torch.cuda.Event)
         return first.elapsed_time(second) / 1000.0
@@ -93,7 +95,7 @@ def seconds_between(first: CopyEvent, second: CopyEvent) -> float:
 
 
 class Reached:
-    """A mark with nothing before it that is not done."""
+    """An event that is complete on creation."""
 
     def __init__(self) -> None:
         self.at_s = time.perf_counter()
@@ -103,7 +105,7 @@ class Reached:
 
 
 class HostCopyStream:
-    """At once."""
+    """Copies synchronously."""
 
     def after(self, mark: CopyEvent) -> None:
         assert mark.query(), "nothing runs beside a CPU's own copies"
@@ -115,11 +117,11 @@ class HostCopyStream:
         return Reached()
 
     def holds(self, tensor: Tensor) -> None:
-        """Nothing is read later."""
+        """Do nothing: no read is pending."""
 
 
 class CudaCopyStream:
-    """A stream. Host memory must be pinned, or the copies block the caller."""
+    """A CUDA stream. Host memory must be pinned, or the copies block the caller."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream

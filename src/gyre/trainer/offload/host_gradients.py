@@ -1,9 +1,9 @@
 """Host gradients: the float32 sum of gradients in host memory. In: each parameter's gradient on the
-device, as soon as it is complete. Out: the sum, with the device's memory free again.
+device, as soon as it is complete. Out: the sum, with the device memory freed.
 
-A gradient goes out by a lane of its own, beside the backward pass, into one of a few pinned
-buffers, and a thread adds it: float32 sums in the order of the chunks, as on the device. When all
-buffers are full the backward pass waits.
+A copy stream moves a gradient, concurrently with the backward pass, into one of a few pinned
+buffers. A thread adds it in the order of the micro-batches, as on the device. When all buffers are
+full the backward pass blocks.
 """
 
 # N numbers of a gradient
@@ -29,12 +29,13 @@ from gyre.trainer.offload.copy_streams import (
 
 
 class HostGradients:
-    """`add`, `zero` and `settle` are called by the computation, one at a time."""
+    """Accumulates gradients on the host. The compute thread calls `add`, `zero` and `settle`, one
+    at a time."""
 
     def __init__(
         self, sum_N: Tensor, buffers: Sequence[Tensor], device: torch.device, deadline_s: float
     ) -> None:
-        """`sum_N` holds all sums; `buffers` are uint8, alike in size."""
+        """Bind the sums `sum_N` and the transfer `buffers`, uint8 of equal size."""
         self._sum_N, self._device, self._deadline_s = sum_N, device, deadline_s
         self._free: queue.Queue[Tensor] = queue.Queue(len(buffers))
         for buffer in buffers:
@@ -48,8 +49,7 @@ class HostGradients:
         self.out_bytes, self.waited_s = 0, 0.0
 
     def add(self, sum_N: Tensor, grad: Tensor) -> None:
-        """Add a complete gradient to its place in the sums. Returns before that is done; `grad` may
-        be let go."""
+        """Enqueue the addition of a complete gradient. `grad` may be freed when this returns."""
         grad_N = grad.reshape(-1)
         self._is_zero = False
         self._lane.after(compute_lane(self._device).mark())
@@ -65,14 +65,14 @@ class HostGradients:
         self.out_bytes += grad_N.numel() * grad_N.element_size()
 
     def zero(self) -> None:
-        """Clear the sums, after what is under way and before what is added next."""
+        """Zero the sums, after pending additions and before later ones."""
         if not self._is_zero:
             self._adder.submit(self._sum_N.zero_)
         self._is_zero = True
 
     def settle(self) -> None:
-        """Wait until everything is added. Raises what hindered it. The sums may be changed by the
-        caller then."""
+        """Wait until all additions are complete and re-raise their error. The caller may then
+        change the sums."""
         began = time.perf_counter()
         try:
             self._adder.submit(lambda: None).result(self._deadline_s)

@@ -1,10 +1,9 @@
-"""Cuts: how a rank's optimiser state goes through a device of bounded room. In: the spans of
-numbers that the rank updates, the size of a cut. Out: Cuts that hold each of these numbers once.
-Pure.
+"""Slices: how a rank's optimizer state passes through limited device memory. In: the spans of
+numbers that the rank updates, the size of a slice. Out: StateSlices that contain each of these
+numbers once. Pure.
 
-Cuts lie on a grid: all begin at a multiple of BLOCK numbers, so that a codec of the state in blocks
-never sees half of one. Callers beside it: planner and trainer.offload.weight_stream, for what the
-places on the device take.
+Slices are aligned to a grid: all begin at a multiple of BLOCK numbers, so that a blockwise codec of
+the state never sees part of a block.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ SLOTS = 3  # places on the device: one cut on its way in, one being updated, one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicePiece:
-    """The part of a span that lies in a cut."""
+    """The part of a span inside a slice."""
 
     span: int  # its index
     first: int  # numbers of the state: [first, last)
@@ -32,8 +31,8 @@ class SlicePiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSlice:
-    """Numbers [first, last) of the state, of which the pieces are updated; the rest is padding
-    between tensors."""
+    """Numbers [first, last) of the state. The pieces are updated; the rest is padding between
+    tensors."""
 
     first: int
     last: int
@@ -45,15 +44,17 @@ class StateSlice:
 
 
 def numbers_per_cut(cut_bytes: int, *, block_bytes: int, size: int) -> int:
-    """Numbers of a cut of `cut_bytes`, where a block of numbers has `block_bytes`: whole blocks, at
-    least one, and so few that the places on the device together are no larger than a state of
-    `size` numbers."""
+    """Return the numbers of a slice of `cut_bytes`, where a block of numbers has `block_bytes`.
+
+    The result is whole blocks, at least one. It is bounded so that all slots on the device are no
+    larger than a state of `size` numbers.
+    """
     most = -(-max(1, size) // (SLOTS * BLOCK)) * BLOCK
     return min(most, max(1, cut_bytes // block_bytes) * BLOCK)
 
 
 def staging_bytes(cut_bytes: int, *, block_bytes: int, size: int) -> int:
-    """Of all places on the device together."""
+    """Return the bytes of all slots on the device."""
     return (
         SLOTS
         * numbers_per_cut(cut_bytes, block_bytes=block_bytes, size=size)
@@ -63,8 +64,8 @@ def staging_bytes(cut_bytes: int, *, block_bytes: int, size: int) -> int:
 
 
 def plan_cuts(spans: Sequence[tuple[int, int]], *, numbers: int) -> tuple[StateSlice, ...]:
-    """Cut ascending, disjoint spans [first, last) on a grid of `numbers`; places of the grid
-    without any are left out. The last cut ends where the last span does."""
+    """Divide ascending, disjoint spans [first, last) on a grid of `numbers`; empty grid cells are
+    omitted. The last slice ends where the last span does."""
     assert numbers > 0 and numbers % BLOCK == 0, numbers
     pieces: dict[int, list[SlicePiece]] = {}
     end = 0

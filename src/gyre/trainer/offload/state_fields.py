@@ -1,6 +1,5 @@
-"""Fields: the flat buffers that a rank's optimiser state is made of. In: how many numbers the state
-has, and how many of them, the first ones, have coded moments. Out: Fields, which say what lies
-where. Pure.
+"""Fields: the flat buffers of a rank's optimizer state. In: the size of the state, and the length
+of its prefix with coded moments. Out: the StateFields with their ranges. Pure.
 
     numbers of the state   0 …………………… num_coded …………………… size
     master                 float32 ————————————————————————
@@ -18,7 +17,7 @@ from gyre.trainer.adamw.blocks import BLOCK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateField:
-    """One flat buffer: an item for each `block` numbers of [first, last) of the state."""
+    """One flat buffer with one item per `block` numbers of [first, last) of the state."""
 
     name: str
     serves: str  # as which tensor of a Span
@@ -30,30 +29,30 @@ class StateField:
 
     @property
     def size(self) -> int:
-        """Items."""
+        """Number of items."""
         return (self.last - self.first) // self.block
 
     def covers(self, first: int, last: int) -> bool:
         return self.first <= first and last <= self.last
 
     def meets(self, first: int, last: int) -> tuple[int, int]:
-        """The numbers of [first, last) that it has: (first, last), of which the last is not below
-        the first."""
+        """Return the intersection with [first, last) as (first, last), where last >= first."""
         low = max(first, self.first)
         return low, max(low, min(last, self.last))
 
     def at(self, first: int, last: int) -> slice:
-        """Where the items of numbers [first, last), which it has, lie in its buffer."""
+        """Return the item range of numbers [first, last), which the field contains, in its
+        buffer."""
         return self.within(self.first, first, last)
 
     def within(self, start: int, first: int, last: int) -> slice:
-        """Where they lie in a buffer that begins with number `start`."""
+        """Return their item range in a buffer that starts at number `start`."""
         return slice((first - start) // self.block, (last - start) // self.block)
 
 
 def state_fields(size: int, *, num_coded: int | None, keeps_master: bool) -> tuple[StateField, ...]:
-    """Of a state of `size` numbers. `num_coded` is None where no rank has codes; a rank that has
-    none beside others that do has fields of no items."""
+    """Return the fields of a state of `size` numbers. `num_coded` is None where no rank has codes.
+    A rank without any, among ranks that have some, gets empty fields."""
     wide = num_coded or 0
     fields = [
         StateField(name="exp_avg", serves="exp_avg_N", dtype=torch.float32, first=wide, last=size),

@@ -1,11 +1,11 @@
 """State file: the flat buffers of a rank's optimiser state in one file. In: names and items of the
-buffers, a folder. Out: reads and writes of runs by the system's own calls, and the buffers mapped
-as tensors.
+buffers, a folder. Out: reads and writes of ranges by system calls, and the buffers mapped as
+tensors.
 
-The file's space is reserved when it is made, so a full disk is told before training begins. Reads
-and writes go through the page cache, with which the mapping agrees; a write that the disk refuses
-later is told by `flush`, which must have returned before what was written is read again. A lock
-says that the owner lives: a file without one is a leftover.
+The file's space is reserved at creation, so a full disk fails before training starts. Reads and
+writes go through the page cache, which is coherent with the mapping. `flush` reports deferred write
+errors, and must return before written data is read again. A lock marks a live owner; an unlocked
+file is a leftover.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOOK_S, POLL_S = 2.0, 0.01
 
 
 class StateFile:
-    """`<folder>/<name>.offload`, held open and locked until `close`, which removes it."""
+    """`<folder>/<name>.offload`, open and locked until `close`, which removes it."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class StateFile:
         kinds: Mapping[str, tuple[int, torch.dtype]],
         emit: Emit,
     ) -> None:
-        """`kinds`: items and dtype of each buffer. MemoryBudgetError if the disk has no room for
-        them."""
+        """Create the file. `kinds`: items and dtype of each buffer. Raises MemoryBudgetError if the
+        disk lacks space."""
         self.path = folder / f"{name}{SUFFIX}"
         self._starts: dict[str, int] = {}
         self._spaces = {  # at least a page: an empty buffer cannot be mapped
@@ -75,22 +75,23 @@ class StateFile:
         self.buffers = {key: self._map(start, *kinds[key]) for key, start in self._starts.items()}
 
     def bytes_of(self, name: str) -> int:
-        """Of one buffer in the file, with what fills its last page; 0 for one that it has not."""
+        """Return the size of one buffer in the file, including page padding; 0 for an unknown
+        buffer."""
         return self._spaces.get(name, 0)
 
     def is_whole(self) -> bool:
-        """Whether the file is there in its full length."""
+        """Return whether the file exists at its full length."""
         return self.path.exists() and self.path.stat().st_size == self.size_bytes
 
     def check(self) -> None:
-        """SnapshotError unless the file is as long as it was made: mapped pages beyond its end
-        cannot be touched."""
+        """Raise SnapshotError unless the file has its original length: accessing mapped pages
+        beyond its end would crash."""
         got = os.fstat(self._handle).st_size
         if got < self.size_bytes:
             raise self._cannot_read(f"it has {got} bytes and was made with {self.size_bytes}")
 
     def read(self, name: str, first: int, target_N: Tensor) -> None:
-        """Items of a buffer from `first` on into contiguous host memory. SnapshotError names the
+        """Read items of a buffer from `first` into contiguous host memory. SnapshotError names the
         file."""
         left, at = _raw(target_N), self._starts[name] + first * target_N.element_size()
         try:
@@ -103,7 +104,7 @@ class StateFile:
             raise self._cannot_read(error.strerror or str(error)) from error
 
     def write(self, name: str, first: int, source_N: Tensor) -> None:
-        """Contiguous host memory over the items of a buffer from `first` on. MemoryBudgetError
+        """Write contiguous host memory to the items of a buffer from `first`. MemoryBudgetError
         names the file."""
         left, at = _raw(source_N), self._starts[name] + first * source_N.element_size()
         try:
@@ -114,14 +115,14 @@ class StateFile:
             raise self._cannot_write(error) from error
 
     def flush(self) -> None:
-        """Return when the disk has everything. MemoryBudgetError names the file."""
+        """Block until the disk has all writes. MemoryBudgetError names the file."""
         try:
             os.fdatasync(self._handle)
         except OSError as error:
             raise self._cannot_write(error) from error
 
     def close(self) -> None:
-        """Remove the file. The mapped tensors' pages go when the tensors do."""
+        """Remove the file. The mapped pages are freed with the tensors."""
         self.buffers = {}
         self._pages = None
         self._remove()
@@ -147,8 +148,8 @@ class StateFile:
 
 
 def remove_leftovers(folder: Path, emit: Emit) -> None:
-    """Remove state files that no living process holds: in the folder, and in those of the other
-    ranks beside it."""
+    """Remove state files without a living owner, in the folder and in those of the other ranks
+    beside it."""
     folders = folder.parent.glob("rank-*") if folder.name.startswith("rank-") else [folder]
     for path in sorted(path for one in folders for path in one.glob(f"*{SUFFIX}")):
         try:
@@ -172,8 +173,11 @@ def _remove(path: Path, handle: int) -> None:
 
 
 def _open_locked(path: Path) -> int:
-    """A new empty file that this process holds. InputError if another one does, for longer than
-    another rank takes that finds the file before its lock and looks whether it is a leftover."""
+    """Create an empty file, locked by this process.
+
+    Raises InputError if another process holds the lock for longer than a rank's check for leftovers
+    takes.
+    """
     ends_s = time.monotonic() + LOOK_S
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -206,7 +210,7 @@ def _no_room(path: Path, size_bytes: int, error: OSError) -> MemoryBudgetError:
 
 
 def _raw(host_N: Tensor) -> memoryview:
-    """The tensor's bytes, to be read or written in place."""
+    """Return the tensor's bytes for in-place reads and writes."""
     assert host_N.is_contiguous() and host_N.device.type == "cpu"
     size_bytes = host_N.numel() * host_N.element_size()
     return memoryview((ctypes.c_ubyte * size_bytes).from_address(host_N.data_ptr())).cast("B")

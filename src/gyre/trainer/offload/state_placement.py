@@ -1,6 +1,6 @@
-"""Home: where a learner's optimiser state and float32 gradient live between updates. In: the
-trainer's config, the number of numbers. Out: flat buffers there, the stream that brings them to the
-device, memory components.
+"""StatePlacement: location of a model's optimizer state and float32 gradient between updates. In:
+the trainer's config, the size of the state. Out: flat buffers there, the stream that brings them to
+the device, memory components.
 
 On the device nothing is streamed. "host" is pinned memory beside a GPU and plain memory on a CPU,
 where it saves nothing; "disk" is a file.
@@ -31,7 +31,7 @@ from gyre.trainer.offload.state_stream import FileCarrier, HostCarrier, OffloadT
 
 
 class StatePlacement:
-    """Of one learner. `make` is called once."""
+    """Placement of one model's state. `make` is called once."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class StatePlacement:
         emit: Emit | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`state`, `gradients` and `weights`: what lives away from the device. `progress` is called
-        while an update goes on, which may take minutes. ConfigError for a disk without a folder."""
+        """Choose where `state`, `gradients` and `weights` are stored. `progress` is called during
+        an update, which may take minutes. Raises ConfigError for a disk without a folder."""
         assert state != "none" or not weights, "the config refuses it"
         if state == "disk" and folder is None:
             raise ConfigError(
@@ -99,8 +99,8 @@ class StatePlacement:
     def make(
         self, size: int, *, gradient_size: int, keeps_master: bool, num_coded: int | None = None
     ) -> dict[str, Tensor]:
-        """Zeroed buffers: one of each of `state_fields`, by name, and "grad". `size`: numbers of
-        the state."""
+        """Allocate zeroed buffers: one per `state_fields` entry, by name, and "grad". `size`:
+        numbers of the state."""
         self.fields = state_fields(size, num_coded=num_coded, keeps_master=keeps_master)
         if self.state == "none":
             self.buffers = {
@@ -127,13 +127,13 @@ class StatePlacement:
         return self.buffers
 
     def room_for_weights(self, size_bytes: int) -> Tensor:
-        """Zeroed uint8 in host memory, for the compute weights. Called once."""
+        """Allocate zeroed uint8 host memory for the compute weights. Called once."""
         assert self.weights and "params" not in self._host
         return self._on_host("params", size_bytes, torch.uint8)
 
     def check(self) -> None:
-        """Before the state is read or written as it lies: SnapshotError if it is torn or its file
-        is short. Waits for the disk."""
+        """Check the state before its buffers are accessed directly. Raises SnapshotError if an
+        update was interrupted or the file is truncated. Waits for the disk."""
         if self.stream is not None:
             self.stream.check()
         if self._carrier is not None:
@@ -142,12 +142,12 @@ class StatePlacement:
             self._file.check()
 
     def flush(self) -> None:
-        """After the state was written as it lies."""
+        """Write back the state after its buffers were modified directly."""
         if self._file is not None:
             self._file.flush()
 
     def take_traffic(self) -> OffloadTraffic:
-        """Bytes moved and time waited since the last call."""
+        """Return and reset the bytes moved and the time waited."""
         taken = OffloadTraffic() if self.stream is None else self.stream.take_traffic()
         if self.sums is not None:
             taken.out_bytes += self.sums.out_bytes
@@ -156,7 +156,7 @@ class StatePlacement:
         return taken
 
     def fixed_pools(self) -> list[FixedPool]:
-        """Components that never are on the device."""
+        """Return the components that never move to the device."""
         pools = []
         for part, buffers in self._host.items():
             pages = [buffer.watch() for buffer in buffers]
@@ -189,7 +189,7 @@ class StatePlacement:
         return pools
 
     def close(self) -> None:
-        """End threads and remove the file. The buffers must not be used after."""
+        """Stop the threads and remove the file. The buffers must not be used afterwards."""
         if self.sums is not None:
             self.sums.close()
         if isinstance(self._carrier, FileCarrier):
@@ -199,12 +199,11 @@ class StatePlacement:
         self.buffers, self._file, self._host = {}, None, {}
 
     def _on_device(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Zeroed items. Where there are none there is a storage all the same, which a component can
-        move."""
+        """Allocate zeroed items. An empty buffer has a storage too, which a component can move."""
         return torch.zeros(max(1, size), dtype=dtype, device=self.device)[:size]
 
     def _on_host(self, part: str, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Zeroed items of a component's."""
+        """Allocate a component's zeroed items on the host."""
         size_bytes = max(1, size) * dtype.itemsize
         buffer = HostBuffer(
             size_bytes, pin=self.device.type == "cuda", owner=f"component {self.name}.{part}"
@@ -253,8 +252,7 @@ class StatePlacement:
         )
 
     def _beside(self, slot_N: Tensor) -> Tensor:
-        """Host memory that a file is read to, for a place on the device; on a CPU the place
-        itself."""
+        """Return host memory that a file is read into for a slot; on a CPU the slot itself."""
         if self.device.type == "cpu":
             return slot_N
         return self._on_host("staging_host", len(slot_N), slot_N.dtype)
@@ -273,5 +271,5 @@ class StatePlacement:
 
 
 def _owner(field: StateField) -> str:
-    """The component that it belongs to."""
+    """Return the component that owns the field."""
     return "master" if field.name == "master" else "optimizer"

@@ -1,11 +1,11 @@
-"""Offload: optimiser state that lives in host memory or in a file visits the device in cuts for an
-update. In: spans whose state is away, a function that updates one. Out: the same numbers as if the
-state had been there, the bytes moved and the time waited.
+"""State stream: brings offloaded optimizer state to the device in slices for an update. In: spans
+whose state is offloaded, a function that updates one. Out: the same result as with resident state,
+the bytes moved and the time waited.
 
-While cut i is updated, cut i + 1 is on its way in and cut i − 1 on its way back, through a few
-fixed places on the device (slots). Host memory is copied by two lanes; a file is read by one thread
-and written by another, through pinned memory where there is a GPU. A slot is filled again only when
-what it held is back, so nothing queues up.
+While slice i is updated, slice i + 1 is fetched and slice i − 1 is written back, through a few
+fixed slots on the device. Two copy streams serve host memory. For a file one thread reads and
+another writes, through pinned memory beside a GPU. A slot is refilled only after its contents are
+written back, so the queue is bounded.
 """
 
 # N numbers of a cut
@@ -42,7 +42,7 @@ LOOK_S = 1.0  # between two signs of life while a disk is waited for
 
 @dataclass(slots=True)
 class OffloadTraffic:
-    """What updates have moved since it was last taken."""
+    """Transfers of updates since the last reset."""
 
     in_bytes: int = 0
     out_bytes: int = 0
@@ -51,7 +51,7 @@ class OffloadTraffic:
 
 @dataclass(slots=True)
 class Slot:
-    """One place on the device for a cut."""
+    """Device memory for one slice."""
 
     device: dict[str, Tensor]  # by field, its items of a cut
     host: dict[str, Tensor]  # where a file is read to and written from; on a CPU the same memory
@@ -62,37 +62,37 @@ class Slot:
 
 
 class Carrier(Protocol):
-    """Brings cuts of the state into slots and back."""
+    """Fetches slices of the state into slots and stores them back."""
 
     def settle(self) -> None:
-        """Before the state is read again: wait until what the last update wrote is safe. Raises
-        what hindered it."""
+        """Wait until the last update's writes are durable, before the state is read again.
+        Re-raises their error."""
         ...
 
     def fetch(self, cut: StateSlice, slot: Slot) -> None:
-        """Begin; what the slot held before is brought back first."""
+        """Start to fetch a slice. The slot's previous contents are stored first."""
         ...
 
     def fetched(self, slot: Slot) -> CopyEvent:
-        """The mark behind which the slot holds its cut. Raises what hindered it."""
+        """Return the event after which the slot holds its slice. Re-raises a transfer error."""
         ...
 
     def store(self, cut: StateSlice, slot: Slot, beside: Sequence[Sent]) -> None:
-        """Begin to bring back what `slot.computed` is the end of, and what was made of it."""
+        """Start to store the slot's results after `slot.computed`."""
         ...
 
     def drain(self, slots: Sequence[Slot]) -> None:
-        """Wait until everything is back. Raises what hindered it."""
+        """Wait until all slices are stored. Re-raises a transfer error."""
         ...
 
     def first_lost(self, slots: Sequence[Slot]) -> BaseException | None:
-        """After a failure: wait for what is under way, and return why a cut could not be brought
-        back."""
+        """Wait for pending transfers after a failure, and return why a slice could not be
+        stored."""
         ...
 
 
 class HostCarrier:
-    """Between the device and host memory."""
+    """Transfers between the device and host memory."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class HostCarrier:
         self._in, self._out = make_lane(device), make_lane(device)
 
     def settle(self) -> None:
-        """Copies were waited for by `drain`."""
+        """Do nothing: `drain` has waited for the copies."""
 
     def fetch(self, cut: StateSlice, slot: Slot) -> None:
         self._in.after(slot.computed)
@@ -139,7 +139,7 @@ class HostCarrier:
 
 
 class FileCarrier:
-    """Between the device and a file. `close` before the file's own."""
+    """Transfers between the device and a file. Close it before the file."""
 
     def __init__(
         self,
@@ -149,7 +149,8 @@ class FileCarrier:
         deadline_s: float,
         progress: Callable[[], None],
     ) -> None:
-        """`progress` is called while the disk is waited for: that has a deadline of its own."""
+        """Bind the file. `progress` is called while waiting for the disk, which has its own
+        timeout."""
         self._file, self._fields, self._deadline_s, self._progress = (
             file,
             fields,
@@ -164,8 +165,8 @@ class FileCarrier:
         self._flushed: Future[None] | None = None
 
     def settle(self) -> None:
-        """Until the disk has it: what it refuses is told only then, and would be read as it was
-        before."""
+        """Flush to the disk. Deferred write errors appear only here, and later reads would return
+        old data."""
         if self._flushed is not None:
             self._result(self._flushed, "flush")
         self._flushed = None
@@ -235,7 +236,7 @@ class FileCarrier:
 
 
 class Stream:
-    """Updates spans cut by cut. Not thread-safe: runs on the compute thread."""
+    """Updates spans slice by slice. Not thread-safe: runs on the compute thread."""
 
     def __init__(
         self,
@@ -249,9 +250,9 @@ class Stream:
         where: str,
         progress: Callable[[], None],
     ) -> None:
-        """`fields`: what visits the device. `numbers`: of a cut, as the slots have them. Without a
-        carrier the state is on the device, and only the gradient comes. `where`: for the words of
-        errors. `progress` is called after each cut."""
+        """Bind the fields that visit the device. `numbers`: capacity of a slot. Without a carrier
+        the state is resident and only the gradient is fetched. `where` appears in error messages.
+        `progress` is called after each slice."""
         self._slots, self._carrier, self._numbers, self._device = slots, carrier, numbers, device
         self._fields = tuple(fields)
         self._deadline_s, self._where, self._progress = deadline_s, where, progress
@@ -260,8 +261,7 @@ class Stream:
         self.traffic = OffloadTraffic()
 
     def check(self) -> None:
-        """SnapshotError when an update was cut short: some numbers are of after it, some of
-        before."""
+        """Raise SnapshotError when an update was interrupted: some numbers are new, others old."""
         if self._torn is not None:
             raise SnapshotError(
                 f"an update of the optimizer state in {self._where} was cut short: {self._torn}",
@@ -274,9 +274,9 @@ class Stream:
         update: Callable[[Span], None],
         beside: Callable[[Span], Sequence[Sent]] = lambda part: (),
     ) -> None:
-        """Call `update` for every number of the spans once, with all its tensors on the device.
-        `beside` says what of an updated part goes to the host with the state: (where to, what),
-        rounded on the way where dtypes differ."""
+        """Call `update` on every number of the spans once, with all its tensors on the device.
+        `beside` returns (destination, source) copies of an updated part to the host, cast where
+        dtypes differ."""
         self.check()
         cuts = plan_cuts([(span.first, span.last) for span in spans], numbers=self._numbers)
         try:
@@ -355,7 +355,7 @@ class Stream:
         self.traffic.out_bytes += sum(target_N.nbytes for target_N, _ in beside)
 
     def _staged(self, part: Span, cut: StateSlice, slot: Slot) -> Span:
-        """A piece with its tensors from the slot, where the slot has them."""
+        """Return a piece with its tensors in the slot, where the slot has them."""
         there = {
             one.serves: slot.device[one.name][one.within(cut.first, part.first, part.last)]
             for one in self._fields
@@ -370,13 +370,14 @@ class Stream:
         )
 
     def take_traffic(self) -> OffloadTraffic:
-        """What was moved since the last call."""
+        """Return and reset the transfers."""
         taken, self.traffic = self.traffic, OffloadTraffic()
         return taken
 
 
 def _in_cut(fields: Sequence[StateField], cut: StateSlice) -> Iterator[tuple[str, slice, slice]]:
-    """(name, items of the slot, items of the buffer) of each field that has numbers in the cut."""
+    """Return (name, items of the slot, items of the buffer) of each field that overlaps the
+    slice."""
     for one in fields:
         first, last = one.meets(cut.first, cut.last)
         if first < last:

@@ -1,13 +1,12 @@
-"""Weight stream: a model whose weights live in host memory visits the device for its passes, layer
-by layer. In: a Decoder, the host memory for its numbers. Out: the same Decoder, whose parameters
-are on the device while they compute; the bytes moved and the time waited.
+"""Weight stream: brings a model's offloaded weights to the device for its passes, layer by layer.
+In: a Decoder, host memory for its weights. Out: the same Decoder, with parameters on the device
+while they compute; the bytes moved and the time waited.
 
-At rest every parameter lies in host memory, and nowhere else. During a visit what is outside the
-layers has a room of its own on the device, and the layers have two in turn: while one computes, the
-next one comes by a lane of its own. A pass with a backward one turns round at the last layer, and
-the two that are there stay. A parameter stays the same object and is pointed at its room and back:
-autograd keeps parameters as objects, so that the backward pass of a layer reads what is there by
-then, as FSDP2's does.
+Between passes every parameter is in host memory only. During a pass the weights outside the layers
+have their own buffer on the device, and the layers alternate between two. While one layer computes,
+a copy stream fetches the next. A backward pass reverses at the last layer and reuses the two
+resident layers. A parameter stays the same object; only its storage changes. Autograd references
+parameters as objects, so a layer's backward pass reads the storage of that moment, as FSDP2's does.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ ALIGN_BYTES = 256  # of a tensor in a room, as torch's own allocator aligns
 
 @dataclass(slots=True)
 class LayerBuffer:
-    """A place on the device for one layer at a time."""
+    """Device memory for one layer at a time."""
 
     tensors: list[Tensor]
     layer: int | None = None
@@ -46,11 +45,11 @@ class LayerBuffer:
 
 
 class WeightStream:
-    """Of one model, all of whose parameters lie in host memory. Not thread-safe: one pass at a
+    """Streams one model, all of whose parameters are in host memory. Not thread-safe: one pass at a
     time."""
 
     def __init__(self, decoder: Decoder, head: nn.Module | None, device: torch.device) -> None:
-        """`head`: beside the decoder, parameters and all."""
+        """Move the parameters of the decoder and the optional `head` to host memory."""
         self._device, self._lane = device, make_lane(device)
         layers = [list(layer.parameters()) for layer in decoder.layers]
         inside = {id(parameter) for layer in layers for parameter in layer}
@@ -76,7 +75,7 @@ class WeightStream:
 
     @contextlib.contextmanager
     def visit(self) -> Iterator[None]:
-        """Passes of the decoder run in here only. The numbers in host memory must not change
+        """Run passes of the decoder inside this block. The host weights must not change
         meanwhile."""
         assert not self._visiting, "one visit at a time"
         self._visiting, self._backward_at = True, -1
@@ -94,7 +93,7 @@ class WeightStream:
             self._visiting = False
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of the weights in host memory, and of the rooms on the device."""
+        """Return the bytes of the weights in host memory and of the buffers on the device."""
         weights = [host for part in (self._root, *self._layers) for _, host in part]
         return {
             "size_bytes": sum(host.nbytes for host in weights),
@@ -102,7 +101,8 @@ class WeightStream:
         }
 
     def take_traffic(self) -> OffloadTraffic:
-        """Bytes moved since the last call, and the time waited as far as the device has got."""
+        """Return and reset the bytes moved and the time waited. Waits still running on the device
+        are not included."""
         traffic, self._in_bytes = OffloadTraffic(in_bytes=self._in_bytes), 0
         done = [after.query() for _, after in self._gaps]
         traffic.waited_s = sum(
@@ -112,7 +112,7 @@ class WeightStream:
         return traffic
 
     def close(self) -> None:
-        """The parameters stay in host memory, and the decoder computes where they are."""
+        """Stop streaming. Parameters stay in host memory, and the decoder computes there."""
         for hook in self._hooks:
             hook.remove()
 
@@ -136,8 +136,7 @@ class WeightStream:
         self._enter(index, index - 1)
 
     def _enter(self, index: int, follower: int) -> None:
-        """From here on the layer is computed with; `follower`, where there is such a layer, begins
-        to come."""
+        """Make the layer resident and prefetch `follower`, if there is one."""
         compute = compute_lane(self._device)
         before = compute.mark()
         room = self._room_of(index) or self._bring(index, follower, before)
@@ -150,8 +149,8 @@ class WeightStream:
         return next((room for room in self._rooms if room.layer == index), None)
 
     def _bring(self, index: int, keep: int, computed: CopyEvent) -> LayerBuffer:
-        """Into the room that does not hold `keep`, once what was computed with its old contents is
-        done."""
+        """Fetch into the buffer that does not hold `keep`, after computations on its old
+        contents."""
         room = next(room for room in self._rooms if room.layer is None or room.layer != keep)
         self._empty(room)
         room.layer, room.fetched = index, self._fetch(self._layers[index], room.tensors, computed)
@@ -178,12 +177,12 @@ class WeightStream:
 
 
 def room_bytes(tensors: Sequence[Tensor]) -> int:
-    """Of memory that holds them all."""
+    """Return the bytes of memory that holds all of them."""
     return sum(_aligned(tensor) for tensor in tensors)
 
 
 def carve(room_B: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of the same shapes and dtypes in one piece of memory."""
+    """Return tensors of the same shapes and dtypes as views of one buffer."""
     found, first = [], 0
     for tensor in tensors:
         flat_N = room_B[first : first + tensor.numel() * tensor.element_size()].view(tensor.dtype)

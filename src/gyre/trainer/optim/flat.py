@@ -1,15 +1,15 @@
-"""Optimiser state in flat buffers and AdamW over them. In: named parameters, then gradients by
-autograd's hooks. Out: new weights, in place.
+"""Optimizer state in flat buffers, and AdamW over them. In: named parameters, then gradients from
+autograd hooks. Out: new weights, in place.
 
-One float32 buffer each for master weights, gradients and the two moments, whatever the number of
-parameters; matrices lie first and what takes no weight decay after them, so decay is one slice; of
-the matrices those whose moments are codes of 8 bits lie before the others. With float32 parameters
-the master buffer IS the parameters' storage; otherwise the parameters are low-precision copies,
-refreshed after every update.
+Master weights, gradients and the two moments have one float32 buffer each, whatever the number of
+parameters. Matrices come first and parameters without weight decay last, so decay is one slice. Of
+the matrices, those with 8-bit moments come first. With float32 parameters the master buffer IS the
+parameters' storage. Otherwise the parameters are low-precision copies, refreshed after every
+update.
 
-FlatOptimizer is that of a rank that holds everything; trainer.optim.sharded has those that hold a
-part. Master weights of their own, moments and gradients lie where `trainer.offload.state_placement`
-puts them: on the device, or away from it and streamed.
+FlatOptimizer holds everything on each rank; trainer.optim.sharded has the sharded ones.
+`trainer.offload.state_placement` places separate master weights, moments and gradients: on the
+device, or offloaded and streamed.
 """
 
 # N numbers of a flat buffer
@@ -43,13 +43,14 @@ REDUCE_NUMBERS = 1 << 25
 
 
 def takes_decay(name: str, parameter: Tensor) -> bool:
-    """Matrices decay. Norm weights, biases and scalar heads don't."""
+    """Return whether a parameter decays. Matrices do; norm weights, biases and scalar heads do
+    not."""
     return parameter.dim() >= 2 and parameter.shape[0] > 1 and not name.endswith(".bias")
 
 
 class AdamW(ABC):
-    """What every split of the state has in common. `layout` says who holds what; `starts` and
-    `file_size` place the tensors in a flat buffer that holds all of them."""
+    """Base of all shardings of the state. `layout` assigns numbers to ranks; `starts` and
+    `file_size` place the tensors in a flat buffer of all of them."""
 
     layout: ShardLayout
     grad_N: Tensor
@@ -68,8 +69,8 @@ class AdamW(ABC):
         codes: bool = False,
         update_spans: UpdateSpans = update_spans,
     ) -> None:
-        """Without a `home` everything is on the device. `codes`: moments are codes of 8 bits where
-        they can be. `update_spans` updates moments and weights."""
+        """Allocate the state. Without a `home` everything is on the device. `codes`: use 8-bit
+        moments where possible. `update_spans` updates moments and weights."""
         self.parameters = dict(parameters)
         self.betas, self.eps, self.weight_decay, self.mesh = betas, eps, weight_decay, mesh
         self.num_updates = 0
@@ -101,8 +102,8 @@ class AdamW(ABC):
     def make_buffers(
         self, *, gradient_size: int, keeps_master: bool, num_coded: int
     ) -> Tensor | None:
-        """Make moments, of which those of the first `num_coded` numbers are codes, and gradient.
-        Return master weights of their own; None if the compute weights are these."""
+        """Allocate gradient and moments, the first `num_coded` numbers coded. Returns the master
+        weights, or None if the compute weights are the masters."""
         made = self.home.make(
             self.layout.size,
             gradient_size=gradient_size,
@@ -123,7 +124,7 @@ class AdamW(ABC):
         decays: bool,
         amax: Amax | None = None,
     ) -> Span:
-        """Numbers from `first` on of this rank's state, whose moments are of one kind."""
+        """Return the state from number `first`, whose moments are of one kind."""
         last = first + len(weight_N)
         found = {
             field.serves: self.moments[field.name][field.at(first, last)]
@@ -143,14 +144,16 @@ class AdamW(ABC):
 
     @abstractmethod
     def take_masters(self) -> None:
-        """Begin with the weights that the forward pass computes with. The constructor does it where
-        it finds numbers; after parameters of the meta device got theirs, whoever filled them
-        does."""
+        """Initialize the masters from the compute weights.
+
+        The constructor calls it where the parameters have values. For parameters of the meta
+        device, their initializer calls it.
+        """
         ...
 
     @abstractmethod
     def masters(self) -> dict[str, Tensor]:
-        """Float32 weights that this rank holds, by name: all, or its run of each."""
+        """Return this rank's float32 weights by name: all, or its run of each."""
         ...
 
     @abstractmethod
@@ -158,69 +161,69 @@ class AdamW(ABC):
 
     @abstractmethod
     def reduce(self) -> None:
-        """Sum the gradient over the ranks, in float32; each needs it only where it updates."""
+        """Sum the gradient over the ranks, in float32. Each rank needs only the part that it
+        updates."""
         ...
 
     @abstractmethod
     def refresh_compute(self) -> None:
-        """Bring the weights of the forward pass to the master weights, on all ranks."""
+        """Update the compute weights from the master weights, on all ranks."""
         ...
 
     @abstractmethod
     def round_masters(self, first: int, master_N: Tensor) -> None:
-        """Bring this rank's compute weights to master weights that lie at `first` of its flat
-        state."""
+        """Round master weights at `first` of the flat state into this rank's compute weights."""
         ...
 
     @abstractmethod
     def rounded(self, first: int, master_N: Tensor) -> list[Sent]:
-        """As `round_masters`, for weights in host memory: the copies that do it."""
+        """Return the copies that `round_masters` would make, for weights in host memory."""
         ...
 
     @abstractmethod
     def share_compute(self) -> None:
-        """After `round_masters` of all of its state: bring the compute weights to those of all
-        ranks."""
+        """Gather the compute weights of all ranks, after `round_masters` of all of this rank's
+        state."""
         ...
 
     @abstractmethod
     def compute_tensors(self) -> dict[str, Tensor]:
-        """Every tensor that lives in the storage of the compute weights, so that all can be given
-        another one."""
+        """Return every tensor in the compute weights' storage, so that all can be moved to
+        another."""
         ...
 
     @abstractmethod
     def master_tensors(self) -> dict[str, Tensor]:
-        """Master weights that have a storage of their own."""
+        """Return master weights with a separate storage."""
         ...
 
     @abstractmethod
     def squared_norm(self) -> Tensor:
-        """Of the summed gradient where this rank updates it, float64, [1], summed over the shard
-        group."""
+        """Return the squared norm of this rank's summed gradient, float64, [1], summed over the
+        shard group."""
         ...
 
     @property
     def places(self) -> Mapping[str, Place]:
-        """Which numbers of each parameter this rank holds and updates."""
+        """Return the numbers of each parameter that this rank holds and updates."""
         return self.layout.ranks[self.mesh.shard.rank]
 
     def runs(self, flat_N: Tensor) -> dict[str, Tensor]:
-        """A flat buffer of this rank's, with an item per number, by parameter."""
+        """Split a flat buffer of this rank, with one item per number, by parameter."""
         return {
             name: flat_N[place.at : place.at + place.stop - place.start]
             for name, place in self.places.items()
         }
 
     def field_layout(self, field: StateField) -> ShardLayout:
-        """Who holds which items of a field of the moments."""
+        """Return the layout of a moments field over the ranks."""
         layout = self.layout.of(
             [name for name in self.layout.shapes if (name in self.coded) is field.coded]
         )
         return block_layout(layout) if field.block > 1 else layout
 
     def field_runs(self, field: StateField, flat: Tensor) -> dict[str, Tensor]:
-        """A field of the moments, or a copy of it, by parameter."""
+        """Split a moments field, or a copy of it, by parameter."""
         found = {}
         for name, place in self.places.items():
             if (name in self.coded) is field.coded:
@@ -236,13 +239,12 @@ class AdamW(ABC):
             self.grad_N.zero_()
 
     def settle_gradients(self) -> None:
-        """Wait for gradients that are still on their way to the sum."""
+        """Wait for gradients in transfer to the sum."""
         if self.home.sums is not None:
             self.home.sums.settle()
 
     def all_reduce(self, group: RankGroup, x_N: Tensor) -> None:
-        """Sum over the group; what lies in host memory beside a GPU goes through it a part at a
-        time."""
+        """Sum over the group. Host memory beside a GPU passes through it in parts."""
         if group.size == 1 or not self.reduces_by_parts:
             group.all_reduce(x_N)
             return
@@ -253,15 +255,15 @@ class AdamW(ABC):
             self.home.progress()
 
     def grad_norm(self) -> float:
-        """Global 2-norm of the summed gradient; infinite or NaN when a gradient is. The same on
-        every rank."""
+        """Return the global 2-norm of the summed gradient; infinite or NaN when a gradient is.
+        Equal on every rank."""
         norm = self.squared_norm().sqrt()
         # before a GPU is waited for: it has work until then, and none after
         self._laid = list(self.spans())
         return float(norm)
 
     def update(self, *, learning_rate: float, grad_scale: float) -> None:
-        """AdamW with the summed gradient × grad_scale, then refresh the compute weights and clear
+        """Apply AdamW with the summed gradient × grad_scale, refresh the compute weights and zero
         the gradient."""
         self.num_updates += 1
         spans, self._laid = self._laid or list(self.spans()), None
@@ -298,9 +300,8 @@ class AdamW(ABC):
 
 
 class FlatOptimizer(AdamW):
-    """Everything on this rank. `grad_N` collects the gradient of a loss over any number of backward
-    passes until `update` consumes it; ranks of `mesh.replica` hold the same and see other parts of
-    the batch."""
+    """Holds the whole state on this rank. `grad_N` accumulates gradients until `update` consumes
+    them. Ranks of `mesh.replica` hold the same state and process other parts of the batch."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], **settings) -> None:
         super().__init__(parameters, **settings)
@@ -395,12 +396,12 @@ class FlatOptimizer(AdamW):
         return overlaps(self.parameters, self.starts, first, master_N)
 
     def share_compute(self) -> None:
-        """Every rank has rounded all of it."""
+        """Do nothing: every rank has rounded all weights."""
 
 
 def squared_norm_of(x_N: Tensor) -> Tensor:
-    """Float64, []. On a CPU by parts, since one float32 sum of billions of squares loses the small
-    ones."""
+    """Return the squared norm, float64, []. On a CPU it is computed in parts: one float32 sum of
+    billions of squares loses small ones."""
     parts = x_N.split(NORM_NUMBERS) if x_N.device.type == "cpu" else (x_N,)
     squares = [torch.linalg.vector_norm(part_N).double().square() for part_N in parts]
     return torch.stack(squares).sum()
@@ -409,8 +410,8 @@ def squared_norm_of(x_N: Tensor) -> Tensor:
 def overlaps(
     parameters: Mapping[str, Tensor], starts: Mapping[str, int], first: int, flat_N: Tensor
 ) -> list[Sent]:
-    """Where numbers that lie at `first` of a flat buffer belong in whole tensors that begin at
-    `starts` there: (part of a tensor, numbers)."""
+    """Return (part of a tensor, numbers) for the overlap of numbers at `first` with tensors at
+    `starts`."""
     last, found = first + len(flat_N), []
     for name, parameter in parameters.items():
         low, high = max(first, starts[name]), min(last, starts[name] + parameter.numel())
@@ -428,7 +429,7 @@ def copy_all(sent: Sequence[Sent]) -> None:
 def views(
     flat_N: Tensor, starts: Mapping[str, int], shapes: Mapping[str, Shape]
 ) -> dict[str, Tensor]:
-    """The tensors that lie in a flat buffer."""
+    """Return the tensors of a flat buffer as views."""
     return {
         name: flat_N[starts[name] : starts[name] + math.prod(shape)].view(shape)
         for name, shape in shapes.items()
@@ -438,9 +439,8 @@ def views(
 def lay_out(
     shapes: Mapping[str, Shape], decays: Mapping[str, bool], coded: Collection[str] = ()
 ) -> tuple[dict[str, int], int, int, int]:
-    """Place tensors in a flat buffer: (start by name, end of the part whose moments are codes, of
-    the part that decays, size). Tensors with codes decay; they are whole blocks, so each begins on
-    one."""
+    """Place tensors in a flat buffer. Returns (start by name, end of the coded part, end of the
+    decayed part, size). Coded tensors decay and are whole blocks, so each begins on a block."""
     starts: dict[str, int] = {}
     stops, at = [], 0
     for wanted in ((True, True), (False, True), (False, False)):
@@ -455,8 +455,8 @@ def lay_out(
 
 @torch.no_grad()
 def move_in(parameter: nn.Parameter, home: Tensor) -> None:
-    """Make `home` the parameter's storage. Its numbers come along; one of the meta device has none,
-    and stays the same object all the same."""
+    """Make `home` the parameter's storage and copy its values. A meta parameter has none; it stays
+    the same object."""
     if parameter.is_meta:
         torch.utils.swap_tensors(
             parameter, nn.Parameter(home, requires_grad=parameter.requires_grad)
@@ -467,7 +467,7 @@ def move_in(parameter: nn.Parameter, home: Tensor) -> None:
 
 
 def _collector(grad: Tensor, sums: HostGradients | None):
-    """A hook that moves a parameter's gradient into its place in the flat buffer."""
+    """Return a hook that moves a parameter's gradient into the flat buffer."""
 
     def collect(parameter: Tensor) -> None:
         assert parameter.grad is not None

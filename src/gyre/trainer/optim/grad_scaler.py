@@ -21,8 +21,8 @@ class LossScale:
     good_updates: int = 0  # since the factor changed last
 
     def after(self, *, finite: bool) -> LossScale:
-        """What follows an update whose gradient was or was not finite; the latter is to be left
-        out."""
+        """Return the scale after an update with a finite or non-finite gradient. The latter update
+        is skipped."""
         if not finite:
             return LossScale(max(LEAST, self.factor * BACKOFF))
         if self.good_updates + 1 < GOOD_UPDATES:

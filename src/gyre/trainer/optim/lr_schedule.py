@@ -1,5 +1,5 @@
-"""Learning-rate schedule. In: TrainerConfig and the number of loop steps done. Out: a factor of the
-peak. Pure. Caller: trainer.trainer."""
+"""Learning-rate schedule. In: TrainerConfig and the number of completed loop steps. Out: a factor
+of the peak. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gyre.trainer.config import TrainerConfig
 
 
 def learning_rate_factor(config: TrainerConfig, steps_done: int) -> float:
-    """Return what part of the peak learning rate holds for the step after `steps_done` steps."""
+    """Return the fraction of the peak learning rate for the step after `steps_done` steps."""
     if steps_done < config.warmup_steps:
         return (steps_done + 1) / config.warmup_steps
     if config.schedule == "constant":

@@ -1,8 +1,8 @@
 """Sharded AdamW: each rank updates a part. In: parameters, whole (ZeRO-1) or sharded by FSDP2
 (ZeRO-2, 3). Out: new weights on all ranks.
 
-Parameters whose dtype is not the trunk's (a float32 scalar head on a bfloat16 decoder) are a few
-numbers: every rank holds and updates them.
+Parameters of another dtype than the trunk's (a float32 scalar head on a bfloat16 decoder) are
+small: every rank holds and updates them.
 """
 
 # N numbers of a flat buffer, S ranks of the shard group
@@ -27,8 +27,8 @@ from gyre.weights.shards import ALIGN, align, row_layout, slice_layout
 
 
 class SlicedOptimizer(AdamW):
-    """ZeRO-1: compute weights and gradients whole and flat, each rank of `mesh.shard` owns a slice
-    of master weights and moments. Gradients are reduce-scattered once per update, new weights
+    """ZeRO-1: compute weights and gradients are whole and flat; each rank of `mesh.shard` owns a
+    slice of master weights and moments. Gradients are reduce-scattered once per update, new weights
     gathered in place."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], **settings) -> None:
@@ -77,8 +77,8 @@ class SlicedOptimizer(AdamW):
         self.hook(views(self.grad_N, at, self.shapes))
 
     def _make_compute(self) -> dict[str, Tensor]:
-        """Make the flat compute weights; return places for what lies apart, where that is moved
-        too."""
+        """Allocate the flat compute weights. Returns the locations of separate tensors, if those
+        move too."""
         if not self.home.weights:
             self.compute_N = torch.zeros(self._whole, dtype=self.dtype, device=self.device)
             return {}
@@ -99,7 +99,8 @@ class SlicedOptimizer(AdamW):
         return self.layout.ranks[0][name].at - self._slice
 
     def _own_master_N(self) -> Tensor:
-        """This rank's slice of the master weights, and what every rank holds after it."""
+        """Return this rank's slice of the master weights, and the weights that all ranks hold after
+        it."""
         return (
             self.master_N[self._low : self._low + self._slice]
             if self.master_is_compute
@@ -133,8 +134,8 @@ class SlicedOptimizer(AdamW):
             self.all_reduce(self.mesh.data, self.grad_N[self._whole :])
 
     def _reduce_scatter(self) -> None:
-        """Sum this rank's slice over the shard group; from host memory beside a GPU a part at a
-        time."""
+        """Sum this rank's slice over the shard group. Host memory beside a GPU is processed in
+        parts."""
         shard = self.mesh.shard
         if not self.reduces_by_parts:
             shard.reduce_scatter(self.grad_N[: self._whole])
@@ -186,7 +187,7 @@ class SlicedOptimizer(AdamW):
         self.zero_grad()  # of what other ranks own, too
 
     def _gather_parts(self) -> None:
-        """Compute weights in host memory beside a GPU go through it a part at a time."""
+        """Gather compute weights in host memory through the GPU, in parts."""
         shard = self.mesh.shard
         slices_SN = self.compute_N.view(shard.size, self._slice)
         step = max(1, self.reduce_numbers // shard.size)
@@ -208,8 +209,8 @@ class SlicedOptimizer(AdamW):
 
 
 class RowOptimizer(AdamW):
-    """ZeRO-2 and 3: parameters are FSDP2's shards by rows, float32, and are the master weights.
-    FSDP sums gradients over `mesh.shard` as backward goes; `reduce` sums over replicas."""
+    """ZeRO-2 and 3: parameters are FSDP2's row shards, float32, and are the master weights. FSDP
+    sums gradients over `mesh.shard` during backward; `reduce` sums over replicas."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], **settings) -> None:
         super().__init__(parameters, **settings)
@@ -231,7 +232,7 @@ class RowOptimizer(AdamW):
         )
 
     def take_masters(self) -> None:
-        """Nothing to do: the parameters are the masters."""
+        """Do nothing: the parameters are the masters."""
 
     def masters(self) -> dict[str, Tensor]:
         return {name: local_part(parameter).view(-1) for name, parameter in self.parameters.items()}
@@ -257,17 +258,17 @@ class RowOptimizer(AdamW):
         return found + squared_norm_of(self.grad_N[self._cut :]).to(self.device)
 
     def refresh_compute(self) -> None:
-        """Nothing to do: weights are gathered from the masters."""
+        """Do nothing: weights are gathered from the masters."""
 
     def round_masters(self, first: int, master_N: Tensor) -> None:
-        """Nothing to do: the masters are the weights."""
+        """Do nothing: the masters are the weights."""
 
     def rounded(self, first: int, master_N: Tensor) -> list[Sent]:
         assert not self.home.weights, "shards are not offloaded"
         return []
 
     def share_compute(self) -> None:
-        """Nothing to do: as in `refresh_compute`."""
+        """Do nothing: as in `refresh_compute`."""
 
     def compute_tensors(self) -> dict[str, Tensor]:
         return {name: local_part(parameter) for name, parameter in self.parameters.items()}

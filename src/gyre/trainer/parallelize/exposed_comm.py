@@ -1,10 +1,10 @@
-"""Exposed: how long the computation waits for collectives that FSDP2 runs beside it on a CUDA
-device. In: FSDP2's groups of one model and their collectives. Out: pairs of marks in a Traffic:
-when the computation came to a wait, when what it waited for was done.
+"""Exposed communication: how long computation waits for FSDP2's overlapped collectives on CUDA. In:
+FSDP2's groups of one model and their collectives. Out: pairs of events in CommStats: when the
+computation reached a wait, and when the awaited work ended.
 
-FSDP2 lets the computation's stream wait for events that it does not show, so the same two moments
-are marked beside them: by hooks that run just before its own, and right behind each collective. Not
-seen is one wait per backward pass, for the sum of the first layer's gradient, between the
+FSDP2 makes the compute stream wait for events that it does not expose. The same moments are
+therefore recorded nearby: by hooks that run just before its own, and right after each collective.
+One wait per backward pass is not recorded: the one for the first layer's gradient sum, between the
 embedding's gradient and its sum.
 """
 
@@ -21,8 +21,8 @@ from gyre.trainer.offload.copy_streams import CopyEvent, CopyStream
 
 
 class Exposed:
-    """Of one model. `computing` is the stream that computes, `beside` gives the one that a
-    collective runs on."""
+    """Recorder of one model. `computing` is the compute stream; `beside` returns the stream of a
+    collective."""
 
     def __init__(
         self, traffic: Traffic, computing: CopyStream, beside: Callable[[], CopyStream]
@@ -32,16 +32,16 @@ class Exposed:
         self.summed: CopyEvent | None = None
 
     def before_sum(self) -> None:
-        """A group's gradients are there: FSDP2 waits for the sum of the group before, then begins
-        this one's."""
+        """Record that a group's gradients are complete: FSDP2 waits for the previous group's sum,
+        then starts this one."""
         if self.summed is not None:
             self.traffic.awaited(self.computing.mark(), self.summed)
             self.summed = None
 
 
 class ExposedCommWatch:
-    """Of one group. `ahead`: its weights are gathered in the backward pass too, before they are
-    needed; else only when they are."""
+    """Recorder of one group. `ahead`: its weights are prefetched in the backward pass too;
+    otherwise gathered on demand."""
 
     def __init__(self, model: Exposed, *, ahead: bool) -> None:
         self._model, self._ahead = model, ahead
@@ -49,7 +49,7 @@ class ExposedCommWatch:
         self._gathered: CopyEvent | None = None  # gathered, and not needed yet
 
     def hook(self, module: nn.Module) -> None:
-        """After FSDP2 has hooked the module."""
+        """Install the hooks, after FSDP2 has hooked the module."""
         if self._ahead:
             module.register_forward_pre_hook(lambda *_: self._need(), prepend=True)
             module.register_forward_hook(self._before_backward, prepend=True)
@@ -60,7 +60,7 @@ class ExposedCommWatch:
             self._needed = self._model.computing.mark()
 
     def gathered(self) -> None:
-        """Called where the collective was."""
+        """Record the end of a gather, right after the collective."""
         done = self._model.beside().mark()
         if self._needed is None:
             self._gathered = done
@@ -69,12 +69,11 @@ class ExposedCommWatch:
             self._needed = None
 
     def summing(self, *, last: bool) -> CopyEvent | None:
-        """Returns what `summed` wants to know: where the computation was, if it has nothing to do
-        but wait."""
+        """Return the compute stream's position for `summed`, if it can only wait."""
         return self._model.computing.mark() if last else None
 
     def summed(self, since: CopyEvent | None) -> None:
-        """Called where the collective was."""
+        """Record the end of a sum, right after the collective."""
         done = self._model.beside().mark()
         if since is not None:
             self._model.traffic.awaited(since, done)

@@ -1,11 +1,11 @@
-"""Float8: which projections of a decoder a trainer multiplies in 8 bits, and shards whose weights
-are gathered in 8 bits, half the bytes of BF16. In: a Decoder, the config. Out: names of
-projections; parameters that FSDP2 gathers so.
+"""Float8: which projections a trainer multiplies in 8 bits, and shards gathered in 8 bits, half the
+bytes of BF16. In: a Decoder, the config. Out: names of projections; parameters that FSDP2 gathers
+in 8 bits.
 
 A shard stays float32, the master weight itself. Before the gather it is rounded to the compute
-dtype and from there to 8 bits, by the largest number of the whole weight: so every layout
-multiplies the same 8-bit numbers. The largest numbers of all weights are found together, by one
-all-reduce after each update.
+dtype and then to 8 bits, scaled by the whole weight's largest magnitude. Every layout therefore
+multiplies the same 8-bit numbers. One all-reduce after each update finds the largest magnitudes of
+all weights.
 """
 
 # O output features of a shard or a weight, I input features
@@ -48,8 +48,8 @@ KEEP_KIND = (
 def float8_projections(
     decoder: Decoder, matmul: Matmul, device: torch.device
 ) -> frozenset[Projection]:
-    """What is multiplied in 8 bits on this device. ConfigError where it cannot, or no matrix has
-    such a shape."""
+    """Return the projections multiplied in 8 bits on this device. Raises ConfigError where the
+    device cannot, or no matrix has a suitable shape."""
     if matmul == "same":
         return frozenset()
     if (reason := why_not(device, decoder.dtype)) is not None:
@@ -66,15 +66,14 @@ def float8_projections(
 
 
 def projection_shapes(decoder: Decoder) -> dict[Projection, tuple[int, int]]:
-    """(outputs, inputs) of a layer's matrices, whole."""
+    """Return (outputs, inputs) of a layer's whole matrices."""
     layer = decoder.layers[0]
     assert isinstance(layer, Layer)
     return {name: tuple(getattr(layer, name).weight.shape) for name in PROJECTIONS}
 
 
 class Float8Shard(torch.Tensor):
-    """A float32 shard of a weight, for FSDP2, which asks it what to gather and what to make of
-    that."""
+    """A float32 shard of a weight that defines what FSDP2 gathers and how it uses the result."""
 
     wide_OI: Tensor
     # of the whole weight, rounded to the compute dtype; `share_amaxes` sets it, and
@@ -110,7 +109,7 @@ class Float8Shard(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Return (what to gather, what its receiver needs beside it)."""
+        """Return (tensors to gather, metadata for the receiver)."""
         assert self.amax is not None, "share_amaxes comes before the first pass"
         dtype = mp_policy.param_dtype or self.wide_OI.dtype
         shard = quantise(self.wide_OI.to(dtype), E4M3, rows=True, amax=self.amax)
@@ -125,8 +124,8 @@ class Float8Shard(torch.Tensor):
         *,
         out: Any = None,
     ) -> Any:
-        """Return (the weight, the tensors whose storage it lies in), or renew the weight `out`,
-        which lies there."""
+        """Return (the weight, the tensors that own its storage), or refresh the weight `out` in
+        that storage."""
         (data_OI,), (amax, inverse) = all_gather_outputs, metadata
         if out is None:
             return Float8Weight(data_OI, amax, inverse, param_dtype), (data_OI,)
@@ -136,9 +135,9 @@ class Float8Shard(torch.Tensor):
 
 
 def gather_in_float8(layer: nn.Module, projections: Iterable[Projection], num_ranks: int) -> None:
-    """Make a layer's float32 matrices ones that FSDP2 gathers in 8 bits, before it cuts them. Rows
-    that the ranks do not share out evenly would be padded; such a matrix is gathered wide, and
-    rounded to 8 bits afterwards."""
+    """Make FSDP2 gather a layer's float32 matrices in 8 bits; call it before sharding. Rows that do
+    not divide evenly would be padded; such a matrix is gathered in the wide dtype and rounded
+    afterwards."""
     for name in projections:
         holder = getattr(layer, name)
         if len(holder.weight) % num_ranks == 0:
@@ -148,15 +147,15 @@ def gather_in_float8(layer: nn.Module, projections: Iterable[Projection], num_ra
 
 
 def float8_shard(parameter: Tensor) -> Float8Shard | None:
-    """What a parameter is on this rank, if it is gathered in 8 bits."""
+    """Return a parameter's Float8Shard on this rank, or None."""
     # of a DTensor, whose module is heavy to import
     found = getattr(parameter, "_local_tensor", parameter)
     return found if isinstance(found, Float8Shard) else None
 
 
 def begin_amax(parameter: Tensor) -> Amax | None:
-    """Before an update writes a parameter: where it may leave the largest number, if somebody will
-    ask for it."""
+    """Return where an update may store the largest magnitude, if it will be needed. Call it before
+    the update writes the parameter."""
     shard = float8_shard(parameter)
     if shard is None:
         return None
@@ -165,8 +164,8 @@ def begin_amax(parameter: Tensor) -> Amax | None:
 
 
 def share_amaxes(parameters: Iterable[Tensor], dtype: torch.dtype, group: RankGroup) -> None:
-    """After shards have changed: the largest number of each weight, over the ranks. Collective
-    where there are any."""
+    """Compute the largest magnitude of each weight over the ranks, after shards have changed.
+    Collective where there are any."""
     shards = [shard for parameter in parameters if (shard := float8_shard(parameter)) is not None]
     if not shards:
         return
@@ -180,6 +179,6 @@ def share_amaxes(parameters: Iterable[Tensor], dtype: torch.dtype, group: RankGr
 
 
 def _take_amax(shard: Float8Shard) -> Tensor:
-    """As the newest update has found it, or by reading the shard."""
+    """Return the largest magnitude found by the newest update, or compute it from the shard."""
     own, shard.own = shard.own, None
     return largest(shard.wide_OI) if own is None or own.found is None else own.found

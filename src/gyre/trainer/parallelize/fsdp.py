@@ -1,10 +1,10 @@
-"""FSDP: a Decoder cut over the ranks of a shard group by FSDP2, a group per layer, one for a head
-of its own, one for the rest. In: a Decoder, on the meta device, or whole and alike on all ranks.
-Out: the same Decoder, in place, holding its shards.
+"""FSDP: shards a Decoder over a shard group by FSDP2, with one group per layer, one for an untied
+head, one for the rest. In: a Decoder, on the meta device, or whole and equal on all ranks. Out: the
+same Decoder, in place, holding its shards.
 
-The root group holds embedding and final norm; its weights stay gathered from the first layer to the
-end of the backward pass, since a tied head is read after `hidden` has returned. A head of its own
-is gathered while the layers run, and its gradient is summed while those of the layers are found.
+The root group holds embedding and final norm. Its weights stay gathered from the first layer to the
+end of the backward pass, since a tied head is read after `hidden` returned. An untied head is
+gathered while the layers run. Its gradient is summed while theirs are computed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ from gyre.trainer.parallelize.sharded_module import is_shard
 def shard_decoder(
     decoder: Decoder, split: ModelSharding, *, trains: bool, float8: frozenset[Projection] = NOTHING
 ) -> None:
-    """Cut the weights over the ranks of `split.mesh.shard`. Trained shards are float32, the master
-    weights themselves: layers are gathered in the dtype that the decoder had, or in 8 bits the
-    projections of `float8`; gradients are summed in float32, and travel in that dtype if each is
-    one chunk's. Copies on other replicas are kept equal by the optimiser, once per update."""
+    """Shard the weights over the ranks of `split.mesh.shard`.
+
+    Trained shards are float32, the master weights themselves. Layers are gathered in the decoder's
+    original dtype, or in 8 bits for the projections of `float8`. Gradients are summed in float32.
+    They are sent in the compute dtype if each comes from one micro-batch. The optimizer
+    synchronizes replicas once per update.
+    """
     assert split.mesh.torch_mesh is not None and split.shards_weights
     dtype, mesh = decoder.dtype, split.mesh.torch_mesh["shard"]
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -75,16 +78,15 @@ def shard_decoder(
 
 
 def make_exposed(traffic: Traffic, device: torch.device) -> Exposed | None:
-    """None on a CPU, where a collective is waited for in its call."""
+    """Return a recorder of exposed communication, or None on a CPU, where collectives block."""
     if device.type == "cpu":
         return None
     return Exposed(traffic, compute_lane(device), lambda: compute_lane(device))
 
 
 class _Counted:
-    """A collective of FSDP2 that is counted and timed: on a CPU as one of `ranks`, on a GPU by
-    `watch`, beside the computation. It is over, or behind it on the stream, when the call
-    returns."""
+    """An FSDP2 collective with counts and timing: `ranks` on a CPU, `watch` on a GPU. When the call
+    returns, it is complete or enqueued on the stream."""
 
     def __init__(self, ranks: RankGroup, watch: ExposedCommWatch | None) -> None:
         self._ranks, self._watch = ranks, watch
@@ -123,10 +125,12 @@ class CountedGather(_Counted):
 
 
 class CountedScatter(_Counted):
-    """FSDP2's reduce-scatter of a group's gradients, summed in float32. Where they were computed in
-    a narrower dtype, `sends`, they travel in it, a slice to each rank, and the rank that they come
-    to adds them up in float32, in the order of the ranks: what float32 slices would give, for half
-    the bytes. Of the `last` group the computation does nothing but wait."""
+    """FSDP2's reduce-scatter of a group's gradients, summed in float32.
+
+    Gradients computed in the narrower dtype `sends` are sent in it, one slice per rank. The
+    receiver adds them in float32, in rank order. This equals a float32 exchange at half the bytes.
+    For the `last` group the computation only waits.
+    """
 
     def __init__(
         self, ranks: RankGroup, watch: ExposedCommWatch | None, *, sends: torch.dtype, last: bool
@@ -136,8 +140,7 @@ class CountedScatter(_Counted):
         self._asked = 0  # numbers that there is room for to send, until there is room for their sum
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2 asks twice: for room for what this rank computed, then, for each of as many ranks,
-        for the sum."""
+        """Allocate memory. FSDP2 calls it twice: for this rank's gradients, then for the sum."""
         numbers = math.prod(size)
         if numbers >= self._asked:
             self._asked = numbers
@@ -183,7 +186,7 @@ class CountedScatter(_Counted):
 
 
 def _to_master(module: nn.Module, trains: bool) -> None:
-    """Parameters that are not sharded yet become float32."""
+    """Convert unsharded parameters to float32."""
     if not trains:
         return
     for parameter in module.parameters():

@@ -1,8 +1,8 @@
-"""Parallelise: a Decoder that may lie in shards, as passes and optimisers see it. In: a Decoder,
-whole or cut by FSDP2. Out: this rank's part of it; when its layers are gathered and let go.
+"""Sharded modules: a possibly sharded Decoder as passes and optimizers use it. In: a Decoder, whole
+or sharded by FSDP2. Out: this rank's part; control over gathering and freeing its layers.
 
-FSDP2 is heavy to import: `trainer.parallelize.fsdp` does, where weights are cut. Here it is only
-asked after.
+FSDP2 is slow to import: `trainer.parallelize.fsdp` imports it where weights are sharded. This file
+only checks whether it was imported.
 """
 
 from __future__ import annotations
@@ -19,27 +19,26 @@ from gyre.trainer.parallelize.float8_gather import Float8Shard
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 has cut the module; nothing has been cut by what was never imported."""
+    """Return whether FSDP2 has sharded the module; without the import none is."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """Whether a parameter is a rank's part of one (a DTensor)."""
+    """Return whether a parameter is a rank's shard (a DTensor)."""
     distributed = sys.modules.get("torch.distributed.tensor")
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
 def reshard(decoder: Decoder) -> None:
-    """Let go of everything gathered: what was gathered before the shards changed must not be read
-    after."""
+    """Free all gathered weights; they are stale once the shards change."""
     for module in sharded_parts(decoder):
         module.reshard()
 
 
 def begin_chunk(decoder: Decoder, split: ModelSharding, *, last: bool) -> None:
-    """Before the forward pass of an update's chunk. With zero 2 the weights stay gathered from
-    chunk to chunk."""
+    """Prepare the forward pass of an update's micro-batch. With zero 2 the weights stay gathered
+    across micro-batches."""
     if not is_sharded(decoder):
         return
     root: Any = decoder
@@ -49,12 +48,12 @@ def begin_chunk(decoder: Decoder, split: ModelSharding, *, last: bool) -> None:
 
 
 def local_tensors(decoder: Decoder) -> dict[str, Tensor]:
-    """This rank's part of each weight, by name."""
+    """Return this rank's part of each weight, by name."""
     return {name: local_part(parameter) for name, parameter in decoder.named_parameters()}
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """The plain tensor that a parameter is, or that this rank has of it; shares its storage."""
+    """Return the plain tensor of a parameter, or this rank's part; shares its storage."""
     found: Any = parameter
     # where a shard gives its tensor as it is, without an operation of its own
     with torch.no_grad():
@@ -63,5 +62,5 @@ def local_part(parameter: Tensor) -> Tensor:
 
 
 def sharded_parts(decoder: Decoder) -> list[Any]:
-    """The root and every layer, as FSDP2's modules."""
+    """Return the root and every layer as FSDP2 modules."""
     return [module for module in decoder.modules() if is_sharded(module)]

@@ -1,8 +1,8 @@
-"""Update: the gradient of one optimiser update, chunk by chunk. In: packed chunks, learners, an
-objective. Out: gradients in the learners' buffers, metric sums.
+"""Backward passes: the gradient of one optimizer update, micro-batch by micro-batch. In: packed
+micro-batches, trained models, an objective. Out: gradients in the models' buffers, metric sums.
 
-Each chunk's loss is a sum; all are divided by one denominator of the whole update, so that the
-gradient does not depend on how sequences were packed.
+Each micro-batch's loss is a sum; all are divided by one denominator of the whole update, so that
+the gradient does not depend on packing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_LOST_STEPS = 3  # in a row, before training is given up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
-    """Who learns in this run, and how the actor's log-probs are computed."""
+    """The trained models of this run, and how the actor's log-probs are computed."""
 
     actor: TrainedModel
     critic: TrainedModel | None = None
@@ -47,14 +47,14 @@ class Models:
 
 @dataclass(slots=True)
 class UpdateStats:
-    """What the chunks of one update said beside their gradients."""
+    """Statistics of one update's micro-batches besides the gradients."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)  # objectives' (sum, count) pairs
     max_gap: Tensor | None = None  # largest |trainer - engine| log-prob
 
 
 class StepStats:
-    """Metrics of a loop step, gathered over its updates."""
+    """Metrics of a loop step, accumulated over its updates."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -63,22 +63,22 @@ class StepStats:
         self._skipped = 0
 
     def add(self, found: UpdateStats, norms: Mapping[str, float]) -> None:
-        """Count an update, with the gradient norm of each learner."""
+        """Count an update, with the gradient norm of each trained model."""
         self._sums = add_sums(self._sums, found.sums)
         self._gaps += [] if found.max_gap is None else [found.max_gap]
         self._norms.append(norms)
 
     def skip(self) -> None:
-        """Count an update that was left out because a gradient was not finite."""
+        """Count an update that was skipped because a gradient was not finite."""
         self._skipped += 1
 
     def own(self) -> dict[str, Any]:
-        """What this rank's chunks said, for `finish`; JSON-able."""
+        """Return this rank's statistics for `finish`; JSON-able."""
         gap = largest(float(gap) for gap in self._gaps)
         return {"gap": gap, "sums": {name: pair.tolist() for name, pair in self._sums.items()}}
 
     def finish(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Metrics over all ranks, the same on each, from the `own` of each."""
+        """Compute metrics over all ranks from the `own` of each. Equal on every rank."""
         gap, sums = largest(one["gap"] for one in ranks if one["gap"] is not None), {}
         for one in ranks:
             sums = add_sums(
@@ -95,8 +95,8 @@ class StepStats:
 
 
 def refuse_divergence(lost_steps: int, rates: Mapping[str, float], *, step: int) -> None:
-    """DivergedError after MOST_LOST_STEPS steps in a row of which no update had a finite gradient.
-    `rates`: peak learning rate by learner."""
+    """Raise DivergedError after MOST_LOST_STEPS consecutive steps without a finite gradient.
+    `rates`: peak learning rate by model."""
     if lost_steps < MOST_LOST_STEPS:
         return
     told = " and ".join(f"{rate:g} of the {name}" for name, rate in rates.items())
@@ -118,8 +118,8 @@ def collect_gradients(
     *,
     loss_scale: float = 1.0,
 ) -> UpdateStats:
-    """Run forward and backward over the chunks of one update; gradients × loss_scale add up in the
-    learners' buffers."""
+    """Run forward and backward over the micro-batches of one update. Accumulates gradients ×
+    loss_scale in the models' buffers."""
     assert denominator > 0.0
     found = UpdateStats()
     for index, chunk in enumerate(chunks):
@@ -168,7 +168,7 @@ def _add_critic_gradient(
 
 
 def _keep_in_step(models: Models, objective: AnyObjective, chunk: MicroBatch) -> None:
-    """Pass through the layers that are gathered for all ranks, with a gradient of zero."""
+    """Run the collectively gathered layers with a gradient of zero."""
     for learner in models.learners:
         if not is_sharded(learner.decoder):
             continue
@@ -181,7 +181,8 @@ def _keep_in_step(models: Models, objective: AnyObjective, chunk: MicroBatch) ->
 
 
 def _inputs(chunk: MicroBatch) -> LossInputs:
-    """What the batch alone says; results of a forward pass come on top."""
+    """Return the loss inputs that come from the batch; results of the forward pass are added
+    later."""
     columns, pairs = chunk.columns, chunk.pairs
     return LossInputs(
         num_sequences=len(chunk.members),
@@ -208,8 +209,8 @@ def _backward(
 
 
 def _note_gap(inputs: LossInputs, logprobs_N: Tensor, found: UpdateStats) -> None:
-    """Keep the largest |trainer - engine| log-prob, by the policy as it was before the step where
-    that is known."""
+    """Record the largest |trainer - engine| log-prob, by the policy before the step where it is
+    known."""
     if inputs.behaviour_logprobs_N is None or len(logprobs_N) == 0:
         return
     trainer_N = logprobs_N if inputs.old_logprobs_N is None else inputs.old_logprobs_N

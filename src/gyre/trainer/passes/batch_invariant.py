@@ -1,9 +1,9 @@
-"""Invariant: the trainer's forward pass by the very kernels of the engine's batch-invariant mode,
-so that its log-probs are the engine's to the bit, however sequences are packed. In: a Decoder on a
-CUDA device, a chunk. Out: (logprobs_N, entropy_N), differentiable.
+"""Batch-invariant forward pass: the kernels of the engine's batch-invariant mode, so that log-probs
+equal the engine's to the bit. In: a Decoder on a CUDA device, a micro-batch. Out: (logprobs_N,
+entropy_N), differentiable, for any packing.
 
-Keys and values of the layer at work lie in pages of the engine's size, since the kernel adds keys
-up by tiles of at most a page; every token is a query of its own.
+Keys and values of the current layer are stored in pages of the engine's size, since the kernel sums
+over tiles of at most a page. Every token is a query of its own.
 """
 
 # T tokens, S sequences, P pages of the longest one, N targets, H heads, K kv heads, D head dim, E
@@ -28,8 +28,8 @@ LOGIT_ROWS = 1024  # rows of logits that exist at a time
 
 
 class InvariantLogprobs:
-    """Computes a chunk's log-probs as an engine with pages of `page_tokens` tokens does. Holds no
-    memory between calls."""
+    """Computes a micro-batch's log-probs as an engine with pages of `page_tokens` tokens does.
+    Holds no memory between calls."""
 
     def __init__(self, *, page_tokens: int) -> None:
         self._page_tokens = page_tokens
@@ -41,7 +41,7 @@ class InvariantLogprobs:
 
 
 class InvariantForward:
-    """A ChunkForward: one decoder over one chunk."""
+    """A ChunkForward of one decoder over one micro-batch."""
 
     def __init__(self, decoder: Decoder, chunk: MicroBatch, page_tokens: int) -> None:
         self._chunk, device, spec = chunk, decoder.device, decoder.spec
@@ -76,7 +76,7 @@ class InvariantForward:
         return self._fused.normed(x_NE, self._fused.decoder.final_norm.weight)
 
     def logprobs(self, hidden_NE: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """By blocks of rows, which depend on each other in nothing."""
+        """Compute log-probs in independent blocks of rows."""
         inverse_N = self._chunk.inverse_temperature_N
         logprobs_N, total_N, entropy_N = (torch.empty_like(inverse_N) for _ in range(3))
         for at in range(0, len(hidden_NE), LOGIT_ROWS):
@@ -109,8 +109,8 @@ class InvariantForward:
 
 
 def most_scratch(slabs: list[Slab]) -> int:
-    """Return how many pieces the scratch must hold: none are left there where each token has one
-    piece only."""
+    """Return the number of pieces the scratch must hold. It is zero where each token has one piece
+    only."""
     return max(
         (slab.num_items for slab in slabs if slab.num_items > slab.span.stop - slab.span.start),
         default=1,

@@ -1,6 +1,5 @@
-"""Evaluation: what the trainer's models say of a batch. In: a batch, which model. Out: log-probs,
-values, scores of the whole batch, on every rank. Runs on the compute thread.
-"""
+"""Evaluation: outputs of the trainer's models on a batch. In: a batch, the name of a model. Out:
+log-probs, values or scores of the whole batch, on every rank. Runs on the compute thread."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from gyre.trainer.roles.reference_model import Reference
 
 
 class Evaluator:
-    """Forward passes over batches that are dealt to the ranks as a step deals them."""
+    """Runs forward passes over batches, dealt to the ranks as in a step."""
 
     def __init__(
         self,
@@ -48,8 +47,8 @@ class Evaluator:
         self._meter = meter
 
     def evaluate(self, batch: TrainBatch, which: Which) -> Evaluation:
-        """Log-probs and values are packed as by the first epoch of a step, so that equal weights
-        give equal bits."""
+        """Run one model over the batch. Log-probs and values are packed as in a step's first epoch,
+        so that equal weights give equal bits."""
         sequences = batch.sequences
         if which == "reward":
             return Evaluation(which=which, per_sequence=self._scores(sequences))
@@ -68,7 +67,8 @@ class Evaluator:
         return Evaluation(which=which, per_token=values, per_sequence=last_values)
 
     def complete(self, batch: TrainBatch) -> tuple[Sequence[TrainSequence], EpochPlan]:
-        """Compute the columns that the objective needs, the batch lacks and the models can give."""
+        """Compute the columns that the objective needs, the batch lacks and the models can
+        provide."""
         sequences = batch.sequences
         plan = self._planner.plan(sequences, batch.step, 0)
         required = required_columns(self._objective)
@@ -93,8 +93,8 @@ class Evaluator:
         return sequences, plan.with_columns(sequences, self.columns(sequences))
 
     def columns(self, sequences: Sequence[TrainSequence]) -> list[str]:
-        """Columns that chunks carry: what the objective requires, and old log-probs where there are
-        some."""
+        """Return the columns of the micro-batches: those the objective requires, and old log-probs
+        if present."""
         has_old = all("old_logprobs" in sequence.columns for sequence in sequences)
         return sorted(required_columns(self._objective) - {"loss_mask"}) + (
             ["old_logprobs"] if has_old else []
@@ -125,7 +125,7 @@ class Evaluator:
             return logprobs_of(self._reference.decoder, *given)
 
     def _scores(self, sequences: Sequence[TrainSequence]) -> np.ndarray:
-        """Ask the reward model that was given, or else the one that is being trained."""
+        """Run the given reward model, or else the one in training."""
         actor = self._models.actor
         decoder, head = self._reward_model or (actor.decoder, actor.head)
         float8 = NOTHING if self._reward_model else actor.float8
@@ -138,8 +138,7 @@ class Evaluator:
 
 
 def _with_old_logprobs(sequence: TrainSequence) -> TrainSequence:
-    """What evaluate(…, "policy") found before the step is the old policy, if the batch brings it
-    along."""
+    """Use the pre-step result of evaluate(…, "policy") as the old policy, if the batch has it."""
     if "old_logprobs" in sequence.columns or "policy_logprobs" not in sequence.columns:
         return sequence
     return replace(

@@ -1,6 +1,6 @@
-"""Passes: the forward computations over packed chunks. In: a Decoder, maybe a ScalarHead, chunks.
-Out: log-probs, values or scores: per chunk, under autograd when it is on, or forward only for a
-whole batch, joined over ranks.
+"""Forward passes over packed micro-batches. In: a Decoder, an optional ScalarHead, micro-batches.
+Out: log-probs, values or scores: per micro-batch, under autograd when enabled, or forward-only for
+a whole batch, joined over ranks.
 
 T tokens, N targets, S sequences, E hidden size, as in trainer.batching.microbatch.
 """
@@ -34,8 +34,9 @@ def hidden_states(
     checkpointing: Checkpointing = "none",
     float8: frozenset[Projection] = NOTHING,
 ) -> Tensor:
-    """Run the decoder over a chunk; each sequence sees itself only. With `rows_N`, hidden states of
-    those tokens. `checkpointing` and `float8` as in `Decoder.hidden`, here and below."""
+    """Run the decoder over a micro-batch; each sequence attends only to itself. With `rows_N`,
+    returns hidden states of those tokens. `checkpointing` and `float8` as in `Decoder.hidden`, here
+    and below."""
 
     def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         return varlen_attention(q_THD, k_TKD, v_TKD, chunk.layout, decoder.spec.window_of(layer))
@@ -52,7 +53,7 @@ def chunk_logprobs(
     checkpointing: Checkpointing = "none",
     float8: frozenset[Projection] = NOTHING,
 ) -> tuple[Tensor, Tensor]:
-    """Return (logprobs_N, entropy_N) of the chunk's targets."""
+    """Return (logprobs_N, entropy_N) of the micro-batch's targets."""
     hidden_NE = hidden_states(decoder, chunk, chunk.rows_N, checkpointing, float8)
     keep_logits = checkpointing == "none" and torch.is_grad_enabled()
     given = chunk.targets_N, chunk.temperature_N, chunk.support
@@ -71,7 +72,7 @@ def chunk_values(
     checkpointing: Checkpointing = "none",
     float8: frozenset[Projection] = NOTHING,
 ) -> Tensor:
-    """Return values_N: what the critic expects before each target is chosen."""
+    """Return values_N, the critic's value before each target."""
     return head(hidden_states(decoder, chunk, chunk.rows_N, checkpointing, float8))
 
 
@@ -82,7 +83,7 @@ def chunk_scores(
     checkpointing: Checkpointing = "none",
     float8: frozenset[Projection] = NOTHING,
 ) -> Tensor:
-    """Return scores_S: the reward model's verdict at each sequence's last token."""
+    """Return scores_S, the reward model's score at each sequence's last token."""
     return head(hidden_states(decoder, chunk, chunk.last_row_S, checkpointing, float8))
 
 
@@ -93,7 +94,7 @@ def logprobs_of(
     data: RankGroup,
     compute: ChunkLogprobs = chunk_logprobs,
 ) -> tuple[np.ndarray, ...]:
-    """Forward only. Returns float32 [T] per sequence in batch order: log-probs at targets, 0.0
+    """Run forward only. Returns float32 [T] per sequence in batch order: log-probs at targets, 0.0
     elsewhere."""
     results = _blank(sequences)
     with _reading(decoder):
@@ -110,7 +111,7 @@ def values_of(
     data: RankGroup,
     float8: frozenset[Projection] = NOTHING,
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """Forward only. Returns values before each target (0.0 elsewhere), and the value after each
+    """Run forward only. Returns values before each target (0.0 elsewhere), and the value after each
     last token."""
     results, last_values = _blank(sequences), np.zeros(len(sequences), dtype=np.float32)
     with _reading(decoder):
@@ -131,7 +132,7 @@ def scores_of(
     data: RankGroup,
     float8: frozenset[Projection] = NOTHING,
 ) -> np.ndarray:
-    """Forward only. Returns float32 [sequences], the score of each sequence in batch order."""
+    """Run forward only. Returns float32 [sequences], the scores in batch order."""
     scores = np.zeros(num_sequences, dtype=np.float32)
     with _reading(decoder):
         for chunk in chunks:
@@ -143,8 +144,8 @@ def scores_of(
 
 @contextlib.contextmanager
 def _reading(decoder: Decoder) -> Iterator[None]:
-    """Forward passes only. Weights that were gathered for them are let go: the next update changes
-    the shards."""
+    """Run a block of forward passes, then free the gathered weights: the next update changes the
+    shards."""
     with torch.no_grad() if is_sharded(decoder) else torch.inference_mode():
         try:
             yield
@@ -162,7 +163,7 @@ def _scatter(
     sequences: Sequence[TrainSequence],
     results: tuple[np.ndarray, ...],
 ) -> None:
-    """Put a chunk's numbers where its sequences' targets are."""
+    """Scatter a micro-batch's numbers to the target positions of its sequences."""
     if not chunk.members:
         return
     stops = np.cumsum(chunk.target_counts_S.cpu().numpy())[:-1]
@@ -173,8 +174,7 @@ def _scatter(
 
 
 def _joined(parts: tuple[np.ndarray, ...], data: RankGroup) -> tuple[np.ndarray, ...]:
-    """Join what the ranks found. One rank found each number and the others have 0.0, so a sum
-    changes no bit."""
+    """Join the ranks' results. One rank has each number and the others 0.0, so the sum is exact."""
     if data.size == 1 or not parts:
         return parts
     joined = torch.from_numpy(np.concatenate(parts)).to(data.device)

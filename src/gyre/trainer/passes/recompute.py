@@ -1,10 +1,10 @@
-"""Recompute: log-probs whose forward pass is another's and whose gradients are the decoder's own.
-In: a Decoder, a chunk, a ChunkForward. Out: (logprobs_N, entropy_N) of the chunk's targets.
+"""Recompute: log-probs from an alternative forward pass, with the decoder's own gradients. In: a
+Decoder, a micro-batch, a ChunkForward. Out: (logprobs_N, entropy_N) of the micro-batch's targets.
 
-The forward pass keeps nothing but each layer's input. The backward pass runs the layer once more,
-as the decoder defines it, from that input, and differentiates this: the gradient of the ordinary
-pass at the other one's activations, in the memory of full activation checkpointing (Chen et al.
-2016, arXiv 1604.06174).
+The forward pass keeps only each layer's input. The backward pass recomputes the layer from that
+input by the decoder's definition, and differentiates it. The result is the ordinary gradient at the
+alternative activations, with the memory of full activation checkpointing (Chen et al. 2016, arXiv
+1604.06174).
 """
 
 # T tokens, N targets, E hidden size, H heads, K kv heads, D head dim, X of any shape
@@ -31,7 +31,8 @@ Step = Callable[[Tensor], Tensor]
 
 
 class ChunkForward(Protocol):
-    """The forward pass of one decoder over one chunk, without autograd. Results are new tensors."""
+    """The forward pass of one decoder over one micro-batch, without autograd. Results are new
+    tensors."""
 
     def layer(self, index: int, x_TE: Tensor) -> Tensor:
         """Return the residual stream after a layer."""
@@ -48,7 +49,8 @@ class ChunkForward(Protocol):
 def recomputed_logprobs(
     decoder: Decoder, chunk: MicroBatch, forward: ChunkForward
 ) -> tuple[Tensor, Tensor]:
-    """Return (logprobs_N, entropy_N) as `forward` computes them. The chunk has no truncation."""
+    """Return (logprobs_N, entropy_N) as `forward` computes them. The micro-batch has no
+    truncation."""
     assert chunk.support is None, "runconfig refuses truncation together with this"
     x_TE = F.embedding(chunk.tokens_T, decoder.embed.weight)
     cos_T1D, sin_T1D = rope_tables(chunk.layout.positions_T, decoder.inv_freq_F, x_TE.dtype)
@@ -74,7 +76,7 @@ def recomputed_logprobs(
 
 
 def _recomputed(run: Step, plain: Step, x_X: Tensor, *parameters: Tensor) -> Tensor:
-    """Return run(x) with the gradients of plain(x), which `parameters` take part in."""
+    """Return run(x) with the gradients of plain(x) with respect to x and `parameters`."""
     return Recomputed.apply(run, plain, x_X, *parameters)
 
 

@@ -1,10 +1,10 @@
-"""Start: how a model of the trainer gets its storage and its first weights. In: a Decoder, maybe on
-the meta device, how it lies over ranks, a TensorSource. Out: the same Decoder, in place: this
-rank's part of it on its device, filled.
+"""Materialize: storage and initial weights of the trainer's models. In: a Decoder, possibly on the
+meta device, its layout over ranks, a TensorSource. Out: the same Decoder, in place: this rank's
+part on its device, filled.
 
-A decoder of the meta device has shapes and no numbers. Cut there, it never exists whole: a rank
-makes its shards and reads its own runs, one tensor at a time. Without a source it is left blank,
-for a snapshot to fill.
+A meta-device decoder has shapes and no storage. Sharded in that state, it never exists whole: a
+rank allocates its shards and reads its own runs, one tensor at a time. Without a source it stays
+uninitialized, for a snapshot to fill.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from gyre.weights.tensor_source import TensorSource, fill, whole_places
 
 
 def is_blank(decoder: Decoder) -> bool:
-    """Whether it has shapes only."""
+    """Return whether it has shapes only."""
     return decoder.device.type == "meta"
 
 
 def blank_copy(decoder: Decoder) -> Decoder:
-    """Another model of the same shapes and dtype, on the meta device."""
+    """Return a meta-device model of the same shapes and dtype."""
     return Decoder(decoder.spec, device=torch.device("meta"), dtype=decoder.dtype)
 
 
 def cut_weights(
     decoder: Decoder, split: ModelSharding, *, trains: bool, float8: frozenset[Projection] = NOTHING
 ) -> None:
-    """Cut the weights over the shard group, and give a blank decoder the storage of its shards.
-    `float8` names the projections that are gathered in 8 bits."""
+    """Shard the weights over the shard group, and allocate storage for the shards of a meta-device
+    decoder. `float8` names the projections gathered in 8 bits."""
     from gyre.trainer.parallelize.fsdp import (
         shard_decoder,  # here, since FSDP2 is heavy and one process has no use for it
     )
@@ -53,19 +53,20 @@ def cut_weights(
 
 
 def make_storage(decoder: Decoder, device: torch.device) -> None:
-    """Give a blank decoder, or its shards, uninitialised storage."""
+    """Allocate uninitialized storage for a meta-device decoder or its shards."""
     decoder.to_empty(device=device)
     place_constants(decoder, device)
 
 
 def place_constants(decoder: Decoder, device: torch.device) -> None:
-    """What a forward pass reads beside the parameters."""
+    """Allocate the constants that a forward pass reads besides the parameters."""
     spec = decoder.spec
     decoder.inv_freq_F = rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling, device)
 
 
 def start_frozen(decoder: Decoder, split: ModelSharding, weights: TensorSource | None) -> None:
-    """A model that is not trained. One that is not blank keeps its numbers and takes no source."""
+    """Prepare a model that is not trained. One with storage keeps its weights and takes no
+    source."""
     assert weights is None or is_blank(decoder)
     blank, dtype, layout = is_blank(decoder), decoder.dtype, frozen_layout(decoder, split)
     decoder.requires_grad_(False)
@@ -79,7 +80,7 @@ def start_frozen(decoder: Decoder, split: ModelSharding, weights: TensorSource |
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """A frozen model in host memory, and how it visits the device."""
+    """A frozen model in host memory, and the stream that brings it to the device."""
 
     buffer: HostBuffer
     stream: WeightStream
@@ -92,7 +93,7 @@ def start_away(
     split: ModelSharding,
     weights: TensorSource | None,
 ) -> Away:
-    """As `start_frozen`, with every weight in host memory. `head` is filled already."""
+    """Prepare a frozen model with every weight in host memory. `head` is already filled."""
     refuse_cut(name, zero=split.zero, ranks=split.mesh.shard.size)
     assert weights is None or is_blank(decoder)
     device = split.mesh.device
@@ -110,7 +111,7 @@ def start_away(
 
 
 def frozen_layout(decoder: Decoder, split: ModelSharding) -> ShardLayout:
-    """Who holds what of a model that is not trained; asked before it is cut."""
+    """Return the layout of a model that is not trained. Call it before sharding."""
     shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
     return row_layout(shapes, num_ranks=split.mesh.shard.size if split.shards_weights else 1)
 

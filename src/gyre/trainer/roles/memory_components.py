@@ -1,7 +1,6 @@
-"""MemoryComponents: the trainer's components as the memory ledger sees them, and as the trainer
-itself needs them. In: learners, a reference, a reward model, as each is made. Out: a PoolTenant
-that can tell what is where.
-"""
+"""MemoryComponents: the trainer's components, for the memory ledger and for the trainer itself. In:
+trained models, a reference, a reward model, as each is made. Out: a PoolTenant that reports the
+tier of each."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ class MemoryComponents(PoolTenant):
     """All components of one trainer."""
 
     def __init__(self, disk_folder: Path | None, parked: Mapping[str, Tier]) -> None:
-        """`parked`: components that leave the device as soon as they are there, so that the next
-        model has its room."""
+        """Create the components. `parked`: components that leave the device right after allocation,
+        to free memory for the next model."""
         super().__init__([])
         self.folder, self._parked = disk_folder, parked
         self.streams: dict[str, WeightStream] = {}  # of models whose weights are in host memory
@@ -72,13 +71,13 @@ class MemoryComponents(PoolTenant):
         }
 
     def lend(self, names: Iterable[str], no_longer_read: Callable[[], None]) -> None:
-        """Let somebody read components until they change: `no_longer_read` returns when they
-        may."""
+        """Allow a reader to use components until they change. `no_longer_read` blocks until the
+        reader is done."""
         self.recall()
         self._lent, self._no_longer_read = frozenset(names), no_longer_read
 
     def recall(self) -> None:
-        """Before anything that was lent changes."""
+        """Wait for readers before a lent component changes."""
         if self._lent:
             self._no_longer_read()
             self._lent, self._no_longer_read = frozenset(), lambda: None
@@ -92,8 +91,8 @@ class MemoryComponents(PoolTenant):
         return {component.name: component.tier for component in self.components()}
 
     def need(self, *prefixes: str) -> None:
-        """Every component that begins with one of `prefixes` and may be on the device must be
-        there; what has no contents to keep is made again."""
+        """Require every component with one of `prefixes` that can be on the device to be there.
+        Reallocates those without contents to keep."""
         for component in self.components():
             name, tiers = component.name, component.tiers
             if not name.startswith(prefixes) or component.tier == "device" or "device" not in tiers:
@@ -105,7 +104,7 @@ class MemoryComponents(PoolTenant):
 
     @contextlib.contextmanager
     def visiting(self, *owners: str) -> Iterator[None]:
-        """Around passes of these models: those in host memory visit the device."""
+        """Bring models from host memory to the device for the passes in this block."""
         with contextlib.ExitStack() as stack:
             for owner in owners:
                 if owner in self.streams:
@@ -115,7 +114,7 @@ class MemoryComponents(PoolTenant):
 
     @contextlib.contextmanager
     def on_device(self, name: str) -> Iterator[None]:
-        """Bring a component to the device for a while, if it ever is there."""
+        """Bring a component to the device during this block, if it can be there."""
         component = next(one for one in self.components() if one.name == name)
         tier: Tier = component.tier if "device" in component.tiers else "device"
         if tier != "device":
@@ -128,7 +127,7 @@ class MemoryComponents(PoolTenant):
 
     @contextlib.contextmanager
     def all_on_device(self, prefix: str) -> Iterator[None]:
-        """Bring one model's components to the device for a while."""
+        """Bring one model's components to the device during this block."""
         with contextlib.ExitStack() as stack:
             for name in self.tiers():
                 if name.startswith(prefix):

@@ -1,8 +1,7 @@
-"""Reference: the policy that the KL term and DPO compare with. In: the weights that the actor
-begins with, later the actor's. Out: a frozen Decoder, renewed every n steps or by moving average.
+"""Reference: the policy that the KL term and DPO compare with. In: the actor's initial weights,
+later its current ones. Out: a frozen Decoder, renewed every n steps or by moving average.
 
-It may lie over ranks in another way than the actor: what it takes from the actor comes as runs of
-numbers.
+Its layout over ranks may differ from the actor's: it reads the actor's weights as runs of numbers.
 """
 
 # N numbers of a run
@@ -29,7 +28,7 @@ from gyre.weights.tensor_source import TensorSource
 
 
 class Reference:
-    """A copy of the actor's compute weights. With a moving average, the average itself is kept in
+    """A copy of the actor's compute weights. With a moving average, the average is kept in
     float32."""
 
     def __init__(
@@ -39,8 +38,8 @@ class Reference:
         split: ModelSharding,
         weights: TensorSource | None,
     ) -> None:
-        """`decoder` is blank and the reference's own from here on; without `weights` it stays so
-        until `restore`."""
+        """Allocate the reference in `decoder`, a meta-device model that it owns. Without `weights`
+        it stays uninitialized until `restore`."""
         self._config, self._split = config, split
         self.decoder, self._dtype = decoder, decoder.dtype
         self._layout = frozen_layout(decoder, split)
@@ -56,7 +55,7 @@ class Reference:
             }
 
     def due(self, steps_done: int) -> Literal["refresh", "average"] | None:
-        """What the config wants of the reference after that many loop steps."""
+        """Return what the config requires of the reference after that many loop steps."""
         every = self._config.reference_refresh_steps
         if every and steps_done % every == 0:
             return "refresh"
@@ -64,8 +63,8 @@ class Reference:
 
     @torch.no_grad()
     def follow(self, actor: AdamW, how: Literal["refresh", "average"]) -> None:
-        """Become the actor, or move towards it. Collective where the actor's master weights lie in
-        shards."""
+        """Copy the actor, or move the average towards it. Collective where the actor's master
+        weights are sharded."""
         own, places = local_tensors(self.decoder), self._layout.ranks[self._split.rank]
         masters = {name: tensor for name, tensor in actor.masters().items() if name in own}
         layout = actor.layout.of(list(own))
@@ -92,7 +91,7 @@ class Reference:
             target_N.copy_(values_N)
 
     def holdings(self) -> list[Holding]:
-        """What a snapshot holds of the reference, and this rank of that."""
+        """Return this rank's share of the reference's snapshot."""
         contents = {"reference.": (self._dtype, local_tensors(self.decoder))}
         if self._average:
             contents["reference.average."] = (torch.float32, self._average)
@@ -113,9 +112,8 @@ class Reference:
 
     @torch.no_grad()
     def restore(self, source: PartSource) -> bool:
-        """Take this rank's part of a snapshot that was found to fit. Returns whether weights were
-        rounded, which the snapshot has of a dtype with more bits; of an average they are made anew,
-        as always."""
+        """Load this rank's part of a compatible snapshot. Returns whether wider weights were
+        rounded. Weights of an average are recomputed from it, as always."""
         for holding in self.holdings():
             holding.load(source)
         own = local_tensors(self.decoder)

@@ -1,7 +1,6 @@
-"""TrainedModel: one model that is trained (actor, critic or reward model) with its optimiser state
-and memory components. In: a Decoder, maybe a ScalarHead, how they lie over ranks, first weights.
-Out: updated weights, named tensors, storage pools.
-"""
+"""TrainedModel: one trained model (actor, critic or reward model) with its optimizer state and
+memory components. In: a Decoder, an optional ScalarHead, their layout over ranks, initial weights.
+Out: updated weights, named tensors, storage pools."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ HEAD_PREFIX = "scalar_head."
 
 
 class TrainedModel:
-    """Decoder, scalar head (or None) and optimiser under one name, which prefixes components and
+    """Decoder, scalar head (or None) and optimizer under one name, the prefix of components and
     snapshot keys."""
 
     def __init__(
@@ -54,8 +53,9 @@ class TrainedModel:
         progress: Callable[[], None],
         weights: TensorSource | None = None,
     ) -> None:
-        """`folder`: of the disk tier, for offloaded state; `progress` as in Home. A decoder on the
-        meta device takes its numbers from `weights`, or stays blank until `restore`."""
+        """Allocate the model. `folder`: of the disk tier, for offloaded state; `progress` as in
+        StatePlacement. A meta-device decoder is filled from `weights`, or stays uninitialized until
+        `restore`."""
         self.name, self.decoder, self.head, self.split = name, decoder, head, split
         self.checkpointing: Checkpointing = config.checkpointing
         self.dtype = decoder.dtype  # that the forward pass computes in
@@ -102,32 +102,34 @@ class TrainedModel:
         self.optimizer.take_masters()
 
     def begin_chunk(self, *, last: bool) -> None:
-        """Before the forward pass of an update's chunk."""
+        """Prepare the forward pass of an update's micro-batch."""
         begin_chunk(self.decoder, self.split, last=last)
 
     def update(self, *, learning_rate: float, grad_scale: float) -> None:
-        """One step of the optimiser, with the summed gradient × grad_scale."""
+        """Take one optimizer step with the summed gradient × grad_scale."""
         self.optimizer.update(learning_rate=learning_rate, grad_scale=grad_scale)
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Shards that are gathered in 8 bits are scaled by the largest number of the whole weight.
+        """Refresh the scales of shards gathered in 8 bits: the whole weight's largest magnitude.
         Collective."""
         share_amaxes(self.optimizer.parameters.values(), self.dtype, self.split.mesh.shard)
 
     def gathers_in_float8(self, projection: Projection) -> bool:
-        """Whether the ranks exchange this matrix's weights in 8 bits."""
+        """Return whether the ranks exchange this matrix's weights in 8 bits."""
         return float8_shard(getattr(self.decoder.layers[0], projection).weight) is not None
 
     def let_go(self) -> None:
-        """Of weights that a pass which was cut short has left gathered."""
+        """Free weights that an interrupted pass has left gathered."""
         reshard(self.decoder)
 
     def pools(self, folder: Path | None) -> list[StoragePool | FixedPool]:
-        """One pool per component. With float32 weights the master is the compute weights and has no
-        pool of its own. Whole compute weights keep their addresses: an engine that shares them has
-        captured those in graphs. What is offloaded stays where it is; the places through which it
-        visits the device are a component too."""
+        """Return one pool per component.
+
+        With float32 weights the master is the compute weights and has no separate pool. Whole
+        compute weights keep their addresses, which an engine may have captured in graphs. Offloaded
+        state stays in place; the slots that bring it to the device are a component too.
+        """
         optimizer, device = (
             self.optimizer,
             self.home.device if self.stream is not None else self.decoder.device,
@@ -162,8 +164,8 @@ class TrainedModel:
         ] + self.home.fixed_pools()
 
     def holdings(self) -> list[Holding]:
-        """What a snapshot holds of this learner, and this rank of that. Gradients don't outlive a
-        step. Offloaded state is read and written where it lies: host memory, or the mapped file."""
+        """Return this rank's share of the model's snapshot. Gradients do not outlive a step.
+        Offloaded state is accessed in place: in host memory or the mapped file."""
         self.home.check()
         optimizer, split = self.optimizer, self.split
         hold = partial(
@@ -190,8 +192,8 @@ class TrainedModel:
         return [masters, *moments]
 
     def restore(self, source: PartSource, num_updates: int) -> None:
-        """Take this rank's part of a snapshot that was found to fit, in place. Collective: new
-        weights go to all."""
+        """Load this rank's part of a compatible snapshot, in place. Collective: all ranks get the
+        new weights."""
         self.optimizer.zero_grad()
         self.let_go()
         for holding in self.holdings():
@@ -203,5 +205,5 @@ class TrainedModel:
 
 
 def _update_of(config: TrainerConfig, device: torch.device) -> dict[str, Any]:
-    """What an optimiser is told of its moments."""
+    """Return the optimizer arguments for 8-bit moments."""
     return {"codes": True, "update_spans": CodedUpdate(device)} if config.moments == "8_bit" else {}
