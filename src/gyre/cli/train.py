@@ -46,16 +46,16 @@ def run_train(
     guarded = None
     if order.config.cluster.kind == "ray":
         guarded = guard_driver(order.config.cluster.max_restarts)
-        # it was begun before Ray ended the driver
-        if guarded.folder is not None and resume is None:
-            config, overrides, resume, stage = None, [], guarded.folder, "all"
+        # Ray ended a driver that had made the folder or noted its changes there: read them anew
+        if guarded.folder is not None:
+            given = overrides if resume is not None else []
+            order = read_order(None, given, resume=guarded.folder, stage="all")
     try:
         with loading():
             from gyre.launch.commands import train
 
         say = partial(say_stopped, as_json=quiet)
-        asked = {"resume": resume, "stage": stage, "plain": plain}
-        result = train(config, overrides, **asked, say_stopped=say, guarded=guarded)
+        result = train(order, plain=plain, say_stopped=say, guarded=guarded)
     finally:
         if guarded is not None:
             guarded.tell_end()

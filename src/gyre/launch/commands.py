@@ -34,7 +34,7 @@ from gyre.launch.stages import (
     plan_run,
     take_held_out,
 )
-from gyre.launch.train_args import TrainArgs, read_order
+from gyre.launch.train_args import TrainArgs
 from gyre.loop.evaluate import Outcome
 from gyre.loop.stopping import StopRequest
 from gyre.observability.events import count_events
@@ -43,19 +43,15 @@ from gyre.runconfig import RunConfig
 
 
 def train(
-    config_path: Path | None,
-    overrides: list[str],
+    order: TrainArgs,
     *,
-    resume: Path | None,
-    stage: str,
     plain: bool,
     say_stopped: Callable[[RunStopped], None],
     guarded: Guarded | None = None,
 ) -> dict[str, Any]:
-    """Make a run folder (or go on with one), run the stages, export, report. RunStopped when a
-    signal ended it; `say_stopped` prints that where the process ends at once. `guarded`: of a
-    driver on Ray, its guard."""
-    order = read_order(config_path, overrides, resume=resume, stage=stage)
+    """Make a run folder (or resume one), run the stages, export, report. RunStopped when a signal
+    ended it; `say_stopped` prints that where the process ends at once. `guarded`: the guard of a
+    driver on Ray."""
     signals = StopSignals(StopRequest(deadline_s=order.config.run.stop_deadline_s), say=say_stopped)
     signals.install()
     fleet, folder = None, order.resume
@@ -63,8 +59,7 @@ def train(
         fleet = RayWorkers(order.config) if order.config.cluster.kind == "ray" else None
         signals.install()  # Ray has put a handler in place
         if folder is None:
-            assert config_path is not None
-            folder = _make_folder(order.config, config_path, overrides, stage)
+            folder = _make_folder(order)
         signals.hint = f"go on with: gyre train --resume {folder}"
         ended = None
         if guarded is not None:
@@ -109,12 +104,12 @@ def _attempt(
     raise ended
 
 
-def _make_folder(config: RunConfig, config_path: Path, overrides: list[str], stage: str) -> Path:
+def _make_folder(order: TrainArgs) -> Path:
     try:
-        return make_run_folder(config, config_path, overrides, stage)
+        return make_run_folder(order.config, order.config_path, list(order.overrides), order.stage)
     except OSError as error:
         raise InputError(
-            f"no run folder can be made under {config.run.folder}: {error.strerror or error}",
+            f"no run folder can be made under {order.config.run.folder}: {error.strerror or error}",
             hint="free space there, or set run.folder to a folder that can be written",
         ) from error
 

@@ -21,6 +21,7 @@ from gyre.distributed.config import ParallelConfig
 from gyre.distributed.mesh import shard_size
 from gyre.launch.goal import accuracy_metric
 from gyre.launch.train_args import COLD_START, MAIN
+from gyre.loop.config import ColdStartConfig
 from gyre.loop.refill import drops_equal, filter_metric, why_filtered_by_score
 from gyre.models.hub.files import CONFIG_FILE, find_folder, read_json
 from gyre.models.spec import ModelSpec, spec_from_hub_config
@@ -49,6 +50,20 @@ MODELS: tuple[Literal["actor", "critic", "reference", "reward"], ...] = (
     "critic",
     "reference",
     "reward",
+)
+# trainer keys that a cold start leaves at their defaults; every other one holds for both stages
+MAIN_STAGE_ONLY = (
+    "critic_learning_rate",
+    "betas",
+    "eps",
+    "weight_decay",
+    "grad_clip",
+    "sequences_per_update",
+    "epochs_per_batch",
+    "trace_steps",
+    "reference",
+    "reference_refresh_steps",
+    "reference_moving_average",
 )
 
 
@@ -79,26 +94,24 @@ def plan_stages(config: RunConfig, wanted: str) -> list[Stage]:
     supervised = Stage(
         name=COLD_START,
         objective=SftConfig(),
-        trainer=TrainerConfig(
-            steps=cold.steps,
-            learning_rate=cold.learning_rate,
-            schedule="cosine",
-            warmup_steps=cold.warmup_steps,
-            final_learning_rate_fraction=0.1,
-            tokens_per_chunk=config.trainer.tokens_per_chunk,
-            checkpointing=config.trainer.checkpointing,
-            matmul=config.trainer.matmul,
-            moments=config.trainer.moments,
-            offload_optimizer=config.trainer.offload_optimizer,
-            offload_gradients=config.trainer.offload_gradients,
-            offload_parameters=config.trainer.offload_parameters,
-            offload_cut_bytes=config.trainer.offload_cut_bytes,
-            offload_deadline_s=config.trainer.offload_deadline_s,
-        ),
+        trainer=_cold_start_trainer(config.trainer, cold),
         data=config.cold_start_data or config.data,
         records_per_step=cold.examples_per_step,
     )
     return [supervised] if wanted == COLD_START else [supervised, main]
+
+
+def _cold_start_trainer(trainer: TrainerConfig, cold: ColdStartConfig) -> TrainerConfig:
+    """Return the main stage's knobs, but for those of its optimization and of its objective."""
+    defaults = {name: TrainerConfig.model_fields[name].default for name in MAIN_STAGE_ONLY}
+    own = {
+        "steps": cold.steps,
+        "learning_rate": cold.learning_rate,
+        "schedule": "cosine",
+        "warmup_steps": cold.warmup_steps,
+        "final_learning_rate_fraction": 0.1,
+    }
+    return trainer.model_copy(update={**defaults, **own})
 
 
 def uses_engine(config: RunConfig, objective: AnyObjective) -> bool:

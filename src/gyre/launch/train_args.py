@@ -26,6 +26,7 @@ class TrainArgs:
     """One attempt at a run, before anything is made for it."""
 
     config: RunConfig
+    config_path: Path  # where it was read; of a resumed run, in its folder
     overrides: tuple[str, ...]
     stage: str  # "all", COLD_START or MAIN
     resume: Path | None  # the folder of a run to go on with
@@ -71,6 +72,7 @@ def read_order(
         )
     return TrainArgs(
         config=config,
+        config_path=config_path,
         overrides=tuple(overrides),
         stage=stage,
         resume=resume,

@@ -19,6 +19,7 @@ from gyre.launch import commands
 from gyre.launch.factories import Machine, check_invariant
 from gyre.launch.plan_command import PlanRequest, plan_stages_for
 from gyre.launch.stages import (
+    MAIN_STAGE_ONLY,
     cut_hardware,
     expected_ranks,
     lie_over,
@@ -33,6 +34,7 @@ from gyre.observability.events import is_counted
 from gyre.planner.plan import Hardware, Shards
 from gyre.planner.report.explain import explain
 from gyre.runconfig import RunConfig, apply_overrides, parse_run_config
+from gyre.trainer.config import TrainerConfig
 from unit.data.test_examples import TOKENIZER
 from unit.data.test_sources import Events, write_jsonl
 
@@ -356,6 +358,52 @@ SHAPE = {
     "head_dim": 8,
     "mlp_size": 16,
 }
+
+
+NOT_DEFAULT = {  # a value of each trainer key that is not its default
+    "steps": 7,
+    "learning_rate": 5e-4,
+    "critic_learning_rate": 6e-4,
+    "schedule": "linear",
+    "warmup_steps": 3,
+    "final_learning_rate_fraction": 0.3,
+    "betas": (0.8, 0.99),
+    "eps": 1e-6,
+    "weight_decay": 0.1,
+    "grad_clip": 2.0,
+    "sequences_per_update": 4,
+    "epochs_per_batch": 2,
+    "tokens_per_chunk": 4096,
+    "checkpointing": "full",
+    "matmul": "fp8",
+    "moments": "8_bit",
+    "offload_optimizer": "host",
+    "offload_gradients": True,
+    "offload_parameters": ("actor",),
+    "offload_cut_bytes": 1 << 20,
+    "offload_deadline_s": 30.0,
+    "trace_steps": (1, 2),
+    "reference": "none",
+    "reference_refresh_steps": 5,
+    "reference_moving_average": 0.5,
+}
+
+
+def test_every_trainer_key_reaches_the_cold_start_or_is_named_as_one_that_does_not(tmp_path):
+    assert NOT_DEFAULT.keys() == TrainerConfig.model_fields.keys()
+    config = config_for(tmp_path, "sft", 0, trainer=NOT_DEFAULT, cold_start={"steps": 9})
+    cold, main = (stage.trainer for stage in plan_stages(config, "all"))
+    own = {
+        "steps": 9,
+        "learning_rate": 3e-3,
+        "schedule": "cosine",
+        "warmup_steps": 20,
+        "final_learning_rate_fraction": 0.1,
+    }
+    defaults = {name: getattr(TrainerConfig(), name) for name in MAIN_STAGE_ONLY}
+    assert cold.model_dump() == {**NOT_DEFAULT, **defaults, **own}
+    assert main.model_dump() == NOT_DEFAULT
+    assert TrainerConfig.model_validate(cold.model_dump()) == cold, "the copy breaks a rule"
 
 
 @pytest.mark.parametrize(
