@@ -42,12 +42,8 @@ def accounts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(native.NativeEngine, "__init__", note)
     yield
     for engine in made:
-        if (
-            engine._cycle is not None
-            and not engine._desk.failure
-            and engine._desk.load.completions == 0
-        ):
-            roster = engine._cycle.roster
+        if engine.core is not None and not engine.failure and engine.frontend.load.completions == 0:
+            roster = engine.core.roster
             roster.check()
             assert (
                 roster.pages.num_used == 0 and roster.rows.num_active == 0 and not roster.requests

@@ -93,8 +93,8 @@ def run(device: str, requests: list[Request], dtype: torch.dtype = torch.float32
             engine = make_engine(torch.device(device), dtype, compute, **config)
             await engine.start(dummy=False)
             parts = await asyncio.gather(*[collect(engine.submit(request)) for request in requests])
-            assert engine._cycle is not None
-            engine._cycle.roster.check()
+            assert engine.core is not None
+            engine.core.roster.check()
             return parts, await engine.stats()
 
     return asyncio.run(main())

@@ -352,8 +352,8 @@ def test_the_engines_graphs_survive_a_park(device, tier: Tier) -> None:
         with ThreadPoolExecutor(1) as compute:
             engine = make_engine(device, compute, events, prefix_cache=tier == "host")
             await engine.start(dummy=False)
-            assert engine._cycle is not None
-            runner = engine._cycle.runner
+            assert engine.core is not None
+            runner = engine.core.runner
             assert isinstance(runner, GpuRunner)
             before = await answers(engine)
             assert await answers(engine) == before, "with what the prefix cache holds now"

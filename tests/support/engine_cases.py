@@ -4,6 +4,7 @@ life."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,7 +59,14 @@ class Bench:
     """One engine, its events and its compute thread."""
 
     def __init__(
-        self, *, shared: bool, folder: Path | None = None, seed: int = 1, **config
+        self,
+        *,
+        shared: bool,
+        folder: Path | None = None,
+        seed: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        journal_folder: Path | None = None,
+        **config,
     ) -> None:
         self.events: list[tuple[str, dict]] = []
         self.decoder = make_decoder(seed)
@@ -80,6 +88,8 @@ class Bench:
             device=CPU,
             dtype=torch.float32,
             shared_weights=shared,
+            journal_folder=journal_folder,
+            clock=clock,
         )
 
     async def ask(self, count: int = 3, **fields) -> list[tuple[Completion, ...]]:
@@ -102,8 +112,8 @@ class Bench:
         await self.engine.commit(version, policy=policy)
 
     def check(self) -> None:
-        assert self.engine._cycle is not None
-        self.engine._cycle.roster.check()
+        assert self.engine.core is not None
+        self.engine.core.roster.check()
 
     def kinds(self) -> list[str]:
         return [kind for kind, _ in self.events]

@@ -7,7 +7,6 @@ once. It works in order and knows only what a launch tells it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 
 import numpy as np
 
@@ -173,7 +172,6 @@ def make_cycle(
     *,
     budget: int = 64,
     depth: int = 0,
-    clock: Callable[[], float] = lambda: 0.0,
 ) -> EngineCore:
     """A cycle of weights 0 over the device, whose pages may go to the host; no token ends an
     answer."""
@@ -184,7 +182,6 @@ def make_cycle(
         version=0,
         eos_ids=(),
         tokenizer=None,
-        clock=clock,
         depth=depth,
         host=device.pool,
     )

@@ -103,8 +103,8 @@ def with_engine(
             )
             await engine.start(dummy=False)
             result = await use(engine)
-            assert engine._cycle is not None
-            engine._cycle.roster.check()
+            assert engine.core is not None
+            engine.core.roster.check()
             stats = await engine.stats()
             assert stats.pages_used == 0 and stats.running == 0 and stats.waiting == 0
             assert not told.of("engine.failed"), told.of("engine.failed")

@@ -113,8 +113,8 @@ class Served:
         """Nobody is there, and every page, slot and row is free."""
         stats = await self.engine.stats()
         assert stats.running == stats.waiting == stats.pages_used == stats.host_pages_used == 0
-        assert self.engine._cycle is not None
-        roster = self.engine._cycle.roster
+        assert self.engine.core is not None
+        roster = self.engine.core.roster
         roster.check()
         roster.pages.drop_cached()
         assert roster.pages.num_available == roster.pages.num_pages
@@ -172,7 +172,7 @@ async def soak(place: Place, way: Way, *, num_requests: int) -> None:
     ]
     finished: list[Completion] = []
     async with served(place, **place.tight(way)) as bench:
-        host = bench.engine._memory.host
+        host = bench.engine._worker.memory.host
         assert (host is not None) == (way == "swap")
         assert host is None or host._buffer.bytes.is_pinned() == (place.device.type == "cuda")
         open_: dict[str, asyncio.Task[Any]] = {}

@@ -312,9 +312,9 @@ def _arm(fault: Fault) -> None:
         for name in ("rename", "replace"):
             _before(os, name, lambda _, target: strike(str(target)))
     elif fault.point == "burst":
-        from gyre.engine.engine import NativeEngine
+        from gyre.engine.core_worker import CoreWorker
 
-        _before(NativeEngine, "_burst", lambda *_: strike())
+        _before(CoreWorker, "burst", lambda *_: strike())
     else:
         import shutil
 

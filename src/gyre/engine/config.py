@@ -118,6 +118,10 @@ class EngineConfig(Section):
         gt=0.0,
         description="Seconds that a commit with policy drain waits for requests in flight.",
     )
+    journal: bool = Field(
+        default=False,
+        description="Keep every input of the engine in the run folder, to replay what it did.",
+    )
     disk_folder: str | None = Field(
         default=None,
         description="Folder for the disk tier of the engine's memory; without it there is none.",

@@ -147,7 +147,7 @@ def test_what_comes_back_from_host_memory_is_the_same_to_the_bit(qwen3: Path) ->
         return part, await engine.stats()
 
     async def answer_disturbed(engine: NativeEngine):
-        cycle = engine._cycle
+        cycle = engine.core
         assert cycle is not None
         step = cycle.step
 
@@ -291,8 +291,8 @@ def test_interrupted_completions_go_on_as_if_nothing_had_happened(
             if all(part.finish == "length" for rest in rests for part in rest):
                 assert not partials
                 return interrupts
-            assert engine._cycle is not None
-            engine._cycle.roster.check()
+            assert engine.core is not None
+            engine.core.roster.check()
 
     config = {"num_pages": 300, "max_running": 6, "token_budget": 64, "burst_steps": 1}
     assert with_engine(qwen3, interrupt_all, overlap=overlap, **config) > 5
@@ -431,8 +431,8 @@ def test_non_finite_logits_end_the_request_and_poison_nobody(qwen3: Path) -> Non
             await engine.start(dummy=False)
             first = await asyncio.gather(*[collect(engine.submit(request)) for request in batch])
             second = await asyncio.gather(*[collect(engine.submit(request)) for request in again])
-            assert engine._cycle is not None
-            engine._cycle.roster.check()
+            assert engine.core is not None
+            engine.core.roster.check()
             return first, second
 
     clean_first, _ = asyncio.run(main(requests, []))

@@ -100,9 +100,9 @@ def test_cached_beginnings_of_an_old_version_never_match() -> None:
             hits = (await bench.engine.stats()).prefix_hit_tokens
             await bench.ask()
             assert (await bench.engine.stats()).prefix_hit_tokens == hits + 3 * 8
-            cached = len(bench.engine._cycle.roster.pages.prefix)  # type: ignore[union-attr]
+            cached = len(bench.engine.core.roster.pages.prefix)  # type: ignore[union-attr]
             await bench.publish(1, make_decoder(2), shared=False, policy=policy)
-            left = len(bench.engine._cycle.roster.pages.prefix)  # type: ignore[union-attr]
+            left = len(bench.engine.core.roster.pages.prefix)  # type: ignore[union-attr]
             assert left == (cached if policy == "keep_prefix" else 0)
             assert tokens_of(await bench.ask()) == tokens_of(await other.ask())
             assert (await bench.engine.stats()).prefix_hit_tokens == hits + 3 * 8
@@ -236,10 +236,8 @@ def test_kv_that_leaves_amid_traffic_does_not_change_tokens() -> None:
 def test_deadlines_are_answered_running_waiting_and_asleep() -> None:
     async def main() -> None:
         now = [0.0]
-        bench = Bench(shared=True, max_running=1, token_budget=16)
-        bench.engine._clock = lambda: now[0]
+        bench = Bench(shared=True, clock=lambda: now[0], max_running=1, token_budget=16)
         await bench.engine.start(dummy=False)
-        bench.engine._cycle._clock = lambda: now[0]  # type: ignore[union-attr]
         running, waiting = (
             bench.engine.submit(one)
             for one in ask(2, max_tokens=200, chunk_tokens=1, deadline_s=5.0)
@@ -263,15 +261,14 @@ def test_deadlines_are_answered_running_waiting_and_asleep() -> None:
 def test_a_request_that_a_drain_keeps_outside_can_be_aborted_and_passes_its_deadline() -> None:
     async def main() -> None:
         now = [0.0]
-        bench = Bench(shared=False, burst_steps=1)
-        bench.engine._clock = bench.engine._desk._clock = lambda: now[0]
+        bench = Bench(shared=False, clock=lambda: now[0], burst_steps=1)
         await bench.engine.start(dummy=False)
         running = bench.engine.submit(ask(1, max_tokens=200, chunk_tokens=1)[0])
         await anext(running)
         commit = asyncio.ensure_future(
             bench.publish(1, make_decoder(2), shared=False, policy="drain")
         )
-        while not bench.engine._desk._held:
+        while not bench.engine.frontend.is_holding:
             await asyncio.sleep(0.001)
         aborted, late, kept = (
             bench.engine.submit(replace(ask(1, deadline_s=deadline_s)[0], request_id=name))
@@ -343,7 +340,7 @@ def test_too_many_queued_tokens_are_refused_until_some_are_answered() -> None:
         )
         assert [parts[0].finish for parts in await bench.ask(11, name="later")] == ["length"] * 11
         await bench.engine.abort("nobody")
-        assert bench.engine._desk.load.completions == bench.engine._desk.load.tokens == 0
+        assert bench.engine.frontend.load.completions == bench.engine.frontend.load.tokens == 0
         bench.check()
 
     go(main)

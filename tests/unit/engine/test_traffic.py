@@ -67,7 +67,6 @@ class Traffic(RuleBasedStateMachine):
             version=0,
             eos_ids=(STOP,),
             tokenizer=None,
-            clock=lambda: 0.0,
             depth=depth,
             host=self.runner.pool if num_slots else None,
         )
@@ -115,7 +114,7 @@ class Traffic(RuleBasedStateMachine):
         self.requests[request.request_id] = request
         starts = {partial.index: partial.tokens.tolist() for partial in partials}
         self.open[request.request_id] = {index: list(starts.get(index, [])) for index in range(n)}
-        self.book(self.cycle.add(request, None))
+        self.book(self.cycle.add(request))
         self.advance(then)
 
     def advance(self, steps: int) -> None:
@@ -127,9 +126,9 @@ class Traffic(RuleBasedStateMachine):
     def abort(self, data, sure: bool) -> None:
         if not sure:
             return
-        assert self.cycle.abort("nobody", "test") == []
+        assert self.cycle.abort(["nobody"], "test") == []
         request_id = data.draw(st.sampled_from(sorted(self.open)))
-        self.book(self.cycle.abort(request_id, "test"))
+        self.book(self.cycle.abort([request_id], "test"))
         assert request_id not in self.open
 
     @precondition(lambda self: self.open)
@@ -158,7 +157,7 @@ class Traffic(RuleBasedStateMachine):
     def interfere_with_swapped(self, data, what: str) -> None:
         """Rare by chance, so drawn on purpose."""
         if what == "abort":
-            self.book(self.cycle.abort(data.draw(st.sampled_from(self.swapped)), "test"))
+            self.book(self.cycle.abort([data.draw(st.sampled_from(self.swapped))], "test"))
         else:
             self.change_version(what == "recompute", False)
             assert what == "continue" or not self.swapped

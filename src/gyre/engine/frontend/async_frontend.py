@@ -1,13 +1,11 @@
-"""Front desk: the event loop's side of the engine. In: admitted requests. Out: their streams, fed
-by a pump.
+"""AsyncFrontend: the event loop's half of the engine. In: accepted requests. Out: their streams,
+fed by a pump. It decides by its clock who is past a deadline, and tells the core in entries.
 
 One pump task runs bursts on the compute thread as long as a request is unanswered. Requests
-accepted without an await between them reach the cycle together, in order, so such a run is
-deterministic. Streams and what is incoming are touched on the event loop's thread only, the cycle
-on the compute thread only.
-
-Whatever raises in work on the cycle breaks it: `failure` says so at once, on the compute thread, so
-that nothing queued behind touches it; the event loop answers everyone as soon as it hears of it.
+accepted without an await between them reach the core together, in order, so such a run is
+deterministic. Streams and what is incoming are touched on the event loop's thread only, the core on
+the compute thread only. When the core breaks, everyone is answered as soon as the event loop hears
+of it.
 """
 
 from __future__ import annotations
@@ -16,68 +14,43 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from gyre.core.errors import DeadlineError, EngineRefused
+from gyre.core.errors import DeadlineError
 from gyre.core.events import Emit
 from gyre.core.records import Finish, Request, TokenChunk
+from gyre.engine.core_worker import CoreWorker, Played
 from gyre.engine.frontend.admission import Load, given_tokens
 from gyre.engine.frontend.token_stream import TokenStream
+from gyre.engine.scheduler.core import Partials
+from gyre.engine.scheduler.journal import Abort, Add, Entry, Expire, Interrupt
 from gyre.engine.scheduler.sequence import LATE, WITHDRAWN
 
 Result = TypeVar("Result")
 LOOK_AGAIN_S = 0.05  # while nothing can run, for the deadlines of those that wait
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admitted:
-    """A request that will be answered."""
-
-    request: Request
-    deadline_at: float | None  # by the engine's clock
-
-    def is_late(self, now: float) -> bool:
-        return self.deadline_at is not None and now >= self.deadline_at
-
-
-class CycleBroke(EngineRefused):
-    """Work on the cycle raised, now or before. Everyone who waited is answered; only a restart
-    heals."""
-
-    def __init__(self, failure: str) -> None:
-        super().__init__(f"the engine failed: {failure}", hint="terminate and start it again")
-
-
 class AsyncFrontend:
-    """`burst(batch)` takes requests in, runs some steps and returns chunks; `blocked()` says why no
-    step can run."""
+    """Streams of a core's requests."""
 
     def __init__(
         self,
+        worker: CoreWorker,
         *,
         compute: Executor,
-        burst: Callable[[Sequence[Admitted]], list[TokenChunk]],
-        blocked: Callable[[], str | None],
         emit: Emit,
         clock: Callable[[], float],
     ) -> None:
-        self._compute, self._burst, self._blocked, self._emit, self._clock = (
-            compute,
-            burst,
-            blocked,
-            emit,
-            clock,
-        )
         self.load = Load(completions=0, tokens=0)  # unanswered
-        self.failure = ""  # why the cycle broke; written on the compute thread
-        self._unanswered_failure = False  # it broke, and nobody was told yet
-        # somebody waits for the compute thread: a burst should end after its step
-        self.in_a_hurry = False
+        self.is_holding = False  # what is incoming stays outside
+        self._worker = worker
+        self._compute = compute
+        self._emit = emit
+        self._clock = clock
         self._streams: dict[str, TokenStream] = {}  # unanswered requests
         self._tokens: dict[str, int] = {}  # given ones, of unanswered requests
-        self._incoming: list[Admitted] = []  # not in the cycle yet
-        self._held = False
+        self._deadlines: dict[str, float] = {}  # by the clock, of unanswered requests
+        self._incoming: list[Request] = []  # not in the core yet
         self._pump_task: asyncio.Task[None] | None = None
         self._poked: asyncio.Event | None = None
         self._waiters: list[tuple[asyncio.Future[None], Callable[[], bool]]] = []
@@ -85,97 +58,85 @@ class AsyncFrontend:
 
     # -- requests
 
-    @property
-    def num_requests(self) -> int:
-        return len(self._streams)
-
     def knows(self, request_id: str) -> bool:
         return request_id in self._streams
 
-    def accept(self, admitted: Admitted, stream: TokenStream) -> None:
-        self._streams[stream.request_id] = stream
-        self._tokens[stream.request_id] = given_tokens(admitted.request)
-        self._incoming.append(admitted)
-        self._count(completions=len(stream.unfinished), tokens=self._tokens[stream.request_id])
+    def accept(self, request: Request, stream: TokenStream) -> None:
+        """Enqueue a request that will be answered; its time runs from now."""
+        name = request.request_id
+        self._streams[name] = stream
+        self._tokens[name] = given_tokens(request)
+        if request.deadline_s is not None:
+            self._deadlines[name] = self._clock() + request.deadline_s
+        self._incoming.append(request)
+        self._count(completions=len(stream.unfinished), tokens=self._tokens[name])
         self.poke()
 
-    def withdraw(self, request_id: str) -> bool:
-        """Answer a request "abort" that has not entered the cycle yet. False when it has."""
-        return (
-            self._end_incoming(
-                lambda admitted: admitted.request.request_id == request_id, "abort", WITHDRAWN
-            )
-            > 0
-        )
+    async def abort(self, request_id: str) -> None:
+        """Answer a request "abort", wherever it is. Unknown ids are passed over."""
+        if request_id not in self._streams:
+            return
+        if not self._end_incoming([request_id], "abort", WITHDRAWN):
+            await self.play(Abort(request_ids=(request_id,), reason=WITHDRAWN))
+
+    async def abort_all(self, reason: str) -> None:
+        """Answer every request "abort", those held outside too."""
+        await self.play(Abort(request_ids=tuple(self._streams), reason=reason), held_too=True)
 
     def is_drained(self) -> bool:
         return not self._streams
 
     def is_drained_inside(self) -> bool:
-        """Nothing is unanswered but what has not entered the cycle."""
+        """Nothing is unanswered but what has not entered the core."""
         return len(self._streams) == len(self._incoming)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Keep what is incoming outside."""
-        self._held = True
+        self.is_holding = True
         try:
             yield
         finally:
-            self._held = False
+            self.is_holding = False
             self.poke()
 
     # -- work
 
-    def on_compute(self, work: Callable[[], Result]) -> Awaitable[Result]:
+    def on_compute(self, work: Callable[..., Result], *args: Any) -> Awaitable[Result]:
         """Run on the compute thread, after the step that may be running."""
-        self.in_a_hurry = True
-        return asyncio.get_running_loop().run_in_executor(self._compute, work)
+        self._worker.in_a_hurry = True
+        return asyncio.get_running_loop().run_in_executor(self._compute, work, *args)
 
-    async def between_steps(
-        self,
-        add: Callable[[Sequence[Admitted]], list[TokenChunk]],
-        work: Callable[[], tuple[Result, list[TokenChunk]]],
-        *,
-        held_too: bool = False,
-    ) -> Result:
-        """Run work on the cycle with every accepted request in it (those held outside if asked),
-        and deliver its chunks, also when the caller is cancelled: they may be other requests'.
-        CycleBroke when it raises."""
-        batch = self._take_incoming() if held_too or not self._held else []
-        errand = asyncio.get_running_loop().create_task(self._run_between(add, work, batch))
+    async def play(self, entry: Abort | Interrupt, *, held_too: bool = False) -> Partials:
+        """Play an entry behind every accepted request (those held outside if asked), and deliver
+        what comes out, also when the caller is cancelled: it may be other requests'. CoreFailed
+        when the core breaks."""
+        entries = [*(self._take_incoming() if held_too or not self.is_holding else []), entry]
+        errand = asyncio.get_running_loop().create_task(self._play(entries))
         self._errands.add(errand)
         errand.add_done_callback(self._errands.discard)
         return await asyncio.shield(errand)
 
-    async def _run_between(
-        self,
-        add: Callable[[Sequence[Admitted]], list[TokenChunk]],
-        work: Callable[[], tuple[Result, list[TokenChunk]]],
-        batch: Sequence[Admitted],
-    ) -> Result:
-        def both() -> tuple[Result, list[TokenChunk]]:
-            self.refuse_broken()
-            with self.watch():
-                added = add(batch)
-                result, chunks = work()
-                return result, added + chunks
-
+    async def _play(self, entries: Sequence[Entry]) -> Partials:
         try:
-            result, chunks = await self.on_compute(both)
+            played = await self.on_compute(self._worker.play, entries)
         except Exception as error:
             self._answer_failure(error)
             raise
-        self._deliver(chunks)
-        return result
+        self._deliver(played.chunks)
+        return played.partials
 
-    async def at_rest(self, work: Callable[[], Result]) -> Result:
-        """Run work that replaces the cycle: on the compute thread, with nobody waiting for one that
+    async def at_rest(self, work: Callable[..., None], *args: Any) -> None:
+        """Run work that replaces the core: on the compute thread, with nobody waiting for one that
         broke."""
-        while True:
-            found = await self.on_compute(lambda: None if self._unanswered_failure else (work(),))
-            if found is not None:
-                return found[0]
+
+        def try_work() -> bool:
+            if self._worker.must_answer:
+                return False
+            work(*args)
+            return True
+
+        while not await self.on_compute(try_work):
             self._answer_failure(None)
 
     async def wait_until(self, is_done: Callable[[], bool], deadline_s: float) -> None:
@@ -185,13 +146,13 @@ class AsyncFrontend:
         entry = (asyncio.get_running_loop().create_future(), is_done)
         self._waiters.append(entry)
         try:
-            await by_deadline(entry[0], deadline_s, f"{self.num_requests} requests in flight")
+            await by_deadline(entry[0], deadline_s, f"{len(self._streams)} requests in flight")
         finally:
             self._waiters.remove(entry)
 
     def poke(self) -> None:
         """Something changed: a request came, or steps can run again."""
-        self.in_a_hurry = True
+        self._worker.in_a_hurry = True
         if self._poked is not None:
             self._poked.set()
         if self._streams and (self._pump_task is None or self._pump_task.done()):
@@ -204,47 +165,27 @@ class AsyncFrontend:
 
     # -- failure
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """On the compute thread: what raises in here breaks the cycle."""
-        try:
-            yield
-        except Exception as error:
-            self._break(error)
-            self.poke_from_compute()
-            raise CycleBroke(self.failure) from error
-
-    def refuse_broken(self) -> None:
-        if self.failure:
-            raise CycleBroke(self.failure)
-
-    def mend(self) -> None:
-        """On the compute thread, at rest: the broken cycle is gone."""
-        assert not self._unanswered_failure
-        self.failure = ""
-
-    def _break(self, error: Exception) -> None:
-        self.failure = f"{type(error).__name__}: {error}"
-        self._unanswered_failure = True
-
     def _answer_failure(self, error: Exception | None) -> None:
-        """The cycle broke, or with `error` the way to it: answer everyone; no work until a
+        """The core broke, or with `error` the way to it: answer everyone; no work until a
         restart."""
-        if error is not None and not self.failure:
-            self._break(error)
-        if not self._unanswered_failure:
+        worker = self._worker
+        if error is not None and not worker.failure:
+            worker.break_core(error)
+        if not worker.must_answer:
             return
-        self._unanswered_failure = False
+        worker.must_answer = False
         unanswered = len(self._streams)
         self._incoming = []
         self._deliver(
             [
-                TokenChunk.end(request_id, index, "abort", f"the engine failed: {self.failure}")
+                TokenChunk.end(request_id, index, "abort", f"the engine failed: {worker.failure}")
                 for request_id, stream in list(self._streams.items())
                 for index in stream.unfinished
             ]
         )
-        self._emit("engine.failed", error=self.failure, unanswered=unanswered)
+        self._emit("engine.failed", error=worker.failure, unanswered=unanswered)
+
+    # -- the pump
 
     async def _pump(self) -> None:
         """Waits for: the compute thread, or, when nothing can run, a poke. Woken by: accept, hold's
@@ -252,40 +193,63 @@ class AsyncFrontend:
         self._poked = asyncio.Event()
         while self._streams:
             self._poked.clear()
-            if self._held:
-                self._end_late(self._clock())
-            batch = [] if self._held else self._take_incoming()
-            self.in_a_hurry = False
-            loop = asyncio.get_running_loop()
+            entries = self._next_entries()
+            self._worker.in_a_hurry = False
             try:
-                chunks = await loop.run_in_executor(self._compute, self._watched_burst, batch)
+                played = await self._burst(entries)
             except Exception as error:  # noqa: BLE001
                 # whatever broke, every request gets its answer
                 self._answer_failure(error)
                 return
-            self._deliver(chunks)
-            if not chunks and (self.is_drained_inside() or self._blocked() is not None):
+            self._deliver(played.chunks)
+            is_idle = self.is_drained_inside() or self._worker.why_blocked() is not None
+            if not played.chunks and is_idle:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._poked.wait(), LOOK_AGAIN_S)
 
-    def _watched_burst(self, batch: Sequence[Admitted]) -> list[TokenChunk]:
-        self.refuse_broken()
-        with self.watch():
-            return self._burst(batch)
+    def _next_entries(self) -> list[Entry]:
+        """What the core is told before its next steps: who comes, and who is late."""
+        late = self._find_late()
+        if self.is_holding:
+            self._end_incoming(late, "deadline", LATE)
+            late = [name for name in late if name in self._streams]
+        entries: list[Entry] = [] if self.is_holding else [*self._take_incoming()]
+        if late:
+            entries.append(Expire(request_ids=tuple(late)))
+        return entries
 
-    def _take_incoming(self) -> list[Admitted]:
-        batch, self._incoming = self._incoming, []
-        return batch
+    async def _burst(self, entries: Sequence[Entry]) -> Played:
+        """Run a burst, which should end when the next deadline passes."""
+        loop = asyncio.get_running_loop()
+        burst = loop.run_in_executor(self._compute, self._worker.burst, entries)
+        if not self._deadlines:
+            return await burst
+        wait_s = max(0.0, min(self._deadlines.values()) - self._clock())
+        timer = loop.call_later(wait_s, self._hurry)
+        try:
+            return await burst
+        finally:
+            timer.cancel()
 
-    def _end_late(self, now: float) -> None:
-        self._end_incoming(lambda admitted: admitted.is_late(now), "deadline", LATE)
+    def _hurry(self) -> None:
+        self._worker.in_a_hurry = True
 
-    def _end_incoming(self, is_due: Callable[[Admitted], bool], finish: Finish, reason: str) -> int:
-        """Answer those that are due and have not entered the cycle. Returns how many."""
-        due = [admitted for admitted in self._incoming if is_due(admitted)]
-        self._incoming = [admitted for admitted in self._incoming if not is_due(admitted)]
-        for admitted in due:
-            name = admitted.request.request_id
+    def _find_late(self) -> list[str]:
+        if not self._deadlines:
+            return []
+        now = self._clock()
+        return [name for name, deadline_at in self._deadlines.items() if now >= deadline_at]
+
+    def _take_incoming(self) -> list[Add]:
+        requests, self._incoming = self._incoming, []
+        return [Add.of(request) for request in requests]
+
+    def _end_incoming(self, names: Sequence[str], finish: Finish, reason: str) -> bool:
+        """Answer those of the named that have not entered the core. Returns whether there were
+        any."""
+        ended = [one.request_id for one in self._incoming if one.request_id in names]
+        self._incoming = [one for one in self._incoming if one.request_id not in names]
+        for name in ended:
             self._deliver(
                 [
                     TokenChunk.end(name, index, finish, reason)
@@ -294,7 +258,7 @@ class AsyncFrontend:
             )
             if finish == "deadline":
                 self._emit("engine.deadline", request_id=name)
-        return len(due)
+        return bool(ended)
 
     def _count(self, *, completions: int = 0, tokens: int = 0) -> None:
         self.load = Load(
@@ -309,6 +273,7 @@ class AsyncFrontend:
                 self._count(completions=-1)
             if not stream.unfinished:
                 del self._streams[chunk.request_id]
+                self._deadlines.pop(chunk.request_id, None)
                 self._count(tokens=-self._tokens.pop(chunk.request_id))
         for future, is_done in self._waiters:
             if not future.done() and is_done():

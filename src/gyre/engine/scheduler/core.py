@@ -1,6 +1,6 @@
-"""EngineCore: schedule, launch, advance; fetch and book up to `depth` launches later. In: requests.
-Out: TokenChunks. Everything here runs on the compute thread and between two steps nothing else
-touches the roster.
+"""EngineCore: schedule, launch, advance; fetch and book up to `depth` launches later. In: journal
+entries. Out: TokenChunks. Everything here runs on the compute thread, and between two steps nothing
+else touches the roster. It reads no clock: what it decides follows from its entries alone.
 
 With depth 0 each step is booked at once. With depth 1 step n+1 is scheduled and launched before the
 host reads what step n chose. The device runs launches in order; so a page given back by a booking
@@ -12,13 +12,24 @@ moves) first books everything in flight: `quiesce`.
 from __future__ import annotations
 
 from collections import abc, deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from gyre.core.records import Finish, Partial, Request, TokenChunk
+from gyre.engine.scheduler.journal import (
+    Abort,
+    Add,
+    Commit,
+    Entry,
+    Expire,
+    Flush,
+    Interrupt,
+    Move,
+    Start,
+    Steps,
+)
 from gyre.engine.scheduler.postprocess import (
     TextStop,
     advance,
@@ -36,6 +47,9 @@ from gyre.engine.scheduler.swap import HostSlots
 # decoded beyond the longest stop string, so that its first character never lies at the window's
 # edge
 SPARE_TOKENS = 4
+
+
+Partials = abc.Mapping[str, tuple[Partial, ...]]  # by request id
 
 
 class Decodes(Protocol):
@@ -98,19 +112,17 @@ class EngineCore:
         version: int,
         eos_ids: tuple[int, ...],
         tokenizer: Decodes | None,
-        clock: Callable[[], float],
         depth: int = 0,
         host: HostPages | None = None,
     ) -> None:
-        self.roster, self.runner, self.version, self.host = roster, runner, version, host
-        self._token_budget, self._eos_ids, self._clock, self._depth = (
-            token_budget,
-            eos_ids,
-            clock,
-            depth,
-        )
+        self.roster = roster
+        self.runner = runner
+        self.version = version
+        self.host = host
+        self._token_budget = token_budget
+        self._eos_ids = eos_ids
+        self._depth = depth
         self._text_stop = make_text_stop(tokenizer)
-        self._deadlines: dict[str, float] = {}
         self._arrivals = 0
         self._in_flight: deque[InFlightStep] = deque()
         self._out: list[TokenChunk] = []  # chunks that nobody has taken yet, in order
@@ -119,7 +131,43 @@ class EngineCore:
     def is_idle(self) -> bool:
         return not self.roster.requests and not self._out
 
-    def add(self, request: Request, deadline_at: float | None) -> list[TokenChunk]:
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are launched and not booked."""
+        return len(self._in_flight)
+
+    def play(
+        self, entry: Entry, host: HostPages | None = None
+    ) -> tuple[Partials, list[TokenChunk]]:
+        """Apply one input. `host` is the pool that a Move brings. Returns what an Interrupt ended,
+        and the chunks that are due."""
+        match entry:
+            case Add():
+                return {}, self.add(entry.whole())
+            case Abort(request_ids=request_ids, reason=reason):
+                return {}, self.abort(request_ids, reason)
+            case Expire(request_ids=request_ids):
+                return {}, self.expire(request_ids)
+            case Interrupt():
+                return self.interrupt()
+            case Flush():
+                return {}, self.flush()
+            case Commit(version=version, policy=policy):
+                keep = policy == "keep_prefix"
+                self.change_version(version, recompute=keep, keep_cached=keep)
+                return {}, self._take_out()
+            case Move(component=component, tier=tier):
+                if entry.forgets_kv:
+                    self.forget_kv(f"{component} left for tier {tier}")
+                if entry.num_slots is not None:
+                    self.change_host(host, entry.num_slots)
+                return {}, self.flush()
+            case Steps(count=count):
+                return {}, [chunk for _ in range(count) for chunk in self.step()]
+            case Start():
+                raise AssertionError("a Start makes a new core")
+
+    def add(self, request: Request) -> list[TokenChunk]:
         """Enter a request. Returns the answers of completions whose given beginning was whole
         already."""
         self._arrivals += 1
@@ -133,8 +181,6 @@ class EngineCore:
         request = replace(request, seed=seed, priority=priority, chunk_tokens=chunk_tokens)
         sequences = sequences_of(request, arrival=self._arrivals, eos_ids=self._eos_ids)
         self.roster.enqueue(sequences)
-        if deadline_at is not None:
-            self._deadlines[request.request_id] = deadline_at
         self._out += end_complete_partials(
             self.roster, sequences, version=self.version, text_stop=self._text_stop
         )
@@ -166,36 +212,20 @@ class EngineCore:
         self.quiesce()
         return self._take_out()
 
-    def expire(self) -> list[TokenChunk]:
-        """End requests that are past their deadline."""
-        if not self._deadlines:
-            return []
-        now = self._clock()
-        if any(now >= at for at in self._deadlines.values()):
-            self.quiesce()
-        self._deadlines = {
-            request_id: at
-            for request_id, at in self._deadlines.items()
-            if request_id in self.roster.requests
-        }
-        for request_id, at in list(self._deadlines.items()):
-            if now >= at:
-                self._end(request_id, "deadline", LATE)
+    def expire(self, request_ids: abc.Sequence[str]) -> list[TokenChunk]:
+        """End requests that are past their deadline, as whoever has the clock says."""
+        for request_id in request_ids:
+            if self._end(request_id, "deadline", LATE):
                 self.roster.emit("engine.deadline", request_id=request_id)
-                del self._deadlines[request_id]
         return self._take_out()
 
-    def abort(self, request_id: str, reason: str) -> list[TokenChunk]:
-        self._end(request_id, "abort", reason)
-        return self._take_out()
-
-    def abort_all(self, reason: str) -> list[TokenChunk]:
-        self.quiesce()
-        for request_id in list(self.roster.requests):
+    def abort(self, request_ids: abc.Sequence[str], reason: str) -> list[TokenChunk]:
+        """End requests. Unknown ids are passed over: they are answered already."""
+        for request_id in request_ids:
             self._end(request_id, "abort", reason)
         return self._take_out()
 
-    def interrupt(self) -> tuple[dict[str, tuple[Partial, ...]], list[TokenChunk]]:
+    def interrupt(self) -> tuple[Partials, list[TokenChunk]]:
         """End everything, and return what each request had."""
         self.quiesce()
         partials: dict[str, tuple[Partial, ...]] = {}

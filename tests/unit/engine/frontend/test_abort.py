@@ -37,9 +37,8 @@ class Inside:
             num_slots=num_slots,
             rates=SwapRates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=1e-9),
         )
-        self.cycle = make_cycle(
-            self.roster, self.device, budget=budget, depth=depth, clock=lambda: self.now
-        )
+        self.cycle = make_cycle(self.roster, self.device, budget=budget, depth=depth)
+        self.deadlines: dict[str, float] = {}
         self.requests: dict[str, Request] = {}
         self.got: dict[tuple[str, int], list[int]] = {}
         self.finishes: dict[tuple[str, int], str] = {}
@@ -60,7 +59,16 @@ class Inside:
             chunk_tokens=0,
             **fields,
         )
-        self.take(self.cycle.add(self.requests[name], deadline_at))
+        if deadline_at is not None:
+            self.deadlines[name] = deadline_at
+        self.take(self.cycle.add(self.requests[name]))
+
+    def expire(self) -> None:
+        """End who is past his deadline."""
+        late = [name for name, deadline_at in self.deadlines.items() if self.now >= deadline_at]
+        for name in late:
+            del self.deadlines[name]
+        self.take(self.cycle.expire(late))
 
     def take(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:
@@ -142,11 +150,11 @@ STATES = ["queued", "prefilling", "followers", "decoding", "forked", "preempted"
 def test_abort_in_every_state(state: str, depth: int) -> None:
     inside = Inside(depth=depth, num_slots=40 if state == "swapped" else 0)
     name = bring(inside, state)
-    inside.take(inside.cycle.abort(name, "test"))
+    inside.take(inside.cycle.abort([name], "test"))
     assert name not in inside.roster.requests
     ended = {finish for (request_id, _), finish in inside.finishes.items() if request_id == name}
     assert ended == {"abort"}
-    inside.take(inside.cycle.abort(name, "again"))
+    inside.take(inside.cycle.abort([name], "again"))
     inside.finish()
     assert {
         finish for (request_id, _), finish in inside.finishes.items() if request_id != name
@@ -158,8 +166,8 @@ def test_abort_in_every_state(state: str, depth: int) -> None:
 def test_deadline_and_interrupt_in_every_state(state: str, depth: int) -> None:
     inside = Inside(depth=depth, num_slots=40 if state == "swapped" else 0)
     name = bring(inside, state)
-    inside.cycle._deadlines[name] = inside.now = 5.0
-    inside.take(inside.cycle.expire())
+    inside.deadlines[name] = inside.now = 5.0
+    inside.expire()
     assert {
         finish for (request_id, _), finish in inside.finishes.items() if request_id == name
     } == {"deadline"}
@@ -186,7 +194,7 @@ def test_what_is_found_finished_while_its_next_step_is_in_flight_is_dropped() ->
         stop = answer(free)[3]
         end = answer(free).index(stop)
         inside.requests["x"] = replace(free, sampling=replace(sampling, stop_ids=(stop,)))
-        inside.take(inside.cycle.add(inside.requests["x"], None))
+        inside.take(inside.cycle.add(inside.requests["x"]))
         inside.submit("next", [2, 1], 5)
         while ("x", 0) not in inside.finishes:
             inside.step()
@@ -224,7 +232,7 @@ def test_soak_under_random_aborts(depth: int, num_slots: int) -> None:
             name = sorted(inside.roster.requests)[
                 int(generator.integers(len(inside.roster.requests)))
             ]
-            inside.take(inside.cycle.abort(name, "soak"))
+            inside.take(inside.cycle.abort([name], "soak"))
         if generator.random() < 0.005:
             recompute = bool(generator.random() < 0.5)
             inside.cycle.change_version(
@@ -232,7 +240,7 @@ def test_soak_under_random_aborts(depth: int, num_slots: int) -> None:
             )
             inside.take(inside.cycle.flush())
         inside.now += 1.0
-        inside.take(inside.cycle.expire())
+        inside.expire()
     inside.finish()
     counters = inside.roster.counters
     assert counters.preemptions > 50 and (counters.swaps_out > 20) == (num_slots > 0)

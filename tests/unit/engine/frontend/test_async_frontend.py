@@ -1,11 +1,11 @@
-"""The engine's desk when callers are cancelled and when work on the cycle raises: everyone is
+"""The engine's frontend when callers are cancelled and when work on the cycle raises: everyone is
 answered, nothing is half-changed, and a restart heals."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ import pytest
 from engine_cases import Bench, ask, go, make_decoder, tensors_of, tokens_of, versions_of
 from gyre.core.errors import EngineRefused, InputError
 from gyre.core.records import Request
-from gyre.engine import engine, weights
+from gyre.engine import core_worker, weights
 from gyre.engine.frontend.token_stream import collect
 from gyre.weights.manifest import make_manifest
 
@@ -64,14 +64,14 @@ def test_a_cancelled_abort_loses_nobodys_answer(begun: bool) -> None:
             await asyncio.sleep(0)  # the pump takes it
             second = bench.engine.submit(named("second"))
             inside, proceed = threading.Event(), threading.Event()
-            cycle = bench.engine._cycle
+            cycle = bench.engine.core
             assert cycle is not None
             real = cycle.abort
 
-            def slow(request_id: str, reason: str):
+            def slow(request_ids: Sequence[str], reason: str):
                 inside.set()
                 assert proceed.wait(60)
-                return real(request_id, reason)
+                return real(request_ids, reason)
 
             cycle.abort = slow  # type: ignore[method-assign]
             leaving = asyncio.ensure_future(bench.engine.abort("first"))
@@ -85,7 +85,7 @@ def test_a_cancelled_abort_loses_nobodys_answer(begun: bool) -> None:
             proceed.set()
         assert (await collect(first))[0].finish == "abort"
         assert (await collect(second))[0].finish == "length"
-        assert bench.engine._desk.load.completions == bench.engine._desk.load.tokens == 0
+        assert bench.engine.frontend.load.completions == bench.engine.frontend.load.tokens == 0
         bench.check()
 
     go(main)
@@ -180,7 +180,7 @@ def test_work_between_steps_that_raises_answers_everyone(
         )
         with monkeypatch.context() as patch:
             name = {"commit": "change_version", "move": "forget_kv"}.get(what, "_end")
-            break_method(bench.engine._cycle, name, patch)
+            break_method(bench.engine.core, name, patch)
             if what == "abort":
                 await bench.engine.abort("r0")
             elif what == "interrupt":
@@ -237,7 +237,7 @@ def test_a_start_that_fails_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         bench = Bench(shared=False)
         for _ in range(2):
             with monkeypatch.context() as patch:
-                break_method(engine, "choose_runner", patch)
+                break_method(core_worker, "choose_runner", patch)
                 with pytest.raises(Ray):
                     await bench.engine.start(dummy=False)
             assert bench.engine.measure()["engine.kv"].device_bytes == 0
@@ -245,7 +245,7 @@ def test_a_start_that_fails_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         assert (await bench.ask(1))[0][0].finish == "length"
         await bench.engine.terminate()
         with monkeypatch.context() as patch:
-            break_method(engine, "choose_runner", patch)
+            break_method(core_worker, "choose_runner", patch)
             with pytest.raises(Ray):
                 await bench.engine.start(dummy=True)
         assert all(usage.device_bytes == 0 for usage in bench.engine.measure().values())

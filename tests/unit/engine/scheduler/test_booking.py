@@ -52,7 +52,7 @@ def run(requests: list[Request], breaks_at: int | None) -> list[TokenChunk]:
     )
     cycle = make_cycle(roster, device)
     for request in requests:
-        cycle.add(request, None)
+        cycle.add(request)
     chunks: list[TokenChunk] = []
     while not cycle.is_idle:
         chunks += cycle.step()

@@ -50,7 +50,7 @@ class Bench:
         self.runner = FakeDevice(None)
         self.cycle = make_cycle(self.roster, self.runner, budget=budget)
         for request in requests:
-            self.cycle.add(request, None)
+            self.cycle.add(request)
 
     def preempted(self) -> list[tuple[str, int]]:
         return [

@@ -56,7 +56,7 @@ class Bench:
         self.device = FakeDevice(window)
         self.cycle = make_cycle(self.roster, self.device, budget=budget)
         for request in requests:
-            self.cycle.add(request, None)
+            self.cycle.add(request)
         self.sequences = list(self.roster.queue)
         for _ in range(steps):
             self.cycle.step()

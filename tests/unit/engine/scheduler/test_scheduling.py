@@ -46,7 +46,7 @@ def run_alone(
     cycle = make_cycle(roster, runner, budget=budget, depth=depth)
     order = []
     for request in requests:
-        cycle.add(request, None)
+        cycle.add(request)
     while not cycle.is_idle:
         order += [chunk.request_id for chunk in cycle.step() if chunk.finish]
     roster.check()

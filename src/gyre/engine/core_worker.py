@@ -1,0 +1,319 @@
+"""CoreWorker: the compute thread's half of the engine. In: journal entries, versions, moves. Out:
+TokenChunks. It owns the core, the weights and the memory, and knows nothing of who waits.
+
+Every method but the two questions runs on the compute thread. Whatever raises in work on the core
+breaks it: `failure` says so at once, so that nothing queued behind touches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from gyre.core.contracts import CommitPolicy
+from gyre.core.errors import EngineRefused, InputError
+from gyre.core.records import Tier, TokenChunk
+from gyre.engine.config import EngineConfig, plan_rates, scoring_bytes
+from gyre.engine.kv_cache.host_pool import HostKv
+from gyre.engine.kv_cache.pool import KvPool
+from gyre.engine.memory import KV, KV_HOST, WEIGHTS, EngineMemory
+from gyre.engine.runners.select import choose_runner
+from gyre.engine.scheduler.core import Decodes, EngineCore, Partials
+from gyre.engine.scheduler.journal import Commit, Entry, Flush, JournalWriter, Move, Start, Steps
+from gyre.engine.scheduler.state import SchedulerState
+from gyre.engine.weights import EngineWeights
+from gyre.models.decoder import Decoder
+
+
+class CoreFailed(EngineRefused):
+    """Work on the core raised, now or before. Only a restart heals."""
+
+    def __init__(self, failure: str) -> None:
+        super().__init__(f"the engine failed: {failure}", hint="terminate and start it again")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """What came of entries."""
+
+    chunks: list[TokenChunk]
+    partials: Partials = field(default_factory=dict)  # of what an Interrupt ended
+
+
+class CoreWorker:
+    """One core after another, each from a start to its end, with weights and memory that stay."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: EngineConfig,
+        tokenizer: Decodes | None,
+        *,
+        emit: Callable[..., None],
+        device: torch.device,
+        dtype: torch.dtype,
+        version: int,
+        shared_weights: bool,
+        eos_ids: tuple[int, ...],
+        journal_folder: Path | None = None,
+    ) -> None:
+        self.core: EngineCore | None = None  # None while not started
+        self.failure = ""  # why the core broke
+        self.must_answer = False  # it broke, and nobody was told yet
+        self.in_a_hurry = False  # somebody waits for this thread: a burst should end after its step
+        self.weights = EngineWeights(
+            decoder, shared=shared_weights, version=version, device=device, emit=emit
+        )
+        self.memory = EngineMemory(
+            decoder, config, shared_weights=shared_weights, device=device, dtype=dtype
+        )
+        self._decoder = decoder
+        self._config = config
+        self._tokenizer = tokenizer
+        self._emit = emit
+        self._device = device
+        self._eos_ids = eos_ids
+        self._journal = None if journal_folder is None else JournalWriter(journal_folder)
+        self._chunks: list[TokenChunk] = []  # came out between two bursts; the next one takes them
+
+    # -- questions, from any thread
+
+    def why_blocked(self) -> str | None:
+        """Return why no step can run now, or None."""
+        if self.failure:
+            return f"the engine failed: {self.failure}; terminate and start it again"
+        if self.core is None:
+            return "the engine is not started"
+        if self.weights.is_dummy:
+            return "the engine runs on dummy weights; prepare and commit a version first"
+        if not self.weights.present:
+            return "the weights are not on the device; move them there first"
+        if self.memory.tier(KV) != "device":
+            return f"engine.kv is on tier '{self.memory.tier(KV)}'; move it to the device first"
+        return None
+
+    def need_started(self, what: str) -> EngineCore:
+        if self.core is None:
+            raise InputError(f"{what} needs a started engine", hint="call start first")
+        return self.core
+
+    # -- entries
+
+    def play(self, entries: Sequence[Entry]) -> Played:
+        """Apply inputs between two steps. CoreFailed when one raises, or the core broke before."""
+        self._refuse_broken()
+        with self._watch():
+            partials = self._play_all(entries)
+            return Played(chunks=self._take_chunks(), partials=partials)
+
+    def burst(self, entries: Sequence[Entry]) -> Played:
+        """Apply inputs and run steps until something comes out, somebody waits, or enough were
+        run."""
+        self._refuse_broken()
+        core = self.core
+        if core is None:
+            assert not entries, "terminate answers every request before the core goes"
+            return Played(chunks=[])
+        with self._watch():
+            self._play_all(entries)
+            self._run_steps(core)
+            return Played(chunks=self._take_chunks())
+
+    def _run_steps(self, core: EngineCore) -> None:
+        count, is_blocked = 0, False
+        try:
+            while count < self._config.burst_steps and not core.is_idle:
+                is_blocked = self.why_blocked() is not None
+                if is_blocked:
+                    break
+                count += 1
+                self._chunks += core.step()
+                if self._chunks or self.in_a_hurry:
+                    break
+        finally:
+            if count:
+                self._record(Steps(count=count))
+        if is_blocked:
+            self._flush()
+
+    def _play_all(self, entries: Sequence[Entry]) -> Partials:
+        partials: Partials = {}
+        for entry in entries:
+            partials = self._play(entry) or partials
+        return partials
+
+    def _play(self, entry: Entry, host: HostKv | None = None) -> Partials:
+        if self.core is None:
+            return {}
+        self._record(entry)
+        partials, chunks = self.core.play(entry, host)
+        self._chunks += chunks
+        return partials
+
+    def _flush(self) -> None:
+        if self.core is not None and self.core.num_in_flight:
+            self._play(Flush())
+
+    def _take_chunks(self) -> list[TokenChunk]:
+        chunks, self._chunks = self._chunks, []
+        return chunks
+
+    def _record(self, entry: Entry) -> None:
+        if self._journal is not None:
+            self._journal.write(entry)
+
+    # -- failure
+
+    @contextmanager
+    def _watch(self) -> Iterator[None]:
+        """What raises in here breaks the core."""
+        try:
+            yield
+        except Exception as error:
+            self.break_core(error)
+            raise CoreFailed(self.failure) from error
+
+    def _refuse_broken(self) -> None:
+        if self.failure:
+            raise CoreFailed(self.failure)
+
+    def break_core(self, error: Exception) -> None:
+        """Take no work until a restart, whatever the error was."""
+        self.failure = f"{type(error).__name__}: {error}"
+        self.must_answer = True
+        self._chunks = []  # everyone is answered with the failure instead
+        if self._journal is not None:
+            self._journal.flush()
+
+    def _mend(self) -> None:
+        """At rest: the broken core is gone."""
+        assert not self.must_answer
+        self.failure = ""
+
+    # -- life cycle
+
+    def start(self, dummy: bool) -> None:
+        """Allocate KV and make a core. What a start that fails took is given back."""
+        if self.core is not None and not self.failure:
+            if self.weights.is_dummy == dummy:
+                return
+            raise InputError(
+                "the engine runs already", hint="terminate it before starting it another way"
+            )
+        if not self.weights.shared and self.memory.tier(WEIGHTS) == "none" and not dummy:
+            raise InputError(
+                "the engine's weights were freed", hint="start(dummy=True), then prepare and commit"
+            )
+        tiers = {component.name: component.tier for component in self.memory.components()}
+        try:
+            if not self.weights.shared and tiers[WEIGHTS] == "none":
+                self.memory.move(WEIGHTS, "device")
+            core = self._make_core(self.memory.provide_kv(), self.memory.provide_host())
+            if dummy:
+                self.weights.make_dummy()
+        except BaseException:  # what it took for a start that did not come about goes back
+            for name, tier in tiers.items():
+                if tier == "none" and self.memory.tier(name) != "none":
+                    self.memory.move(name, "none")
+            raise
+        self.core = core
+        self._mend()
+        self._record(
+            Start(
+                settings=self._config.model_dump(mode="json"),
+                num_pages=self.memory.num_pages,
+                num_slots=self.memory.num_slots,
+                version=self.weights.version,
+                eos_ids=self._eos_ids,
+            )
+        )
+        self._emit(
+            "engine.started",
+            dummy=dummy,
+            version=self.weights.version,
+            pages=self.memory.num_pages,
+            scoring_bytes=scoring_bytes(self._config, vocab_size=self._decoder.spec.vocab_size),
+        )
+
+    def commit(self, version: int, policy: CommitPolicy) -> None:
+        """Swap to a prepared version between two steps."""
+        self.need_started("commit")
+        self._refuse_broken()
+        with self._watch():
+            self._flush()
+        self.weights.commit(version)
+        with self._watch():
+            self._play(Commit(version=version, policy=policy))
+        self._emit("engine.committed", version=version, policy=policy, shared=self.weights.shared)
+
+    def terminate(self) -> None:
+        """Free everything; everyone is answered."""
+        self.core = None
+        self._mend()
+        self.weights.rollback()
+        self.memory.move(KV, "none")
+        self.memory.move(KV_HOST, "none")
+        if not self.weights.shared:
+            self.memory.move(WEIGHTS, "none")
+        if self._journal is not None:
+            self._journal.flush()
+        self._emit("engine.terminated", version=self.weights.version)
+
+    def move(self, names: Sequence[str], tier: Tier) -> None:
+        """Move components in order. KV that goes to "none" is computed again by whoever runs;
+        weights that come back from "none" are dummies until a commit."""
+        self.memory.refuse_unknown(names)
+        for name in names:
+            before = self.memory.tier(name)
+            works = self.core is not None and not self.failure
+            if works:
+                with self._watch():
+                    self._flush()
+                    if name == KV:
+                        forgets = tier == "none" and before != "none"
+                        self._play(Move(component=name, tier=tier, forgets_kv=forgets))
+            self.memory.move(name, tier)
+            if name == KV_HOST and before != tier and works:
+                num_slots = 0 if self.memory.host is None else self.memory.num_slots
+                with self._watch():
+                    self._play(
+                        Move(component=name, tier=tier, num_slots=num_slots), self.memory.host
+                    )
+            if name == WEIGHTS and before == "none" and tier == "device":
+                self.weights.forget()  # they are zeros
+
+    def _make_core(self, pool: KvPool, host: HostKv | None) -> EngineCore:
+        config, spec = self._config, self._decoder.spec
+        rates = plan_rates(
+            config,
+            page_bytes=self.memory.page_bytes,
+            flops_per_token=spec.flops_per_token(0),
+            device_type=self._device.type,
+        )
+        state = SchedulerState(
+            max_running=config.max_running,
+            num_pages=self.memory.num_pages,
+            page_tokens=config.page_tokens,
+            prefix_cache=config.prefix_cache,
+            emit=self._emit,
+            window=spec.widest_view,
+            num_slots=0 if host is None else host.num_slots,
+            rates=rates,
+            score_bytes=config.prompt_logprob_bytes,
+        )
+        return EngineCore(
+            state,
+            choose_runner(
+                self._decoder, pool, config, capture=self.memory.provide_capture(), emit=self._emit
+            ),
+            token_budget=config.token_budget,
+            version=self.weights.version,
+            eos_ids=self._eos_ids,
+            tokenizer=self._tokenizer,
+            depth=1 if config.overlap else 0,
+            host=host,
+        )
