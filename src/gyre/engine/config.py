@@ -120,7 +120,7 @@ class EngineConfig(Section):
     )
     journal: bool = Field(
         default=False,
-        description="Keep every input of the engine in the run folder, to replay what it did.",
+        description="Keep every input of a run's engine under journal/ in the run folder.",
     )
     disk_folder: str | None = Field(
         default=None,

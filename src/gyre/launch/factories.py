@@ -270,7 +270,10 @@ def make_engine(
     emit: Emit,
     *,
     shared_weights: bool = True,
+    journal_folder: Path | None = None,
 ) -> NativeEngine:
+    """`journal_folder` takes the journal that `engine.journal` asks for; without a run there is
+    none."""
     return NativeEngine(
         policy.decoder,
         config,
@@ -280,6 +283,7 @@ def make_engine(
         device=machine.device,
         dtype=machine.dtype,
         shared_weights=shared_weights,
+        journal_folder=journal_folder,
     )
 
 

@@ -143,7 +143,12 @@ class StageRuntime:
             policy = replace(policy, decoder=decoder)
         with self._making("engine"):
             self.engine = make_engine(
-                sizes, policy, self._machine, self._emit, shared_weights=not own_weights
+                sizes,
+                policy,
+                self._machine,
+                self._emit,
+                shared_weights=not own_weights,
+                journal_folder=self._folder / "journal",
             )
             await self.engine.start(dummy=own_weights)
         return self.engine
