@@ -92,7 +92,7 @@ class FakeDevice:
     def __init__(self, window: int | None = None) -> None:
         self.pool, self.window = PageMemory(), window
         self.last_token: dict[int, int] = {}  # by row
-        self.largest_step = self.launches = self.fetched = self.computed = 0
+        self.largest_step = self.launches = self.fetched = self.computed = self.captures = 0
         self.loads: list[tuple[int, int]] = []  # of each launch: decoding rows, prompt tokens
         self.oldest_version = 0  # KV of an older one must not be read any more
 
@@ -124,6 +124,12 @@ class FakeDevice:
         for source, target in step.copies:
             self.pool.copy(source, target)
         return FakeFlight(self, self._choose(step, rows, past))
+
+    def has_moved(self) -> bool:
+        return False
+
+    def recapture(self) -> None:
+        self.captures += 1
 
     def _choose(self, step: Step, rows: InputBatch, past: dict[int, np.ndarray]) -> SampledTokens:
         sources = [

@@ -23,7 +23,16 @@ from gyre.engine.kv_cache.pool import KvPool
 from gyre.engine.memory import KV, KV_HOST, WEIGHTS, EngineMemory
 from gyre.engine.runners.select import choose_runner
 from gyre.engine.scheduler.core import Decodes, EngineCore, Partials
-from gyre.engine.scheduler.journal import Commit, Entry, Flush, JournalWriter, Move, Start, Steps
+from gyre.engine.scheduler.journal import (
+    Commit,
+    Entry,
+    Flush,
+    JournalWriter,
+    Move,
+    Recapture,
+    Start,
+    Steps,
+)
 from gyre.engine.scheduler.state import SchedulerState
 from gyre.engine.weights import EngineWeights
 from gyre.models.decoder import Decoder
@@ -130,6 +139,8 @@ class CoreWorker:
                 is_blocked = self.why_blocked() is not None
                 if is_blocked:
                     break
+                if count == 0 and core.runner.has_moved():
+                    self._play(Recapture())
                 count += 1
                 self._chunks += core.step()
                 if self._chunks or self.in_a_hurry:

@@ -14,6 +14,7 @@ import torch
 from engine_cases import Bench, ask, go, make_decoder, tensors_of, tokens_of, versions_of
 from gyre.core.errors import InputError, SnapshotError
 from gyre.engine.frontend.token_stream import collect
+from gyre.engine.scheduler.journal import Recapture, Steps, read_journal
 from gyre.weights.manifest import make_manifest
 
 
@@ -362,3 +363,33 @@ def test_chunks_have_the_size_that_was_asked_for(chunk_tokens: int) -> None:
         assert [chunk.finish for chunk in chunks] == [None] * (len(sizes) - 1) + ["length"]
 
     go(main)
+
+
+def test_graphs_are_captured_anew_before_the_step_that_meets_new_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only while steps can run: what is elsewhere has no address."""
+
+    async def main() -> None:
+        bench = Bench(shared=True, journal_folder=tmp_path, journal=True)
+        await bench.engine.start(dummy=False)
+        expected = tokens_of(await bench.ask())
+        assert bench.engine.core is not None
+        runner, moved, calls = bench.engine.core.runner, [True], []
+        monkeypatch.setattr(runner, "has_moved", lambda: moved[0])
+
+        def recapture() -> None:
+            calls.append(bench.engine.failure)
+            moved[0] = False
+
+        monkeypatch.setattr(runner, "recapture", recapture)
+        await bench.move(["engine.kv"], "host")
+        assert (await bench.ask(1))[0][0].finish == "refused" and not calls
+        await bench.move(["engine.kv"], "device")
+        assert tokens_of(await bench.ask()) == expected and len(calls) == 1
+        await bench.engine.terminate()
+
+    go(main)
+    (path,) = tmp_path.iterdir()
+    kinds = [type(entry) for entry in read_journal(path)]
+    assert kinds.count(Recapture) == 1 and kinds[kinds.index(Recapture) + 1] is Steps

@@ -75,6 +75,13 @@ class CpuRunner:
         by_rules = TorchFlight(choice, rules, scores).fetch()
         return Landed(_merge(by_rules, chosen.sampled, ruled_N))
 
+    def has_moved(self) -> bool:
+        """Never: the kernels are given the addresses of the moment."""
+        return False
+
+    def recapture(self) -> None:
+        """There are no graphs."""
+
 
 def _merge(by_rules: SampledTokens, plain: SampledTokens, ruled_N: np.ndarray) -> SampledTokens:
     """Rows without rules keep what the kernels chose for them, so that no neighbour's rules change

@@ -135,7 +135,6 @@ class GpuRunner:
     @torch.inference_mode()
     def launch(self, rows: InputBatch, step: Step) -> Flight:
         """Send the step to the device and return at once."""
-        self._check_addresses()
         if len(step.restored_rows):
             self._restore(rows, step)
         row_N = step.sample_rows
@@ -337,7 +336,7 @@ class GpuRunner:
     def capture_all(self) -> int:
         """Capture a graph for every planned batch size, the largest first, so that the others reuse
         its memory. Return how many."""
-        self._check_addresses()
+        self.recapture()
         self._warm()
         for size in reversed(self._batches):
             self._capture(size, plain=True)
@@ -398,13 +397,16 @@ class GpuRunner:
         views["uniform"][:size], views["size"][:] = 0.0, (0, self.pool.page_tokens)
         self._staging.send(0)
 
-    def _check_addresses(self) -> None:
-        """Graphs hold addresses. Virtual memory keeps those over moves; where there is none, or the
-        owner of shared weights made them anew, capture anew."""
-        addresses = (self.pool.tensor.data_ptr(), *(tensor.data_ptr() for tensor in self._tensors))
-        if addresses == self._addresses:
-            return
-        captured, self._addresses = list(self._graphs), addresses
+    def has_moved(self) -> bool:
+        """Return whether weights or KV pages lie elsewhere than the graphs say. Virtual memory
+        keeps addresses over moves; where there is none, or the owner of shared weights made them
+        anew, they change."""
+        return self._find_addresses() != self._addresses
+
+    @torch.inference_mode()
+    def recapture(self) -> None:
+        """Capture the graphs that there are anew: they hold addresses."""
+        captured, self._addresses = list(self._graphs), self._find_addresses()
         self._attention.refresh()
         self._graphs.clear()
         if captured:
@@ -415,3 +417,6 @@ class GpuRunner:
             )
             for size, plain in captured:
                 self._capture(size, plain)
+
+    def _find_addresses(self) -> tuple[int, ...]:
+        return (self.pool.tensor.data_ptr(), *(tensor.data_ptr() for tensor in self._tensors))

@@ -165,6 +165,13 @@ class Runner:
         self.last_token_R.index_copy_(0, to_device(step.sample_rows, self.device), choice.tokens_N)
         return TorchFlight(choice, rules, scores, arrival)
 
+    def has_moved(self) -> bool:
+        """Never: nothing is held by address."""
+        return False
+
+    def recapture(self) -> None:
+        """There are no graphs."""
+
     def _input_tokens(self, rows: InputBatch, step: Step, layout: StepLayout) -> Tensor:
         """Known tokens from the host; decoding rows' from the last choice, which only the device
         may know yet."""

@@ -27,6 +27,7 @@ from gyre.engine.scheduler.journal import (
     Flush,
     Interrupt,
     Move,
+    Recapture,
     Start,
     Steps,
 )
@@ -162,6 +163,9 @@ class EngineCore:
                 if entry.num_slots is not None:
                     self.change_host(host, entry.num_slots)
                 return {}, self.flush()
+            case Recapture():
+                self.runner.recapture()
+                return {}, []
             case Steps(count=count):
                 return {}, [chunk for _ in range(count) for chunk in self.step()]
             case Start():

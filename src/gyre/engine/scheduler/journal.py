@@ -91,13 +91,17 @@ class Move(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_slots: int | None = None  # of the host pool from now on, which is empty; None: as it was
 
 
+class Recapture(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Weights or KV pages have new addresses: the runner captures its graphs anew."""
+
+
 class Steps(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """So many calls of `EngineCore.step`."""
 
     count: int
 
 
-Entry = Start | Add | Abort | Expire | Interrupt | Flush | Commit | Move | Steps
+Entry = Start | Add | Abort | Expire | Interrupt | Flush | Commit | Move | Recapture | Steps
 
 
 def encode_entry(entry: Entry) -> bytes:

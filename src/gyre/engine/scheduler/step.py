@@ -90,3 +90,13 @@ class StepRunner(Protocol):
     pool: KvPool
 
     def launch(self, rows: InputBatch, step: Step) -> Flight: ...
+
+    def has_moved(self) -> bool:
+        """Return whether something that the runner holds by address lies elsewhere now. Asked
+        before a burst, and answered by a Recapture in the journal: ranks of one engine must
+        capture together, whichever of them sees new addresses."""
+        ...
+
+    def recapture(self) -> None:
+        """Hold the addresses of now, and capture anew what was captured over others."""
+        ...

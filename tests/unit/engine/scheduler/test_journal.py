@@ -25,6 +25,7 @@ from gyre.engine.scheduler.journal import (
     Interrupt,
     JournalWriter,
     Move,
+    Recapture,
     Start,
     Steps,
     decode_entry,
@@ -140,6 +141,7 @@ def journals(draw: st.DrawFn) -> list[Entry]:
                 st.builds(Expire, request_ids=names),
                 st.just(Interrupt()),
                 st.just(Flush()),
+                st.just(Recapture()),
                 st.builds(
                     Commit,
                     version=st.just(version),
@@ -202,6 +204,7 @@ def play_alike(entries: list[Entry], depth: int, num_pages: int, num_slots: int)
         plain(dict(one)) for one in second.partials if one
     ]
     assert first.events == second.events
+    assert first.device.captures == second.device.captures
     assert first.core.roster.counters == second.core.roster.counters
 
 
