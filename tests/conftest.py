@@ -43,9 +43,7 @@ def accounts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for engine in made:
         if engine.core is not None and not engine.failure and engine.frontend.load.completions == 0:
-            roster = engine.core.roster
-            roster.check()
-            assert (
-                roster.pages.num_used == 0 and roster.rows.num_active == 0 and not roster.requests
-            )
-            assert roster.slots.num_free == roster.slots.num_slots
+            state = engine.core.state
+            state.check()
+            assert state.pages.num_used == 0 and state.rows.num_active == 0 and not state.requests
+            assert state.slots.num_free == state.slots.num_slots

@@ -94,7 +94,7 @@ def run(device: str, requests: list[Request], dtype: torch.dtype = torch.float32
             await engine.start(dummy=False)
             parts = await asyncio.gather(*[collect(engine.submit(request)) for request in requests])
             assert engine.core is not None
-            engine.core.roster.check()
+            engine.core.state.check()
             return parts, await engine.stats()
 
     return asyncio.run(main())

@@ -113,7 +113,7 @@ class Bench:
 
     def check(self) -> None:
         assert self.engine.core is not None
-        self.engine.core.roster.check()
+        self.engine.core.state.check()
 
     def kinds(self) -> list[str]:
         return [kind for kind, _ in self.events]

@@ -172,17 +172,17 @@ class FakeDevice:
         return rows.sequence_at(row).request.tenant_salt
 
 
-def make_cycle(
-    roster: SchedulerState,
+def make_core(
+    state: SchedulerState,
     device: FakeDevice,
     *,
     budget: int = 64,
     depth: int = 0,
 ) -> EngineCore:
-    """A cycle of weights 0 over the device, whose pages may go to the host; no token ends an
+    """A core of weights 0 over the device, whose pages may go to the host; no token ends an
     answer."""
     return EngineCore(
-        roster,
+        state,
         device,  # type: ignore[arg-type]
         token_budget=budget,
         version=0,

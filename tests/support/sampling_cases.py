@@ -104,7 +104,7 @@ def with_engine(
             await engine.start(dummy=False)
             result = await use(engine)
             assert engine.core is not None
-            engine.core.roster.check()
+            engine.core.state.check()
             stats = await engine.stats()
             assert stats.pages_used == 0 and stats.running == 0 and stats.waiting == 0
             assert not told.of("engine.failed"), told.of("engine.failed")

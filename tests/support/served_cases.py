@@ -114,12 +114,12 @@ class Served:
         stats = await self.engine.stats()
         assert stats.running == stats.waiting == stats.pages_used == stats.host_pages_used == 0
         assert self.engine.core is not None
-        roster = self.engine.core.roster
-        roster.check()
-        roster.pages.drop_cached()
-        assert roster.pages.num_available == roster.pages.num_pages
-        assert roster.slots.num_free == roster.slots.num_slots
-        assert roster.rows.num_free == roster.rows.max_running
+        state = self.engine.core.state
+        state.check()
+        state.pages.drop_cached()
+        assert state.pages.num_available == state.pages.num_pages
+        assert state.slots.num_free == state.slots.num_slots
+        assert state.rows.num_free == state.rows.max_running
 
     def kinds(self) -> list[str]:
         return [kind for kind, _ in self.events]

@@ -138,7 +138,7 @@ class NativeEngine:
 
     async def stats(self) -> EngineStats:
         worker = self._worker
-        state = None if worker.core is None else worker.core.roster
+        state = None if worker.core is None else worker.core.state
         counters = Counters() if state is None else state.counters
         running = 0 if state is None else state.rows.num_active
         return EngineStats(

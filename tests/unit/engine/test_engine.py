@@ -147,17 +147,17 @@ def test_what_comes_back_from_host_memory_is_the_same_to_the_bit(qwen3: Path) ->
         return part, await engine.stats()
 
     async def answer_disturbed(engine: NativeEngine):
-        cycle = engine.core
-        assert cycle is not None
-        step = cycle.step
+        core = engine.core
+        assert core is not None
+        step = core.step
 
         def swap_and_step():
-            cycle.quiesce()
-            for row in cycle.roster.active_rows().tolist():
-                preempt(cycle.roster, row, reason="test", version=cycle.version)
+            core.quiesce()
+            for row in core.state.active_rows().tolist():
+                preempt(core.state, row, reason="test", version=core.version)
             return step()
 
-        cycle.step = swap_and_step  # type: ignore[method-assign]
+        core.step = swap_and_step  # type: ignore[method-assign]
         return await answer(engine)
 
     plain, before = with_engine(qwen3, answer, **config)
@@ -292,7 +292,7 @@ def test_interrupted_completions_go_on_as_if_nothing_had_happened(
                 assert not partials
                 return interrupts
             assert engine.core is not None
-            engine.core.roster.check()
+            engine.core.state.check()
 
     config = {"num_pages": 300, "max_running": 6, "token_budget": 64, "burst_steps": 1}
     assert with_engine(qwen3, interrupt_all, overlap=overlap, **config) > 5
@@ -432,7 +432,7 @@ def test_non_finite_logits_end_the_request_and_poison_nobody(qwen3: Path) -> Non
             first = await asyncio.gather(*[collect(engine.submit(request)) for request in batch])
             second = await asyncio.gather(*[collect(engine.submit(request)) for request in again])
             assert engine.core is not None
-            engine.core.roster.check()
+            engine.core.state.check()
             return first, second
 
     clean_first, _ = asyncio.run(main(requests, []))

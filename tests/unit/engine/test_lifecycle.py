@@ -101,9 +101,9 @@ def test_cached_beginnings_of_an_old_version_never_match() -> None:
             hits = (await bench.engine.stats()).prefix_hit_tokens
             await bench.ask()
             assert (await bench.engine.stats()).prefix_hit_tokens == hits + 3 * 8
-            cached = len(bench.engine.core.roster.pages.prefix)  # type: ignore[union-attr]
+            cached = len(bench.engine.core.state.pages.prefix)  # type: ignore[union-attr]
             await bench.publish(1, make_decoder(2), shared=False, policy=policy)
-            left = len(bench.engine.core.roster.pages.prefix)  # type: ignore[union-attr]
+            left = len(bench.engine.core.state.pages.prefix)  # type: ignore[union-attr]
             assert left == (cached if policy == "keep_prefix" else 0)
             assert tokens_of(await bench.ask()) == tokens_of(await other.ask())
             assert (await bench.engine.stats()).prefix_hit_tokens == hits + 3 * 8

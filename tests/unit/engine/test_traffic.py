@@ -47,7 +47,7 @@ class Traffic(RuleBasedStateMachine):
         """`tokens_per_page`: so many are computed again while a page goes out and back."""
         self.events: list[str] = []
         self.budget = max_running + spare
-        self.roster = SchedulerState(
+        self.state = SchedulerState(
             max_running=max_running,
             num_pages=num_pages,
             page_tokens=PAGE_TOKENS,
@@ -60,8 +60,8 @@ class Traffic(RuleBasedStateMachine):
             ),
         )
         self.runner, self.window = FakeDevice(window), window
-        self.cycle = EngineCore(
-            self.roster,
+        self.core = EngineCore(
+            self.state,
             self.runner,  # type: ignore[arg-type]
             token_budget=self.budget,
             version=0,
@@ -96,7 +96,7 @@ class Traffic(RuleBasedStateMachine):
             tenant_salt=salt,
             chunk_tokens=chunk_tokens,
         )
-        if len(prompt) + max_tokens - 1 > self.roster.pages.num_pages * PAGE_TOKENS:
+        if len(prompt) + max_tokens - 1 > self.state.pages.num_pages * PAGE_TOKENS:
             return  # admission refuses it
         whole = answer(request, self.window)
         partials = tuple(
@@ -114,21 +114,21 @@ class Traffic(RuleBasedStateMachine):
         self.requests[request.request_id] = request
         starts = {partial.index: partial.tokens.tolist() for partial in partials}
         self.open[request.request_id] = {index: list(starts.get(index, [])) for index in range(n)}
-        self.book(self.cycle.add(request))
+        self.book(self.core.add(request))
         self.advance(then)
 
     def advance(self, steps: int) -> None:
         for _ in range(steps):
-            self.book(self.cycle.step())
+            self.book(self.core.step())
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), sure=RARELY)
     def abort(self, data, sure: bool) -> None:
         if not sure:
             return
-        assert self.cycle.abort(["nobody"], "test") == []
+        assert self.core.abort(["nobody"], "test") == []
         request_id = data.draw(st.sampled_from(sorted(self.open)))
-        self.book(self.cycle.abort([request_id], "test"))
+        self.book(self.core.abort([request_id], "test"))
         assert request_id not in self.open
 
     @precondition(lambda self: self.open)
@@ -137,18 +137,18 @@ class Traffic(RuleBasedStateMachine):
         self.change_version(recompute, keep_cached)
         self.advance(then)
 
-    @precondition(lambda self: hasattr(self, "roster") and self.roster.rows.num_active)
+    @precondition(lambda self: hasattr(self, "state") and self.state.rows.num_active)
     @rule(data=st.data(), then=STEPS)
     def preempt_anyone(self, data, then: int) -> None:
         """Whoever the scheduler would never choose here, too."""
-        self.cycle.quiesce()
-        rows = self.roster.active_rows().tolist()
+        self.core.quiesce()
+        rows = self.state.active_rows().tolist()
         if rows:
             preempt(
-                self.roster,
+                self.state,
                 data.draw(st.sampled_from(rows)),
                 reason="test",
-                version=self.cycle.version,
+                version=self.core.version,
             )
         self.advance(1 + then)
 
@@ -157,7 +157,7 @@ class Traffic(RuleBasedStateMachine):
     def interfere_with_swapped(self, data, what: str) -> None:
         """Rare by chance, so drawn on purpose."""
         if what == "abort":
-            self.book(self.cycle.abort([data.draw(st.sampled_from(self.swapped))], "test"))
+            self.book(self.core.abort([data.draw(st.sampled_from(self.swapped))], "test"))
         else:
             self.change_version(what == "recompute", False)
             assert what == "continue" or not self.swapped
@@ -165,52 +165,52 @@ class Traffic(RuleBasedStateMachine):
 
     @property
     def swapped(self) -> list[str]:
-        waiting = self.roster.queue if hasattr(self, "roster") else []
+        waiting = self.state.queue if hasattr(self, "state") else []
         return sorted(
             {sequence.request.request_id for sequence in waiting if sequence.swapped is not None}
         )
 
     def change_version(self, recompute: bool, keep_cached: bool) -> None:
-        self.cycle.change_version(
-            self.cycle.version + 1, recompute=recompute, keep_cached=keep_cached
+        self.core.change_version(
+            self.core.version + 1, recompute=recompute, keep_cached=keep_cached
         )
         if recompute:
-            self.runner.oldest_version = self.cycle.version
-        self.book(self.cycle.flush())
+            self.runner.oldest_version = self.core.version
+        self.book(self.core.flush())
 
     @precondition(lambda self: self.open)
     @rule(sure=RARELY)
     def forget_kv(self, sure: bool) -> None:
         if not sure:
             return
-        self.cycle.forget_kv("test")
+        self.core.forget_kv("test")
         self.runner.pool.clear()
-        self.book(self.cycle.flush())
+        self.book(self.core.flush())
 
-    @precondition(lambda self: self.open and self.roster.slots.num_slots)
+    @precondition(lambda self: self.open and self.state.slots.num_slots)
     @rule(sure=RARELY)
     def lose_the_host_pool(self, sure: bool) -> None:
         if not sure:
             return
-        num_slots = self.roster.slots.num_slots
-        self.cycle.change_host(None, 0)
+        num_slots = self.state.slots.num_slots
+        self.core.change_host(None, 0)
         self.runner.pool.host.clear()
-        self.book(self.cycle.step())
-        self.cycle.change_host(self.runner.pool, num_slots)
-        self.book(self.cycle.flush())
+        self.book(self.core.step())
+        self.core.change_host(self.runner.pool, num_slots)
+        self.book(self.core.flush())
 
     @precondition(lambda self: self.open)
     @rule(sure=RARELY)
     def interrupt(self, sure: bool) -> None:
         if not sure:
             return
-        self.book(self.cycle.flush())
+        self.book(self.core.flush())
         expected = {
             (request_id, index): tokens
             for request_id, parts in self.open.items()
             for index, tokens in parts.items()
         }
-        partials, chunks = self.cycle.interrupt()
+        partials, chunks = self.core.interrupt()
         self.book(chunks)
         for request_id, parts in partials.items():
             for partial in parts:
@@ -220,11 +220,11 @@ class Traffic(RuleBasedStateMachine):
 
     @invariant()
     def accounts_balance(self) -> None:
-        if not hasattr(self, "roster"):
+        if not hasattr(self, "state"):
             return
-        self.roster.check()
+        self.state.check()
         assert self.runner.largest_step <= self.budget
-        waiting_and_running = self.roster.num_waiting + self.roster.rows.num_active
+        waiting_and_running = self.state.num_waiting + self.state.rows.num_active
         assert waiting_and_running == sum(map(len, self.open.values()))
 
     def book(self, chunks) -> None:
@@ -248,18 +248,18 @@ class Traffic(RuleBasedStateMachine):
                 del self.open[chunk.request_id]
 
     def teardown(self) -> None:
-        if not hasattr(self, "roster"):
+        if not hasattr(self, "state"):
             return
         for _ in range(5000):
             if not self.open:
                 break
-            self.book(self.cycle.step())
+            self.book(self.core.step())
         assert not self.open, "a request starved"
         assert self.answered == sum(request.sampling.n for request in self.requests.values())
-        self.roster.pages.drop_cached()
-        assert self.roster.pages.num_available == self.roster.pages.num_pages
-        assert self.roster.slots.num_free == self.roster.slots.num_slots
-        counters = self.roster.counters
+        self.state.pages.drop_cached()
+        assert self.state.pages.num_available == self.state.pages.num_pages
+        assert self.state.slots.num_free == self.state.slots.num_slots
+        counters = self.state.counters
         assert (
             counters.swaps_in
             <= counters.swaps_out

@@ -1,4 +1,4 @@
-"""Layout: where the tokens of a step lie, as index arrays. In: the roster's arrays and a Step. Out:
+"""Layout: where the tokens of a step lie, as index arrays. In: the rows and a Step. Out:
 a StepLayout. Pure (numpy).
 
 The KV pool of a layer is [page, 2, K, page_tokens, D]. Seen as rows of D it takes writes; seen as

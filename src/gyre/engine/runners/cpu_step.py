@@ -1,4 +1,4 @@
-"""CPU step: one Step as one call of the C kernels. In: roster arrays and a Step. Out: logits, or
+"""CPU step: one Step as one call of the C kernels. In: rows and a Step. Out: logits, or
 Sampled at once when rows choose by nothing but temperature.
 
 The kernels read the rows' tokens and block tables where they lie, and weights and pages by their

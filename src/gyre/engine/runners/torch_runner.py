@@ -1,7 +1,7 @@
-"""Runner: one Step on the device. In: roster arrays and a Step. Out: a Flight, which becomes
+"""Runner: one Step on the device. In: rows and a Step. Out: a Flight, which becomes
 Sampled when the results are on the host.
 
-`StepRunner` is what the cycle asks of any runner; `Runner` is the one in plain torch, for every
+`StepRunner` is what the core asks of any runner; `Runner` is the one in plain torch, for every
 device.
 """
 

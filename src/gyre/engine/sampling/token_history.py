@@ -1,4 +1,4 @@
-"""History: the token ids of rows whose penalties look back, kept on the device. In: the roster's
+"""History: the token ids of rows whose penalties look back, kept on the device. In: the rows'
 arrays when a row first chooses, then each chosen token as it is chosen, without the host. Out: ids
 for the penalties. Rows without penalties have no place here.
 """

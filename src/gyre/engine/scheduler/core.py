@@ -1,6 +1,6 @@
 """EngineCore: schedule, launch, advance; fetch and book up to `depth` launches later. In: journal
 entries. Out: TokenChunks. Everything here runs on the compute thread, and between two steps nothing
-else touches the roster. It reads no clock: what it decides follows from its entries alone.
+else touches the scheduler state. It reads no clock: what it decides follows from its entries alone.
 
 With depth 0 each step is booked at once. With depth 1 step n+1 is scheduled and launched before the
 host reads what step n chose. The device runs launches in order; so a page given back by a booking
@@ -102,11 +102,11 @@ class InFlightStep:
 
 
 class EngineCore:
-    """The engine's inside: a roster, a runner and the version that they run."""
+    """The engine's inside: a scheduler state, a runner and the version that they run."""
 
     def __init__(
         self,
-        roster: SchedulerState,
+        state: SchedulerState,
         runner: StepRunner,
         *,
         token_budget: int,
@@ -116,7 +116,7 @@ class EngineCore:
         depth: int = 0,
         host: HostPages | None = None,
     ) -> None:
-        self.roster = roster
+        self.state = state
         self.runner = runner
         self.version = version
         self.host = host
@@ -130,7 +130,7 @@ class EngineCore:
 
     @property
     def is_idle(self) -> bool:
-        return not self.roster.requests and not self._out
+        return not self.state.requests and not self._out
 
     @property
     def num_in_flight(self) -> int:
@@ -184,24 +184,24 @@ class EngineCore:
         )
         request = replace(request, seed=seed, priority=priority, chunk_tokens=chunk_tokens)
         sequences = sequences_of(request, arrival=self._arrivals, eos_ids=self._eos_ids)
-        self.roster.enqueue(sequences)
+        self.state.enqueue(sequences)
         self._out += end_complete_partials(
-            self.roster, sequences, version=self.version, text_stop=self._text_stop
+            self.state, sequences, version=self.version, text_stop=self._text_stop
         )
         return self._take_out()
 
     def step(self) -> list[TokenChunk]:
         """Launch one step, and book those beyond the depth; when there is none to launch, book the
         oldest."""
-        if self._in_flight and must_preempt(self.roster):
+        if self._in_flight and must_preempt(self.state):
             self.quiesce()
-        step = schedule(self.roster, token_budget=self._token_budget, version=self.version)
+        step = schedule(self.state, token_budget=self._token_budget, version=self.version)
         if step is not None:
             self._swap(step)
             self._in_flight.append(
-                InFlightStep(step=step, flight=self.runner.launch(self.roster.rows, step))
+                InFlightStep(step=step, flight=self.runner.launch(self.state.rows, step))
             )
-            advance(self.roster, step)
+            advance(self.state, step)
         if self._in_flight and (step is None or len(self._in_flight) > self._depth):
             self._book_oldest()
         return self._take_out()
@@ -220,7 +220,7 @@ class EngineCore:
         """End requests that are past their deadline, as whoever has the clock says."""
         for request_id in request_ids:
             if self._end(request_id, "deadline", LATE):
-                self.roster.emit("engine.deadline", request_id=request_id)
+                self.state.emit("engine.deadline", request_id=request_id)
         return self._take_out()
 
     def abort(self, request_ids: abc.Sequence[str], reason: str) -> list[TokenChunk]:
@@ -233,7 +233,7 @@ class EngineCore:
         """End everything, and return what each request had."""
         self.quiesce()
         partials: dict[str, tuple[Partial, ...]] = {}
-        for request_id in list(self.roster.requests):
+        for request_id in list(self.state.requests):
             had = self._end(request_id, "interrupted", "interrupt")
             partials[request_id] = tuple(sorted(had, key=lambda partial: partial.index))
         return partials, self._take_out()
@@ -243,15 +243,15 @@ class EngineCore:
         cached."""
         self.quiesce()
         self._preempt_all(reason)
-        void_swapped(self.roster, reason)
-        dropped = self.roster.pages.drop_cached()
-        self.roster.emit("engine.prefix_cleared", pages=dropped, reason=reason)
+        void_swapped(self.state, reason)
+        dropped = self.state.pages.drop_cached()
+        self.state.emit("engine.prefix_cleared", pages=dropped, reason=reason)
 
     def change_host(self, host: HostPages | None, num_slots: int) -> None:
         """The host pool came or goes; what was in it is gone."""
         self.quiesce()
-        void_swapped(self.roster, "engine.kv_host moved")
-        self.host, self.roster.slots = host, HostSlots(num_slots)
+        void_swapped(self.state, "engine.kv_host moved")
+        self.host, self.state.slots = host, HostSlots(num_slots)
 
     def change_version(self, version: int, *, recompute: bool, keep_cached: bool) -> None:
         """From the next step on tokens are chosen by `version`. Running and swapped sequences keep
@@ -260,32 +260,28 @@ class EngineCore:
         self.quiesce()
         if recompute:
             self._preempt_all("new weights")
-            void_swapped(self.roster, "new weights")
+            void_swapped(self.state, "new weights")
         self.version = version
-        mix_versions(self.roster)
+        mix_versions(self.state)
         if not keep_cached:
-            dropped = self.roster.pages.drop_cached(keep_version=version)
-            self.roster.emit("engine.prefix_cleared", pages=dropped, reason="new weights")
+            dropped = self.state.pages.drop_cached(keep_version=version)
+            self.state.emit("engine.prefix_cleared", pages=dropped, reason="new weights")
 
     def _book_oldest(self) -> None:
         oldest = self._in_flight.popleft()
-        self._out += book(
-            self.roster, oldest.step, oldest.flight.fetch(), text_stop=self._text_stop
-        )
-        if self.roster.tainted:
-            self.runner.pool.zero_pages(np.concatenate(self.roster.tainted))
-            self.roster.tainted.clear()
-        if not self.roster.requests:
+        self._out += book(self.state, oldest.step, oldest.flight.fetch(), text_stop=self._text_stop)
+        if self.state.tainted:
+            self.runner.pool.zero_pages(np.concatenate(self.state.tainted))
+            self.state.tainted.clear()
+        if not self.state.requests:
             self._in_flight.clear()  # all that is left is surplus; nobody waits for it
 
     def _end(self, request_id: str, finish: Finish, reason: str) -> list[Partial]:
         """End one request, if it is still unanswered once everything in flight is booked."""
-        if request_id not in self.roster.requests:
+        if request_id not in self.state.requests:
             return []
         self.quiesce()
-        chunks, partials = end_request(
-            self.roster, request_id, finish, reason, version=self.version
-        )
+        chunks, partials = end_request(self.state, request_id, finish, reason, version=self.version)
         self._out += chunks
         return partials
 
@@ -294,8 +290,8 @@ class EngineCore:
         return chunks
 
     def _preempt_all(self, reason: str) -> None:
-        for row in self.roster.active_rows().tolist():
-            preempt(self.roster, row, reason=reason, version=self.version, must_recompute=True)
+        for row in self.state.active_rows().tolist():
+            preempt(self.state, row, reason=reason, version=self.version, must_recompute=True)
 
     def _swap(self, step: Step) -> None:
         if step.swap_out is None and step.swap_in is None:

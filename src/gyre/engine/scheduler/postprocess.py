@@ -1,7 +1,7 @@
 """Settle: accounts for a step in two parts. `advance`, as soon as it is launched, counts what needs
 no token values; `book`, when the values are on the host, writes them where the step said and finds
 who is finished. Steps may be launched in between: whoever finishes in `book` may have taken part in
-them, and that surplus is dropped when they are booked, told by the stay's number. In: the roster,
+them, and that surplus is dropped when they are booked, told by the stay's number. In: the state,
 the Step, the Sampled. Out: TokenChunks to hand out. Pure. Also ends requests for reasons from
 outside (abort, deadline, interrupt), with nothing in flight.
 """
@@ -23,44 +23,44 @@ from gyre.engine.scheduler.step import SampledTokens, Step
 TextStop = Callable[[Sequence, np.ndarray], bool]
 
 
-def advance(roster: SchedulerState, step: Step) -> None:
+def advance(state: SchedulerState, step: Step) -> None:
     """Count a launched step: KV that it will have written, and a place for each token that it will
     have chosen."""
-    rows = roster.rows
+    rows = state.rows
     rows.computed_R[step.decode_rows] += 1
     for chunk in step.chunks:
         rows.computed_R[chunk.row] += chunk.count
     rows.length_R[step.sample_rows] += 1
-    roster.counters.steps += 1
+    state.counters.steps += 1
 
 
 def book(
-    roster: SchedulerState, step: Step, sampled: SampledTokens, *, text_stop: TextStop
+    state: SchedulerState, step: Step, sampled: SampledTokens, *, text_stop: TextStop
 ) -> list[TokenChunk]:
     """Write what a launched step chose and return the chunks that are due. Finished sequences give
     back rows and pages; a step launched meanwhile may still read and write those pages, and whoever
     gets them next does so in a later step, hence after it: the device works in order."""
-    live_N = roster.rows.tenure_R[step.sample_rows] == step.sample_tenures
+    live_N = state.rows.tenure_R[step.sample_rows] == step.sample_tenures
     for piece in sampled.pieces:
         piece.book.enter(piece, step.version)
-    _remember_prompts(roster, step, live_N)
+    _remember_prompts(state, step, live_N)
     places_N = np.flatnonzero(live_N)
     if len(places_N) < len(live_N):
         sampled = _select(sampled, places_N)
     rows_N = step.sample_rows[places_N]
-    roster.counters.generated_tokens += len(rows_N)
-    _write(roster, rows_N, step.sample_positions[places_N], sampled, step.version)
-    chunks = _hand_out(roster, rows_N, sampled, step.version, text_stop)
-    roster.give_unseen(rows_N[roster.rows.decoding_R[rows_N]])
+    state.counters.generated_tokens += len(rows_N)
+    _write(state, rows_N, step.sample_positions[places_N], sampled, step.version)
+    chunks = _hand_out(state, rows_N, sampled, step.version, text_stop)
+    state.give_unseen(rows_N[state.rows.decoding_R[rows_N]])
     return chunks
 
 
-def _remember_prompts(roster: SchedulerState, step: Step, live_N: np.ndarray) -> None:
+def _remember_prompts(state: SchedulerState, step: Step, live_N: np.ndarray) -> None:
     """Others with the same prompt may share it from now on. A fork shares its leader's pages: once
     is enough."""
     leaders = np.unique(step.sample_chunks, return_index=True)[1] + len(step.decode_rows)
     for place in leaders[live_N[leaders]].tolist():
-        roster.remember(int(step.sample_rows[place]), step.version)
+        state.remember(int(step.sample_rows[place]), step.version)
 
 
 def _select(sampled: SampledTokens, places: np.ndarray) -> SampledTokens:
@@ -77,13 +77,13 @@ def _select(sampled: SampledTokens, places: np.ndarray) -> SampledTokens:
 
 
 def _write(
-    roster: SchedulerState,
+    state: SchedulerState,
     rows_N: np.ndarray,
     at_N: np.ndarray,
     sampled: SampledTokens,
     version: int,
 ) -> None:
-    rows = roster.rows
+    rows = state.rows
     assert (rows.known_R[rows_N] == at_N).all(), "flights are booked in the order of their launch"
     rows.tokens_RW[rows_N, at_N] = sampled.tokens
     rows.logprobs_RW[rows_N, at_N] = sampled.logprobs
@@ -99,13 +99,13 @@ def _write(
 
 
 def _hand_out(
-    roster: SchedulerState,
+    state: SchedulerState,
     rows_N: np.ndarray,
     sampled: SampledTokens,
     version: int,
     text_stop: TextStop,
 ) -> list[TokenChunk]:
-    rows = roster.rows
+    rows = state.rows
     stop_N = (rows.stops_RS[rows_N] == sampled.tokens[:, None]).any(axis=1)
     for place in np.flatnonzero(rows.text_stop_R[rows_N] & ~stop_N).tolist():
         row = int(rows_N[place])
@@ -122,12 +122,12 @@ def _hand_out(
         row = int(rows_N[place])
         sequence = rows.sequence_at(row)
         if broken_N[place]:
-            chunks.append(_end_broken(roster, sequence, version))
+            chunks.append(_end_broken(state, sequence, version))
         elif finished_N[place]:
             chunks.append(
                 make_chunk(sequence, rows.chosen(row), "stop" if stop_N[place] else "length")
             )
-            roster.retire(sequence, version=version)
+            state.retire(sequence, version=version)
         else:
             chunks.append(make_chunk(sequence, rows.chosen(row), None))
             rows.chunk_due_R[row] = rows.known_R[row] + sequence.request.chunk_tokens
@@ -143,11 +143,11 @@ def _has_unsound_prompt(sequence: Sequence) -> bool:
     return sequence.book is not None and not sequence.book.is_sound
 
 
-def _end_broken(roster: SchedulerState, sequence: Sequence, version: int) -> TokenChunk:
+def _end_broken(state: SchedulerState, sequence: Sequence, version: int) -> TokenChunk:
     """The model gave non-finite logits: answer without the last token, and keep its KV from being
     shared."""
     assert sequence.row is not None
-    chosen = roster.rows.chosen(sequence.row)
+    chosen = state.rows.chosen(sequence.row)
     sound = GeneratedTokens(
         tokens=chosen.tokens[:-1],
         logprobs=chosen.logprobs[:-1],
@@ -158,32 +158,32 @@ def _end_broken(roster: SchedulerState, sequence: Sequence, version: int) -> Tok
     del sequence.told[len(sound.tokens) - sequence.told_from :]
     if _has_unsound_prompt(sequence):
         sequence.book = None
-    roster.emit(
+    state.emit(
         "engine.nonfinite",
         request_id=sequence.request.request_id,
         index=sequence.index,
         version=version,
     )
     chunk = make_chunk(sequence, sound, "abort", "the model gave non-finite logits")
-    roster.retire(sequence, version=version, keep_pages=False)
+    state.retire(sequence, version=version, keep_pages=False)
     return chunk
 
 
 def end_request(
-    roster: SchedulerState, request_id: str, finish: Finish, reason: str, *, version: int
+    state: SchedulerState, request_id: str, finish: Finish, reason: str, *, version: int
 ) -> tuple[list[TokenChunk], list[Partial]]:
     """End all unanswered completions of a request, wherever they are. Unknown ids give nothing."""
     chunks, partials = [], []
-    for sequence in roster.withdraw(request_id):
-        chosen = sequence.chosen if sequence.row is None else roster.rows.chosen(sequence.row)
+    for sequence in state.withdraw(request_id):
+        chosen = sequence.chosen if sequence.row is None else state.rows.chosen(sequence.row)
         partials.append(make_partial(sequence, chosen))
         chunks.append(make_chunk(sequence, chosen, finish, reason))
-        roster.retire(sequence, version=version)
+        state.retire(sequence, version=version)
     return chunks, partials
 
 
 def end_complete_partials(
-    roster: SchedulerState, sequences: list[Sequence], *, version: int, text_stop: TextStop
+    state: SchedulerState, sequences: list[Sequence], *, version: int, text_stop: TextStop
 ) -> list[TokenChunk]:
     """Answer completions whose given beginning is already a whole answer; they never run."""
     chunks = []
@@ -196,7 +196,7 @@ def end_complete_partials(
             int(tokens[-1]) in sequence.stop_ids or _stops_in_text(sequence, tokens, text_stop)
         )
         if stopped or len(tokens) >= sequence.request.sampling.max_tokens:
-            roster.queue.remove(sequence)
+            state.queue.remove(sequence)
             chunks.append(make_chunk(sequence, sequence.chosen, "stop" if stopped else "length"))
-            roster.retire(sequence, version=version)
+            state.retire(sequence, version=version)
     return chunks

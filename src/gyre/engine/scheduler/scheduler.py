@@ -1,4 +1,4 @@
-"""Scheduler: chooses what one step computes. In: the roster, a token budget. Out: a Step, or None
+"""Scheduler: chooses what one step computes. In: the state, a token budget. Out: a Step, or None
 when nothing can run. Pure: no torch, no clock.
 
 Decoding rows come first, one token each; then prompts in progress, then the queue's head as long as
@@ -17,29 +17,29 @@ from gyre.engine.scheduler.state import SchedulerState
 from gyre.engine.scheduler.step import PrefillChunk, Step
 
 
-def schedule(roster: SchedulerState, *, token_budget: int, version: int) -> Step | None:
+def schedule(state: SchedulerState, *, token_budget: int, version: int) -> Step | None:
     """Decide the next step. Rows and pages it needs are taken; a launch and `settle.advance` must
     follow. With steps in flight, ask `must_preempt` first: who is preempted is decided on what the
     host knows."""
-    decode_rows = _provide_decode_pages(roster, version)
+    decode_rows = _provide_decode_pages(state, version)
     assert len(decode_rows) <= token_budget
-    chunks = _continue_prefills(roster, token_budget - len(decode_rows))
+    chunks = _continue_prefills(state, token_budget - len(decode_rows))
     left = token_budget - len(decode_rows) - sum(chunk.count for chunk in chunks)
-    started, restored_rows = _start_waiting(roster, left, version)
+    started, restored_rows = _start_waiting(state, left, version)
     chunks += started
     decode_rows = np.concatenate([decode_rows, restored_rows])
     if not chunks and len(decode_rows) == 0:
         return None
-    swap_out, swap_in = roster.moves.collect()
-    finished_rows, sample_chunks, copies = _finish_prompts(roster, chunks)
+    swap_out, swap_in = state.moves.collect()
+    finished_rows, sample_chunks, copies = _finish_prompts(state, chunks)
     sample_rows = np.concatenate([decode_rows, np.asarray(finished_rows, dtype=np.int64)])
     return Step(
         decode_rows=decode_rows,
         chunks=tuple(chunks),
         sample_rows=sample_rows,
         sample_chunks=np.asarray(sample_chunks, dtype=np.int64),
-        sample_positions=roster.rows.length_R[sample_rows],
-        sample_tenures=roster.rows.tenure_R[sample_rows],
+        sample_positions=state.rows.length_R[sample_rows],
+        sample_tenures=state.rows.tenure_R[sample_rows],
         restored_rows=restored_rows,
         version=version,
         swap_out=swap_out,
@@ -48,125 +48,125 @@ def schedule(roster: SchedulerState, *, token_budget: int, version: int) -> Step
     )
 
 
-def must_preempt(roster: SchedulerState) -> bool:
+def must_preempt(state: SchedulerState) -> bool:
     """Whether the next step can only be made by taking pages from somebody."""
-    return len(_full_rows(roster, roster.decoding_rows())) > roster.pages.num_available
+    return len(_full_rows(state, state.decoding_rows())) > state.pages.num_available
 
 
-def _full_rows(roster: SchedulerState, decode_rows: np.ndarray) -> np.ndarray:
+def _full_rows(state: SchedulerState, decode_rows: np.ndarray) -> np.ndarray:
     """Return those that need another page for their next token."""
-    rows = roster.rows
+    rows = state.rows
     return decode_rows[
-        rows.computed_R[decode_rows] == rows.pages_R[decode_rows] * roster.page_tokens
+        rows.computed_R[decode_rows] == rows.pages_R[decode_rows] * state.page_tokens
     ]
 
 
-def _provide_decode_pages(roster: SchedulerState, version: int) -> np.ndarray:
+def _provide_decode_pages(state: SchedulerState, version: int) -> np.ndarray:
     """Return the decoding rows, each with a page for its next token; preempts until that is so."""
-    rows = roster.rows
+    rows = state.rows
     while True:
-        decode_rows = roster.decoding_rows()
-        full = _full_rows(roster, decode_rows)
-        if len(full) <= roster.pages.num_available:
+        decode_rows = state.decoding_rows()
+        full = _full_rows(state, decode_rows)
+        if len(full) <= state.pages.num_available:
             break
-        preempt(roster, _choose_victim(roster), reason="no free page", version=version)
+        preempt(state, _choose_victim(state), reason="no free page", version=version)
     if len(full):
-        rows.table_RP[full, rows.pages_R[full]] = roster.pages.take(len(full))
+        rows.table_RP[full, rows.pages_R[full]] = state.pages.take(len(full))
         rows.pages_R[full] += 1
     return decode_rows
 
 
-def _choose_victim(roster: SchedulerState) -> int:
+def _choose_victim(state: SchedulerState) -> int:
     """Lowest priority, then least lost work (none for what is swapped), then latest arrival."""
-    active, rows = roster.active_rows(), roster.rows
+    active, rows = state.active_rows(), state.rows
     assert len(active) > 1, (
         "one sequence alone outgrew the cache; admission lets no such request in"
     )
-    lost = np.asarray([choose(roster, row).lost_tokens for row in active.tolist()])
+    lost = np.asarray([choose(state, row).lost_tokens for row in active.tolist()])
     order = np.lexsort((-active, -rows.arrival_R[active], lost, rows.priority_R[active]))
     return int(active[order[0]])
 
 
-def _continue_prefills(roster: SchedulerState, budget: int) -> list[PrefillChunk]:
+def _continue_prefills(state: SchedulerState, budget: int) -> list[PrefillChunk]:
     chunks = []
-    for row in roster.prefilling:
+    for row in state.prefilling:
         if budget == 0:
             break
-        chunks.append(_cut(roster, row, budget))
+        chunks.append(_cut(state, row, budget))
         budget -= chunks[-1].count
     return chunks
 
 
 def _start_waiting(
-    roster: SchedulerState, budget: int, version: int
+    state: SchedulerState, budget: int, version: int
 ) -> tuple[list[PrefillChunk], np.ndarray]:
     """Start from the queue's head while budget, rows and pages last. Returns chunks of prompts, and
     rows that were swapped and go straight on decoding."""
     chunks: list[PrefillChunk] = []
     restored: list[int] = []
-    while budget > 0 and roster.queue and roster.rows.num_free:
-        sequence = roster.queue[0]
+    while budget > 0 and state.queue and state.rows.num_free:
+        sequence = state.queue[0]
         hits = np.empty(0, np.int32)
         if sequence.swapped is not None:
-            held = roster.pages.still_hold(sequence.swapped.pages, sequence.swapped.stamps)
-            shared, total = sequence.swapped.pages[held], num_pages_to_resume(roster, sequence)
+            held = state.pages.still_hold(sequence.swapped.pages, sequence.swapped.stamps)
+            shared, total = sequence.swapped.pages[held], num_pages_to_resume(state, sequence)
         else:
-            shared = hits = roster.find_hits(sequence, version)
-            total = roster.num_pages_for(len(sequence.request.tokens) + len(sequence.chosen.tokens))
-        needed = total - len(shared) + roster.pages.num_idle_among(shared)
-        if needed + _headroom(roster) > roster.pages.num_available:
+            shared = hits = state.find_hits(sequence, version)
+            total = state.num_pages_for(len(sequence.request.tokens) + len(sequence.chosen.tokens))
+        needed = total - len(shared) + state.pages.num_idle_among(shared)
+        if needed + _headroom(state) > state.pages.num_available:
             break
-        roster.queue.pop(0)
+        state.queue.pop(0)
         row = (
-            roster.start(sequence, hits, version)
+            state.start(sequence, hits, version)
             if sequence.swapped is None
-            else resume(roster, sequence)
+            else resume(state, sequence)
         )
-        if roster.rows.decoding_R[row]:
+        if state.rows.decoding_R[row]:
             restored.append(row)
             budget -= 1
         else:
-            chunks.append(_cut(roster, row, budget))
+            chunks.append(_cut(state, row, budget))
             budget -= chunks[-1].count
     return chunks, np.asarray(restored, dtype=np.int64)
 
 
-def _headroom(roster: SchedulerState) -> int:
+def _headroom(state: SchedulerState) -> int:
     """Pages left to those that run when another starts: one each, so that a start is not undone by
     a preemption at once. None when nothing runs, so that whatever was admitted can run alone."""
-    return roster.rows.num_active
+    return state.rows.num_active
 
 
-def _cut(roster: SchedulerState, row: int, budget: int) -> PrefillChunk:
-    start = int(roster.rows.computed_R[row])
+def _cut(state: SchedulerState, row: int, budget: int) -> PrefillChunk:
+    start = int(state.rows.computed_R[row])
     return PrefillChunk(
-        row=row, start=start, count=min(budget, int(roster.rows.length_R[row]) - start)
+        row=row, start=start, count=min(budget, int(state.rows.length_R[row]) - start)
     )
 
 
 def _finish_prompts(
-    roster: SchedulerState, chunks: list[PrefillChunk]
+    state: SchedulerState, chunks: list[PrefillChunk]
 ) -> tuple[list[int], list[int], list[tuple[int, int]]]:
     """Find the rows whose known tokens end in this step, and fork their waiting siblings onto the
     same prompt."""
-    rows, sample_rows, sample_chunks, copies = roster.rows, [], [], []
+    rows, sample_rows, sample_chunks, copies = state.rows, [], [], []
     for position, chunk in enumerate(chunks):
         if chunk.start + chunk.count < rows.length_R[chunk.row]:
             continue
         leader = rows.sequence_at(chunk.row)
         leader.enter(State.DECODING)
         rows.decoding_R[chunk.row] = True
-        roster.prefilling.remove(chunk.row)
+        state.prefilling.remove(chunk.row)
         sample_rows.append(chunk.row)
         started = 0
         for follower in leader.followers:
-            if rows.num_free == 0 or roster.pages.num_available < 1 + _headroom(roster):
+            if rows.num_free == 0 or state.pages.num_available < 1 + _headroom(state):
                 break
-            row, copy = roster.fork(chunk.row, follower)
+            row, copy = state.fork(chunk.row, follower)
             rows.decoding_R[row] = True
             sample_rows.append(row)
             copies += [copy] if copy else []
             started += 1
-        roster.release_followers(leader, started)
+        state.release_followers(leader, started)
         sample_chunks += [position] * (started + 1)
     return sample_rows, sample_chunks, copies

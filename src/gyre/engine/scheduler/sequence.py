@@ -66,8 +66,7 @@ NOTHING_CHOSEN = GeneratedTokens(
 
 
 class Sequence:
-    """One completion of a request. Lives in the roster; its growing arrays lie in its row while it
-    runs."""
+    """One completion of a request. Its growing arrays are in its row while it runs."""
 
     __slots__ = (
         "arrival",

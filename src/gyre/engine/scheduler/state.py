@@ -65,7 +65,7 @@ class SchedulerState:
         self.queue: list[Sequence] = []  # by rank
         self.prefilling: list[int] = []  # rows, in the order in which they started
         self.requests: dict[str, list[Sequence]] = {}  # unanswered completions of each request
-        # pages given back with unsound KV; the cycle zeroes them
+        # pages given back with unsound KV; the core zeroes them
         self.tainted: list[np.ndarray] = []
         self.counters = Counters()
 

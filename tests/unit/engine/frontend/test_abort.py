@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine_device import PAGE_TOKENS, FakeDevice, answer, make_cycle
+from engine_device import PAGE_TOKENS, FakeDevice, answer, make_core
 from gyre.core.records import Request, Sampling, TokenChunk
 from gyre.engine.scheduler.sequence import State
 from gyre.engine.scheduler.state import SchedulerState
@@ -16,7 +16,7 @@ from gyre.engine.scheduler.swap import SwapRates
 
 
 class Inside:
-    """A cycle on the fake device, with everything that came out of it."""
+    """A core on the fake device, with everything that came out of it."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Inside:
         num_slots: int = 0,
     ):
         self.device, self.now = FakeDevice(), 0.0
-        self.roster = SchedulerState(
+        self.state = SchedulerState(
             max_running=max_running,
             num_pages=num_pages,
             page_tokens=PAGE_TOKENS,
@@ -37,7 +37,7 @@ class Inside:
             num_slots=num_slots,
             rates=SwapRates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=1e-9),
         )
-        self.cycle = make_cycle(self.roster, self.device, budget=budget, depth=depth)
+        self.core = make_core(self.state, self.device, budget=budget, depth=depth)
         self.deadlines: dict[str, float] = {}
         self.requests: dict[str, Request] = {}
         self.got: dict[tuple[str, int], list[int]] = {}
@@ -61,14 +61,14 @@ class Inside:
         )
         if deadline_at is not None:
             self.deadlines[name] = deadline_at
-        self.take(self.cycle.add(self.requests[name]))
+        self.take(self.core.add(self.requests[name]))
 
     def expire(self) -> None:
         """End who is past his deadline."""
         late = [name for name, deadline_at in self.deadlines.items() if self.now >= deadline_at]
         for name in late:
             del self.deadlines[name]
-        self.take(self.cycle.expire(late))
+        self.take(self.core.expire(late))
 
     def take(self, chunks: list[TokenChunk]) -> None:
         for chunk in chunks:
@@ -79,18 +79,18 @@ class Inside:
             assert self.got[key] == whole[: len(self.got[key])]
             if chunk.finish:
                 self.finishes[key] = chunk.finish
-        self.roster.check()
+        self.state.check()
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
-            self.take(self.cycle.step())
+            self.take(self.core.step())
 
-    def state(self, name: str) -> set[State]:
-        return {sequence.state for sequence in self.roster.requests.get(name, ())}
+    def states(self, name: str) -> set[State]:
+        return {sequence.state for sequence in self.state.requests.get(name, ())}
 
     def until(self, name: str, state: State) -> None:
         for _ in range(200):
-            if state in self.state(name):
+            if state in self.states(name):
                 return
             self.step()
         raise AssertionError(f"{name} never came to be {state}")
@@ -98,7 +98,7 @@ class Inside:
     def finish(self) -> None:
         """Everyone is answered in the end, and everything is free."""
         for _ in range(1000):
-            if self.cycle.is_idle:
+            if self.core.is_idle:
                 break
             self.step()
         due = {
@@ -107,10 +107,10 @@ class Inside:
             for index in range(request.sampling.n)
         }
         assert set(self.finishes) == due
-        self.roster.pages.drop_cached()
-        assert self.roster.pages.num_available == self.roster.pages.num_pages
-        assert self.roster.slots.num_free == self.roster.slots.num_slots
-        assert self.roster.rows.num_free == self.roster.rows.max_running
+        self.state.pages.drop_cached()
+        assert self.state.pages.num_available == self.state.pages.num_pages
+        assert self.state.slots.num_free == self.state.slots.num_slots
+        assert self.state.rows.num_free == self.state.rows.max_running
 
 
 def bring(inside: Inside, state: str) -> str:
@@ -121,12 +121,12 @@ def bring(inside: Inside, state: str) -> str:
         inside.submit("b", [1] * 6, 8)
         inside.submit("c", [2] * 6, 8)
         inside.step()
-        assert inside.state("c") == {State.WAITING}
+        assert inside.states("c") == {State.WAITING}
         return "c"
     if state in ("prefilling", "followers"):
         inside.submit("x", [1] * 20, 4, n=3 if state == "followers" else 1)
         inside.until("x", State.PREFILLING)
-        assert (State.WAITING in inside.state("x")) == (state == "followers")
+        assert (State.WAITING in inside.states("x")) == (state == "followers")
         return "x"
     if state == "decoding":
         inside.submit("x", [1] * 5, 9)
@@ -150,11 +150,11 @@ STATES = ["queued", "prefilling", "followers", "decoding", "forked", "preempted"
 def test_abort_in_every_state(state: str, depth: int) -> None:
     inside = Inside(depth=depth, num_slots=40 if state == "swapped" else 0)
     name = bring(inside, state)
-    inside.take(inside.cycle.abort([name], "test"))
-    assert name not in inside.roster.requests
+    inside.take(inside.core.abort([name], "test"))
+    assert name not in inside.state.requests
     ended = {finish for (request_id, _), finish in inside.finishes.items() if request_id == name}
     assert ended == {"abort"}
-    inside.take(inside.cycle.abort([name], "again"))
+    inside.take(inside.core.abort([name], "again"))
     inside.finish()
     assert {
         finish for (request_id, _), finish in inside.finishes.items() if request_id != name
@@ -171,7 +171,7 @@ def test_deadline_and_interrupt_in_every_state(state: str, depth: int) -> None:
     assert {
         finish for (request_id, _), finish in inside.finishes.items() if request_id == name
     } == {"deadline"}
-    partials, chunks = inside.cycle.interrupt()
+    partials, chunks = inside.core.interrupt()
     inside.take(chunks)
     for request_id, parts in partials.items():
         whole = answer(inside.requests[request_id])
@@ -194,13 +194,13 @@ def test_what_is_found_finished_while_its_next_step_is_in_flight_is_dropped() ->
         stop = answer(free)[3]
         end = answer(free).index(stop)
         inside.requests["x"] = replace(free, sampling=replace(sampling, stop_ids=(stop,)))
-        inside.take(inside.cycle.add(inside.requests["x"]))
+        inside.take(inside.core.add(inside.requests["x"]))
         inside.submit("next", [2, 1], 5)
         while ("x", 0) not in inside.finishes:
             inside.step()
         assert inside.finishes["x", 0] == "stop" and len(inside.got["x", 0]) == end + 1
         inside.finish()
-        assert inside.roster.counters.generated_tokens == end + 1 + 5
+        assert inside.state.counters.generated_tokens == end + 1 + 5
         assert inside.device.computed > 3 + end + 2 + 4, "there was a surplus"
 
 
@@ -214,10 +214,10 @@ def test_soak_under_random_aborts(depth: int, num_slots: int) -> None:
     for turn in range(20_000):
         inside.step()
         if turn % 2000 == 1999:
-            inside.take(inside.cycle.interrupt()[1])
-            inside.roster.pages.drop_cached()
-            assert inside.roster.pages.num_available == inside.roster.pages.num_pages
-        if len(inside.roster.requests) < 12 and generator.random() < 0.3:
+            inside.take(inside.core.interrupt()[1])
+            inside.state.pages.drop_cached()
+            assert inside.state.pages.num_available == inside.state.pages.num_pages
+        if len(inside.state.requests) < 12 and generator.random() < 0.3:
             prompt = [int(generator.integers(2))] * int(
                 generator.integers(3, 30)
             ) + generator.integers(0, 4, 2).tolist()
@@ -228,20 +228,20 @@ def test_soak_under_random_aborts(depth: int, num_slots: int) -> None:
             inside.submit(
                 f"r{turn}", prompt, int(generator.integers(1, 40)), late, n=n, priority=priority
             )
-        if inside.roster.requests and generator.random() < 0.05:
-            name = sorted(inside.roster.requests)[
-                int(generator.integers(len(inside.roster.requests)))
+        if inside.state.requests and generator.random() < 0.05:
+            name = sorted(inside.state.requests)[
+                int(generator.integers(len(inside.state.requests)))
             ]
-            inside.take(inside.cycle.abort([name], "soak"))
+            inside.take(inside.core.abort([name], "soak"))
         if generator.random() < 0.005:
             recompute = bool(generator.random() < 0.5)
-            inside.cycle.change_version(
-                inside.cycle.version + 1, recompute=recompute, keep_cached=recompute
+            inside.core.change_version(
+                inside.core.version + 1, recompute=recompute, keep_cached=recompute
             )
-            inside.take(inside.cycle.flush())
+            inside.take(inside.core.flush())
         inside.now += 1.0
         inside.expire()
     inside.finish()
-    counters = inside.roster.counters
+    counters = inside.state.counters
     assert counters.preemptions > 50 and (counters.swaps_out > 20) == (num_slots > 0)
     assert set(inside.finishes.values()) == {"length", "abort", "deadline", "interrupted"}

@@ -1,4 +1,4 @@
-"""The engine's frontend when callers are cancelled and when work on the cycle raises: everyone is
+"""The engine's frontend when callers are cancelled and when work on the core raises: everyone is
 answered, nothing is half-changed, and a restart heals."""
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ def test_a_cancelled_abort_loses_nobodys_answer(begun: bool) -> None:
             await asyncio.sleep(0)  # the pump takes it
             second = bench.engine.submit(named("second"))
             inside, proceed = threading.Event(), threading.Event()
-            cycle = bench.engine.core
-            assert cycle is not None
-            real = cycle.abort
+            core = bench.engine.core
+            assert core is not None
+            real = core.abort
 
             def slow(request_ids: Sequence[str], reason: str):
                 inside.set()
                 assert proceed.wait(60)
                 return real(request_ids, reason)
 
-            cycle.abort = slow  # type: ignore[method-assign]
+            core.abort = slow  # type: ignore[method-assign]
             leaving = asyncio.ensure_future(bench.engine.abort("first"))
             await asyncio.sleep(0.01)
             if begun:

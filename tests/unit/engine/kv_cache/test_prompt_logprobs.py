@@ -150,7 +150,7 @@ def test_prefix_hits_reuse_what_is_kept_and_recompute_the_rest(qwen3, kept) -> N
             [[answer]] = await answer_all(engine, [ask(name, tokens, best)])
             computed.append((await engine.stats()).prefix_hit_tokens - before)
             results.append((tokens, best, answer.prompt_logprobs))
-        assert engine.core.roster.pages.prefix.scores.num_bytes <= kept
+        assert engine.core.state.pages.prefix.scores.num_bytes <= kept
         return results, computed
 
     results, hits = with_engine(qwen3, use, events=events, prompt_logprob_bytes=kept)
@@ -255,11 +255,11 @@ def test_tenants_share_no_entries(qwen3) -> None:
 
 def test_entries_leave_with_their_page(qwen3) -> None:
     async def use(engine):
-        prefix = engine.core.roster.pages.prefix
+        prefix = engine.core.state.pages.prefix
         for i in range(12):
             await answer_all(engine, [ask(f"r{i}", some_tokens(60, seed=i))])
             assert 0 < len(prefix.scores) <= len(prefix)
-        engine.core.roster.pages.drop_cached()
+        engine.core.state.pages.drop_cached()
         assert len(prefix.scores) == 0 and prefix.scores.num_bytes == 0
 
     with_engine(qwen3, use, num_pages=20)
@@ -301,7 +301,7 @@ def test_unsound_entries_end_a_request_even_when_its_own_token_is_sound(qwen3, m
         results = await answer_all(engine, requests)
         assert all(
             np.isfinite(s.logprobs).all()
-            for s in engine.core.roster.pages.prefix.scores._scores.values()
+            for s in engine.core.state.pages.prefix.scores._scores.values()
         )
         return results
 

@@ -17,7 +17,7 @@ ROWS, PLACES = 5, 7
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Rows are taken, grow and are left as the roster does it; `step` touches some of them as a
+    """Rows are taken, grow and are left as the scheduler state does it; `step` touches some of them as a
     launch does."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine_device import PAGE_TOKENS, FakeDevice, make_cycle
+from engine_device import PAGE_TOKENS, FakeDevice, make_core
 from gyre.core.records import Partial, Request, Sampling, TokenChunk
 from gyre.engine.scheduler.state import SchedulerState
 from gyre.engine.scheduler.swap import SwapRates
@@ -40,7 +40,7 @@ class TellingDevice(FakeDevice):
 
 def run(requests: list[Request], breaks_at: int | None) -> list[TokenChunk]:
     device = TellingDevice(breaks_at)
-    roster = SchedulerState(
+    state = SchedulerState(
         max_running=4,
         num_pages=64,
         page_tokens=PAGE_TOKENS,
@@ -50,12 +50,12 @@ def run(requests: list[Request], breaks_at: int | None) -> list[TokenChunk]:
         window=None,
         rates=SwapRates(page_bytes=1, swap_bytes_per_s=1.0, prefill_tokens_per_s=1.0),
     )
-    cycle = make_cycle(roster, device)
+    core = make_core(state, device)
     for request in requests:
-        cycle.add(request)
+        core.add(request)
     chunks: list[TokenChunk] = []
-    while not cycle.is_idle:
-        chunks += cycle.step()
+    while not core.is_idle:
+        chunks += core.step()
     return chunks
 
 

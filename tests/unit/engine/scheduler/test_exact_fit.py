@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine_device import PAGE_TOKENS, FakeDevice, make_cycle
+from engine_device import PAGE_TOKENS, FakeDevice, make_core
 from gyre.core.records import Request, Sampling
 from gyre.engine.scheduler.scheduler import must_preempt, schedule
 from gyre.engine.scheduler.state import SchedulerState
@@ -24,7 +24,7 @@ def make(name: str, prompt_tokens: int, max_tokens: int, n: int = 1) -> Request:
 
 
 class Bench:
-    """A cycle over a device without arithmetic, and what it reported."""
+    """A core over a device without arithmetic, and what it reported."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Bench:
         num_slots: int = 0,
     ) -> None:
         self.events: list[tuple[str, dict]] = []
-        self.roster = SchedulerState(
+        self.state = SchedulerState(
             max_running=max_running,
             num_pages=num_pages,
             page_tokens=PAGE_TOKENS,
@@ -48,9 +48,9 @@ class Bench:
             rates=SwapRates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=1.0),
         )
         self.runner = FakeDevice(None)
-        self.cycle = make_cycle(self.roster, self.runner, budget=budget)
+        self.core = make_core(self.state, self.runner, budget=budget)
         for request in requests:
-            self.cycle.add(request)
+            self.core.add(request)
 
     def preempted(self) -> list[tuple[str, int]]:
         return [
@@ -64,19 +64,19 @@ def run(requests: list[Request], **sizes):
     """Run to the end; also whether any step was asked for while only a preemption could provide
     it."""
     bench, short = Bench(requests, **sizes), False
-    while not bench.cycle.is_idle:
-        short |= must_preempt(bench.roster)
-        bench.cycle.step()
-    bench.roster.check()
-    return bench.roster, bench.runner.loads, short
+    while not bench.core.is_idle:
+        short |= must_preempt(bench.state)
+        bench.core.step()
+    bench.state.check()
+    return bench.state, bench.runner.loads, short
 
 
 @pytest.mark.parametrize(("num_pages", "fits"), [(4, True), (3, False)])
 def test_decoding_rows_take_the_last_pages(num_pages: int, fits: bool) -> None:
     """Two rows of one full page each need two pages for their next tokens."""
     requests = [make("a", PAGE_TOKENS, PAGE_TOKENS + 1), make("b", PAGE_TOKENS, PAGE_TOKENS + 1)]
-    roster, _, short = run(requests, num_pages=num_pages)
-    assert (roster.counters.preemptions == 0) == fits and short == (not fits)
+    state, _, short = run(requests, num_pages=num_pages)
+    assert (state.counters.preemptions == 0) == fits and short == (not fits)
 
 
 @pytest.mark.parametrize(("num_pages", "first"), [(3, 2), (2, 1)])
@@ -106,9 +106,9 @@ def test_prompts_fill_the_budget_and_no_more(second: int, loads: list[tuple[int,
 
 
 def test_no_prompt_starts_on_a_budget_that_is_used_up() -> None:
-    roster, seen, _ = run([make("a", 12, 1), make("b", 3, 1)], num_pages=64, budget=12)
+    state, seen, _ = run([make("a", 12, 1), make("b", 3, 1)], num_pages=64, budget=12)
     assert seen == [(0, 12), (0, 3)]
-    assert schedule(roster, token_budget=12, version=0) is None
+    assert schedule(state, token_budget=12, version=0) is None
 
 
 def test_one_token_of_budget_is_used() -> None:
@@ -138,8 +138,8 @@ def test_no_piece_of_a_prompt_is_empty() -> None:
     """Three siblings decode on a budget of three tokens, while a prompt is half computed."""
     bench = Bench([make("a", 2, 3, n=3), make("b", 3, 1)], num_pages=64, budget=3)
     for _ in range(2):
-        bench.cycle.step()
-    step = schedule(bench.roster, token_budget=3, version=0)
+        bench.core.step()
+    step = schedule(bench.state, token_budget=3, version=0)
     assert step is not None and len(step.decode_rows) == 3 and step.chunks == ()
     _, seen, _ = run([make("a", 2, 3, n=3), make("b", 3, 1)], num_pages=64, budget=3)
     assert seen == [(0, 3), (3, 0), (3, 0), (0, 2)]
@@ -167,15 +167,15 @@ def test_of_two_siblings_the_later_one_is_preempted() -> None:
     """They share the prompt's page, hold one page each, and both need the third."""
     bench = Bench([make("a", PAGE_TOKENS, PAGE_TOKENS + 2, n=2)], num_pages=3)
     while not bench.preempted():
-        bench.cycle.step()
+        bench.core.step()
     assert bench.preempted() == [("a", 1)]
 
 
 def test_one_sequence_that_outgrows_all_pages_is_our_fault() -> None:
     bench = Bench([make("a", PAGE_TOKENS, 2)], num_pages=1)
-    bench.cycle.step()
+    bench.core.step()
     with pytest.raises(AssertionError, match="outgrew"):
-        bench.cycle.step()
+        bench.core.step()
 
 
 @pytest.mark.parametrize(("num_pages", "beside"), [(5, True), (4, False)])
@@ -191,6 +191,6 @@ def test_a_sequence_that_comes_back_takes_one_token_of_the_budget() -> None:
     """The second sequence is swapped out for its third page, and comes back beside a prompt that
     gets what is left."""
     requests = [make("a", 4, 10), make("b", 4, 8), make("waits", 4, 1)]
-    roster, seen, _ = run(requests, num_pages=5, budget=4, max_running=2, num_slots=8)
-    assert roster.counters.swaps_in == roster.counters.preemptions == 1
+    state, seen, _ = run(requests, num_pages=5, budget=4, max_running=2, num_slots=8)
+    assert state.counters.swaps_in == state.counters.preemptions == 1
     assert seen == [(0, 4), (1, 3), (1, 1), *[(2, 0)] * 4, *[(1, 0)] * 3, (1, 3), (1, 1), (1, 0)]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from engine_device import PAGE_TOKENS, FakeDevice, FakeFlight, make_cycle
+from engine_device import PAGE_TOKENS, FakeDevice, FakeFlight, make_core
 from gyre.core.errors import SnapshotError
 from gyre.core.records import Partial, Request, Sampling, TokenChunk
 from gyre.engine.scheduler.core import EngineCore, Partials
@@ -68,7 +68,7 @@ class Player:
             num_slots=num_slots,
             rates=SwapRates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=1.5),
         )
-        self.core: EngineCore = make_cycle(state, self.device, budget=10, depth=depth)
+        self.core: EngineCore = make_core(state, self.device, budget=10, depth=depth)
         self.chunks: list[TokenChunk] = []
         self.partials: list[Partials] = []
 
@@ -79,7 +79,7 @@ class Player:
             self.device.oldest_version = entry.version
         self.partials.append(partials)
         self.chunks += chunks
-        self.core.roster.check()
+        self.core.state.check()
 
 
 def plain(value: object) -> object:
@@ -196,7 +196,7 @@ def play_alike(entries: list[Entry], depth: int, num_pages: int, num_slots: int)
     for entry in map(decode_entry, map(encode_entry, entries)):
         for part in [Steps(count=1)] * entry.count if isinstance(entry, Steps) else [entry]:
             second.play(part)
-    event(f"preempted: {first.core.roster.counters.preemptions > 0}")
+    event(f"preempted: {first.core.state.counters.preemptions > 0}")
     assert first.core.is_idle and second.core.is_idle, "everyone is answered"
     assert plain(first.device.steps) == plain(second.device.steps)
     assert plain(first.chunks) == plain(second.chunks)
@@ -205,7 +205,7 @@ def play_alike(entries: list[Entry], depth: int, num_pages: int, num_slots: int)
     ]
     assert first.events == second.events
     assert first.device.captures == second.device.captures
-    assert first.core.roster.counters == second.core.roster.counters
+    assert first.core.state.counters == second.core.state.counters
 
 
 def test_entries_are_read_back_as_they_were_written(tmp_path: Path) -> None:

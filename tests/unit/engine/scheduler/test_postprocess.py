@@ -57,11 +57,11 @@ def sample(*tokens: int, **fields) -> SampledTokens:
 
 
 class Bench:
-    """A roster without a device: the test says what each step chose."""
+    """A scheduler state without a device: the test says what each step chose."""
 
     def __init__(self, *requests: Request, **sizes) -> None:
         self.events: list[tuple[str, dict]] = []
-        self.roster = SchedulerState(
+        self.state = SchedulerState(
             **{
                 "max_running": 6,
                 "num_pages": 40,
@@ -76,17 +76,17 @@ class Bench:
         for arrival, request in enumerate(requests):
             made = sequences_of(request, arrival=arrival, eos_ids=(3, 4))
             self.sequences[request.request_id] = made
-            self.roster.enqueue(made)
+            self.state.enqueue(made)
 
     def launch(self, budget: int = 64) -> Step:
-        step = schedule(self.roster, token_budget=budget, version=VERSION)
+        step = schedule(self.state, token_budget=budget, version=VERSION)
         assert step is not None
-        advance(self.roster, step)
+        advance(self.state, step)
         return step
 
     def book(self, step: Step, sampled: SampledTokens, text_stop=never):
-        chunks = book(self.roster, step, sampled, text_stop=text_stop)
-        self.roster.check()
+        chunks = book(self.state, step, sampled, text_stop=text_stop)
+        self.state.check()
         return chunks
 
     def step(self, *tokens: int, text_stop=never, **fields):
@@ -101,23 +101,23 @@ def test_a_launch_counts_what_will_be_computed_and_chosen() -> None:
     """Of a budget of 11 tokens the first prompt takes 5, the second 6 of its 8; then one token, and
     the last two."""
     bench = Bench(make("a"), make("b", 8))
-    rows = bench.roster.rows
+    rows = bench.state.rows
     first = bench.launch(budget=11)
     assert rows.computed_R[:2].tolist() == [5, 6] and rows.length_R[:2].tolist() == [6, 8]
-    assert bench.roster.counters.steps == 1 and rows.known_R[:2].tolist() == [5, 8]
+    assert bench.state.counters.steps == 1 and rows.known_R[:2].tolist() == [5, 8]
     second = bench.launch(budget=11)
     assert rows.computed_R[:2].tolist() == [6, 8] and rows.length_R[:2].tolist() == [7, 9]
-    assert bench.roster.counters.steps == 2 and bench.roster.counters.generated_tokens == 0
+    assert bench.state.counters.steps == 2 and bench.state.counters.generated_tokens == 0
     assert told(bench.book(first, sample(1))) == [("a", [1], None)]
     assert told(bench.book(second, sample(2, 1))) == [("a", [2], None), ("b", [1], None)]
-    assert bench.roster.counters.generated_tokens == 3 and rows.known_R[:2].tolist() == [7, 9]
+    assert bench.state.counters.generated_tokens == 3 and rows.known_R[:2].tolist() == [7, 9]
 
 
 def test_values_are_written_where_the_step_said() -> None:
     bench = Bench(make("a", chunk_tokens=0), make("b", 2, chunk_tokens=0))
     bench.step(1, 2)
     bench.step(5, 6)
-    rows = bench.roster.rows
+    rows = bench.state.rows
     for row, start, tokens in ((0, 5, [1, 5]), (1, 2, [2, 6])):
         span = slice(start, start + 2)
         assert rows.tokens_RW[row, span].tolist() == tokens
@@ -152,12 +152,12 @@ def test_what_was_computed_for_one_that_has_ended_is_dropped() -> None:
     one, two = bench.launch(), bench.launch()
     assert told(bench.book(one, sample(1, 3, 1, **values(10)))) == [("b", [3], "stop")]
     assert told(bench.book(two, sample(5, 6, 7, **values(20)))) == []
-    assert bench.roster.counters.generated_tokens == 5
+    assert bench.state.counters.generated_tokens == 5
     for name, tokens, supports in (("a", [1, 5], [10, 20]), ("c", [1, 7], [12, 22])):
         (sequence,) = bench.sequences[name]
         assert (
             sequence.row is not None
-            and bench.roster.rows.chosen(sequence.row).tokens.tolist() == tokens
+            and bench.state.rows.chosen(sequence.row).tokens.tolist() == tokens
         )
         assert [ids.tolist() for ids in sequence.supports] == [[first, 50] for first in supports]
         assert [ids.tolist() for ids, _ in sequence.told] == [[first, 50] for first in supports]
@@ -226,7 +226,7 @@ def test_values_that_are_not_finite_end_a_completion_without_its_last_token(
     held = {"supports": {0: np.asarray([9])}, "told": {0: (np.asarray([5]), np.asarray([-1.0]))}}
     bench.step(1, 1, **held)
     bench.step(2, 2, **held)
-    pages = bench.roster.rows.pages_of(0).copy()
+    pages = bench.state.rows.pages_of(0).copy()
     (chunk,) = bench.step(5, 5, **held, **{name: np.asarray([value, -1.0])})
     assert told([chunk]) == [("a", [1, 2], "abort")] and "non-finite" in chunk.reason
     assert chunk.logprobs.tolist() == [-1, -2] and chunk.raw_logprobs.tolist() == [-10, -20]
@@ -236,10 +236,10 @@ def test_values_that_are_not_finite_end_a_completion_without_its_last_token(
     assert bench.events == [
         ("engine.nonfinite", {"request_id": "a", "index": 0, "version": VERSION})
     ]
-    (tainted,) = bench.roster.tainted
+    (tainted,) = bench.state.tainted
     assert (
         tainted.tolist() == pages.tolist()
-        and not bench.roster.pages.still_hold(pages, np.ones(2)).any()
+        and not bench.state.pages.still_hold(pages, np.ones(2)).any()
     )
     assert told(bench.step(4)) == [("b", [1, 2, 5, 4], "stop")]
 
@@ -267,7 +267,7 @@ def test_a_prompt_that_the_model_broke_on_is_noticed_at_the_first_token(
             *[VERSION] * 4,
         ]
         assert chunk.prompt_logprobs.logprobs.tolist() == [0.0, -1.0, -2.0, -3.0, -4.0]
-        assert not bench.roster.rows.scored_R.any(), "it is looked over once"
+        assert not bench.state.rows.scored_R.any(), "it is looked over once"
     else:
         assert chunk.prompt_logprobs is None and sequence.book is None
 
@@ -286,25 +286,25 @@ def test_prompts_are_shared_from_the_step_that_computed_them_on() -> None:
     bench = Bench(make("a"))
     bench.step(1)
     for arrival, request in enumerate([make("b", 9, n=3), make("c", 9)]):
-        bench.roster.enqueue(sequences_of(request, arrival=9 + arrival, eos_ids=()))
+        bench.state.enqueue(sequences_of(request, arrival=9 + arrival, eos_ids=()))
     step = bench.launch()
     assert step.sample_chunks.tolist() == [0, 0, 0, 1]
     for name in "bc":
         (fresh,) = sequences_of(make(name, 9), arrival=0, eos_ids=())
-        assert len(bench.roster.find_hits(fresh, VERSION)) == 0
+        assert len(bench.state.find_hits(fresh, VERSION)) == 0
     bench.book(step, sample(1, 1, 1, 1, 1))
     for name in "bc":
         (fresh,) = sequences_of(make(name, 9), arrival=0, eos_ids=())
-        assert len(bench.roster.find_hits(fresh, VERSION)) == 2
+        assert len(bench.state.find_hits(fresh, VERSION)) == 2
 
 
 def test_a_prompt_is_shared_that_ends_beside_more_that_decode() -> None:
     bench = Bench(make("a"), make("b"))
     bench.step(1, 1)
-    bench.roster.enqueue(sequences_of(make("c", 9), arrival=9, eos_ids=()))
+    bench.state.enqueue(sequences_of(make("c", 9), arrival=9, eos_ids=()))
     bench.step(1, 1, 1)
     (fresh,) = sequences_of(make("c", 9), arrival=0, eos_ids=())
-    assert len(bench.roster.find_hits(fresh, VERSION)) == 2
+    assert len(bench.state.find_hits(fresh, VERSION)) == 2
 
 
 def test_pages_out_of_the_window_are_given_back() -> None:
@@ -312,17 +312,17 @@ def test_pages_out_of_the_window_are_given_back() -> None:
     7th token."""
     bench = Bench(make("a"), window=3)
     bench.step(1)
-    assert bench.roster.rows.first_R[0] == 0
+    assert bench.state.rows.first_R[0] == 0
     bench.step(1)
-    assert bench.roster.rows.first_R[0] == 1 and bench.roster.pages.num_available == 39
+    assert bench.state.rows.first_R[0] == 1 and bench.state.pages.num_available == 39
 
 
 def test_a_request_ends_wherever_its_completions_are() -> None:
     """Of four siblings two run and two wait; of another request nothing ends."""
     bench = Bench(make("a", n=4, chunk_tokens=0), make("b"), max_running=3)
     bench.step(1, 2, 1)
-    chunks, partials = end_request(bench.roster, "a", "deadline", "late", version=VERSION)
-    bench.roster.check()
+    chunks, partials = end_request(bench.state, "a", "deadline", "late", version=VERSION)
+    bench.state.check()
     assert told(chunks) == [
         ("a", [1], "deadline"),
         ("a", [2], "deadline"),
@@ -340,7 +340,7 @@ def test_a_request_ends_wherever_its_completions_are() -> None:
         (2, []),
         (3, []),
     ]
-    assert end_request(bench.roster, "a", "deadline", "late", version=VERSION) == ([], [])
+    assert end_request(bench.state, "a", "deadline", "late", version=VERSION) == ([], [])
     assert told(bench.step(4)) == [("b", [4], "stop")]
 
 
@@ -370,22 +370,22 @@ def test_a_given_beginning_may_be_a_whole_answer(
     """The stop string ends with token 6, the model's stop ids are 3 and 4."""
     bench = Bench(make("a", partials=(given(*tokens),), **sampling))
     chunks = end_complete_partials(
-        bench.roster,
+        bench.state,
         bench.sequences["a"],
         version=VERSION,
         text_stop=lambda sequence, tokens: tokens[-1] == 6,
     )
-    bench.roster.check()
+    bench.state.check()
     assert told(chunks) == ([] if finish is None else [("a", [], finish)])
-    assert bench.roster.num_waiting == (1 if finish is None else 0)
+    assert bench.state.num_waiting == (1 if finish is None else 0)
 
 
 def test_each_completion_with_a_whole_answer_ends() -> None:
     whole = [replace(given(1, 3), index=index) for index in (1, 3)]
     bench = Bench(make("a", n=4, partials=tuple(whole)))
     chunks = end_complete_partials(
-        bench.roster, bench.sequences["a"], version=VERSION, text_stop=never
+        bench.state, bench.sequences["a"], version=VERSION, text_stop=never
     )
     assert [(chunk.index, chunk.finish) for chunk in chunks] == [(1, "stop"), (3, "stop")]
-    assert bench.roster.num_waiting == 2
-    bench.roster.check()
+    assert bench.state.num_waiting == 2
+    bench.state.check()

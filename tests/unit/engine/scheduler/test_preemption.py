@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine_device import PAGE_TOKENS, FakeDevice, answer, make_cycle
+from engine_device import PAGE_TOKENS, FakeDevice, answer, make_core
 from gyre.core.records import Partial, Request, Sampling, TokenChunk
 from gyre.engine.scheduler.postprocess import advance
 from gyre.engine.scheduler.preemption import (
@@ -36,14 +36,14 @@ def make(name: str, prompt_tokens: int, max_tokens: int = 20) -> Request:
 
 
 class Bench:
-    """A cycle over a device without arithmetic: sequences stand where `steps` steps have brought
+    """A core over a device without arithmetic: sequences stand where `steps` steps have brought
     them."""
 
     def __init__(
         self, requests: list[Request], steps: int, *, prefix: bool = False, window=None, budget=64
     ) -> None:
         self.events: list[tuple[str, dict]] = []
-        self.roster = SchedulerState(
+        self.state = SchedulerState(
             max_running=3,
             num_pages=20,
             page_tokens=PAGE_TOKENS,
@@ -54,25 +54,25 @@ class Bench:
             window=window,
         )
         self.device = FakeDevice(window)
-        self.cycle = make_cycle(self.roster, self.device, budget=budget)
+        self.core = make_core(self.state, self.device, budget=budget)
         for request in requests:
-            self.cycle.add(request)
-        self.sequences = list(self.roster.queue)
+            self.core.add(request)
+        self.sequences = list(self.state.queue)
         for _ in range(steps):
-            self.cycle.step()
+            self.core.step()
 
     def preempt(self, row: int = 0, **ways) -> None:
-        preempt(self.roster, row, reason="a test", version=0, **ways)
-        self.roster.check()
+        preempt(self.state, row, reason="a test", version=0, **ways)
+        self.state.check()
 
     def told(self, kind: str) -> list[dict]:
         return [fields for named, fields in self.events if named == kind]
 
     def finish(self) -> dict[str, list[int]]:
         chunks: list[TokenChunk] = []
-        while not self.cycle.is_idle:
-            chunks += self.cycle.step()
-        self.roster.check()
+        while not self.core.is_idle:
+            chunks += self.core.step()
+        self.state.check()
         return {chunk.request_id: chunk.tokens.tolist() for chunk in chunks}
 
 
@@ -93,16 +93,16 @@ def test_a_swapped_sequence_keeps_its_pages_in_host_memory_and_the_event_tells_t
             "recompute_s": 3.5,
         }
     ]
-    roster, (sequence,) = bench.roster, bench.sequences
+    state, (sequence,) = bench.state, bench.sequences
     assert (
-        sequence.state is State.SWAPPED and sequence.lost_tokens == 0 and roster.queue == [sequence]
+        sequence.state is State.SWAPPED and sequence.lost_tokens == 0 and state.queue == [sequence]
     )
-    assert (roster.counters.preemptions, roster.counters.swaps_out, roster.counters.swaps_in) == (
+    assert (state.counters.preemptions, state.counters.swaps_out, state.counters.swaps_in) == (
         1,
         1,
         0,
     )
-    assert roster.slots.num_free == 7 and roster.pages.num_used == 0 and roster.rows.num_free == 3
+    assert state.slots.num_free == 7 and state.pages.num_used == 0 and state.rows.num_free == 3
     assert bench.finish() == {"a": answer(make("a", 6))}
     (back,) = bench.told("engine.resumed")
     assert back == {
@@ -113,9 +113,9 @@ def test_a_swapped_sequence_keeps_its_pages_in_host_memory_and_the_event_tells_t
         "shared_pages": 0,
     }
     assert (
-        roster.counters.swaps_in == 1
-        and roster.counters.recomputed_tokens == 0
-        and roster.slots.num_free == 9
+        state.counters.swaps_in == 1
+        and state.counters.recomputed_tokens == 0
+        and state.slots.num_free == 9
     )
     assert bench.device.computed == 6 + 19
 
@@ -129,26 +129,26 @@ def test_a_void_sequence_is_computed_again_though_swapping_is_cheaper() -> None:
     assert (
         sequence.state is State.PREEMPTED and sequence.lost_tokens == 7 and sequence.swapped is None
     )
-    assert bench.roster.counters.preemptions == 1 and bench.roster.counters.swaps_out == 0
+    assert bench.state.counters.preemptions == 1 and bench.state.counters.swaps_out == 0
     assert bench.finish() == {"a": answer(make("a", 6))}
-    assert bench.roster.counters.recomputed_tokens == 7 and bench.told("engine.resumed") == []
+    assert bench.state.counters.recomputed_tokens == 7 and bench.told("engine.resumed") == []
 
 
 def test_cached_pages_of_a_swapped_sequence_are_shared_when_it_comes_back() -> None:
     """Of three pages the two full ones stay cached; only the third, half full, comes from host
     memory."""
     bench = Bench([make("a", 9)], steps=2, prefix=True)
-    kept = bench.roster.rows.pages_of(0).tolist()
+    kept = bench.state.rows.pages_of(0).tolist()
     bench.preempt()
-    step = schedule(bench.roster, token_budget=8, version=0)
+    step = schedule(bench.state, token_budget=8, version=0)
     (back,) = bench.told("engine.resumed")
     assert (back["pages"], back["shared_pages"]) == (3, 2)
     assert step is not None and step.swap_in is not None and step.swap_out is not None
     (_, out_slots), (slots, pages) = step.swap_out, step.swap_in
-    now = bench.roster.rows.pages_of(0).tolist()
+    now = bench.state.rows.pages_of(0).tolist()
     assert now[:2] == kept[:2] and pages.tolist() == [now[2]] and slots.tolist() == [out_slots[2]]
     assert step.restored_rows.tolist() == step.decode_rows.tolist() == [0] and step.chunks == ()
-    bench.roster.check()
+    bench.state.check()
 
 
 @pytest.mark.parametrize(("prompt", "pages"), [(6, 2), (7, 3)])
@@ -158,16 +158,16 @@ def test_a_decoding_sequence_comes_back_with_room_for_its_next_token(
     """After two steps 7 or 8 tokens have KV, and the next token's KV is the 8th or 9th."""
     bench = Bench([make("a", prompt)], steps=2)
     bench.preempt()
-    assert num_pages_to_resume(bench.roster, bench.sequences[0]) == pages
-    assert schedule(bench.roster, token_budget=8, version=0) is not None
-    assert bench.roster.pages.num_used == bench.roster.rows.pages_R[0] == pages
+    assert num_pages_to_resume(bench.state, bench.sequences[0]) == pages
+    assert schedule(bench.state, token_budget=8, version=0) is not None
+    assert bench.state.pages.num_used == bench.state.rows.pages_R[0] == pages
 
 
 def test_pages_out_of_the_window_are_not_swapped() -> None:
     """Of 14 tokens with KV the window of 6 sees those from the 10th on: of four pages the first two
     are given back."""
     bench = Bench([make("a", 12)], steps=3, window=6)
-    assert bench.roster.rows.first_R[0] == 2 and bench.roster.rows.pages_R[0] == 4
+    assert bench.state.rows.first_R[0] == 2 and bench.state.rows.pages_R[0] == 4
     bench.preempt()
     (told,) = bench.told("engine.preempted")
     assert (told["computed_tokens"], told["size_bytes"]) == (14, 2 * PAGE_BYTES)
@@ -175,10 +175,10 @@ def test_pages_out_of_the_window_are_not_swapped() -> None:
     assert (
         swapped is not None and swapped.first == 2 and len(swapped.slots) == len(swapped.pages) == 2
     )
-    assert num_pages_to_resume(bench.roster, bench.sequences[0]) == 2
-    assert schedule(bench.roster, token_budget=8, version=0) is not None
-    assert bench.roster.rows.first_R[0] == 2 and bench.roster.rows.pages_R[0] == 4
-    assert bench.roster.pages.num_used == 2
+    assert num_pages_to_resume(bench.state, bench.sequences[0]) == 2
+    assert schedule(bench.state, token_budget=8, version=0) is not None
+    assert bench.state.rows.first_R[0] == 2 and bench.state.rows.pages_R[0] == 4
+    assert bench.state.pages.num_used == 2
     bench = Bench([make("a", 12)], steps=3, window=6)
     bench.preempt()
     assert bench.finish() == {"a": answer(make("a", 12), 6)}
@@ -191,12 +191,12 @@ def test_a_half_computed_prompt_comes_back_where_it_was() -> None:
     bench.preempt()
     (told,) = bench.told("engine.preempted")
     assert (told["computed_tokens"], told["size_bytes"]) == (5, 2 * PAGE_BYTES)
-    assert num_pages_to_resume(bench.roster, bench.sequences[0]) == 3
-    step = schedule(bench.roster, token_budget=5, version=0)
+    assert num_pages_to_resume(bench.state, bench.sequences[0]) == 3
+    step = schedule(bench.state, token_budget=5, version=0)
     assert step is not None and [(chunk.start, chunk.count) for chunk in step.chunks] == [(5, 5)]
-    assert bench.roster.prefilling == [0] and not bench.roster.rows.decoding_R[0]
-    assert bench.sequences[0].state is State.PREFILLING and bench.roster.rows.pages_R[0] == 3
-    bench.roster.check()
+    assert bench.state.prefilling == [0] and not bench.state.rows.decoding_R[0]
+    assert bench.sequences[0].state is State.PREFILLING and bench.state.rows.pages_R[0] == 3
+    bench.state.check()
 
 
 def test_a_given_beginning_counts_among_the_pages_that_a_half_computed_sequence_needs() -> None:
@@ -207,14 +207,14 @@ def test_a_given_beginning_counts_among_the_pages_that_a_half_computed_sequence_
     begun = Partial(index=0, tokens=ids, logprobs=zeros, raw_logprobs=zeros, versions=ids)
     bench = Bench([replace(make("a", 6), partials=(begun,))], steps=1, budget=5)
     bench.preempt()
-    assert num_pages_to_resume(bench.roster, bench.sequences[0]) == 3
+    assert num_pages_to_resume(bench.state, bench.sequences[0]) == 3
 
 
 def test_nothing_of_a_preempted_row_may_be_in_flight() -> None:
     bench = Bench([make("a", 6)], steps=1)
-    step = schedule(bench.roster, token_budget=8, version=0)
+    step = schedule(bench.state, token_budget=8, version=0)
     assert step is not None
-    advance(bench.roster, step)
+    advance(bench.state, step)
     with pytest.raises(AssertionError):
         bench.preempt()
 
@@ -225,38 +225,38 @@ def test_what_lies_in_host_memory_can_go_void() -> None:
     bench = Bench([make("a", 6), make("b", 7), make("c", 5), make("d", 5)], steps=2)
     bench.preempt(0)
     bench.preempt(1)
-    void_swapped(bench.roster, "a test")
+    void_swapped(bench.state, "a test")
     expected = [("a", 7), ("b", 8)]
     assert bench.told("engine.swap_voided") == [
         {"request_id": name, "index": 0, "computed_tokens": tokens, "reason": "a test"}
         for name, tokens in expected
     ]
-    assert [sequence.state for sequence in bench.roster.queue] == [State.PREEMPTED] * 2 + [
+    assert [sequence.state for sequence in bench.state.queue] == [State.PREEMPTED] * 2 + [
         State.WAITING
     ]
     assert [sequence.lost_tokens for sequence in bench.sequences] == [7, 8, 0, 0]
-    assert bench.roster.slots.num_free == 9
-    void_swapped(bench.roster, "once more: nothing is there")
+    assert bench.state.slots.num_free == 9
+    void_swapped(bench.state, "once more: nothing is there")
     assert len(bench.told("engine.swap_voided")) == 2
     bench.finish()
-    assert bench.roster.counters.recomputed_tokens == 15
+    assert bench.state.counters.recomputed_tokens == 15
 
 
 def test_new_weights_mix_the_versions_of_what_runs_and_of_what_is_swapped() -> None:
     """-1 stands for mixed: nothing of it is cached from then on."""
     bench = Bench([make("a", 6), make("b", 7), make("c", 5), make("d", 5)], steps=2, prefix=True)
     bench.preempt(0)
-    mix_versions(bench.roster)
-    assert bench.roster.rows.kv_version_R.tolist() == [-1] * 3
-    swapped = [sequence.swapped for sequence in bench.roster.queue]
+    mix_versions(bench.state)
+    assert bench.state.rows.kv_version_R.tolist() == [-1] * 3
+    swapped = [sequence.swapped for sequence in bench.state.queue]
     assert [one.kv_version if one else None for one in swapped] == [-1, None]
     assert swapped[0] is not None and swapped[0].computed == 7
-    bench.roster.check()
+    bench.state.check()
 
 
 def test_a_swapped_sequence_keeps_the_version_of_its_kv() -> None:
     bench = Bench([make("a", 6)], steps=2)
-    bench.roster.rows.kv_version_R[0] = 3
+    bench.state.rows.kv_version_R[0] = 3
     bench.preempt()
-    schedule(bench.roster, token_budget=8, version=0)
-    assert bench.roster.rows.kv_version_R[0] == 3
+    schedule(bench.state, token_budget=8, version=0)
+    assert bench.state.rows.kv_version_R[0] == 3

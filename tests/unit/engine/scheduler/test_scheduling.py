@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_device import PAGE_TOKENS, FakeDevice, make_cycle
+from engine_device import PAGE_TOKENS, FakeDevice, make_core
 from gyre.core.records import Request, Sampling
 from gyre.engine.kv_cache.page_allocator import Pages
 from gyre.engine.kv_cache.prefix_cache import extend_keys, root_key
@@ -32,7 +32,7 @@ def run_alone(
     window: int | None = None,
 ):
     events: list[tuple[str, dict]] = []
-    roster = SchedulerState(
+    state = SchedulerState(
         max_running=max_running,
         num_pages=num_pages,
         page_tokens=PAGE_TOKENS,
@@ -43,14 +43,14 @@ def run_alone(
         rates=SwapRates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=1.5),
     )
     runner = FakeDevice(window)
-    cycle = make_cycle(roster, runner, budget=budget, depth=depth)
+    core = make_core(state, runner, budget=budget, depth=depth)
     order = []
     for request in requests:
-        cycle.add(request)
-    while not cycle.is_idle:
-        order += [chunk.request_id for chunk in cycle.step() if chunk.finish]
-    roster.check()
-    return roster, order, events, runner
+        core.add(request)
+    while not core.is_idle:
+        order += [chunk.request_id for chunk in core.step() if chunk.finish]
+    state.check()
+    return state, order, events, runner
 
 
 def plain(name: str, prompt: list[int], max_tokens: int, **fields) -> Request:
@@ -78,12 +78,12 @@ def test_a_row_is_taken_in_the_step_after_it_was_left() -> None:
 
 
 def test_siblings_share_one_prefill_of_their_prompt() -> None:
-    roster, *_ = run_alone(
+    state, *_ = run_alone(
         [plain("a", [1] * 10, 4, n=5)], num_pages=64, max_running=8, budget=64, prefix=False
     )
-    assert roster.counters.prompt_tokens == 50
-    assert roster.counters.prefix_hit_tokens == 40
-    assert roster.counters.steps == 4
+    assert state.counters.prompt_tokens == 50
+    assert state.counters.prefix_hit_tokens == 40
+    assert state.counters.steps == 4
 
 
 def test_equal_beginnings_hit_the_cache_only_within_a_tenant() -> None:
@@ -92,8 +92,8 @@ def test_equal_beginnings_hit_the_cache_only_within_a_tenant() -> None:
         plain("b", [1] * 9, 2),
         plain("c", [1] * 9, 2, tenant_salt="x"),
     )
-    roster, *_ = run_alone([first, same, other], num_pages=64, max_running=1, budget=64)
-    assert roster.counters.prefix_hit_tokens == 8  # two full pages, for b only
+    state, *_ = run_alone([first, same, other], num_pages=64, max_running=1, budget=64)
+    assert state.counters.prefix_hit_tokens == 8  # two full pages, for b only
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint8])
@@ -103,8 +103,8 @@ def test_a_prompt_hits_the_cache_whatever_numbers_it_is_of(dtype: type) -> None:
         [first, replace(same, tokens=same.tokens.astype(dtype))],
         [replace(first, tokens=first.tokens.astype(dtype)), same],
     ):
-        roster, *_ = run_alone(requests, num_pages=64, max_running=1, budget=64)
-        assert roster.counters.prefix_hit_tokens == 8
+        state, *_ = run_alone(requests, num_pages=64, max_running=1, budget=64)
+        assert state.counters.prefix_hit_tokens == 8
 
 
 def test_priority_runs_first_and_is_preempted_last() -> None:
@@ -125,22 +125,20 @@ def test_numbers_of_a_request_mean_the_same_whatever_their_type(dtype: type) -> 
         replace(plain(name, [place] * 300, 9, priority=dtype(1 + place)), **numbers)
         for place, name in enumerate("ab")
     )
-    roster, order, *_ = run_alone(
-        [low, high], num_pages=99, max_running=1, budget=512, prefix=False
-    )
+    state, order, *_ = run_alone([low, high], num_pages=99, max_running=1, budget=512, prefix=False)
     assert order == ["b", "a"]
-    assert int(roster.rows.key_R[0]) == draw_key(5, 0)
+    assert int(state.rows.key_R[0]) == draw_key(5, 0)
 
 
 def test_the_one_that_lost_least_is_preempted_among_those_of_lowest_priority() -> None:
     for priority, victim in ((0, "young"), (1, "old")):
         old, young = plain("old", [0] * 12, 12), plain("young", [1] * 4, 20, priority=priority)
-        roster, _, events, _ = run_alone(
+        state, _, events, _ = run_alone(
             [old, young], num_pages=8, max_running=2, budget=32, prefix=False
         )
         preempted = [fields for kind, fields in events if kind == "engine.preempted"]
         assert {fields["request_id"] for fields in preempted} == {victim}
-        assert roster.counters.preemptions == len(preempted) > 0
+        assert state.counters.preemptions == len(preempted) > 0
 
 
 def test_block_keys_depend_on_version_tenant_and_everything_before() -> None:
@@ -189,22 +187,22 @@ def test_a_page_that_was_shared_again_is_evicted_later() -> None:
 
 
 def test_the_accounts_find_what_was_lost() -> None:
-    def lose_page(roster: SchedulerState) -> None:
-        roster.pages.take(1)
+    def lose_page(state: SchedulerState) -> None:
+        state.pages.take(1)
 
-    def lose_slot(roster: SchedulerState) -> None:
-        roster.slots.take(1)
+    def lose_slot(state: SchedulerState) -> None:
+        state.slots.take(1)
 
-    def lose_row(roster: SchedulerState) -> None:
-        roster.rows.active_R[0] = True
+    def lose_row(state: SchedulerState) -> None:
+        state.rows.active_R[0] = True
 
     for lose in (lose_page, lose_slot, lose_row):
-        roster, *_ = run_alone(
+        state, *_ = run_alone(
             [plain("a", [1] * 9, 2)], num_pages=9, max_running=2, budget=8, num_slots=4
         )
-        lose(roster)
+        lose(state)
         with pytest.raises(AssertionError):
-            roster.check()
+            state.check()
 
 
 def test_a_page_given_back_twice_is_our_fault() -> None:
@@ -246,9 +244,9 @@ def test_a_swapped_sequence_goes_straight_on(depth: int, prefix: bool) -> None:
         LONG_FIRST, num_pages=8, max_running=3, budget=32, prefix=prefix, depth=depth
     )
     due = roomy[3].computed
-    roster, _, events, runner = swapped
-    assert runner.computed == due and roster.counters.recomputed_tokens == 0
-    assert roster.counters.swaps_out == roster.counters.swaps_in == roster.counters.preemptions > 0
+    state, _, events, runner = swapped
+    assert runner.computed == due and state.counters.recomputed_tokens == 0
+    assert state.counters.swaps_out == state.counters.swaps_in == state.counters.preemptions > 0
     ways = {fields["way"] for kind, fields in events if kind == "engine.preempted"}
     assert ways == {"swap"} and runner.pool.swapped_pages > 0
     assert recomputed[0].counters.recomputed_tokens == recomputed[3].computed - due > 0
@@ -271,7 +269,7 @@ def test_a_half_computed_prompt_is_swapped_too() -> None:
 
 
 def test_a_full_host_pool_means_computing_again_and_the_event_says_so() -> None:
-    roster, _, events, _ = run_alone(
+    state, _, events, _ = run_alone(
         LONG_FIRST, num_pages=8, max_running=3, budget=32, prefix=False, num_slots=1
     )
     whys = [
@@ -280,7 +278,7 @@ def test_a_full_host_pool_means_computing_again_and_the_event_says_so() -> None:
         if kind == "engine.preempted" and fields["way"] == "recompute"
     ]
     assert whys and all("host pool is full" in why and "1 of 1 slots free" in why for why in whys)
-    assert roster.counters.recomputed_tokens > 0
+    assert state.counters.recomputed_tokens > 0
 
 
 def test_swap_or_recompute_is_the_cheaper_of_the_two() -> None:
@@ -310,9 +308,9 @@ def test_pages_out_of_every_window_are_free_again(depth: int) -> None:
     each."""
     requests = [plain(name, [place] * 6, 44) for place, name in enumerate("abc")]
     for prefix in (False, True):
-        roster, *_ = run_alone(
+        state, *_ = run_alone(
             requests, num_pages=13, max_running=3, budget=32, prefix=prefix, window=9, depth=depth
         )
-        assert roster.counters.preemptions == 0 and roster.counters.generated_tokens == 3 * 44
-    roster, *_ = run_alone(requests, num_pages=13, max_running=3, budget=32, prefix=False)
-    assert roster.counters.preemptions > 0
+        assert state.counters.preemptions == 0 and state.counters.generated_tokens == 3 * 44
+    state, *_ = run_alone(requests, num_pages=13, max_running=3, budget=32, prefix=False)
+    assert state.counters.preemptions > 0
