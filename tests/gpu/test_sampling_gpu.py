@@ -92,7 +92,7 @@ def shaped_rules(count: int) -> tuple[Rules, Past, torch.Tensor]:
         vocab_size=WIDE,
         device=CUDA,
         shaping=make_shaping(range(count), [(s, (1, 2))] * count, device=CUDA),
-        told_N=(full * 20).astype(np.int64),
+        num_top_N=(full * 20).astype(np.int64),
         rows_at_once=64,
     )
     past = Past(

@@ -28,7 +28,7 @@ UNKNOWN = -1
 class PromptSlice:
     """Entries that one step computed for one prompt."""
 
-    book: PromptLogprobStore
+    prompt_store: PromptLogprobStore
     first: int  # the first target
     logprobs: np.ndarray  # float32 [c]
     top_ids: np.ndarray  # int32 [c, at least K]
@@ -72,8 +72,8 @@ class PromptLogprobStore:
         self._top_PK[span] = piece.top_logprobs[:, : self.best]
 
     def under(self, version: int) -> PromptLogprobStore:
-        """Return this book, or one without entries of other versions if it has any: their KV is
-        computed again too. A copy, since siblings on the same prompt share a book and may go on
+        """Return this store, or one without entries of other versions if it has any: their KV is
+        computed again too. A copy, since siblings on the same prompt share one and may go on
         with what it says."""
         foreign_P = (self._versions_P != version) & (self._versions_P != UNKNOWN)
         if not foreign_P.any():
@@ -102,7 +102,7 @@ class PromptLogprobStore:
         skip = 1 if first == 0 else 0  # token 0 is never a target
         self.enter(
             PromptSlice(
-                book=self,
+                prompt_store=self,
                 first=first + skip,
                 logprobs=scores.logprobs[skip:],
                 top_ids=scores.top_ids[skip:],
@@ -173,21 +173,21 @@ class ScoreStore:
 
 
 def load_known(
-    book: PromptLogprobStore,
+    prompt_store: PromptLogprobStore,
     keys: Sequence[bytes],
     store: ScoreStore,
     page_tokens: int,
     version: int,
 ) -> None:
-    """Fill the book from the store, block by block from the first that it does not know, until one
-    is missing. The keys are of this version, and so is the book."""
-    for block in range(book.first_unknown // page_tokens, len(keys)):
-        if (block + 1) * page_tokens > book.num_tokens:
+    """Fill the prompt's store from the pages', block by block from the first that it does not
+    know, until one is missing. The keys and the prompt's store are of this version."""
+    for block in range(prompt_store.first_unknown // page_tokens, len(keys)):
+        if (block + 1) * page_tokens > prompt_store.num_tokens:
             return
-        scores = store.find(keys[block], book.best)
+        scores = store.find(keys[block], prompt_store.best)
         if scores is None:
             return
-        book.load(block, scores, version)
+        prompt_store.load(block, scores, version)
 
 
 class KnowsPages(Protocol):
@@ -199,25 +199,25 @@ class KnowsPages(Protocol):
 
 
 def keep_known(
-    book: PromptLogprobStore,
+    prompt_store: PromptLogprobStore,
     keys: Sequence[bytes],
     cache: KnowsPages,
     page_tokens: int,
     version: int,
 ) -> None:
-    """Keep the book's entries of each whole block whose page is cached. The keys are of this
+    """Keep the prompt's entries of each whole block whose page is cached. The keys are of this
     version."""
-    for block, key in enumerate(keys[: book.num_tokens // page_tokens]):
-        if cache.knows(key) and cache.scores.find(key, book.best) is None:
-            scores = book.block(block, page_tokens, version)
+    for block, key in enumerate(keys[: prompt_store.num_tokens // page_tokens]):
+        if cache.knows(key) and cache.scores.find(key, prompt_store.best) is None:
+            scores = prompt_store.block(block, page_tokens, version)
             if scores is not None:
                 cache.scores.put(key, scores)
 
 
-def usable_pages(book: PromptLogprobStore, num_hits: int, page_tokens: int) -> int:
+def usable_pages(prompt_store: PromptLogprobStore, num_hits: int, page_tokens: int) -> int:
     """Return how many cached pages may be shared so that every unknown target is still computed:
     computing starts at page_tokens × pages and gives the targets after that token, so all up to it
     must be known."""
-    if book.is_whole:
+    if prompt_store.is_whole:
         return num_hits
-    return min(num_hits, (book.first_unknown - 1) // page_tokens)
+    return min(num_hits, (prompt_store.first_unknown - 1) // page_tokens)

@@ -58,7 +58,7 @@ class CpuRunner:
             None if targets is None else targets.place_Q,
         )
         self.pool.copy_pages(step.copies)
-        ruled_N = rows.truncated_R[row_N] | rows.shaped_R[row_N] | (rows.told_R[row_N] > 0)
+        ruled_N = rows.truncated_R[row_N] | rows.shaped_R[row_N] | (rows.num_top_R[row_N] > 0)
         if targets is None and not ruled_N.any():
             return Landed(chosen.sampled)
         scores = None

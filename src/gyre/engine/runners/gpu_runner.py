@@ -138,7 +138,7 @@ class GpuRunner:
         if len(step.restored_rows):
             self._restore(rows, step)
         row_N = step.sample_rows
-        ruled_N = rows.truncated_R[row_N] | rows.shaped_R[row_N] | (rows.told_R[row_N] > 0)
+        ruled_N = rows.truncated_R[row_N] | rows.shaped_R[row_N] | (rows.num_top_R[row_N] > 0)
         plain = not ruled_N.any()
         if step.chunks:
             logits_NV, scores = self._run_mixed(rows, step)

@@ -39,7 +39,7 @@ class TorchFlight:
     ) -> None:
         self._choice, self._rules, self._scores, self._arrival = choice, rules, scores, arrival
         self._packed_3N: Tensor | None = None
-        self._told_A2K: Tensor | None = None
+        self._top_A2K: Tensor | None = None
         self._scored: Tensor | None = None
         if choice is not None:
             packed = torch.stack(
@@ -52,7 +52,7 @@ class TorchFlight:
             self._packed_3N = self._send(packed)
             if choice.best is not None:
                 best = choice.best
-                self._told_A2K = self._send(
+                self._top_A2K = self._send(
                     torch.cat([best.ids_NK.double(), best.logprobs_NK.double()], dim=1)
                 )
         if scores is not None:
@@ -88,7 +88,9 @@ class TorchFlight:
             logprobs=logprobs.astype(np.float32),
             raw_logprobs=raw.astype(np.float32),
             supports=self._fetch_supports(self._choice, self._rules),
-            told={} if self._told_A2K is None else _split_told(self._told_A2K.numpy(), self._rules),
+            top_logprobs={}
+            if self._top_A2K is None
+            else _split_top(self._top_A2K.numpy(), self._rules),
             pieces=pieces,
         )
 
@@ -195,7 +197,7 @@ class Runner:
         )
 
 
-def _split_told(told_A2K: np.ndarray, rules: Rules) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    ids_AK, logprobs_AK = np.split(told_A2K, 2, axis=1)
+def _split_top(top_A2K: np.ndarray, rules: Rules) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    ids_AK, logprobs_AK = np.split(top_A2K, 2, axis=1)
     pairs = zip(ids_AK.astype(np.int32), logprobs_AK.astype(np.float32), strict=True)
-    return dict(zip(rules.told_places, pairs, strict=True))
+    return dict(zip(rules.top_places, pairs, strict=True))

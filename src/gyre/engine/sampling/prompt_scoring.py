@@ -24,7 +24,7 @@ from gyre.engine.scheduler.step import Step
 class Scores:
     """Which targets were scored, and their numbers on the device."""
 
-    spans: tuple[tuple[PromptLogprobStore, int, int], ...]  # book, first target, targets
+    spans: tuple[tuple[PromptLogprobStore, int, int], ...]  # store, first target, targets
     numbers: Tensor  # float64 [Q, 1 + 2K]: own log-prob, ids of the best, their log-probs
 
 
@@ -42,12 +42,12 @@ def find_targets(rows: InputBatch, step: Step, place_C: np.ndarray) -> Targets |
     chunk's first token lies in the step. None when no chunk's prompt asks."""
     spans, places, tokens = [], [], []
     for chunk, place in zip(step.chunks, place_C.tolist(), strict=True):
-        book = rows.sequence_at(chunk.row).book
-        if book is None:
+        prompt_store = rows.sequence_at(chunk.row).prompt_store
+        if prompt_store is None:
             continue
-        first, count = book.wanted(chunk.start, chunk.count)
+        first, count = prompt_store.wanted(chunk.start, chunk.count)
         if count:
-            spans.append((book, first, count))
+            spans.append((prompt_store, first, count))
             places.append(place + first - 1 - chunk.start + np.arange(count))
             tokens.append(rows.tokens_RW[chunk.row, first : first + count].astype(np.int64))
     if not spans:
@@ -67,7 +67,7 @@ def score(
         torch.arange(len(targets.token_Q), device=device),
         to_device(targets.token_Q, device),
         project,
-        best=max(book.best for book, _, _ in targets.spans),
+        best=max(prompt_store.best for prompt_store, _, _ in targets.spans),
         rows_at_once=rows_at_once,
     )
     return Scores(spans=targets.spans, numbers=numbers)
@@ -91,15 +91,15 @@ def score_prompts(
 
 
 def pieces_of(scores: Scores, numbers: np.ndarray) -> tuple[PromptSlice, ...]:
-    """Cut the numbers, now on the host, into pieces for their books."""
+    """Cut the numbers, now on the host, into pieces for their stores."""
     best = (numbers.shape[1] - 1) // 2
     pieces, at = [], 0
-    for book, first, count in scores.spans:
+    for prompt_store, first, count in scores.spans:
         part = numbers[at : at + count]
         at += count
         pieces.append(
             PromptSlice(
-                book=book,
+                prompt_store=prompt_store,
                 first=first,
                 logprobs=part[:, 0].astype(np.float32),
                 top_ids=part[:, 1 : 1 + best].astype(np.int32),

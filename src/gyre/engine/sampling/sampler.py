@@ -42,9 +42,9 @@ class Rules:
     truncated_places: tuple[int, ...]  # the same on the host
     cut: TruncationLimits | None  # of these rows
     shaping: Shaping | None  # None when no row asks
-    told_A: Tensor | None  # int64 places of rows that ask for alternatives; None when none does
-    told_places: tuple[int, ...]
-    told: int  # alternatives of the row that asks for most
+    top_A: Tensor | None  # int64 places of rows that ask for alternatives; None when none does
+    top_places: tuple[int, ...]
+    num_top: int  # alternatives of the row that asks for most
     rows_at_once: int  # rows that alternatives and penalties look at together; bounds their memory
 
 
@@ -69,13 +69,13 @@ def make_rules(
     vocab_size: int,
     device: torch.device,
     shaping: Shaping | None = None,
-    told_N: np.ndarray | None = None,
+    num_top_N: np.ndarray | None = None,
     rows_at_once: int = 64,
 ) -> Rules:
     """Gather the rows' sampling parameters into tensors, leaving out what no row asks for."""
     greedy_N = temperature_N == 0.0
     places = np.flatnonzero(truncated_N)
-    told = np.flatnonzero(told_N) if told_N is not None else np.empty(0, np.int64)
+    top = np.flatnonzero(num_top_N) if num_top_N is not None else np.empty(0, np.int64)
     inverse_N = np.ones_like(temperature_N, dtype=np.float32)
     np.divide(1.0, temperature_N, out=inverse_N, where=~greedy_N)
     cut = None
@@ -94,9 +94,9 @@ def make_rules(
         truncated_places=tuple(places.tolist()),
         cut=cut,
         shaping=shaping,
-        told_A=torch.tensor(told, device=device) if len(told) else None,
-        told_places=tuple(told.tolist()),
-        told=int(told_N.max(initial=0)) if told_N is not None else 0,
+        top_A=torch.tensor(top, device=device) if len(top) else None,
+        top_places=tuple(top.tolist()),
+        num_top=int(num_top_N.max(initial=0)) if num_top_N is not None else 0,
         rows_at_once=rows_at_once,
     )
 
@@ -113,9 +113,9 @@ def choose(
     shaping, chosen_N is how many tokens each has chosen before and `past` what those that look back
     know."""
     best = None
-    if rules.told_A is not None:
+    if rules.top_A is not None:
         best = find_best(
-            logits_NV.index_select(0, rules.told_A), rules.told, rows_at_once=rules.rows_at_once
+            logits_NV.index_select(0, rules.top_A), rules.num_top, rows_at_once=rules.rows_at_once
         )
     shaped_NV = logits_NV
     if rules.shaping is not None:

@@ -1,5 +1,5 @@
-"""Rule book: the rows' sampling rules as tensors on the device, made again only when rows come or
-go, and choosing by them. In: rows, logits. Out: a Choice.
+"""SamplerState: the rows' sampling rules as tensors on the device, made again only when rows come
+or go, and choosing by them. In: rows, logits. Out: a Choice.
 """
 
 # N rows that choose, L rows that look back at their tokens, W widest of those, V vocabulary
@@ -71,7 +71,7 @@ class SamplerState:
                 vocab_size=self._vocab_size,
                 device=self._device,
                 shaping=shaping,
-                told_N=rows.told_R[rows_N],
+                num_top_N=rows.num_top_R[rows_N],
                 rows_at_once=self._rows_at_once,
             )
         return self._rules

@@ -1,12 +1,13 @@
-"""EngineCore: schedule, launch, advance; fetch and book up to `depth` launches later. In: journal
-entries. Out: TokenChunks. Everything here runs on the compute thread, and between two steps nothing
-else touches the scheduler state. It reads no clock: what it decides follows from its entries alone.
+"""EngineCore: schedule, launch, advance; fetch and commit tokens up to `depth` launches later.
+In: journal entries. Out: TokenChunks. Everything here runs on the compute thread, and between two
+steps nothing else touches the scheduler state. The core reads no clock: what it decides follows
+from its entries alone.
 
-With depth 0 each step is booked at once. With depth 1 step n+1 is scheduled and launched before the
-host reads what step n chose. The device runs launches in order; so a page given back by a booking
-may be handed out at once, though a step in flight still uses it for a completion that was found
-finished. Whatever needs the truth (who is preempted, abort, interrupt, deadlines, new weights,
-moves) first books everything in flight: `quiesce`.
+With depth 0 each step is committed at once. With depth 1 step n+1 is scheduled and launched before
+the host reads what step n chose. The device runs launches in order; so a page given back by a
+commit may be handed out at once, though a step in flight still uses it for a completion that was
+found finished. Whatever needs the truth (preemption, abort, interrupt, deadlines, new weights,
+moves) first commits everything in flight: `quiesce`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from gyre.engine.scheduler.journal import (
 from gyre.engine.scheduler.postprocess import (
     TextStop,
     advance,
-    book,
+    commit_tokens,
     end_complete_partials,
     end_request,
 )
@@ -95,7 +96,7 @@ def make_text_stop(tokenizer: Decodes | None) -> TextStop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlightStep:
-    """A launched step that is not booked yet."""
+    """A launched step whose tokens are not committed yet."""
 
     step: Step
     flight: Flight
@@ -134,7 +135,7 @@ class EngineCore:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that are launched and not booked."""
+        """Steps that are launched and not committed."""
         return len(self._in_flight)
 
     def play(
@@ -191,7 +192,7 @@ class EngineCore:
         return self._take_out()
 
     def step(self) -> list[TokenChunk]:
-        """Launch one step, and book those beyond the depth; when there is none to launch, book the
+        """Launch one step, and commit those beyond the depth; with none to launch, commit the
         oldest."""
         if self._in_flight and must_preempt(self.state):
             self.quiesce()
@@ -203,16 +204,16 @@ class EngineCore:
             )
             advance(self.state, step)
         if self._in_flight and (step is None or len(self._in_flight) > self._depth):
-            self._book_oldest()
+            self._commit_oldest()
         return self._take_out()
 
     def quiesce(self) -> None:
-        """Book everything in flight. What comes out waits for whoever takes chunks next."""
+        """Commit everything in flight. What comes out waits for whoever takes chunks next."""
         while self._in_flight:
-            self._book_oldest()
+            self._commit_oldest()
 
     def flush(self) -> list[TokenChunk]:
-        """Book everything in flight and return what is due."""
+        """Commit everything in flight and return what is due."""
         self.quiesce()
         return self._take_out()
 
@@ -267,9 +268,11 @@ class EngineCore:
             dropped = self.state.pages.drop_cached(keep_version=version)
             self.state.emit("engine.prefix_cleared", pages=dropped, reason="new weights")
 
-    def _book_oldest(self) -> None:
+    def _commit_oldest(self) -> None:
         oldest = self._in_flight.popleft()
-        self._out += book(self.state, oldest.step, oldest.flight.fetch(), text_stop=self._text_stop)
+        self._out += commit_tokens(
+            self.state, oldest.step, oldest.flight.fetch(), text_stop=self._text_stop
+        )
         if self.state.tainted:
             self.runner.pool.zero_pages(np.concatenate(self.state.tainted))
             self.state.tainted.clear()
@@ -277,7 +280,7 @@ class EngineCore:
             self._in_flight.clear()  # all that is left is surplus; nobody waits for it
 
     def _end(self, request_id: str, finish: Finish, reason: str) -> list[Partial]:
-        """End one request, if it is still unanswered once everything in flight is booked."""
+        """End one request, if it is still unanswered once everything in flight is committed."""
         if request_id not in self.state.requests:
             return []
         self.quiesce()

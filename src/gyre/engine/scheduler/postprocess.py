@@ -1,8 +1,10 @@
-"""Settle: accounts for a step in two parts. `advance`, as soon as it is launched, counts what needs
-no token values; `book`, when the values are on the host, writes them where the step said and finds
-who is finished. Steps may be launched in between: whoever finishes in `book` may have taken part in
-them, and that surplus is dropped when they are booked, told by the stay's number. In: the state,
-the Step, the Sampled. Out: TokenChunks to hand out. Pure. Also ends requests for reasons from
+"""Postprocess: accounts for a step in two parts. In: the state, the Step, what it sampled. Out:
+TokenChunks to hand out. Pure.
+
+`advance`, as soon as the step is launched, counts what needs no token values. `commit_tokens`, when
+the values are on the host, writes them where the step said and finds who is finished. Steps may be
+launched in between: whoever finishes in `commit_tokens` may have taken part in them. That surplus
+is dropped when they are committed, found by the stay's number. Also ends requests for reasons from
 outside (abort, deadline, interrupt), with nothing in flight.
 """
 
@@ -34,7 +36,7 @@ def advance(state: SchedulerState, step: Step) -> None:
     state.counters.steps += 1
 
 
-def book(
+def commit_tokens(
     state: SchedulerState, step: Step, sampled: SampledTokens, *, text_stop: TextStop
 ) -> list[TokenChunk]:
     """Write what a launched step chose and return the chunks that are due. Finished sequences give
@@ -42,7 +44,7 @@ def book(
     gets them next does so in a later step, hence after it: the device works in order."""
     live_N = state.rows.tenure_R[step.sample_rows] == step.sample_tenures
     for piece in sampled.pieces:
-        piece.book.enter(piece, step.version)
+        piece.prompt_store.enter(piece, step.version)
     _remember_prompts(state, step, live_N)
     places_N = np.flatnonzero(live_N)
     if len(places_N) < len(live_N):
@@ -72,7 +74,11 @@ def _select(sampled: SampledTokens, places: np.ndarray) -> SampledTokens:
         supports={
             new_place[place]: ids for place, ids in sampled.supports.items() if place in new_place
         },
-        told={new_place[place]: told for place, told in sampled.told.items() if place in new_place},
+        top_logprobs={
+            new_place[place]: top
+            for place, top in sampled.top_logprobs.items()
+            if place in new_place
+        },
     )
 
 
@@ -84,7 +90,7 @@ def _write(
     version: int,
 ) -> None:
     rows = state.rows
-    assert (rows.known_R[rows_N] == at_N).all(), "flights are booked in the order of their launch"
+    assert (rows.known_R[rows_N] == at_N).all(), "flights are committed in order"
     rows.tokens_RW[rows_N, at_N] = sampled.tokens
     rows.logprobs_RW[rows_N, at_N] = sampled.logprobs
     rows.raw_RW[rows_N, at_N] = sampled.raw_logprobs
@@ -92,10 +98,10 @@ def _write(
     rows.known_R[rows_N] = at_N + 1
     for place, ids in sampled.supports.items():
         rows.sequence_at(int(rows_N[place])).supports.append(ids)
-    for place, (ids, logprobs) in sampled.told.items():
+    for place, (ids, logprobs) in sampled.top_logprobs.items():
         row = int(rows_N[place])
-        best = int(rows.told_R[row])
-        rows.sequence_at(row).told.append((ids[:best], logprobs[:best]))
+        best = int(rows.num_top_R[row])
+        rows.sequence_at(row).top_logprobs.append((ids[:best], logprobs[:best]))
 
 
 def _hand_out(
@@ -140,7 +146,7 @@ def _stops_in_text(sequence: Sequence, tokens: np.ndarray, text_stop: TextStop) 
 
 
 def _has_unsound_prompt(sequence: Sequence) -> bool:
-    return sequence.book is not None and not sequence.book.is_sound
+    return sequence.prompt_store is not None and not sequence.prompt_store.is_sound
 
 
 def _end_broken(state: SchedulerState, sequence: Sequence, version: int) -> TokenChunk:
@@ -155,9 +161,9 @@ def _end_broken(state: SchedulerState, sequence: Sequence, version: int) -> Toke
         versions=chosen.versions[:-1],
     )
     del sequence.supports[len(sound.tokens) :]
-    del sequence.told[len(sound.tokens) - sequence.told_from :]
+    del sequence.top_logprobs[len(sound.tokens) - sequence.top_from :]
     if _has_unsound_prompt(sequence):
-        sequence.book = None
+        sequence.prompt_store = None
     state.emit(
         "engine.nonfinite",
         request_id=sequence.request.request_id,

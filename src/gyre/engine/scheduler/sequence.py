@@ -70,7 +70,6 @@ class Sequence:
 
     __slots__ = (
         "arrival",
-        "book",
         "chosen",
         "emitted",
         "followers",
@@ -80,14 +79,15 @@ class Sequence:
         "keys",
         "keys_root",
         "lost_tokens",
+        "prompt_store",
         "request",
         "row",
         "state",
         "stop_ids",
         "supports",
         "swapped",
-        "told",
-        "told_from",
+        "top_from",
+        "top_logprobs",
     )
 
     def __init__(
@@ -98,11 +98,13 @@ class Sequence:
         self.row: int | None = None
         self.chosen = NOTHING_CHOSEN  # meaningful while row is None
         self.supports: list[np.ndarray] = []  # one per chosen token when the request truncates
-        # ids and log-probs [K] per token chosen from told_from on
-        self.told: list[tuple[np.ndarray, np.ndarray]] = []
+        # ids and log-probs [K] per token chosen from top_from on
+        self.top_logprobs: list[tuple[np.ndarray, np.ndarray]] = []
         # tokens of a given beginning; their alternatives went out when they were chosen
-        self.told_from = 0
-        self.book: PromptLogprobStore | None = None  # the prompt's log-probs, until they go out
+        self.top_from = 0
+        self.prompt_store: PromptLogprobStore | None = (
+            None  # the prompt's log-probs, until they go out
+        )
         self.hits_given_up = 0  # cached pages that are computed again for the prompt's log-probs
         self.emitted = 0  # chosen tokens that went out in chunks; a partial's own count as out
         self.key = draw_key(request.seed, index)
@@ -152,20 +154,20 @@ def sequences_of(request: Request, *, arrival: int, eos_ids: tuple[int, ...]) ->
         for index in range(request.sampling.n)
     ]
     best = request.sampling.prompt_logprobs
-    book = None if best is None else PromptLogprobStore(len(request.tokens), best)
+    prompt_store = None if best is None else PromptLogprobStore(len(request.tokens), best)
     for sequence in sequences:
-        sequence.book = book  # one prompt, one book, however many completions wait
+        sequence.prompt_store = prompt_store  # one of a prompt, however many completions wait
     for partial in request.partials:
         sequence = sequences[partial.index]
         if len(partial.tokens):
-            sequence.book = None  # its prompt's log-probs went out with its first token
+            sequence.prompt_store = None  # its prompt's log-probs went out with its first token
         sequence.chosen = GeneratedTokens(
             tokens=partial.tokens.astype(np.int32),
             logprobs=partial.logprobs.astype(np.float32),
             raw_logprobs=partial.raw_logprobs.astype(np.float32),
             versions=partial.versions.astype(np.int32),
         )
-        sequence.emitted = sequence.told_from = len(partial.tokens)
+        sequence.emitted = sequence.top_from = len(partial.tokens)
         if partial.support is not None and sequence.truncates:
             sequence.supports = np.split(partial.support.ids, partial.support.offsets[1:-1])[
                 : len(partial.tokens)
@@ -186,15 +188,15 @@ def make_chunk(
 ) -> TokenChunk:
     """Cut what has not gone out yet, and count it as out."""
     start, sequence.emitted = sequence.emitted, len(chosen.tokens)
-    top_ids, top_logprobs = _cut_told(sequence, start)
+    top_ids, top_logprobs = _cut_top(sequence, start)
     prompt_logprobs = None
-    if sequence.book is not None and len(chosen.tokens):
-        whole = sequence.book.is_whole
+    if sequence.prompt_store is not None and len(chosen.tokens):
+        whole = sequence.prompt_store.is_whole
         assert whole or finish not in (None, "stop", "length"), (
             "a token was chosen after a prompt with gaps"
         )
-        prompt_logprobs, sequence.book = (
-            (sequence.book.result(), None) if whole else (None, sequence.book)
+        prompt_logprobs, sequence.prompt_store = (
+            (sequence.prompt_store.result(), None) if whole else (None, sequence.prompt_store)
         )
     return TokenChunk(
         request_id=sequence.request.request_id,
@@ -212,15 +214,15 @@ def make_chunk(
     )
 
 
-def _cut_told(sequence: Sequence, start: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+def _cut_top(sequence: Sequence, start: int) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Return the alternatives of the tokens chosen from `start` on, [c, K] each; None when nobody
     asked."""
     best = sequence.request.sampling.top_logprobs
     if best == 0:
         return None, None
-    told = sequence.told[start - sequence.told_from :]
-    ids = np.asarray([ids for ids, _ in told], dtype=np.int32).reshape(-1, best)
-    return ids, np.asarray([logprobs for _, logprobs in told], dtype=np.float32).reshape(-1, best)
+    top = sequence.top_logprobs[start - sequence.top_from :]
+    ids = np.asarray([ids for ids, _ in top], dtype=np.int32).reshape(-1, best)
+    return ids, np.asarray([logprobs for _, logprobs in top], dtype=np.float32).reshape(-1, best)
 
 
 def make_partial(sequence: Sequence, chosen: GeneratedTokens) -> Partial:

@@ -60,8 +60,8 @@ class InputBatch:
         self.top_k_R = np.zeros(max_running, dtype=np.int64)
         self.truncated_R = np.zeros(max_running, dtype=bool)
         self.shaped_R = np.zeros(max_running, dtype=bool)  # asks for bias, penalties or min_tokens
-        # alternatives told beside each chosen token
-        self.told_R = np.zeros(max_running, dtype=np.int64)
+        # alternatives returned beside each chosen token
+        self.num_top_R = np.zeros(max_running, dtype=np.int64)
         # asks for prompt log-probs, not yet looked over
         self.scored_R = np.zeros(max_running, dtype=bool)
         self.text_stop_R = np.zeros(max_running, dtype=bool)
@@ -107,8 +107,8 @@ class InputBatch:
         self.temperature_R[row], self.top_k_R[row] = sampling.temperature, sampling.top_k
         self.top_p_R[row], self.min_p_R[row] = sampling.top_p, sampling.min_p
         self.truncated_R[row], self.text_stop_R[row] = sequence.truncates, bool(sampling.stop)
-        self.shaped_R[row], self.told_R[row] = sampling.shapes_logits, sampling.top_logprobs
-        self.scored_R[row] = sequence.book is not None
+        self.shaped_R[row], self.num_top_R[row] = sampling.shapes_logits, sampling.top_logprobs
+        self.scored_R[row] = sequence.prompt_store is not None
         self.stops_RS[row] = NO_STOP
         self.stops_RS[row, : len(sequence.stop_ids)] = sequence.stop_ids
         self.table_RP[row] = 0

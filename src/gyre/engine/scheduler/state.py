@@ -93,13 +93,17 @@ class SchedulerState:
         known = sequence.known_tokens()
         self._extend_keys(sequence, known, (len(known) - 1) // self.page_tokens, version)
         hits = self.pages.find(sequence.keys[: (len(known) - 1) // self.page_tokens])
-        if sequence.book is None:
+        if sequence.prompt_store is None:
             return hits
-        sequence.book = sequence.book.under(version)
+        sequence.prompt_store = sequence.prompt_store.under(version)
         load_known(
-            sequence.book, sequence.keys, self.pages.prefix.scores, self.page_tokens, version
+            sequence.prompt_store,
+            sequence.keys,
+            self.pages.prefix.scores,
+            self.page_tokens,
+            version,
         )
-        usable = usable_pages(sequence.book, len(hits), self.page_tokens)
+        usable = usable_pages(sequence.prompt_store, len(hits), self.page_tokens)
         sequence.hits_given_up = len(hits) - usable
         return hits[:usable]
 
@@ -128,8 +132,8 @@ class SchedulerState:
         rows, was_preempted = self.rows, sequence.state is State.PREEMPTED
         row = rows.take(sequence)
         sequence.enter(State.PREFILLING)
-        if sequence.book is not None:
-            sequence.book = sequence.book.under(version)
+        if sequence.prompt_store is not None:
+            sequence.prompt_store = sequence.prompt_store.under(version)
         if sequence.hits_given_up:
             self.emit(
                 "engine.hits_recomputed",
@@ -172,7 +176,7 @@ class SchedulerState:
             copy = (int(rows.pages_of(leader)[full]), int(tail[0]))
             rows.add_pages(row, tail)
         rows.computed_R[row] = prompt
-        sequence.book = rows.sequence_at(leader).book  # one prompt, one book
+        sequence.prompt_store = rows.sequence_at(leader).prompt_store  # of one prompt
         rows.kv_version_R[row] = rows.kv_version_R[leader]
         self.counters.prompt_tokens += prompt
         self.counters.prefix_hit_tokens += prompt
@@ -228,9 +232,13 @@ class SchedulerState:
         self.pages.remember(
             sequence.keys[first:blocks], rows.pages_of(row)[: max(0, blocks - first)], version
         )
-        if sequence.book is not None:
+        if sequence.prompt_store is not None:
             keep_known(
-                sequence.book, sequence.keys[:blocks], self.pages.prefix, self.page_tokens, version
+                sequence.prompt_store,
+                sequence.keys[:blocks],
+                self.pages.prefix,
+                self.page_tokens,
+                version,
             )
 
     def num_pages_for(self, num_tokens: int) -> int:

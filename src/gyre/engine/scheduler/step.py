@@ -62,7 +62,7 @@ class SampledTokens:
     # place in sample_rows → int32 ids that truncation left, for rows that truncate
     supports: dict[int, np.ndarray]
     # place → ids, raw log-probs [≥ K]
-    told: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    top_logprobs: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     # prompt log-probs of the step's chunks, for those that ask
     pieces: tuple[PromptSlice, ...] = ()
 

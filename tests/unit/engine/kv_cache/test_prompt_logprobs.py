@@ -113,7 +113,10 @@ def test_completions_of_one_prompt_share_its_book_and_tell_the_same(qwen3) -> No
     tokens = some_tokens(40, 0)
     request = ask("r", tokens, max_tokens=3, n=9)
     assert (
-        len({id(sequence.book) for sequence in sequences_of(request, arrival=0, eos_ids=())}) == 1
+        len(
+            {id(sequence.prompt_store) for sequence in sequences_of(request, arrival=0, eos_ids=())}
+        )
+        == 1
     )
     for overlap in (False, True):
         for budget, prefix_cache in ((7, False), (64, True)):
@@ -377,7 +380,7 @@ def test_a_book_ends_whole_whatever_is_kept_hit_and_cut(
             assert at < first and first + wanted <= min(at + count + 1, length)
             empty = np.zeros((wanted, 0))
             piece = PromptSlice(
-                book=book,
+                prompt_store=book,
                 first=first,
                 logprobs=truth[first : first + wanted],
                 top_ids=empty,

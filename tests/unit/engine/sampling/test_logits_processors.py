@@ -68,7 +68,7 @@ def choose_many(
         vocab_size=logits_NV.shape[1],
         device=CPU,
         shaping=shaping,
-        told_N=np.asarray([s.top_logprobs for s in of]),
+        num_top_N=np.asarray([s.top_logprobs for s in of]),
         rows_at_once=3,
     )
     back = [n for n in places if looks_back(of[n])]

@@ -131,7 +131,7 @@ def all_rules(count: int) -> Rules:
         vocab_size=VOCAB,
         device=CPU,
         shaping=make_shaping(range(count), [(s, (1, 2))] * count, device=CPU),
-        told_N=(full * 20).astype(np.int64),
+        num_top_N=(full * 20).astype(np.int64),
     )
 
 

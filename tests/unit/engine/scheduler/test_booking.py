@@ -32,10 +32,10 @@ class TellingDevice(FakeDevice):
             for place, (row, position) in enumerate(
                 zip(step.sample_rows.tolist(), positions, strict=True)
             )
-            if rows.told_R[row]
+            if rows.num_top_R[row]
         }
         broken = [np.nan if position == self.breaks_at else 0.0 for position in positions]
-        return replace(sampled, told=told, raw_logprobs=np.asarray(broken, np.float32))
+        return replace(sampled, top_logprobs=told, raw_logprobs=np.asarray(broken, np.float32))
 
 
 def run(requests: list[Request], breaks_at: int | None) -> list[TokenChunk]:

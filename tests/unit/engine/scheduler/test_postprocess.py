@@ -10,7 +10,12 @@ import pytest
 
 from gyre.core.records import Partial, Request, Sampling
 from gyre.engine.kv_cache.prompt_logprobs import PromptSlice
-from gyre.engine.scheduler.postprocess import advance, book, end_complete_partials, end_request
+from gyre.engine.scheduler.postprocess import (
+    advance,
+    commit_tokens,
+    end_complete_partials,
+    end_request,
+)
 from gyre.engine.scheduler.scheduler import schedule
 from gyre.engine.scheduler.sequence import Sequence, sequences_of
 from gyre.engine.scheduler.state import SchedulerState
@@ -85,7 +90,7 @@ class Bench:
         return step
 
     def book(self, step: Step, sampled: SampledTokens, text_stop=never):
-        chunks = book(self.state, step, sampled, text_stop=text_stop)
+        chunks = commit_tokens(self.state, step, sampled, text_stop=text_stop)
         self.state.check()
         return chunks
 
@@ -143,7 +148,7 @@ def test_what_was_computed_for_one_that_has_ended_is_dropped() -> None:
         ids = {place: np.asarray([first + place, 50]) for place in range(3)}
         return {
             "supports": ids,
-            "told": {
+            "top_logprobs": {
                 place: (np.append(held, 60), np.asarray([-1.0, -2.0, -3.0]))
                 for place, held in ids.items()
             },
@@ -160,8 +165,10 @@ def test_what_was_computed_for_one_that_has_ended_is_dropped() -> None:
             and bench.state.rows.chosen(sequence.row).tokens.tolist() == tokens
         )
         assert [ids.tolist() for ids in sequence.supports] == [[first, 50] for first in supports]
-        assert [ids.tolist() for ids, _ in sequence.told] == [[first, 50] for first in supports]
-        assert [logprobs.tolist() for _, logprobs in sequence.told] == [[-1.0, -2.0]] * 2
+        assert [ids.tolist() for ids, _ in sequence.top_logprobs] == [
+            [first, 50] for first in supports
+        ]
+        assert [logprobs.tolist() for _, logprobs in sequence.top_logprobs] == [[-1.0, -2.0]] * 2
 
 
 def test_a_completion_ends_with_any_of_its_stop_ids_or_at_its_length() -> None:
@@ -223,7 +230,10 @@ def test_values_that_are_not_finite_end_a_completion_without_its_last_token(
     name: str, value: float
 ) -> None:
     bench = Bench(make("a", chunk_tokens=0, top_k=2, top_logprobs=1), make("b", chunk_tokens=0))
-    held = {"supports": {0: np.asarray([9])}, "told": {0: (np.asarray([5]), np.asarray([-1.0]))}}
+    held = {
+        "supports": {0: np.asarray([9])},
+        "top_logprobs": {0: (np.asarray([5]), np.asarray([-1.0]))},
+    }
     bench.step(1, 1, **held)
     bench.step(2, 2, **held)
     pages = bench.state.rows.pages_of(0).copy()
@@ -245,10 +255,14 @@ def test_values_that_are_not_finite_end_a_completion_without_its_last_token(
 
 
 def piece_for(sequence: Sequence, *logprobs: float) -> PromptSlice:
-    assert sequence.book is not None
+    assert sequence.prompt_store is not None
     none = np.zeros((len(logprobs), 0), np.int32)
     return PromptSlice(
-        book=sequence.book, first=1, logprobs=np.asarray(logprobs), top_ids=none, top_logprobs=none
+        prompt_store=sequence.prompt_store,
+        first=1,
+        logprobs=np.asarray(logprobs),
+        top_ids=none,
+        top_logprobs=none,
     )
 
 
@@ -269,7 +283,7 @@ def test_a_prompt_that_the_model_broke_on_is_noticed_at_the_first_token(
         assert chunk.prompt_logprobs.logprobs.tolist() == [0.0, -1.0, -2.0, -3.0, -4.0]
         assert not bench.state.rows.scored_R.any(), "it is looked over once"
     else:
-        assert chunk.prompt_logprobs is None and sequence.book is None
+        assert chunk.prompt_logprobs is None and sequence.prompt_store is None
 
 
 def test_a_token_that_is_not_finite_ends_a_completion_whose_prompt_was_sound() -> None:

@@ -90,7 +90,7 @@ def test_a_request_becomes_n_completions_that_stop_at_its_ids_and_those_of_the_m
         len(part)
         for part in (nothing.tokens, nothing.logprobs, nothing.raw_logprobs, nothing.versions)
     } == {0}
-    assert (first.emitted, first.told_from, first.hits_given_up, first.lost_tokens) == (0, 0, 0, 0)
+    assert (first.emitted, first.top_from, first.hits_given_up, first.lost_tokens) == (0, 0, 0, 0)
     assert len({one.key for one in sequences}) == 3
 
 
@@ -135,7 +135,7 @@ def test_a_given_beginning_is_where_its_completion_goes_on() -> None:
         second.known_tokens().tolist() == [0, 1, 2, 0, 1]
         and second.known_tokens().dtype == np.int32
     )
-    assert (second.emitted, second.told_from) == (2, 2) and second.book is None
+    assert (second.emitted, second.top_from) == (2, 2) and second.prompt_store is None
     assert [ids.tolist() for ids in second.supports] == [[7, 8], [9]]
     dtypes = {
         name: getattr(second.chosen, name).dtype
@@ -151,15 +151,15 @@ def test_a_given_beginning_is_where_its_completion_goes_on() -> None:
         100,
         101,
     ]
-    assert first.book is not None and first.book is third.book
-    assert first.book.num_tokens == PROMPT and first.book.best == 2
+    assert first.prompt_store is not None and first.prompt_store is third.prompt_store
+    assert first.prompt_store.num_tokens == PROMPT and first.prompt_store.best == 2
     assert first.emitted == third.emitted == 0 and first.supports == []
 
 
 def test_an_empty_beginning_is_none() -> None:
     request = replace(make(top_k=5, prompt_logprobs=0), partials=(given(0, 0, []),))
     (sequence,) = begin(request)
-    assert sequence.book is not None and sequence.emitted == 0 and sequence.supports == []
+    assert sequence.prompt_store is not None and sequence.emitted == 0 and sequence.supports == []
 
 
 def test_what_truncation_left_of_a_beginning_counts_only_where_the_rest_truncates() -> None:
@@ -183,9 +183,9 @@ def test_each_chosen_token_goes_out_once_with_all_that_belongs_to_it() -> None:
     (sequence,) = begin(make(top_k=5, top_logprobs=2))
     supports = [np.asarray([at, at + 10]) for at in range(4)]
     told = [(np.asarray([at, at + 1]), np.asarray([-at, -at - 0.5])) for at in range(4)]
-    sequence.supports, sequence.told = supports[:1], told[:1]
+    sequence.supports, sequence.top_logprobs = supports[:1], told[:1]
     one = make_chunk(sequence, chose(1), None)
-    sequence.supports, sequence.told = supports, told
+    sequence.supports, sequence.top_logprobs = supports, told
     rest = make_chunk(sequence, chose(4), "length", "why")
     assert [(chunk.tokens.tolist(), chunk.finish, chunk.reason) for chunk in (one, rest)] == [
         ([0], None, ""),
@@ -216,17 +216,17 @@ def test_what_was_not_asked_for_is_not_told() -> None:
 
 def enter(sequence: Sequence, targets: int) -> None:
     """Enter the log-probs of the prompt's first targets, which begin at token 1."""
-    assert sequence.book is not None
+    assert sequence.prompt_store is not None
     numbers = np.arange(1, 1 + targets, dtype=np.float32)
     ids = np.zeros((targets, 0), np.int32)
     piece = PromptSlice(
-        book=sequence.book,
+        prompt_store=sequence.prompt_store,
         first=1,
         logprobs=-numbers,
         top_ids=ids,
         top_logprobs=ids.astype(np.float32),
     )
-    sequence.book.enter(piece, 4)
+    sequence.prompt_store.enter(piece, 4)
 
 
 def test_prompt_logprobs_go_out_once_beside_the_first_token() -> None:
@@ -254,7 +254,7 @@ def test_prompt_logprobs_with_gaps_go_out_with_no_sound_token(finish, is_fault: 
     else:
         assert (
             make_chunk(sequence, chose(1), finish).prompt_logprobs is None
-            and sequence.book is not None
+            and sequence.prompt_store is not None
         )
 
 
