@@ -7,7 +7,7 @@ breaks it: `failure` says so at once, so that nothing queued behind touches it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 
 from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import EngineRefused, InputError
+from gyre.core.events import Emit
 from gyre.core.records import Tier, TokenChunk
 from gyre.engine.config import EngineConfig, plan_rates, scoring_bytes
 from gyre.engine.kv_cache.host_pool import HostKv
@@ -62,7 +63,7 @@ class CoreWorker:
         config: EngineConfig,
         tokenizer: Decodes | None,
         *,
-        emit: Callable[..., None],
+        emit: Emit,
         device: torch.device,
         dtype: torch.dtype,
         version: int,

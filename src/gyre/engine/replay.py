@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from gyre.core.events import Emit
 from gyre.core.records import TokenChunk
 from gyre.engine.config import EngineConfig
 from gyre.engine.core_worker import CoreWorker
@@ -23,7 +24,7 @@ def replay(
     *,
     load: Callable[[int], None],
     tokenizer: Decodes | None = None,
-    emit: Callable[..., None],
+    emit: Emit,
 ) -> Iterator[TokenChunk]:
     """Yield what comes out of the engine. `load(version)` writes the weights of a version into the
     decoder, in place; it is called before the first step on them. CoreFailed where the engine
@@ -46,9 +47,7 @@ def replay(
         yield from worker.play([] if isinstance(entry, Move) else [entry]).chunks
 
 
-def _start(
-    start: Start, decoder: Decoder, tokenizer: Decodes | None, emit: Callable[..., None]
-) -> CoreWorker:
+def _start(start: Start, decoder: Decoder, tokenizer: Decodes | None, emit: Emit) -> CoreWorker:
     fixed = {"num_pages": start.num_pages, "journal": False, "disk_folder": None}
     worker = CoreWorker(
         decoder,
