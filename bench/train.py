@@ -74,7 +74,7 @@ PARTS = {  # of kernel names; the first that fits counts
     "products": ("nvjet", "gemm", "cutlass", "cublas", "splitk"),
     "adamw": ("_adamw", "kOptimizerStatic8bit"),
     "loss head": ("_statistics", "_gradient"),
-    "8-bit operands": ("_largest", "_quantise", "_transposed"),
+    "8-bit operands": ("_largest", "_quantize", "_transposed"),
     "norm": ("_norm",),
     "heads": ("_heads",),
     "silu": ("_silu",),
@@ -257,8 +257,8 @@ def layers_alone(actor: TrainedModel, chunk: MicroBatch) -> Callable[[], None]:
         stream_TE = x_TE.detach().requires_grad_()
         for index, layer in enumerate(decoder.layers):
             assert isinstance(layer, Layer)
-            lean = functools.partial(layer, lean=checkpointing == "selective")
-            through = layer.replayed if checkpointing == "full" else lean
+            partial = functools.partial(layer, selective=checkpointing == "selective")
+            through = layer.replayed if checkpointing == "full" else partial
             stream_TE = through(index, stream_TE, *tables, attend, None, float8=float8)
         stream_TE.backward(grad_TE)
 

@@ -49,7 +49,7 @@ from gyre.planner.memory_model.peaks import TrainingJob, train_moments
 from gyre.planner.memory_model.states import Layout
 from gyre.planner.model_zoo import model_numbers
 from gyre.trainer.config import TrainerConfig
-from gyre.trainer.metrics.profiler import Work, summarise, works_of
+from gyre.trainer.metrics.profiler import Work, summarize, works_of
 from gyre.trainer.trainer import NativeTrainer
 from ranks import Ranks, RanksFailed, Tell, print_line, settle, timed
 from record import RECORDS, circumstances, parser, say
@@ -403,7 +403,7 @@ def traced(group: RankGroup, trainer: NativeTrainer, batch: TrainBatch) -> dict[
     ) as profiled:
         wall_s = timed(group, functools.partial(trainer.step_now, batch))
     works = works_of(profiled.events() or [], on_cuda=on_cuda)
-    told = summarise(works, wall_s=wall_s)
+    told = summarize(works, wall_s=wall_s)
     shares = group.share(told["exposed_s"] / wall_s)
     return {
         "exposed_share": round(max(shares), 4),

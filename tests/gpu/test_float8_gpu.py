@@ -22,7 +22,7 @@ from gyre.core.errors import ConfigError
 from gyre.core.records import Checkpointing, Projection
 from gyre.kernels import float8
 from gyre.kernels.attention import PackedLayout, varlen_attention
-from gyre.kernels.float8 import CAPABILITY, E4M3, E5M2, quantise, transposed
+from gyre.kernels.float8 import CAPABILITY, E4M3, E5M2, quantize, transposed
 from gyre.kernels.linear import OutputGradient, linear
 from gyre.kernels.logprobs import token_logprobs
 from gyre.models.decoder import NOTHING, Decoder
@@ -51,12 +51,12 @@ def test_operands_are_those_of_torch_s_operations(shape, dtype):
     x_NK = (torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * 3.0).to(dtype)
     for kind in (E4M3, E5M2):
         found, want = (
-            quantise(x.contiguous(), kind, rows=True, columns=True) for x in (x_NK.to(GPU), x_NK)
+            quantize(x.contiguous(), kind, rows=True, columns=True) for x in (x_NK.to(GPU), x_NK)
         )
         assert found.amax.item() == want.amax.item() and found.inverse.item() == want.inverse.item()
         assert torch.equal(bits(found.rows_NK), bits(want.rows_NK))
         assert torch.equal(bits(found.columns_KM), bits(want.columns_KM))
-        again = quantise(x_NK.to(GPU), kind, columns=True, amax=found.amax)
+        again = quantize(x_NK.to(GPU), kind, columns=True, amax=found.amax)
         assert again.rows_NK is None and torch.equal(bits(again.columns_KM), bits(want.columns_KM))
     if shape[0] % 16 == 0:
         assert torch.equal(bits(transposed(found.rows_NK)), bits(want.rows_NK.t().contiguous()))

@@ -47,7 +47,7 @@ KEPT = json.loads((HERE / "losses.json").read_text())
 CONFIG = TypeAdapter(ObjectiveConfig)
 COLUMNS = {
     "old_logprobs_N": "old",
-    "behaviour_logprobs_N": "behaviour",
+    "behavior_logprobs_N": "behaviour",
     "advantages_N": "advantages",
     "entropy_N": "entropy",
     "old_values_N": "old_values",

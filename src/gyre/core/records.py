@@ -23,7 +23,7 @@ Which = Literal["policy", "reference", "critic", "reward"]
 # what a training pass keeps of each layer: least with "full"
 Checkpointing = Literal["none", "selective", "full"]
 Projection = Literal["qkv", "out", "gate_up", "down"]  # the matrices of a decoder layer
-# what the optimiser keeps of its two moments: floats, or a code and a scale
+# what the optimizer keeps of its two moments: floats, or a code and a scale
 Moments = Literal["float32", "8_bit"]
 # what a layer's matrix products multiply: the compute dtype, or 8-bit floats
 Matmul = Literal["same", "fp8"]
@@ -243,7 +243,7 @@ class TrainSequence:
     """One sequence to train on or to evaluate, unpacked.
 
     `columns` are per-token arrays of length T by the column convention, for example loss_mask
-    (bool), advantages, logprobs (behaviour), policy_logprobs (the trainer's, before the step),
+    (bool), advantages, logprobs (behavior), policy_logprobs (the trainer's, before the step),
     reference_logprobs, values, returns. `scalars` are per sequence.
     """
 
@@ -282,7 +282,7 @@ class StepReport:
     version: int  # policy version after it
     metrics: Mapping[str, float]
     num_tokens: int  # tokens trained on, padding not counted
-    num_updates: int  # optimiser steps taken
+    num_updates: int  # optimizer steps taken
     # metrics that the machine decides
     measured: Mapping[str, float] = field(default_factory=dict, compare=False)
 

@@ -43,7 +43,7 @@ class FailureDetector:
         self._operation, self._inside = 0, False
         self._beat, self._next_beat = 0, 0.0
         # its last sign of life, and when the next is overdue
-        self._neighbour, self._neighbour_until = "", math.inf
+        self._neighbor, self._neighbor_until = "", math.inf
         self.broken = ""  # why no collective of this group may run any more
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="fault-board", daemon=True)
@@ -117,7 +117,7 @@ class FailureDetector:
                 self._live()
                 if not inside:
                     continue
-                self._look_at_neighbour(operation)
+                self._check_neighbor(operation)
                 with self._lock:
                     failed = self._store.check([f"{operation}"])
             except RuntimeError as error:
@@ -139,7 +139,7 @@ class FailureDetector:
             with self._lock:
                 self._store.set(f"life/{self._rank}", f"{self._beat}")
 
-    def _look_at_neighbour(self, operation: int) -> None:
+    def _check_neighbor(self, operation: int) -> None:
         """Report the next rank when its heartbeats have stopped for too long."""
         rank = (self._rank + 1) % self._size
         with self._lock:
@@ -148,9 +148,9 @@ class FailureDetector:
                 if self._store.check([f"life/{rank}"])
                 else ""
             )
-        if seen != self._neighbour or self._neighbour_until == math.inf:
-            self._neighbour, self._neighbour_until = seen, time.monotonic() + LIFE_S
-        elif time.monotonic() > self._neighbour_until:
+        if seen != self._neighbor or self._neighbor_until == math.inf:
+            self._neighbor, self._neighbor_until = seen, time.monotonic() + LIFE_S
+        elif time.monotonic() > self._neighbor_until:
             entry = json.dumps(
                 {"message": f"no sign of life for {LIFE_S:g} s; its process is gone", "own": True}
             )

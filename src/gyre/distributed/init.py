@@ -28,7 +28,7 @@ GRACE_S = 5.0  # how long lost ranks look for one that has a cause to tell
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:
-    """This process's rank, the world size and the rendezvous."""
+    """Rank of this process, the world size and the rendezvous."""
 
     rank: int
     world_size: int

@@ -69,7 +69,7 @@ class ModelSharding:
 
     @property
     def rank(self) -> int:
-        """This rank's index among those that hold the weights together."""
+        """Index of this rank among those that hold the weights together."""
         return self.mesh.shard.rank if self.shards_weights else 0
 
 

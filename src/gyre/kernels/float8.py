@@ -31,7 +31,7 @@ CAPABILITY = (8, 9)  # of the first CUDA devices that multiply 8-bit floats
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
+class Quantized:
     """An operand in 8 bits: its value is data × inverse."""
 
     rows_NK: Tensor | None  # where it was asked for
@@ -122,20 +122,20 @@ def largest(x_NK: Tensor) -> Tensor:
     return torch.maximum(high, -low).float()
 
 
-def quantise(
+def quantize(
     x_NK: Tensor,
     dtype: torch.dtype,
     *,
     rows: bool = False,
     columns: bool = False,
     amax: Tensor | None = None,
-) -> Quantised:
+) -> Quantized:
     """Scale by format's largest / amax and round, as rows, as columns or both. `amax` where it is
     known already."""
     amax = largest(x_NK) if amax is None else amax
     if (kernels := _kernels(x_NK)) and x_NK.numel():
-        return Quantised(
-            *kernels.quantise(x_NK.contiguous(), amax, dtype, rows=rows, columns=columns), amax
+        return Quantized(
+            *kernels.quantize(x_NK.contiguous(), amax, dtype, rows=rows, columns=columns), amax
         )
     most, scale = torch.finfo(dtype).max, scale_of(amax, dtype)
     # the clamp is for torch < 2.12, whose cast does not
@@ -144,7 +144,7 @@ def quantise(
     if columns:
         columns_KM = x_NK.new_zeros(x_NK.shape[1], padded(len(x_NK)))
         columns_KM[:, : len(x_NK)] = x_NK.t()
-    return Quantised(x_NK if rows else None, columns_KM, scale.reciprocal(), amax)
+    return Quantized(x_NK if rows else None, columns_KM, scale.reciprocal(), amax)
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
@@ -154,7 +154,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def product(
-    a: Quantised, b: Quantised, *, over: str, dtype: torch.dtype, fast: bool = False
+    a: Quantized, b: Quantized, *, over: str, dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
     """Compute a · bᵀ over the operands' features ("rows"), or aᵀ · b over their rows ("columns").
     `fast` accumulates in fewer bits where supported, as torchao does in the forward pass."""

@@ -19,11 +19,11 @@ from gyre.kernels.float8 import (
     E5M2,
     Amax,
     Float8Weight,
-    Quantised,
+    Quantized,
     largest,
     multiply,
     product,
-    quantise,
+    quantize,
     transposed,
 )
 
@@ -47,7 +47,7 @@ def linear(
         if onto_TO is not None:
             return torch.addmm(onto_TO, x_TI, weight_OI.t()), (None, None)
         return F.linear(x_TI, weight_OI, bias_O), (None, None)
-    x, weight = quantise(x_TI, E4M3, rows=True, amax=_found(amax)), _weight_rows(weight_OI)
+    x, weight = quantize(x_TI, E4M3, rows=True, amax=_found(amax)), _weight_rows(weight_OI)
     y_TO = product(x, weight, over="rows", dtype=x_TI.dtype, fast=True)
     more = bias_O if onto_TO is None else onto_TO
     return y_TO if more is None else y_TO.add_(more), (x.amax, weight.amax)
@@ -69,7 +69,7 @@ class OutputGradient:
         self._grad_TO, (self._x_amax, self._weight_amax) = grad_TO, amaxes
         self._grad = None
         if self._x_amax is not None:
-            self._grad = quantise(grad_TO, E5M2, rows=True, columns=True, amax=_found(amax))
+            self._grad = quantize(grad_TO, E5M2, rows=True, columns=True, amax=_found(amax))
 
     def of_input(self, weight_OI: Tensor) -> Tensor:
         if self._grad is None:
@@ -83,7 +83,7 @@ class OutputGradient:
     def of_weight(self, x_TI: Tensor) -> Tensor:
         if self._grad is None:
             return self._grad_TO.t() @ x_TI
-        x = quantise(x_TI, E4M3, columns=True, amax=self._x_amax)
+        x = quantize(x_TI, E4M3, columns=True, amax=self._x_amax)
         return product(self._grad, x, over="columns", dtype=self._grad_TO.dtype)
 
 
@@ -91,15 +91,15 @@ def _found(amax: Amax | None) -> Tensor | None:
     return None if amax is None else amax.found
 
 
-def _weight_rows(weight_OI: Tensor) -> Quantised:
+def _weight_rows(weight_OI: Tensor) -> Quantized:
     if isinstance(weight_OI, Float8Weight):
-        return Quantised(weight_OI.data_OI, None, weight_OI.inverse, weight_OI.amax)
-    return quantise(weight_OI, E4M3, rows=True)
+        return Quantized(weight_OI.data_OI, None, weight_OI.inverse, weight_OI.amax)
+    return quantize(weight_OI, E4M3, rows=True)
 
 
 def _weight_columns(weight_OI: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     if isinstance(weight_OI, Float8Weight):
         return transposed(weight_OI.data_OI), weight_OI.inverse
-    weight = quantise(weight_OI, E4M3, columns=True, amax=amax)
+    weight = quantize(weight_OI, E4M3, columns=True, amax=amax)
     assert weight.columns_KM is not None
     return weight.columns_KM, weight.inverse

@@ -25,7 +25,7 @@ from gyre.launch.factories import (
     refuse_reward_model,
 )
 from gyre.runconfig import RunConfig
-from gyre.text.detokenizer import Detokeniser
+from gyre.text.detokenizer import Detokenizer
 from gyre.text.render import render_prompt
 
 Write = Callable[[str], None]
@@ -124,7 +124,7 @@ class Conversation:
         self._number += 1
         seed = derive_seed(self._seed, self._number)
         request = Request(request_id=str(self._number), tokens=tokens, sampling=sampling, seed=seed)
-        words, pieces = Detokeniser(self._policy.tokenizer, skip_special=True), []
+        words, pieces = Detokenizer(self._policy.tokenizer, skip_special=True), []
         stream = self._engine.submit(request)
         try:
             async for chunk in stream:

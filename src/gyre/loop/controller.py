@@ -88,7 +88,7 @@ class RingConfig:
     # what counts as right; None where no part compares with a right answer
     accuracy: AccuracyMetric | None
     max_failed_share: float  # of a reward part's checks in a step; past it the run stops
-    reward_model: tuple[str, float] | None = None  # (part name, weight) of a learnt reward
+    reward_model: tuple[str, float] | None = None  # (part name, weight) of a learned reward
     restart_engine: bool = False
     window: Window | None = None  # what the engine takes at once; None: everything
 

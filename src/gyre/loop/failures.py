@@ -27,7 +27,7 @@ class RewardFailure:
     checks: int  # of this part, failed or not
 
     def fields(self) -> Mapping[str, object]:
-        """The fields of the event."""
+        """Return the fields of the event."""
         return {
             "what": f"{self.part} {self.outcome}",
             "failure": self.kind,

@@ -19,7 +19,7 @@ from gyre.observability.overlap import Interval, overlap_account
 # rollouts per question to the scorer: enough to be cheap, few enough that all its workers have some
 MAX_BATCH = 128
 # the scorer itself answers at its deadline, with timeouts; the run ends only if not even that comes
-PATIENCE = 1.25
+TIMEOUT_FACTOR = 1.25
 
 
 class Scoring:
@@ -58,11 +58,11 @@ class Scoring:
         """Wait for all scores; the deadline counts from now. Raises DeadlineError."""
         self._ask()
         if self._asked:
-            _, late = await asyncio.wait(self._asked, timeout=self._deadline_s * PATIENCE)
+            _, late = await asyncio.wait(self._asked, timeout=self._deadline_s * TIMEOUT_FACTOR)
             if late:
                 raise DeadlineError(
                     f"{len(late)} of {len(self._asked)} questions to the rewards had no answer "
-                    f"{self._deadline_s * PATIENCE:g} s after the last rollout; owner: "
+                    f"{self._deadline_s * TIMEOUT_FACTOR:g} s after the last rollout; owner: "
                     "loop.scoring",
                     hint="raise rollout.reward_deadline_s, or lower the limits of the slow reward",
                 )

@@ -88,13 +88,13 @@ class Layer(nn.Module):
         attend: Attend,
         rows_N: Tensor | None,
         *,
-        lean: bool = False,
-        again: bool = False,
+        selective: bool = False,
+        recompute: bool = False,
         float8: frozenset[Projection] = NOTHING,
     ) -> Tensor:
-        """Return the residual stream after the layer, of `rows_N` only where given. `lean`, `again`
-        and `float8` as in blocks."""
-        spec, turned = self.spec, RecomputeQK() if lean else None
+        """Return the residual stream after the layer, of `rows_N` only where given. `selective`,
+        `recompute` and `float8` as in blocks."""
+        spec, turned = self.spec, RecomputeQK() if selective else None
         x_TE, q_THD, k_TKD, v_TKD = attention_inputs(
             x_TE,
             self.attn_norm.weight,
@@ -106,7 +106,7 @@ class Layer(nn.Module):
             sin_T1D,
             heads=(spec.num_heads, spec.num_kv_heads),
             eps=spec.norm_eps,
-            lean=turned,
+            recompute_qk=turned,
             float8=float8,
         )
         with turned.hooks(q_THD, k_TKD) if turned else contextlib.nullcontext():
@@ -121,8 +121,8 @@ class Layer(nn.Module):
             self.gate_up.weight,
             self.down.weight,
             eps=spec.norm_eps,
-            lean=lean,
-            again=again,
+            selective=selective,
+            recompute=recompute,
             float8=float8,
         )
 
@@ -143,7 +143,7 @@ class Layer(nn.Module):
             (cos_T1D, sin_T1D, attend, rows_N),
         )
         with RecomputeLayer(
-            lambda: self(index, input_TE, *rest, again=True, float8=float8)
+            lambda: self(index, input_TE, *rest, recompute=True, float8=float8)
         ).hooks():
             return self(index, x_TE, *rest, float8=float8)
 
@@ -204,11 +204,11 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             inputs = index, x_TE, cos_T1D, sin_T1D, attend, rows_N if index == last else None
-            lean = checkpointing == "selective"
+            selective = checkpointing == "selective"
             x_TE = (
                 layer.replayed(*inputs, float8=float8)
                 if full
-                else layer(*inputs, lean=lean, float8=float8)
+                else layer(*inputs, selective=selective, float8=float8)
             )
         return rms_norm(x_TE, self.final_norm.weight, self.spec.norm_eps)
 

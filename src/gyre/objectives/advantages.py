@@ -82,14 +82,14 @@ def advantages(
     """Compute one advantage per sample, group by group. `token_counts` weighs samples under scale =
     "batch_std" (REINFORCE++ normalizes over tokens); without it each sample counts once. All-equal
     groups get exactly 0 wherever there is a group baseline."""
-    centred = [_centre(config, np.asarray(rewards_G, dtype=np.float64)) for rewards_G in rewards]
+    centered = [_center(config, np.asarray(rewards_G, dtype=np.float64)) for rewards_G in rewards]
     if config.scale != "batch_std":
-        return centred
+        return centered
     weights = [
         np.ones(len(c)) if token_counts is None else np.asarray(token_counts[i])
-        for i, c in enumerate(centred)
+        for i, c in enumerate(centered)
     ]
-    return whiten(centred, weights)
+    return whiten(centered, weights)
 
 
 def equal_groups(rewards: Sequence[np.ndarray]) -> list[int]:
@@ -211,7 +211,7 @@ def _num_bounded(config: GrpoConfig | PpoConfig, sample: Sample) -> int:
     return int((np.abs(kl_C) > config.kl_clamp).sum())
 
 
-def _centre(config: GrpoConfig, rewards_G: np.ndarray) -> np.ndarray:
+def _center(config: GrpoConfig, rewards_G: np.ndarray) -> np.ndarray:
     """Subtract the baseline within a group; divide by its standard deviation when the variant does.
 
     group_mean: Shao et al. 2024, arXiv 2402.03300, section 4.1.2 (standard deviation with G - 1, as
@@ -219,16 +219,16 @@ def _centre(config: GrpoConfig, rewards_G: np.ndarray) -> np.ndarray:
     """
     size = len(rewards_G)
     if config.baseline == "none":
-        centred = rewards_G
+        centered = rewards_G
     elif size < 2 or np.ptp(rewards_G) == 0.0:
         return np.zeros(size)
     elif config.baseline == "group_mean":
-        centred = rewards_G - rewards_G.mean()
+        centered = rewards_G - rewards_G.mean()
     else:
-        centred = (rewards_G - rewards_G.mean()) * (size / (size - 1))
+        centered = (rewards_G - rewards_G.mean()) * (size / (size - 1))
     if config.scale != "group_std" or size < 2:
-        return centred
-    return centred / (rewards_G.std(ddof=1) + EPSILON)
+        return centered
+    return centered / (rewards_G.std(ddof=1) + EPSILON)
 
 
 def _without_critic(
@@ -246,10 +246,10 @@ def _without_critic(
     per_token: list[np.ndarray] = [np.empty(0)] * len(samples)
     for group in members:
         if config.baseline == "none":
-            values = _centre(config, np.array([samples[i].score for i in group], dtype=np.float64))
+            values = _center(config, np.array([samples[i].score for i in group], dtype=np.float64))
             later = [np.cumsum(penalties[i][::-1])[::-1] for i in group]
         else:
-            values = _centre(
+            values = _center(
                 config,
                 np.array([samples[i].score - penalties[i].sum() for i in group], dtype=np.float64),
             )

@@ -37,7 +37,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # Liu et al. 2025, arXiv 2503.20783, section 3.2: neither division by the standard deviation
         # nor by the length
         "dr_grpo": {**_GROUP, **_CLIPPED, "scale": "none", "aggregation": "fixed_length"},
-        # Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7: one length-normalised ratio per sequence
+        # Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7: one length-normalized ratio per sequence
         "gspo": {
             **_GROUP,
             **_CLIPPED,
@@ -56,7 +56,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "scale": "none",
             "aggregation": "token",
         },
-        # Hu et al. 2025, arXiv 2501.03262: no group; KL in the reward, normalised over the whole
+        # Hu et al. 2025, arXiv 2501.03262: no group; KL in the reward, normalized over the whole
         # batch's tokens
         "reinforce_pp": {
             **_GROUP,

@@ -35,7 +35,7 @@ def policy_loss(config: PolicyConfig, inputs: LossInputs) -> tuple[Tensor, dict[
     ratio_N = log_ratio_N.exp()
     surrogate_N = surrogate(config, ratio_N, logprobs_N, inputs.advantages_N)
     loss_N, correction = _corrected(config, inputs, surrogate_N)
-    loss_N, extras = _regularised(config, inputs, loss_N, old_N)
+    loss_N, extras = _regularized(config, inputs, loss_N, old_N)
     weights_N = terms.aggregation_weights(config.aggregation, index_N, counts_S, loss_N.dtype)
     loss = (weights_N * loss_N).sum()
     mass = terms.aggregation_mass(config.aggregation, counts_S, config.fixed_length_tokens)
@@ -77,10 +77,10 @@ def _old_logprobs(config: PolicyConfig, inputs: LossInputs) -> Tensor:
     unchanged since the batch."""
     assert inputs.logprobs_N is not None
     if config.ratio_base == "engine":
-        assert inputs.behaviour_logprobs_N is not None, (
-            "ratio_base = 'engine' needs behaviour_logprobs_N"
+        assert inputs.behavior_logprobs_N is not None, (
+            "ratio_base = 'engine' needs behavior_logprobs_N"
         )
-        return inputs.behaviour_logprobs_N
+        return inputs.behavior_logprobs_N
     return inputs.logprobs_N.detach() if inputs.old_logprobs_N is None else inputs.old_logprobs_N
 
 
@@ -94,11 +94,11 @@ def _corrected(
     rejects = config.rejection_level != "none"
     if not weighs and not rejects:
         return loss_N, {}
-    assert inputs.behaviour_logprobs_N is not None, (
-        "engine corrections need behaviour_logprobs_N; set tis_cap = 0 and rejection_level = "
+    assert inputs.behavior_logprobs_N is not None, (
+        "engine corrections need behavior_logprobs_N; set tis_cap = 0 and rejection_level = "
         "'none' to go without"
     )
-    log_ratio_N = _trainer_logprobs(inputs) - inputs.behaviour_logprobs_N
+    log_ratio_N = _trainer_logprobs(inputs) - inputs.behavior_logprobs_N
     spread = log_ratio_N, inputs.sequence_index_N, inputs.target_counts_S
     weights_N, sums = torch.ones_like(loss_N), {}
     if weighs:
@@ -128,7 +128,7 @@ def _trainer_logprobs(inputs: LossInputs) -> Tensor:
     return inputs.logprobs_N.detach() if inputs.old_logprobs_N is None else inputs.old_logprobs_N
 
 
-def _regularised(
+def _regularized(
     config: PolicyConfig, inputs: LossInputs, loss_N: Tensor, old_N: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Add the KL to the reference and the entropy bonus, and measure both. The engine correction
@@ -191,11 +191,11 @@ def _gap_sums(inputs: LossInputs) -> dict[str, Tensor]:
     when both agree. `logprob_gap_mult` is the mean of exp |difference|, the form of published
     thresholds. The part where the trainer is above, and the share of large gaps, indicate the cause
     (`observability.mismatch`)."""
-    if inputs.behaviour_logprobs_N is None:
+    if inputs.behavior_logprobs_N is None:
         return {}
     with torch.no_grad():
         trainer_N = _trainer_logprobs(inputs)
-        signed_N = terms.log_ratio(trainer_N, inputs.behaviour_logprobs_N)
+        signed_N = terms.log_ratio(trainer_N, inputs.behavior_logprobs_N)
         gap_N = signed_N.abs()
         return {
             "logprob_gap": terms.mean_sum(gap_N),
@@ -203,6 +203,6 @@ def _gap_sums(inputs: LossInputs) -> dict[str, Tensor]:
             "logprob_gap_above": terms.mean_sum(signed_N.clamp(min=0.0)),
             "logprob_gap_large_fraction": terms.mean_sum((gap_N > LARGE_GAP).float()),
             "engine_kl": terms.mean_sum(
-                terms.kl_estimate("k3", inputs.behaviour_logprobs_N, trainer_N)
+                terms.kl_estimate("k3", inputs.behavior_logprobs_N, trainer_N)
             ),
         }

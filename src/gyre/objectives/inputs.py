@@ -29,7 +29,7 @@ class LossInputs:
 
     # grpo, ppo
     advantages_N: Tensor | None = None
-    behaviour_logprobs_N: Tensor | None = None  # column "logprobs": what the engine sampled with
+    behavior_logprobs_N: Tensor | None = None  # column "logprobs": what the engine sampled with
     # column "old_logprobs"; None: the policy has not moved, old = logprobs_N
     old_logprobs_N: Tensor | None = None
     reference_logprobs_N: Tensor | None = None  # column "reference_logprobs"; dpo too

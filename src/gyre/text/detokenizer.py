@@ -14,7 +14,7 @@ from gyre.text.tokenizer import Tokenizer
 _MAX_HELD_TOKENS = 4  # a UTF-8 character has at most 4 bytes, a byte token at least one of them
 
 
-class Detokeniser:
+class Detokenizer:
     """Text of one completion, incrementally."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:

@@ -39,7 +39,7 @@ PLAIN_TEMPLATE = (
 )
 
 # How Qwen2 cuts text. transformers ≥ 5 reads any tokenizer.json beside a config.json of model_type
-# "qwen2" as a Qwen2Tokenizer, which takes vocabulary and merges from the file, but normaliser and
+# "qwen2" as a Qwen2Tokenizer, which takes vocabulary and merges from the file, but normalizer and
 # cuts from its own code: whatever else the file says is ignored. So a tokenizer for that family is
 # made with these, and all readers agree.
 QWEN2_CUTS = (

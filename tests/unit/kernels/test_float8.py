@@ -16,7 +16,7 @@ from gyre.kernels.float8 import (
     Float8Weight,
     largest,
     product,
-    quantise,
+    quantize,
     transposed,
     why_not,
 )
@@ -52,7 +52,7 @@ def torchao_linear(weight_OI: Tensor, bias_O: Tensor | None = None) -> Any:
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_rounding_loses_half_a_step_at_most(dtype, scale):
     x_NK = random(37, 48, seed=0, scale=scale, dtype=torch.float32)
-    found = quantise(x_NK, dtype, rows=True, columns=True)
+    found = quantize(x_NK, dtype, rows=True, columns=True)
     assert found.rows_NK is not None and found.columns_KM is not None
     back_NK = found.rows_NK.float() * found.inverse
     smallest = float(found.inverse) * torch.finfo(dtype).smallest_normal
@@ -67,13 +67,13 @@ def test_what_is_not_finite_stays_so():
         x_NK = torch.ones(16, 16)
         x_NK[3, 4] = bad
         found = product(
-            quantise(x_NK, E4M3, rows=True),
-            quantise(torch.ones(16, 16), E4M3, rows=True),
+            quantize(x_NK, E4M3, rows=True),
+            quantize(torch.ones(16, 16), E4M3, rows=True),
             over="rows",
             dtype=torch.float32,
         )
         assert not found[3].isfinite().all()
-    zeros = quantise(torch.zeros(16, 16), E4M3, rows=True)
+    zeros = quantize(torch.zeros(16, 16), E4M3, rows=True)
     assert product(zeros, zeros, over="rows", dtype=torch.float32).eq(0).all()
 
 
@@ -99,7 +99,7 @@ def test_a_layer_and_its_gradients_are_torchao_s_to_the_bit(tokens, bias, dtype)
 
 def test_a_weight_that_came_in_8_bits_is_multiplied_like_one_that_did_not():
     x_TI, weight_OI, grad_TO = random(8, 48, seed=1), random(32, 48, seed=2), random(8, 32, seed=3)
-    rounded = quantise(weight_OI, E4M3, rows=True)
+    rounded = quantize(weight_OI, E4M3, rows=True)
     assert rounded.rows_NK is not None
     gathered = torch.nn.Parameter(
         Float8Weight(rounded.rows_NK, rounded.amax, rounded.inverse, torch.bfloat16)
@@ -144,7 +144,7 @@ def test_who_makes_an_operand_without_triton_leaves_its_largest_number_open():
     assert found[0] == largest(normed_TE)
 
 
-def layer_by(matmul: Any, tokens: int, *, lean: bool = False) -> dict[str, Tensor]:
+def layer_by(matmul: Any, tokens: int, *, selective: bool = False) -> dict[str, Tensor]:
     """Output and gradients of both halves of a layer; `matmul` is "ours", "torchao" or "wide"."""
     hidden, heads, dim, mlp, dtype = 32, (2, 1), 16, 48, torch.float32
     shapes = {
@@ -187,7 +187,9 @@ def layer_by(matmul: Any, tokens: int, *, lean: bool = False) -> dict[str, Tenso
             float8=float8,
         )
         rest = weights["out"], norms[1], weights["gate_up"], weights["down"]
-        y_TE = layer_output(again_TE, q_THD.flatten(1), *rest, eps=1e-6, lean=lean, float8=float8)
+        y_TE = layer_output(
+            again_TE, q_THD.flatten(1), *rest, eps=1e-6, selective=selective, float8=float8
+        )
     y_TE.backward(random(tokens, hidden, seed=30, scale=1e-3, dtype=dtype))
     tensors = {"y": y_TE.detach(), "x": x_TE.grad, "norm": norms[0].grad, "mlp_norm": norms[1].grad}
     return tensors | {name: weight.grad for name, weight in weights.items()}
@@ -210,7 +212,7 @@ def test_a_decoder_layer_is_as_one_of_torchao_s_layers():
 
 
 def test_what_is_made_again_is_rounded_again_to_the_same_numbers():
-    kept, again = layer_by("ours", 21), layer_by("ours", 21, lean=True)
+    kept, again = layer_by("ours", 21), layer_by("ours", 21, selective=True)
     assert all(torch.equal(kept[name], again[name]) for name in kept)
 
 

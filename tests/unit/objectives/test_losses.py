@@ -145,7 +145,7 @@ def test_from_the_engine_the_band_judges_the_current_policy_and_nothing_is_weigh
     plain = GrpoConfig(ratio_base="engine")
     banded = GrpoConfig(ratio_base="engine", rejection_level="token", rejection_band=(0.8, 1.25))
     inputs = chunk_inputs(sequences, old=False)
-    ratio_N = (inputs.logprobs_N - inputs.behaviour_logprobs_N).detach().exp()
+    ratio_N = (inputs.logprobs_N - inputs.behavior_logprobs_N).detach().exp()
     kept_N = (ratio_N >= 0.8) & (ratio_N <= 1.25)
     loss, _ = loss_sum(banded, inputs)
     loss.backward()

@@ -322,10 +322,10 @@ def test_within_the_clip_and_the_bound_nothing_is_counted():
 
 
 def test_a_ratio_to_the_engine_takes_the_engines_logprobs_and_no_weight():
-    inputs = policy_inputs([0.0, 0.0], [1.0, -1.0], behaviour_logprobs_N=[-1.1, -0.9])
+    inputs = policy_inputs([0.0, 0.0], [1.0, -1.0], behavior_logprobs_N=[-1.1, -0.9])
     loss, metrics, _ = worked(GrpoConfig(aggregation="token", ratio_base="engine"), inputs)
     assert loss == pytest.approx(-math.exp(0.1) + math.exp(-0.1)) and "tis_weight" not in metrics
-    with pytest.raises(AssertionError, match="ratio_base = 'engine' needs behaviour_logprobs_N"):
+    with pytest.raises(AssertionError, match="ratio_base = 'engine' needs behavior_logprobs_N"):
         loss_sum(GrpoConfig(ratio_base="engine"), policy_inputs([0.0], [1.0]))
 
 
@@ -347,9 +347,7 @@ def test_the_gap_to_the_engine():
     """The trainer is 1.0 above at one token and 0.5 below at another; a factor of two exactly is no
     large gap."""
     behaviour = [-2.0, -0.5, -1.0 + LOG2]
-    metrics = worked(plain(), policy_inputs([0.3] * 3, [1.0] * 3, behaviour_logprobs_N=behaviour))[
-        1
-    ]
+    metrics = worked(plain(), policy_inputs([0.3] * 3, [1.0] * 3, behavior_logprobs_N=behaviour))[1]
     assert metrics["logprob_gap"] == pytest.approx((1.0 + 0.5 + LOG2) / 3)
     assert metrics["logprob_gap_mult"] == pytest.approx((math.e + math.exp(0.5) + 2.0) / 3)
     assert metrics["logprob_gap_above"] == pytest.approx(1 / 3)
@@ -359,7 +357,7 @@ def test_the_gap_to_the_engine():
         [2],
         logprobs_N=[0.0, 0.0],
         advantages_N=[1.0, 1.0],
-        behaviour_logprobs_N=[-LOG2, -LOG2 - 1e-9],
+        behavior_logprobs_N=[-LOG2, -LOG2 - 1e-9],
     )
     assert worked(plain(), zero)[1]["logprob_gap_large_fraction"] == 0.5
     assert "logprob_gap" not in worked(plain(), policy_inputs([0.0], [1.0]))[1]
@@ -376,7 +374,7 @@ def engine_inputs(log_weights: list[float], lengths=None, **more) -> LossInputs:
         [0.0] * len(log_weights),
         [1.0] * len(log_weights),
         lengths,
-        behaviour_logprobs_N=behaviour,
+        behavior_logprobs_N=behaviour,
         **more,
     )
 
@@ -398,7 +396,7 @@ def test_a_cap_of_one_weighs_and_a_weight_at_the_cap_counts_as_truncated():
 def test_without_corrections_nothing_of_the_engine_is_asked_for():
     metrics = worked(plain(), policy_inputs([0.0], [1.0]))[1]
     assert not {"tis_weight", "tis_ess", "rejected_fraction"} & metrics.keys()
-    with pytest.raises(AssertionError, match="need behaviour_logprobs_N"):
+    with pytest.raises(AssertionError, match="need behavior_logprobs_N"):
         loss_sum(plain(tis_cap=2.0), policy_inputs([0.0], [1.0]))
 
 

@@ -26,7 +26,7 @@ def step_metrics(engine_TV: torch.Tensor, trainer_TV: torch.Tensor, seed: int) -
         sequence_index_N=torch.zeros(len(drawn), dtype=torch.int64),
         target_counts_S=torch.tensor([len(drawn)]),
         logprobs_N=trainer_TV.gather(1, drawn)[:, 0],
-        behaviour_logprobs_N=engine_TV.gather(1, drawn)[:, 0],
+        behavior_logprobs_N=engine_TV.gather(1, drawn)[:, 0],
         advantages_N=torch.ones(len(drawn)),
     )
     return finish_sums(loss_sum(GrpoConfig(), inputs)[1])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from gyre.core.errors import InputError
-from gyre.text.detokenizer import Detokeniser, StopMatcher
+from gyre.text.detokenizer import Detokenizer, StopMatcher
 from gyre.text.render import r1_response, render_example, render_prompt
 from gyre.text.tokenizer import END, Tokenizer, plain_chat
 from unit.text.test_tokenizer import TOKENIZER
@@ -47,7 +47,7 @@ def chunks(ids: list[int], cuts: list[int]) -> list[list[int]]:
 def streamed(
     tokenizer: Tokenizer, pieces: list[list[int]], *, skip_special: bool = False
 ) -> list[str]:
-    detokeniser = Detokeniser(tokenizer, skip_special=skip_special)
+    detokeniser = Detokenizer(tokenizer, skip_special=skip_special)
     return [*(detokeniser.push(piece) for piece in pieces), detokeniser.flush()]
 
 
@@ -68,7 +68,7 @@ def test_pieces_join_to_the_decoded_whole(
 @given(st.text(), st.integers(0, 60))
 def test_text_given_out_is_a_prefix_that_never_changes(text: str, at: int) -> None:
     ids = TOKENIZER.encode(text).tolist()
-    detokeniser = Detokeniser(TOKENIZER)
+    detokeniser = Detokenizer(TOKENIZER)
     given_out = detokeniser.push(ids[:at])
     assert text.startswith(given_out)  # no half character, so no U+FFFD that is not in the text
     assert given_out + detokeniser.push(ids[at:]) == text

@@ -31,13 +31,13 @@ class Float8Kernels:
         return amax
 
     @staticmethod
-    def quantise(
+    def quantize(
         x_NK: Tensor, amax: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """Return rows_NK, columns_KM (None unless requested) and the inverse of the scale."""
         # Triton 3.6 transposes such a tile wrongly: odd features are lost
         if columns and x_NK.dtype == torch.float32:
-            rows_NK, _, inverse = Float8Kernels.quantise(
+            rows_NK, _, inverse = Float8Kernels.quantize(
                 x_NK, amax, dtype, rows=True, columns=False
             )
             assert rows_NK is not None
@@ -50,7 +50,7 @@ class Float8Kernels:
         )
         inverse = torch.empty((), dtype=torch.float32, device=x_NK.device)
         some = rows_NK if rows_NK is not None else columns_KM
-        _quantise[(triton.cdiv(longer, TILE), triton.cdiv(width, TILE))](
+        _quantize[(triton.cdiv(longer, TILE), triton.cdiv(width, TILE))](
             x_NK,
             amax,
             some if rows_NK is None else rows_NK,
@@ -70,7 +70,7 @@ class Float8Kernels:
 
     @staticmethod
     def transposed(data_NK: Tensor) -> Tensor:
-        """Return columns_KM, as `quantise` does."""
+        """Return columns_KM, as `quantize` does."""
         (count, width), longer = data_NK.shape, triton.cdiv(len(data_NK), MULTIPLE) * MULTIPLE
         columns_KM = torch.empty(width, longer, dtype=data_NK.dtype, device=data_NK.device)
         _transposed[(triton.cdiv(longer, TILE), triton.cdiv(width, TILE))](
@@ -117,7 +117,7 @@ def raise_to(amax_ptr, found):
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["amax_ptr"])
-def _quantise(
+def _quantize(
     x_ptr,
     amax_ptr,
     rows_ptr,

@@ -294,7 +294,7 @@ def _norm_backward(
     inside = offs < E
     weight = tl.load(weight_ptr + offs, mask=inside, other=0.0).to(tl.float32)
     acc = tl.zeros([BLOCK], tl.float32)
-    # of eight neighbours, which one thread holds: a whole row of them would take a quarter more
+    # of eight neighbors, which one thread holds: a whole row of them would take a quarter more
     # registers
     if AMAX:
         found = tl.zeros([BLOCK // 8], tl.float32)

@@ -4,9 +4,9 @@ hand-written backward.
 `attention_inputs`: norm, q|k|v projection, per-head norms (where given), rotary embedding.
 `layer_output`: output projection, residual, norm, gated MLP, residual. The first passes the
 residual stream through, so that its gradient is summed in place and not by autograd. Only tensors
-that the backward pass reads are kept. `lean` keeps only what is expensive to recompute: the inputs,
-the q|k|v projection, and the stream between the halves. Norms, rotated heads, gate, up and the
-activation are recomputed. `float8` names the projections with 8-bit operands (kernels.linear).
+that the backward pass reads are kept. `selective` keeps only what is expensive to recompute: the
+inputs, the q|k|v projection, and the stream between the halves. Norms, rotated heads, gate, up and
+the activation are recomputed. `float8` names the projections with 8-bit operands (kernels.linear).
 """
 
 # T packed tokens, E hidden size, R = (H + 2K)·D rows of qkv, H heads, K kv heads, J = H + K heads
@@ -41,13 +41,13 @@ def attention_inputs(
     *,
     heads: tuple[int, int],
     eps: float,
-    lean: RecomputeQK | None = None,
+    recompute_qk: RecomputeQK | None = None,
     float8: frozenset[Projection] = frozenset(),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (x_TE itself, q_THD, k_TKD, v_TKD); `heads` is (H, K). `lean` receives the function
-    that recomputes q and k."""
+    """Return (x_TE itself, q_THD, k_TKD, v_TKD); `heads` is (H, K). `recompute_qk` receives the
+    function that recomputes q and k."""
     tensors = x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D
-    return AttentionInputs.apply(*tensors, heads, eps, lean, float8)
+    return AttentionInputs.apply(*tensors, heads, eps, recompute_qk, float8)
 
 
 def layer_output(
@@ -59,14 +59,14 @@ def layer_output(
     down_EM: Tensor,
     *,
     eps: float,
-    lean: bool = False,
-    again: bool = False,
+    selective: bool = False,
+    recompute: bool = False,
     float8: frozenset[Projection] = frozenset(),
 ) -> Tensor:
-    """Return the residual stream after the layer. `again` marks a recomputation: only saved tensors
-    matter, so the result is not computed."""
+    """Return the residual stream after the layer. `recompute` marks a recomputation: only saved
+    tensors matter, so the result is not computed."""
     return LayerOutput.apply(
-        x_TE, attended_TA, out_EA, norm_E, gate_up_2ME, down_EM, eps, lean, again, float8
+        x_TE, attended_TA, out_EA, norm_E, gate_up_2ME, down_EM, eps, selective, recompute, float8
     )
 
 
@@ -84,7 +84,7 @@ class AttentionInputs(torch.autograd.Function):
         sin_T1D: Tensor,
         heads: tuple[int, int],
         eps: float,
-        lean: RecomputeQK | None,
+        recompute_qk: RecomputeQK | None,
         float8: frozenset[Projection],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         amax = Amax() if "qkv" in float8 else None
@@ -92,9 +92,11 @@ class AttentionInputs(torch.autograd.Function):
         qkv_TR, amaxes = linear(normed_TE, qkv_RE, bias_R, float8="qkv" in float8, amax=amax)
         norms_and_tables = q_norm_D, k_norm_D, cos_T1D, sin_T1D
         q_THD, k_TKD, v_TKD, rstd_TJ1 = turn_heads(qkv_TR, *norms_and_tables, heads=heads, eps=eps)
-        if lean is not None:
+        if recompute_qk is not None:
             normed_TE = None
-            lean.make = lambda: turn_heads(qkv_TR, *norms_and_tables, heads=heads, eps=eps)[:2]
+            recompute_qk.make = lambda: turn_heads(qkv_TR, *norms_and_tables, heads=heads, eps=eps)[
+                :2
+            ]
         ctx.heads, ctx.eps = heads, eps
         ctx.save_for_backward(
             x_TE,
@@ -174,8 +176,8 @@ class LayerOutput(torch.autograd.Function):
         gate_up_2ME: Tensor,
         down_EM: Tensor,
         eps: float,
-        lean: bool,
-        again: bool,
+        selective: bool,
+        recompute: bool,
         float8: frozenset[Projection],
     ) -> Tensor:
         middle_TE, of_out = linear(attended_TA, out_EA, onto_TO=x_TE, float8="out" in float8)
@@ -186,14 +188,14 @@ class LayerOutput(torch.autograd.Function):
         )
         amax = Amax() if "down" in float8 else None
         product_TM, kept = silu_mul_forward(gate_up_T2M, amax)
-        if again:
+        if recompute:
             result_TE = torch.empty_like(middle_TE)
             of_down = amaxes_of(product_TM, down_EM, float8="down" in float8, amax=amax)
         else:
             result_TE, of_down = linear(
                 product_TM, down_EM, onto_TO=middle_TE, float8="down" in float8, amax=amax
             )
-        ctx.eps, ctx.lean = eps, lean
+        ctx.eps, ctx.selective = eps, selective
         ctx.save_for_backward(
             attended_TA,
             out_EA,
@@ -205,7 +207,7 @@ class LayerOutput(torch.autograd.Function):
             *of_out,
             *of_gate_up,
             *of_down,
-            *(() if lean else (normed_TE, gate_up_T2M, *kept)),
+            *(() if selective else (normed_TE, gate_up_T2M, *kept)),
         )
         return result_TE
 
@@ -215,7 +217,7 @@ class LayerOutput(torch.autograd.Function):
         grad_TE, saved = grads[0], ctx.saved_tensors
         attended_TA, out_EA, norm_E, gate_up_2ME, down_EM, middle_TE, rstd_T1 = saved[:7]
         of_out, of_gate_up, of_down = saved[7:9], saved[9:11], saved[11:13]
-        if ctx.lean:
+        if ctx.selective:
             normed_TE, _ = rms_norm_forward(middle_TE, norm_E, ctx.eps)
             gate_up_T2M, _ = linear(
                 normed_TE, gate_up_2ME, float8=of_gate_up[0] is not None, amax=Amax(of_gate_up[0])

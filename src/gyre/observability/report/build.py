@@ -296,7 +296,7 @@ def render_page(data: Mapping[str, Any]) -> str:
     places = {
         "title": html.escape(f"{run['name']} · Gyre report"),
         "name": html.escape(run["name"]),
-        "summary": html.escape(summarise(data)),
+        "summary": html.escape(summarize(data)),
         "style": style,
         "script": script,
         "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -315,7 +315,7 @@ def embed_json(data: Mapping[str, Any]) -> str:
     return re.sub("[\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def summarise(data: Mapping[str, Any]) -> str:
+def summarize(data: Mapping[str, Any]) -> str:
     """Return the run in one sentence, for readers without scripts and for previews."""
     run, results = data["run"], data["outcomes"]
     spent = f"{'in' if run['finished'] else 'so far, after'} {show_seconds(run['seconds'])}"

@@ -23,7 +23,7 @@ from gyre.observability.metric_catalog import (
 )
 from gyre.observability.report.story import PlacedRow, Story, spread
 
-MAX_POINTS = 1200  # per series; more are shown as means of neighbours, and the page says so
+MAX_POINTS = 1200  # per series; more are shown as means of neighbors, and the page says so
 ALWAYS_SHOWN = ("reward", "accuracy", "loss")
 FRACTION_ENDINGS = ("_fraction", "_share", "accuracy")
 

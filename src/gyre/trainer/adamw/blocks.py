@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from gyre.core.errors import ConfigError
 from gyre.weights.shards import Place, Shape, ShardLayout
 
-BLOCK = 256  # numbers; that of the library's 8-bit optimisers
+BLOCK = 256  # numbers; that of the library's 8-bit optimizers
 
 
 def is_coded(shape: Shape) -> bool:

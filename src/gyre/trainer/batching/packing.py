@@ -78,7 +78,7 @@ def pack(atoms: Sequence[PackItem], *, num_ranks: int, tokens_per_chunk: int) ->
     ordered = sorted(atoms, key=lambda atom: (-atom.num_tokens, atom.members))
     bins = [_best_fit(dealt, tokens_per_chunk) for dealt in _deal(ordered, num_ranks)]
     most = max(len(chunks) for chunks in bins)
-    ranks = tuple(tuple(_members(chunk) for chunk in _equalise(chunks, most)) for chunks in bins)
+    ranks = tuple(tuple(_members(chunk) for chunk in _equalize(chunks, most)) for chunks in bins)
     oversized = sum(atom.num_tokens > tokens_per_chunk for atom in atoms)
     return PackPlan(ranks=ranks, tokens_per_chunk=tokens_per_chunk, num_oversized=oversized)
 
@@ -112,7 +112,7 @@ def _best_fit(ordered: Sequence[PackItem], capacity: int) -> list[list[PackItem]
     return chunks
 
 
-def _equalise(chunks: list[list[PackItem]], count: int) -> list[list[PackItem]]:
+def _equalize(chunks: list[list[PackItem]], count: int) -> list[list[PackItem]]:
     """Raise the number of micro-batches to `count`. Halves the largest ones, and adds empty ones
     where none can be halved."""
     chunks = list(chunks)

@@ -46,7 +46,7 @@ from gyre.trainer.checkpoint.store import BLOBS, STATE, SnapshotStore
 
 POLL_S = 0.05
 # notes that say that another rank has copied its part; the first goes with the save
-AHEAD = ("copied", "verdict")
+AHEAD = ("copied", "outcome")
 # how long ranks have to stop after one has failed, before what they wrote is removed
 LAST_WORDS_S = 10.0
 COPY_FAILED = "snapshot of step {step} could not be copied to the host"
@@ -68,7 +68,7 @@ class _Job:
     state: Mapping[str, Any]
     blobs: Mapping[str, bytes]
     placed: StagedParts | None = None  # where `parts` must be copied to before they are written
-    copied: threading.Event  # set, too, while nobody copies
+    copied: threading.Event  # also set while no copy runs
 
     def key(self, what: str) -> str:
         return f"{self.aside.name}/{what}"
@@ -101,8 +101,8 @@ class Saver:
         self._has_memory = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._writing, self._verdict = -1, ""  # step in flight, and the note that ends it
-        self._last_verdict = ""  # its note, which a rank may still be about to read
+        self._writing, self._outcome = -1, ""  # step in flight, and the note that ends it
+        self._last_outcome = ""  # its note, which a rank may still be about to read
 
     def save(
         self,
@@ -121,7 +121,7 @@ class Saver:
             if not self._background:
                 self._write(job)
                 return
-            self._writing, self._verdict = step, job.key("verdict")
+            self._writing, self._outcome = step, job.key("outcome")
             self._thread = threading.Thread(
                 target=self._write_apart, args=(job,), name=f"snapshot-{step}", daemon=True
             )
@@ -163,7 +163,7 @@ class Saver:
             self._group.check("snapshot")
             self._progress()
             thread.join(POLL_S)
-            if not heard and self._group.notes.get(self._verdict) is not None:
+            if not heard and self._group.notes.get(self._outcome) is not None:
                 heard, until = True, min(until, time.monotonic() + LAST_WORDS_S)
         failure = self._failure
         if thread is not None and thread.is_alive():
@@ -223,18 +223,18 @@ class Saver:
             )
         # RuntimeError: torch has no common type for lack of memory
         except (OSError, RuntimeError, GyreError) as error:
-            failure = self._told(COPY_FAILED.format(step=step), error)
+            failure = self._named(COPY_FAILED.format(step=step), error)
         numbers = [time.monotonic() - began, self._staging.size_bytes]
         if self._background and not self._has_memory:
             self._meet(step, aside)
         try:
-            told = self._agree(failure, numbers)
+            answers = self._agree(failure, numbers)
         except SnapshotError:
             if self._group.rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
             raise
         if self._background and self._group.rank == 0:
-            seconds, sizes = (list(column) for column in zip(*told, strict=True))
+            seconds, sizes = (list(column) for column in zip(*answers, strict=True))
             self._emit("snapshot.begun", step=step, seconds=max(seconds), buffer_bytes=sum(sizes))
         assert job is not None
         self._has_memory = True
@@ -261,7 +261,7 @@ class Saver:
         while not copied.wait(POLL_S):
             self._progress()
             if not alone and any(
-                self._group.notes.get(f"{aside.name}/{told}") is not None for told in AHEAD
+                self._group.notes.get(f"{aside.name}/{note}") is not None for note in AHEAD
             ):
                 alone, until = True, min(until, time.monotonic() + self._group.patience_s)
             if time.monotonic() > until:
@@ -296,12 +296,12 @@ class Saver:
                 "hint": failure.hint,
                 "late": isinstance(failure, DeadlineError),
             }
-        told = self._group.share({"failure": mine, "value": value})
-        for answer in told:
+        answers = self._group.share({"failure": mine, "value": value})
+        for answer in answers:
             if (first := answer["failure"]) is not None:
                 kind = DeadlineError if first["late"] else SnapshotError
                 raise kind(first["message"], hint=first["hint"]) from failure
-        return [answer["value"] for answer in told]
+        return [answer["value"] for answer in answers]
 
     # Beside the collectives, maybe in a thread
     # ----------------------------------------------------------------------------------------------
@@ -327,20 +327,20 @@ class Saver:
         except Exception as error:  # noqa: BLE001
             # the others must hear of any; ours is raised below
             fault = None if isinstance(error, OSError | SnapshotError) else error
-            told = (
+            failure = (
                 error if isinstance(error, SnapshotError) else self._cannot_write(job.step, error)
             )
-            notes.put(job.key("failed"), _as_note(told))
+            notes.put(job.key("failed"), _as_note(failure))
         notes.put(job.key(f"done/{rank}"), written)
         if rank == 0:
             self._conclude(job)
-        verdict = self._wait_for(
-            job, lambda: notes.get(job.key("verdict")), "the first rank has not ended it"
+        outcome = self._wait_for(
+            job, lambda: notes.get(job.key("outcome")), "the first rank has not ended it"
         )
         if fault is not None:
             raise fault
-        if verdict:
-            raise SnapshotError(**json.loads(verdict))
+        if outcome:
+            raise SnapshotError(**json.loads(outcome))
 
     def _copy(self, job: _Job) -> None:
         """Copy the parts from the live state to the staging buffer."""
@@ -350,7 +350,7 @@ class Saver:
                 self._staging.fill(job.placed)
         except (OSError, RuntimeError) as error:  # as in `_place`
             # holds tensors
-            raise self._told(COPY_FAILED.format(step=job.step), error) from error.with_traceback(
+            raise self._named(COPY_FAILED.format(step=job.step), error) from error.with_traceback(
                 None
             )
         finally:
@@ -399,21 +399,21 @@ class Saver:
                     found[key] = text
             return notes.get(job.key("failed")) or ("" if len(found) == len(keys) else None)
 
-        verdict, fault = "", None
+        outcome, fault = "", None
         try:
-            verdict = self._wait_for(job, look, "not all ranks have written their part")
-            if not verdict:
+            outcome = self._wait_for(job, look, "not all ranks have written their part")
+            if not outcome:
                 self._store.publish(
                     job.aside, join_manifests(from_text(found[key], whole=False) for key in keys)
                 )
         except Exception as error:  # noqa: BLE001
             # the others must hear of any; ours is raised below
             fault = None if isinstance(error, OSError | DeadlineError) else error
-            verdict = _as_note(
+            outcome = _as_note(
                 error if isinstance(error, DeadlineError) else self._cannot_write(job.step, error)
             )
-        if verdict:
-            # the verdict stands: this only lets the others stop first
+        if outcome:
+            # the outcome stands: this only lets the others stop first
             with contextlib.suppress(DeadlineError):
                 self._wait_for(
                     job,
@@ -422,10 +422,10 @@ class Saver:
                     LAST_WORDS_S,
                 )
             shutil.rmtree(job.aside, ignore_errors=True)
-        told = [job.key("failed"), job.key("copied"), *_placed_keys(job.aside, self._group.size)]
-        notes.drop([*keys, *told, self._last_verdict])
-        self._last_verdict = job.key("verdict")
-        notes.put(self._last_verdict, verdict)
+        old = [job.key("failed"), job.key("copied"), *_placed_keys(job.aside, self._group.size)]
+        notes.drop([*keys, *old, self._last_outcome])
+        self._last_outcome = job.key("outcome")
+        notes.put(self._last_outcome, outcome)
         if fault is not None:
             raise fault
 
@@ -460,11 +460,11 @@ class Saver:
                 "the disk returns other bytes than it was given: check it, or point the run "
                 "folder elsewhere"
             )
-        return self._told(
+        return self._named(
             f"snapshot of step {step} could not be written to {self._store.folder}", error, hint
         )
 
-    def _told(self, what: str, error: Exception, hint: str = "") -> SnapshotError:
+    def _named(self, what: str, error: Exception, hint: str = "") -> SnapshotError:
         """Return an error that names this rank, where there are several."""
         by = f" by rank {self._group.rank}" if self._group.size > 1 else ""
         text = (

@@ -94,14 +94,16 @@ class Tracer:
                 profiler.export_chrome_trace, self._folder / name, self._progress
             )
             on_cuda = self._device.type == "cuda"
-            told = summarise(works_of(profiler.events(), on_cuda=on_cuda), wall_s=wall_s)
+            summary = summarize(works_of(profiler.events(), on_cuda=on_cuda), wall_s=wall_s)
             self._progress()
             top = longest(profiler.key_averages(), on_cuda=on_cuda)
         except (OSError, RuntimeError, ValueError) as error:
             self._fail(step, error)
             return
         where = f"{self._folder.name}/{name}"
-        self._emit("trace.written", step=step, file=where, size_bytes=size_bytes, **told, top=top)
+        self._emit(
+            "trace.written", step=step, file=where, size_bytes=size_bytes, **summary, top=top
+        )
 
     def _fail(self, step: int, error: Exception) -> None:
         self._emit(
@@ -159,7 +161,7 @@ def works_of(events: Sequence[Any], *, on_cuda: bool) -> list[Work]:
     ]
 
 
-def summarise(works: Sequence[Work], *, wall_s: float) -> dict[str, float]:
+def summarize(works: Sequence[Work], *, wall_s: float) -> dict[str, float]:
     """Return seconds of a traced step: computing, communicating, exposed communication (without
     computation), and idle. Pure."""
     spans: dict[bool, list[Interval]] = {True: [], False: []}

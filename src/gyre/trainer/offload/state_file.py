@@ -1,4 +1,4 @@
-"""State file: the flat buffers of a rank's optimiser state in one file. In: names and items of the
+"""State file: the flat buffers of a rank's optimizer state in one file. In: names and items of the
 buffers, a folder. Out: reads and writes of ranges by system calls, and the buffers mapped as
 tensors.
 

@@ -29,7 +29,7 @@ from gyre.kernels.float8 import (
     Float8Weight,
     fits,
     largest,
-    quantise,
+    quantize,
     scale_of,
     why_not,
 )
@@ -112,7 +112,7 @@ class Float8Shard(torch.Tensor):
         """Return (tensors to gather, metadata for the receiver)."""
         assert self.amax is not None, "share_amaxes comes before the first pass"
         dtype = mp_policy.param_dtype or self.wide_OI.dtype
-        shard = quantise(self.wide_OI.to(dtype), E4M3, rows=True, amax=self.amax)
+        shard = quantize(self.wide_OI.to(dtype), E4M3, rows=True, amax=self.amax)
         assert shard.rows_NK is not None
         return (shard.rows_NK,), (self.amax, self.inverse)
 

@@ -189,7 +189,7 @@ def _inputs(chunk: MicroBatch) -> LossInputs:
         sequence_index_N=chunk.sequence_index_N,
         target_counts_S=chunk.target_counts_S,
         advantages_N=columns.get("advantages"),
-        behaviour_logprobs_N=columns.get("logprobs"),
+        behavior_logprobs_N=columns.get("logprobs"),
         old_logprobs_N=columns.get("old_logprobs"),
         reference_logprobs_N=columns.get("reference_logprobs"),
         old_values_N=columns.get("values"),
@@ -211,8 +211,8 @@ def _backward(
 def _note_gap(inputs: LossInputs, logprobs_N: Tensor, found: UpdateStats) -> None:
     """Record the largest |trainer - engine| log-prob, by the policy before the step where it is
     known."""
-    if inputs.behaviour_logprobs_N is None or len(logprobs_N) == 0:
+    if inputs.behavior_logprobs_N is None or len(logprobs_N) == 0:
         return
     trainer_N = logprobs_N if inputs.old_logprobs_N is None else inputs.old_logprobs_N
-    gap = (trainer_N - inputs.behaviour_logprobs_N).abs().max()
+    gap = (trainer_N - inputs.behavior_logprobs_N).abs().max()
     found.max_gap = gap if found.max_gap is None else torch.maximum(found.max_gap, gap)

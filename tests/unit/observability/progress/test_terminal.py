@@ -21,7 +21,7 @@ from gyre.observability.progress.terminal import (
     show_number,
     show_seconds,
 )
-from gyre.observability.report.build import gather, summarise
+from gyre.observability.report.build import gather, summarize
 from observability_run import Clock, write_run
 
 
@@ -178,7 +178,7 @@ def test_a_mean_reward_is_no_percentage_and_is_said_in_words_with_its_interval(
     )
     assert "held-out reward -1.250 → 2.500 (n = 64, 95 % interval 2 to 3)" in printed
     assert f"reward: {meaning}" in printed and "%" not in printed.replace("95 %", "")
-    assert "Held-out reward -1.250 → 2.500 (n = 64, 95 % interval 2 to 3)" in summarise(
+    assert "Held-out reward -1.250 → 2.500 (n = 64, 95 % interval 2 to 3)" in summarize(
         gather(tmp_path)
     )
 

@@ -59,7 +59,7 @@ def test_waiting_for_a_snapshot_s_end_is_progress(tmp_path):
     assert len(ticks) >= 3
 
 
-@pytest.mark.parametrize("told", ["copied", "verdict"])
+@pytest.mark.parametrize("told", ["copied", "outcome"])
 def test_a_rank_that_is_late_with_its_copy_hears_that_another_one_was_done(tmp_path, told):
     """The first note goes when the save ends, the second stays: either says that others wait in a
     collective."""

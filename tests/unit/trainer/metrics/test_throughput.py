@@ -16,7 +16,7 @@ from gyre.distributed.comm_stats import Sent
 from gyre.distributed.process_group import alone
 from gyre.models.flops import forward_flops
 from gyre.trainer.config import TrainerConfig
-from gyre.trainer.metrics.profiler import Tracer, Work, check_whole, summarise, write_trace
+from gyre.trainer.metrics.profiler import Tracer, Work, check_whole, summarize, write_trace
 from gyre.trainer.metrics.throughput import ThroughputMeter, join
 from gyre.trainer.passes.backward import StepStats, UpdateStats
 from trainer_cases import SPEC, make_batch, make_trainer
@@ -209,7 +209,7 @@ def test_time_is_split_by_what_covers_it() -> None:
         Work(name="ncclDevKernel_ReduceScatter_Sum_f32", start_s=2.5, end_s=4.0),
         Work(name="flash_bwd", start_s=6.0, end_s=7.0),
     ]
-    told = summarise(works, wall_s=8.0)
+    told = summarize(works, wall_s=8.0)
     assert told == {
         "seconds": 8.0,
         "compute_s": 3.0,
@@ -217,4 +217,4 @@ def test_time_is_split_by_what_covers_it() -> None:
         "exposed_s": 2.0,
         "idle_s": 3.0,
     }
-    assert summarise([], wall_s=1.0)["idle_s"] == 1.0
+    assert summarize([], wall_s=1.0)["idle_s"] == 1.0
