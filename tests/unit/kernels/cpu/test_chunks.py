@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -185,6 +185,7 @@ def test_attention(
 
 @by_dtype
 @settings(max_examples=20, deadline=None)
+@example(rows=1, vectors=17, seed=518, scale=3.0)  # one token has almost all the probability
 @given(
     rows=st.integers(1, 30),
     vectors=st.integers(1, 40),
@@ -219,6 +220,7 @@ def test_logprobs(dtype: torch.dtype, rows: int, vectors: int, seed: int, scale:
         entropy.double(), want_entropy, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 2
     )
     # log p + entropy is a difference of logits, which are known to the rounding of the largest one.
+    # A gradient multiplies what is lost there by a row of the other factor.
     lost = 4 * torch.finfo(torch.float32).eps * float(logits.detach().abs().max())
     for got_grads, grad_logits, extra in zip(
         found, (of_logprobs, of_entropy, of_logprobs + of_entropy), (0.0, lost, lost), strict=True
@@ -227,11 +229,12 @@ def test_logprobs(dtype: torch.dtype, rows: int, vectors: int, seed: int, scale:
             grad_logits @ head.detach().double(),
             grad_logits.t() @ hidden.detach().double(),
         ]
-        for mine, theirs in zip(got_grads, want_grads, strict=True):
+        rows_of = [float(factor.detach().norm(dim=1).max()) for factor in (head, hidden)]
+        for mine, theirs, longest in zip(got_grads, want_grads, rows_of, strict=True):
             bound = (
                 TOLERANCE[dtype] * (theirs.norm() + 0.1 * grad_logits.norm())
                 + 1e-6
-                + extra * bonus.norm()
+                + extra * bonus.norm() * max(1.0, longest)
             )
             assert mine.isfinite().all() and (mine.double() - theirs).norm() <= bound
 
