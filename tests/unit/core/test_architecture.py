@@ -1,0 +1,26 @@
+"""The three journeys of docs/architecture.md name files and definitions that exist."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from reference_pages import DOCS, SOURCE
+
+PAGE = (DOCS / "architecture.md").read_text(encoding="utf-8")
+JOURNEYS = PAGE[PAGE.index("## Three journeys") : PAGE.index("## Nouns")]
+ROWS = re.findall(r"^\| (?!step)([^|]+) \| (`[^|]+`) \| (`[^|]+`) \|$", JOURNEYS, re.M)
+
+
+def test_each_row_is_read() -> None:
+    assert len(ROWS) == len(re.findall(r"^\| (?!step)[a-z]", JOURNEYS, re.M)) > 20
+
+
+@pytest.mark.parametrize(("step", "files", "names"), ROWS)
+def test_each_step_is_where_the_page_says(step: str, files: str, names: str) -> None:
+    code = "\n".join(
+        (SOURCE / file).read_text(encoding="utf-8") for file in re.findall(r"`([^`]+)`", files)
+    )
+    for name in re.findall(r"`([^`]+)`", names):
+        assert re.search(rf"^ *(?:async )?(?:def|class) {name}\b", code, re.M), (step, name)
