@@ -140,7 +140,9 @@ class FakeDevice:
         for row, at, token in zip(step.sample_rows, step.sample_positions, tokens, strict=True):
             assert at == rows.length_R[row]
             assert (
-                rows.tenure_R[row] == step.sample_tenures[step.sample_rows.tolist().index(row)] > 0
+                rows.generation_R[row]
+                == step.sample_generations[step.sample_rows.tolist().index(row)]
+                > 0
             )
             self.last_token[int(row)] = token
             # plausible garbage: nobody may use it yet

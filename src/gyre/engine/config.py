@@ -1,5 +1,4 @@
-"""Engine settings, `[engine]` in the TOML. Pure data; imports no torch. Callers: runconfig,
-planner, memory, native."""
+"""Engine settings, `[engine]` in the TOML. Pure data; imports no torch."""
 
 from __future__ import annotations
 
@@ -13,9 +12,12 @@ PAGE_TOKENS = {"cpu": 16, "cuda": 64}  # on a GPU a page is a tile of the attent
 
 
 class EngineConfig(Section):
-    """The native rollout engine. KV memory is `num_pages`, else `kv_bytes`, else `kv_fraction` of
-    what is free, else enough for `max_running` sequences of full context within a quarter of what
-    is free."""
+    """The native rollout engine.
+
+    KV memory is the first of these that is set: `num_pages`, `kv_bytes`, `kv_fraction` of the free
+    bytes. Otherwise it holds `max_running` sequences of full context, within a quarter of the free
+    bytes.
+    """
 
     page_tokens: int = Field(
         default=0,

@@ -29,7 +29,7 @@ from gyre.engine.scheduler.journal import (
     Entry,
     Flush,
     JournalWriter,
-    Move,
+    MoveComponent,
     Recapture,
     Start,
     Steps,
@@ -40,7 +40,7 @@ from gyre.models.decoder import Decoder
 
 
 class CoreFailed(EngineRefused):
-    """Work on the core raised, now or before. Only a restart heals."""
+    """Work on the core raised, now or before. The engine must be restarted."""
 
     def __init__(self, failure: str) -> None:
         super().__init__(f"the engine failed: {failure}", hint="terminate and start it again")
@@ -121,8 +121,7 @@ class CoreWorker:
             return Played(chunks=self._take_chunks(), partials=partials)
 
     def burst(self, entries: Sequence[Entry]) -> Played:
-        """Apply inputs and run steps until something comes out, somebody waits, or enough were
-        run."""
+        """Apply inputs and run steps until chunks are due, a caller waits, or the burst is full."""
         self._refuse_broken()
         core = self.core
         if core is None:
@@ -182,7 +181,7 @@ class CoreWorker:
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
-        """What raises in here breaks the core."""
+        """Mark the core as failed if the block raises."""
         try:
             yield
         except Exception as error:
@@ -202,7 +201,7 @@ class CoreWorker:
             self._journal.flush()
 
     def _mend(self) -> None:
-        """At rest: the broken core is gone."""
+        """Clear the failure once the failed core is gone and every request is answered."""
         assert not self.must_answer
         self.failure = ""
 
@@ -276,8 +275,8 @@ class CoreWorker:
         self._emit("engine.terminated", version=self.weights.version)
 
     def move(self, names: Sequence[str], tier: Tier) -> None:
-        """Move components in order. KV that goes to "none" is computed again by whoever runs;
-        weights that come back from "none" are dummies until a commit."""
+        """Move components in order. Sequences recompute KV that goes to "none". Weights that return
+        from "none" are dummies until a commit."""
         self.memory.refuse_unknown(names)
         for name in names:
             before = self.memory.tier(name)
@@ -287,13 +286,14 @@ class CoreWorker:
                     self._flush()
                     if name == KV:
                         forgets = tier == "none" and before != "none"
-                        self._play(Move(component=name, tier=tier, forgets_kv=forgets))
+                        self._play(MoveComponent(component=name, tier=tier, forgets_kv=forgets))
             self.memory.move(name, tier)
             if name == KV_HOST and before != tier and works:
                 num_slots = 0 if self.memory.host is None else self.memory.num_slots
                 with self._watch():
                     self._play(
-                        Move(component=name, tier=tier, num_slots=num_slots), self.memory.host
+                        MoveComponent(component=name, tier=tier, num_slots=num_slots),
+                        self.memory.host,
                     )
             if name == WEIGHTS and before == "none" and tier == "device":
                 self.weights.forget()  # they are zeros

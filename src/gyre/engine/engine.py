@@ -99,7 +99,7 @@ class NativeEngine:
 
     @property
     def failure(self) -> str:
-        """Why the core broke; empty while it did not."""
+        """Return the error that the core failed with, or an empty string."""
         return self._worker.failure
 
     @property
@@ -130,7 +130,7 @@ class NativeEngine:
             await self.frontend.abort(request_id)
 
     async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
-        """Nothing is in flight in an engine that failed: everyone was answered "abort" then."""
+        """Return nothing if the engine failed: every request was answered "abort" then."""
         if self.core is None:
             return {}
         work = asyncio.ensure_future(self._interrupt())
@@ -219,8 +219,8 @@ class NativeEngine:
         return self._worker.memory.components()
 
     def move(self, names: Sequence[str], tier: Tier) -> None:
-        """Move components in order. KV that goes to "none" is computed again by whoever runs;
-        weights that come back from "none" are dummies until a commit."""
+        """Move components in order. Sequences recompute KV that goes to "none". Weights that return
+        from "none" are dummies until a commit."""
         try:
             self._worker.move(names, tier)
         finally:

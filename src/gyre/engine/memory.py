@@ -1,10 +1,10 @@
-"""Engine memory: `engine.kv` and, unless shared, `engine.weights`, as components that move between
-tiers; and `engine.kv_host`, the slots for swapped KV, which lives in host memory or nowhere.
+"""Engine memory: components that move between tiers. These are `engine.kv`, `engine.weights` unless
+they are shared, and `engine.kv_host`, the slots for swapped KV in host memory.
 
 In: config, decoder. Out: the KV pool, and the MemoryTenant's three answers. The KV pool's tensor is
-made once; leaving the device frees its bytes and keeps its identity. On a CUDA device both lie in
-virtual memory, so addresses stay as well: graphs captured over them are valid again when they are
-back.
+made once; leaving the device frees its bytes and keeps its identity. On a CUDA device both are in
+virtual memory, so addresses stay as well. Graphs captured over them are valid again once they
+return.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from gyre.core.records import TokenChunk
 from gyre.engine.config import EngineConfig
 from gyre.engine.core_worker import CoreWorker
 from gyre.engine.scheduler.core import Decodes
-from gyre.engine.scheduler.journal import Commit, Entry, Move, Start, Steps
+from gyre.engine.scheduler.journal import Commit, Entry, MoveComponent, Start, Steps
 from gyre.models.decoder import Decoder
 
 
@@ -42,9 +42,9 @@ def replay(
         if isinstance(entry, Steps) and loaded != version:
             load(version)
             loaded = version
-        if isinstance(entry, Move):
+        if isinstance(entry, MoveComponent):
             worker.move([entry.component], "host" if entry.tier == "disk" else entry.tier)
-        yield from worker.play([] if isinstance(entry, Move) else [entry]).chunks
+        yield from worker.play([] if isinstance(entry, MoveComponent) else [entry]).chunks
 
 
 def _start(start: Start, decoder: Decoder, tokenizer: Decodes | None, emit: Emit) -> CoreWorker:

@@ -43,10 +43,10 @@ def chat(
     temperature: float,
     seed: int,
 ) -> Any:
-    """Answer each turn; "/new" begins again. `max_tokens` 0 lets an answer fill the context. What
-    is no answer goes to `note`. With `interactive` a conversation goes on after a turn that was
-    refused (EngineRefused otherwise) or an answer that Ctrl-C ended; Ctrl-C while nothing is
-    answered ends the chat."""
+    """Answer each turn; "/new" starts a new conversation. `max_tokens` 0 lets an answer fill the
+    context. Remarks go to `note`. With `interactive` a conversation continues after a refused turn
+    (EngineRefused otherwise) or an answer that Ctrl-C ended. Ctrl-C between answers ends the chat.
+    """
     refuse_reward_model(model)
     machine = make_machine(config)
     policy = load_policy(model, machine, end_token=config.tokenizer.end_token)
@@ -81,8 +81,8 @@ def chat(
 
 
 class Conversation:
-    """Messages so far, and an engine that goes on with them. A data.template that is no chat
-    template holds one question, so there every turn stands alone."""
+    """The messages so far, and the engine that answers them. A data.template that is no chat
+    template holds one question, so each turn is separate there."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Conversation:
         return True
 
     def take_notes(self) -> list[str]:
-        """What the last turns left to say beside their answers."""
+        """Return the remarks of the last turns and forget them."""
         notes, self._notes = self._notes, []
         return notes
 

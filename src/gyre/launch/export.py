@@ -51,9 +51,9 @@ def export_shards(
     deadline_s: float,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """As `export_policy`, of weights that lie in shards. All ranks call it; the first one writes,
-    bucket by bucket. `deadline_s`: longest that the others wait for it to begin a pass. `progress`
-    is called at each run that has come and at each look for the first rank's note."""
+    """Export weights that are in shards, like `export_policy`. All ranks call it; the first one
+    writes, bucket by bucket. `deadline_s` bounds the wait of the others for the start of a pass.
+    `progress` is called at each run that arrives and at each poll for the first rank's note."""
     with group.guard("export"):
         passes = _Passes(source, group, folder, deadline_s, progress)
         if group.rank:
@@ -89,15 +89,15 @@ class _Passes:
         self._key = f"export/{group.share(uuid.uuid4().hex)[0]}"
 
     def lead(self, what: str) -> Iterator[TensorRun]:
-        """On the first rank, from when the first run is asked for."""
+        """Announce a pass on the first rank, when the first run is requested."""
         self._group.notes.put(f"{self._key}/{what}", "begun")
         for run in self._source.gather_buckets():
             self._progress()
             yield run
 
     def follow(self, what: str) -> None:
-        """On another rank. The host waits for each bucket: a GPU would queue the gathers of both
-        passes, each with the deadline that it has from there."""
+        """Take part in a pass on another rank. The host waits for each bucket. A GPU would queue
+        the gathers of both passes, each with a deadline that starts then."""
         self._wait_for(what)
         device = self._group.device
         for _ in self._source.gather_buckets():

@@ -75,8 +75,8 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """A model with its tokenizer. Until a trainer begins with it the decoder of a new run is on the
-    meta device, and so is that of a stage that begins with shards."""
+    """A model with its tokenizer. The decoder of a new run is on the meta device until a trainer
+    takes it. So is that of a stage that starts from shards."""
 
     decoder: Decoder
     tokenizer: Tokenizer
@@ -113,7 +113,7 @@ def dtype_name(machine: Machine) -> Dtype:
 
 
 def has_fast_bf16(device: str) -> bool:
-    """Whether the hardware multiplies bfloat16 itself."""
+    """Return whether the hardware multiplies bfloat16 natively."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return bool(describe_hardware()["flags"]["bf16"])
@@ -198,8 +198,8 @@ def find_spec(config: RunConfig, tokenizer: Tokenizer) -> ModelSpec:
 
 
 def tell_ignored_keys(config: RunConfig, emit: Emit) -> None:
-    """One event per model folder whose config.json has keys that nobody reads: they may ask for
-    something else."""
+    """Emit one event per model folder whose config.json has unread keys: they may ask for something
+    else."""
     reward = config.rewards.model_part()
     folders = [find_folder(config.model.path)] if config.model.path else []
     for folder in [*folders, *([reward_folder(reward.path)] if reward else [])]:
@@ -241,7 +241,7 @@ def make_reward_model(
 
 
 def refuse_reward_model(folder: Path) -> None:
-    """What objective rm exported gives scores and cannot answer."""
+    """Refuse an export of objective rm: it gives scores and cannot answer."""
     if (folder / SCALAR_HEAD_FILE).is_file():
         raise InputError(
             f"{folder} is a reward model: it scores answers and gives none",
@@ -340,8 +340,8 @@ def make_judge(
 
 
 def engine_window(engine: EngineConfig) -> Window:
-    """What the loop may leave unanswered at once: what a single engine takes, so that none refuses
-    it, also when it is the last one that is left of a pool."""
+    """Return how many requests the loop may leave unanswered: as many as one engine accepts. So
+    none is refused, even if one engine of a pool is left."""
     return Window(
         completions=engine.max_running + engine.max_queued, tokens=engine.max_queued_tokens
     )

@@ -28,8 +28,8 @@ def main_metrics(config: RunConfig) -> tuple[str, ...]:
 
 
 def accuracy_metric(config: RunConfig) -> AccuracyMetric | None:
-    """What counts as right. None where nothing was named and no part compares with a right answer:
-    then the mean reward is what a run can say. ConfigError for a name that no part has."""
+    """Return the part that counts right answers. None if none was named and no part compares with a
+    right answer; the run then reports its mean reward. ConfigError for a name that no part has."""
     rules = {part.name: part for part in config.rewards.parts if part.kind != "model"}
     wanted, threshold = config.eval.metric.part, config.eval.metric.threshold
     if wanted and wanted not in rules:
@@ -48,7 +48,7 @@ def accuracy_metric(config: RunConfig) -> AccuracyMetric | None:
 
 
 def why_unjudged(config: RunConfig, stage: str) -> str:
-    """Why these stages cannot say whether the goal is reached; "" when they can."""
+    """Return why these stages cannot say whether the goal is reached, or ""."""
     if config.goal is None:
         return "the config has no [goal]"
     if stage == "cold_start":
@@ -69,7 +69,7 @@ def why_unjudged(config: RunConfig, stage: str) -> str:
 def judge_goal(
     config: RunConfig, stage: str, evals: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """{"reached": true, false, or null where nobody measured it; "verdict": a sentence}; None
+    """Return {"reached": true, false, or null if not measured; "verdict": a sentence}, or None
     without a goal."""
     goal = config.goal
     if goal is None:

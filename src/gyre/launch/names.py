@@ -30,7 +30,8 @@ def refuse_missing_names(config: RunConfig) -> None:
 
 
 def refuse_missing_data_of(config: RunConfig) -> None:
-    """As `refuse_missing_names`, of what an evaluation reads: its model is given apart."""
+    """Check the data of an evaluation like `refuse_missing_names`; its model is given
+    separately."""
     _refuse_missing_data(config.data)
 
 

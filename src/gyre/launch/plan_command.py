@@ -118,7 +118,7 @@ def plan_stages_for(
     stages: Sequence[tuple[Stage, StageData]],
     request: PlanRequest,
 ) -> dict[str, Any]:
-    """Each stage of a config."""
+    """Plan each stage of a config."""
     spec = find_shape(request.shape) if request.shape is not None else spec
     cluster = request.cluster()
     dtype = _dtype(None if config.run.dtype == "auto" else config.run.dtype, cluster.gpu)
@@ -135,7 +135,7 @@ def plan_stages_for(
 
 
 def fixed_by(config: RunConfig, request: PlanRequest) -> Fixed:
-    """What the config sets, and over it what the command line says. Keys that are left out are
+    """Return the keys that the config or, before it, the command line sets. Other keys are
     searched."""
     trainer, parallel = config.trainer, config.parallel
     searched = ("tokens_per_chunk", "checkpointing", "offload_optimizer", "offload_gradients")

@@ -97,7 +97,7 @@ class Run:
         signals: StopSignals,
         fleet: RayWorkers | None = None,
     ) -> None:
-        """With a `fleet` the trainer and the engines are its workers."""
+        """Make the run. With a `fleet` the trainer and the engines are its workers."""
         config = order.config
         self._order, self._config, self._folder, self._stage = order, config, folder, order.stage
         self._signals = signals
@@ -222,8 +222,8 @@ class Run:
     def _go_on(
         self, stage: Stage, progress: StageProgress, position: Mapping[str, int] | None
     ) -> None:
-        """Begin another attempt, and say what it does once more and does otherwise. `position`: the
-        row of the log that it goes on from; None from none, since nothing was saved."""
+        """Begin another attempt, and report what it repeats and what it changes. `position` is the
+        row of the log that it resumes from; None if nothing was saved."""
         order, log = self._order, self._folder / "events.jsonl"
         if progress.step > stage.trainer.steps:
             raise ConfigError(
@@ -351,8 +351,8 @@ class Run:
         return progress, version
 
     async def _end(self, *, failed: bool, last: bool) -> None:
-        """Of a stage that failed, that error is the one to be raised: another one on the way out is
-        told."""
+        """End the stage. After a failure its error is raised; another error on the way out is
+        logged."""
         try:
             await self._placement.end(failed=failed, last=last)
         except Exception as error:
@@ -460,7 +460,7 @@ def _read_plan(path: Path) -> Plan:
 
 
 def tell_place(progress: StageProgress) -> str:
-    """Where a run that was stopped stands, for people."""
+    """Describe for a person where a stopped run stands."""
     begun = (
         f"; {len(progress.in_flight)} groups of rollouts in flight are saved"
         if progress.in_flight

@@ -95,7 +95,7 @@ async def _score(config: RunConfig, rollouts: Sequence[Rollout], emit: Emit) -> 
 def _read_row(
     where: str, row: Mapping[str, Any], count: Callable[[str], int] | None, *, needed: bool
 ) -> Rollout:
-    """`needed`: a part judges by the number of tokens."""
+    """Read one row. `needed`: a part judges by the number of tokens."""
     text, prompt, num_tokens = row.get("completion"), row.get("prompt") or "", row.get("num_tokens")
     if not isinstance(text, str):
         state = "is missing" if "completion" not in row else f"is {type(text).__name__}"
@@ -156,7 +156,7 @@ def _read_row(
 
 
 def _find_counter(folders: Sequence[Path]) -> Callable[[str], int] | None:
-    """How many tokens a text has, by the first tokenizer that is here."""
+    """Return a function that counts a text's tokens, by the first tokenizer that is present."""
     for folder in folders:
         file = folder / "tokenizer.json"
         if file.is_file():

@@ -1,14 +1,14 @@
 """Signals: Ctrl-C, SIGTERM and SIGHUP as a request to stop. In: signals. Out: a StopRequest that is
-asked, a task that is cancelled, or the end of the process.
+asked, a task that is canceled, or the end of the process.
 
     the first one   while a loop runs: the step in flight ends, or is broken off at its deadline,
-                    and is saved else (a start, a plan, an export): what runs is cancelled;
+                    and is saved else (a start, a plan, an export): what runs is canceled;
                     snapshots are whole by then
     the second one  ends the process at once; so does a step that is still computing GRACE_S after
                     the deadline
 
-A process that ends at once is one that was killed: its children end with it, and a resume goes on
-from the snapshots. A signal that was ignored when the command began (nohup, a background job) stays
+A process that ends at once is like a killed one: its children end with it, and a run resumes from
+its snapshots. A signal that was ignored when the command began (nohup, a background job) stays
 ignored.
 """
 
@@ -32,8 +32,8 @@ GRACE_S = 5.0  # for a phase that was broken off to come to an end
 
 
 class StopSignals:
-    """Signals belong to the main thread; in another one this does nothing, and the run is stopped
-    by nobody."""
+    """Signals belong to the main thread. In another thread this does nothing, and the run is never
+    stopped by a signal."""
 
     def __init__(self, stop: StopRequest, *, say: Callable[[RunStopped], None]) -> None:
         """`say` prints why a process that ends at once has ended."""

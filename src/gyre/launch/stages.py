@@ -123,7 +123,7 @@ def uses_engine(config: RunConfig, objective: AnyObjective) -> bool:
 
 
 def trains_invariant(config: RunConfig, stage: Stage) -> bool:
-    """Whether the trainer must give the engine's log-probs to the bit."""
+    """Return whether the trainer must reproduce the engine's log-probs to the bit."""
     return config.engine.batch_invariant and needs_rollouts(stage.objective)
 
 
@@ -296,7 +296,8 @@ def expected_ranks(config: RunConfig) -> int:
 
 
 def lie_over(parallel: ParallelConfig, ranks: int) -> dict[str, Shards]:
-    """How each model lies over the ranks. ConfigError if copies would not be whole."""
+    """Return the sharding of each model over the ranks. ConfigError if copies would not be
+    whole."""
     found = {}
     for model in MODELS:
         zero, shard_ranks = parallel.of(model)
@@ -308,7 +309,7 @@ def lie_over(parallel: ParallelConfig, ranks: int) -> dict[str, Shards]:
 def read_inputs(
     config: RunConfig, stage: Stage, model: ModelNumbers, data: StageData, *, dtype: Dtype | None
 ) -> PlanInputs:
-    """What one stage asks of the planner."""
+    """Return the planner's inputs for one stage."""
     online, with_engine = (
         needs_rollouts(stage.objective),
         stage.name == MAIN and uses_engine(config, stage.objective),
@@ -414,7 +415,7 @@ def rate_remarks(stage: Stage) -> tuple[str, ...]:
 
 
 def filter_remarks(config: RunConfig, objective: AnyObjective) -> tuple[str, ...]:
-    """What dynamic sampling looks at, for the plan."""
+    """Return the plan's remarks on what dynamic sampling compares."""
     if not drops_equal(objective):
         return ()
     accuracy = accuracy_metric(config)
@@ -438,8 +439,8 @@ def filter_remarks(config: RunConfig, objective: AnyObjective) -> tuple[str, ...
 
 
 def reward_numbers(config: RunConfig) -> ModelNumbers | None:
-    """Of the model that scores answers, from its own folder: it reads the policy's tokens and may
-    be of any size."""
+    """Return the numbers of the reward model, from its own folder. It reads the policy's tokens and
+    may be of any size."""
     part = config.rewards.model_part()
     if part is None:
         return None
@@ -447,13 +448,13 @@ def reward_numbers(config: RunConfig) -> ModelNumbers | None:
 
 
 def reward_folder(path: str) -> Path:
-    """Of a run that trained a reward model, its export; or the folder of the model itself."""
+    """Return the export of a run that trained a reward model, or the folder of the model itself."""
     exported = Path(path) / "export"
     return find_folder(exported if exported.is_dir() else path)
 
 
 def cut_hardware(hardware: Hardware, share: int) -> Hardware:
-    """One of `share` equal parts of a machine. A GPU is whole: each device has its own."""
+    """Return one of `share` equal parts of a machine. A GPU is whole: each device has its own."""
     on_cpu = hardware.device == "cpu"
     return replace(
         hardware,

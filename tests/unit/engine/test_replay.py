@@ -12,7 +12,14 @@ from engine_cases import Bench, ask, go, make_decoder, tensors_of
 from gyre.core.records import Sampling, TokenChunk
 from gyre.engine.core_worker import CoreFailed
 from gyre.engine.replay import replay
-from gyre.engine.scheduler.journal import Abort, Commit, Expire, Interrupt, Move, read_journal
+from gyre.engine.scheduler.journal import (
+    Abort,
+    Commit,
+    Expire,
+    Interrupt,
+    MoveComponent,
+    read_journal,
+)
 from gyre.models.decoder import Decoder
 
 Answers = dict[tuple[str, int], list[tuple]]
@@ -104,7 +111,7 @@ def test_a_run_with_traffic_is_replayed_to_the_bit(tmp_path: Path, overlap: bool
     go(main)
     (path,) = tmp_path.iterdir()
     kinds = {type(entry) for entry in read_journal(path)}
-    assert {Abort, Expire, Interrupt, Commit, Move} <= kinds
+    assert {Abort, Expire, Interrupt, Commit, MoveComponent} <= kinds
     assert "engine.preempted" in bench.kinds()
     again = play(tmp_path, versions)
     outside = set(answers) - set(again)  # ended before they came to the core

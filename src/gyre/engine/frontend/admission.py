@@ -50,8 +50,8 @@ def given_tokens(request: Request) -> int:
 
 
 def find_overload(request: Request, load: Load, most: Load) -> str | None:
-    """Return why there is no place for the request now, or None. Counts what is unanswered and not
-    what happens to run already, so that the verdict depends on no timing."""
+    """Return why the engine has no capacity for the request now, or None. Counts unanswered
+    requests, running or not, so the answer does not depend on timing."""
     if load.completions + request.sampling.n > most.completions:
         return (
             f"the queue is full: {load.completions} completions are unanswered, this request asks "

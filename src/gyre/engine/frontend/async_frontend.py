@@ -1,11 +1,11 @@
 """AsyncFrontend: the event loop's half of the engine. In: accepted requests. Out: their streams,
-fed by a pump. It decides by its clock who is past a deadline, and tells the core in entries.
+fed by a pump. It decides by its clock which requests are past a deadline, and passes entries to the
+core.
 
-One pump task runs bursts on the compute thread as long as a request is unanswered. Requests
-accepted without an await between them reach the core together, in order, so such a run is
-deterministic. Streams and what is incoming are touched on the event loop's thread only, the core on
-the compute thread only. When the core breaks, everyone is answered as soon as the event loop hears
-of it.
+One pump task runs bursts on the compute thread while a request is unanswered. Requests accepted
+without an await between them reach the core together, in order, so such a run is deterministic.
+Only the event loop's thread touches streams and incoming requests. Only the compute thread touches
+the core. When the core fails, every request is answered as soon as the event loop learns of it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class AsyncFrontend:
         return not self._streams
 
     def is_drained_inside(self) -> bool:
-        """Nothing is unanswered but what has not entered the core."""
+        """Return whether every unanswered request is still outside the core."""
         return len(self._streams) == len(self._incoming)
 
     @contextmanager
@@ -127,8 +127,8 @@ class AsyncFrontend:
         return played.partials
 
     async def at_rest(self, work: Callable[..., None], *args: Any) -> None:
-        """Run work that replaces the core: on the compute thread, with nobody waiting for one that
-        broke."""
+        """Run work that replaces the core on the compute thread, once no caller waits for a failed
+        one."""
 
         def try_work() -> bool:
             if self._worker.must_answer:
@@ -151,7 +151,7 @@ class AsyncFrontend:
             self._waiters.remove(entry)
 
     def poke(self) -> None:
-        """Something changed: a request came, or steps can run again."""
+        """Wake the pump: a request arrived, or steps can run again."""
         self._worker.in_a_hurry = True
         if self._poked is not None:
             self._poked.set()
@@ -208,7 +208,7 @@ class AsyncFrontend:
                     await asyncio.wait_for(self._poked.wait(), LOOK_AGAIN_S)
 
     def _next_entries(self) -> list[Entry]:
-        """What the core is told before its next steps: who comes, and who is late."""
+        """Return the entries that the core plays before its next steps: new and late requests."""
         late = self._find_late()
         if self.is_holding:
             self._end_incoming(late, "deadline", LATE)
@@ -281,7 +281,7 @@ class AsyncFrontend:
 
 
 async def by_deadline(work: asyncio.Future[Result], deadline_s: float, what: str) -> Result:
-    """Wait for work that goes on by itself when the deadline passes."""
+    """Wait for work until a deadline. The work itself is not canceled."""
     done, _ = await asyncio.wait({work}, timeout=deadline_s)
     if not done:
         raise DeadlineError(

@@ -67,7 +67,7 @@ async def collect(stream: AsyncIterator[TokenChunk]) -> tuple[Completion, ...]:
 
 
 def complete(chunks: Sequence[TokenChunk]) -> Completion:
-    """All chunks of one completion; the last one carries `finish`."""
+    """Return all chunks of one completion; the last one has `finish`."""
     whole = join_chunks(chunks)
     assert whole.finish is not None, whole
     return Completion(**{field.name: getattr(whole, field.name) for field in fields(Completion)})

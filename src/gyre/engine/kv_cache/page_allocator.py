@@ -1,7 +1,7 @@
-"""Pages: who holds which KV page. In: counts and page numbers. Out: page numbers. Pure.
+"""Pages: which sequences use which KV page. In: counts and page numbers. Out: page numbers. Pure.
 
 Each page is free, in use (with a count of its users) or idle (kept by the prefix cache, no user).
-Page 0 belongs to nobody and stays zero: padding points at it.
+Page 0 is never allocated and stays zero: padding points at it.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class Pages:
         self._users[pages] += 1
 
     def stamps(self, pages: np.ndarray) -> np.ndarray:
-        """Return the number of each page's present stay with somebody, to ask `still_hold`
-        later."""
+        """Return the allocation number of each page, for a later `still_hold`."""
         return self._stamps[pages]
 
     def still_hold(self, pages: np.ndarray, stamps: np.ndarray) -> np.ndarray:
@@ -101,7 +100,8 @@ class Pages:
         return len(idle) + len(used)
 
     def disown(self, pages: np.ndarray) -> None:
-        """Forget that these pages in use are cached, so that nobody else will share them."""
+        """Remove these pages from the cache while they are in use, so that no other sequence shares
+        them."""
         self.prefix.drop_pages(pages.tolist())
         self._cached[pages] = False
 

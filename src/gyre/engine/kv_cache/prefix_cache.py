@@ -1,9 +1,9 @@
-"""Prefix cache: which page holds the KV of which beginning. In: chained block keys. Out: pages to
-share, pages to give up. Pure.
+"""Prefix cache: which page holds the KV of which prefix. In: chained block keys. Out: pages to
+share, pages to evict. Pure.
 
-A key is a 128-bit keyed hash chained over token blocks; its root is weight version and tenant salt,
-so that a block of another version or tenant never matches. A page that nobody refers to stays here,
-idle, until evicted, oldest first.
+A key is a 128-bit keyed hash chained over token blocks. Its root is weight version and tenant salt,
+so a block of another version or tenant never matches. A page without users stays here, idle, until
+it is evicted, oldest first.
 """
 
 from __future__ import annotations

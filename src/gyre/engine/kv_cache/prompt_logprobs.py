@@ -1,11 +1,11 @@
-"""Prompt log-probs on the host: what is known of one prompt, and what is kept of cached blocks. In:
-pieces that steps computed. Out: what must still be computed, a PromptLogprobs when all is known.
+"""Prompt log-probs on the host: the known ones of one prompt, and those of cached blocks. In:
+pieces that steps computed. Out: what must still be computed, a PromptLogprobs once all is known.
 Pure (numpy).
 
-An entry belongs to its token as the target, so it is a function of the tokens up to and with it:
-the key of a block decides all entries of the block's own tokens, and weight version and tenant are
-inside the key. The hidden state that gives the first entry of a block lies in the block before,
-which is why a hit may have to be shortened by a block.
+An entry belongs to its token as the target, so it is a function of the tokens up to and with it.
+The key of a block decides all entries of its tokens; weight version and tenant are in the key. The
+hidden state for a block's first entry is in the block before, so a hit may have to be shortened by
+a block.
 """
 
 # P prompt tokens, K best tokens, L tokens of a block

@@ -1,10 +1,9 @@
-"""Layout: where the tokens of a step lie, as index arrays. In: the rows and a Step. Out:
-a StepLayout. Pure (numpy).
+"""Layout: the tokens of a step as index arrays. In: the rows and a Step. Out: a StepLayout. Pure
+(numpy).
 
-The KV pool of a layer is [page, 2, K, page_tokens, D]. Seen as rows of D it takes writes; seen as
-rows of page_tokens × D it is read, one row per (page, k or v, kv head), so that one gather yields
-[2, B, K, L, D]. Sequences of similar size are attended to together, in buckets, so that padding
-stays small.
+The KV pool of a layer is [page, 2, K, page_tokens, D]. Writes see it as rows of D. Reads see it as
+rows of page_tokens × D, one per (page, k or v, kv head), so one gather yields [2, B, K, L, D].
+Sequences of similar size are attended to together, in buckets, so padding stays small.
 """
 
 # T tokens of the step, S its sequences, B those of a bucket, P pages per sequence, K kv heads, D
@@ -48,7 +47,7 @@ class AttentionBucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
-    """Index arrays of one step. Tokens lie bucket by bucket."""
+    """Index arrays of one step. Tokens are in the order of their buckets."""
 
     tokens_T: np.ndarray  # int64
     positions_T: np.ndarray  # int64

@@ -95,7 +95,7 @@ def _merge(by_rules: SampledTokens, plain: SampledTokens, ruled_N: np.ndarray) -
 
 
 def _places(step: Step) -> np.ndarray:
-    """Where the first token of each chunk lies in the step, behind the decoding ones."""
+    """Return the position in the step of each chunk's first token, after the decoding tokens."""
     count_C = np.asarray([chunk.count for chunk in step.chunks], dtype=np.int64)
     return len(step.decode_rows) + np.cumsum(count_C) - count_C
 

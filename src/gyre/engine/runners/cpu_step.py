@@ -1,8 +1,8 @@
-"""CPU step: one Step as one call of the C kernels. In: rows and a Step. Out: logits, or
-Sampled at once when rows choose by nothing but temperature.
+"""CPU step: one Step as one call of the C kernels. In: rows and a Step. Out: logits, or sampled
+tokens at once when rows use temperature only.
 
-The kernels read the rows' tokens and block tables where they lie, and weights and pages by their
-addresses of the moment, so that whoever moves or changes them need not say so.
+The kernels read the rows' tokens and block tables in place. They read weights and pages by their
+present addresses, so these may move or change without notice.
 """
 
 # S sequences of a step, N rows that choose, V vocabulary, F = head dim / 2
@@ -52,9 +52,8 @@ class StepOutput:
 
 
 class CpuStep:
-    """Scratch, rotary tables and argument records, kept from step to step. Scratch and logits are
-    no component of the ledger: they are part of what the planner calls working memory of a rollout,
-    and lie well within it."""
+    """Scratch, rotary tables and argument records, reused between steps. Scratch and logits are no
+    component of the ledger: the planner counts them in a rollout's working memory."""
 
     def __init__(self, decoder: Decoder, pool: KvPool) -> None:
         library = load_decoder(decoder.dtype)

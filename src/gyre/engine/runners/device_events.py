@@ -60,7 +60,7 @@ class ResultEvent:
         self._event: torch.cuda.Event | None = None
 
     def mark(self) -> None:
-        """What is queued on the device by now must have happened."""
+        """Record the point that the device's queue must have passed."""
         self._event = torch.cuda.Event()
         self._event.record()
 

@@ -2,7 +2,7 @@
 Out: `attend` for models.fused_forward.
 
 Decoding tokens go through the split kernel, prompt chunks through the tiled one. In batch-invariant
-mode every token, prompt or not, is a query of the split kernel with pieces of one size, so that a
+mode every token, prompt or not, is a query of the split kernel with pieces of one size. So each
 token is computed in one way only.
 """
 
@@ -43,8 +43,8 @@ PROBE_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkArrays:
-    """A step's prompt chunks on the host, int64; and where their tokens lie behind the decoding
-    ones."""
+    """A step's prompt chunks on the host, int64, and the positions of their tokens after the
+    decoding ones."""
 
     row_C: np.ndarray
     start_C: np.ndarray
@@ -138,8 +138,8 @@ class GpuAttention:
         )
 
     def _probe(self, make: Callable[[ChunkArrays], Attend], *, tokens: int = PROBE_TOKENS) -> float:
-        """Seconds for one prompt of so many tokens, over whatever lies in the pages. Compiles on
-        the way."""
+        """Return the seconds for one prompt of the given length, over arbitrary page contents.
+        Compiles the kernel if needed."""
         count = min(tokens, self._table_RP.shape[1] * self.pool.page_tokens)
         one, zero = np.array([count]), np.array([0])
         chunks = ChunkArrays(row_C=zero, start_C=zero, count_C=one, first_C=zero)

@@ -1,9 +1,9 @@
-"""What the GPU runner keeps on the device between steps, and how a step's numbers get there. In:
-host arrays. Out: device views with fixed addresses.
+"""The GPU runner's device state between steps, and the copy of a step's numbers to it. In: host
+arrays. Out: device views with fixed addresses.
 
-A step's numbers are written to one pinned buffer and sent in one copy, in stream order, so that a
-captured graph finds them where it expects them. Buffers take turns; one is written again only when
-its copy is done.
+A step's numbers are written to one pinned buffer and sent in one copy, in stream order. A captured
+graph finds them at the addresses that it expects. Buffers take turns; one is written again only
+when its copy is done.
 """
 
 # R rows, P pages per row
@@ -77,8 +77,8 @@ class MirroredBuffer:
 
 
 class DeviceRows:
-    """The block table and each row's last token, on the device. Row R is nobody's: padding points
-    at it."""
+    """The block table and each row's last token, on the device. Row R is unused: padding points at
+    it."""
 
     def __init__(self, *, max_running: int, pages_per_row: int, device: torch.device) -> None:
         self.max_running, self.pages_per_row = max_running, pages_per_row
@@ -86,16 +86,19 @@ class DeviceRows:
             max_running + 1, pages_per_row, dtype=torch.int32, device=device
         )
         self.last_R = torch.zeros(max_running + 1, dtype=torch.int32, device=device)
-        self._tenure_R = np.full(max_running, -1, dtype=np.int64)  # whose pages are entered
+        self._generation_R = np.full(max_running, -1, dtype=np.int64)  # whose pages are entered
         self._entered_R = np.zeros(max_running, dtype=np.int64)  # how many
 
     def new_entries(self, rows: InputBatch, row_S: np.ndarray) -> np.ndarray:
         """Return int32 [3, N]: (row, column, page) of the table that these distinct rows need and
         the device lacks. They count as entered from now on."""
-        changed_S = rows.tenure_R[row_S] != self._tenure_R[row_S]
+        changed_S = rows.generation_R[row_S] != self._generation_R[row_S]
         entered_S = np.where(changed_S, 0, self._entered_R[row_S])
         missing_S = rows.pages_R[row_S] - entered_S
-        self._tenure_R[row_S], self._entered_R[row_S] = rows.tenure_R[row_S], rows.pages_R[row_S]
+        self._generation_R[row_S], self._entered_R[row_S] = (
+            rows.generation_R[row_S],
+            rows.pages_R[row_S],
+        )
         if not missing_S.any():
             return np.empty((3, 0), dtype=np.int32)
         row_N = np.repeat(row_S, missing_S)

@@ -73,7 +73,7 @@ class GpuRunner:
         capture: torch.cuda.Stream,
         emit: Emit,
     ) -> None:
-        """Graphs are captured on `capture`."""
+        """Make the runner. Graphs are captured on the stream `capture`."""
         self.decoder, self.pool, self.emit, self._capture_stream = decoder, pool, emit, capture
         self._deadline_s, self._token_budget = deadline_s, token_budget  # of a step
         self.device = decoder.device
@@ -398,8 +398,8 @@ class GpuRunner:
         self._staging.send(0)
 
     def has_moved(self) -> bool:
-        """Return whether weights or KV pages lie elsewhere than the graphs say. Virtual memory
-        keeps addresses over moves; where there is none, or the owner of shared weights made them
+        """Return whether weights or KV pages have other addresses than the graphs. Virtual memory
+        keeps addresses over moves. Without it, or when the owner of shared weights allocates them
         anew, they change."""
         return self._find_addresses() != self._addresses
 

@@ -32,9 +32,9 @@ def plan_piece(num_tokens: int, num_kv_heads: int, page_tokens: int, *, pool_tok
 
 
 def most_pieces(num_tokens: int, num_kv_heads: int, *, invariant: bool) -> int:
-    """Return a bound of the whole pieces of any step; each sequence may add one begun. `num_tokens`
-    is the size of the pool, by which `plan_piece` goes; in invariant mode, where pieces have one
-    size, all rows at full length."""
+    """Return a bound of the whole pieces of any step; each sequence may add one partial piece.
+    `num_tokens` is the pool's size, which `plan_piece` uses. In invariant mode pieces have one
+    size, and the bound is all rows at full length."""
     if invariant:
         return num_tokens // INVARIANT_PIECE
     return num_tokens // LARGEST_PIECE + 2 * MIN_WORK // num_kv_heads + 1

@@ -1,5 +1,5 @@
 """Which runner serves a model on a device, and why. In: decoder, KV pool, config. Out: a
-StepRunner. Callers: native; wire, which asks whether the trainer can run the same kernels."""
+StepRunner, or the reason why the fused kernels cannot serve."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def choose_runner(
     capture: torch.cuda.Stream | None = None,
     emit: Emit,
 ) -> StepRunner:
-    """Return the fused runner on a CUDA device, which captures its graphs on `capture`, the one of
-    the C kernels on a CPU, and where these cannot serve, the one in plain torch; say which."""
+    """Make the runner and emit its kind: the fused one on a CUDA device, with graphs captured on
+    `capture`; the C kernels on a CPU; plain torch where neither serves."""
     on_gpu = decoder.device.type == "cuda"
     if on_gpu:
         reason = why_too_old(decoder.device) or why_not_fused(

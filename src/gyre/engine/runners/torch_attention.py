@@ -2,8 +2,8 @@
 for the decoder.
 
 Writes the step's keys and values to their slots, gathers each bucket's pages once, and attends by
-two batched products, with the mask and the scale inside the first. Long prompts go through the
-fused SDPA instead, which never holds the scores. The same code serves CPU and CUDA.
+two batched products. The mask and the scale are inside the first. Long prompts go through the fused
+SDPA instead, which never materializes the scores. The same code serves CPU and CUDA.
 """
 
 # T tokens, B sequences of a bucket, Q queries and L keys per sequence, H heads, K kv heads, G = H /
@@ -76,8 +76,8 @@ def _make_mask(
     dtype: torch.dtype,
     window: int | None,
 ) -> Tensor | None:
-    """0 where a query may look, -inf where not. Padded queries see what their place implies; nobody
-    reads them."""
+    """Return 0 where a query may look and -inf elsewhere. Padded queries see what their place
+    implies; their results are unused."""
     fused = is_fused(bucket)
     if fused and window is None and not bucket.start_B.any():
         return None  # plain causal: real keys come before padded ones

@@ -67,7 +67,7 @@ class TorchFlight:
         return there
 
     def fetch(self) -> SampledTokens:
-        """One wait, and two transfers more when there are truncation sets."""
+        """Wait once and copy the results; truncation sets add two copies."""
         if self._arrival is not None:
             self._arrival.wait()
         pieces = ()

@@ -1,7 +1,6 @@
 """Raw log-probs on the device: of the plain softmax, before any rule of sampling. In: logits or
-hidden states, a few rows at a time. Out: own and best log-probs. Equal log-probs stand by token id,
-so that what is told never depends on the batch or the device's order.
-"""
+hidden states, a few rows at a time. Out: own and best log-probs. Equal log-probs are in the order
+of token ids, so results depend on neither the batch nor the device."""
 
 # T tokens, N rows, V vocabulary, E hidden size, K best tokens
 

@@ -38,8 +38,8 @@ class Targets:
 
 
 def find_targets(rows: InputBatch, step: Step, place_C: np.ndarray) -> Targets | None:
-    """Return the targets that the step's chunks give and nobody knows yet. place_C: where each
-    chunk's first token lies in the step. None when no chunk's prompt asks."""
+    """Return the step's unknown prompt targets, or None when no chunk's prompt asks. place_C:
+    position of each chunk's first token in the step."""
     spans, places, tokens = [], [], []
     for chunk, place in zip(step.chunks, place_C.tolist(), strict=True):
         prompt_store = rows.sequence_at(chunk.row).prompt_store

@@ -19,20 +19,22 @@ class History:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._slot_of: dict[int, tuple[int, int]] = {}  # row → slot, and which stay in it
+        self._slot_of: dict[int, tuple[int, int]] = {}  # row → slot, and the row's generation
         self._free: list[int] = []
         self._ids_SW = torch.zeros((0, 0), dtype=torch.int32, device=device)
 
     def slots(self, rows: InputBatch, rows_M: np.ndarray) -> Tensor:
         """Return slots_M; rows that were taken since they were last here are loaded with what they
         know."""
-        for row in [row for row, (_, stay) in self._slot_of.items() if rows.tenure_R[row] != stay]:
+        for row in [
+            row for row, (_, number) in self._slot_of.items() if rows.generation_R[row] != number
+        ]:
             self._free.append(self._slot_of.pop(row)[0])
         missing = [row for row in rows_M.tolist() if row not in self._slot_of]
         if missing:
             self._grow(len(missing) - len(self._free), int(rows.limit_R[rows_M].max()))
             for row in missing:
-                self._slot_of[row] = (self._free.pop(), int(rows.tenure_R[row]))
+                self._slot_of[row] = (self._free.pop(), int(rows.generation_R[row]))
                 assert rows.known_R[row] == rows.length_R[row], (
                     "a row starts with what the host knows"
                 )
@@ -41,8 +43,8 @@ class History:
         return torch.tensor([self._slot_of[row][0] for row in rows_M.tolist()], device=self._device)
 
     def ids(self, slots_M: Tensor, width: int) -> Tensor:
-        """Return ids_MW, the first `width` tokens of each; what lies past a row's length is no
-        token of its."""
+        """Return ids_MW, the first `width` tokens of each row; columns past a row's length are
+        undefined."""
         return self._ids_SW[:, :width].index_select(0, slots_M)
 
     def append(self, slots_M: Tensor, at_M: Tensor, tokens_M: Tensor) -> None:

@@ -152,8 +152,8 @@ def keep_by_bisection(scaled_MV: Tensor, cut: TruncationLimits) -> Tensor:
 def _cut_by_mass(
     key_MV: Tensor, mass_MV: Tensor, last_M1: Tensor, count_M1: Tensor, top_p_M1: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of each row's first `count` tokens, the last of key `last`, return how many top-p keeps and
-    the new last key."""
+    """Return how many of each row's first `count` tokens top-p keeps, and the new last key. `last`
+    is the key of the last of them."""
     above_MV = key_MV > last_M1
     ties_M1 = count_M1 - above_MV.sum(dim=-1, keepdim=True)
     total_M1 = (above_MV * mass_MV).sum(dim=-1, keepdim=True) + ties_M1 * _mass_at(

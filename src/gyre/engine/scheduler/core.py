@@ -1,13 +1,13 @@
-"""EngineCore: schedule, launch, advance; fetch and commit tokens up to `depth` launches later.
-In: journal entries. Out: TokenChunks. Everything here runs on the compute thread, and between two
-steps nothing else touches the scheduler state. The core reads no clock: what it decides follows
-from its entries alone.
+"""EngineCore: schedule, launch, advance; fetch and commit tokens up to `depth` launches later. In:
+journal entries. Out: TokenChunks. Everything here runs on the compute thread, and nothing else
+touches the scheduler state between two steps. The core reads no clock: its decisions follow from
+its entries alone.
 
 With depth 0 each step is committed at once. With depth 1 step n+1 is scheduled and launched before
-the host reads what step n chose. The device runs launches in order; so a page given back by a
-commit may be handed out at once, though a step in flight still uses it for a completion that was
-found finished. Whatever needs the truth (preemption, abort, interrupt, deadlines, new weights,
-moves) first commits everything in flight: `quiesce`.
+the host reads what step n chose. The device runs launches in order. So a page that a commit frees
+may be allocated at once, even if a step in flight still uses it for a completion that has finished.
+Preemption, abort, interrupt, deadlines, new weights and moves need exact state. They first commit
+everything in flight: `quiesce`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gyre.engine.scheduler.journal import (
     Expire,
     Flush,
     Interrupt,
-    Move,
+    MoveComponent,
     Recapture,
     Start,
     Steps,
@@ -64,8 +64,8 @@ class Decodes(Protocol):
 
 
 class HostPages(Protocol):
-    """Where KV pages lie while their sequence is swapped. Copies are queued on the device, in
-    order, between steps."""
+    """KV pages of swapped sequences, in host memory. Copies are queued on the device, in order,
+    between steps."""
 
     def copy_out(self, pages: np.ndarray, slots: np.ndarray) -> None: ...
 
@@ -141,8 +141,8 @@ class EngineCore:
     def play(
         self, entry: Entry, host: HostPages | None = None
     ) -> tuple[Partials, list[TokenChunk]]:
-        """Apply one input. `host` is the pool that a Move brings. Returns what an Interrupt ended,
-        and the chunks that are due."""
+        """Apply one input. `host` is the pool that a MoveComponent brings. Returns the partials of
+        an Interrupt, and the chunks that are due."""
         match entry:
             case Add():
                 return {}, self.add(entry.whole())
@@ -158,7 +158,7 @@ class EngineCore:
                 keep = policy == "keep_prefix"
                 self.change_version(version, recompute=keep, keep_cached=keep)
                 return {}, self._take_out()
-            case Move(component=component, tier=tier):
+            case MoveComponent(component=component, tier=tier):
                 if entry.forgets_kv:
                     self.forget_kv(f"{component} left for tier {tier}")
                 if entry.num_slots is not None:
@@ -208,7 +208,7 @@ class EngineCore:
         return self._take_out()
 
     def quiesce(self) -> None:
-        """Commit everything in flight. What comes out waits for whoever takes chunks next."""
+        """Commit everything in flight. The chunks are kept for the next call that returns some."""
         while self._in_flight:
             self._commit_oldest()
 
@@ -218,7 +218,7 @@ class EngineCore:
         return self._take_out()
 
     def expire(self, request_ids: abc.Sequence[str]) -> list[TokenChunk]:
-        """End requests that are past their deadline, as whoever has the clock says."""
+        """End requests that are past their deadline by the clock of the entry's writer."""
         for request_id in request_ids:
             if self._end(request_id, "deadline", LATE):
                 self.state.emit("engine.deadline", request_id=request_id)
@@ -240,8 +240,8 @@ class EngineCore:
         return partials, self._take_out()
 
     def forget_kv(self, reason: str) -> None:
-        """The pages' contents are about to go: whoever runs computes again, and nothing stays
-        cached."""
+        """Prepare for the loss of the pages' contents: running sequences recompute, and the cache
+        is emptied."""
         self.quiesce()
         self._preempt_all(reason)
         void_swapped(self.state, reason)
@@ -255,7 +255,7 @@ class EngineCore:
         self.host, self.state.slots = host, HostSlots(num_slots)
 
     def change_version(self, version: int, *, recompute: bool, keep_cached: bool) -> None:
-        """From the next step on tokens are chosen by `version`. Running and swapped sequences keep
+        """Choose tokens by `version` from the next step on. Running and swapped sequences keep
         their KV unless `recompute`; KV of mixed versions is never cached. Cached pages of other
         versions can never match again."""
         self.quiesce()

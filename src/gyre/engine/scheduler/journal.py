@@ -62,7 +62,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Expire(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Requests are past their deadline, by the clock of whoever wrote this."""
+    """Requests that are past their deadline, by the writer's clock."""
 
     request_ids: tuple[str, ...]
 
@@ -82,7 +82,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     policy: CommitPolicy
 
 
-class Move(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class MoveComponent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A component of the engine's memory moves to a tier."""
 
     component: str
@@ -101,7 +101,9 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     count: int
 
 
-Entry = Start | Add | Abort | Expire | Interrupt | Flush | Commit | Move | Recapture | Steps
+Entry = (
+    Start | Add | Abort | Expire | Interrupt | Flush | Commit | MoveComponent | Recapture | Steps
+)
 
 
 def encode_entry(entry: Entry) -> bytes:

@@ -1,11 +1,11 @@
-"""Postprocess: accounts for a step in two parts. In: the state, the Step, what it sampled. Out:
-TokenChunks to hand out. Pure.
+"""Postprocess: accounts for a step in two parts. In: the state, the Step, its sampled tokens. Out:
+TokenChunks to deliver. Pure.
 
 `advance`, as soon as the step is launched, counts what needs no token values. `commit_tokens`, when
-the values are on the host, writes them where the step said and finds who is finished. Steps may be
-launched in between: whoever finishes in `commit_tokens` may have taken part in them. That surplus
-is dropped when they are committed, found by the stay's number. Also ends requests for reasons from
-outside (abort, deadline, interrupt), with nothing in flight.
+the values are on the host, writes them where the step said and finds finished sequences. Steps may
+be launched in between, with sequences that `commit_tokens` then finishes. Their surplus tokens are
+dropped at commit, by the row's generation. Also ends requests for external reasons (abort,
+deadline, interrupt), with nothing in flight.
 """
 
 # N rows that chose a token
@@ -39,10 +39,10 @@ def advance(state: SchedulerState, step: Step) -> None:
 def commit_tokens(
     state: SchedulerState, step: Step, sampled: SampledTokens, *, text_stop: TextStop
 ) -> list[TokenChunk]:
-    """Write what a launched step chose and return the chunks that are due. Finished sequences give
-    back rows and pages; a step launched meanwhile may still read and write those pages, and whoever
-    gets them next does so in a later step, hence after it: the device works in order."""
-    live_N = state.rows.tenure_R[step.sample_rows] == step.sample_tenures
+    """Write the tokens of a launched step and return the chunks that are due. Finished sequences
+    free their rows and pages. A step launched meanwhile may still read and write those pages. Their
+    next owner uses them in a later step, and the device works in order."""
+    live_N = state.rows.generation_R[step.sample_rows] == step.sample_generations
     for piece in sampled.pieces:
         piece.prompt_store.enter(piece, step.version)
     _remember_prompts(state, step, live_N)

@@ -13,7 +13,7 @@ from gyre.engine.scheduler.swap import Preemption, Swapped, choose_preemption
 
 
 def choose(state: SchedulerState, row: int) -> Preemption:
-    """How the row would be preempted now."""
+    """Decide how to preempt the row now: swap or recompute."""
     computed = int(state.rows.computed_R[row])
     return choose_preemption(
         computed_tokens=computed,
@@ -99,7 +99,7 @@ def num_pages_to_resume(state: SchedulerState, sequence: Sequence) -> int:
 
 
 def void_swapped(state: SchedulerState, reason: str) -> None:
-    """What lies in host memory is of no use any more: whoever it belongs to computes again."""
+    """Discard swapped KV in host memory; its sequences recompute."""
     for sequence in state.queue:
         if sequence.swapped is not None:
             sequence.lost_tokens = sequence.swapped.computed
@@ -115,8 +115,7 @@ def void_swapped(state: SchedulerState, reason: str) -> None:
 
 
 def mix_versions(state: SchedulerState) -> None:
-    """New weights came: KV that goes on being used is of mixed versions from now on, and is never
-    cached."""
+    """Mark KV that stays in use under new weights as of mixed versions. It is never cached."""
     state.rows.kv_version_R[:] = -1
     for sequence in state.queue:
         if sequence.swapped is not None:

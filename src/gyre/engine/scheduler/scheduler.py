@@ -39,7 +39,7 @@ def schedule(state: SchedulerState, *, token_budget: int, version: int) -> Step 
         sample_rows=sample_rows,
         sample_chunks=np.asarray(sample_chunks, dtype=np.int64),
         sample_positions=state.rows.length_R[sample_rows],
-        sample_tenures=state.rows.tenure_R[sample_rows],
+        sample_generations=state.rows.generation_R[sample_rows],
         restored_rows=restored_rows,
         version=version,
         swap_out=swap_out,
@@ -49,7 +49,7 @@ def schedule(state: SchedulerState, *, token_budget: int, version: int) -> Step 
 
 
 def must_preempt(state: SchedulerState) -> bool:
-    """Whether the next step can only be made by taking pages from somebody."""
+    """Return whether the next step needs pages of a running sequence."""
     return len(_full_rows(state, state.decoding_rows())) > state.pages.num_available
 
 

@@ -1,11 +1,11 @@
-"""Sequences: one completion each, and the states it goes through. In: an admitted Request. Out: its
-Sequences, and TokenChunks cut from what they chose. Pure.
+"""Sequences: one completion each, and its states. In: an admitted Request. Out: its Sequences, and
+TokenChunks cut from their tokens. Pure.
 
     waiting → prefilling → decoding → finished    (any state may end in finished: abort, deadline,
                                                   interrupt)
                ↑  ↑ ╰───┬─────╯ ↑
-               │  ╰─ swapped ───╯    its KV is in host memory: it goes on where it was
-               ╰─ preempted          its KV is gone, or went void: it is computed again
+               │  ╰─ swapped ───╯    its KV is in host memory: it resumes where it was
+               ╰─ preempted          its KV is gone or void: it is recomputed
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ class Sequence:
 
 
 def truncates(request: Request) -> bool:
-    """Whether top-k, top-p or min-p can remove tokens. Greedy choice needs no truncation set."""
+    """Return whether top-k, top-p or min-p can remove tokens. Greedy choice needs no truncation
+    set."""
     s = request.sampling
     return s.temperature > 0.0 and (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0)
 
@@ -215,8 +216,8 @@ def make_chunk(
 
 
 def _cut_top(sequence: Sequence, start: int) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return the alternatives of the tokens chosen from `start` on, [c, K] each; None when nobody
-    asked."""
+    """Return the alternatives of the tokens chosen from `start` on, [c, K] each; None if none were
+    asked for."""
     best = sequence.request.sampling.top_logprobs
     if best == 0:
         return None, None

@@ -32,8 +32,8 @@ class InputBatch:
         self._free = list(range(max_running))
         self.revision = 0  # changes whenever a row is taken or left
         self._stays = 0
-        # number of this stay, unique; 0 while the row is free
-        self.tenure_R = np.zeros(max_running, dtype=np.int64)
+        # unique number of the row's allocation; 0 while the row is free
+        self.generation_R = np.zeros(max_running, dtype=np.int64)
         self.active_R = np.zeros(max_running, dtype=bool)
         self.decoding_R = np.zeros(max_running, dtype=bool)
         self.prompt_R = np.zeros(max_running, dtype=np.int64)  # prompt tokens
@@ -94,7 +94,7 @@ class InputBatch:
         self.sequences[row], sequence.row = sequence, row
         self.active_R[row], self.decoding_R[row] = True, False
         self._stays += 1
-        self.tenure_R[row] = self._stays
+        self.generation_R[row] = self._stays
         self.prompt_R[row], self.computed_R[row] = prompt, 0
         self.length_R[row] = self.known_R[row] = length
         self.limit_R[row] = prompt + sampling.max_tokens
@@ -131,7 +131,7 @@ class InputBatch:
         )
         self.sequences[row], sequence.row = None, None
         self.active_R[row] = self.decoding_R[row] = False
-        self.tenure_R[row] = 0
+        self.generation_R[row] = 0
         self.revision += 1
         heapq.heappush(self._free, row)
         return sequence

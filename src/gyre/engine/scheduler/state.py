@@ -265,7 +265,7 @@ class SchedulerState:
         sequence.swapped = None
 
     def vacate(self, row: int) -> None:
-        """Take row and pages back from whoever is there."""
+        """Free the row and pages of a sequence."""
         self.pages.give(self.rows.pages_of(row))
         self.rows.pages_R[row] = self.rows.first_R[row] = 0
         if not self.rows.decoding_R[row]:
@@ -300,7 +300,7 @@ class SchedulerState:
             ), row
             assert rows.known_R[row] <= rows.length_R[row] <= rows.limit_R[row], row
             assert rows.known_R[row] < rows.limit_R[row], row
-            assert rows.tenure_R[row] > 0, row
+            assert rows.generation_R[row] > 0, row
 
     def _places(self) -> Iterator[Sequence]:
         running = [self.rows.sequence_at(int(row)) for row in self.active_rows()]

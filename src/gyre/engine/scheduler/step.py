@@ -38,8 +38,8 @@ class Step:
     # int64 [N - B]: for the latter, the chunk whose last token they continue
     sample_chunks: np.ndarray
     sample_positions: np.ndarray  # int64 [N]: where in its sequence each chosen token goes
-    # int64 [N]: the stays for which they choose; a row may have a new tenant by then
-    sample_tenures: np.ndarray
+    # int64 [N]: the generations of those rows; a row may have a new sequence by then
+    sample_generations: np.ndarray
     # int64: decoding rows whose last token the device must take from the host
     restored_rows: np.ndarray
     version: int  # of the weights that choose
@@ -69,7 +69,7 @@ class SampledTokens:
 
 class Flight(Protocol):
     """A launched step whose results may not be on the host yet. Flights are fetched in the order of
-    their launch, at most once each; one that nobody needs any more is dropped unfetched."""
+    their launch, at most once each. An unneeded one is dropped unfetched."""
 
     def fetch(self) -> SampledTokens:
         """Block until the results are on the host; DeadlineError when the device takes too long."""
@@ -80,10 +80,10 @@ class StepRunner(Protocol):
     """Runs steps on one device, in the order in which they are launched.
 
     `launch` reads the rows before it returns, and the rows change as soon as it has. At that time
-    the step itself is not counted yet: computed_R[row] is the position of a decoding row's input
-    token and length_R[row] that of the token to be chosen (`step.sample_positions`). The values in
-    tokens_RW are only known up to known_R, so a runner keeps each row's last chosen token on the
-    device and takes decode inputs from there; what `step.restored_rows` names it first takes from
+    the step itself is not counted yet. computed_R[row] is the position of a decoding row's input
+    token, and length_R[row] that of the token to be chosen (`step.sample_positions`). The values in
+    tokens_RW are only known up to known_R. So a runner keeps each row's last chosen token on the
+    device and takes decode inputs from there. Rows in `step.restored_rows` first take theirs from
     tokens_RW[row, computed_R[row]]. All other token values that a step needs are known.
     """
 
@@ -92,9 +92,9 @@ class StepRunner(Protocol):
     def launch(self, rows: InputBatch, step: Step) -> Flight: ...
 
     def has_moved(self) -> bool:
-        """Return whether something that the runner holds by address lies elsewhere now. Asked
-        before a burst, and answered by a Recapture in the journal: ranks of one engine must
-        capture together, whichever of them sees new addresses."""
+        """Return whether something that the runner holds by address has moved. It is asked before a
+        burst and answered by a Recapture in the journal. Ranks of one engine must capture together,
+        whichever of them sees new addresses."""
         ...
 
     def recapture(self) -> None:

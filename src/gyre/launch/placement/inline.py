@@ -51,7 +51,7 @@ class Placement(Protocol):
 
     @property
     def ranks(self) -> int:
-        """How many train together, on all machines."""
+        """Return how many ranks train together, on all machines."""
         ...
 
     async def open(self, tokenizer: Tokenizer) -> Facts | Policy:
@@ -59,7 +59,7 @@ class Placement(Protocol):
         ...
 
     async def look_through(self, path: Path) -> list[Fault]:
-        """What is wrong with a snapshot; every byte is looked at, by all ranks together."""
+        """Return what is wrong with a snapshot. All ranks together read every byte."""
         ...
 
     async def begin(
@@ -169,8 +169,8 @@ def make_snapshots(
     group: RankGroup | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Snapshots:
-    """What writes a stage's snapshots. Every rank has one. `resumed_step`: of the snapshot that the
-    stage goes on from, 0 if it begins."""
+    """Make the writer of a stage's snapshots. Every rank has one. `resumed_step` is that of the
+    snapshot that the stage resumes from, 0 without one."""
     saver = Saver(
         stage_store(config, folder, stage, emit, resumed_step=resumed_step),
         group or alone(machine.device),
@@ -188,7 +188,8 @@ class Snapshots:
     def __init__(
         self, saver: Saver, trainer: NativeTrainer, compute: ThreadPoolExecutor, *, prepares: bool
     ) -> None:
-        """Without `prepares` the only save is the one at the end, which may wait for its memory."""
+        """Make the writer. Without `prepares` the only save is the last one, which may wait for its
+        memory."""
         self._saver, self._trainer, self._compute, self._prepares = (
             saver,
             trainer,

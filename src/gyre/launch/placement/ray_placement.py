@@ -1,8 +1,8 @@
-"""Fleet: a run on the workers of a Ray cluster. In: the config's `[cluster]`. Out: a Placement
-whose trainer is a group of ranks and whose engine is a pool.
+"""Ray placement: a run on the workers of a Ray cluster. In: the config's `[cluster]`. Out: a
+Placement whose trainer is a group of ranks and whose engine is a pool.
 
-Ray is kept over restarts of a run; the workers, the store that the ranks meet at and its round are
-new each time, since ranks that find addresses of dead ones in an old store hang.
+Ray is kept over restarts of a run. The workers, the ranks' store and its round are new each time.
+Ranks that find addresses of dead ones in an old store hang.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RayWorkers:
 
     @property
     def host(self) -> str:
-        """Where workers reach this process."""
+        """Return the address at which workers reach this process."""
         return self.cluster.address if self.config.address else LOOPBACK
 
     @property
@@ -67,7 +67,7 @@ class RayWorkers:
         return math.ceil((self.num_workers + self.config.engine_workers) / self.cluster.num_nodes)
 
     def forward_to(self, emit: Emit) -> None:
-        """Where the workers' events go, from now on."""
+        """Send the workers' events to another log from now on."""
         self._emit = emit
 
     async def close(self) -> None:
@@ -182,7 +182,7 @@ class RayPlacement:
         )
 
     async def end(self, *, failed: bool, last: bool) -> None:
-        """After a failure nothing is asked of the workers any more: `close` ends them."""
+        """End the stage. After a failure no worker is called any more: `close` ends them."""
         alone = self._engines_alone()
         pool, self._pool = self._pool, None
         if pool is not None:
@@ -207,7 +207,7 @@ class RayPlacement:
 
     @property
     def _patience(self) -> Patience:
-        """For calls that write or read a snapshot or an export."""
+        """Return the deadline of calls that write or read a snapshot or an export."""
         calls = Patience(key=CALLS, seconds=self._settings.call_deadline_s)
         snapshots = Patience(key="snapshot.deadline_s", seconds=self._config.snapshot.deadline_s)
         return max(calls, snapshots, key=lambda patience: patience.seconds)
@@ -342,9 +342,9 @@ async def _all_or_first_error(works: Iterable[Coroutine[Any, Any, Result]]) -> l
 
 
 def find_mixed_types(gpus_by_type: Mapping[str, int], num_ranks: int) -> str:
-    """What the cluster has of each type, when no type has enough for all ranks; "" when one has.
-    Pure. Ray may still place ranks on two types where one has enough: then they refuse it
-    themselves when they meet."""
+    """Return what the cluster has of each GPU type, when no type has enough for all ranks; "" when
+    one has. Pure. Ray may still place ranks on two types where one has enough: then they refuse it
+    themselves when they join."""
     if len(gpus_by_type) < 2 or max(gpus_by_type.values()) >= num_ranks:
         return ""
     return ", ".join(f"{count} × {kind}" for kind, count in sorted(gpus_by_type.items()))

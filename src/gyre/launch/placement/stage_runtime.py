@@ -67,8 +67,8 @@ class StageRuntime:
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether the actor's weights lie in shards, so that an engine cannot read them where they
-        are."""
+        """Return whether the actor's weights are in shards, so that an engine cannot read them in
+        place."""
         ranks = 1 if self._group is None else self._group.size
         zero, shard_ranks = self._config.parallel.of("actor")
         return ranks > 1 and zero >= 2 and shard_ranks != 1
@@ -133,7 +133,8 @@ class StageRuntime:
         return InvariantLogprobs(page_tokens=self._plan.page_tokens)
 
     async def make_engine(self, policy: Policy, *, own_weights: bool = False) -> NativeEngine:
-        """On the trainer's decoder, or with `own_weights` on one that is filled by handovers."""
+        """Make the engine on the trainer's decoder; with `own_weights` on one that hand-overs
+        fill."""
         plan, self._own_weights = self._plan, own_weights
         sizes = self._config.engine.model_copy(
             update={"num_pages": plan.kv_pages, "page_tokens": plan.page_tokens}
@@ -183,7 +184,7 @@ class StageRuntime:
 
     @property
     def held_bytes(self) -> int:
-        """What the components hold on the device, as measured at the last phase change."""
+        """Return the device bytes of the components, as measured at the last phase change."""
         return 0 if self._manager is None else self._manager.ledger.usage().device_bytes
 
     async def close(self) -> None:
@@ -211,15 +212,15 @@ class StageRuntime:
         return replace(policy, decoder=decoder)
 
     def _cuts_alike(self) -> bool:
-        """Whether each model that may begin with the policy's weights would have the actor's
-        cuts."""
+        """Return whether each model that may start from the policy's weights is sharded like the
+        actor."""
         assert self._group is not None
         splits = [self._config.parallel.of(model) for model in ("actor", "critic", "reference")]
         sizes = {shard_size(self._group.size, shard_ranks) for _, shard_ranks in splits}
         return all(zero >= 2 for zero, _ in splits) and len(sizes) == 1
 
     def trained_shards(self) -> ShardSource:
-        """Where the trained weights lie in shards: this rank's, which outlive `close`."""
+        """Return this rank's shards of the trained weights, which outlive `close`."""
         assert self.trainer is not None and self.cuts_weights
         self.trainer.move(["actor.params"], "device")  # the last phase may have parked it
         _, source = self.trainer.register()

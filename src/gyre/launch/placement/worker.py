@@ -100,8 +100,8 @@ class RankWorker:
         self.engine: EngineEndpoint | None = None
 
     async def begin(self, stage_name: str, plan_json: str, version: int, snapshot: str) -> int:
-        """Make the stage's objects; with `snapshot`, a path, the trainer goes on from it. Returns
-        its version."""
+        """Make the stage's objects and return the trainer's version. With `snapshot`, a path, the
+        trainer resumes from it."""
         stage = next(
             stage for stage in plan_stages(self._config, "all") if stage.name == stage_name
         )
@@ -180,7 +180,7 @@ class RankWorker:
         await self._snapshots.save(step=step, state=state, blobs=blobs)
 
     async def look_through(self, path: str) -> list[Fault]:
-        """What is wrong with this rank's share of a snapshot's bytes."""
+        """Return what is wrong with this rank's share of a snapshot's bytes."""
         share, shares = self._order.rank, self._order.world_size
         assert share is not None
         return await self._on_compute(

@@ -1,5 +1,5 @@
-"""Attempts: what a run keeps to when it goes on, and what it may change. In: a run folder, what the
-command line sets. Out: the config of the next attempt, and files in the folder. Torch-free.
+"""Attempts: what a resumed run keeps, and what it may change. In: a run folder, the command line's
+settings. Out: the config of the next attempt, and files in the folder. Torch-free.
 
     config.toml, overrides.json   of the first attempt; resolved.json holds their digest and the
                                   config they made
@@ -42,13 +42,14 @@ MOST_TOLD = 5  # keys in one sentence
 
 
 def resolved_text(config: RunConfig, config_text: bytes, overrides_text: bytes) -> str:
-    """What resolved.json holds for a new run."""
+    """Return the contents of resolved.json for a new run."""
     digest = _digest(config_text, overrides_text)
     return json.dumps({"sha256": digest, "config": config.model_dump(mode="json")}, indent=1) + "\n"
 
 
 def read_changes(folder: Path) -> list[str]:
-    """What earlier attempts set, in their order. SnapshotError for a file that is none of ours."""
+    """Return the settings of earlier attempts, in order. SnapshotError for a file in another
+    format."""
     place = folder / ATTEMPTS
     if not place.is_dir():
         if place.exists() or place.is_symlink():
@@ -156,9 +157,8 @@ def is_changeable(key: str) -> bool:
 def differing_keys(
     before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Keys "a.b" of two trees that hold different values; None where one has none. A key that only
-    the newer of two versions of gyre knows differs where it is not the default, which nobody knows
-    here: it is left out."""
+    """Return keys "a.b" of two trees with different values; None where one has none. A key that
+    only the newer of two versions of gyre knows is left out: its default is unknown here."""
     old, new = dict(_flatten(before, "")), dict(_flatten(after, ""))
     return {key: (old[key], new.get(key)) for key in old if old[key] != new.get(key)} | {
         key: (None, new[key]) for key in new if key not in old and _parent_changed(key, old)
@@ -166,7 +166,7 @@ def differing_keys(
 
 
 def _parent_changed(key: str, old: Mapping[str, Any]) -> bool:
-    """Whether a table stands where there was a value, such as a [goal] where there was none."""
+    """Return whether a table replaced a value, such as a [goal] where there was none."""
     names = key.split(".")
     return any(".".join(names[:count]) in old for count in range(1, len(names)))
 

@@ -1,8 +1,8 @@
-"""Folders: what lies in a run folder, and which model a command means. In: paths. Out: paths and
+"""Folders: the files of a run folder, and which model a command means. In: paths. Out: paths and
 the config of a run.
 
-config.toml is as given; overrides.json holds what the command line changed, a list of texts (a
-value may hold line breaks); stage.txt which stages were asked for. Torch-free.
+config.toml is as given. overrides.json holds the command line's changes, a list of texts (a value
+may hold line breaks). stage.txt holds the stages that were asked for. Torch-free.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _give_name(aside: Path, base: Path) -> Path:
 
 
 def refuse_damaged(folder: Path) -> None:
-    """SnapshotError for a run that cannot be gone on with, before anything of it is written."""
+    """Raise SnapshotError for a run that cannot be resumed, before anything in it is written."""
     store, log = folder / "snapshots", folder / "events.jsonl"
     for place in (store, *(store.iterdir() if store.is_dir() else ())):
         if (place.exists() or place.is_symlink()) and not place.is_dir():
@@ -83,8 +83,8 @@ def refuse_damaged(folder: Path) -> None:
 
 
 def refuse_unusable(error: OSError, folder: Path | None) -> None:
-    """SnapshotError for what the disk or the rights of a run folder refuse. Other errors are
-    nobody's word here."""
+    """Raise SnapshotError for what the disk or the permissions of a run folder refuse. Other errors
+    pass unchanged."""
     place = error.filename2 or error.filename
     named = Path(os.fsdecode(place)).absolute() if isinstance(place, str | bytes) else None
     ours = folder is not None and named is not None and named.is_relative_to(folder.absolute())
@@ -116,8 +116,8 @@ def hold(folder: Path) -> int | None:
 
 
 def read_overrides(folder: Path) -> list[str]:
-    """What the command line set when the run began. SnapshotError where the folder is no run's, or
-    damaged."""
+    """Return the command line's settings at the start of the run. SnapshotError if the folder is no
+    run folder, or is damaged."""
     for name in ("config.toml", OVERRIDES, "stage.txt"):
         if not (folder / name).is_file():
             why = why_missing(folder) or f": it has no {name}"
@@ -131,7 +131,7 @@ def read_all_overrides(folder: Path) -> list[str]:
 
 
 def read_stage(folder: Path, accepted: Sequence[str]) -> str:
-    """Which stages the run was asked for."""
+    """Return which stages the run was asked for."""
     path = folder / "stage.txt"
     try:
         stage = path.read_text(encoding="utf-8").strip()

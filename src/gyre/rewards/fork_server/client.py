@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from gyre.core.errors import DeadlineError
-from gyre.rewards.fork_server.connection import Kill, Start, make_pair
+from gyre.rewards.fork_server.connection import Kill, StartChild, make_pair
 
 KILL_S = 10.0  # for a killed process to be gone
 
@@ -60,7 +60,7 @@ class ForkServerProcess:
 
     def start(self, name: int, request: object, files: list[int]) -> None:
         """Order a child. The server has the files, so the caller may close its own."""
-        self.connection.send(Start(name, request), files)
+        self.connection.send(StartChild(name, request), files)
 
     def kill_child(self, name: int, reason: str) -> None:
         """Order the end of a child; its Ended has the reason."""

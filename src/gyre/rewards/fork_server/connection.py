@@ -1,7 +1,7 @@
 """Connection: the messages between a fork server and its client. In: records and open files. Out:
 the same, one per packet.
 
-    client ── Start + files, Kill ──▶ server ──fork──▶ children
+    client ── StartChild + files, Kill ──▶ server ──fork──▶ children
            ◀── Ready | Refused, Ended ──
 
 The socket keeps packets apart (SOCK_SEQPACKET), and only the two ends hold it: a child closes the
@@ -20,7 +20,7 @@ MOST_FILES = 8  # with one message
 _MOST_BYTES = 1 << 16
 
 
-class Start(NamedTuple):
+class StartChild(NamedTuple):
     """Fork a child. The files that come with the message are the child's."""
 
     name: int  # the client's number for it, used once
@@ -59,8 +59,8 @@ class OutputDropped(NamedTuple):
     """Report, once, that a supervisor's log is full."""
 
 
-Message = Start | Kill | Ready | Refused | Ended | OutputDropped
-_KINDS = (Start, Kill, Ready, Refused, Ended, OutputDropped)
+Message = StartChild | Kill | Ready | Refused | Ended | OutputDropped
+_KINDS = (StartChild, Kill, Ready, Refused, Ended, OutputDropped)
 
 
 def make_pair() -> tuple[Connection, Connection]:

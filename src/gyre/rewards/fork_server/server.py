@@ -1,7 +1,7 @@
-"""Fork server: the loop that forks children, watches, kills and reaps them. In: Start and Kill, one
-kind of child. Out: one Ended per child, sent when it is reaped.
+"""Fork server: the loop that forks children, watches, kills and reaps them. In: StartChild and
+Kill, one kind of child. Out: one Ended per child, sent when it is reaped.
 
-    poll ──▶ client: Start, Kill; a hang-up ends every descendant and the server
+    poll ──▶ client: StartChild, Kill; a hang-up ends every descendant and the server
          ──▶ pidfd of a child: reap it, end what it left behind, send Ended
          ──▶ files that a child asked to watch
          ──▶ time: `look` of a child, which may name the limit that it is over
@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from gyre.rewards.fork_server import processes
-from gyre.rewards.fork_server.connection import Connection, Ended, Kill, Start
+from gyre.rewards.fork_server.connection import Connection, Ended, Kill, StartChild
 
 Handler = Callable[[int], object]  # of the events of select.poll
 _RETRY_S = 0.05  # between two passes over orphans
@@ -140,12 +140,12 @@ class ForkServer:
         if received is None:
             self.end()
         order, files = received
-        if isinstance(order, Start):
+        if isinstance(order, StartChild):
             self._start(order, files)
         elif isinstance(order, Kill) and order.name in self._children:
             self._kill(self._children[order.name], order.reason)
 
-    def _start(self, order: Start, files: list[int]) -> None:
+    def _start(self, order: StartChild, files: list[int]) -> None:
         assert self._grace_s or not self._children, "one child at a time"
         child = self._make_child(order.request, files)
         child.name = order.name

@@ -1,7 +1,7 @@
 """Worker: the processes that judge. In: a setup, jobs. Out: a result for each check.
 
-    scorer ── Start + channel, Kill ──▶ fork server ──fork──▶ worker ◀─ Job / CheckResult ─▶ scorer
-           ◀── Ended ──────────────────
+    scorer ── StartChild + channel, Kill ──▶ fork server ──fork──▶ worker ◀─ Job, CheckResult
+           ◀── Ended ───────────────────────                           ─▶ scorer
 
 The fork server loads the libraries once and runs no reward, so a killed worker costs little. When
 the scorer or the supervisor goes, it ends every worker with all that they started, then itself. A

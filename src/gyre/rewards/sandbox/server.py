@@ -1,9 +1,11 @@
 """Sandbox server: a warm Python that forks one fresh, isolated process per program. Runs as a
 process of its own.
 
-    client ── Start(limits) + 4 open files ──▶ server ──fork──▶ program: process 1 of new namespaces
-           ◀── Ready, Ended ──────────────────                  reads source and input,
-                                                               writes to the client's pipes
+    client ── StartChild(limits) + 4 open files ──▶ server ──fork──▶ program
+           ◀── Ready, Ended ───────────────────────
+
+A program is process 1 of new namespaces. It reads source and input, and writes to the client's
+pipes.
 
 The server never sees a program. Source and input arrive as open files that only the program's
 process reads. Output goes through pipes to the client. So no fork can find anything of another run

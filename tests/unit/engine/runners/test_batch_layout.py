@@ -39,7 +39,7 @@ def make_step(decode: list[int], chunks: list[PrefillChunk], sample_chunks: list
         sample_rows=none,
         sample_chunks=np.asarray(sample_chunks, np.int64),
         sample_positions=none,
-        sample_tenures=none,
+        sample_generations=none,
         restored_rows=none,
         version=0,
         swap_out=None,

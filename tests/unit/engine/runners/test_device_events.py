@@ -73,7 +73,7 @@ def test_a_step_is_named_by_its_work() -> None:
         sample_rows=none,
         sample_chunks=none,
         sample_positions=none,
-        sample_tenures=none,
+        sample_generations=none,
         restored_rows=none,
         version=0,
         swap_out=None,

@@ -24,7 +24,7 @@ class TableMachine(RuleBasedStateMachine):
         super().__init__()
         self.device = DeviceRows(max_running=ROWS, pages_per_row=PLACES, device=torch.device("cpu"))
         self.rows = SimpleNamespace(
-            tenure_R=np.zeros(ROWS, np.int64),
+            generation_R=np.zeros(ROWS, np.int64),
             pages_R=np.zeros(ROWS, np.int64),
             table_RP=np.zeros((ROWS, PLACES), np.int32),
         )
@@ -44,7 +44,7 @@ class TableMachine(RuleBasedStateMachine):
         if row in self.model:
             return
         self.stays += 1
-        self.rows.tenure_R[row], self.rows.table_RP[row] = self.stays, 0
+        self.rows.generation_R[row], self.rows.table_RP[row] = self.stays, 0
         self.model[row] = self.fresh_pages(count)
         self.write(row)
 
@@ -60,7 +60,7 @@ class TableMachine(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         row = data.draw(st.sampled_from(sorted(self.model)))
         del self.model[row]
-        self.rows.tenure_R[row] = self.rows.pages_R[row] = 0
+        self.rows.generation_R[row] = self.rows.pages_R[row] = 0
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())

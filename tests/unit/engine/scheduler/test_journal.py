@@ -24,7 +24,7 @@ from gyre.engine.scheduler.journal import (
     Flush,
     Interrupt,
     JournalWriter,
-    Move,
+    MoveComponent,
     Recapture,
     Start,
     Steps,
@@ -73,7 +73,7 @@ class Player:
         self.partials: list[Partials] = []
 
     def play(self, entry: Entry) -> None:
-        kept = isinstance(entry, Move) and entry.num_slots
+        kept = isinstance(entry, MoveComponent) and entry.num_slots
         partials, chunks = self.core.play(entry, self.device.pool if kept else None)
         if isinstance(entry, Commit) and entry.policy == "keep_prefix":
             self.device.oldest_version = entry.version
@@ -147,10 +147,10 @@ def journals(draw: st.DrawFn) -> list[Entry]:
                     version=st.just(version),
                     policy=st.sampled_from(["drain", "keep_prefix", "continue"]),
                 ),
-                st.just(Move(component="engine.kv", tier="none", forgets_kv=True)),
-                st.just(Move(component="engine.kv", tier="host")),
+                st.just(MoveComponent(component="engine.kv", tier="none", forgets_kv=True)),
+                st.just(MoveComponent(component="engine.kv", tier="host")),
                 st.builds(
-                    Move,
+                    MoveComponent,
                     component=st.just("engine.kv_host"),
                     tier=st.just("host"),
                     num_slots=st.sampled_from([0, SLOTS]),

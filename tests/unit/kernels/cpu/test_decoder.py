@@ -67,7 +67,7 @@ def make_step(decode: np.ndarray, chunks: list[PrefillChunk]) -> Step:
         sample_rows=rows_N,
         sample_chunks=np.arange(len(chunks)),
         sample_positions=none,
-        sample_tenures=none,
+        sample_generations=none,
         restored_rows=none,
         version=0,
         swap_out=None,
