@@ -2,8 +2,8 @@
 process per GPU. In: a shape, layouts. Out: seconds per hand-over, GB/s, share of what the link does
 in the same run, extra memory. Run: python bench/handover.py --gpus 4 --shape 8b --record
 
-It is what each worker of a cluster does, without the calls between processes: `register` for the
-manifest and again for the engine's own seat, `EngineWeights.prepare`, `commit`. With zero 3 the
+It is what each worker of a cluster does, without the calls between processes: `register`,
+`EngineWeights.prepare`, `commit`. With zero 3 the
 commit gathers all shards into the engine's storage; with zero 1 engine and trainer share weights,
 and no byte moves. Afterwards every number is compared.
 
@@ -21,11 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gyre.core.offers import SharedStorage
 from gyre.distributed.process_group import RankGroup
 from gyre.engine.weights import EngineWeights
 from gyre.models.decoder import Decoder
 from gyre.weights.gather import ShardSource
-from gyre.weights.transports.inprocess import shares_storage
+from gyre.weights.swap import shares_storage
 from ranks import Ranks, RanksFailed, Tell, print_line, timed
 from record import circumstances, parser, say
 from train_ranks import SHAPES, Row, blank_decoder, make_trainer
@@ -111,10 +112,9 @@ def measure(group: RankGroup, tell: Tell, row: Row) -> dict[str, Any]:
     received = size_bytes * (group.size - 1) // group.size
 
     def hand_over() -> None:
-        manifest, _ = trainer.register()
-        _, source = trainer.register()
-        weights.prepare(manifest, source)
-        weights.commit(manifest.version)
+        offer = trainer.register_now()
+        weights.prepare(offer)
+        weights.commit(offer.version)
 
     before = reset_peak(device)
     times_s = [timed(group, hand_over) for _ in range(WARM_UP + RUNS)][WARM_UP:]
@@ -125,14 +125,15 @@ def measure(group: RankGroup, tell: Tell, row: Row) -> dict[str, Any]:
         "size_bytes": size_bytes,
         "received_bytes": received,
         "extra_bytes": peak(device) - before,
-        "register_ms": round(timed(group, trainer.register) * 1e3, 2),
+        "register_ms": round(timed(group, trainer.register_now) * 1e3, 2),
     }
     tell({"zero": row.zero, **found})
-    source = trainer.register()[1]
     if shared:
-        assert shares_storage(source, weights.tensors)
+        offered = trainer.register_now().source
+        assert isinstance(offered, SharedStorage)
+        assert shares_storage(offered.tensors, weights.tensors)
         return found
-    assert isinstance(source, ShardSource)
+    source = trainer.shards()
     compare(group, source, weights)
     link_s = sorted(
         timed(group, lambda: gather_plainly(group, size_bytes)) for _ in range(WARM_UP + TRIES)

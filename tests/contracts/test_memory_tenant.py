@@ -126,7 +126,7 @@ def build_trainer(
         reward_model=(tiny_decoder(dtype), ScalarHead(decoder.spec.hidden_size, device=CPU)),
         disk_folder=folder,
     )
-    trainer.register()  # checksums read the weights' bytes; they must be able to leave all the same
+    trainer.register_now()  # checksums read the weights' bytes; they must be able to leave all the same
     return over_pools(trainer, trainer._tenancy)
 
 

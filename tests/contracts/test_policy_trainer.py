@@ -27,6 +27,7 @@ from gyre.objectives.config import DpoConfig, GrpoConfig, PpoConfig
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.trainer import NativeTrainer
 from local_cluster import LocalCluster
+from offers import tensors_in
 
 CPU = torch.device("cpu")
 SPEC = ModelSpec(
@@ -132,10 +133,10 @@ def batch(step: int = 0, num_sequences: int = 8) -> TrainBatch:
 def test_step_reports_what_it_did_and_the_version_is_final(make, objective):
     async def run() -> None:
         trainer = make(objective)
-        start = trainer.register()[0].version
+        start = (await trainer.register()).version
         report = await trainer.step(batch())
         assert report.step == 0 and report.num_updates == 2
-        assert report.version == start + report.num_updates == trainer.register()[0].version
+        assert report.version == start + report.num_updates == (await trainer.register()).version
         assert report.num_tokens == sum(len(s.tokens) for s in batch().sequences)
         assert all(np.isfinite(value) for value in report.metrics.values())
         await trainer.close()
@@ -147,7 +148,10 @@ def test_evaluate_answers_in_batch_order_and_changes_nothing(make):
     async def run() -> None:
         trainer = make(PpoConfig(kl_coef=0.1))
         asked = batch()
-        before = {name: tensor.clone() for name, tensor in trainer.register()[1].items()}
+        before = {
+            name: tensor.clone()
+            for name, tensor in (await tensors_in(await trainer.register())).items()
+        }
         for which in ("policy", "reference", "critic"):
             evaluation = await trainer.evaluate(asked, which)
             assert evaluation.which == which
@@ -161,7 +165,7 @@ def test_evaluate_answers_in_batch_order_and_changes_nothing(make):
         assert rewards.per_sequence is not None and rewards.per_sequence.shape == (
             len(asked.sequences),
         )
-        for name, tensor in trainer.register()[1].items():
+        for name, tensor in (await tensors_in(await trainer.register())).items():
             assert torch.equal(tensor, before[name])
         await trainer.close()
 
@@ -181,8 +185,11 @@ def test_empty_batches_are_answered(make):
 
 
 def test_the_manifest_describes_the_tensors(make):
-    trainer = make()
-    manifest, tensors = trainer.register()
+    async def run() -> tuple:
+        offer = await make().register()
+        return offer.manifest, await tensors_in(offer)
+
+    manifest, tensors = asyncio.run(run())
     assert [entry.name for entry in manifest.entries] == list(tensors)
     for entry in manifest.entries:
         tensor = tensors[entry.name]
@@ -201,8 +208,9 @@ def test_snapshot_and_restore_continue_to_the_bit(make):
         await other.step(batch(7))
         other.restore(copied)
         assert await other.step(batch(1)) == expected
-        for name, tensor in one.register()[1].items():
-            assert torch.equal(tensor, other.register()[1][name])
+        theirs = await tensors_in(await other.register())
+        for name, tensor in (await tensors_in(await one.register())).items():
+            assert torch.equal(tensor, theirs[name])
         await one.close()
         await other.close()
 

@@ -21,7 +21,8 @@ from fakes.config import FakeEngineConfig
 from fakes.engine import ScriptedEngine
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
 from gyre.core.errors import DeadlineError, InputError, SnapshotError
-from gyre.core.records import Completion, Manifest, Request, RoleSpec, Sampling
+from gyre.core.offers import LocalTensors, Offer
+from gyre.core.records import Completion, Request, RoleSpec, Sampling
 from gyre.core.seeds import derive_seed
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
@@ -30,8 +31,8 @@ from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import spec_from_shape
-from gyre.weights.manifest import make_manifest
 from local_cluster import LocalCluster
+from offers import offer_of
 
 VOCAB, MAX_TOKENS = 48, 20
 CPU = torch.device("cpu")
@@ -43,8 +44,8 @@ class Subject:
     tensors: dict[str, torch.Tensor]
     shared: bool
 
-    def manifest(self, version: int) -> Manifest:
-        return make_manifest(version, self.tensors, shared=self.shared, checksums=not self.shared)
+    def offer(self, version: int) -> Offer:
+        return offer_of(version, self.tensors, shared=self.shared, checksums=not self.shared)
 
 
 def build_native(shared: bool) -> Subject:
@@ -182,7 +183,7 @@ def test_a_refusal_is_an_answer_for_each_completion(subject: Subject) -> None:
         await subject.engine.start(dummy=True)
         dummy = await read(subject, ask())
         assert [part.finish for part in dummy] == ["refused"] * 2
-        await subject.engine.prepare(subject.manifest(1), subject.tensors)
+        await subject.engine.prepare(subject.offer(1))
         await subject.engine.commit(1, policy="drain")
         for request in (ask(max_tokens=500), replace(ask(), grammar="root ::= x")):
             parts = await read(subject, request)
@@ -266,12 +267,12 @@ def test_a_version_goes_live_by_commit_only(subject: Subject, policy: str) -> No
         await subject.engine.start(dummy=False)
         with pytest.raises(InputError):
             await subject.engine.commit(1, policy=policy)
-        await subject.engine.prepare(subject.manifest(1), subject.tensors)
+        await subject.engine.prepare(subject.offer(1))
         assert set((await read(subject, ask()))[0].versions.tolist()) == {0}
         await subject.engine.rollback()
         with pytest.raises(InputError):
             await subject.engine.commit(1, policy=policy)
-        await subject.engine.prepare(subject.manifest(2), subject.tensors)
+        await subject.engine.prepare(subject.offer(2))
         await subject.engine.commit(2, policy=policy)
         await subject.engine.commit(2, policy=policy)
         assert set((await read(subject, ask()))[0].versions.tolist()) == {2}
@@ -288,7 +289,9 @@ def test_a_torn_version_is_not_prepared(subject: Subject) -> None:
         await subject.engine.start(dummy=False)
         torn = {name: tensor + 1 for name, tensor in subject.tensors.items()}
         with pytest.raises(SnapshotError):
-            await subject.engine.prepare(subject.manifest(1), torn)
+            await subject.engine.prepare(
+                replace(subject.offer(1), source=LocalTensors(tensors=torn))
+            )
         with pytest.raises(InputError):
             await subject.engine.commit(1, policy="drain")
 
@@ -300,7 +303,7 @@ def test_destroyed_and_instantiated_again(subject: Subject) -> None:
         expected = None
         for version in (1, 2, 3):
             await subject.engine.start(dummy=True)
-            await subject.engine.prepare(subject.manifest(version), subject.tensors)
+            await subject.engine.prepare(subject.offer(version))
             await subject.engine.commit(version, policy="drain")
             parts = await read(subject, ask())
             expected = expected or parts[0].tokens.tolist()

@@ -141,7 +141,8 @@ def test_weights_in_host_memory_compute_as_on_the_device(mode) -> None:
         places = {parameter.device.type for parameter in trainer._models.actor.decoder.parameters()}
         assert places == {"cpu" if models else CUDA.type}
         weights = {
-            name: tensor.float().cpu().numpy() for name, tensor in trainer.register()[1].items()
+            name: tensor.float().cpu().numpy()
+            for name, tensor in trainer.register_now().source.tensors.items()
         }
         found.append((values, report, weights))
     (values, report, weights), (own_values, own, own_weights) = found

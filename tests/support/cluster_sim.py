@@ -14,6 +14,7 @@ import numpy as np
 
 from gyre.cluster.worker.endpoints import News
 from gyre.core.errors import InputError, WorkerLost
+from gyre.core.offers import Offer
 from gyre.core.records import EngineStats, Finish, Health, Request, TokenChunk
 from gyre.core.seeds import derive_seed
 
@@ -150,8 +151,8 @@ class SimEngine:
     def _start(self, call: Call, dummy: bool) -> None:
         pass
 
-    def _prepare(self, call: Call, manifest: Any, source: Any) -> None:
-        self.prepared = manifest.version
+    def _prepare(self, call: Call, offer: Offer) -> None:
+        self.prepared = offer.version
 
     def _commit(self, call: Call, version: int, policy: str) -> None:
         if self.prepared != version and self.version != version:

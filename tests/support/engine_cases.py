@@ -20,7 +20,7 @@ from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import spec_from_shape
-from gyre.weights.manifest import make_manifest
+from offers import offer_of
 
 CPU = torch.device("cpu")
 
@@ -106,9 +106,7 @@ class Bench:
 
     async def publish(self, version: int, source: Decoder, *, shared: bool, policy="drain") -> None:
         tensors = tensors_of(source)
-        await self.engine.prepare(
-            make_manifest(version, tensors, shared=shared, checksums=not shared), tensors
-        )
+        await self.engine.prepare(offer_of(version, tensors, shared=shared, checksums=not shared))
         await self.engine.commit(version, policy=policy)
 
     def check(self) -> None:

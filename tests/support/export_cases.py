@@ -17,7 +17,6 @@ from gyre.launch.factories import Machine
 from gyre.models.decoder import Decoder
 from gyre.models.hub import export
 from gyre.models.init import init_weights
-from gyre.weights.gather import ShardSource
 from trainer_cases import make_trainer
 from zero_cases import BIG, LAYOUTS
 
@@ -30,8 +29,7 @@ def exported_slowly(
     decoder = Decoder(BIG, device=group.device, dtype=torch.float32)
     init_weights(decoder, 1)
     trainer = make_trainer("sft", decoder=decoder, group=group, parallel=LAYOUTS["zero3"])
-    _, source = trainer.register()
-    assert isinstance(source, ShardSource)
+    source = trainer.shards()
     honest, signs = export.sync_files, []
 
     def slow(at: Path) -> None:

@@ -18,7 +18,8 @@ from fakes.scorer import Table, TableScorer, answer_table
 from fakes.script import Script, byte_tokenizer, learning_script, sum_prompts
 from fakes.source import ListSource
 from fakes.trainer import CountingTrainer
-from gyre.core.records import Manifest, Phase, Request, Rollout, TrainBatch
+from gyre.core.offers import Offer
+from gyre.core.records import Phase, Request, Rollout, TrainBatch
 from gyre.core.seeds import derive_seed
 from gyre.loop.accuracy import AccuracyMetric
 from gyre.loop.collect import Window
@@ -106,9 +107,9 @@ class WatchedTrainer(CountingTrainer):
         self.calls.append((self.gate.phase, f"evaluate {which}"))
         return await super().evaluate(batch, which)
 
-    def register(self) -> Any:
+    async def register(self) -> Offer:
         self.calls.append((self.gate.phase, "register"))
-        return super().register()
+        return await super().register()
 
 
 class WatchedEngine(ScriptedEngine):
@@ -131,9 +132,9 @@ class WatchedEngine(ScriptedEngine):
         self.calls.append((self.gate.phase, f"start dummy={dummy}"))
         await super().start(dummy=dummy)
 
-    async def prepare(self, manifest: Manifest, source: Mapping[str, Any]) -> None:
-        self.calls.append((self.gate.phase, f"prepare {manifest.version}"))
-        await super().prepare(manifest, source)
+    async def prepare(self, offer: Offer) -> None:
+        self.calls.append((self.gate.phase, f"prepare {offer.version}"))
+        await super().prepare(offer)
 
     async def commit(self, version: int, *, policy: Any) -> None:
         self.calls.append((self.gate.phase, f"commit {version} {policy}"))

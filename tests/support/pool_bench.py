@@ -11,6 +11,7 @@ import numpy as np
 
 from cluster_sim import SimCluster, SimEngine
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
+from gyre.core.offers import LocalTensors, Offer
 from gyre.core.records import Manifest, Request, Sampling, TokenChunk
 
 A, B = "engine-0", "engine-1"
@@ -62,7 +63,7 @@ class Bench:
         await self.pool.commit(version, policy="drain")
 
     async def prepare(self, version: int) -> None:
-        await self.pool.prepare(Manifest(version=version, entries=(), shared=False), {})
+        await self.pool.prepare(empty_offer(version))
 
     async def until(self, true: Callable[[], Any]) -> None:
         for _ in range(2000):
@@ -95,6 +96,12 @@ class Bench:
         for _ in range(50):
             await asyncio.sleep(0)
         await asyncio.sleep(0.01)
+
+
+def empty_offer(version: int) -> Offer:
+    """Of a model without tensors."""
+    manifest = Manifest(version=version, entries=(), shared=False)
+    return Offer(manifest=manifest, source=LocalTensors(tensors={}))
 
 
 def go(work: Callable[[Bench], Awaitable[None]], *args: Any, **settings: Any) -> None:

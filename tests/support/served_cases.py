@@ -27,7 +27,7 @@ from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import spec_from_shape
-from gyre.weights.manifest import make_manifest
+from offers import offer_of
 
 VOCAB, CONTEXT, LONGEST_S = 200, 256, 120
 Way = Literal["swap", "recompute"]
@@ -100,9 +100,7 @@ class Served:
 
     async def prepare(self, version: int, source: Decoder) -> None:
         tensors = tensors_of(source)
-        await self.engine.prepare(
-            make_manifest(version, tensors, shared=False, checksums=False), tensors
-        )
+        await self.engine.prepare(offer_of(version, tensors))
 
     async def move(self, names: list[str], tier: Tier) -> None:
         await asyncio.get_running_loop().run_in_executor(

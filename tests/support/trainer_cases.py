@@ -126,7 +126,7 @@ def with_column(batch: TrainBatch, name: str, evaluation: Evaluation) -> TrainBa
 
 
 def weights_of(trainer: NativeTrainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.register()[1].items()}
+    return {name: tensor.clone() for name, tensor in trainer.register_now().source.tensors.items()}
 
 
 def assert_bits_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

@@ -59,7 +59,10 @@ def gathered_by_parts(group: RankGroup, **settings: Any) -> list[str]:
         optimizer.gathers_by_parts, optimizer.reduce_numbers = by_parts, 1000
         for step in range(2):
             trainer.step_now(batch_for(8, seed=step))
-        weights = {name: tensor.float().numpy() for name, tensor in trainer.register()[1].items()}
+        weights = {
+            name: tensor.float().numpy()
+            for name, tensor in trainer.register_now().source.tensors.items()
+        }
         found.append(whole(trainer) | weights)
     return [name for name, tensor in found[0].items() if not np.array_equal(tensor, found[1][name])]
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gyre.core.errors import ConfigError
+from gyre.core.offers import LocalShards
 from gyre.core.records import StepReport, TrainBatch, Which
 from gyre.distributed.config import ParallelConfig
 from gyre.distributed.devices import DeviceRecord, refuse_mixture
@@ -33,7 +34,7 @@ from gyre.models.scalar_head import ScalarHead
 from gyre.trainer.optim.sharded import SlicedOptimizer
 from gyre.trainer.passes.backward import collect_gradients
 from gyre.trainer.trainer import NativeTrainer
-from gyre.weights.gather import ShardSource, gather_runs
+from gyre.weights.gather import gather_runs
 from trainer_cases import OF_THE_MACHINE, SPEC, make_batch, make_trainer, whole_tensors
 
 # No size divides by 4: shards are uneven, and the last rank has no row of some tensors.
@@ -221,9 +222,12 @@ def gathered(
     """The version that `register` hands out after a step, written into tensors of an engine's."""
     trainer = trainer_on(group, "grpo", **settings)
     trainer.step_now(batch_for(8, seed=0))
-    manifest, source = trainer.register()
-    if not isinstance(source, ShardSource):
-        return manifest, {name: tensor.float().cpu().numpy() for name, tensor in source.items()}
+    offer = trainer.register_now()
+    manifest = offer.manifest
+    if not isinstance(offer.source, LocalShards):
+        tensors = offer.source.tensors
+        return manifest, {name: tensor.float().cpu().numpy() for name, tensor in tensors.items()}
+    source = offer.source.shards
     device = group.device if group else torch.device("cpu")
     engine = {
         entry.name: torch.full(
@@ -516,8 +520,7 @@ def exported(group: RankGroup, folder: str, *, layout: str) -> dict[str, Any]:
     init_weights(decoder, 1)
     trainer = make_trainer("sft", decoder=decoder, group=group, parallel=LAYOUTS[layout])
     trainer.step_now(batch_for(8, seed=0))
-    _, source = trainer.register()
-    assert isinstance(source, ShardSource)
+    source = trainer.shards()
 
     def runs():
         return source.gather_buckets(bucket_bytes=1 << 17)
@@ -535,7 +538,9 @@ def exported(group: RankGroup, folder: str, *, layout: str) -> dict[str, Any]:
                     pass
     python_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    whole = {entry.name: torch.empty(entry.shape) for entry in trainer.register()[0].entries}
+    whole = {
+        entry.name: torch.empty(entry.shape) for entry in trainer.register_now().manifest.entries
+    }
     source.gather_into(whole)
     tensors = {name: tensor.numpy() for name, tensor in whole.items()}
     return {"tensors": tensors, "tensor_bytes": live.peak_bytes, "python_bytes": python_bytes}

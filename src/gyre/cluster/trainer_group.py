@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from gyre.cluster.health.watchdog import HINT, LOOK_S, Patience, Watchdog
@@ -20,56 +21,22 @@ from gyre.cluster.worker.rpc import CALLS, LOSSES
 from gyre.core.contracts import Cluster, WorkerHandle
 from gyre.core.errors import InputError, RankError, WorkerLate, WorkerLost
 from gyre.core.events import Emit
+from gyre.core.offers import Offer, RemoteTensors
 from gyre.core.records import (
     Component,
     Evaluation,
     Manifest,
     StepReport,
+    TensorEntry,
     Tier,
     TrainBatch,
     Usage,
     Which,
 )
+from gyre.weights.receive import join_offers
 
 GRACE_S = 8.0  # how long the other ranks have to say what they saw, once one has failed
 BLOCK_BYTES = 256 << 20  # of tensors fetched at a time
-
-
-class VersionTensors(Mapping[str, Any]):
-    """A version's tensors, fetched from the first rank when they are looked at. `homes` are the
-    workers whose own trainer rank has them, so that nothing need be fetched there."""
-
-    def __init__(
-        self, manifest: Manifest, homes: frozenset[str], fetch: Callable[[Sequence[str]], list[Any]]
-    ) -> None:
-        self.manifest, self.homes, self._fetch = manifest, homes, fetch
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._names():
-            raise KeyError(name)
-        return self._fetch([name])[0]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names())
-
-    def __len__(self) -> int:
-        return len(self.manifest.entries)
-
-    def fetch_all(self) -> dict[str, Any]:
-        """All tensors, a block at a time. Blocks."""
-        found: dict[str, Any] = {}
-        block: list[str] = []
-        size_bytes = 0
-        for entry in self.manifest.entries:
-            if block and size_bytes + entry.size_bytes > BLOCK_BYTES:
-                found |= zip(block, self._fetch(block), strict=True)
-                block, size_bytes = [], 0
-            block.append(entry.name)
-            size_bytes += entry.size_bytes
-        return found | dict(zip(block, self._fetch(block), strict=True))
-
-    def _names(self) -> list[str]:
-        return [entry.name for entry in self.manifest.entries]
 
 
 class TrainerGroup:
@@ -117,17 +84,34 @@ class TrainerGroup:
         share = self._cluster.share(batch)
         return (await self.run(f"evaluation of '{which}'", "trainer.evaluate", share, which))[0]
 
-    def register(self) -> tuple[Manifest, VersionTensors]:
-        """Blocks; not for the event loop's thread unless the workers are other processes. The
-        tensors are fetched when they are looked at."""
-        manifests = self._now("trainer.register")
-        assert len({manifest.version for manifest in manifests}) == 1, (
+    async def register(self) -> Offer:
+        """Every rank keeps its offer for the engine beside it; no tensor comes here until somebody
+        fetches it."""
+        manifests = await self.run("trainer.register", "trainer.register", patience=self._calls)
+        first = manifests[0]
+        assert all(manifest.version == first.version for manifest in manifests), (
             "the ranks are at different versions"
         )
-        homes = frozenset(handle.name for handle in self._handles)
-        return manifests[0], VersionTensors(
-            manifests[0], homes, self._fetcher(manifests[0].version)
+        return Offer(
+            manifest=first,
+            source=RemoteTensors(fetch=partial(self._fetch, first)),
+            homes=frozenset(handle.name for handle in self._handles),
         )
+
+    async def _fetch(self, manifest: Manifest) -> Offer:
+        """Whole tensors of the version from the first rank, a block at a time."""
+        version, found = manifest.version, []
+        for names in _blocks(manifest.entries):
+            [part] = await self.run(
+                f"tensors of version {version}",
+                "trainer.tensors",
+                version,
+                names,
+                patience=self._calls,
+                num_ranks=1,
+            )
+            found.append(part)
+        return join_offers(manifest, found)
 
     def snapshot(self) -> Mapping[str, Any]:
         """Blocks. The ranks' parts go through this process; `wire` has the ranks write them
@@ -226,21 +210,26 @@ class TrainerGroup:
             f"{what}: rank {rank} ({handle.name}, {place}) failed: {error}", hint=HINT
         ) from error
 
-    def _now(
-        self, method: str, *args: Any, what: str = "", num_ranks: int | None = None
-    ) -> list[Any]:
+    def _now(self, method: str, *args: Any) -> list[Any]:
         """The same for a caller that may block, which must not be the thread that delivers answers.
         It has a thread of its own to wait in, since the caller's may have an event loop at work."""
-        call = self.run(what or method, method, *args, patience=self._calls, num_ranks=num_ranks)
+        call = self.run(method, method, *args, patience=self._calls)
         with ThreadPoolExecutor(1, thread_name_prefix=method) as aside:
             return aside.submit(asyncio.run, call).result()
 
-    def _fetcher(self, version: int) -> Callable[[Sequence[str]], list[Any]]:
-        def fetch(names: Sequence[str]) -> list[Any]:
-            what = f"tensors of version {version}"
-            return self._now("trainer.tensors", version, tuple(names), what=what, num_ranks=1)[0]
 
-        return fetch
+def _blocks(entries: Sequence[TensorEntry]) -> Iterator[tuple[str, ...]]:
+    """Names of tensors that are fetched together."""
+    block: list[str] = []
+    size_bytes = 0
+    for entry in entries:
+        if block and size_bytes + entry.size_bytes > BLOCK_BYTES:
+            yield tuple(block)
+            block, size_bytes = [], 0
+        block.append(entry.name)
+        size_bytes += entry.size_bytes
+    if block:
+        yield tuple(block)
 
 
 def find_cause(errors: Mapping[int, BaseException]) -> tuple[int, BaseException]:

@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
+from gyre.core.offers import Offer
 from gyre.core.records import (
     Component,
     EngineStats,
     Evaluation,
     Health,
-    Manifest,
     Partial,
     Request,
     RoleSpec,
@@ -86,15 +86,15 @@ class EngineLifecycle(Protocol):
         """Allocate KV; with `dummy`, weights are random until a commit and submit refuses work."""
         ...
 
-    async def prepare(self, manifest: Manifest, source: Mapping[str, Any]) -> None:
-        """Receive all tensors of a version beside the running one and verify them. Nothing served
-        changes."""
+    async def prepare(self, offer: Offer) -> None:
+        """Receive a version beside the running one and verify it. Nothing served changes.
+        InputError for a version or an epoch below what the engine has had."""
         ...
 
     async def commit(self, version: int, *, policy: CommitPolicy) -> None:
-        """Swap to the prepared version. drain: wait for requests first; keep_prefix: cached blocks
-        of the old version stay but only match the old version; continue: running requests go on,
-        tokens carry their version."""
+        """Swap to the prepared version, whole; after an error the last one still serves. drain:
+        wait for requests first; keep_prefix: cached blocks of the old version stay but only match
+        the old version; continue: running requests go on, tokens carry their version."""
         ...
 
     async def rollback(self) -> None:
@@ -144,9 +144,8 @@ class PolicyTrainer(Protocol):
         tokens."""
         ...
 
-    def register(self) -> tuple[Manifest, Mapping[str, Any]]:
-        """Manifest of the current version and its tensors by name (borrowed until the next
-        step)."""
+    async def register(self) -> Offer:
+        """Offer the current version. Its tensors are borrowed until the next step."""
         ...
 
     def snapshot(self) -> Mapping[str, Any]:

@@ -288,14 +288,26 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A run of one tensor, and the rank that has it."""
+
+    start: int  # numbers of the row-major tensor: [start, stop)
+    stop: int
+    owner: int = 0  # rank in the publisher's group; the lowest of those that have the run
+    # 16 hex digits of blake2b over the bytes; None where the receiver reads the same storage, or
+    # where ranks gather the run from each other
+    checksum: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """One tensor of a version."""
+    """One tensor of a version. Its segments tile it, each number once."""
 
     name: str  # our parameter name
     dtype: str  # torch name, "bfloat16"
     shape: tuple[int, ...]
     size_bytes: int
-    checksum: str  # 16 hex digits of blake2b over the bytes; "" when not asked for
+    segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +317,7 @@ class Manifest:
     version: int
     entries: tuple[TensorEntry, ...]
     shared: bool  # True when the engine reads the trainer's own storage: no byte moves
+    epoch: int = 0  # of the publisher; a receiver refuses one that is lower than it has seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

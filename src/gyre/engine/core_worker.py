@@ -256,10 +256,12 @@ class CoreWorker:
         self._refuse_broken()
         with self._watch():
             self._flush()
-        self.weights.commit(version)
-        with self._watch():
-            self._play(Commit(version=version, policy=policy))
-        self._emit("engine.committed", version=version, policy=policy, shared=self.weights.shared)
+        with self.weights.swapping(version):
+            self._emit(
+                "engine.committed", version=version, policy=policy, shared=self.weights.shared
+            )
+            with self._watch():  # the last step: where it fails, the core is broken as well
+                self._play(Commit(version=version, policy=policy))
 
     def terminate(self) -> None:
         """Free everything; everyone is answered."""

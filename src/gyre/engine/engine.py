@@ -12,18 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import InputError
 from gyre.core.events import Emit
+from gyre.core.offers import Offer
 from gyre.core.records import (
     Component,
     EngineStats,
     Health,
-    Manifest,
     Partial,
     Request,
     Tier,
@@ -174,9 +173,9 @@ class NativeEngine:
         they are."""
         await self.frontend.at_rest(self._worker.start, dummy)
 
-    async def prepare(self, manifest: Manifest, source: Mapping[str, Any]) -> None:
+    async def prepare(self, offer: Offer) -> None:
         self._worker.need_started("prepare")
-        await self.frontend.on_compute(self._worker.weights.prepare, manifest, source)
+        await self.frontend.on_compute(self._worker.weights.prepare, offer)
 
     async def commit(self, version: int, *, policy: CommitPolicy) -> None:
         """drain: requests in flight end first, later ones wait. keep_prefix: those in flight are

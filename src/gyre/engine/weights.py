@@ -1,15 +1,14 @@
-"""Engine weights: which version the engine runs, and how the next one comes in. In: manifests and
-tensors. Out: a decoder whose weights are of one version whole.
+"""Engine weights: which version the engine runs, and how the next one comes in. In: offers. Out: a
+decoder whose weights are of one version whole.
 
-Shared weights are the trainer's own storage: a version is a number, and no byte moves. One that
-lies in shards over the ranks is gathered into the engine's storage at the commit, a bucket at a
-time, and never exists a second time. Any other is staged beside the running one, verified, and
-copied over it in one go. Addresses stay.
+`weights.receive` decides how the numbers come, `weights.swap` moves them and puts them back. A
+commit that fails leaves the last version serving, to the bit. Addresses stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +16,12 @@ from torch import Tensor
 
 from gyre.core.errors import InputError
 from gyre.core.events import Emit
-from gyre.core.records import Manifest
+from gyre.core.offers import Offer
 from gyre.memory.pools.cuda_vmm import is_present
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_dummies
-from gyre.weights.gather import ShardSource
-from gyre.weights.transports.inprocess import shares_storage, stage, swap_in
+from gyre.weights.receive import receive
+from gyre.weights.swap import Swap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +29,7 @@ class Prepared:
     """A version that waits for its commit."""
 
     version: int
-    staged: Mapping[str, Tensor] | None = None
-    shards: ShardSource | None = None  # neither: the weights are shared
+    swap: Swap
 
 
 class EngineWeights:
@@ -71,81 +69,52 @@ class EngineWeights:
         if not self.shared:
             init_dummies(self.decoder)
 
-    def prepare(self, manifest: Manifest, source: Mapping[str, Tensor]) -> None:
+    def prepare(self, offer: Offer) -> None:
         """Receive a version beside the running one and verify it. A second call for the same
         version is a no-op."""
-        if self._prepared is not None and self._prepared.version == manifest.version:
+        if self.is_prepared(offer.version):
             return
-        own = self.tensors
-        if self.shared or manifest.shared:
-            if not (self.shared and manifest.shared and shares_storage(source, own)):
-                raise InputError(
-                    f"version {manifest.version} is {'shared' if manifest.shared else 'a copy'}, "
-                    "but the engine was "
-                    f"built on {'shared weights' if self.shared else 'weights of its own'}"
-                    + (
-                        ""
-                        if self.shared != manifest.shared
-                        else ", and not on the tensors given here"
-                    ),
-                    hint="build engine and trainer on one decoder, or make the manifest with "
-                    "shared=False and the engine with shared_weights=False",
-                )
-            self._prepared = Prepared(version=manifest.version)
-            return
-        if isinstance(source, ShardSource):
-            self._check_shapes(
-                {name: tuple(shape) for name, shape in source.layout.shapes.items()}, own
-            )
-            self._prepared = Prepared(version=manifest.version, shards=source)
-            return
-        self._check_fits(source, own)
-        staged = stage(manifest, source, device=self._device, emit=self.emit)
-        self._prepared = Prepared(version=manifest.version, staged=staged)
+        swap = receive(offer, self.tensors, shared=self.shared, device=self._device, emit=self.emit)
+        self._prepared = Prepared(version=offer.version, swap=swap)
 
     def is_prepared(self, version: int) -> bool:
         return self._prepared is not None and self._prepared.version == version
 
     def commit(self, version: int) -> None:
-        """Swap to the prepared version, whole. Shards are gathered now: every rank's engine must be
-        at it. One that fails midway takes no work until another commit."""
+        """Swap to the prepared version. Shards are gathered now: every rank's engine must be at
+        it."""
+        with self.swapping(version):
+            pass
+
+    @contextmanager
+    def swapping(self, version: int) -> Iterator[None]:
+        """Swap to the prepared version, whole, and keep it if the block ends well. After any error
+        the last version is there as it was, and the prepared one waits for another commit."""
         assert self._prepared is not None and self._prepared.version == version
-        staged, shards = self._prepared.staged, self._prepared.shards
-        if (staged is not None or shards is not None) and not self.present:
+        swap, last = self._prepared.swap, (self.version, self.is_dummy)
+        if swap.moves_bytes and not self.present:
             raise InputError(
                 f"version {version} cannot be committed: engine.weights is not on the device",
                 hint="move engine.weights to the device first",
             )
-        # while they are neither version
-        self.is_dummy = self.is_dummy or staged is not None or shards is not None
-        if staged is not None:
-            swap_in(staged, self.tensors)
-        if shards is not None:
-            size_bytes = shards.gather_into(self.tensors)
-            self.emit("weights.gathered", version=version, size_bytes=size_bytes)
-        self.version, self.is_dummy, self._prepared = version, False, None
+        try:
+            swap.run()
+            self.version, self.is_dummy = version, False
+            yield
+        except BaseException:
+            self._undo(swap, last)
+            raise
+        swap.settle()
+        self._prepared = None
 
     def rollback(self) -> None:
         """Forget a prepared version and free what was staged."""
         self._prepared = None
 
-    def _check_fits(self, source: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        self._check_shapes({name: tuple(tensor.shape) for name, tensor in source.items()}, own)
-        self._refuse([name for name, tensor in own.items() if source[name].dtype != tensor.dtype])
-
-    def _check_shapes(
-        self, shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, Tensor]
-    ) -> None:
-        self._refuse(
-            sorted(shapes.keys() ^ own.keys())
-            or [name for name, tensor in own.items() if shapes[name] != tuple(tensor.shape)]
-        )
-
-    def _refuse(self, wrong: Sequence[str]) -> None:
-        if wrong:
-            raise InputError(
-                f"{len(wrong)} tensors do not fit the engine's model (names, shapes and dtypes "
-                "must agree): "
-                f"{', '.join(wrong[:3])}",
-                hint="publish weights of the same model and dtype as the engine was built with",
-            )
+    def _undo(self, swap: Swap, last: tuple[int, bool]) -> None:
+        """Put the last version back. Where even that fails the weights are neither version: no work
+        until another commit."""
+        version, self.is_dummy = self.version, True
+        swap.undo()
+        self.version, self.is_dummy = last
+        self.emit("weights.commit_failed", version=version, serving=self.version)

@@ -124,7 +124,6 @@ class Ring:
         self._handover = Handover(
             parts.trainer,
             parts.lifecycle,
-            compute=compute,
             emit=self._emit,
             restart_engine=config.restart_engine,
         )

@@ -5,14 +5,11 @@ step has returned. Out: an engine that answers with that version, whole.
 
 Two ways to leave the rollout phase: keep the engine (its components are parked by the ledger), or
 terminate it and start it again on dummy weights, as Kimi k1.5 does; a restarted engine takes no
-work before it has the current version. Waits: for the engine's prepare and commit, by the engine's
-own deadlines; for the compute thread, our own work.
+work before it has the current version. Waits: for the trainer's offer and the engine's prepare and
+commit, by their own deadlines.
 """
 
 from __future__ import annotations
-
-import asyncio
-from concurrent.futures import Executor
 
 from gyre.core.contracts import EngineLifecycle, PolicyTrainer
 from gyre.core.events import Emit
@@ -26,12 +23,11 @@ class Handover:
         trainer: PolicyTrainer,
         lifecycle: EngineLifecycle,
         *,
-        compute: Executor,
         emit: Emit,
         restart_engine: bool = False,
     ) -> None:
         self._trainer, self._lifecycle = trainer, lifecycle
-        self._compute, self._emit = compute, emit
+        self._emit = emit
         self._restart_engine = restart_engine
         self._running = True
 
@@ -49,10 +45,10 @@ class Handover:
             await self._lifecycle.start(dummy=True)
             self._running = True
             self._emit("handover.engine_started", dummy=True, step=step)
-        loop = asyncio.get_running_loop()
-        manifest, tensors = await loop.run_in_executor(self._compute, self._trainer.register)
+        offer = await self._trainer.register()
+        manifest = offer.manifest
         try:
-            await self._lifecycle.prepare(manifest, tensors)
+            await self._lifecycle.prepare(offer)
             await self._lifecycle.commit(manifest.version, policy="drain")
         except BaseException as error:
             self._emit(

@@ -56,9 +56,7 @@ class OfflineLoop:
         self._handover = None
         if judge is not None:
             assert parts.lifecycle is not None
-            self._handover = Handover(
-                parts.trainer, parts.lifecycle, compute=compute, emit=self._emit
-            )
+            self._handover = Handover(parts.trainer, parts.lifecycle, emit=self._emit)
 
     async def run(self, progress: StageProgress) -> StageProgress:
         """Resume from `progress` and run to the end of the stage, or until a stop request ends

@@ -25,11 +25,13 @@ from torch import Tensor
 
 from gyre.core.errors import SnapshotError
 from gyre.core.events import Emit
+from gyre.core.offers import LocalShards, LocalTensors, Offer, SharedStorage
 from gyre.core.records import (
     Component,
     Evaluation,
     Manifest,
     StepReport,
+    TensorEntry,
     Tier,
     TrainBatch,
     Usage,
@@ -65,7 +67,7 @@ from gyre.trainer.roles.memory_components import MemoryComponents, ScoredModel
 from gyre.trainer.roles.reference_model import Reference
 from gyre.trainer.roles.trained_model import HEAD_PREFIX, TrainedModel
 from gyre.weights.gather import ShardSource
-from gyre.weights.manifest import make_manifest
+from gyre.weights.manifest import make_manifest, shard_entries
 from gyre.weights.tensor_source import LiveTensors, TensorSource
 
 
@@ -132,6 +134,8 @@ class NativeTrainer:
             f"objective {objective.kind} trains no scalar head"
         )
         self._version, self._steps_done = version, 0
+        # of shards; the same in each version
+        self._shard_entries: tuple[TensorEntry, ...] | None = None
         self._has_gradients = False  # that no update has taken
         self._lost_steps = 0  # in a row, without a finite gradient
         self._model = json.loads(json.dumps(asdict(decoder.spec)))  # as a snapshot says it
@@ -242,35 +246,39 @@ class NativeTrainer:
         owns."""
         await asyncio.get_running_loop().run_in_executor(self._compute, self._close)
 
-    def register(self) -> tuple[Manifest, Mapping[str, Any]]:
-        """Return the version and its tensors, or a ShardSource that gathers them where no rank has
-        them whole."""
+    async def register(self) -> Offer:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, self.register_now)
+
+    def register_now(self) -> Offer:
+        """Offer the version: its tensors, or, where no rank holds them whole, this rank's
+        shards. On the compute thread."""
         self._assert_filled()
         actor = self._models.actor
-        if not actor.split.shards_weights:
-            parameters = actor.optimizer.parameters.items()
-            tensors = {
-                name: p.detach() for name, p in parameters if not name.startswith(HEAD_PREFIX)
-            }
-            return make_manifest(
-                self._version, tensors, shared=self._shared, checksums=not self._shared
-            ), tensors
-        shapes = {
-            name: shape
-            for name, shape in actor.optimizer.shapes.items()
-            if not name.startswith(HEAD_PREFIX)
-        }
-        like = {
-            name: torch.empty(shape, dtype=actor.dtype, device="meta")
-            for name, shape in shapes.items()
-        }
-        source = ShardSource(
-            actor.optimizer.layout.of(list(shapes)),
+        if actor.split.shards_weights:
+            shards = self.shards()
+            if self._shard_entries is None:
+                self._shard_entries = shard_entries(shards.layout, actor.dtype)
+            manifest = Manifest(version=self._version, entries=self._shard_entries, shared=False)
+            return Offer(manifest=manifest, source=LocalShards(shards=shards))
+        parameters = actor.optimizer.parameters.items()
+        tensors = {name: p.detach() for name, p in parameters if not name.startswith(HEAD_PREFIX)}
+        manifest = make_manifest(
+            self._version, tensors, shared=self._shared, checksums=not self._shared
+        )
+        kind = SharedStorage if self._shared else LocalTensors
+        return Offer(manifest=manifest, source=kind(tensors=tensors))
+
+    def shards(self) -> ShardSource:
+        """Return this rank's runs of the actor's weights, which are in shards."""
+        actor = self._models.actor
+        assert actor.split.shards_weights, "every rank holds the weights whole"
+        names = [name for name in actor.optimizer.shapes if not name.startswith(HEAD_PREFIX)]
+        return ShardSource(
+            actor.optimizer.layout.of(names),
             actor.optimizer.masters(),
             group=actor.split.mesh.shard,
             dtype=actor.dtype,
         )
-        return make_manifest(self._version, like, shared=False, checksums=False), source
 
     def snapshot(self) -> Mapping[str, Any]:
         """Return {"tensors": copies of this rank's Parts by key, "state": JSON-able}. The parts of

@@ -169,11 +169,15 @@ class ShardSource(Mapping[str, Tensor]):
         )
 
     def gather_into(
-        self, destination: Mapping[str, Tensor], *, bucket_bytes: int = BUCKET_BYTES
+        self,
+        destination: Mapping[str, Tensor],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        before_write: Callable[[list[TensorRun]], None] = lambda runs: None,
     ) -> int:
         """Write the whole version into contiguous tensors of any dtype and device; returns the
         bytes written. All ranks of the group take part; one that wants nothing gives an empty
-        mapping."""
+        mapping. `before_write` gets the runs of each bucket before they overwrite anything."""
         flat = {name: tensor.detach().view(-1) for name, tensor in destination.items()}
         for name, tensor in destination.items():
             assert tuple(tensor.shape) == tuple(self.layout.shapes[name]), (
@@ -184,6 +188,7 @@ class ShardSource(Mapping[str, Tensor]):
         )
         for runs in _gather_lists(self.layout, self._local, self._group, self.dtype, bucket_bytes):
             if flat:
+                before_write(runs)
                 homes = [flat[run.name][run.start : run.stop] for run in runs]
                 torch._foreach_copy_(homes, [run.values_N for run in runs])
         return sum(tensor.numel() * tensor.element_size() for tensor in flat.values())

@@ -1,5 +1,5 @@
-"""Manifest of a policy version: what a receiver must hold to have it whole. In: tensors by name.
-Out: a Manifest, or the faults of tensors compared with one.
+"""Manifest of a policy version: what a receiver must hold to have it whole. In: tensors by name, or
+a layout of shards. Out: a Manifest, or the faults of tensors compared with one.
 
 Checksums are blake2b over the row-major bytes, 16 hex digits; a float is compared by its bits and
 never by value.
@@ -8,13 +8,15 @@ never by value.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from gyre.core.errors import SnapshotError
-from gyre.core.records import Manifest, TensorEntry
+from gyre.core.records import Manifest, Segment, TensorEntry
+from gyre.weights.shards import ShardLayout
 
 
 def checksum(tensor: Tensor) -> str:
@@ -27,19 +29,40 @@ def checksum(tensor: Tensor) -> str:
 def make_manifest(
     version: int, tensors: Mapping[str, Tensor], *, shared: bool, checksums: bool
 ) -> Manifest:
-    """Describe the tensors of a version. Without `checksums` the entries carry "" and only shapes
-    are verified."""
+    """Describe whole tensors, each one segment. Without `checksums` only shapes are verified."""
     entries = tuple(
         TensorEntry(
             name=name,
             dtype=dtype_name(tensor.dtype),
             shape=tuple(tensor.shape),
             size_bytes=tensor.numel() * tensor.element_size(),
-            checksum=checksum(tensor) if checksums else "",
+            segments=(
+                Segment(
+                    start=0, stop=tensor.numel(), checksum=checksum(tensor) if checksums else None
+                ),
+            ),
         )
         for name, tensor in tensors.items()
     )
     return Manifest(version=version, entries=entries, shared=shared)
+
+
+def shard_entries(layout: ShardLayout, dtype: torch.dtype) -> tuple[TensorEntry, ...]:
+    """Describe tensors that lie in shards, a segment for each rank that has a run of its own."""
+    return tuple(
+        TensorEntry(
+            name=name,
+            dtype=dtype_name(dtype),
+            shape=tuple(shape),
+            size_bytes=math.prod(shape) * dtype.itemsize,
+            segments=tuple(
+                Segment(start=place.start, stop=place.stop, owner=rank)
+                for rank, place in enumerate(places[name] for places in layout.ranks)
+                if rank == 0 or (place.start < place.stop and place != layout.ranks[0][name])
+            ),
+        )
+        for name, shape in layout.shapes.items()
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -60,9 +83,18 @@ def find_faults(manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[str]:
                 f"{entry.name} is {dtype_name(tensor.dtype)} {tuple(tensor.shape)}, "
                 f"the version has {entry.dtype} {entry.shape}"
             )
-        elif entry.checksum and checksum(tensor) != entry.checksum:
+        elif not _matches(entry, tensor):
             faults.append(f"{entry.name} does not match its checksum")
     return faults
+
+
+def _matches(entry: TensorEntry, tensor: Tensor) -> bool:
+    flat_N = tensor.detach().reshape(-1)
+    return all(
+        segment.checksum is None
+        or checksum(flat_N[segment.start : segment.stop]) == segment.checksum
+        for segment in entry.segments
+    )
 
 
 def verify_manifest(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from fakes.config import FakeEngineConfig
 from fakes.recital import Recital
@@ -22,12 +21,12 @@ from fakes.tenant import FakeComponents
 from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import DeadlineError, InputError
 from gyre.core.events import Emit
+from gyre.core.offers import Offer
 from gyre.core.records import (
     Component,
     EngineStats,
     Finish,
     Health,
-    Manifest,
     Partial,
     Request,
     Tier,
@@ -164,7 +163,8 @@ class ScriptedEngine:
         self.memory.move(tuple(SIZES_BYTES), "device")
         self._crash, self._not_ready = "", wanted
 
-    async def prepare(self, manifest: Manifest, source: Mapping[str, Any]) -> None:
+    async def prepare(self, offer: Offer) -> None:
+        manifest = offer.manifest
         self._need_started("prepare")
         if self._faults.fail_prepare:
             self._emit(
@@ -174,7 +174,7 @@ class ScriptedEngine:
                 reason="as told",
             )
             raise RuntimeError(f"the fake engine was told not to take version {manifest.version}")
-        verify_manifest(manifest, source)
+        verify_manifest(manifest, offer.source.tensors)  # type: ignore[union-attr]
         self._prepared = manifest.version
 
     async def commit(self, version: int, *, policy: CommitPolicy) -> None:

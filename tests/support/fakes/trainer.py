@@ -17,10 +17,10 @@ from fakes.config import FakeTrainerConfig
 from fakes.tenant import FakeComponents
 from gyre.core.errors import SnapshotError
 from gyre.core.events import Emit
+from gyre.core.offers import LocalTensors, Offer
 from gyre.core.records import (
     Component,
     Evaluation,
-    Manifest,
     StepReport,
     Tier,
     TrainBatch,
@@ -103,11 +103,15 @@ class CountingTrainer:
             which=which, per_token=per_token, per_sequence=zeros if which == "critic" else None
         )
 
-    def register(self) -> tuple[Manifest, Mapping[str, Any]]:
+    async def register(self) -> Offer:
+        return self.register_now()
+
+    def register_now(self) -> Offer:
         tensors = {
             name: torch.full(shape, float(self._version)) for name, shape in self._shapes.items()
         }
-        return make_manifest(self._version, tensors, shared=False, checksums=True), tensors
+        manifest = make_manifest(self._version, tensors, shared=False, checksums=True)
+        return Offer(manifest=manifest, source=LocalTensors(tensors=tensors))
 
     def snapshot(self) -> Mapping[str, Any]:
         counts = torch.tensor([self._version, self._targets_seen], dtype=torch.int64)

@@ -14,7 +14,8 @@ import pytest
 from cluster_sim import SimCluster, SimEngine, token_at
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
 from gyre.core.errors import RankError
-from gyre.core.records import Manifest, Request, Sampling, TokenChunk
+from gyre.core.records import Request, Sampling, TokenChunk
+from pool_bench import empty_offer
 
 NAMES = ("engine-0", "engine-1", "engine-2")
 MAX_RESTARTS = 2
@@ -120,7 +121,7 @@ class World:
         self.publishing = self.call(self._publish(self.version))
 
     async def _publish(self, version: int) -> None:
-        await self.pool.prepare(Manifest(version=version, entries=(), shared=False), {})
+        await self.pool.prepare(empty_offer(version))
         await self.pool.commit(version, policy="continue")
 
     def ask(self) -> None:

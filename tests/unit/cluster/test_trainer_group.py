@@ -22,6 +22,7 @@ from gyre.cluster.worker.rpc import ask
 from gyre.core.errors import InputError, MemoryBudgetError, RankError, WorkerLost
 from gyre.core.records import RoleSpec, TrainBatch, TrainSequence
 from local_cluster import LocalCluster
+from offers import tensors_in
 
 Group = tuple[TrainerGroup, LocalCluster, list[tuple[str, dict[str, Any]]]]
 
@@ -77,7 +78,7 @@ def test_one_rank_that_raises_is_named_and_ends_the_step() -> None:
         with pytest.raises(RankError, match="rank 1"):
             await group.step(batch(3))
         with pytest.raises(RankError, match="rank 1"):
-            group.register()
+            await group.register()
         (told,) = [fields for kind, fields in events if kind == "rank.failed"]
         assert told["rank"] == 1 and told["worker"] == "rank-1"
         assert (
@@ -157,14 +158,15 @@ def test_what_a_user_can_act_on_comes_as_it_is() -> None:
 def test_a_version_that_is_over_gives_no_tensors() -> None:
     async def work() -> None:
         group, cluster, events = await make("fake_trainer", [{}, {}])
-        manifest, tensors = group.register()
-        assert manifest.version == 0 and tensors["version"].tolist() == [0.0]
-        assert {name: t.tolist() for name, t in tensors.fetch_all().items()} == {"version": [0.0]}
+        offer = await group.register()
+        found = await tensors_in(offer)
+        assert offer.version == 0
+        assert {name: t.tolist() for name, t in found.items()} == {"version": [0.0]}
         await group.step(batch(1))
         with pytest.raises(InputError, match="version 0 was asked for"):
-            tensors["version"]
+            await tensors_in(offer)
         assert not [kind for kind, _ in events if kind == "rank.failed"], "it is well"
-        assert group.register()[1]["version"].tolist() == [1.0]
+        assert (await tensors_in(await group.register()))["version"].tolist() == [1.0]
         await cluster.close()
 
     go(work)
@@ -176,7 +178,7 @@ def test_a_rank_that_is_gone_ends_a_blocking_call_though_another_one_waits_for_i
         mute(cluster.handles["rank-0"], looks=False)
         cluster.handles["rank-1"].kill("killed by a test")
         with pytest.raises(RankError, match=r"rank 1 \(rank-1, .*killed by a test"):
-            await asyncio.to_thread(group.register)
+            await group.register()
         await cluster.close()
 
     go(work)
@@ -208,7 +210,7 @@ def test_a_hang_of_a_blocking_call_is_found_and_carries_all_stacks(how: str, mon
         with pytest.raises(
             RankError, match=r"trainer.register hangs: no progress on rank-0 for [1-9]"
         ) as hung:
-            await asyncio.to_thread(group.register)
+            await group.register()
         assert ("rank-0 answers nothing" in hung.value.message) == (how == "silent")
         assert "== rank-1\nthread" in hung.value.message
         key = "cluster.hang_s" if how == "silent" else "cluster.call_deadline_s"
@@ -223,7 +225,7 @@ def test_a_hang_of_a_blocking_call_is_found_and_carries_all_stacks(how: str, mon
 def test_a_blocking_call_may_be_made_where_an_event_loop_is_at_work() -> None:
     async def work() -> None:
         group, cluster, _ = await make("fake_trainer", [{}, {}])
-        assert group.register()[0].version == 0
+        assert (await group.register()).version == 0
         await cluster.close()
 
     go(work)
@@ -260,12 +262,12 @@ def test_an_event_that_cannot_be_written_fails_the_call_that_brought_it() -> Non
 def test_a_lost_rank_is_not_taken_for_the_loss_of_who_wants_its_tensors() -> None:
     async def work() -> None:
         group, cluster, _ = await make("fake_trainer", [{}, {}])
-        _, tensors = group.register()
+        offer = await group.register()
         cluster.handles["rank-0"].kill("killed by a test")
         with pytest.raises(
             RankError, match=r"tensors of version 0: rank 0 \(rank-0, .*killed"
         ) as failed:
-            tensors.fetch_all()
+            await tensors_in(offer)
         assert not isinstance(failed.value, WorkerLost)
         await cluster.close()
 
@@ -387,17 +389,17 @@ def test_a_late_fetch_of_tensors_takes_no_group_along(monkeypatch) -> None:
 
     async def work() -> None:
         group, cluster, _ = await make("fake_trainer", [{}, {}], call_deadline_s=1.0)
-        _, tensors = group.register()
+        offer = await group.register()
         first = cluster.handles["rank-0"]
         honest = first.begin
         first.begin = lambda method, *args: (
             Future() if method == "trainer.tensors" else honest(method, *args)
         )
         with pytest.raises(RankError, match="tensors of version 0 hangs: no progress on rank-0"):
-            await asyncio.to_thread(tensors.fetch_all)
+            await tensors_in(offer)
         first.begin = honest
-        assert group.register()[0].version == 0
-        assert list(await asyncio.to_thread(tensors.fetch_all)) == ["version"]
+        assert (await group.register()).version == 0
+        assert list(await tensors_in(offer)) == ["version"]
         await cluster.close()
 
     go(work)

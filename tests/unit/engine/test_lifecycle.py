@@ -13,9 +13,10 @@ import torch
 
 from engine_cases import Bench, ask, go, make_decoder, tensors_of, tokens_of, versions_of
 from gyre.core.errors import InputError, SnapshotError
+from gyre.core.offers import LocalTensors
 from gyre.engine.frontend.token_stream import collect
 from gyre.engine.scheduler.journal import Recapture, Steps, read_journal
-from gyre.weights.manifest import make_manifest
+from offers import offer_of
 
 
 def test_dummy_weights_take_no_work_until_a_commit() -> None:
@@ -65,13 +66,13 @@ def test_a_corrupt_version_changes_nothing_and_a_good_one_repairs_to_the_bit() -
         before = tokens_of(await bench.ask())
         source = make_decoder(2)
         tensors = tensors_of(source)
-        manifest = make_manifest(1, tensors, shared=False, checksums=True)
+        good = offer_of(1, tensors, checksums=True)
         torn = {**tensors, "layers.1.down.weight": tensors["layers.1.down.weight"] + 1}
         with pytest.raises(SnapshotError, match="checksum"):
-            await bench.engine.prepare(manifest, torn)
+            await bench.engine.prepare(replace(good, source=LocalTensors(tensors=torn)))
         with pytest.raises(InputError, match="not prepared"):
             await bench.engine.commit(1, policy="drain")
-        await bench.engine.prepare(manifest, tensors)
+        await bench.engine.prepare(good)
         assert tokens_of(await bench.ask()) == before, "a prepared version must not be seen"
         await bench.engine.rollback()
         with pytest.raises(InputError, match="not prepared"):
@@ -123,9 +124,7 @@ def test_a_commit_amid_traffic(policy: str) -> None:
         streams = [bench.engine.submit(one) for one in ask(3, max_tokens=60, chunk_tokens=2)]
         first = [await anext(stream) for stream in streams]
         tensors = tensors_of(make_decoder(2))
-        await bench.engine.prepare(
-            make_manifest(1, tensors, shared=False, checksums=False), tensors
-        )
+        await bench.engine.prepare(offer_of(1, tensors))
         commit = asyncio.ensure_future(bench.engine.commit(1, policy=policy))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         late = asyncio.ensure_future(bench.ask(2, name="late"))

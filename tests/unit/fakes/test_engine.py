@@ -75,7 +75,7 @@ def test_refusals_are_answers_with_reasons():
         assert not (await engine.health()).ok
         with pytest.raises(InputError, match="runs already"):
             await engine.start(dummy=False)
-        await engine.prepare(*CountingTrainer(emit=Events()).register())
+        await engine.prepare(await CountingTrainer(emit=Events()).register())
         await engine.commit(0, policy="drain")
         assert "context" in await refused(engine, request(max_tokens=5000))
         assert "grammar" in await refused(engine, request(grammar="x"))
@@ -148,7 +148,7 @@ def test_waits_end_by_their_deadline_and_name_what_they_waited_for():
         stream = engine.submit(request("slow"))
         with pytest.raises(DeadlineError, match="slow"):
             await engine.drain(deadline_s=0.01)
-        await engine.prepare(*CountingTrainer(emit=Events(), version=1).register())
+        await engine.prepare(await CountingTrainer(emit=Events(), version=1).register())
         with pytest.raises(DeadlineError, match="version 1"):
             await engine.commit(1, policy="drain")
         await engine.abort("slow")

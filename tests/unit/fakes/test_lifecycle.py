@@ -4,6 +4,7 @@ measured."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fakes.config import FakeEngineConfig
 from fakes.engine import Faults
 from fakes.trainer import CountingTrainer
 from gyre.core.errors import InputError, SnapshotError
+from gyre.core.offers import LocalTensors
 
 
 @pytest.mark.parametrize("policy", ["drain", "keep_prefix", "continue"])
@@ -20,10 +22,10 @@ def test_tokens_carry_the_version_that_chose_them(policy):
     async def go() -> None:
         engine = engine_of({"1+2=": ["abcdefgh"]}, config=FakeEngineConfig(token_delay_s=0.005))
         await engine.start(dummy=False)
-        manifest, source = CountingTrainer(emit=Events(), version=7).register()
+        offer = await CountingTrainer(emit=Events(), version=7).register()
         stream = engine.submit(request())
         await anext(stream)
-        await engine.prepare(manifest, source)
+        await engine.prepare(offer)
         assert (await engine.stats()).version == 0
         await engine.commit(7, policy=policy)
         await engine.commit(7, policy=policy)
@@ -40,24 +42,26 @@ def test_a_version_is_whole_or_not_there():
     async def go() -> None:
         engine = engine_of()
         await engine.start(dummy=True)
-        manifest, source = CountingTrainer(emit=Events(), version=3).register()
+        offer = await CountingTrainer(emit=Events(), version=3).register()
         with pytest.raises(InputError, match="not prepared"):
             await engine.commit(3, policy="drain")
         with pytest.raises(SnapshotError, match="not whole"):
-            await engine.prepare(manifest, {"version": torch.zeros(1)})
-        await engine.prepare(manifest, source)
+            await engine.prepare(
+                replace(offer, source=LocalTensors(tensors={"version": torch.zeros(1)}))
+            )
+        await engine.prepare(offer)
         await engine.rollback()
         with pytest.raises(InputError, match="not prepared"):
             await engine.commit(3, policy="drain")
-        await engine.prepare(manifest, source)
+        await engine.prepare(offer)
         await engine.commit(3, policy="drain")
         assert (await engine.health()).ok
         broken = engine_of(faults=Faults(fail_prepare=True))
         with pytest.raises(InputError, match="started"):
-            await broken.prepare(manifest, source)
+            await broken.prepare(offer)
         await broken.start(dummy=True)
         with pytest.raises(RuntimeError, match="told not to"):
-            await broken.prepare(manifest, source)
+            await broken.prepare(offer)
 
     run(go())
 
@@ -94,7 +98,7 @@ def test_terminate_frees_everything():
         with pytest.raises(InputError, match="freed"):
             await engine.start(dummy=False)
         await engine.start(dummy=True)
-        await engine.prepare(*CountingTrainer(emit=Events(), version=2).register())
+        await engine.prepare(await CountingTrainer(emit=Events(), version=2).register())
         await engine.commit(2, policy="drain")
         assert joined((await read(engine.submit(request("again"))))[0], "versions") == [2, 2]
 

@@ -75,11 +75,11 @@ def test_the_trainer_keeps_books():
         idle = await trainer.step(batch_of([0, 0]))
         assert (idle.version, idle.num_updates) == (12, 0)
         assert emit.kinds() == ["trainer.nothing_to_train"]
-        manifest, tensors = trainer.register()
+        manifest, tensors = (offer := await trainer.register()).manifest, offer.source.tensors
         assert (manifest.version, tensors["version"].tolist()) == (12, [12.0])
         again = CountingTrainer(emit=emit)
         again.restore(trainer.snapshot())
-        assert again.register()[0] == manifest
+        assert (await again.register()).manifest == manifest
         assert again.snapshot()["tensors"]["counts"].tolist() == [12, 8]
         with pytest.raises(SnapshotError, match="grpo"):
             again.restore({"tensors": {}, "state": {"objective": "grpo"}})
@@ -108,7 +108,7 @@ def test_the_trainer_fails_when_told_and_changes_nothing():
         trainer = CountingTrainer(emit=emit, fail_at_steps=[5])
         with pytest.raises(RuntimeError, match="step 5"):
             await trainer.step(batch_of([3]))
-        assert trainer.register()[0].version == 0
+        assert (await trainer.register()).version == 0
         assert emit.kinds() == ["trainer.update_skipped"]
 
     run(go())
@@ -204,7 +204,7 @@ def test_the_fakes_turn_the_ring():
             scores = await scorer.score(rollouts, deadline_s=5)
             means.append(float(np.mean([s.value for s in scores])))
             report = await trainer.step(TrainBatch(sequences=tuple(sequences), step=step))
-            await engine.prepare(*trainer.register())
+            await engine.prepare(await trainer.register())
             await engine.commit(report.version, policy="drain")
         return means
 

@@ -53,6 +53,7 @@ COUNTED = [
     "trainer.idle_ranks",
     "warn.reference_rounded",
     "warn.reward_failed",
+    "weights.commit_failed",
     "weights.publish_failed",
 ]
 ORDINARY_ENDINGS = (

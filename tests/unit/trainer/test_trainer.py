@@ -373,7 +373,7 @@ def test_moving_components_keeps_bits_and_identity(dtype, tier, tmp_path, monkey
         "reward",
     } <= set(names)
     assert ("actor.master" in names) == (dtype == torch.bfloat16)
-    tensors = moved.register()[1]
+    tensors = moved.register_now().source.tensors
     for step in range(3):
         for trainer in (moved, still):
             trainer.step_now(make_batch(seed=step))
@@ -435,12 +435,13 @@ def test_register_names_the_weights_that_the_engine_reads():
     decoder = make_decoder()
     trainer = make_trainer("grpo", decoder=decoder, version=41)
     trainer.step_now(make_batch())
-    manifest, tensors = trainer.register()
+    offer = trainer.register_now()
+    manifest, tensors = offer.manifest, offer.source.tensors
     assert manifest.version == 42 and manifest.shared
     for name, parameter in decoder.named_parameters():
         assert tensors[name].data_ptr() == parameter.data_ptr()
-    copied, _ = make_trainer("rm", shared=False).register()
-    assert all(len(entry.checksum) == 16 for entry in copied.entries)
+    copied = make_trainer("rm", shared=False).register_now().manifest
+    assert all(len(entry.segments[0].checksum) == 16 for entry in copied.entries)
     assert {entry.name for entry in copied.entries} == set(tensors)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gyre.core.errors import SnapshotError
 from gyre.weights.buckets import plan_buckets
 from gyre.weights.manifest import checksum, find_faults, make_manifest, verify_manifest
-from gyre.weights.transports.inprocess import shares_storage, stage, swap_in
+from gyre.weights.swap import Exchange, shares_storage, stage
 
 CPU = torch.device("cpu")
 
@@ -95,7 +95,7 @@ def test_a_version_arrives_whole(bucket_bytes, dtype):
         for name in source
         if source[name].numel()
     )
-    swap_in(staged, live)
+    Exchange(staged, live, bucket_bytes=bucket_bytes).run()
     for name, tensor in live.items():
         assert torch.equal(tensor, source[name]) and tensor.data_ptr() == addresses[name]
 
@@ -105,9 +105,9 @@ def test_corrupt_weights_are_cured_by_a_sync():
     source = tensors(3)
     live = {name: torch.full_like(tensor, float("nan")) for name, tensor in source.items()}
     manifest = make_manifest(2, source, shared=False, checksums=True)
-    swap_in(stage(manifest, source, device=CPU, emit=silent), live)
+    Exchange(stage(manifest, source, device=CPU, emit=silent), live).run()
     assert [checksum(live[entry.name]) for entry in manifest.entries] == [
-        entry.checksum for entry in manifest.entries
+        entry.segments[0].checksum for entry in manifest.entries
     ]
 
 
@@ -127,7 +127,7 @@ def test_swap_checks_all_before_it_writes_any():
     before = {name: tensor.clone() for name, tensor in live.items()}
     staged["big"] = staged["big"].float()
     with pytest.raises(AssertionError, match="big"):
-        swap_in(staged, live)
+        Exchange(staged, live)
     assert all(torch.equal(live[name], before[name]) for name in live)
 
 

@@ -25,14 +25,16 @@ from gyre.cluster.engine_pool.pool_stream import PoolStream
 from gyre.cluster.engine_pool.replica import EngineReplica
 from gyre.cluster.engine_pool.router import RequestRouter
 from gyre.cluster.health.watchdog import Patience, Watchdog
-from gyre.cluster.trainer_group import GRACE_S, VersionTensors, find_cause
+from gyre.cluster.trainer_group import GRACE_S, find_cause
 from gyre.cluster.worker.endpoints import add_stats
 from gyre.cluster.worker.rpc import CALLS, LOSSES
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.contracts import Cluster, CommitPolicy, WorkerHandle
 from gyre.core.errors import GyreError, RankError
 from gyre.core.events import Emit
-from gyre.core.records import EngineStats, Health, Manifest, Partial, Request
+from gyre.core.offers import Offer
+from gyre.core.records import EngineStats, Health, Partial, Request
+from gyre.weights.receive import carry
 
 STOP_S = 10.0  # on top of an engine's own deadline, for its answer to arrive
 # on top of the deadline of an engine beside a rank: its watchdog is to judge first, with all stacks
@@ -46,23 +48,6 @@ class PoolSettings:
     hang_s: float
     progress_tokens: int
     max_restarts: int = 0  # of each engine
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Offer:
-    """A version that the engines are to have. `source` has its tensors, or fetches them where it is
-    asked."""
-
-    manifest: Manifest
-    source: Mapping[str, Any]
-
-    @property
-    def version(self) -> int:
-        return self.manifest.version
-
-    def is_home(self, member: EngineReplica) -> bool:
-        """Whether the engine takes the version from the trainer rank beside it."""
-        return isinstance(self.source, VersionTensors) and member.name in self.source.homes
 
 
 class EnginePool:
@@ -186,17 +171,13 @@ class EnginePool:
         calls = {member: member.ask("engine.start", dummy) for member in self._present()}
         await self._gather(calls, watched="start of the engines")
 
-    async def prepare(self, manifest: Manifest, source: Mapping[str, Any]) -> None:
+    async def prepare(self, offer: Offer) -> None:
         """Every engine receives the version: from the trainer rank beside it, or a copy. One that
         is being brought to the weights of before takes it after the commit."""
         self._watch_all()
         members = [member for member in self._present() if not member.catching_up]
-        offer = Offer(manifest=manifest, source=source)
-        copy = (
-            await self._copy(offer)
-            if any(not offer.is_home(member) for member in members)
-            else None
-        )
+        is_away = any(member.name not in offer.homes for member in members)
+        copy = await self._copy(offer) if is_away else None
         calls = {member: self._prepare(member, offer, copy) for member in members}
         await self._gather(calls, watched=f"receipt of version {offer.version}")
         self._offered = offer
@@ -419,7 +400,7 @@ class EnginePool:
     async def _try_offer(self, member: EngineReplica, offer: Offer) -> str:
         """Why an engine could not take a version, or ""."""
         try:
-            copy = None if offer.is_home(member) else await self._copy(offer)
+            copy = None if member.name in offer.homes else await self._copy(offer)
         except GyreError as error:  # its owner is past that version, or gone itself
             return error.message
         try:
@@ -440,20 +421,15 @@ class EnginePool:
         return [member for member in self._members.values() if member.state != "lost"]
 
     async def _copy(self, offer: Offer) -> Any:
-        """A version's tensors, to give to engines that no trainer rank is beside; fetched and sent
+        """The offer with its tensors, for engines that no trainer rank is beside; fetched and sent
         once."""
-        source = offer.source
-        if isinstance(source, VersionTensors):
-            source = await asyncio.to_thread(source.fetch_all)
-        return self._cluster.share(source)
+        return self._cluster.share(await carry(offer))
 
     async def _prepare(self, member: EngineReplica, offer: Offer, copy: Any) -> None:
-        if offer.is_home(member):
+        if member.name in offer.homes:
             await member.ask("engine.prepare_own", offer.version)
         else:
-            fetched = isinstance(offer.source, VersionTensors)
-            manifest = replace(offer.manifest, shared=False) if fetched else offer.manifest
-            await member.ask("engine.prepare", manifest, copy)
+            await member.ask("engine.prepare", copy)
         if member.state != "lost":
             member.prepared = offer.version
 

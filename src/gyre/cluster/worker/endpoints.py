@@ -8,13 +8,14 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import InputError
+from gyre.core.offers import Offer
 from gyre.core.records import (
     Component,
     EngineStats,
@@ -30,6 +31,7 @@ from gyre.core.records import (
     Usage,
     Which,
 )
+from gyre.weights.receive import copy_out
 
 Result = TypeVar("Result")
 POLL_S = 0.5  # longest time that a poll waits for something to tell
@@ -51,8 +53,10 @@ class TrainerEndpoint:
     def __init__(self, trainer: Any, *, rank: int, compute: Executor) -> None:
         """`trainer` is a PolicyTrainer and a MemoryTenant."""
         self.trainer, self._rank, self._compute = trainer, rank, compute
+        self._offer: Offer | None = None
 
     async def step(self, batch: TrainBatch) -> StepReport:
+        self._offer = None
         return await self.trainer.step(batch)
 
     async def evaluate(self, batch: TrainBatch, which: Which) -> Evaluation | None:
@@ -60,31 +64,32 @@ class TrainerEndpoint:
         return found if self._rank == 0 else None
 
     async def register(self) -> Manifest:
-        manifest, _ = await self._on_compute(self.trainer.register)
-        return manifest
+        """Keep the offer until the next step. The first rank tells what the version consists of,
+        any other only which one it has."""
+        self._offer = offer = await self.trainer.register()
+        manifest = offer.manifest
+        return manifest if self._rank == 0 else replace(manifest, entries=())
 
-    async def tensors(self, version: int, names: Sequence[str]) -> list[Any]:
-        """Copies on the host of some of a version's tensors. InputError when the trainer is past
-        that version."""
-
-        def copy() -> list[Any]:
-            manifest, tensors = self.trainer.register()
-            if manifest.version != version:
-                raise InputError(
-                    f"version {version} was asked for, the trainer is at {manifest.version}",
-                    hint="tensors of a version are there until the next step: register again",
-                )
-            assert isinstance(tensors, dict), (
-                "one rank alone cannot give tensors that lie in shards"
+    def offer(self, version: int) -> Offer:
+        """The offer that was registered. InputError when the trainer is past that version."""
+        if self._offer is None or self._offer.version != version:
+            now = "past it" if self._offer is None else f"at {self._offer.version}"
+            raise InputError(
+                f"version {version} was asked for, the trainer is {now}",
+                hint="tensors of a version are there until the next step: register again",
             )
-            return [tensors[name].detach().cpu().clone() for name in names]
+        return self._offer
 
-        return await self._on_compute(copy)
+    async def tensors(self, version: int, names: Sequence[str]) -> Offer:
+        """Copies on the host of some of a version's tensors, with checksums. InputError when the
+        trainer is past that version."""
+        return await self._on_compute(lambda: copy_out(self.offer(version), names))
 
     async def snapshot(self) -> Mapping[str, Any]:
         return await self._on_compute(self.trainer.snapshot)
 
     async def restore(self, state: Mapping[str, Any]) -> None:
+        self._offer = None
         await self._on_compute(lambda: self.trainer.restore(state))
 
     async def close(self) -> None:
@@ -156,19 +161,13 @@ class EngineEndpoint:
     async def start(self, dummy: bool) -> None:
         await self.engine.start(dummy=dummy)
 
-    async def prepare(self, manifest: Manifest, tensors: Mapping[str, Any]) -> None:
-        await self.engine.prepare(manifest, tensors)
+    async def prepare(self, offer: Offer) -> None:
+        await self.engine.prepare(offer)
 
     async def prepare_own(self, version: int) -> None:
-        """Take the version from the trainer rank in this process: from its storage into the
-        engine's."""
+        """Take the version that the trainer rank in this process has registered."""
         assert self._trainer is not None, "this worker has no trainer rank"
-        rank, loop = self._trainer, asyncio.get_running_loop()
-        manifest, tensors = await loop.run_in_executor(rank._compute, rank.trainer.register)
-        assert manifest.version == version, (
-            f"this rank is at version {manifest.version}, the first one at {version}"
-        )
-        await self.engine.prepare(manifest, tensors)
+        await self.engine.prepare(self._trainer.offer(version))
 
     async def commit(self, version: int, policy: CommitPolicy) -> None:
         await self.engine.commit(version, policy=policy)

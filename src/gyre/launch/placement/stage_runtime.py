@@ -223,9 +223,7 @@ class StageRuntime:
         """Return this rank's shards of the trained weights, which outlive `close`."""
         assert self.trainer is not None and self.cuts_weights
         self.trainer.move(["actor.params"], "device")  # the last phase may have parked it
-        _, source = self.trainer.register()
-        assert isinstance(source, ShardSource)
-        return source
+        return self.trainer.shards()
 
     def _disk_folder(self) -> Path | None:
         """Inside the run's folder, or for a folder elsewhere a part of it that no other run

@@ -168,7 +168,8 @@ def working_bytes(
             matmul=inputs.matmul,
         )
         + _gathered_to_train(inputs, dtype, tokens_per_chunk),
-        "handover": min(HANDOVER_BYTES, 2 * own_weights) if inputs.online else 0,
+        # what a gather overwrites is kept until it is whole
+        "handover": min(HANDOVER_BYTES, 2 * own_weights) + own_weights if inputs.online else 0,
         "evaluate": generate if inputs.online else score,
     }
     return {phase: size + kept for phase, size in passing.items()}

@@ -15,8 +15,8 @@ from cluster_roles import VOCAB, recite
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
 from gyre.core.errors import RankError
 from gyre.core.records import Request, RoleSpec, Sampling, TokenChunk
-from gyre.weights.manifest import make_manifest
 from local_cluster import LocalCluster
+from offers import offer_of
 
 Events = list[tuple[str, dict[str, Any]]]
 WEIGHTS = {"w": torch.ones(3)}
@@ -79,7 +79,7 @@ class Bench:
 
 
 async def publish(pool: EnginePool, version: int) -> None:
-    await pool.prepare(make_manifest(version, WEIGHTS, shared=False, checksums=True), WEIGHTS)
+    await pool.prepare(offer_of(version, WEIGHTS, checksums=True))
     await pool.commit(version, policy="drain")
 
 

@@ -14,9 +14,9 @@ import pytest
 from engine_cases import Bench, ask, go, make_decoder, tensors_of, tokens_of, versions_of
 from gyre.core.errors import EngineRefused, InputError
 from gyre.core.records import Request
-from gyre.engine import core_worker, weights
+from gyre.engine import core_worker
 from gyre.engine.frontend.token_stream import collect
-from gyre.weights.manifest import make_manifest
+from offers import FailAt, Fault, offer_of
 
 
 class Ray(RuntimeError):
@@ -107,7 +107,7 @@ def test_a_failed_cycle_is_left_alone_and_a_restart_heals(monkeypatch: pytest.Mo
         await bench.engine.drain(deadline_s=60)
         await bench.engine.abort("r0")
         tensors = tensors_of(bench.decoder)
-        await bench.engine.prepare(make_manifest(1, tensors, shared=True, checksums=False), tensors)
+        await bench.engine.prepare(offer_of(1, tensors, shared=True))
         with pytest.raises(EngineRefused, match="cosmic ray"):
             await bench.engine.commit(1, policy="continue")
         assert (await bench.engine.stats()).version == 0, "nothing is half-changed"
@@ -134,7 +134,7 @@ def test_what_was_queued_behind_a_failing_step(
         await bench.engine.start(dummy=False)
         expected = tokens_of(await bench.ask())
         tensors = tensors_of(bench.decoder)
-        await bench.engine.prepare(make_manifest(1, tensors, shared=True, checksums=False), tensors)
+        await bench.engine.prepare(offer_of(1, tensors, shared=True))
         with monkeypatch.context() as patch, busy(bench) as free:
             break_method(bench.decoder, "hidden", patch)
             first = bench.engine.submit(named("first"))
@@ -175,9 +175,7 @@ def test_work_between_steps_that_raises_answers_everyone(
         for stream in streams:
             await anext(stream)
         tensors = tensors_of(make_decoder(2))
-        await bench.engine.prepare(
-            make_manifest(1, tensors, shared=False, checksums=False), tensors
-        )
+        await bench.engine.prepare(offer_of(1, tensors))
         with monkeypatch.context() as patch:
             name = {"commit": "change_version", "move": "forget_kv"}.get(what, "_end")
             break_method(bench.engine.core, name, patch)
@@ -205,29 +203,69 @@ def test_work_between_steps_that_raises_answers_everyone(
     go(main)
 
 
-def test_weights_torn_amid_a_commit_choose_no_token_until_another_commit(
+def test_a_commit_that_fails_at_any_step_leaves_the_last_version_answering() -> None:
+    """Every seventh operation fails in turn (`test_swap.py` has each), and what it writes is torn.
+    What runs meanwhile goes on, and a later commit of the same version ends well."""
+
+    async def main() -> None:
+        bench, other = Bench(shared=False, burst_steps=1), Bench(shared=False, seed=2)
+        await bench.engine.start(dummy=False)
+        await other.engine.start(dummy=False)
+        expected, after = tokens_of(await bench.ask()), tokens_of(await other.ask())
+        running = bench.engine.submit(named("running", max_tokens=200, chunk_tokens=1))
+        await anext(running)
+        own = bench.engine._weights
+        number, failed = 0, True
+        while failed:
+            number, failed = number + 7, False
+            await bench.engine.prepare(offer_of(1, tensors_of(make_decoder(2))))
+            swap = own._prepared.swap  # type: ignore[union-attr]
+
+            def run(swap=swap, number=number) -> None:
+                with FailAt(number, torn=True):
+                    type(swap).run(swap)
+
+            swap.run = run  # type: ignore[method-assign]
+            try:
+                await bench.engine.commit(1, policy="continue")
+            except Fault:
+                failed = True
+                assert (await bench.engine.health()).ok
+                assert (await bench.engine.stats()).version == 0
+                assert tokens_of(await bench.ask()) == expected, number
+        assert "weights.commit_failed" in bench.kinds() and number > 50
+        part = (await collect(running))[0]
+        assert part.finish == "length"
+        assert set(part.versions.tolist()) <= {0, 1} and part.versions[-1] == 1
+        assert tokens_of(await bench.ask()) == after
+        bench.check()
+
+    go(main)
+
+
+def test_a_commit_whose_event_cannot_be_written_leaves_the_last_version_answering(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
-        bench = Bench(shared=False, burst_steps=1)
+        bench = Bench(shared=False)
         await bench.engine.start(dummy=False)
-        running = bench.engine.submit(named("running", max_tokens=200, chunk_tokens=1))
-        await anext(running)
+        expected = tokens_of(await bench.ask())
+        await bench.engine.prepare(offer_of(1, tensors_of(make_decoder(2))))
+        honest = bench.engine._emit
+
+        def emit(kind: str, **fields) -> None:
+            if kind == "engine.committed":
+                raise OSError(28, "No space left on device")
+            honest(kind, **fields)
+
         with monkeypatch.context() as patch:
-            break_method(weights, "swap_in", patch)
-            with pytest.raises(Ray):
-                await bench.publish(1, make_decoder(2), shared=False, policy="continue")
-        assert "dummy weights" in (await bench.engine.health()).reason
-        assert (await bench.ask(1))[0][0].finish == "refused"
-        await bench.engine.commit(1, policy="continue")
-        part = (await collect(running))[0]
-        assert (
-            part.finish == "length"
-            and set(part.versions.tolist()) <= {0, 1}
-            and part.versions[-1] == 1
-        )
+            patch.setattr(bench.engine, "_emit", emit)
+            with pytest.raises(OSError, match="No space left"):
+                await bench.engine.commit(1, policy="drain")
+        assert (await bench.engine.stats()).version == 0
+        assert tokens_of(await bench.ask()) == expected
+        await bench.engine.commit(1, policy="drain")
         assert versions_of(await bench.ask()) == {1}
-        bench.check()
 
     go(main)
 

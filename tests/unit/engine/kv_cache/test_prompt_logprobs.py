@@ -26,7 +26,7 @@ from gyre.engine.kv_cache.prompt_logprobs import (
 from gyre.engine.sampling.logprobs import score_targets
 from gyre.engine.scheduler.sequence import sequences_of
 from gyre.models.hub.load import load_hub
-from gyre.weights.manifest import make_manifest
+from offers import offer_of
 from sampling_cases import CPU, VOCAB, Events, answer_all, save_tiny, some_tokens, with_engine
 
 
@@ -219,7 +219,7 @@ def test_new_weights_never_meet_old_entries(qwen3, tmp_path, policy) -> None:
 
     async def use(engine):
         [[old]] = await answer_all(engine, [ask("old", tokens)])
-        await engine.prepare(make_manifest(4, tensors, shared=False, checksums=True), tensors)
+        await engine.prepare(offer_of(4, tensors, checksums=True))
         flying = engine.submit(
             replace(ask("flying", some_tokens(60, 5), max_tokens=30), chunk_tokens=0)
         )

@@ -492,10 +492,12 @@ def test_working_memory_of_each_phase() -> None:
 
     online = with_kept(rollout=generate, score=score, train=train, handover=0, evaluate=generate)
     assert working() == online
-    apart = 4 * P  # weights twice, in the compute dtype: less than two buckets
+    apart = 6 * P  # weights in the compute dtype: below two buckets, and what they replace
     assert working(shared_weights=False) == online | {"handover": apart + kept}
     large = replace(TOY, num_parameters=10**9)
-    assert working(shared_weights=False, model=large)["handover"] == 3 * (256 << 20) + kept
+    assert working(shared_weights=False, model=large)["handover"] == (
+        3 * (256 << 20) + 2 * 10**9 + kept
+    )
     offline = {"rollout": 0, "score": 0, "train": train, "handover": 0, "evaluate": score}
     assert working(online=False) == offline
     assert working(online=False, reference=True) == offline | {"score": score}

@@ -1,0 +1,60 @@
+"""Offers: a policy version that engines may have, and where its numbers are. In: a Manifest and one
+of four sources. Out: records that a trainer hands out and an engine takes.
+
+The sources are told apart in `weights.receive` and nowhere else. Tensors are borrowed: they are
+those of the version until the trainer's next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gyre.core.records import Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedStorage:
+    """The engine reads these very tensors: a version is a number, and no byte moves."""
+
+    tensors: Mapping[str, Any]  # torch tensors by parameter name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LocalTensors:
+    """Whole tensors in the receiver's process, to be copied."""
+
+    tensors: Mapping[str, Any]  # torch tensors by parameter name, on any device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LocalShards:
+    """One rank's part of each tensor. The ranks of a group gather the whole together."""
+
+    shards: Any  # a weights.gather.ShardSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RemoteTensors:
+    """Tensors of another process. `fetch` brings them here, with a checksum of each; InputError
+    when their owner is past the version."""
+
+    fetch: Callable[[], Awaitable[Offer]]  # of LocalTensors
+
+
+WeightSource = SharedStorage | LocalTensors | LocalShards | RemoteTensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Offer:
+    """A version and where it is. Workers in `homes` have it beside their engine, from their own
+    trainer rank; any other takes it from `source`."""
+
+    manifest: Manifest
+    source: WeightSource
+    homes: frozenset[str] = frozenset()
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version

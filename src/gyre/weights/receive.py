@@ -1,0 +1,115 @@
+"""Receive: the one place that tells the sources of a version apart. In: an Offer, and the engine's
+tensors or the names that another process wants. Out: a Swap that is checked and ready to run, or an
+Offer of host copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gyre.core.errors import InputError
+from gyre.core.events import Emit
+from gyre.core.offers import LocalShards, LocalTensors, Offer, RemoteTensors, SharedStorage
+from gyre.core.records import Manifest, TensorEntry
+from gyre.weights.manifest import make_manifest
+from gyre.weights.swap import Exchange, GatherOver, Swap, VersionBump, shares_storage, stage
+
+
+def receive(
+    offer: Offer,
+    own: Mapping[str, Tensor],
+    *,
+    shared: bool,
+    device: torch.device,
+    emit: Emit,
+) -> Swap:
+    """Receive a version beside the running one and verify it; nothing of `own` is written.
+    `shared`: the engine was built on its trainer's tensors. InputError for a version that the
+    engine cannot take, SnapshotError for one that is not whole."""
+    match offer.source:
+        case SharedStorage(tensors=tensors) if shared and shares_storage(tensors, own):
+            return VersionBump()
+        case LocalTensors(tensors=tensors) if not shared:
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            _check_shapes(shapes, own)
+            _refuse([name for name, tensor in own.items() if tensors[name].dtype != tensor.dtype])
+            return Exchange(stage(offer.manifest, tensors, device=device, emit=emit), own)
+        case LocalShards(shards=shards) if not shared:
+            _check_shapes({name: tuple(shape) for name, shape in shards.shapes.items()}, own)
+            return GatherOver(offer.version, shards, own, emit=emit)
+        case RemoteTensors():
+            raise InputError(
+                f"version {offer.version} lies in another process",
+                hint="fetch it first (`carry`), and prepare what that gives",
+            )
+        case source:
+            is_shared = isinstance(source, SharedStorage)
+            built_on = "shared weights" if shared else "weights of its own"
+            raise InputError(
+                f"version {offer.version} is {'shared' if is_shared else 'a copy'}, "
+                f"but the engine was built on {built_on}"
+                + (", and not on the tensors given here" if is_shared and shared else ""),
+                hint="build engine and trainer on one decoder, or make both with "
+                "shared weights off",
+            )
+
+
+async def carry(offer: Offer) -> Offer:
+    """Bring a version to where it can be sent to other processes: whole tensors, with checksums
+    wherever it crosses a process."""
+    match offer.source:
+        case RemoteTensors(fetch=fetch):
+            return await fetch()
+        case LocalTensors():
+            return offer
+        case _:
+            return copy_out(offer, [entry.name for entry in offer.manifest.entries])
+
+
+def copy_out(offer: Offer, names: Collection[str]) -> Offer:
+    """Copy some of a version's tensors to host memory, with a checksum of each. InputError for a
+    version of which this process holds only a part."""
+    match offer.source:
+        case SharedStorage(tensors=tensors) | LocalTensors(tensors=tensors):
+            copies = {name: tensors[name].detach().cpu().clone() for name in names}
+        case _:
+            raise InputError(
+                f"this process does not hold the tensors of version {offer.version} whole",
+                hint="shards reach only engines beside a trainer rank",
+            )
+    manifest = make_manifest(offer.version, copies, shared=False, checksums=True)
+    return Offer(
+        manifest=replace(manifest, epoch=offer.manifest.epoch), source=LocalTensors(tensors=copies)
+    )
+
+
+def join_offers(manifest: Manifest, parts: Iterable[Offer]) -> Offer:
+    """Make one offer of copies that came in blocks; `manifest` is their owner's."""
+    tensors: dict[str, Tensor] = {}
+    entries: list[TensorEntry] = []
+    for part in parts:
+        assert isinstance(part.source, LocalTensors)
+        tensors |= part.source.tensors
+        entries += part.manifest.entries
+    whole = replace(manifest, entries=tuple(entries), shared=False)
+    return Offer(manifest=whole, source=LocalTensors(tensors=tensors))
+
+
+def _check_shapes(shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, Tensor]) -> None:
+    _refuse(
+        sorted(shapes.keys() ^ own.keys())
+        or [name for name, tensor in own.items() if shapes[name] != tuple(tensor.shape)]
+    )
+
+
+def _refuse(wrong: Sequence[str]) -> None:
+    if wrong:
+        raise InputError(
+            f"{len(wrong)} tensors do not fit the engine's model (names, shapes and dtypes "
+            f"must agree): {', '.join(wrong[:3])}",
+            hint="publish weights of the same model and dtype as the engine was built with",
+        )

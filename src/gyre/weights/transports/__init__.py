@@ -1,1 +1,0 @@
-"""Ways for the bytes of a version to reach an engine."""

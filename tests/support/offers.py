@@ -1,0 +1,50 @@
+"""Offers of whole tensors in this process, and faults amid a swap, for tests. In: a version and
+tensors. Out: an Offer, a mode in which one operation fails."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gyre.core.offers import LocalTensors, Offer, RemoteTensors, SharedStorage
+from gyre.weights.manifest import make_manifest
+
+WRITES = ("aten.copy_.default", "aten._foreach_copy_.default")
+
+
+class Fault(RuntimeError): ...
+
+
+class FailAt(TorchDispatchMode):
+    """The n-th operation on tensors fails: before it begins, or with what it writes torn."""
+
+    def __init__(self, number: int, *, torn: bool) -> None:
+        super().__init__()
+        self.left, self.torn = number, torn
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == 0:
+            if self.torn and str(func) in WRITES:
+                written = args[0] if isinstance(args[0], list) else [args[0]]
+                for tensor in written[: len(written) // 2 + 1]:
+                    torch.ops.aten.fill_.Scalar(tensor, torch.nan)
+            raise Fault
+        return func(*args, **(kwargs or {}))
+
+
+def offer_of(
+    version: int, tensors: dict[str, torch.Tensor], *, shared: bool = False, checksums: bool = False
+) -> Offer:
+    """A version of these tensors, in this process."""
+    source = SharedStorage(tensors=tensors) if shared else LocalTensors(tensors=tensors)
+    return Offer(
+        manifest=make_manifest(version, tensors, shared=shared, checksums=checksums), source=source
+    )
+
+
+async def tensors_in(offer: Offer) -> dict[str, torch.Tensor]:
+    """The whole tensors of an offer, wherever they are."""
+    if isinstance(offer.source, RemoteTensors):
+        offer = await offer.source.fetch()
+    return offer.source.tensors  # type: ignore[union-attr]
