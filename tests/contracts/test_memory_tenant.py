@@ -141,7 +141,7 @@ def build_engine(folder: Path) -> Subject:
         shared_weights=False,
     )
     asyncio.run(engine.start(dummy=False))
-    return over_pools(engine, engine._worker.memory._tenant)
+    return over_pools(engine, engine.worker.memory._tenant)
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Path], Subject]] = {

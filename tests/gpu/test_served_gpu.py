@@ -65,7 +65,7 @@ def test_all_graphs_of_all_starts_are_captured_on_one_stream() -> None:
         streams = set()
         async with served(GPU, **GPU.roomy) as bench:
             for _ in range(2):
-                streams.add(bench.engine._worker.memory.provide_capture())
+                streams.add(bench.engine.worker.memory.provide_capture())
                 assert bench.engine.core.runner._capture_stream in streams
                 await bench.engine.terminate()
                 await bench.engine.start(dummy=True)

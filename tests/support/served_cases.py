@@ -170,7 +170,7 @@ async def soak(place: Place, way: Way, *, num_requests: int) -> None:
     ]
     finished: list[Completion] = []
     async with served(place, **place.tight(way)) as bench:
-        host = bench.engine._worker.memory.host
+        host = bench.engine.worker.memory.host
         assert (host is not None) == (way == "swap")
         assert host is None or host._buffer.bytes.is_pinned() == (place.device.type == "cuda")
         open_: dict[str, asyncio.Task[Any]] = {}

@@ -338,6 +338,12 @@ EVENTS = {
         "version size_bytes buckets",
         own={"buckets": Field("int", "buckets", "pieces that it was copied in")},
     ),
+    "weights.commit_failed": EventKind(
+        "A commit failed and was undone; the last version goes on serving.",
+        "version serving",
+        counted=True,
+        own={"serving": Field("int", "", "version that the engine serves")},
+    ),
     "weights.gathered": EventKind("Shards were gathered into whole weights.", "version size_bytes"),
     "weights.published": EventKind(
         "The engine has the trainer's version.",

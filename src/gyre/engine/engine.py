@@ -63,7 +63,7 @@ class NativeEngine:
         config = plan_engine(config, device_type=device.type)
         eos_ids = decoder.spec.eos_ids if tokenizer is None else tokenizer.eos_ids
         self._config = config
-        self._worker = CoreWorker(
+        self.worker = CoreWorker(
             decoder,
             config,
             tokenizer,
@@ -75,11 +75,11 @@ class NativeEngine:
             eos_ids=eos_ids,
             journal_folder=journal_folder if config.journal else None,
         )
-        self.frontend = AsyncFrontend(self._worker, compute=compute, emit=emit, clock=clock)
+        self.frontend = AsyncFrontend(self.worker, compute=compute, emit=emit, clock=clock)
         self._limits = RequestLimits(
             vocab_size=decoder.spec.vocab_size,
             context_tokens=decoder.spec.context_tokens,
-            cache_tokens=self._worker.memory.num_pages * config.page_tokens,
+            cache_tokens=self.worker.memory.num_pages * config.page_tokens,
             can_decode=tokenizer is not None,
             most_completions=config.max_running + config.max_queued,
             eos_ids=eos_ids,
@@ -94,12 +94,12 @@ class NativeEngine:
     @property
     def core(self) -> EngineCore | None:
         """The core that decides now; None while not started."""
-        return self._worker.core
+        return self.worker.core
 
     @property
     def failure(self) -> str:
         """Return the error that the core failed with, or an empty string."""
-        return self._worker.failure
+        return self.worker.failure
 
     @property
     def cache_tokens(self) -> int:
@@ -136,7 +136,7 @@ class NativeEngine:
         return await by_deadline(work, deadline_s, "the compute thread to finish its step")
 
     async def stats(self) -> EngineStats:
-        worker = self._worker
+        worker = self.worker
         state = None if worker.core is None else worker.core.state
         counters = Counters() if state is None else state.counters
         running = 0 if state is None else state.rows.num_active
@@ -160,7 +160,7 @@ class NativeEngine:
         )
 
     async def health(self) -> Health:
-        reason = self._worker.why_blocked()
+        reason = self.worker.why_blocked()
         return Health(ok=reason is None, reason=reason or "")
 
     async def drain(self, *, deadline_s: float) -> None:
@@ -171,17 +171,17 @@ class NativeEngine:
     async def start(self, *, dummy: bool) -> None:
         """Allocate KV. With `dummy` no work is taken until a commit; shared weights are left as
         they are."""
-        await self.frontend.at_rest(self._worker.start, dummy)
+        await self.frontend.at_rest(self.worker.start, dummy)
 
     async def prepare(self, offer: Offer) -> None:
-        self._worker.need_started("prepare")
-        await self.frontend.on_compute(self._worker.weights.prepare, offer)
+        self.worker.need_started("prepare")
+        await self.frontend.on_compute(self.worker.weights.prepare, offer)
 
     async def commit(self, version: int, *, policy: CommitPolicy) -> None:
         """drain: requests in flight end first, later ones wait. keep_prefix: those in flight are
         computed again under the new version. continue: they go on with the KV that they have. The
         latter two change between two steps."""
-        worker, frontend = self._worker, self.frontend
+        worker, frontend = self.worker, self.frontend
         worker.need_started("commit")
         if not worker.weights.is_prepared(version):
             if version == worker.weights.version and not worker.weights.is_dummy:
@@ -197,7 +197,7 @@ class NativeEngine:
             await self._commit(version, policy)
 
     async def rollback(self) -> None:
-        await self.frontend.on_compute(self._worker.weights.rollback)
+        await self.frontend.on_compute(self.worker.weights.rollback)
 
     async def terminate(self) -> None:
         """Free everything. Requests in flight end with finish "abort". `start` makes it whole
@@ -208,25 +208,25 @@ class NativeEngine:
         try:
             with suppress(CoreFailed):  # then everyone is answered
                 await self.frontend.abort_all("the engine was terminated")
-            await self.frontend.at_rest(self._worker.terminate)
+            await self.frontend.at_rest(self.worker.terminate)
         finally:
             self._terminating = False
 
     # -- MemoryTenant (on the compute thread)
 
     def components(self) -> Sequence[Component]:
-        return self._worker.memory.components()
+        return self.worker.memory.components()
 
     def move(self, names: Sequence[str], tier: Tier) -> None:
         """Move components in order. Sequences recompute KV that goes to "none". Weights that return
         from "none" are dummies until a commit."""
         try:
-            self._worker.move(names, tier)
+            self.worker.move(names, tier)
         finally:
             self.frontend.poke_from_compute()
 
     def measure(self) -> Mapping[str, Usage]:
-        return self._worker.memory.measure()
+        return self.worker.memory.measure()
 
     # -- on the event loop
 
@@ -238,7 +238,7 @@ class NativeEngine:
 
     async def _commit(self, version: int, policy: CommitPolicy) -> None:
         try:
-            await self.frontend.on_compute(self._worker.commit, version, policy)
+            await self.frontend.on_compute(self.worker.commit, version, policy)
         except CoreFailed:
             self.frontend.poke()  # whoever waits is answered
             raise
@@ -248,7 +248,7 @@ class NativeEngine:
     def _why_refuse(self, request: Request) -> str | None:
         if self._terminating:
             return "the engine is being terminated"
-        if blocked := self._worker.why_blocked():
+        if blocked := self.worker.why_blocked():
             return blocked
         if reason := find_refusal(request, self._limits):
             return reason

@@ -214,7 +214,7 @@ def test_a_commit_that_fails_at_any_step_leaves_the_last_version_answering() -> 
         expected, after = tokens_of(await bench.ask()), tokens_of(await other.ask())
         running = bench.engine.submit(named("running", max_tokens=200, chunk_tokens=1))
         await anext(running)
-        own = bench.engine._weights
+        own = bench.engine.worker.weights
         number, failed = 0, True
         while failed:
             number, failed = number + 7, False
@@ -251,7 +251,7 @@ def test_a_commit_whose_event_cannot_be_written_leaves_the_last_version_answerin
         await bench.engine.start(dummy=False)
         expected = tokens_of(await bench.ask())
         await bench.engine.prepare(offer_of(1, tensors_of(make_decoder(2))))
-        honest = bench.engine._emit
+        honest = bench.engine.worker._emit
 
         def emit(kind: str, **fields) -> None:
             if kind == "engine.committed":
@@ -259,7 +259,7 @@ def test_a_commit_whose_event_cannot_be_written_leaves_the_last_version_answerin
             honest(kind, **fields)
 
         with monkeypatch.context() as patch:
-            patch.setattr(bench.engine, "_emit", emit)
+            patch.setattr(bench.engine.worker, "_emit", emit)
             with pytest.raises(OSError, match="No space left"):
                 await bench.engine.commit(1, policy="drain")
         assert (await bench.engine.stats()).version == 0

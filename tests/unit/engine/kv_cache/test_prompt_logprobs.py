@@ -276,7 +276,7 @@ def test_a_prompt_whose_logits_break_ends_only_its_request(qwen3) -> None:
 
     async def use(engine):
         with torch.no_grad():
-            engine._worker._decoder.embed.weight[bad] = float("nan")
+            engine.worker._decoder.embed.weight[bad] = float("nan")
         return await answer_all(
             engine,
             [ask("good", good, None), ask("broken", broken, 2, n=3), ask("next", good, None)],

@@ -140,7 +140,7 @@ def test_each_preemption_says_what_it_weighed() -> None:
         assert fields and all(
             one["way"] == "swap" and one["swap_s"] < one["recompute_s"] for one in fields
         )
-        page_bytes = bench.engine._worker.memory.page_bytes
+        page_bytes = bench.engine.worker.memory.page_bytes
         assert all(
             one["size_bytes"] == -(-one["computed_tokens"] // 4) * page_bytes for one in fields
         )

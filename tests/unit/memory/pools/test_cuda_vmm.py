@@ -446,13 +446,13 @@ def test_an_engine_answers_the_same_after_kv_and_weights_came_back(monkeypatch, 
                 shared_weights=False,
             )
             await engine.start(dummy=False)
-            assert engine._worker.memory._pool is not None
-            tensors = [*decoder.parameters(), engine._worker.memory._pool.tensor]
+            assert engine.worker.memory._pool is not None
+            tensors = [*decoder.parameters(), engine.worker.memory._pool.tensor]
             there, before = [tensor.data_ptr() for tensor in tensors], await answers(engine)
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(compute, lambda: engine.move(["engine.kv"], tier))
             await loop.run_in_executor(compute, lambda: engine.move(["engine.weights"], "host"))
-            assert library.used_bytes == 0 and not engine._worker.weights.present
+            assert library.used_bytes == 0 and not engine.worker.weights.present
             assert not (await engine.health()).ok
             await loop.run_in_executor(
                 compute, lambda: engine.move(["engine.weights", "engine.kv"], "device")
