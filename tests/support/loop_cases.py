@@ -161,7 +161,7 @@ class Shelf:
     async def save(
         self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]
     ) -> None:
-        self.kept[step] = (json.dumps(state), dict(blobs), self._trainer.snapshot())
+        self.kept[step] = (json.dumps(state), dict(blobs), await self._trainer.snapshot())
 
 
 class Bench:
@@ -268,7 +268,7 @@ class Bench:
         progress = from_snapshot(loop_state, blobs)
         position = loop_state["events"]
         self.events.fence(position["attempt"], position["seq"], step=progress.step)
-        self.trainer.restore(own)
+        await self.trainer.restore(own)
         return await self.go(progress)
 
     def rows(self, kind: str) -> list[dict[str, Any]]:

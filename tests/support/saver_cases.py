@@ -94,7 +94,7 @@ def load_and_save(
     trainer = trainer_on(group, kind, **settings)
     found = SnapshotStore(Path(source), keep=1, emit=lambda *_, **__: None).load_latest()
     assert found is not None
-    trainer.restore({"tensors": found.tensors, "state": found.state["trainer"]})
+    trainer.restore_now({"tensors": found.tensors, "state": found.state["trainer"]})
     for step in steps:
         trainer.step_now(batch_for(12, seed=step))
     return _save(group, Path(target), trainer, found.step + len(steps))
@@ -106,7 +106,9 @@ def _save(
     made, _, _ = saver_on(group, folder, background=True)
     made.save(step, parts=trainer.live_snapshot, state={"step": step}, blobs={"b": b"12"})
     made.finish()
-    whole = whole_tensors(gathered_parts(group or alone(), trainer.snapshot()["tensors"]).values())
+    whole = whole_tensors(
+        gathered_parts(group or alone(), trainer.snapshot_now()["tensors"]).values()
+    )
     return {name: tensor.float().numpy() for name, tensor in whole.items()}
 
 
@@ -232,7 +234,7 @@ def bytes_read_to_restore(group: RankGroup | None, path: str, kind: str, **setti
     snapshot = load(Path(path))
     shard_file.zlib = Counting  # type: ignore[assignment]
     try:
-        trainer.restore({"tensors": snapshot.tensors, "state": snapshot.state["trainer"]})
+        trainer.restore_now({"tensors": snapshot.tensors, "state": snapshot.state["trainer"]})
     finally:
         import zlib
 

@@ -144,10 +144,10 @@ def resumed(
             if change or not name.startswith(held)
         }
         try:
-            trainer.restore({"tensors": tensors, "state": state["state"] | change})
+            trainer.restore_now({"tensors": tensors, "state": state["state"] | change})
         except Exception as error:  # noqa: BLE001  the test reads it
             refused.append(f"{type(error).__name__}, {is_refused(trainer)}")
-    trainer.restore(state)
+    trainer.restore_now(state)
     tiers = {component.name: component.tier for component in trainer.components()}
     assert tiers == {name: parked.get(name, "device") for name in tiers}
     trainer.move([name for name in tiers if parked.get(name) == "host"], "device")

@@ -153,4 +153,4 @@ def whole_tensors(parts: Iterable[Part]) -> dict[str, torch.Tensor]:
 
 def saved_tensors(trainer: NativeTrainer) -> dict[str, torch.Tensor]:
     """What a snapshot of one process holds."""
-    return whole_tensors(trainer.snapshot()["tensors"].values())
+    return whole_tensors(trainer.snapshot_now()["tensors"].values())

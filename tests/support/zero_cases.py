@@ -133,7 +133,7 @@ def batch_for(num_sequences: int, seed: int) -> TrainBatch:
 
 def whole(trainer: NativeTrainer) -> dict[str, np.ndarray]:
     """What a snapshot holds; on rank 0."""
-    parts = gathered_parts(trainer.mesh.all_ranks, trainer.snapshot()["tensors"])
+    parts = gathered_parts(trainer.mesh.all_ranks, trainer.snapshot_now()["tensors"])
     return {name: tensor.float().numpy() for name, tensor in whole_tensors(parts.values()).items()}
 
 
@@ -151,7 +151,7 @@ def gathered_parts(group: RankGroup, own: dict[str, Any]) -> dict[str, Any]:
 
 def taken(trainer: NativeTrainer) -> dict[str, Any]:
     """A snapshot of all ranks, on rank 0."""
-    state = trainer.snapshot()
+    state = trainer.snapshot_now()
     return {
         "tensors": gathered_parts(trainer.mesh.all_ranks, state["tensors"]),
         "state": state["state"],
@@ -245,7 +245,7 @@ def resume(
     """Go on from a snapshot of any number of ranks; with no steps, what is read back is what was
     written."""
     trainer = trainer_on(group, kind, **settings)
-    trainer.restore(state)
+    trainer.restore_now(state)
     reports = [trainer.step_now(batch_for(12, seed=step)) for step in steps]
     return reports, whole(trainer), taken(trainer)
 

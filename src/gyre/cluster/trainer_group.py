@@ -1,5 +1,5 @@
 """Trainer group: many ranks as one PolicyTrainer. In: global batches. Out: the first rank's answer,
-once all have answered. Implements PolicyTrainer and MemoryTenant.
+once all have answered. Implements PolicyTrainer.
 
 Every rank gets every call with the same arguments (SPMD); a batch is sent once. The first rank that
 fails ends the call with one error that names it. A watchdog looks at all ranks while a call runs,
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -113,27 +112,27 @@ class TrainerGroup:
             found.append(part)
         return join_offers(manifest, found)
 
-    def snapshot(self) -> Mapping[str, Any]:
-        """Blocks. The ranks' parts go through this process; `wire` has the ranks write them
-        themselves."""
-        taken = self._now("trainer.snapshot")
+    async def snapshot(self) -> Mapping[str, Any]:
+        """Return the parts of all ranks, which go through this process; in a run the ranks write
+        them themselves."""
+        taken = await self.run("snapshot", "trainer.snapshot", patience=self._calls)
         tensors = {key: part for own in taken for key, part in own["tensors"].items()}
         return {"tensors": tensors, "state": taken[0]["state"]}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Blocks, as `snapshot`."""
-        self._now("trainer.restore", self._cluster.share(state))
+    async def restore(self, state: Mapping[str, Any]) -> None:
+        share = self._cluster.share(state)
+        await self.run("restore", "trainer.restore", share, patience=self._calls)
         self.version = int(state["state"]["version"])
 
     async def close(self) -> None:
         if self._failed is None:
             await self.run("close", "trainer.close", patience=self._calls)
 
-    # MemoryTenant: sums over the ranks
+    # The ranks' components: as a MemoryTenant's, summed over the ranks
     # ----------------------------------------------------------------------------------------------
 
-    def components(self) -> Sequence[Component]:
-        first, *others = self._now("trainer.components")
+    async def components(self) -> Sequence[Component]:
+        first, *others = await self.run("components", "trainer.components", patience=self._calls)
         sizes = [{part.name: part.size_bytes for part in parts} for parts in others]
         return tuple(
             Component(
@@ -145,11 +144,11 @@ class TrainerGroup:
             for part in first
         )
 
-    def move(self, names: Sequence[str], tier: Tier) -> None:
-        self._now("trainer.move", tuple(names), tier)
+    async def move(self, names: Sequence[str], tier: Tier) -> None:
+        await self.run("move", "trainer.move", tuple(names), tier, patience=self._calls)
 
-    def measure(self) -> Mapping[str, Usage]:
-        return add_usage(self._now("trainer.measure"))
+    async def measure(self) -> Mapping[str, Usage]:
+        return add_usage(await self.run("measure", "trainer.measure", patience=self._calls))
 
     # SPMD calls
     # ----------------------------------------------------------------------------------------------
@@ -209,13 +208,6 @@ class TrainerGroup:
         raise RankError(
             f"{what}: rank {rank} ({handle.name}, {place}) failed: {error}", hint=HINT
         ) from error
-
-    def _now(self, method: str, *args: Any) -> list[Any]:
-        """The same for a caller that may block, which must not be the thread that delivers answers.
-        It has a thread of its own to wait in, since the caller's may have an event loop at work."""
-        call = self.run(method, method, *args, patience=self._calls)
-        with ThreadPoolExecutor(1, thread_name_prefix=method) as aside:
-            return aside.submit(asyncio.run, call).result()
 
 
 def _blocks(entries: Sequence[TensorEntry]) -> Iterator[tuple[str, ...]]:

@@ -1,9 +1,12 @@
 """Contracts: the Protocols between rooms. In and out: records only. The loop sees these and never a
 room.
 
-Rules of all: coroutines; each wait ends by its deadline with DeadlineError naming what was awaited;
-an operation with an `operation_id` is idempotent: a second call with the same id changes nothing
-and answers the same. Suites: tests/contracts/, which every implementation passes.
+Rules: what may wait is a coroutine on the event loop. Each wait ends by its deadline with
+DeadlineError naming what was awaited. Three kinds of plain functions are left. PromptSource reads
+and sets a cursor in memory. MemoryTenant is called on the compute thread, and may block it. The
+calls `submit`, `begin`, `look` and `share` enqueue.
+
+Suites: tests/contracts/, which every implementation passes.
 """
 
 from __future__ import annotations
@@ -107,15 +110,14 @@ class EngineLifecycle(Protocol):
 
 
 class MemoryTenant(Protocol):
-    """Owner of components. Asked by the ledger; bytes are measured from storages, not
-    remembered."""
+    """Owner of components in this process. The memory manager calls it on the compute thread.
+    Bytes are measured from storages, not remembered."""
 
     def components(self) -> Sequence[Component]: ...
 
     def move(self, names: Sequence[str], tier: Tier) -> None:
         """Move whole components, in order. Contents survive device ↔ host ↔ disk; "none" forgets
-        them. Runs on the compute thread. InputError for a tier that the component does not
-        allow."""
+        them. InputError for a tier that the component does not allow."""
         ...
 
     def measure(self) -> Mapping[str, Usage]: ...
@@ -148,12 +150,15 @@ class PolicyTrainer(Protocol):
         """Offer the current version. Its tensors are borrowed until the next step."""
         ...
 
-    def snapshot(self) -> Mapping[str, Any]:
-        """Resumable state: "tensors" by key, and "state", JSON-able. One rank gives its part; the
-        tensors of all ranks together are the whole."""
+    async def snapshot(self) -> Mapping[str, Any]:
+        """Return the resumable state: "tensors" by key, and "state", JSON-able. One rank gives its
+        part; the tensors of all ranks together are the whole."""
         ...
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    async def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `snapshot` returned. SnapshotError, with nothing changed, if it is of
+        another model or objective."""
+        ...
 
     async def close(self) -> None: ...
 

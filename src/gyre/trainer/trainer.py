@@ -280,7 +280,15 @@ class NativeTrainer:
             dtype=actor.dtype,
         )
 
-    def snapshot(self) -> Mapping[str, Any]:
+    async def snapshot(self) -> Mapping[str, Any]:
+        """As `snapshot_now`, from the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._compute, self.snapshot_now)
+
+    async def restore(self, state: Mapping[str, Any]) -> None:
+        """As `restore_now`, from the event loop."""
+        await asyncio.get_running_loop().run_in_executor(self._compute, self.restore_now, state)
+
+    def snapshot_now(self) -> Mapping[str, Any]:
         """Return {"tensors": copies of this rank's Parts by key, "state": JSON-able}. The parts of
         all ranks together contain each number once."""
         taken = self.live_snapshot()
@@ -321,10 +329,10 @@ class NativeTrainer:
             state["loss_scale"] = asdict(self._loss_scale)
         return {"tensors": parts, "state": state}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from the result of `snapshot`, on every rank. "tensors" is a PartSource, or the
-        Parts of all ranks that took it, any number. Raises SnapshotError, with nothing changed, for
-        another model or objective."""
+    def restore_now(self, state: Mapping[str, Any]) -> None:
+        """Resume from the result of `snapshot_now`, on every rank. "tensors" is a PartSource, or
+        the Parts of all ranks that took it, any number. Raises SnapshotError, with nothing changed,
+        for another model or objective."""
         tensors, numbers = state["tensors"], state["state"]
         source: PartSource = (
             HeldParts(tensors.values()) if isinstance(tensors, Mapping) else tensors

@@ -113,14 +113,14 @@ class CountingTrainer:
         manifest = make_manifest(self._version, tensors, shared=False, checksums=True)
         return Offer(manifest=manifest, source=LocalTensors(tensors=tensors))
 
-    def snapshot(self) -> Mapping[str, Any]:
+    async def snapshot(self) -> Mapping[str, Any]:
         counts = torch.tensor([self._version, self._targets_seen], dtype=torch.int64)
         return {
             "tensors": {"counts": counts},
             "state": {"objective": "fake", "version": self._version},
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    async def restore(self, state: Mapping[str, Any]) -> None:
         if state["state"].get("objective") != "fake":
             raise SnapshotError(
                 f"the snapshot is of objective '{state['state'].get('objective')}', this trainer "

@@ -147,7 +147,7 @@ def test_what_a_user_can_act_on_comes_as_it_is() -> None:
     async def work() -> None:
         group, cluster, _ = await make("fake_trainer", [{}, {}])
         with pytest.raises(InputError, match="no component"):
-            group.move(["actor.nothing"], "host")
+            await group.move(["actor.nothing"], "host")
         assert (await group.step(batch(1))).version == 1
         await group.close()
         await cluster.close()

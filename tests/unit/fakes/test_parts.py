@@ -78,11 +78,11 @@ def test_the_trainer_keeps_books():
         manifest, tensors = (offer := await trainer.register()).manifest, offer.source.tensors
         assert (manifest.version, tensors["version"].tolist()) == (12, [12.0])
         again = CountingTrainer(emit=emit)
-        again.restore(trainer.snapshot())
+        await again.restore(await trainer.snapshot())
         assert (await again.register()).manifest == manifest
-        assert again.snapshot()["tensors"]["counts"].tolist() == [12, 8]
+        assert (await again.snapshot())["tensors"]["counts"].tolist() == [12, 8]
         with pytest.raises(SnapshotError, match="grpo"):
-            again.restore({"tensors": {}, "state": {"objective": "grpo"}})
+            await again.restore({"tensors": {}, "state": {"objective": "grpo"}})
         await trainer.close()
         assert sum(use.device_bytes for use in trainer.measure().values()) == 0
 

@@ -173,7 +173,7 @@ def test_resumed_it_is_the_stage_that_never_stopped(tmp_path, stop_at):
     second = Offline(tmp_path / "b")
     loop_state = json.loads(state)
     second.events.fence(loop_state["events"]["attempt"], loop_state["events"]["seq"])
-    second.trainer.restore(own)
+    asyncio.run(second.trainer.restore(own))
     progress = second.go(from_snapshot(loop_state, blobs))
     assert second.steps() == straight.steps()
     assert progress.evals["loss"].items() >= {"before": 0.5, "after": 0.5, "n": 4}.items()

@@ -139,12 +139,12 @@ def test_float16_goes_on_from_a_snapshot_to_the_bit(kind):
     whole, half, resumed = (make_trainer(kind, **settings) for _ in range(3))
     reports = run(whole, range(5))
     run(half, range(3))
-    state = dict(half.snapshot())
+    state = dict(half.snapshot_now())
     assert state["state"]["loss_scale"] == {
         "factor": half._loss_scale.factor,
         "good_updates": half._loss_scale.good_updates,
     }
-    resumed.restore(state)
+    resumed.restore_now(state)
     assert run(resumed, range(3, 5)) == reports[3:]
     assert resumed._loss_scale == whole._loss_scale
     assert_bits_equal(weights_of(resumed), weights_of(whole))
@@ -153,9 +153,9 @@ def test_float16_goes_on_from_a_snapshot_to_the_bit(kind):
 def test_a_snapshot_of_a_wider_run_starts_the_scale_anew():
     wide, half = make_trainer("sft"), make_trainer("sft", dtype=torch.float16)
     half.step_now(make_batch())
-    half.restore(wide.snapshot())
+    half.restore_now(wide.snapshot_now())
     assert half._loss_scale == LossScale()
-    wide.restore(half.snapshot())
+    wide.restore_now(half.snapshot_now())
     assert wide._loss_scale is None
 
 

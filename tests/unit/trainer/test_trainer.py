@@ -333,7 +333,7 @@ def test_resume_from_a_snapshot_is_bit_equal(kind, dtype, tmp_path):
     Saver(store, alone(), **options).save(3, parts=first.live_snapshot, state={}, blobs={})
     read = store.load_latest()
     second = make_trainer(kind, decoder=make_decoder(dtype, seed=99), **settings)
-    second.restore({"tensors": read.tensors, "state": read.state["trainer"]})
+    second.restore_now({"tensors": read.tensors, "state": read.state["trainer"]})
     assert run(second, range(3, 6)) == reports[3:]
     assert_bits_equal(saved_tensors(second), saved_tensors(whole))
 
@@ -341,7 +341,7 @@ def test_resume_from_a_snapshot_is_bit_equal(kind, dtype, tmp_path):
 def test_a_snapshot_is_a_copy():
     """What is written later in another thread, or kept, does not change when training goes on."""
     trainer = make_trainer("ppo")
-    taken = trainer.snapshot()["tensors"].values()
+    taken = trainer.snapshot_now()["tensors"].values()
     kept = whole_tensors(taken)
     trainer.step_now(make_batch(seed=1))
     assert_bits_equal(whole_tensors(taken), kept)
@@ -351,12 +351,12 @@ def test_a_snapshot_is_a_copy():
 
 
 def test_snapshots_of_another_run_are_refused():
-    taken = make_trainer("grpo").snapshot()
+    taken = make_trainer("grpo").snapshot_now()
     with pytest.raises(SnapshotError, match="objective 'grpo'"):
-        make_trainer("sft").restore(taken)
+        make_trainer("sft").restore_now(taken)
     missing = {key: part for key, part in taken["tensors"].items() if "embed" not in key}
     with pytest.raises(SnapshotError, match=r"holds nothing for actor\.master\.embed\.weight"):
-        make_trainer("grpo").restore({**taken, "tensors": missing})
+        make_trainer("grpo").restore_now({**taken, "tensors": missing})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -467,7 +467,7 @@ def test_close_leaves_the_policy_usable():
 def test_state_is_json_and_counts():
     trainer = make_trainer("ppo", objective=GrpoConfig(), sequences_per_update=6)
     trainer.step_now(make_batch())
-    state = json.loads(json.dumps(trainer.snapshot()["state"]))
+    state = json.loads(json.dumps(trainer.snapshot_now()["state"]))
     assert state.pop("model") == json.loads(json.dumps(asdict(SPEC)))
     counts = {"version": 2, "steps_done": 1, "num_updates": {"actor": 2}}
     assert state == {"objective": "grpo", "moments": "float32", **counts}

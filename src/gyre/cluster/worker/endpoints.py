@@ -86,11 +86,11 @@ class TrainerEndpoint:
         return await self._on_compute(lambda: copy_out(self.offer(version), names))
 
     async def snapshot(self) -> Mapping[str, Any]:
-        return await self._on_compute(self.trainer.snapshot)
+        return await self.trainer.snapshot()
 
     async def restore(self, state: Mapping[str, Any]) -> None:
         self._offer = None
-        await self._on_compute(lambda: self.trainer.restore(state))
+        await self.trainer.restore(state)
 
     async def close(self) -> None:
         await self.trainer.close()

@@ -111,7 +111,7 @@ class Inline:
         )
         trainer = device.make_trainer(stage, self._policy, version, resumed=found is not None)
         if found is not None:
-            trainer.restore({"tensors": found.tensors, "state": found.state["trainer"]})
+            await trainer.restore({"tensors": found.tensors, "state": found.state["trainer"]})
         engine = await device.make_engine(self._policy) if plan.kv_pages > 0 else None
         device.manage()
         where, resumed_step = (

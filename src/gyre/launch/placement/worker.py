@@ -124,7 +124,7 @@ class RankWorker:
             # references.
             await self._on_compute(lambda: give_back(self._machine.device, collect=True))
             if snapshot:
-                await self._on_compute(lambda: trainer.restore(_load(snapshot)))
+                await self._on_compute(lambda: trainer.restore_now(_load(snapshot)))
             where = (self._config, self._order.folder, stage_name)
             resumed_step = step_of(Path(snapshot)) if snapshot else 0
             given = {

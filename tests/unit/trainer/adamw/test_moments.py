@@ -429,7 +429,7 @@ def test_a_snapshot_comes_back_to_the_bit():
     first.step_now(make_batch())
     names = [one.name for one in first.components() if {"device", "host"} <= set(one.tiers)]
     first.move(names, "host")
-    second.restore(first.snapshot())
+    second.restore_now(first.snapshot_now())
     first.move(names, "device")
     assert_bits_equal(saved_tensors(first), saved_tensors(second))
     for trainer in (first, second):
@@ -460,7 +460,7 @@ def test_a_snapshot_in_files_comes_back_to_the_bit(tmp_path):
     assert planned <= staged < planned + 64 * (len(saved_tensors(first)) + 1)
     found = store.load_latest()
     assert found is not None
-    second.restore({"tensors": found.tensors, "state": found.state["trainer"]})
+    second.restore_now({"tensors": found.tensors, "state": found.state["trainer"]})
     assert_bits_equal(saved_tensors(first), saved_tensors(second))
 
 
@@ -471,11 +471,11 @@ def test_snapshots_go_both_ways_with_state_away(tmp_path, how):
     settings = {"disk_folder": tmp_path, "offload_cut_bytes": 8192, **AWAY[how], **CODED}
     offloaded = make_trainer("sft", decoder=decoders[2], **settings)
     plain.step_now(make_batch())
-    offloaded.restore(plain.snapshot())
+    offloaded.restore_now(plain.snapshot_now())
     for trainer in (plain, offloaded):
         trainer.step_now(make_batch(seed=1))
     assert_bits_equal(saved_tensors(plain), saved_tensors(offloaded))
-    again.restore(offloaded.snapshot())
+    again.restore_now(offloaded.snapshot_now())
     for trainer in (plain, again):
         trainer.step_now(make_batch(seed=2))
     assert_bits_equal(weights_of(plain), weights_of(again))
@@ -489,23 +489,23 @@ def test_a_snapshot_of_the_other_moments_is_refused(was, now):
         make_trainer("sft", decoder=d, moments=kind)
         for d, kind in zip(decoders, (was, now), strict=True)
     ]
-    state, before = trainers[0].snapshot(), saved_tensors(trainers[1])
+    state, before = trainers[0].snapshot_now(), saved_tensors(trainers[1])
     with pytest.raises(
         SnapshotError, match=f'with trainer.moments = "{was}", this run has "{now}"'
     ) as caught:
-        trainers[1].restore(state)
+        trainers[1].restore_now(state)
     assert f'trainer.moments = "{was}"' in caught.value.hint
     assert_bits_equal(before, saved_tensors(trainers[1]))
 
 
 def test_a_snapshot_from_before_there_was_a_choice_is_of_float32():
     trainer = make_trainer("sft", decoder=decoder_on(CPU, torch.float32, spec="blocks"))
-    state = trainer.snapshot()
+    state = trainer.snapshot_now()
     del state["state"]["moments"]
-    trainer.restore(state)
+    trainer.restore_now(state)
     coded = make_trainer("sft", decoder=decoder_on(CPU, torch.float32, spec="blocks"), **CODED)
     with pytest.raises(SnapshotError, match=r'with trainer\.moments = "float32"'):
-        coded.restore(state)
+        coded.restore_now(state)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ class Copying:
 def test_training_goes_on_while_the_state_is_copied_until_it_changes_it(tmp_path: Path) -> None:
     case = Copying(tmp_path)
     case.trainer.step_now(make_batch(4, step=1))
-    before = case.trainer.snapshot()["tensors"]
+    before = case.trainer.snapshot_now()["tensors"]
     case.save(1)
     assert case.begun.wait(60), "in a thread of its own"
     case.trainer.evaluate_now(make_batch(4, step=2), "policy")  # reads only
@@ -184,11 +184,11 @@ def test_training_goes_on_while_the_state_is_copied_until_it_changes_it(tmp_path
 @pytest.mark.parametrize("how", ["move", "restore", "close"])
 def test_nothing_that_changes_the_state_comes_before_the_copy(tmp_path: Path, how: str) -> None:
     case = Copying(tmp_path)
-    state = case.trainer.snapshot()
+    state = case.trainer.snapshot_now()
     case.save(1)
     change = {
         "move": lambda: case.trainer.move(["actor.optimizer"], "host"),
-        "restore": lambda: case.trainer.restore(state),
+        "restore": lambda: case.trainer.restore_now(state),
         "close": case.trainer._close,
     }[how]
     changing = threading.Thread(target=change)
@@ -295,10 +295,10 @@ def test_pages_of_a_parked_component_are_free_once_they_are_copied(
 
 def test_a_wait_that_fails_leaves_a_trainer_as_it_was(tmp_path: Path) -> None:
     case = Copying(tmp_path, deadline_s=0.05)
-    state = case.trainer.snapshot()
+    state = case.trainer.snapshot_now()
     case.save(1)
     with pytest.raises(DeadlineError):
-        case.trainer.restore(state)
+        case.trainer.restore_now(state)
     case.go.set()
     case.trainer.step_now(make_batch(4, step=1))
     assert case.trainer.version == 1
@@ -346,7 +346,7 @@ def test_the_planner_counts_what_is_staged(tmp_path: Path) -> None:
     assert (
         planned
         <= staged
-        < planned + 64 * (len(trainer.snapshot()["tensors"]) + 1) + 12 * SPEC.hidden_size
+        < planned + 64 * (len(trainer.snapshot_now()["tensors"]) + 1) + 12 * SPEC.hidden_size
     )
 
 

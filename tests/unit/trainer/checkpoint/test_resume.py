@@ -33,7 +33,7 @@ def test_a_snapshot_of_another_model_is_refused_by_name(change, says, tmp_path):
     trainer = make_trainer("sft", decoder=decoder)
     before = {name: parameter.clone() for name, parameter in decoder.named_parameters()}
     with pytest.raises(SnapshotError, match=f"the snapshot is of another model: {says}"):
-        trainer.restore({"tensors": found.tensors, "state": found.state["trainer"]})
+        trainer.restore_now({"tensors": found.tensors, "state": found.state["trainer"]})
     assert all(parameter.equal(before[name]) for name, parameter in decoder.named_parameters())
     assert trainer.version == 0
 

@@ -161,13 +161,13 @@ def test_snapshots_go_both_ways(tmp_path, how) -> None:
     offloaded = make_trainer(
         "ppo", dtype=torch.bfloat16, disk_folder=tmp_path, **SMALL, **AWAY[how]
     )
-    offloaded.restore(plain.snapshot())
+    offloaded.restore_now(plain.snapshot_now())
     for trainer in (plain, offloaded):
         trainer.step_now(make_batch(seed=1))
-    state = offloaded.snapshot()
+    state = offloaded.snapshot_now()
     assert_bits_equal(whole_tensors(state["tensors"].values()), saved_tensors(plain))
     again = make_trainer("ppo", dtype=torch.bfloat16)
-    again.restore(state)
+    again.restore_now(state)
     for trainer in (plain, again):
         trainer.step_now(make_batch(seed=2))
     assert_bits_equal(weights_of(again), weights_of(plain))
@@ -245,7 +245,7 @@ def spoilt(trainer: NativeTrainer) -> None:
     with pytest.raises(SnapshotError, match="was cut short"):
         trainer.step_now(make_batch(seed=1))
     with pytest.raises(SnapshotError, match="was cut short"):
-        trainer.snapshot()
+        trainer.snapshot_now()
 
 
 def test_a_write_that_fails_is_told_as_one(tmp_path) -> None:
@@ -275,7 +275,7 @@ def test_a_write_that_the_disk_refuses_later_is_told_before_it_is_read(
         MemoryBudgetError, match=r"could not be written to .*optimizer.offload: Input/output error"
     )
     with refusal:
-        trainer.snapshot()
+        trainer.snapshot_now()
     with refusal:
         trainer.step_now(make_batch(seed=1))
 
@@ -283,12 +283,12 @@ def test_a_write_that_the_disk_refuses_later_is_told_before_it_is_read(
 def test_a_file_that_lost_its_end_is_told(tmp_path) -> None:
     trainer = make_trainer("grpo", disk_folder=tmp_path, **SMALL, offload_optimizer="disk")
     trainer.step_now(make_batch())
-    trainer.snapshot()  # waits for the disk
+    trainer.snapshot_now()  # waits for the disk
     os.truncate(tmp_path / "actor.optimizer.offload", 50_000)
     with pytest.raises(
         SnapshotError, match=r"optimizer.offload cannot be read: it has 50000 bytes"
     ):
-        trainer.snapshot()
+        trainer.snapshot_now()
     with pytest.raises(
         SnapshotError,
         match=r"optimizer.offload cannot be read: it ended at byte \d+, \d+ bytes early",

@@ -256,13 +256,13 @@ def test_rooms_of_a_reference_leave_before_a_step_trains(monkeypatch) -> None:
 def test_snapshots_go_both_ways() -> None:
     plain, away = deep_trainer(offload_parameters=()), deep_trainer(offload_parameters=ALL)
     plain.step_now(batch_for(8, seed=0))
-    away.restore(plain.snapshot())
+    away.restore_now(plain.snapshot_now())
     for trainer in (plain, away):
         trainer.step_now(batch_for(8, seed=1))
-    state = away.snapshot()
+    state = away.snapshot_now()
     assert_bits_equal(whole_tensors(state["tensors"].values()), saved_tensors(plain))
     again = deep_trainer(offload_parameters=())
-    again.restore(state)
+    again.restore_now(state)
     for trainer in (plain, again):
         trainer.step_now(batch_for(8, seed=2))
     assert_bits_equal(weights_of(again), weights_of(plain))
