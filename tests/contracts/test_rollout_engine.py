@@ -44,8 +44,10 @@ class Subject:
     tensors: dict[str, torch.Tensor]
     shared: bool
 
-    def offer(self, version: int) -> Offer:
-        return offer_of(version, self.tensors, shared=self.shared, checksums=not self.shared)
+    def offer(self, version: int, epoch: int = 0) -> Offer:
+        return offer_of(
+            version, self.tensors, shared=self.shared, checksums=not self.shared, epoch=epoch
+        )
 
 
 def build_native(shared: bool) -> Subject:
@@ -277,6 +279,25 @@ def test_a_version_goes_live_by_commit_only(subject: Subject, policy: str) -> No
         await subject.engine.commit(2, policy=policy)
         assert set((await read(subject, ask()))[0].versions.tolist()) == {2}
         assert (await subject.engine.stats()).version == 2
+
+    go(main)
+
+
+def test_a_publisher_that_was_replaced_is_refused(subject: Subject) -> None:
+    async def main() -> None:
+        await subject.engine.start(dummy=False)
+        await subject.engine.prepare(subject.offer(5, epoch=2))
+        await subject.engine.commit(5, policy="drain")
+        with pytest.raises(InputError, match="epoch 2 has published here since"):
+            await subject.engine.prepare(subject.offer(6, epoch=1))
+        with pytest.raises(InputError, match="older than version 5"):
+            await subject.engine.prepare(subject.offer(4, epoch=2))
+        with pytest.raises(InputError, match="not prepared"):
+            await subject.engine.commit(6, policy="drain")
+        # the attempt after it resumed from an older snapshot
+        await subject.engine.prepare(subject.offer(3, epoch=3))
+        await subject.engine.commit(3, policy="drain")
+        assert set((await read(subject, ask()))[0].versions.tolist()) == {3}
 
     go(main)
 

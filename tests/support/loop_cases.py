@@ -107,9 +107,9 @@ class WatchedTrainer(CountingTrainer):
         self.calls.append((self.gate.phase, f"evaluate {which}"))
         return await super().evaluate(batch, which)
 
-    async def register(self) -> Offer:
+    async def register(self, *, epoch: int = 0) -> Offer:
         self.calls.append((self.gate.phase, "register"))
-        return await super().register()
+        return await super().register(epoch=epoch)
 
 
 class WatchedEngine(ScriptedEngine):
@@ -254,7 +254,6 @@ class Bench:
                 reward_model=reward_model,
                 restart_engine=restart_engine,
             ),
-            compute=self.compute,
         )
 
     async def go(self, progress: StageProgress | None = None) -> StageProgress:

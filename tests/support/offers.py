@@ -34,13 +34,17 @@ class FailAt(TorchDispatchMode):
 
 
 def offer_of(
-    version: int, tensors: dict[str, torch.Tensor], *, shared: bool = False, checksums: bool = False
+    version: int,
+    tensors: dict[str, torch.Tensor],
+    *,
+    shared: bool = False,
+    checksums: bool = False,
+    epoch: int = 0,
 ) -> Offer:
     """A version of these tensors, in this process."""
     source = SharedStorage(tensors=tensors) if shared else LocalTensors(tensors=tensors)
-    return Offer(
-        manifest=make_manifest(version, tensors, shared=shared, checksums=checksums), source=source
-    )
+    manifest = make_manifest(version, tensors, shared=shared, checksums=checksums, epoch=epoch)
+    return Offer(manifest=manifest, source=source)
 
 
 async def tensors_in(offer: Offer) -> dict[str, torch.Tensor]:

@@ -45,7 +45,7 @@ class Bench:
             vital=frozenset(vital),
             revive=self.sim.revive if revive else None,
         )
-        self.sim.pool_version = lambda: self.pool._version
+        self.sim.pool_version = lambda: self.pool.version
 
     def note(self, kind: str, **fields: Any) -> None:
         if kind == self.full_disk_at:

@@ -83,10 +83,12 @@ class TrainerGroup:
         share = self._cluster.share(batch)
         return (await self.run(f"evaluation of '{which}'", "trainer.evaluate", share, which))[0]
 
-    async def register(self) -> Offer:
+    async def register(self, *, epoch: int = 0) -> Offer:
         """Every rank keeps its offer for the engine beside it; no tensor comes here until somebody
         fetches it."""
-        manifests = await self.run("trainer.register", "trainer.register", patience=self._calls)
+        manifests = await self.run(
+            "trainer.register", "trainer.register", epoch, patience=self._calls
+        )
         first = manifests[0]
         assert all(manifest.version == first.version for manifest in manifests), (
             "the ranks are at different versions"

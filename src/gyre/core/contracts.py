@@ -146,7 +146,7 @@ class PolicyTrainer(Protocol):
         tokens."""
         ...
 
-    async def register(self) -> Offer:
+    async def register(self, *, epoch: int = 0) -> Offer:
         """Offer the current version. Its tensors are borrowed until the next step."""
         ...
 

@@ -183,7 +183,7 @@ class NativeEngine:
         latter two change between two steps."""
         worker, frontend = self.worker, self.frontend
         worker.need_started("commit")
-        if not worker.weights.is_prepared(version):
+        if not worker.weights.state.is_prepared(version):
             if version == worker.weights.version and not worker.weights.is_dummy:
                 return  # committed before
             raise InputError(

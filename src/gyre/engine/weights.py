@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,16 +19,17 @@ from gyre.core.offers import Offer
 from gyre.memory.pools.cuda_vmm import is_present
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_dummies
+from gyre.weights.protocol import (
+    Lost,
+    Prepared,
+    ReceiverState,
+    RolledBack,
+    SwapBegan,
+    SwapFailed,
+    Swapped,
+)
 from gyre.weights.receive import receive
 from gyre.weights.swap import Swap
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A version that waits for its commit."""
-
-    version: int
-    swap: Swap
 
 
 class EngineWeights:
@@ -44,10 +44,20 @@ class EngineWeights:
         device: torch.device,
         emit: Emit,
     ) -> None:
-        self.decoder, self.shared, self.version, self.emit = decoder, shared, version, emit
-        self.is_dummy = False  # no work until a commit
+        self.decoder, self.shared, self.emit = decoder, shared, emit
+        self.state = ReceiverState(version=version)
         self._device = device
-        self._prepared: Prepared | None = None
+        self.swap: Swap | None = None  # of the prepared version
+
+    @property
+    def version(self) -> int:
+        """Return the newest version that was here whole."""
+        return self.state.version
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether the numbers are of no version: no work until a commit."""
+        return not self.state.serves
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -60,7 +70,7 @@ class EngineWeights:
 
     def forget(self) -> None:
         """Refuse work until a commit, whatever the weights hold."""
-        self.is_dummy = True
+        self.state = self.state.after(Lost())
 
     def make_dummy(self) -> None:
         """Refuse work until a commit. The engine's own weights become random; shared ones are not
@@ -71,14 +81,16 @@ class EngineWeights:
 
     def prepare(self, offer: Offer) -> None:
         """Receive a version beside the running one and verify it. A second call for the same
-        version is a no-op."""
-        if self.is_prepared(offer.version):
+        version is a no-op. InputError for one of an older publisher."""
+        manifest = offer.manifest
+        self.state.refuse_stale(manifest)
+        prepared = Prepared(epoch=manifest.epoch, version=manifest.version)
+        if self.state.prepared == prepared:
             return
-        swap = receive(offer, self.tensors, shared=self.shared, device=self._device, emit=self.emit)
-        self._prepared = Prepared(version=offer.version, swap=swap)
-
-    def is_prepared(self, version: int) -> bool:
-        return self._prepared is not None and self._prepared.version == version
+        self.swap = receive(
+            offer, self.tensors, shared=self.shared, device=self._device, emit=self.emit
+        )
+        self.state = self.state.after(prepared)
 
     def commit(self, version: int) -> None:
         """Swap to the prepared version. Shards are gathered now: every rank's engine must be at
@@ -90,31 +102,29 @@ class EngineWeights:
     def swapping(self, version: int) -> Iterator[None]:
         """Swap to the prepared version, whole, and keep it if the block ends well. After any error
         the last version is there as it was, and the prepared one waits for another commit."""
-        assert self._prepared is not None and self._prepared.version == version
-        swap, last = self._prepared.swap, (self.version, self.is_dummy)
+        swap, last = self.swap, self.state
+        assert swap is not None and last.is_prepared(version)
         if swap.moves_bytes and not self.present:
             raise InputError(
                 f"version {version} cannot be committed: engine.weights is not on the device",
                 hint="move engine.weights to the device first",
             )
+        self.state = begun = last.after(SwapBegan(version=version))
         try:
             swap.run()
-            self.version, self.is_dummy = version, False
+            self.state = begun.after(Swapped())
             yield
         except BaseException:
-            self._undo(swap, last)
+            # where even `undo` fails, the numbers are neither version's
+            self.state = begun.after(SwapFailed(undone=False))
+            swap.undo()
+            self.state = begun.after(SwapFailed(undone=True))
+            self.emit("weights.commit_failed", version=version, serving=self.version)
             raise
         swap.settle()
-        self._prepared = None
+        self.swap = None
 
     def rollback(self) -> None:
         """Forget a prepared version and free what was staged."""
-        self._prepared = None
-
-    def _undo(self, swap: Swap, last: tuple[int, bool]) -> None:
-        """Put the last version back. Where even that fails the weights are neither version: no work
-        until another commit."""
-        version, self.is_dummy = self.version, True
-        swap.undo()
-        self.version, self.is_dummy = last
-        self.emit("weights.commit_failed", version=version, serving=self.version)
+        self.state = self.state.after(RolledBack())
+        self.swap = None

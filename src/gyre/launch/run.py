@@ -325,7 +325,7 @@ class Run:
         self._emit("stage.started", stage=stage.name, steps=stage.trainer.steps, step=progress.step)
         log = self._folder / REWARDS_LOG
         built, done = (
-            StageInputs(self._config, self._emit, self._machine.compute, rewards_log=log),
+            StageInputs(self._config, self._emit, rewards_log=log),
             False,
         )
         try:

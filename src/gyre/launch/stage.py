@@ -4,7 +4,6 @@ placed objects. Out: a loop, and what is to be closed after it.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from gyre.core.events import Emit
@@ -25,15 +24,8 @@ from gyre.runconfig import RunConfig
 class StageInputs:
     """What one stage needs beside its trainer and engine."""
 
-    def __init__(
-        self, config: RunConfig, emit: Emit, compute: ThreadPoolExecutor, *, rewards_log: Path
-    ) -> None:
-        self._config, self._emit, self._compute, self._rewards_log = (
-            config,
-            emit,
-            compute,
-            rewards_log,
-        )
+    def __init__(self, config: RunConfig, emit: Emit, *, rewards_log: Path) -> None:
+        self._config, self._emit, self._rewards_log = config, emit, rewards_log
         self._scorer: RuleScorer | None = None
 
     def parts(
@@ -81,7 +73,7 @@ class StageInputs:
                 window=engine_window(config.engine),
                 restart_engine=config.memory.leave.get("engine") == "destroy",
             )
-            return Ring(spec, parts, ring, compute=self._compute)
+            return Ring(spec, parts, ring)
         judge = None
         if parts.engine is not None and self._scorer is not None:
             judge = make_judge(config, parts.engine, self._scorer, parts.text, self._emit)
@@ -90,7 +82,7 @@ class StageInputs:
             snapshot_every_steps=config.snapshot.every_steps,
             eval_every_steps=config.eval.every_steps,
         )
-        return OfflineLoop(spec, parts, offline, judge=judge, compute=self._compute)
+        return OfflineLoop(spec, parts, offline, judge=judge)
 
     async def close(self) -> None:
         if self._scorer is not None:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -108,9 +107,7 @@ class Collected:
 class Ring:
     """Runs one online stage: GRPO and related objectives, PPO, online DPO."""
 
-    def __init__(
-        self, stage: StageSpec, parts: Parts, config: RingConfig, *, compute: Executor
-    ) -> None:
+    def __init__(self, stage: StageSpec, parts: Parts, config: RingConfig) -> None:
         assert parts.engine is not None and parts.lifecycle is not None and parts.scorer is not None
         self._stage, self._parts, self._config = stage, parts, config
         self._engine, self._scorer = parts.engine, parts.scorer
@@ -125,6 +122,7 @@ class Ring:
             parts.trainer,
             parts.lifecycle,
             emit=self._emit,
+            epoch=parts.observers.events.attempt,
             restart_engine=config.restart_engine,
         )
         self._evaluator = Rollouts(

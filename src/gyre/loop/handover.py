@@ -24,10 +24,12 @@ class Handover:
         lifecycle: EngineLifecycle,
         *,
         emit: Emit,
+        epoch: int = 0,
         restart_engine: bool = False,
     ) -> None:
+        """`epoch` marks each version with the attempt at the run that publishes it."""
         self._trainer, self._lifecycle = trainer, lifecycle
-        self._emit = emit
+        self._emit, self._epoch = emit, epoch
         self._restart_engine = restart_engine
         self._running = True
 
@@ -45,7 +47,7 @@ class Handover:
             await self._lifecycle.start(dummy=True)
             self._running = True
             self._emit("handover.engine_started", dummy=True, step=step)
-        offer = await self._trainer.register()
+        offer = await self._trainer.register(epoch=self._epoch)
         manifest = offer.manifest
         try:
             await self._lifecycle.prepare(offer)

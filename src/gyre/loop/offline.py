@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -48,7 +47,6 @@ class OfflineLoop:
         config: OfflineConfig,
         *,
         judge: Rollouts | None,
-        compute: Executor,
     ) -> None:
         self._stage, self._parts, self._config, self._judge = stage, parts, config, judge
         self._emit = parts.observers.events.emit
@@ -56,7 +54,12 @@ class OfflineLoop:
         self._handover = None
         if judge is not None:
             assert parts.lifecycle is not None
-            self._handover = Handover(parts.trainer, parts.lifecycle, emit=self._emit)
+            self._handover = Handover(
+                parts.trainer,
+                parts.lifecycle,
+                emit=self._emit,
+                epoch=parts.observers.events.attempt,
+            )
 
     async def run(self, progress: StageProgress) -> StageProgress:
         """Resume from `progress` and run to the end of the stage, or until a stop request ends

@@ -246,10 +246,12 @@ class NativeTrainer:
         owns."""
         await asyncio.get_running_loop().run_in_executor(self._compute, self._close)
 
-    async def register(self) -> Offer:
-        return await asyncio.get_running_loop().run_in_executor(self._compute, self.register_now)
+    async def register(self, *, epoch: int = 0) -> Offer:
+        return await asyncio.get_running_loop().run_in_executor(
+            self._compute, self.register_now, epoch
+        )
 
-    def register_now(self) -> Offer:
+    def register_now(self, epoch: int = 0) -> Offer:
         """Offer the version: its tensors, or, where no rank holds them whole, this rank's
         shards. On the compute thread."""
         self._assert_filled()
@@ -258,12 +260,18 @@ class NativeTrainer:
             shards = self.shards()
             if self._shard_entries is None:
                 self._shard_entries = shard_entries(shards.layout, actor.dtype)
-            manifest = Manifest(version=self._version, entries=self._shard_entries, shared=False)
+            manifest = Manifest(
+                version=self._version, entries=self._shard_entries, shared=False, epoch=epoch
+            )
             return Offer(manifest=manifest, source=LocalShards(shards=shards))
         parameters = actor.optimizer.parameters.items()
         tensors = {name: p.detach() for name, p in parameters if not name.startswith(HEAD_PREFIX)}
         manifest = make_manifest(
-            self._version, tensors, shared=self._shared, checksums=not self._shared
+            self._version,
+            tensors,
+            shared=self._shared,
+            checksums=not self._shared,
+            epoch=epoch,
         )
         kind = SharedStorage if self._shared else LocalTensors
         return Offer(manifest=manifest, source=kind(tensors=tensors))

@@ -27,7 +27,12 @@ def checksum(tensor: Tensor) -> str:
 
 
 def make_manifest(
-    version: int, tensors: Mapping[str, Tensor], *, shared: bool, checksums: bool
+    version: int,
+    tensors: Mapping[str, Tensor],
+    *,
+    shared: bool,
+    checksums: bool,
+    epoch: int = 0,
 ) -> Manifest:
     """Describe whole tensors, each one segment. Without `checksums` only shapes are verified."""
     entries = tuple(
@@ -44,7 +49,7 @@ def make_manifest(
         )
         for name, tensor in tensors.items()
     )
-    return Manifest(version=version, entries=entries, shared=shared)
+    return Manifest(version=version, entries=entries, shared=shared, epoch=epoch)
 
 
 def shard_entries(layout: ShardLayout, dtype: torch.dtype) -> tuple[TensorEntry, ...]:

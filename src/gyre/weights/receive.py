@@ -81,10 +81,9 @@ def copy_out(offer: Offer, names: Collection[str]) -> Offer:
                 f"this process does not hold the tensors of version {offer.version} whole",
                 hint="shards reach only engines beside a trainer rank",
             )
-    manifest = make_manifest(offer.version, copies, shared=False, checksums=True)
-    return Offer(
-        manifest=replace(manifest, epoch=offer.manifest.epoch), source=LocalTensors(tensors=copies)
-    )
+    epoch = offer.manifest.epoch
+    manifest = make_manifest(offer.version, copies, shared=False, checksums=True, epoch=epoch)
+    return Offer(manifest=manifest, source=LocalTensors(tensors=copies))
 
 
 def join_offers(manifest: Manifest, parts: Iterable[Offer]) -> Offer:

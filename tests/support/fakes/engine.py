@@ -33,6 +33,7 @@ from gyre.core.records import (
     Usage,
 )
 from gyre.weights.manifest import verify_manifest
+from gyre.weights.protocol import Prepared, ReceiverState, RolledBack, SwapBegan, Swapped
 
 SIZES_BYTES = {"engine.weights": 4096, "engine.kv": 16384}
 POLL_S = 0.001
@@ -67,9 +68,8 @@ class ScriptedEngine:
         """`decode` is needed by requests with stop strings; without it they are refused."""
         self._script, self._emit, self._decode = script, emit, decode
         self._config, self._faults = config or FakeEngineConfig(), faults or Faults()
-        self._version, self._eos_ids = version, frozenset(eos_ids)
+        self._state, self._eos_ids = ReceiverState(version=version), frozenset(eos_ids)
         self._not_ready = NOT_STARTED
-        self._prepared: int | None = None
         self._crash = ""
         self._crash_at_tokens = self._faults.crash_after_tokens
         self._admitting = True
@@ -96,7 +96,7 @@ class ScriptedEngine:
         self._counts["prompt_tokens"] += len(request.tokens)
         now_s = asyncio.get_running_loop().time()
         for index in range(request.sampling.n):
-            script = tuple(self._script(request, index, self._version))
+            script = tuple(self._script(request, index, self._state.version))
             self._live.append(
                 Recital(
                     request, index, script=script, logprob=self._config.logprob, submitted_s=now_s
@@ -135,7 +135,7 @@ class ScriptedEngine:
             steps=self._counts["steps"],
             pages_used=running,
             pages_total=self._config.max_running,
-            version=self._version,
+            version=self._state.version,
         )
 
     async def health(self) -> Health:
@@ -174,16 +174,18 @@ class ScriptedEngine:
                 reason="as told",
             )
             raise RuntimeError(f"the fake engine was told not to take version {manifest.version}")
+        self._state.refuse_stale(manifest)
         verify_manifest(manifest, offer.source.tensors)  # type: ignore[union-attr]
-        self._prepared = manifest.version
+        self._state = self._state.after(Prepared(epoch=manifest.epoch, version=manifest.version))
 
     async def commit(self, version: int, *, policy: CommitPolicy) -> None:
         self._need_started("commit")
-        if self._prepared is None and version == self._version and not self._not_ready:
+        state = self._state
+        if state.prepared is None and version == state.version and not self._not_ready:
             return
-        if version != self._prepared:
+        if not state.is_prepared(version):
             raise InputError(
-                f"version {version} is not prepared", hint=f"prepared: {self._prepared}"
+                f"version {version} is not prepared", hint=f"prepared: {state.prepared}"
             )
         if policy == "drain":
             self._admitting = False
@@ -195,14 +197,16 @@ class ScriptedEngine:
                 )
             finally:
                 self._admitting = True
-        self._version, self._prepared, self._not_ready = version, None, ""
+        self._state = self._state.after(SwapBegan(version=version)).after(Swapped())
+        self._not_ready = ""
 
     async def rollback(self) -> None:
-        self._prepared = None
+        self._state = self._state.after(RolledBack())
 
     async def terminate(self) -> None:
         self._end(list(self._live), "abort", "the engine was terminated")
-        self._prepared, self._crash, self._not_ready = None, "", NOT_STARTED
+        self._state = self._state.after(RolledBack())
+        self._crash, self._not_ready = "", NOT_STARTED
         self.memory.move(tuple(SIZES_BYTES), "none")
 
     # MemoryTenant
@@ -260,7 +264,7 @@ class ScriptedEngine:
             ):
                 moved = True
                 before = recital.num_tokens
-                finish = recital.advance(self._version, self._eos_ids, self._decode)
+                finish = recital.advance(self._state.version, self._eos_ids, self._decode)
                 self._counts["generated_tokens"] += recital.num_tokens - before
                 if finish:
                     self._end([recital], finish, "")

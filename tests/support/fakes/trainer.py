@@ -103,14 +103,14 @@ class CountingTrainer:
             which=which, per_token=per_token, per_sequence=zeros if which == "critic" else None
         )
 
-    async def register(self) -> Offer:
-        return self.register_now()
+    async def register(self, *, epoch: int = 0) -> Offer:
+        return self.register_now(epoch)
 
-    def register_now(self) -> Offer:
+    def register_now(self, epoch: int = 0) -> Offer:
         tensors = {
             name: torch.full(shape, float(self._version)) for name, shape in self._shapes.items()
         }
-        manifest = make_manifest(self._version, tensors, shared=False, checksums=True)
+        manifest = make_manifest(self._version, tensors, shared=False, checksums=True, epoch=epoch)
         return Offer(manifest=manifest, source=LocalTensors(tensors=tensors))
 
     async def snapshot(self) -> Mapping[str, Any]:

@@ -40,7 +40,7 @@ class World:
         )
         for engine in self.engines:
             engine.version = 0
-        self.sim.pool_version = lambda: self.pool._version
+        self.sim.pool_version = lambda: self.pool.version
         self.version = 0
         self.asked: list[tuple[Request, asyncio.Task[dict[int, list[TokenChunk]]]]] = []
         self.stopped: set[str] = set()  # requests that somebody asked to end

@@ -104,7 +104,7 @@ class Offline:
         )
         spec = StageSpec(name="cold_start", objective=objective or SftConfig(), steps=steps, seed=7)
         config = OfflineConfig(records_per_step=3, snapshot_every_steps=2, eval_every_steps=3)
-        self.loop = OfflineLoop(spec, parts, config, judge=judge, compute=self.compute)
+        self.loop = OfflineLoop(spec, parts, config, judge=judge)
 
     def go(self, progress: StageProgress | None = None) -> StageProgress:
         async def start() -> StageProgress:

@@ -34,6 +34,7 @@ from gyre.core.errors import GyreError, RankError
 from gyre.core.events import Emit
 from gyre.core.offers import Offer
 from gyre.core.records import EngineStats, Health, Partial, Request
+from gyre.weights.protocol import Prepared, ReceiverState, RolledBack, SwapBegan, Swapped
 from gyre.weights.receive import carry
 
 STOP_S = 10.0  # on top of an engine's own deadline, for its answer to arrive
@@ -81,7 +82,7 @@ class EnginePool:
         # the newest life of each
         self._members = {handle.name: self._make_member(handle, "up") for handle in engines}
         self._restarts: Counter[str] = Counter()
-        self._version = version
+        self._state = ReceiverState(version=version)  # of the engines together
         self._offered: Offer | None = None
         self._published: Offer | None = None
         self._broken: Exception | None = None
@@ -93,6 +94,11 @@ class EnginePool:
     def handles(self) -> list[WorkerHandle]:
         """Of the engines that are there."""
         return [member.handle for member in self._members.values() if member.state != "lost"]
+
+    @property
+    def version(self) -> int:
+        """Return the version that the engines answer with."""
+        return self._state.version
 
     def lose(self, handle: WorkerHandle, cause: str) -> None:
         """Somebody else found an engine to be of no use any more."""
@@ -148,7 +154,7 @@ class EnginePool:
 
     async def stats(self) -> EngineStats:
         parts = await self._each("engine.stats")
-        total = add_stats(list(parts.values()), refused=self._desk.refused, version=self._version)
+        total = add_stats(list(parts.values()), refused=self._desk.refused, version=self.version)
         return replace(total, waiting=total.waiting + self._desk.num_waiting)
 
     async def health(self) -> Health:
@@ -174,6 +180,7 @@ class EnginePool:
     async def prepare(self, offer: Offer) -> None:
         """Every engine receives the version: from the trainer rank beside it, or a copy. One that
         is being brought to the weights of before takes it after the commit."""
+        self._state.refuse_stale(offer.manifest)
         self._watch_all()
         members = [member for member in self._present() if not member.catching_up]
         is_away = any(member.name not in offer.homes for member in members)
@@ -181,14 +188,11 @@ class EnginePool:
         calls = {member: self._prepare(member, offer, copy) for member in members}
         await self._gather(calls, watched=f"receipt of version {offer.version}")
         self._offered = offer
+        self._state = self._state.after(Prepared(epoch=offer.manifest.epoch, version=offer.version))
 
     async def commit(self, version: int, *, policy: CommitPolicy) -> None:
         """Engines that came back after `prepare` follow by themselves, and take no work before."""
-        offer = (
-            self._offered
-            if self._offered is not None and self._offered.version == version
-            else None
-        )
+        offer = self._offered if self._state.is_prepared(version) else None
         up = [member for member in self._present() if member.state == "up"]
         ready = (
             up
@@ -197,7 +201,9 @@ class EnginePool:
         )
         calls = {member: member.ask("engine.commit", version, policy) for member in ready}
         await self._gather(calls, watched=f"commit of version {version}")
-        self._version, self._published, self._offered = version, offer or self._published, None
+        if offer is not None:
+            self._state = self._state.after(SwapBegan(version=version)).after(Swapped())
+        self._published, self._offered = offer or self._published, None
         for member in self._present():
             if member in ready:
                 self._join(member, version)
@@ -207,7 +213,7 @@ class EnginePool:
         self._surely(self._desk.route)
 
     async def rollback(self) -> None:
-        self._offered = None
+        self._offered, self._state = None, self._state.after(RolledBack())
         members = [member for member in self._present() if not member.catching_up]
         for member in members:
             member.prepared = None

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gyre.core.contracts import CommitPolicy
-from gyre.core.errors import InputError
 from gyre.core.offers import Offer
 from gyre.core.records import (
     Component,
@@ -31,6 +30,7 @@ from gyre.core.records import (
     Usage,
     Which,
 )
+from gyre.weights.protocol import PublisherState, Registered, Withdrawn
 from gyre.weights.receive import copy_out
 
 Result = TypeVar("Result")
@@ -53,31 +53,29 @@ class TrainerEndpoint:
     def __init__(self, trainer: Any, *, rank: int, compute: Executor) -> None:
         """`trainer` is a PolicyTrainer and a MemoryTenant."""
         self.trainer, self._rank, self._compute = trainer, rank, compute
+        self._state = PublisherState()
         self._offer: Offer | None = None
 
     async def step(self, batch: TrainBatch) -> StepReport:
-        self._offer = None
+        self._withdraw()
         return await self.trainer.step(batch)
 
     async def evaluate(self, batch: TrainBatch, which: Which) -> Evaluation | None:
         found = await self.trainer.evaluate(batch, which)
         return found if self._rank == 0 else None
 
-    async def register(self) -> Manifest:
+    async def register(self, epoch: int = 0) -> Manifest:
         """Keep the offer until the next step. The first rank tells what the version consists of,
         any other only which one it has."""
-        self._offer = offer = await self.trainer.register()
+        self._offer = offer = await self.trainer.register(epoch=epoch)
         manifest = offer.manifest
+        self._state = self._state.after(Registered(epoch=epoch, version=offer.version))
         return manifest if self._rank == 0 else replace(manifest, entries=())
 
     def offer(self, version: int) -> Offer:
         """The offer that was registered. InputError when the trainer is past that version."""
-        if self._offer is None or self._offer.version != version:
-            now = "past it" if self._offer is None else f"at {self._offer.version}"
-            raise InputError(
-                f"version {version} was asked for, the trainer is {now}",
-                hint="tensors of a version are there until the next step: register again",
-            )
+        self._state.refuse_fetch(version)
+        assert self._offer is not None
         return self._offer
 
     async def tensors(self, version: int, names: Sequence[str]) -> Offer:
@@ -85,11 +83,15 @@ class TrainerEndpoint:
         trainer is past that version."""
         return await self._on_compute(lambda: copy_out(self.offer(version), names))
 
+    def _withdraw(self) -> None:
+        self._state = self._state.after(Withdrawn())
+        self._offer = None
+
     async def snapshot(self) -> Mapping[str, Any]:
         return await self.trainer.snapshot()
 
     async def restore(self, state: Mapping[str, Any]) -> None:
-        self._offer = None
+        self._withdraw()
         await self.trainer.restore(state)
 
     async def close(self) -> None:

@@ -219,7 +219,7 @@ def test_a_commit_that_fails_at_any_step_leaves_the_last_version_answering() -> 
         while failed:
             number, failed = number + 7, False
             await bench.engine.prepare(offer_of(1, tensors_of(make_decoder(2))))
-            swap = own._prepared.swap  # type: ignore[union-attr]
+            swap = own.swap
 
             def run(swap=swap, number=number) -> None:
                 with FailAt(number, torn=True):

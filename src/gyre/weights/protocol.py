@@ -1,0 +1,159 @@
+"""Protocol: the messages about a version, and what publisher and receiver do with them. In: a state
+and a message. Out: the next state, or InputError for a message that the state refuses. Pure.
+
+    publisher     registered ──▶ offered ──▶ withdrawn by the next step
+                                    │ fetched
+    receiver      serving ──▶ prepared ──▶ swapping ──▶ serving the next
+                     ▲            │            │ failed and undone
+                     └────────────┴────────────┘
+
+A version lies under an epoch, the number of its publisher's attempt at the run. A receiver that has
+seen an epoch takes nothing from an older one: a publisher that was replaced cannot come back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gyre.core.errors import InputError
+from gyre.core.records import Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """The version of a manifest was received and verified beside the one that serves."""
+
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapBegan:
+    """The numbers of the prepared version begin to take the place of the last one's."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swapped:
+    """The prepared version is there whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapFailed:
+    """The swap ended early. `undone`: the last version is back to the bit."""
+
+    undone: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolledBack:
+    """What was prepared is given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """The engine's numbers are dummies, or gone."""
+
+
+ReceiverMessage = Prepared | SwapBegan | Swapped | SwapFailed | RolledBack | Lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverState:
+    """What an engine has of the versions. `version` is the newest that it has had whole, and
+    `is_whole` says whether it has it still, apart from a swap that is under way."""
+
+    version: int
+    is_whole: bool = True
+    epoch: int = 0  # the highest of a publisher whose version was prepared
+    prepared: Prepared | None = None
+    is_swapping: bool = False
+
+    def refuse_stale(self, manifest: Manifest) -> None:
+        """Raise InputError for an offer of an older publisher, or of a version that is older than
+        the newest of the same publisher."""
+        if manifest.epoch < self.epoch:
+            raise InputError(
+                f"version {manifest.version} is of publisher epoch {manifest.epoch}, and epoch "
+                f"{self.epoch} has published here since",
+                hint="a later attempt at the run has taken over: end the older one",
+            )
+        if manifest.epoch == self.epoch and manifest.version < self.version:
+            raise InputError(
+                f"version {manifest.version} is older than version {self.version}, which was "
+                f"here under the same epoch {self.epoch}",
+                hint="go back to an older version with a new attempt at the run, whose epoch is "
+                "higher",
+            )
+
+    @property
+    def serves(self) -> bool:
+        """Whether `version` is there whole, to answer with."""
+        return self.is_whole and not self.is_swapping
+
+    def is_prepared(self, version: int) -> bool:
+        return self.prepared is not None and self.prepared.version == version
+
+    def after(self, message: ReceiverMessage) -> ReceiverState:
+        """Return the state that a message leads to. Messages of a swap come in order, since one
+        owner sends them; another order is a fault of that owner."""
+        match message:
+            case Prepared(epoch=epoch):
+                assert not self.is_swapping, "a version was prepared in the middle of a swap"
+                return replace(self, epoch=max(self.epoch, epoch), prepared=message)
+            case SwapBegan(version=version):
+                assert self.is_prepared(version) and not self.is_swapping, (
+                    f"version {version} was swapped in before it was prepared"
+                )
+                return replace(self, is_swapping=True)
+            case Swapped():
+                assert self.is_swapping and self.prepared is not None, "no swap had begun"
+                return ReceiverState(version=self.prepared.version, epoch=self.epoch)
+            case SwapFailed(undone=undone):
+                assert self.is_swapping, "no swap had begun"
+                return replace(self, is_swapping=False, is_whole=self.is_whole and undone)
+            case RolledBack():
+                assert not self.is_swapping, "a version was given up in the middle of its swap"
+                return replace(self, prepared=None)
+            case Lost():
+                return replace(self, is_whole=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """A version was offered: its tensors stay as they are until it is withdrawn."""
+
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdrawn:
+    """The tensors change: nobody may fetch the version any more."""
+
+
+PublisherMessage = Registered | Withdrawn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherState:
+    """What a trainer offers."""
+
+    offered: Registered | None = None
+
+    def refuse_fetch(self, version: int) -> None:
+        """Raise InputError unless the version's tensors are there."""
+        if self.offered is None or self.offered.version != version:
+            now = "past it" if self.offered is None else f"at {self.offered.version}"
+            raise InputError(
+                f"version {version} was asked for, the trainer is {now}",
+                hint="tensors of a version are there until the next step: register again",
+            )
+
+    def after(self, message: PublisherMessage) -> PublisherState:
+        match message:
+            case Registered():
+                return PublisherState(offered=message)
+            case Withdrawn():
+                return PublisherState()
