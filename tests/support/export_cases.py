@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
+from gyre.core import files
 from gyre.core.errors import GyreError
 from gyre.distributed.process_group import RankGroup
 from gyre.launch.export import export_shards
 from gyre.launch.factories import Machine
 from gyre.models.decoder import Decoder
-from gyre.models.hub import export
 from gyre.models.init import init_weights
 from trainer_cases import make_trainer
 from zero_cases import BIG, LAYOUTS
@@ -30,15 +30,16 @@ def exported_slowly(
     init_weights(decoder, 1)
     trainer = make_trainer("sft", decoder=decoder, group=group, parallel=LAYOUTS["zero3"])
     source = trainer.shards()
-    honest, signs = export.sync_files, []
+    honest, signs = files.sync, []
 
     def slow(at: Path) -> None:
-        time.sleep(sync_s)
-        if fails:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if at.name.endswith(".partial"):
+            time.sleep(sync_s)
+            if fails:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         honest(at)
 
-    export.sync_files = slow
+    files.sync = slow
     tokenizer = Path(folder) / f"tokenizer-{group.rank}"
     tokenizer.mkdir(exist_ok=True)
     machine = Machine(device=group.device, dtype=torch.float32, compute=ThreadPoolExecutor(1))
@@ -50,5 +51,5 @@ def exported_slowly(
     except GyreError as error:
         return len(signs), f"{type(error).__name__}: {error}"
     finally:
-        export.sync_files = honest
+        files.sync = honest
     return len(signs), ""

@@ -6,7 +6,6 @@ With launch.stage, the only place that names concrete classes.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ import torch
 from gyre.core.contracts import RolloutEngine
 from gyre.core.errors import ConfigError, InputError
 from gyre.core.events import Emit
+from gyre.core.files import replacing_folder
 from gyre.core.records import Prompt, Rollout
 from gyre.core.seeds import derive_seed
 from gyre.data.examples import tokenizer_texts
@@ -141,10 +141,8 @@ def make_tokenizer(config: RunConfig, kept: Path, emit: Emit) -> Tokenizer:
         tokenizer = train_tokenizer(
             texts, vocab_size=wanted.vocab_size, min_share=wanted.min_share, style=style
         )
-    aside = kept.with_name(f".{kept.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    tokenizer.save(aside)
-    aside.rename(kept)  # whole or not there: a run killed here can go on
+    with replacing_folder(kept, durable=False) as aside:
+        tokenizer.save(aside)  # whole or not there: a run killed here can go on
     return tokenizer
 
 

@@ -23,6 +23,7 @@ from gyre.core.errors import (
     RewardError,
     SnapshotError,
 )
+from gyre.core.files import write_text
 from gyre.launch.factories import (
     Facts,
     Policy,
@@ -385,9 +386,7 @@ class Run:
         if resumed and plan.kv_pages and not self._config.engine.num_pages:
             plan = replace(plan, reasons={**plan.reasons, "kv_pages": "as in the first attempt"})
         check_invariant(config, stage, policy.spec, self._machine, plan.page_tokens)
-        aside = path.with_suffix(".partial")
-        aside.write_text(plan.to_json(), encoding="utf-8")
-        aside.replace(path)
+        write_text(path, plan.to_json(), durable=False)
         for reason in rate_remarks(stage):
             self._emit("warn.learning_rate_high", stage=stage.name, reason=reason)
         self._emit(

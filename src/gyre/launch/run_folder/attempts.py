@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre.core.errors import ConfigError, SnapshotError
+from gyre.core.files import write_text
 from gyre.runconfig import RunConfig
 
 RESOLVED, ATTEMPTS, OVERRIDES = "resolved.json", "attempts", "overrides.json"
@@ -92,10 +93,8 @@ def write_changes(
     """Record an attempt's own config, whole or not at all."""
     place = folder / ATTEMPTS
     place.mkdir(exist_ok=True)
-    aside = place / f"{attempt}.partial"
     row = {"set": list(given), "changed": dict(changed), "config": config.model_dump(mode="json")}
-    aside.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
-    aside.replace(place / f"{attempt}.json")
+    write_text(place / f"{attempt}.json", json.dumps(row, indent=1) + "\n", durable=False)
 
 
 def find_changes(before: RunConfig, after: RunConfig, folder: Path) -> dict[str, tuple[Any, Any]]:

@@ -8,7 +8,6 @@ may hold line breaks). stage.txt holds the stages that were asked for. Torch-fre
 from __future__ import annotations
 
 import errno
-import fcntl
 import itertools
 import json
 import os
@@ -19,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gyre.core.errors import InputError, SnapshotError, is_disk_full
+from gyre.core.files import try_lock
 from gyre.core.hub import near_folders
 from gyre.launch.run_folder.attempts import (
     OVERRIDES,
@@ -102,17 +102,17 @@ def hold(folder: Path) -> int | None:
     None where the file system knows no locks."""
     handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        raise SnapshotError(
-            f"{folder} is still running, in another process",
-            hint="wait until it ends, or stop it with Ctrl-C first",
-        ) from error
+        is_ours = try_lock(handle)
     except OSError:
         os.close(handle)
         return None
-    return handle
+    if is_ours:
+        return handle
+    os.close(handle)
+    raise SnapshotError(
+        f"{folder} is still running, in another process",
+        hint="wait until it ends, or stop it with Ctrl-C first",
+    )
 
 
 def read_overrides(folder: Path) -> list[str]:

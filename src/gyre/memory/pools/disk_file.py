@@ -21,16 +21,9 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import MemoryBudgetError, SnapshotError
+from gyre.core.files import partial_path, replacing, write_text
 from gyre.memory.pools.host_buffer import HostBuffer
 from gyre.memory.records import STAGING_BYTES
-
-
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class DiskFile:
@@ -48,38 +41,33 @@ class DiskFile:
 
     def remove(self) -> None:
         if self.data_path.parent.is_dir():
-            for path in (self.data_path, self.manifest_path, self.data_path.with_suffix(".part")):
+            for path in (self.data_path, self.manifest_path, partial_path(self.data_path)):
                 path.unlink(missing_ok=True)
         self._manifest = None
 
     def write(self, segments: Sequence[Tensor]) -> None:
         """Store the segments. On return they are on disk and verified by reading back; on error
         nothing is left."""
-        aside = self.data_path.with_suffix(".part")
         try:
             self.data_path.parent.mkdir(parents=True, exist_ok=True)
-            checksums = self._write_data(aside, segments)
-            manifest = {
-                "component": self.name,
-                "size_bytes": sum(segment.numel() for segment in segments),
-                "segments": [
-                    {"size_bytes": segment.numel(), "blake2b": checksum}
-                    for segment, checksum in zip(segments, checksums, strict=True)
-                ],
-            }
-            self._check_written(aside, manifest)
-            self._write_manifest(manifest)
-            os.replace(aside, self.data_path)
-            sync_folder(self.data_path.parent)
+            with replacing(self.data_path, durable=True) as aside:
+                checksums = self._write_data(aside, segments)
+                manifest = {
+                    "component": self.name,
+                    "size_bytes": sum(segment.numel() for segment in segments),
+                    "segments": [
+                        {"size_bytes": segment.numel(), "blake2b": checksum}
+                        for segment, checksum in zip(segments, checksums, strict=True)
+                    ],
+                }
+                self._check_written(aside, manifest)
+                write_text(self.manifest_path, json.dumps(manifest), durable=True)
         except OSError as error:
             self.remove()
             raise MemoryBudgetError(
                 f"{self.name}: could not be written to {self.data_path}: {error.strerror or error}",
                 hint="free space there, or point memory.disk_folder at a larger disk",
             ) from error
-        finally:
-            if aside.exists():  # only after a failure
-                aside.unlink()
         self._manifest = manifest
 
     def read(self, segments: Sequence[Tensor]) -> None:
@@ -154,14 +142,6 @@ class DiskFile:
                     left -= len(block)
                 if left or digest.hexdigest() != entry["blake2b"]:
                     self._refuse(f"segment {index} read back from {path} is not what was written")
-
-    def _write_manifest(self, manifest: dict) -> None:
-        aside = self.manifest_path.with_suffix(".json.part")
-        with open(aside, "w", encoding="utf-8") as file:
-            json.dump(manifest, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, self.manifest_path)
 
     def _read_manifest(self) -> dict:
         assert self._manifest is not None, f"{self.name}: read before write"

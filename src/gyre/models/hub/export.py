@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gyre.core.errors import InputError, SnapshotError
+from gyre.core.files import replacing_folder
 from gyre.models.decoder import Decoder
 from gyre.models.hub.files import (
     CHECKSUMS_FILE,
@@ -89,30 +89,24 @@ def export_runs(
             f"{folder} exists and is no export of ours",
             hint="give a new folder, or remove it first",
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
+    config = hub_config_from_spec(spec) | {
+        "dtype": TORCH_NAMES[dtype],
+        "torch_dtype": TORCH_NAMES[dtype],
+    }
     try:
-        if tokenizer_files is not None:
-            copy_tokenizer(tokenizer_files, aside)
-        config = hub_config_from_spec(spec) | {
-            "dtype": TORCH_NAMES[dtype],
-            "torch_dtype": TORCH_NAMES[dtype],
-        }
-        write_json(aside / CONFIG_FILE, config)
-        write_json(aside / CHECKSUMS_FILE, write_weights(spec, runs(), aside, dtype, shard_bytes))
-        if scalar_head is not None:
-            save_scalar_head(scalar_head, aside)
-        sync_files(aside)
-        swap_in(aside, folder)
+        with replacing_folder(folder, durable=True) as aside:
+            if tokenizer_files is not None:
+                copy_tokenizer(tokenizer_files, aside)
+            write_json(aside / CONFIG_FILE, config)
+            sums = write_weights(spec, runs(), aside, dtype, shard_bytes)
+            write_json(aside / CHECKSUMS_FILE, sums)
+            if scalar_head is not None:
+                save_scalar_head(scalar_head, aside)
     except (OSError, SafetensorError) as fault:
         raise SnapshotError(
             f"export to {folder} failed: {fault}",
             hint="free disk space or choose another folder; nothing was replaced",
         ) from fault
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def save_scalar_head(head: ScalarHead, folder: Path) -> None:
@@ -171,27 +165,3 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 def write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def sync_files(folder: Path) -> None:
-    for path in [*folder.iterdir(), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def swap_in(aside: Path, folder: Path) -> None:
-    """Replace `folder` by `aside`; the old export is deleted only after the new one is in place."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    aside.rename(folder)
-    descriptor = os.open(folder.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    shutil.rmtree(old, ignore_errors=True)

@@ -11,7 +11,6 @@ import base64
 import hashlib
 import html
 import json
-import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre.core.errors import InputError
+from gyre.core.files import write_text
 from gyre.observability.events import LiveRows, count_events, is_counted, read_events, weight_of
 from gyre.observability.jsonl import as_number
 from gyre.observability.mismatch import find_mismatch
@@ -65,13 +65,11 @@ def write_report(run_folder: Path | str) -> Path:
             hint="name a folder that `gyre train` made, such as runs/NAME",
         )
     page = render_page(gather(folder))
-    target, aside = folder / "report.html", folder / "report.html.part"
+    target = folder / "report.html"
     try:
         # a name may hold half of a character
-        aside.write_text(page, encoding="utf-8", errors="replace")
-        os.replace(aside, target)
+        write_text(target, page, durable=False, errors="replace")
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise InputError(
             f"cannot write {target}: {error.strerror or error}; the page takes about "
             f"{len(page):,} bytes",

@@ -28,8 +28,8 @@ from typing import Any
 
 from gyre.core.errors import DeadlineError, GyreError, SnapshotError, is_disk_full
 from gyre.core.events import Emit
+from gyre.core.files import sync
 from gyre.distributed.process_group import RankGroup
-from gyre.memory.pools.disk_file import sync_folder
 from gyre.trainer.checkpoint.manifest import (
     SavedFile,
     SavedRun,
@@ -381,7 +381,7 @@ class Saver:
             )
             for part, extent in zip(job.parts, extents, strict=True)
         }
-        sync_folder(job.aside)
+        sync(job.aside)
         return SnapshotManifest(step=job.step, files=files, tensors=tensors)
 
     def _conclude(self, job: _Job) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gyre.core.errors import SnapshotError
 from gyre.core.events import Emit
-from gyre.memory.pools.disk_file import sync_folder
+from gyre.core.files import sync, write_text
 from gyre.trainer.checkpoint.manifest import (
     BadManifest,
     SnapshotManifest,
@@ -102,21 +102,15 @@ class SnapshotStore:
 
     def publish(self, aside: Path, manifest: SnapshotManifest) -> Path:
         """Publish `aside`, which all ranks have written, as a snapshot; prune older ones."""
-        partial = aside / f"{MANIFEST}.partial"
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(to_text(manifest))
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(partial, aside / MANIFEST)
-        sync_folder(aside / BLOBS)
-        sync_folder(aside)
+        sync(aside / BLOBS)
+        write_text(aside / MANIFEST, to_text(manifest), durable=True)
         path = self._folder / f"step-{manifest.step:08d}"
         _refuse_foreign(path)
         if path.exists():  # a resumed run that has passed over a damaged one
             self._emit("snapshot.replaced", path=path.name)
             shutil.rmtree(path)
         os.rename(aside, path)
-        sync_folder(self._folder)
+        sync(self._folder)
         self._passed = tuple(step for step in self._passed if step != manifest.step)
         self._prune(manifest.step)
         size_bytes = sum(file.size_bytes for file in manifest.files.values())

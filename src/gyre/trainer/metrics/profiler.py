@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gyre.core.events import Emit
+from gyre.core.files import replacing
 from gyre.observability.overlap import Interval, intersect, length, union
 
 COMMUNICATION = ("nccl", "gloo:", "c10d::")  # how names of kernels, gloo's work and its calls begin
@@ -121,19 +122,21 @@ def write_trace(
     OSError when the disk refuses. Raises ValueError for a truncated export, which the exporter does
     not report."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    plain, packed = path.with_suffix(".plain"), path.with_suffix(".partial")
+    plain = path.with_suffix(".plain")
     try:
         export(str(plain))
         check_whole(plain)
-        with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=5) as target:
+        with (
+            replacing(path, durable=False) as packed,
+            plain.open("rb") as source,
+            gzip.open(packed, "wb", compresslevel=5) as target,
+        ):
             while block := source.read(BLOCK_BYTES):
                 progress()
                 target.write(block)
-        packed.replace(path)
         return path.stat().st_size
     finally:
         plain.unlink(missing_ok=True)
-        packed.unlink(missing_ok=True)
 
 
 def check_whole(path: Path) -> None:

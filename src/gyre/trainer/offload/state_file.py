@@ -11,7 +11,6 @@ file is a leftover.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import time
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from gyre.core.errors import InputError, MemoryBudgetError, SnapshotError, is_disk_full
 from gyre.core.events import Emit
+from gyre.core.files import try_lock
 
 SUFFIX = ".offload"
 PAGE_BYTES = mmap.PAGESIZE
@@ -157,12 +157,11 @@ def remove_leftovers(folder: Path, emit: Emit) -> None:
         except FileNotFoundError:
             continue  # its owner, or another rank, was faster
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not try_lock(handle):
+                continue  # in use
             size_bytes = os.fstat(handle).st_size
             path.unlink(missing_ok=True)
             emit("trainer.offload_leftover_removed", path=str(path), size_bytes=size_bytes)
-        except BlockingIOError:
-            continue  # in use
         finally:
             os.close(handle)
 
@@ -181,9 +180,7 @@ def _open_locked(path: Path) -> int:
     ends_s = time.monotonic() + LOOK_S
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(handle):
             os.close(handle)
             if time.monotonic() < ends_s:
                 time.sleep(POLL_S)
@@ -191,7 +188,7 @@ def _open_locked(path: Path) -> int:
             raise InputError(
                 f"{path} is in use by another process",
                 hint="give each run a memory.disk_folder of its own",
-            ) from None
+            )
         if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
             os.ftruncate(handle, 0)
             return handle

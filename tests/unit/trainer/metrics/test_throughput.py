@@ -170,7 +170,7 @@ def test_a_trace_is_written_when_no_other_rank_waits_for_this_one(
 def test_a_full_disk_costs_the_trace_and_not_the_step(tmp_path: Path) -> None:
     folder, events = tmp_path / "traces", []
     folder.mkdir()
-    (folder / "step-1.trace.json.partial").symlink_to("/dev/full")
+    (folder / "step-1.trace.json.gz.partial").symlink_to("/dev/full")
     trainer = make_trainer("sft", trace_steps=(1,), trace_folder=folder, events=events)
     assert trainer.step_now(make_batch(4, step=1)).num_updates == 1
     ((kind, told),) = events
