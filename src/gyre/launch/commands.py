@@ -49,7 +49,8 @@ def train(
     say_stopped: Callable[[RunStopped], None],
     guarded: Guarded | None = None,
 ) -> dict[str, Any]:
-    """Make a run folder (or resume one), run the stages, export, report. RunStopped when a signal
+    """Make a run folder (or resume one), run the stages, export, report. When a rank fails, again
+    from the newest snapshot, as often as `cluster.max_restarts` says. RunStopped when a signal
     ended it; `say_stopped` prints that where the process ends at once. `guarded`: the guard of a
     driver on Ray."""
     signals = StopSignals(StopRequest(deadline_s=order.config.run.stop_deadline_s), say=say_stopped)
@@ -65,7 +66,20 @@ def train(
         if guarded is not None:
             guarded.tell_folder(folder)
             ended = RankError(RAY_ENDED) if guarded.number else None
-        return _attempt(order, folder, plain=plain, fleet=fleet, signals=signals, ended=ended)
+        for number in range(order.config.cluster.max_restarts + 1):
+            run = Run(order, folder, plain=plain, fleet=fleet, signals=signals)
+            try:
+                if ended is not None:
+                    run.note_restart(ended, max(1, number))
+                return asyncio.run(run.go())
+            except RankError as error:
+                if signals.signum:
+                    raise signals.stopped(f"while a rank was lost: {error.message}") from error
+                ended = error
+            finally:
+                run.close()
+        assert ended is not None
+        raise ended
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise signals.stopped() from None
     except OSError as error:
@@ -75,33 +89,6 @@ def train(
         if fleet is not None:
             asyncio.run(fleet.close())
         signals.uninstall()
-
-
-def _attempt(
-    order: TrainArgs,
-    folder: Path,
-    *,
-    plain: bool,
-    fleet: RayWorkers | None,
-    signals: StopSignals,
-    ended: RankError | None,
-) -> dict[str, Any]:
-    """Run to the end. When a rank fails, again from the newest snapshot, as often as
-    `cluster.max_restarts` says. `ended`: what the driver before this one ended with."""
-    for number in range(order.config.cluster.max_restarts + 1):
-        run = Run(order, folder, plain=plain, fleet=fleet, signals=signals)
-        try:
-            if ended is not None:
-                run.note_restart(ended, max(1, number))
-            return asyncio.run(run.go())
-        except RankError as error:
-            if signals.signum:
-                raise signals.stopped(f"while a rank was lost: {error.message}") from error
-            ended = error
-        finally:
-            run.close()
-    assert ended is not None
-    raise ended
 
 
 def _make_folder(order: TrainArgs) -> Path:

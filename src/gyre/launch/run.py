@@ -37,8 +37,9 @@ from gyre.launch.factories import (
     try_rewards,
 )
 from gyre.launch.goal import accuracy_metric, judge_goal
-from gyre.launch.placement.inline import Inline, Placement, stage_store
+from gyre.launch.placement.inline import Inline, Placement
 from gyre.launch.placement.ray_placement import RayPlacement, RayWorkers
+from gyre.launch.placement.snapshots import stage_store
 from gyre.launch.run_folder.attempts import write_changes
 from gyre.launch.run_folder.run_folder import hold, read_all_overrides, refuse_damaged
 from gyre.launch.signals import StopSignals
@@ -138,10 +139,28 @@ class Run:
         )
 
     async def go(self) -> dict[str, Any]:
-        """RunStopped when a signal asked for it and the run has been saved."""
+        """Run all stages, export and report. RunStopped when a signal asked for it and the run has
+        been saved."""
         try:
             with self._signals.task():
-                return await self._go()
+                stages = plan_stages(self._config, self._stage)
+                tokenizer = make_tokenizer(self._config, self._folder / "tokenizer", self._emit)
+                policy = await self._placement.open(tokenizer)
+                at, progress, found = await self._find_progress(stages)
+                self._announce(stages, policy, at)
+                if is_misread(tokenizer, policy.spec.family):
+                    self._emit("warn.tokenizer_misread", family=policy.spec.family, reason=MISREAD)
+                tell_ignored_keys(self._config, self._emit)
+                version, result = 0, progress
+                for ready in [self._prepare(stage, policy) for stage in stages[at:]]:
+                    last = ready.stage is stages[-1]
+                    result, version = await self._run_stage(
+                        ready, policy, result, found, version, last
+                    )
+                    found = None
+                export = await self._export()
+                report = self._finish(stages[-1], result, version)
+                return self._result(result, version, export, report)
         except (RewardError, DivergedError):
             if self._config.observe.report:
                 self._report_failure()
@@ -160,24 +179,6 @@ class Run:
     def note_restart(self, error: GyreError, number: int) -> None:
         """Say that this attempt is there because another one ended so."""
         self._emit("retry.run_restarted", number=number, error=error.message)
-
-    async def _go(self) -> dict[str, Any]:
-        stages = plan_stages(self._config, self._stage)
-        tokenizer = make_tokenizer(self._config, self._folder / "tokenizer", self._emit)
-        policy = await self._placement.open(tokenizer)
-        at, progress, found = await self._find_progress(stages)
-        self._announce(stages, policy, at)
-        if is_misread(tokenizer, policy.spec.family):
-            self._emit("warn.tokenizer_misread", family=policy.spec.family, reason=MISREAD)
-        tell_ignored_keys(self._config, self._emit)
-        version, result = 0, progress
-        for ready in [self._prepare(stage, policy) for stage in stages[at:]]:
-            last = ready.stage is stages[-1]
-            result, version = await self._run_stage(ready, policy, result, found, version, last)
-            found = None
-        export = await self._export()
-        report = self._finish(stages[-1], result, version)
-        return self._result(result, version, export, report)
 
     def close(self) -> None:
         self._progress.close()

@@ -6,15 +6,13 @@ other one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from gyre.core.contracts import EngineLifecycle, PolicyTrainer, RolloutEngine
 from gyre.core.events import Emit
-from gyre.distributed.process_group import RankGroup, alone
 from gyre.launch.export import export_policy
 from gyre.launch.factories import Facts, Machine, Policy, make_policy
 from gyre.launch.placement.stage_runtime import StageRuntime
@@ -24,9 +22,7 @@ from gyre.models.scalar_head import ScalarHead
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
-from gyre.trainer.checkpoint.saver import Saver
-from gyre.trainer.checkpoint.store import Fault, Snapshot, SnapshotStore, find_faults
-from gyre.trainer.trainer import NativeTrainer
+from gyre.trainer.checkpoint.store import Fault, Snapshot, find_faults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +87,6 @@ class Inline:
         self._policy: Policy | None = None
         self._head: ScalarHead | None = None  # of a reward model, once its stage is done
         self._device: StageRuntime | None = None
-        self._snapshots: Snapshots | None = None
 
     async def open(self, tokenizer: Tokenizer) -> Policy:
         self._policy = make_policy(self._config, tokenizer, self._machine)
@@ -109,23 +104,14 @@ class Inline:
         device = self._device = StageRuntime(
             self._config, plan, self._folder, self._machine, self._emit
         )
-        trainer = device.make_trainer(stage, self._policy, version, resumed=found is not None)
-        if found is not None:
-            await trainer.restore({"tensors": found.tensors, "state": found.state["trainer"]})
-        engine = await device.make_engine(self._policy) if plan.kv_pages > 0 else None
-        device.manage()
-        where, resumed_step = (
-            (self._config, self._folder, stage.name),
-            0 if found is None else found.step,
-        )
-        self._snapshots = make_snapshots(
-            *where, trainer, self._machine, self._emit, resumed_step=resumed_step
-        )
-        self._snapshots.prepare()
+        resumes = None if found is None else lambda: found
+        self._policy = await device.begin(stage, self._policy, version=version, found=resumes)
+        trainer, snapshots, engine = device.trainer, device.snapshots, device.engine
+        assert trainer is not None and snapshots is not None
         return StageParts(
             trainer=trainer,
             gate=device,
-            snapshots=self._snapshots,
+            snapshots=snapshots,
             engine=engine,
             lifecycle=engine,
             version=lambda: trainer.version,
@@ -138,9 +124,6 @@ class Inline:
         if device.trainer is not None and not failed:
             self._head = device.trainer.head
         await device.close()
-        if self._snapshots is not None:
-            await self._snapshots.finish()
-            self._snapshots = None  # with its memory
 
     async def export(self, folder: Path, tokenizer_files: Path) -> None:
         assert self._policy is not None
@@ -148,69 +131,3 @@ class Inline:
 
     async def close(self) -> None:
         self._policy = None
-
-
-def stage_store(
-    config: RunConfig, folder: Path, stage: str, emit: Emit, *, resumed_step: int | None = None
-) -> SnapshotStore:
-    where = folder / "snapshots" / stage
-    return SnapshotStore(where, keep=config.snapshot.keep, emit=emit, resumed_step=resumed_step)
-
-
-def make_snapshots(
-    config: RunConfig,
-    folder: Path,
-    stage: str,
-    trainer: NativeTrainer,
-    machine: Machine,
-    emit: Emit,
-    *,
-    resumed_step: int,
-    group: RankGroup | None = None,
-    progress: Callable[[], None] = lambda: None,
-) -> Snapshots:
-    """Make the writer of a stage's snapshots. Every rank has one. `resumed_step` is that of the
-    snapshot that the stage resumes from, 0 without one."""
-    saver = Saver(
-        stage_store(config, folder, stage, emit, resumed_step=resumed_step),
-        group or alone(machine.device),
-        background=config.snapshot.background,
-        deadline_s=config.snapshot.deadline_s,
-        emit=emit,
-        progress=progress,
-    )
-    return Snapshots(saver, trainer, machine.compute, prepares=config.snapshot.every_steps > 0)
-
-
-class Snapshots:
-    """SnapshotPort: the trainer's parts and the loop's state in one folder."""
-
-    def __init__(
-        self, saver: Saver, trainer: NativeTrainer, compute: ThreadPoolExecutor, *, prepares: bool
-    ) -> None:
-        """Make the writer. Without `prepares` the only save is the last one, which may wait for its
-        memory."""
-        self._saver, self._trainer, self._compute, self._prepares = (
-            saver,
-            trainer,
-            compute,
-            prepares,
-        )
-
-    def prepare(self) -> None:
-        """Begin to make the memory that saves need; after the engine's graphs are captured."""
-        if self._prepares:
-            self._saver.prepare(self._trainer.snapshot_bytes())
-
-    async def save(
-        self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]
-    ) -> None:
-        await asyncio.get_running_loop().run_in_executor(
-            self._compute, self._save, step, state, blobs
-        )
-
-    async def finish(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._compute, self._saver.finish)
-
-    def _save(self, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
-        self._saver.save(step, parts=self._trainer.live_snapshot, state=state, blobs=blobs)

@@ -10,7 +10,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -21,19 +23,24 @@ from gyre.distributed.mesh import shard_size
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.engine import NativeEngine
 from gyre.launch.factories import Machine, Policy, make_engine, make_reward_model
+from gyre.launch.placement.snapshots import Snapshots, make_snapshots
 from gyre.launch.stages import Stage, trains_invariant
 from gyre.launch.train_args import MAIN
 from gyre.memory.config import MemoryConfig
 from gyre.memory.manager import MemoryManager
 from gyre.memory.phases import default_needs
+from gyre.memory.probe import give_back
 from gyre.models.decoder import Decoder
 from gyre.models.hub.checkpoint import Checkpoint
 from gyre.planner.gpus import peak_flops
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
+from gyre.trainer.checkpoint.store import Snapshot
 from gyre.trainer.passes.forward import ChunkLogprobs
 from gyre.trainer.trainer import NativeTrainer
 from gyre.weights.gather import ShardSource
+
+Result = TypeVar("Result")
 
 
 class StageRuntime:
@@ -64,6 +71,59 @@ class StageRuntime:
         self._took_s: dict[str, float] = {}  # to make each part
         self.trainer: NativeTrainer | None = None
         self.engine: NativeEngine | None = None
+        self.snapshots: Snapshots | None = None
+
+    async def begin(
+        self,
+        stage: Stage,
+        policy: Policy,
+        *,
+        version: int,
+        found: Callable[[], Snapshot] | None = None,
+        trains: bool = True,
+    ) -> Policy:
+        """Make the stage's objects, in order: trainer, snapshots, engine, memory. `found` loads the
+        snapshot that the trainer resumes from. Without `trains` the device has an engine alone.
+        Returns the policy without the weights that the trainer has read."""
+        if trains:
+            trainer = await self._on_compute(
+                partial(self._make_trainer, stage, policy, version, resumed=found is not None)
+            )
+            policy = replace(policy, weights=None)
+            # Read: shards of the stage before leave the device now. Their model is a cycle of
+            # references.
+            await self._on_compute(partial(give_back, self._machine.device, collect=True))
+            resumed_step = (
+                0 if found is None else await self._on_compute(partial(self._restore, found))
+            )
+            self.snapshots = make_snapshots(
+                self._config,
+                self._folder,
+                stage.name,
+                trainer,
+                self._machine,
+                self._emit,
+                resumed_step=resumed_step,
+                group=self._group,
+                progress=self._progress,
+            )
+        if self._plan.kv_pages > 0:
+            await self._make_engine(policy, own_weights=not trains or self.cuts_weights)
+        await self._on_compute(self._manage)
+        if self.snapshots is not None:
+            # after the engine's graphs are captured
+            await self._on_compute(self.snapshots.prepare)
+        return policy
+
+    def _restore(self, found: Callable[[], Snapshot]) -> int:
+        """Restore the trainer; returns the step that the snapshot is of."""
+        assert self.trainer is not None
+        snapshot = found()
+        self.trainer.restore_now({"tensors": snapshot.tensors, "state": snapshot.state["trainer"]})
+        return snapshot.step
+
+    async def _on_compute(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._machine.compute, work)
 
     @property
     def cuts_weights(self) -> bool:
@@ -73,7 +133,7 @@ class StageRuntime:
         zero, shard_ranks = self._config.parallel.of("actor")
         return ranks > 1 and zero >= 2 and shard_ranks != 1
 
-    def make_trainer(
+    def _make_trainer(
         self, stage: Stage, policy: Policy, version: int, *, resumed: bool
     ) -> NativeTrainer:
         """The trainer on the policy's decoder, which has this rank's part of the weights from here
@@ -132,7 +192,7 @@ class StageRuntime:
 
         return InvariantLogprobs(page_tokens=self._plan.page_tokens)
 
-    async def make_engine(self, policy: Policy, *, own_weights: bool = False) -> NativeEngine:
+    async def _make_engine(self, policy: Policy, *, own_weights: bool) -> NativeEngine:
         """Make the engine on the trainer's decoder; with `own_weights` on one that hand-overs
         fill."""
         plan, self._own_weights = self._plan, own_weights
@@ -154,7 +214,7 @@ class StageRuntime:
             await self.engine.start(dummy=own_weights)
         return self.engine
 
-    def manage(self) -> None:
+    def _manage(self) -> None:
         """Take what was made so far under the memory manager."""
         tenants = [tenant for tenant in (self.engine, self.trainer) if tenant is not None]
         with self._making("memory"):
@@ -176,11 +236,8 @@ class StageRuntime:
 
     async def enter(self, phase: Phase, *, step: int) -> None:
         """PhaseGate over the memory manager, on the compute thread."""
-        manager = self._manager
-        assert manager is not None
-        await asyncio.get_running_loop().run_in_executor(
-            self._machine.compute, lambda: manager.enter(phase, step=step)
-        )
+        assert self._manager is not None
+        await self._on_compute(partial(self._manager.enter, phase, step=step))
 
     @property
     def held_bytes(self) -> int:
@@ -192,6 +249,9 @@ class StageRuntime:
             await self.engine.terminate()
         if self.trainer is not None:
             await self.trainer.close()
+        if self.snapshots is not None:
+            await self.snapshots.finish()
+            self.snapshots = None  # with its memory
 
     def left_policy(self, policy: Policy) -> Policy:
         """The policy as the next stage begins with it; all ranks call it, before `close`. Where

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,15 +24,13 @@ from gyre.distributed.init import RankSpec, join
 from gyre.distributed.process_group import RankGroup
 from gyre.launch.export import export_policy, export_shards
 from gyre.launch.factories import Machine, Policy, make_machine, make_policy
-from gyre.launch.placement.inline import Snapshots, make_snapshots
 from gyre.launch.placement.stage_runtime import StageRuntime
 from gyre.launch.stages import plan_stages
-from gyre.memory.probe import give_back
 from gyre.models.scalar_head import ScalarHead
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import load_tokenizer
-from gyre.trainer.checkpoint.store import Fault, find_faults, load, step_of
+from gyre.trainer.checkpoint.store import Fault, find_faults, load
 from gyre.weights.gather import ShardSource
 
 Result = TypeVar("Result")
@@ -94,7 +92,6 @@ class RankWorker:
         self._config, self._policy, self._group = order.config, policy, group
         self._device: StageRuntime | None = None
         self._head: ScalarHead | None = None
-        self._snapshots: Snapshots | None = None
         self._shards: ShardSource | None = None  # of the trained model, where no rank has it whole
         self.trainer: TrainerEndpoint | None = None
         self.engine: EngineEndpoint | None = None
@@ -115,39 +112,23 @@ class RankWorker:
             group=self._group,
             progress=self._context.tick,
         )
-        if self._order.rank is not None:
-            trainer = await self._on_compute(
-                lambda: device.make_trainer(stage, self._policy, version, resumed=bool(snapshot))
-            )
-            self._policy = replace(self._policy, weights=None)
-            # Read: shards of the stage before leave the device now. Their model is a cycle of
-            # references.
-            await self._on_compute(lambda: give_back(self._machine.device, collect=True))
-            if snapshot:
-                await self._on_compute(lambda: trainer.restore_now(_load(snapshot)))
-            where = (self._config, self._order.folder, stage_name)
-            resumed_step = step_of(Path(snapshot)) if snapshot else 0
-            given = {
-                "resumed_step": resumed_step,
-                "group": self._group,
-                "progress": self._context.tick,
-            }
-            self._snapshots = make_snapshots(
-                *where, trainer, self._machine, self._context.emit, **given
-            )
+        self._policy = await device.begin(
+            stage,
+            self._policy,
+            version=version,
+            found=partial(load, Path(snapshot)) if snapshot else None,
+            trains=self._order.rank is not None,
+        )
+        if device.trainer is not None:
+            assert self._order.rank is not None
             self.trainer = TrainerEndpoint(
-                trainer, rank=self._order.rank, compute=self._machine.compute
+                device.trainer, rank=self._order.rank, compute=self._machine.compute
             )
-            version = trainer.version
-        if plan.kv_pages > 0:
-            own_weights = self.trainer is None or device.cuts_weights
-            engine = await device.make_engine(self._policy, own_weights=own_weights)
+            version = device.trainer.version
+        if device.engine is not None:
             self.engine = EngineEndpoint(
-                engine, trainer=self.trainer, ticks=lambda: self._context.ticks
+                device.engine, trainer=self.trainer, ticks=lambda: self._context.ticks
             )
-        await self._on_compute(device.manage)
-        if self._snapshots is not None:
-            await self._on_compute(self._snapshots.prepare)
         return version
 
     async def end(self, last: bool) -> None:
@@ -163,9 +144,6 @@ class RankWorker:
                 self._policy = await self._on_compute(lambda: device.left_policy(self._policy))
             self._head = device.trainer.head
         await device.close()
-        if self._snapshots is not None:
-            await self._snapshots.finish()
-            self._snapshots = None
 
     async def enter(self, phase: Phase, step: int) -> int:
         """Move this device's memory for a phase. Returns the bytes that its components hold there
@@ -176,8 +154,8 @@ class RankWorker:
 
     async def save(self, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
         """Write this rank's part of a snapshot."""
-        assert self._snapshots is not None
-        await self._snapshots.save(step=step, state=state, blobs=blobs)
+        assert self._device is not None and self._device.snapshots is not None
+        await self._device.snapshots.save(step=step, state=state, blobs=blobs)
 
     async def look_through(self, path: str) -> list[Fault]:
         """Return what is wrong with this rank's share of a snapshot's bytes."""
@@ -204,8 +182,3 @@ class RankWorker:
 
     async def _on_compute(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._machine.compute, work)
-
-
-def _load(path: str) -> Mapping[str, Any]:
-    snapshot = load(Path(path))
-    return {"tensors": snapshot.tensors, "state": snapshot.state["trainer"]}
