@@ -186,7 +186,7 @@ class RunConfig(Section):
         return self
 
     def _why_no_weights_away(self) -> str | None:
-        """A model on the list that the run has not."""
+        """Return a model on the list that the run has not."""
         wants_reference = needs_reference(self.objective) and self.trainer.reference == "initial"
         there = {
             "actor": True,
@@ -204,7 +204,7 @@ class RunConfig(Section):
         return None
 
     def _why_not_invariant(self) -> str | None:
-        """What the config alone says; the model and the device may say more."""
+        """Return what the config alone says; the model and the device may say more."""
         cutting = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
         for key, off in cutting.items():
             if (value := getattr(self.rollout, key)) != off:
@@ -231,8 +231,8 @@ def load_run_config(path: Path, overrides: list[str]) -> RunConfig:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The file's tables. ConfigError: no file, no TOML, or tables more than MOST_LEVELS deep in
-    each other."""
+    """Return the file's tables. ConfigError: no file, no TOML, or tables more than MOST_LEVELS deep
+    in each other."""
     try:
         text = path.read_text(encoding="utf-8")
         if LONG_KEY.search(QUOTED.sub("q", text)):
@@ -252,7 +252,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _check_depth(tree: Mapping[str, Any], where: str) -> None:
-    """What reads the tree later recurses; this does not."""
+    """Measure the depth without recursion: what reads the tree later recurses."""
     level: list[Any] = [tree]
     for _ in range(MOST_LEVELS):
         inside = (
@@ -315,7 +315,7 @@ def parse_run_config(tree: Mapping[str, Any], *, where: str) -> RunConfig:
 
 
 def _step_into(node: Any, name: str, override: str) -> Any:
-    """The table or list entry that `name` means; a table that is not there yet is made."""
+    """Return the table or list entry that `name` means; a table that is not there yet is made."""
     if isinstance(node, dict):
         return node.setdefault(name, {})
     if not isinstance(node, list):
@@ -379,8 +379,8 @@ def _describe_faults(error: ValidationError, tree: Mapping[str, Any]) -> list[st
 
 
 def _unknown(table: str, context: Mapping[str, Any]) -> str:
-    """What an unknown key of a table may have been meant for: the same name in other tables, or a
-    name like it here."""
+    """Return what an unknown key of a table may have been meant for: the same name in other tables,
+    or a name like it here."""
     other = [
         f"{place}.{context['key']}"
         for place in _places_of(context["key"], RunConfig, "")
@@ -392,7 +392,8 @@ def _unknown(table: str, context: Mapping[str, Any]) -> str:
 
 
 def _places_of(key: str, annotation: Any, place: str) -> Iterator[str]:
-    """The tables that take a key, each once; those in lists, whose place has a number, left out."""
+    """Return the tables that take a key, each once; those in lists, whose place has a number, left
+    out."""
     if get_origin(annotation) in (list, tuple, dict):
         return
     if not (isinstance(annotation, type) and issubclass(annotation, Section)):
@@ -407,7 +408,7 @@ def _places_of(key: str, annotation: Any, place: str) -> Iterator[str]:
 
 
 def _find_key(place: Sequence[int | str], tree: Any, *, missing: bool) -> str:
-    """The key in the file. A place also names members of unions, which no file holds."""
+    """Return the key in the file. A place also names members of unions, which no file holds."""
     names: list[str] = []
     for part in place:
         inside = _look_inside(tree, part)
@@ -419,7 +420,7 @@ def _find_key(place: Sequence[int | str], tree: Any, *, missing: bool) -> str:
 
 
 def _look_inside(tree: Any, part: int | str) -> Any:
-    """What a table holds under a name or a list at an index; None for neither (TOML knows no
+    """Return what a table holds under a name or a list at an index; None for neither (TOML knows no
     None)."""
     if isinstance(tree, Mapping):
         return tree.get(part)
@@ -435,7 +436,7 @@ def _show(value: Any) -> str:
 
 
 def _accepted(fault: Any) -> str:
-    """What a key accepts, in the words of the TOML."""
+    """Return what a key accepts, in the words of the TOML."""
     context = fault.get("ctx", {})
     if fault["type"] == "literal_error":
         return context["expected"] + _nearest(fault["input"], context["expected"])
@@ -446,7 +447,7 @@ def _accepted(fault: Any) -> str:
 
 
 def _nearest(given: Any, expected: str) -> str:
-    """ "; did you mean …" for a text that is close to one of the quoted ones."""
+    """Return "; did you mean …" for a text that is close to one of the quoted ones."""
     near = difflib.get_close_matches(
         str(given), re.findall(r"'([^']*)'", expected), n=1, cutoff=0.5
     )

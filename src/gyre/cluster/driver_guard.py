@@ -57,7 +57,7 @@ class Guarded:
 
 
 def guard_driver(max_restarts: int) -> Guarded:
-    """Returns in the driver, once for each time that it is started. The caller's own process and
+    """Return in the driver, once for each time that it is started. The caller's own process and
     the guard end in here with SystemExit, as the driver did. RankError, in the guard, when Ray has
     ended it once too often."""
     alive, held = os.pipe()  # the guard reads the end of the front
@@ -117,7 +117,8 @@ def _guard(alive: int, max_restarts: int) -> Guarded:
 
 
 def _follow(pid: int, alive: int) -> int:
-    """The driver's exit code. Where the front is gone first, everything ends, this process too."""
+    """Return the driver's exit code. Where the front is gone first, everything ends, this process
+    too."""
     handle = os.pidfd_open(pid)
     try:
         while True:
@@ -186,7 +187,7 @@ def _fork() -> int:
 
 
 def _read_all(handle: int) -> list[str]:
-    """The whole lines of a report; whoever could have written more has ended."""
+    """Return the whole lines of a report; whoever could have written more has ended."""
     with os.fdopen(handle, "rb") as file:
         return [line.decode() for line in file.read().split(b"\n")[:-1]]
 

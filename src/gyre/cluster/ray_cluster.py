@@ -62,7 +62,7 @@ class Actor:
         return await work
 
     async def skip(self, number: int) -> None:
-        """A call that was given a number will not come: its arguments could not be read here."""
+        """Skip the number of a call that will not come: its arguments could not be read here."""
         if number >= self._next:
             await self._turn(number)
             self._end_turn()
@@ -88,7 +88,7 @@ class RayHandle:
     """One actor. Any thread may call it."""
 
     def __init__(self, spec: RoleSpec, actor: Any, on_event: OnEvent, *, here: str) -> None:
-        """`here`: this process's address, as workers on its machine give theirs."""
+        """Keep `here`, this process's address as workers on its machine give theirs."""
         self.name, self.place, self._here = spec.name, "starting", here
         self.process: psutil.Process | None = None  # on this machine
         self.actor, self._on_event = actor, on_event
@@ -131,8 +131,8 @@ class RayHandle:
         *,
         on_fault: Callable[[], Any] = lambda: None,
     ) -> Future[Any]:
-        """The answer to be, with Ray's words for a dead process and for a call that never reached
-        its object made ours; `on_fault` comes before the latter."""
+        """Return the answer to be, with Ray's words for a dead process and for a call that never
+        reached its object made ours; `on_fault` comes before the latter."""
         out: Future[Any] = Future()
         out.set_running_or_notify_cancel()  # whoever stops waiting for it does not end it
 
@@ -169,7 +169,7 @@ class RayHandle:
 
 
 def _find_process(pid: int) -> psutil.Process | None:
-    """A worker's process, when it is one of this machine's."""
+    """Return a worker's process, when it is one of this machine's."""
     try:
         process = psutil.Process(pid)
         return (
@@ -328,7 +328,7 @@ class RayCluster:
         await asyncio.to_thread(self._ray.shutdown)
 
     def _offer(self, spec: RoleSpec) -> str:
-        """What was asked for and what there is, for an error."""
+        """Return what was asked for and what there is, for an error."""
         total = self._ray.cluster_resources()
         return (
             f"{spec.cpus:g} of {total.get('CPU', 0):g} cores and {spec.gpus:g} of "

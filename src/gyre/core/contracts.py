@@ -127,8 +127,8 @@ class Scorer(Protocol):
     """Text to numbers with reasons, in killable processes."""
 
     async def score(self, rollouts: Sequence[Rollout], *, deadline_s: float) -> Sequence[Score]:
-        """Same length and order. Never raises for what a rollout contains; past the deadline the
-        parts that are missing come back with outcome "timeout"."""
+        """Return as many scores as rollouts, in their order. Never raises for what a rollout
+        contains; past the deadline the parts that are missing come back with outcome "timeout"."""
         ...
 
     async def close(self) -> None: ...

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from gyre.core.config import Section
 from gyre.core.errors import ConfigError
+from gyre.core.rounding import ceil_div
 from gyre.engine.scheduler.swap import SwapRates
 
 PAGE_TOKENS = {"cpu": 16, "cuda": 64}  # on a GPU a page is a tile of the attention kernels
@@ -193,5 +194,5 @@ def plan_num_pages(
         return max(1, config.kv_bytes // page_bytes)
     if config.kv_fraction:
         return max(1, int(free_bytes * config.kv_fraction) // page_bytes)
-    pages_per_sequence = -(-context_tokens // config.page_tokens)
+    pages_per_sequence = ceil_div(context_tokens, config.page_tokens)
     return max(1, min(config.max_running * pages_per_sequence, free_bytes // 4 // page_bytes))

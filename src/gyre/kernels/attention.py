@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gyre.core.rounding import ceil_div
 from gyre.kernels.cpu.chunks import chunks_for
 from gyre.kernels.dispatch import CUDA_DTYPES, WHOLE_HEAD, why_too_old
 from gyre.kernels.flash import flash_attention
@@ -204,8 +205,8 @@ def attention_probabilities(
 
 def query_blocks(length: int) -> Iterator[tuple[int, int]]:
     """Yield even blocks of at most QUERY_BLOCK queries."""
-    count = -(-length // QUERY_BLOCK)
-    size = -(-length // count)
+    count = ceil_div(length, QUERY_BLOCK)
+    size = ceil_div(length, count)
     return ((start, min(start + size, length)) for start in range(0, length, size))
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gyre.core.rounding import round_up
 from gyre.kernels.cpu.build import Unavailable
 from gyre.kernels.dispatch import load_triton
 
@@ -193,7 +194,7 @@ def transposed(data_NK: Tensor) -> Tensor:
 
 
 def padded(count: int) -> int:
-    return -(-count // MULTIPLE) * MULTIPLE
+    return round_up(count, MULTIPLE)
 
 
 def _kernels(x_NK: Tensor) -> type[Float8Kernels] | None:

@@ -176,7 +176,7 @@ def plan(config: RunConfig, *, columns: int) -> dict[str, Any]:
 
 
 def plan_for_gpus(config: RunConfig | None, request: PlanRequest) -> dict[str, Any]:
-    """The layout of each stage on GPUs that need not be here, with the checklists. Starts
+    """Return the layout of each stage on GPUs that need not be here, with the checklists. Starts
     nothing."""
     if config is None:
         return plan_shape(request)

@@ -120,8 +120,8 @@ def has_fast_bf16(device: str) -> bool:
 
 
 def make_tokenizer(config: RunConfig, kept: Path, emit: Emit) -> Tokenizer:
-    """The tokenizer of the config, the model's, or one trained on the data; kept in the run folder
-    for a resume."""
+    """Return the tokenizer of the config, the model's, or one trained on the data; kept in the run
+    folder for a resume."""
     source = config.tokenizer.path or config.model.path
     if kept.is_dir():
         return load_tokenizer(kept)
@@ -147,8 +147,8 @@ def make_tokenizer(config: RunConfig, kept: Path, emit: Emit) -> Tokenizer:
 
 
 def make_policy(config: RunConfig, tokenizer: Tokenizer, machine: Machine) -> Policy:
-    """The model's shapes and where its weights are. Of a checkpoint names and shapes are checked
-    now; no weight is read before a trainer knows which ones its rank holds."""
+    """Return the model's shapes and where its weights are. Of a checkpoint names and shapes are
+    checked now; no weight is read before a trainer knows which ones its rank holds."""
     spec = make_facts(config, tokenizer).spec
     if config.model.path:
         weights = Checkpoint(config.model.path)
@@ -165,7 +165,7 @@ def blank_decoder(spec: ModelSpec, machine: Machine) -> Decoder:
 
 
 def make_facts(config: RunConfig, tokenizer: Tokenizer) -> Facts:
-    """The model's sizes. InputError if its vocabulary is too small for the tokenizer."""
+    """Return the model's sizes. InputError if its vocabulary is too small for the tokenizer."""
     spec = find_spec(config, tokenizer)
     if spec.vocab_size < tokenizer.vocab_size:
         raise InputError(
@@ -178,7 +178,7 @@ def make_facts(config: RunConfig, tokenizer: Tokenizer) -> Facts:
 
 
 def find_spec(config: RunConfig, tokenizer: Tokenizer) -> ModelSpec:
-    """The model's sizes, without its weights."""
+    """Return the model's sizes, without its weights."""
     if config.model.path:
         return spec_from_hub_config(read_json(find_folder(config.model.path) / CONFIG_FILE))
     shape = config.model.shape
@@ -227,7 +227,7 @@ def load_policy(folder: Path, machine: Machine, *, end_token: str = "") -> Polic
 def make_reward_model(
     path: str, machine: Machine, policy: Policy
 ) -> tuple[Decoder, ScalarHead, Checkpoint]:
-    """The decoder of a reward model, on the meta device, its scalar head, and what fills the
+    """Return the decoder of a reward model, on the meta device, its scalar head, and what fills the
     decoder."""
     folder = find_reward_model(path, policy)
     weights = Checkpoint(folder)
@@ -249,7 +249,7 @@ def refuse_reward_model(folder: Path) -> None:
 
 
 def find_reward_model(path: str, policy: Policy | Facts) -> Path:
-    """A folder that objective rm exported; it must read the policy's own token ids."""
+    """Return a folder that objective rm exported; it must read the policy's own token ids."""
     folder = reward_folder(path)
     if load_tokenizer(folder).fingerprint != policy.tokenizer.fingerprint:
         raise InputError(

@@ -13,6 +13,7 @@ from typing import Any
 from gyre.cluster.config import ClusterConfig
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
+from gyre.core.rounding import ceil_div
 from gyre.distributed.config import Zero
 from gyre.engine.config import PAGE_TOKENS, EngineConfig, plan_engine
 from gyre.launch.factories import find_spec, make_tokenizer
@@ -47,7 +48,7 @@ class PlanRequest:
     host_bytes: int | None = None  # of one host
     shape: str | None = None  # in place of the config's model
     sequence_tokens: int = 8192  # without a config: length of the sequences
-    update_tokens: int = 524_288  # without a config: tokens of an optimiser update, over all GPUs
+    update_tokens: int = 524_288  # without a config: tokens of an optimizer update, over all GPUs
     zero: Zero | None = None
     shard_ranks: int | None = None
     columns: int = COLUMNS  # of the text
@@ -59,7 +60,7 @@ class PlanRequest:
 
 
 def read_stages(config: RunConfig) -> tuple[ModelSpec, list[tuple[Stage, StageData]]]:
-    """The model's sizes and each stage's records, for a plan: nothing is made and no log is
+    """Return the model's sizes and each stage's records, for a plan: nothing is made and no log is
     kept."""
     emit: Emit = lambda kind, **fields: None  # noqa: E731
     with tempfile.TemporaryDirectory() as scratch:
@@ -155,7 +156,8 @@ def fixed_by(config: RunConfig, request: PlanRequest) -> Fixed:
 
 
 def make_job(inputs: PlanInputs, dtype: Dtype, cluster: GpuCluster) -> TrainingJob:
-    """A stage as the search sees it. Completions are taken to be half as long as they may be."""
+    """Return a stage as the search sees it. Completions are taken to be half as long as they may
+    be."""
     longest = longest_sequence(inputs)
     sequences = inputs.prompts_per_step * inputs.completions_per_prompt
     per_update = inputs.sequences_per_update or sequences
@@ -164,7 +166,7 @@ def make_job(inputs: PlanInputs, dtype: Dtype, cluster: GpuCluster) -> TrainingJ
     engine = None
     if inputs.online:
         most = inputs.max_running or sequences
-        running = min(most, -(-sequences // cluster.gpus))
+        running = min(most, ceil_div(sequences, cluster.gpus))
         model, tokens = inputs.model, inputs.engine_tokens_per_step
         engine = Engine(
             running=running,
@@ -187,7 +189,7 @@ def make_job(inputs: PlanInputs, dtype: Dtype, cluster: GpuCluster) -> TrainingJ
         mean_tokens=mean,
         tokens_per_update=per_update * mean,
         most_tokens_per_update=per_update * longest,
-        updates_per_step=-(-sequences // per_update) * inputs.epochs_per_batch,
+        updates_per_step=ceil_div(sequences, per_update) * inputs.epochs_per_batch,
         target_share=generated / mean if generated else 1.0,
         matmul=inputs.matmul,
         moments=inputs.moments,
@@ -217,9 +219,9 @@ def _dtype(asked: Dtype | None, gpu: Gpu) -> Dtype:
 
 
 def _saving(dtype: Dtype, gpu: Gpu) -> Saving:
-    """The GPUs are not here, and neither is their torch, which brings Triton along. Its kernels
-    take no float32, and run where BF16 is multiplied; an older GPU keeps what products and a
-    softmax keep."""
+    """Return what the kernels of GPUs that are not here keep; neither is their torch here, which
+    brings Triton along. Its kernels take no float32, and run where BF16 is multiplied; an older GPU
+    keeps what products and a softmax keep."""
     if not gpu.bf16:
         return "torch_cpu"
     return "torch_cuda" if dtype == "float32" else "triton"

@@ -62,7 +62,7 @@ class StopSignals:
 
     @contextmanager
     def task(self) -> Iterator[None]:
-        """The current task is what a signal cancels."""
+        """Let a signal cancel the current task."""
         self._task = asyncio.current_task()
         try:
             yield
@@ -71,7 +71,7 @@ class StopSignals:
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        """A loop runs, which looks at the request."""
+        """Let a signal only ask: a loop runs, which looks at the request."""
         self._heeded = True
         try:
             yield

@@ -79,7 +79,7 @@ class Stage:
 
 
 def plan_stages(config: RunConfig, wanted: str) -> list[Stage]:
-    """The stages that a run goes through, in order."""
+    """Return the stages that a run goes through, in order."""
     main = Stage(
         name=MAIN,
         objective=config.objective,
@@ -139,7 +139,7 @@ class StageData:
 def load_stage_data(
     config: RunConfig, stage: Stage, tokenizer: Tokenizer, context_tokens: int, emit: Emit
 ) -> StageData:
-    """The stage's records, and what it is judged on."""
+    """Return the stage's records, and what it is judged on."""
     learnt = bound_lengths(stage.data, prompt=context_tokens, sequence=context_tokens)
     seed, num = derive_seed(config.run.seed, "data", stage.name), config.eval.num_problems
     prompts: tuple[Prompt, ...] = ()
@@ -183,7 +183,7 @@ def load_stage_data(
 def load_problems(
     config: RunConfig, tokenizer: Tokenizer, context_tokens: int, emit: Emit
 ) -> PromptSet:
-    """The problems of the main stage: what `gyre eval` measures is what the run held out."""
+    """Return the problems of the main stage: what `gyre eval` measures is what the run held out."""
     asked = bound_lengths(
         config.data, prompt=context_tokens - config.rollout.max_tokens, sequence=context_tokens
     )
@@ -216,8 +216,8 @@ def bound_lengths(data: DataConfig, *, prompt: int, sequence: int) -> DataConfig
 def take_held_out(
     held_out: tuple[Record, ...], num: int, source: str, key: str = "eval.num_problems"
 ) -> tuple[Record, ...]:
-    """The first `num`; ConfigError when there are fewer, since a mean over fewer would not be what
-    was asked for."""
+    """Return the first `num`; ConfigError when there are fewer, since a mean over fewer would not
+    be what was asked for."""
     if num > len(held_out):
         raise ConfigError(
             f"{key} = {num}: {source} holds out {len(held_out)}",
@@ -288,8 +288,8 @@ def plan_run(
 
 
 def expected_ranks(config: RunConfig) -> int:
-    """That will train together, as far as the config says: without a number, as few as its shards
-    ask for."""
+    """Return how many ranks will train together, as far as the config says: without a number, as
+    few as its shards ask for."""
     if config.cluster.kind == "inline":
         return 1
     return config.cluster.num_workers or max(1, *(config.parallel.of(model)[1] for model in MODELS))

@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from gyre.core.rounding import ceil_div
 from gyre.core.seeds import derive_seed
 from gyre.models.decoder import Decoder
 from gyre.models.spec import ModelSpec
@@ -52,7 +53,7 @@ class FreshWeights:
         elif name.endswith(".bias"):
             out_N.zero_()
         else:
-            for first, drawn_N in self._blocks(name, range(start // BLOCK, -(-stop // BLOCK))):
+            for first, drawn_N in self._blocks(name, range(start // BLOCK, ceil_div(stop, BLOCK))):
                 low, high = max(start, first), min(stop, first + len(drawn_N))
                 out_N[low - start : high - start].copy_(drawn_N[low - first : high - first])
 

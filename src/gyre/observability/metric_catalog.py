@@ -131,7 +131,7 @@ PANELS = (
         panel_id="loss",
         title="Loss",
         unit="",
-        help="What the optimiser minimises. Stages with different objectives are not comparable.",
+        help="What the optimizer minimises. Stages with different objectives are not comparable.",
         metrics=("loss", "policy_loss", "value_loss", "preference_loss", "loss/*"),
         per_stage=True,
     ),
@@ -184,7 +184,7 @@ PANELS = (
         panel_id="learning_rate",
         title="Learning rate",
         unit="",
-        help="Step size of the optimiser after warm-up and decay.",
+        help="Step size of the optimizer after warm-up and decay.",
         metrics=("learning_rate", "learning_rate/*", "lr"),
     ),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from gyre.core.errors import ConfigError
+from gyre.core.rounding import ceil_div
 from gyre.planner.plan import DerivedSizes, PlanInputs, Sizes
 
 
@@ -50,7 +51,7 @@ def derive(sizes: Sizes, inputs: PlanInputs, *, max_running: int = 0) -> Derived
             f"({sizes.prompts_per_step} prompts × {sizes.completions_per_prompt})",
             hint=f"choose 1 to {sequences}, best a divisor of it",
         )
-    updates = -(-sequences // sizes.sequences_per_update)
+    updates = ceil_div(sequences, sizes.sequences_per_update)
     last = sequences - (updates - 1) * sizes.sequences_per_update
     per_chunk = sizes.tokens_per_chunk // longest
     at_once = completions_at_once(sizes, inputs, max_running)
@@ -62,11 +63,11 @@ def derive(sizes: Sizes, inputs: PlanInputs, *, max_running: int = 0) -> Derived
         expected_tokens_per_step=sequences
         * (inputs.max_prompt_tokens + inputs.max_completion_tokens // 2),
         most_tokens_per_step=sequences * longest,
-        chunks_per_update=-(-sizes.sequences_per_update // per_chunk),
+        chunks_per_update=ceil_div(sizes.sequences_per_update, per_chunk),
         longest_queue=max(0, min(sequences, at_once) - inputs.engines * max_running)
         if max_running
         else 0,
-        submissions=-(-sequences // at_once) if max_running else 1,
+        submissions=ceil_div(sequences, at_once) if max_running else 1,
         most_sampled_per_step=sequences * (1 + inputs.max_refills) if max_running else 0,
         notes=tuple(_notes(sizes, sequences, last, longest)),
     )
@@ -111,6 +112,7 @@ def _notes(sizes: Sizes, sequences: int, last: int, longest: int) -> list[str]:
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of a number up to `most`; it takes the root of the number's steps."""
+    """Return the largest divisor of a number up to `most`; it takes the root of the number's
+    steps."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return max(d for pair in small for d in (pair, number // pair) if d <= most)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from gyre.core.errors import ConfigError, MemoryBudgetError
 from gyre.core.records import Phase
+from gyre.core.rounding import ceil_div
 from gyre.engine.config import PAGE_TOKENS
 from gyre.memory.config import Residency
 from gyre.memory.errors import advise_device, words
@@ -286,7 +287,7 @@ def _chunk_candidates(inputs: PlanInputs, device: DeviceKind, per_update: int) -
 def _try(
     inputs: PlanInputs, base: _Base, residency: Residency, tokens: int, *, whole_kv: bool
 ) -> _Trial:
-    """The phases under these sizes. MemoryBudgetError if they don't fit."""
+    """Return the phases under these sizes. MemoryBudgetError if they don't fit."""
     working = working_bytes(
         inputs,
         dtype=base.dtype,
@@ -329,7 +330,7 @@ def _start_that_fits(
 
 def _pages_wanted(inputs: PlanInputs, base: _Base) -> tuple[int, int]:
     """Pages for one sequence of full length, and for all that run at the same time."""
-    each = -(-longest_sequence(inputs) // base.page_tokens)
+    each = ceil_div(longest_sequence(inputs), base.page_tokens)
     return each, each * base.max_running
 
 

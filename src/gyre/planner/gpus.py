@@ -127,7 +127,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 
 
 def find_gpu(name: str) -> Gpu:
-    """A GPU by its name, whatever its case."""
+    """Return a GPU by its name, whatever its case."""
     key = name.lower().replace("_", "-").replace(" ", "-")
     if key in GPUS:
         return GPUS[key]
@@ -144,8 +144,8 @@ PLAIN_WORDS = re.compile(r"nvidia|tesla|geforce|sxm\d?|pcie?|hbm\d\w?|\d+gb?")
 
 
 def recognise_gpu(device_name: str) -> Gpu | None:
-    """The GPU that a driver calls so, such as "NVIDIA A100-SXM4-80GB". None for what the table does
-    not have."""
+    """Return the GPU that a driver calls so, such as "NVIDIA A100-SXM4-80GB". None for what the
+    table does not have."""
     words = re.split(r"[\s\-]+", device_name.lower())
     told = {re.sub(r"^(\d+)gb$", r"\1g", word) for word in words}
     fitting = [

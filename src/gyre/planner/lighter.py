@@ -40,7 +40,7 @@ def _as_ways(changes: Iterator[Change]) -> Iterator[Way[PlanInputs, object]]:
 
 
 def _less_kept(inputs: PlanInputs) -> Iterator[Change]:
-    """A batch-invariant policy keeps layer inputs alone, whatever the setting."""
+    """Yield what recomputes more. A batch-invariant policy keeps layer inputs alone anyway."""
     if inputs.batch_invariant:
         return
     for mode in CHECKPOINTING[CHECKPOINTING.index(inputs.checkpointing) + 1 :]:
@@ -57,7 +57,7 @@ def _smaller_chunks(inputs: PlanInputs) -> Iterator[Change]:
 
 
 def _more_in_shards(inputs: PlanInputs) -> Iterator[Change]:
-    """A higher ZeRO stage for every model that follows the actor's. The engine's kernels, in
+    """Return a higher ZeRO stage for every model that follows the actor's. The engine's kernels, in
     batch-invariant training, engines beside no rank, and what is offloaded need whole weights."""
     lie = {model: inputs.shards.get(model, Shards()) for model in MODELS}
     actor = lie["actor"]
@@ -83,7 +83,7 @@ def _more_in_shards(inputs: PlanInputs) -> Iterator[Change]:
 
 
 def _more_offloaded(inputs: PlanInputs) -> Iterator[Change]:
-    """What could be offloaded beside what is, the least first."""
+    """Return what could be offloaded beside what is, the least first."""
     places: tuple[Offload, ...] = ("none", "host", "disk") if inputs.disk_tier else ("none", "host")
     for place in places[places.index(inputs.offload_optimizer) :]:
         for gradients in (False, True):

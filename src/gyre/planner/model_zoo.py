@@ -101,7 +101,7 @@ SHAPES: Mapping[str, ModelSpec] = MappingProxyType(
 
 
 def find_shape(name: str) -> ModelSpec:
-    """A shape by its name, whatever its case."""
+    """Return a shape by its name, whatever its case."""
     key = name.lower()
     if key in SHAPES:
         return SHAPES[key]
@@ -113,7 +113,7 @@ def find_shape(name: str) -> ModelSpec:
 
 
 def model_numbers(spec: ModelSpec) -> ModelNumbers:
-    """What the planner needs of a model."""
+    """Return what the planner needs of a model."""
     return ModelNumbers(
         **{field.name: getattr(spec, field.name) for field in dataclasses.fields(ModelNumbers)}
     )

@@ -27,9 +27,9 @@ or torch's around flash attention, on a CPU torch's or the C ones."""
 
 
 def best_dtype(device: DeviceKind, *, bf16: bool) -> Dtype:
-    """What run.dtype = "auto" means: bfloat16 where the device multiplies it, else float16 with
-    loss scaling on a GPU, whose float32 is many times slower, and float32 on a CPU, whose float16
-    is emulated."""
+    """Return what run.dtype = "auto" means: bfloat16 where the device multiplies it, else float16
+    with loss scaling on a GPU, whose float32 is many times slower, and float32 on a CPU, whose
+    float16 is emulated."""
     if bf16:
         return "bfloat16"
     return "float16" if device == "cuda" else "float32"
@@ -167,7 +167,7 @@ class Sizes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DerivedSizes:
     sequences_per_step: int
-    updates_per_step: int  # optimiser updates, epochs included
+    updates_per_step: int  # optimizer updates, epochs included
     sequences_in_last_update: int  # of each epoch
     longest_sequence_tokens: int
     expected_tokens_per_step: int  # when completions are half as long as they may be

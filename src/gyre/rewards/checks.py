@@ -112,7 +112,7 @@ def _build_code(options: Mapping[str, Any], tools: Tools) -> Check:
 
 
 def _build_function(options: Mapping[str, Any], tools: Tools) -> Check:
-    """Imports the user's module now, so that its import does not count as the first completion's
+    """Import the user's module now, so that its import does not count as the first completion's
     time."""
     try:
         target = function.load_function(options["path"])

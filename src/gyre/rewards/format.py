@@ -61,8 +61,8 @@ def _tags_that_count(text: str) -> int:
 
 
 def _empty_blocks(text: str) -> list[str]:
-    """The opening tags of blocks whose two tags stand once, in order, with nothing to read between
-    them."""
+    """Return the opening tags of blocks whose two tags stand once, in order, with nothing to read
+    between them."""
     empty = []
     for opening, closing, is_content in ((*TAGS[:2], str.isalnum), (*TAGS[2:], _is_visible)):
         if text.count(opening) == text.count(closing) == 1 and text.index(opening) < text.index(

@@ -113,8 +113,8 @@ def call_function(
 
 
 def place_of(error: BaseException) -> str:
-    """ " at FILE:LINE" of what raised: the innermost line of the user's own, and where that called
-    into a library. "" when nothing but our own call is known."""
+    """Return " at FILE:LINE" of what raised: the innermost line of the user's own, and where that
+    called into a library. "" when nothing but our own call is known."""
     where = traceback.extract_tb(error.__traceback__)[1:]  # the first is our call
     if not where:
         return ""
@@ -129,7 +129,7 @@ def place_of(error: BaseException) -> str:
 
 
 def _defined_at(function: Callable[..., Any]) -> str:
-    """ " (FILE:LINE)" where a Python function begins; "" for others."""
+    """Return " (FILE:LINE)" where a Python function begins; "" for others."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return "" if code is None else f" ({_short_path(code.co_filename)}:{code.co_firstlineno})"
 

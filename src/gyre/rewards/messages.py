@@ -76,7 +76,7 @@ def encode_item(item: Item) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """numpy scalars and arrays, sets, paths: what tasks are met with beside JSON."""
+    """Convert numpy scalars and arrays, sets, paths: what tasks are met with beside JSON."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not JSON-able")

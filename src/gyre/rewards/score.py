@@ -163,7 +163,8 @@ class RuleScorer:
 
 
 def _without_end(text: str, markers: Sequence[str]) -> str:
-    """The completion without the end-of-text tokens that a tokenizer may leave in its text."""
+    """Return the completion without the end-of-text tokens that a tokenizer may leave in its
+    text."""
     end = len(text.rstrip())
     while marker := next(
         (marker for marker in markers if marker and text.endswith(marker, 0, end)), None

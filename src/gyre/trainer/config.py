@@ -46,7 +46,7 @@ class TrainerConfig(Section):
     grad_clip: float = Field(default=1.0, ge=0.0)
     """Largest global gradient norm; 0 does not clip."""
     sequences_per_update: int = Field(default=0, ge=0)
-    """Sequences per optimiser update; 0 takes the whole batch of the loop step."""
+    """Sequences per optimizer update; 0 takes the whole batch of the loop step."""
     epochs_per_batch: int = Field(default=1, ge=1)
     """Passes over each batch."""
     tokens_per_chunk: int = Field(default=8192, ge=16)

@@ -12,6 +12,8 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from gyre.core.rounding import ceil_div, round_up
+
 ALIGN = 16  # numbers; every tensor of a flat buffer starts on a 64-byte line of float32
 Shape = tuple[int, ...]
 
@@ -62,7 +64,7 @@ class GatherBucket:
 
 
 def align(numbers: int, unit: int = ALIGN) -> int:
-    return -(-numbers // unit) * unit
+    return round_up(numbers, unit)
 
 
 def whole_layout(shapes: Mapping[str, Shape], starts: Mapping[str, int], size: int) -> ShardLayout:
@@ -83,7 +85,7 @@ def row_layout(
     at = 0
     for name, shape in shapes.items():
         count = math.prod(shape)
-        step = count if name in replicated else -(-shape[0] // num_ranks) * math.prod(shape[1:])
+        step = count if name in replicated else ceil_div(shape[0], num_ranks) * math.prod(shape[1:])
         for rank, places in enumerate(ranks):
             first = 0 if name in replicated else min(count, rank * step)
             places[name] = Place(start=first, stop=min(count, first + step), at=at)

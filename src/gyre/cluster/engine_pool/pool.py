@@ -116,7 +116,7 @@ class EnginePool:
         return self._desk.submit(request)
 
     async def abort(self, request_id: str) -> None:
-        """Returns when the request has its answer."""
+        """End a request, and return when it has its answer."""
         self._surely(self._desk.route)
         live = self._desk.find(request_id)
         if live is None:
@@ -128,7 +128,8 @@ class EnginePool:
             await self._desk.until_gone([live], self._settings.call_deadline_s)
 
     async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
-        """What engines had that are lost meanwhile is told as far as it had come."""
+        """Interrupt every engine. What engines had that are lost meanwhile is told as far as it had
+        come."""
         self._surely(self._desk.route)
         members, lives, end_s = (
             self._present(),
@@ -278,7 +279,7 @@ class EnginePool:
                 self._keep(self._watches, self._watch(member))
 
     async def _watch(self, member: EngineReplica) -> None:
-        """Waits for: the worker's end, which may never come; ended by `close`."""
+        """Wait for the worker's end, which may never come; `close` ends the wait."""
         self._lose(member, await self._cluster.watch(member.handle))
 
     def _lose(self, member: EngineReplica, cause: str) -> None:
@@ -364,7 +365,7 @@ class EnginePool:
         self._emit("engine.restarts_exhausted", engine=name, restarts=self._restarts[name])
 
     async def _start_again(self, revive: Revive, name: str) -> EngineReplica:
-        """A new life, on dummy weights: it refuses work until a commit."""
+        """Return a new life, on dummy weights: it refuses work until a commit."""
         member = self._make_member(await revive(name), "fresh")
         try:
             await member.ask("engine.start", True)
@@ -397,7 +398,7 @@ class EnginePool:
             member.catching_up = False
 
     def _join(self, member: EngineReplica, version: int) -> None:
-        """It has the current weights, and takes work from here on."""
+        """Give work to an engine that has the current weights."""
         was_away = member.state == "fresh"
         member.state, member.prepared = "up", None
         if was_away:
@@ -427,8 +428,8 @@ class EnginePool:
         return [member for member in self._members.values() if member.state != "lost"]
 
     async def _copy(self, offer: Offer) -> Any:
-        """The offer with its tensors, for engines that no trainer rank is beside; fetched and sent
-        once."""
+        """Return the offer with its tensors, for engines that no trainer rank is beside; fetched
+        and sent once."""
         return self._cluster.share(await carry(offer))
 
     async def _prepare(self, member: EngineReplica, offer: Offer, copy: Any) -> None:
@@ -482,7 +483,7 @@ class EnginePool:
         return answers
 
     async def _guard(self, watched: str, tasks: Mapping[EngineReplica, asyncio.Task[None]]) -> None:
-        """Waits for: ranks that hang in a call; ended by whoever waits for the call."""
+        """Wait for ranks that hang in a call; whoever waits for the call ends this."""
         calls = {member.name: task for member, task in tasks.items() if member.vital}
         if not watched or not calls:
             return

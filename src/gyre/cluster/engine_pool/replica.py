@@ -82,7 +82,7 @@ class EngineReplica:
             self._pump = asyncio.create_task(self._poll())
 
     async def _poll(self) -> None:
-        """Waits for: the engine's news, each time by a deadline. Ends when every request is
+        """Wait for the engine's news, each time by a deadline. Ends when every request is
         answered."""
         pulse, limit_s = Heartbeat((self.name,), time.monotonic()), POLL_S + self._hang_s
         while self.unanswered and self.state != "lost":

@@ -58,8 +58,8 @@ class RequestLog:
         return [] if self._whole else [chunk]
 
     def for_engine(self, *, waited_s: float = 0.0) -> Request:
-        """The request as an engine gets it now: what has come so far is where its completions
-        begin. `waited_s` is what has passed of its deadline."""
+        """Return the request as an engine gets it now: what has come so far is where its
+        completions begin. `waited_s` is what has passed of its deadline."""
         deadline_s = self.request.deadline_s
         return replace(
             self.request,

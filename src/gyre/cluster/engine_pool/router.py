@@ -147,8 +147,8 @@ class RequestRouter:
                 live.stream.end()
 
     def take_back(self, member: EngineReplica) -> list[Live]:
-        """Requests of an engine that is lost. Those that are not answered wholly and not asked to
-        end are routed again from what has come of them; they are returned."""
+        """Take the requests of an engine that is lost. Those that are not answered wholly and not
+        asked to end are routed again from what has come of them; they are returned."""
         again = []
         for live in [live for live in self._live.values() if live.member is member]:
             live.member = None
@@ -160,7 +160,7 @@ class RequestRouter:
         return again
 
     def begin_end(self, lives: Sequence[Live], finish: Finish, reason: str) -> None:
-        """Requests are to end: those that no engine has do so now, the others when their engine
+        """Begin to end requests: those that no engine has end now, the others when their engine
         says so or is lost."""
         for live in lives:
             if live.ending is None:
@@ -191,7 +191,7 @@ class RequestRouter:
             live.stream.end(error)
 
     async def until_gone(self, lives: Sequence[Live], deadline_s: float) -> None:
-        """Waits for: the last answer to these, by the deadline."""
+        """Wait for the last answer to these, by the deadline."""
         try:
             async with asyncio.timeout(deadline_s):
                 for live in lives:
@@ -204,13 +204,13 @@ class RequestRouter:
             ) from None
 
     async def drain(self, deadline_s: float) -> None:
-        """Waits for: the last answer to any, by the deadline."""
+        """Wait for the last answer to any, by the deadline."""
         end_s = asyncio.get_running_loop().time() + deadline_s
         while self._live:
             await self.until_gone(self.all(), end_s - asyncio.get_running_loop().time())
 
     def _expire(self, live: Live) -> None:
-        """A request's deadline has come; an engine that has it knows by itself."""
+        """End a request whose deadline has come, if no engine has it: an engine knows by itself."""
         live.timer = None
         if live.member is None:
             self._emit("engine.deadline", request_id=live.request_id)
@@ -236,7 +236,7 @@ class RequestRouter:
         live.gone.set()
 
     def _why_refuse(self, request: Request) -> str:
-        """What the books cannot hold; the engines refuse the rest."""
+        """Return what the books cannot hold; the engines refuse the rest."""
         n = request.sampling.n
         if request.request_id in self._live:
             return f"request id '{request.request_id}' is in flight already"

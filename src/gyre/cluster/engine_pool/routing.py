@@ -23,13 +23,14 @@ def cost_tokens(request: Request) -> int:
 
 
 def choose(outstanding: Mapping[str, int]) -> str:
-    """The engine with the least outstanding tokens; the first of equals."""
+    """Return the engine with the least outstanding tokens; the first of equals."""
     assert outstanding, "no engine takes work"
     return min(outstanding, key=lambda name: outstanding[name])
 
 
 def assign(costs: Sequence[int], outstanding: Mapping[str, int]) -> list[str]:
-    """An engine for each of the requests, in order, each counted before the next is placed."""
+    """Return an engine for each of the requests, in order, each counted before the next is
+    placed."""
     loads = dict(outstanding)
     chosen = []
     for cost in costs:

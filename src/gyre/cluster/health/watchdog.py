@@ -124,7 +124,7 @@ class Watchdog:
     async def _describe(
         self, what: str, still: Mapping[str, float], patience: Patience
     ) -> RankError:
-        """The error for a hang, with what every rank is at."""
+        """Return the error for a hang, with what every rank is at."""
         texts = await asyncio.gather(*(read_stacks(handle) for handle in self._handles))
         stacks = {handle.name: text for handle, text in zip(self._handles, texts, strict=True)}
         rank, first = next(

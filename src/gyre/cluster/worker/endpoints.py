@@ -73,14 +73,15 @@ class TrainerEndpoint:
         return manifest if self._rank == 0 else replace(manifest, entries=())
 
     def offer(self, version: int) -> Offer:
-        """The offer that was registered. InputError when the trainer is past that version."""
+        """Return the offer that was registered. InputError when the trainer is past that
+        version."""
         self._state.refuse_fetch(version)
         assert self._offer is not None
         return self._offer
 
     async def tensors(self, version: int, names: Sequence[str]) -> Offer:
-        """Copies on the host of some of a version's tensors, with checksums. InputError when the
-        trainer is past that version."""
+        """Return copies on the host of some of a version's tensors, with checksums. InputError when
+        the trainer is past that version."""
         return await self._on_compute(lambda: copy_out(self.offer(version), names))
 
     def _withdraw(self) -> None:
@@ -138,7 +139,8 @@ class EngineEndpoint:
             reader.add_done_callback(self._readers.discard)
 
     async def poll(self) -> News:
-        """What came since the last poll; waits a moment for something. One poller at a time."""
+        """Return what came since the last poll; waits a moment for something. One poller at a
+        time."""
         self._told = asyncio.Event()
         if not self._chunks and not self._ended:
             with suppress(TimeoutError):

@@ -26,8 +26,8 @@ async def ask(
     key: str = CALLS,
     stacks: bool = False,
 ) -> Any:
-    """The answer. WorkerLate past the deadline, with `stacks` saying what the worker is at: it may
-    still go on. `key` of the config sets the deadline, unless it is empty."""
+    """Return the answer. WorkerLate past the deadline, with `stacks` saying what the worker is at:
+    it may still go on. `key` of the config sets the deadline, unless it is empty."""
     try:
         return await arrive(handle.begin(method, *args), handle, method, deadline_s, key=key)
     except WorkerLate as error:
@@ -51,7 +51,7 @@ async def arrive(
 
 
 async def read_stacks(handle: WorkerHandle) -> str:
-    """What every thread of the worker is at, for people; or "no stacks" and why."""
+    """Return what every thread of the worker is at, for people; or "no stacks" and why."""
     try:
         return await arrive(handle.look("stacks"), handle, "stacks", STACKS_S)
     except LOSSES as error:

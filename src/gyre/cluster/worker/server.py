@@ -136,7 +136,7 @@ def settle_reply(out: Future[Any], reply: Reply, worker: str, on_event: OnEvent)
 
 
 def describe_stacks() -> str:
-    """What every thread of this process is at."""
+    """Return what every thread of this process is at."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"

@@ -86,7 +86,7 @@ def find_refusal(request: Request, limits: RequestLimits) -> str | None:
 
 
 def _is_row(value: Any, kinds: str) -> bool:
-    """A one-dimensional array of numbers of one of these kinds, as numpy names them."""
+    """Return a one-dimensional array of numbers of one of these kinds, as numpy names them."""
     return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in kinds
 
 

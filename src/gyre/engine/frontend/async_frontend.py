@@ -166,7 +166,7 @@ class AsyncFrontend:
     # -- failure
 
     def _answer_failure(self, error: Exception | None) -> None:
-        """The core broke, or with `error` the way to it: answer everyone; no work until a
+        """Answer everyone: the core broke, or with `error` the way to it. No work until a
         restart."""
         worker = self._worker
         if error is not None and not worker.failure:
@@ -188,7 +188,7 @@ class AsyncFrontend:
     # -- the pump
 
     async def _pump(self) -> None:
-        """Waits for: the compute thread, or, when nothing can run, a poke. Woken by: accept, hold's
+        """Wait for the compute thread, or, when nothing can run, a poke. Woken by: accept, hold's
         end, moves. Ends: when every request is answered."""
         self._poked = asyncio.Event()
         while self._streams:

@@ -40,7 +40,7 @@ def is_whole(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """A finite number that float64 holds."""
+    """Return a finite number that float64 holds."""
     try:
         return (
             isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -50,7 +50,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_text(value: Any) -> bool:
-    """A str that UTF-8 can hold."""
+    """Return a str that UTF-8 can hold."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:

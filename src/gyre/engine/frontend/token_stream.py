@@ -52,7 +52,7 @@ class TokenStream(AsyncIterator[TokenChunk]):
         return self._chunks.popleft()
 
     async def aclose(self) -> None:
-        """The reader goes away: the request is aborted unless it is answered already."""
+        """Abort the request unless it is answered already: its reader goes away."""
         if self._unfinished:
             await self._abort(self.request_id)
         self._chunks.clear()

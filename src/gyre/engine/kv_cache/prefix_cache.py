@@ -84,12 +84,12 @@ class PrefixCache:
         return True
 
     def rest(self, page: int) -> None:
-        """A known page lost its last user."""
+        """Count a known page that lost its last user as idle."""
         assert page in self._entry_of and page not in self._idle, page
         self._idle[page] = None
 
     def wake(self, page: int) -> None:
-        """An idle page got a user."""
+        """Count an idle page that got a user as used."""
         del self._idle[page]
 
     def evict(self, count: int) -> list[int]:

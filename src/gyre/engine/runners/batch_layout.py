@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gyre.core.rounding import ceil_div
 from gyre.engine.kv_cache.page_allocator import NULL_PAGE
 from gyre.engine.scheduler.slots import InputBatch
 from gyre.engine.scheduler.step import Step
@@ -70,7 +71,7 @@ def lay_out(rows: InputBatch, step: Step, *, num_kv_heads: int) -> StepLayout:
     )
     count_S = np.ones(len(row_S), dtype=np.int64)
     count_S[num_decode:] = [c.count for c in step.chunks]
-    pages_S = -(-(start_S + count_S) // rows.page_tokens)
+    pages_S = ceil_div(start_S + count_S, rows.page_tokens)
     order_S, bounds = plan_buckets(count_S, pages_S * rows.page_tokens)
     row_S, start_S, count_S, pages_S = (
         row_S[order_S],

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gyre.core.rounding import round_up
 from gyre.engine.kv_cache.pool import KvPool
 from gyre.engine.scheduler.slots import InputBatch
 from gyre.engine.scheduler.step import SampledTokens, Step
@@ -165,12 +166,12 @@ class CpuStep:
         if record.projected * model.vocab > self._logits.numel():
             self._logits = torch.empty(record.projected * model.vocab)
         record.scratch, record.logits_NV = (
-            -(-self._scratch.data_ptr() // 64) * 64,
+            round_up(self._scratch.data_ptr(), 64),
             self._logits.data_ptr(),
         )
 
     def _tables(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of every position [position, F], rounded as the decoder's own."""
+        """Return cos and sin of every position [position, F], rounded as the decoder's own."""
         dtype = self._decoder.dtype
         cos_T1D, sin_T1D = rope_tables(torch.arange(num_positions), self._decoder.inv_freq_F, dtype)
         half = cos_T1D.shape[-1] // 2

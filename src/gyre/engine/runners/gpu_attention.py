@@ -158,7 +158,7 @@ class GpuAttention:
         return begun.elapsed_time(ended) / 1e3
 
     def refresh(self) -> None:
-        """The pages may have moved: describe them anew."""
+        """Describe the pages anew, which may have moved."""
         self._descriptors = [
             describe_pages(self.pool.layer(index)) for index in range(len(self.pool.tensor))
         ]

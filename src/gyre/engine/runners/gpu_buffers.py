@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gyre.core.rounding import round_up
 from gyre.engine.runners.device_events import wait_for
 from gyre.engine.scheduler.slots import InputBatch
 
@@ -39,7 +40,7 @@ class MirroredBuffer:
         for name, (dtype, length) in sections.items():
             size_bytes = np.dtype(dtype).itemsize * length
             spans[name] = (dtype, offset, size_bytes)
-            offset += -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+            offset += round_up(size_bytes, ALIGN_BYTES)
         self._last, (self._last_dtype, self._last_offset, _) = list(spans.items())[-1]
         self._buffer = torch.zeros(offset, dtype=torch.uint8, device=device)
         self.on_device: dict[str, Tensor] = {

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.events import Emit
+from gyre.core.rounding import ceil_div
 from gyre.engine.kv_cache.pool import KvPool, to_device
 from gyre.engine.runners.device_events import ResultEvent
 from gyre.engine.runners.gpu_attention import ChunkArrays, GpuAttention
@@ -80,7 +81,7 @@ class GpuRunner:
         spec = decoder.spec
         self._rows = DeviceRows(
             max_running=max_running,
-            pages_per_row=-(-spec.context_tokens // pool.page_tokens),
+            pages_per_row=ceil_div(spec.context_tokens, pool.page_tokens),
             device=self.device,
         )
         self._forward = FusedForward(decoder, pool.layer, self._rows.table_RP, invariant=invariant)

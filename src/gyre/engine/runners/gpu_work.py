@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from gyre.core.rounding import ceil_div
 from gyre.kernels.gpu.work_list import INVARIANT_PIECE, ITEM_BITS
 
 SLAB_ITEMS = 16_384  # as in kernels.gpu.split_kv, which needs Triton
@@ -42,7 +43,7 @@ def most_pieces(num_tokens: int, num_kv_heads: int, *, invariant: bool) -> int:
 
 def cut_tiles(start_C: np.ndarray, count_C: np.ndarray, tile_queries: int) -> np.ndarray:
     """Cut each chunk into tiles of queries. Returns item_I, those that look back furthest first."""
-    tiles_C = -(-count_C // tile_queries)
+    tiles_C = ceil_div(count_C, tile_queries)
     chunk_I = np.repeat(np.arange(len(count_C)), tiles_C)
     tile_I = np.arange(len(chunk_I)) - (np.cumsum(tiles_C) - tiles_C)[chunk_I]
     order_I = np.argsort(-(start_C[chunk_I] + tile_I * tile_queries), kind="stable")
@@ -81,12 +82,12 @@ def buffer_bytes(
     """Device bytes that the GPU runner has from its start to its end, as gpu_runner and
     gpu_attention make them: the attention's scratch, the block table, what a step is sent in, the
     sampler's scratch, logits, tokens on their way to the host."""
-    rows, pages_per_row = max_running, -(-context_tokens // page_tokens)
+    rows, pages_per_row = max_running, ceil_div(context_tokens, page_tokens)
     bound_tokens = rows * context_tokens if invariant else pool_tokens
     items = rows + most_pieces(bound_tokens, num_kv_heads, invariant=invariant)
     pieces = max(items, SLAB_ITEMS) if invariant else items
     attention = 4 * pieces * num_heads * (head_dim + 1)
     table = 4 * (rows + 1) * (pages_per_row + 1)
     sent = 4 * (items + 3 * rows * pages_per_row + 3 * token_budget + 7 * rows + 2)
-    sampling = rows * (4 * 4 * -(-vocab_size // SAMPLE_BLOCK_TOKENS) + 2 * 4)
+    sampling = rows * (4 * 4 * ceil_div(vocab_size, SAMPLE_BLOCK_TOKENS) + 2 * 4)
     return attention + table + sent + sampling + rows * (vocab_size * logit_bytes + 3 * 4)

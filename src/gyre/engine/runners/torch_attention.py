@@ -168,7 +168,7 @@ def _attend_bucket(
 
 
 def _attend_products(q: Tensor, kv: Tensor, mask: Tensor | None, head_dim: int) -> Tensor:
-    """q [B·K, G·Q, D] and kv [2, B·K, L, D]: two batched products around a softmax."""
+    """Attend from q [B·K, G·Q, D] to kv [2, B·K, L, D]: two batched products and a softmax."""
     assert mask is not None
     scores = torch.baddbmm(mask, q, kv[0].transpose(1, 2), alpha=head_dim**-0.5)
     return torch.bmm(torch.softmax(scores, dim=-1), kv[1])

@@ -249,7 +249,7 @@ class EngineCore:
         self.state.emit("engine.prefix_cleared", pages=dropped, reason=reason)
 
     def change_host(self, host: HostPages | None, num_slots: int) -> None:
-        """The host pool came or goes; what was in it is gone."""
+        """Forget what was in the host pool, which came or goes."""
         self.quiesce()
         void_swapped(self.state, "engine.kv_host moved")
         self.host, self.state.slots = host, HostSlots(num_slots)

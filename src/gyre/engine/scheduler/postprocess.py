@@ -150,8 +150,8 @@ def _has_unsound_prompt(sequence: Sequence) -> bool:
 
 
 def _end_broken(state: SchedulerState, sequence: Sequence, version: int) -> TokenChunk:
-    """The model gave non-finite logits: answer without the last token, and keep its KV from being
-    shared."""
+    """Answer a sequence whose logits are not finite without its last token, and keep its KV from
+    being shared."""
     assert sequence.row is not None
     chosen = state.rows.chosen(sequence.row)
     sound = GeneratedTokens(

@@ -17,6 +17,7 @@ import heapq
 
 import numpy as np
 
+from gyre.core.rounding import ceil_div
 from gyre.engine.scheduler.sequence import GeneratedTokens, Sequence
 
 NO_STOP = -1
@@ -142,8 +143,8 @@ class InputBatch:
         return sequence
 
     def chosen(self, row: int) -> GeneratedTokens:
-        """Views of what the row has chosen and the host knows; copy what must outlive the next
-        step."""
+        """Return views of what the row has chosen and the host knows; copy what must outlive the
+        next step."""
         span = slice(int(self.prompt_R[row]), int(self.known_R[row]))
         return GeneratedTokens(
             tokens=self.tokens_RW[row, span],
@@ -167,7 +168,7 @@ class InputBatch:
             extra = max(width, 2 * self.tokens_RW.shape[1]) - self.tokens_RW.shape[1]
             for name in ("tokens_RW", "logprobs_RW", "raw_RW", "versions_RW"):
                 setattr(self, name, np.pad(getattr(self, name), ((0, 0), (0, extra))))
-            pages = -(-self.tokens_RW.shape[1] // self.page_tokens)
+            pages = ceil_div(self.tokens_RW.shape[1], self.page_tokens)
             self.table_RP = np.pad(self.table_RP, ((0, 0), (0, pages - self.table_RP.shape[1])))
         if num_stops > self.stops_RS.shape[1]:
             extra = num_stops - self.stops_RS.shape[1]

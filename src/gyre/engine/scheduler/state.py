@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gyre.core.events import Emit
+from gyre.core.rounding import ceil_div
 from gyre.engine.kv_cache.page_allocator import NULL_PAGE, Pages
 from gyre.engine.kv_cache.prefix_cache import extend_keys, root_key
 from gyre.engine.kv_cache.prompt_logprobs import keep_known, load_known, usable_pages
@@ -211,8 +212,8 @@ class SchedulerState:
         return sequences
 
     def release_followers(self, leader: Sequence, started: int) -> None:
-        """The leader's prompt is computed: followers beyond the first `started` wait on their
-        own."""
+        """Let followers beyond the first `started` wait on their own: the leader's prompt is
+        computed."""
         rest, leader.followers = leader.followers[started:], []
         if rest:
             rest[0].followers = rest[1:]
@@ -242,7 +243,7 @@ class SchedulerState:
             )
 
     def num_pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_tokens)
+        return ceil_div(num_tokens, self.page_tokens)
 
     def give_unseen(self, decoding: np.ndarray) -> None:
         """Take back pages that no later token sees, when every layer has a window; the null page

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gyre.core.rounding import round_up
 from gyre.kernels.cpu import build
 from gyre.kernels.cpu.build import CompiledLibrary, InstructionSet, Unavailable
 from gyre.kernels.cpu.library import DTYPES
@@ -293,7 +294,7 @@ class ChunkKernels:
             longest, record.dim, record.heads // record.kv_heads
         )
         scratch = torch.empty(threads() * size + 64, dtype=torch.uint8)
-        begin = -(-scratch.data_ptr() // 64) * 64
+        begin = round_up(scratch.data_ptr(), 64)
         self._library.gyre_attention(
             threads(),
             ctypes.byref(record),

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gyre.core.rounding import ceil_div
 from gyre.kernels.gpu.float8 import raise_to, sizes
 
 BLOCK = 1024  # numbers of a program: with more it is slower
@@ -51,7 +52,7 @@ def adamw(
         )
     device, beta1, beta2 = parts[0][0].device, *betas
     largest_P = torch.zeros(len(parts), device=device) if find_largest else None
-    programs = -(-counts // BLOCK)
+    programs = ceil_div(counts, BLOCK)
     if not (total := int(programs.sum())):
         return largest_P
     addresses = np.array([[x.data_ptr() for x in part] for part in parts], dtype=np.int64)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gyre.core.rounding import ceil_div
 from gyre.kernels.gpu.decode_attention import DecodeWork
 from gyre.kernels.gpu.work_list import INVARIANT_PIECE, cut_pieces, pack
 
@@ -32,7 +33,7 @@ def cut_slabs(
 ) -> list[Slab]:
     """Divide tokens into slabs. No sequence is longer than `longest_tokens`. The keys of every
     token must be in their pages before a slab runs."""
-    slab_tokens = max(1, SLAB_ITEMS // -(-longest_tokens // INVARIANT_PIECE))
+    slab_tokens = max(1, SLAB_ITEMS // ceil_div(longest_tokens, INVARIANT_PIECE))
     slabs: list[Slab] = []
     for begin in range(0, len(row_T), slab_tokens):
         span = slice(begin, min(begin + slab_tokens, len(row_T)))

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gyre.core.rounding import ceil_div, round_up
+
 ITEM_BITS = 16  # low bits hold the piece or tile, high bits the sequence or chunk
 # int32 numbers in 16 bytes: Triton compiles a kernel anew for a pointer that is not a multiple of
 # that
@@ -23,7 +25,7 @@ def cut_pieces(length_B: np.ndarray, piece_tokens: int) -> tuple[np.ndarray, np.
     Returns first_B, the offset of a sequence's pieces in the scratch, and item_I. The longest
     pieces come first, so that programs that take items in turn finish together.
     """
-    pieces_B = -(-length_B // piece_tokens)
+    pieces_B = ceil_div(length_B, piece_tokens)
     first_B = np.cumsum(pieces_B) - pieces_B
     place_I = np.repeat(np.arange(len(length_B)), pieces_B)
     piece_I = np.arange(len(place_I)) - first_B[place_I]
@@ -34,7 +36,7 @@ def cut_pieces(length_B: np.ndarray, piece_tokens: int) -> tuple[np.ndarray, np.
 
 def lay_out_pages(lengths_S: np.ndarray, page_tokens: int) -> tuple[np.ndarray, int]:
     """Return the block table, sequence by sequence, and the number of pages."""
-    pages_S = -(-lengths_S // page_tokens)
+    pages_S = ceil_div(lengths_S, page_tokens)
     column_P = np.arange(max(1, int(pages_S.max())))
     first_S1 = (np.cumsum(pages_S) - pages_S)[:, None]
     return np.where(column_P < pages_S[:, None], first_S1 + column_P, 0), int(pages_S.sum())
@@ -42,7 +44,7 @@ def lay_out_pages(lengths_S: np.ndarray, page_tokens: int) -> tuple[np.ndarray, 
 
 def align(count: int) -> int:
     """Return the first multiple of ALIGN that is at least `count`."""
-    return -(-count // ALIGN) * ALIGN
+    return round_up(count, ALIGN)
 
 
 def pack(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, list[slice]]:

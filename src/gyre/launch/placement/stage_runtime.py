@@ -136,9 +136,9 @@ class StageRuntime:
     def _make_trainer(
         self, stage: Stage, policy: Policy, version: int, *, resumed: bool
     ) -> NativeTrainer:
-        """The trainer on the policy's decoder, which has this rank's part of the weights from here
-        on. One that is `resumed` reads none: they come from the snapshot, and until then it does
-        nothing."""
+        """Return the trainer on the policy's decoder, which has this rank's part of the weights
+        from here on. One that is `resumed` reads none: they come from the snapshot, and until then
+        it does nothing."""
         reads = policy.decoder.device.type == "meta" and not resumed
         with self._making("trainer"), contextlib.ExitStack() as files:
             weights = policy.weights if reads else None
@@ -183,8 +183,8 @@ class StageRuntime:
         )
 
     def _logprobs(self, stage: Stage) -> ChunkLogprobs | None:
-        """The engine's own kernels in batch-invariant mode, which `check_invariant` has found
-        able."""
+        """Return the engine's own kernels in batch-invariant mode, which `check_invariant` has
+        found able."""
         if not trains_invariant(self._config, stage):
             return None
         # here, since a CPU has no Triton
@@ -254,9 +254,9 @@ class StageRuntime:
             self.snapshots = None  # with its memory
 
     def left_policy(self, policy: Policy) -> Policy:
-        """The policy as the next stage begins with it; all ranks call it, before `close`. Where
-        critic and reference would be cut like this one, each rank reads its own shards, which live
-        until then; else it has the weights whole."""
+        """Return the policy as the next stage begins with it; all ranks call it, before `close`.
+        Where critic and reference would be cut like this one, each rank reads its own shards, which
+        live until then; else it has the weights whole."""
         assert self.trainer is not None
         if self._group is None or not self.cuts_weights:
             return policy

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gyre.core.errors import MemoryBudgetError
 from gyre.core.records import Usage
+from gyre.core.rounding import round_up
 
 SUCCESS, OUT_OF_MEMORY = 0, 2  # CUresult
 TYPE_PINNED = 1  # CUmemAllocationType
@@ -216,7 +217,7 @@ class VirtualMemory:
     def __init__(self, size_bytes: int, driver: Driver, *, owner: str) -> None:
         assert size_bytes > 0, owner
         granularity = driver.granularity(owner=owner)
-        self.size_bytes = -(-size_bytes // granularity) * granularity
+        self.size_bytes = round_up(size_bytes, granularity)
         self.driver, self.owner = driver, owner
         address = ctypes.c_uint64()
         driver.call(

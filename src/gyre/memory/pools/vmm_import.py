@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import MemoryBudgetError
+from gyre.core.rounding import round_up
 from gyre.memory.pools.cuda_vmm import Driver, VirtualMemory, memory_under
 
 ALIGN_BYTES = 512  # as torch's allocator aligns
@@ -35,7 +36,7 @@ def plan_slabs(sizes: Sequence[int], *, limit: int) -> list[list[tuple[int, int]
             slabs.append([])
             end = 0
         slabs[-1].append((index, end))
-        end += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+        end += round_up(size, ALIGN_BYTES)
     return slabs
 
 

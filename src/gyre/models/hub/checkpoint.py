@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import InputError
+from gyre.core.rounding import ceil_div
 from gyre.models.hub.files import (
     CONFIG_FILE,
     StoredTensor,
@@ -88,7 +89,7 @@ def read_run(stored: StoredTensor, start: int, stop: int) -> Tensor:
     """Return numbers [start, stop) of a stored tensor, flat, reading only the rows that contain
     them."""
     columns = math.prod(stored.shape[1:])
-    first, last = start // columns, -(-stop // columns)
+    first, last = start // columns, ceil_div(stop, columns)
     rows_RC = stored.read_rows(first, last)
     return rows_RC.reshape(-1)[start - first * columns : stop - first * columns]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gyre.core.rounding import ceil_div
 from gyre.observability.jsonl import as_number
 from gyre.observability.metric_catalog import PHASE_ORDER
 from gyre.observability.overlap import length, union
@@ -124,7 +125,7 @@ def step_columns(outer: Sequence[Span]) -> dict[str, Any]:
             column = by_x.setdefault(x, {})
             column[phase] = column.get(phase, 0.0) + seconds
     xs = sorted(by_x)
-    size = -(-len(xs) // MAX_COLUMNS) if xs else 1
+    size = ceil_div(len(xs), MAX_COLUMNS) if xs else 1
     phases = order_phases([span[0] for span in outer])
     runs = [xs[start : start + size] for start in range(0, len(xs), size)]
     return {
@@ -154,7 +155,7 @@ def overlap(story: Story) -> dict[str, Any] | None:
     if not steps:
         return None
     total = {name: round(sum(step[name] for step in steps), 4) for name in names}
-    size = -(-len(steps) // MAX_COLUMNS)
+    size = ceil_div(len(steps), MAX_COLUMNS)
     runs = [steps[start : start + size] for start in range(0, len(steps), size)]
     return {
         "total": total,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gyre.core.records import Checkpointing, Matmul
+from gyre.core.rounding import ceil_div
 from gyre.planner.plan import Dtype, ModelNumbers, Saving
 
 ITEM_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -75,8 +76,8 @@ def _scores_per_token(length: int) -> int:
     queries."""
     if length > KEEP_TOKENS:
         return 0
-    blocks = -(-length // QUERY_BLOCK)
-    size = -(-length // blocks)
+    blocks = ceil_div(length, QUERY_BLOCK)
+    size = ceil_div(length, blocks)
     stops = [min(start + size, length) for start in range(0, length, size)]
     return (
         sum((stop - start) * stop for start, stop in zip([0, *stops], stops, strict=False))
@@ -128,9 +129,9 @@ def saved_bytes(
 def _head_row_bytes(
     m: ModelNumbers, item: int, saving: Saving, checkpointing: Checkpointing, targets: int
 ) -> int:
-    """Final norm and log-probs: its rows before and after, statistics, the target; by torch
-    probabilities where the vocabulary is one block, by Triton logits also where nothing is made
-    again."""
+    """Return the bytes of final norm and log-probs: its rows before and after, statistics, the
+    target; by torch probabilities where the vocabulary is one block, by Triton logits also where
+    nothing is made again."""
     row = 2 * item * m.hidden_size + STATISTIC + INDEX + 3 * STATISTIC
     keeps = block_columns(saving, targets) >= m.vocab_size or (
         saving == "triton" and checkpointing == "none"
@@ -189,7 +190,7 @@ def again_bytes(
     *,
     longest: int,
 ) -> int:
-    """What the layer whose backward pass runs has made again, behind attention where that is
+    """Return what the layer whose backward pass runs has made again, behind attention where that is
     widest."""
     kept = kept_by_layer(model, dtype, saving, longest=longest)
     if checkpointing == "none":

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gyre.core.records import Checkpointing, Matmul, Moments, Phase, Tier
+from gyre.core.rounding import ceil_div
 from gyre.engine.config import plan_num_slots
 from gyre.engine.runners.gpu_work import buffer_bytes
 from gyre.memory.config import Leave
@@ -75,7 +76,8 @@ def activation_bytes(
     checkpointing: Checkpointing = "none",
     matmul: Matmul = "same",
 ) -> int:
-    """What one chunk keeps for its backward pass, and the largest temporaries of that pass."""
+    """Return what one chunk keeps for its backward pass, and the largest temporaries of that
+    pass."""
     kept = saved_bytes(
         model, dtype, saving, checkpointing, tokens=tokens, targets=tokens, longest=longest
     )
@@ -89,7 +91,7 @@ def activation_bytes(
 def forward_bytes(
     model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, saving: Saving
 ) -> int:
-    """A forward pass without a backward: one layer's temporaries at a time."""
+    """Return a forward pass without a backward: one layer's temporaries at a time."""
     layer = forward_layer_bytes(model, dtype, saving, tokens, longest=longest)
     return layer + head_forward_bytes(model, saving, tokens)
 
@@ -111,8 +113,8 @@ def engine_bytes(
 def engine_buffer_bytes(
     inputs: PlanInputs, *, dtype: Dtype, page_tokens: int, max_running: int
 ) -> int:
-    """What an engine on a GPU keeps from its start to its end, beside weights, pages and graphs. It
-    stays in every phase: graphs have its addresses."""
+    """Return what an engine on a GPU keeps from its start to its end, beside weights, pages and
+    graphs. It stays in every phase: graphs have its addresses."""
     model, longest = inputs.model, inputs.max_prompt_tokens + inputs.max_completion_tokens
     return buffer_bytes(
         max_running=max_running,
@@ -228,7 +230,7 @@ def staging_bytes(
     coded = coded_parameters(model, moments)
     state = 12 * model.num_parameters - 8 * coded + CODED_BYTES * (coded // BLOCK)
     frozen = (ITEM_BYTES[dtype] if reference else 0) + (4 if reference and average else 0)
-    return -(-(trained * state + frozen * model.num_parameters) // ranks)
+    return ceil_div(trained * state + frozen * model.num_parameters, ranks)
 
 
 def predict_components(

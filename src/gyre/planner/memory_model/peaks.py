@@ -4,7 +4,7 @@ steps while the engine has the GPU, and while a stage begins. Pure arithmetic ov
 
 In: a Job, a Layout. Out: Moments with their parts; the peak is the largest. The four instants are
 those of the survey (research, 3.5): the loss, the deepest layer, the end of the backward pass, the
-optimiser step.
+optimizer step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gyre.core.records import Matmul, Moments
+from gyre.core.rounding import ceil_div
 from gyre.distributed.config import SumGradients
 from gyre.memory.config import Residency
 from gyre.planner.memory_model.activations import (
@@ -105,7 +106,7 @@ class TrainingJob:
 
     def chunk_tokens(self, layout: Layout) -> int:
         """Tokens of the fullest chunk of a rank: an update may be too small to fill one."""
-        share = max(self.longest, -(-self.most_tokens_per_update // layout.gpus))
+        share = max(self.longest, ceil_div(self.most_tokens_per_update, layout.gpus))
         return min(layout.tokens_per_chunk, share)
 
     def most_chunks(self, layout: Layout) -> int:
@@ -130,7 +131,8 @@ class PeakInstant:
 def train_moments(
     job: TrainingJob, layout: Layout, beside: Mapping[str, int] | None = None
 ) -> tuple[PeakInstant, ...]:
-    """The four instants of a training step. `beside`: what else stays on the device meanwhile."""
+    """Return the four instants of a training step. `beside`: what else stays on the device
+    meanwhile."""
     base = _resident(job, layout) | dict(beside or {})
     tokens, m, dtype = job.chunk_tokens(layout), job.model, job.dtype
     item = ITEM_BYTES[dtype]
@@ -181,7 +183,7 @@ def train_moments(
         _moment(
             "end of backward", base | between | {"embedding's and head's gradients": embedding}
         ),
-        _moment("optimiser step", base),
+        _moment("optimizer step", base),
     )
 
 
@@ -214,14 +216,15 @@ def phase_moments(
 def _start_moment(
     job: TrainingJob, layout: Layout, engine: Mapping[str, int] | None
 ) -> PeakInstant:
-    """A stage begins: a rank makes its part of each model and reads its own runs. Master weights
-    are rounded to the compute dtype on the way, a run at a time. Without `engine`, phases take
-    turns: what the first one does not need is parked when its model is made."""
+    """Return the instant when a stage begins: a rank makes its part of each model and reads its own
+    runs. Master weights are rounded to the compute dtype on the way, a run at a time. Without
+    `engine`, phases take turns: what the first one does not need is parked when its model is
+    made."""
     models, item = (job.model, *_frozen_models(job).values()), ITEM_BYTES[job.dtype]
     # of a tensor
     largest = max(max(m.embedding_parameters, 2 * m.mlp_size * m.hidden_size) for m in models)
     run = (
-        item * -(-largest // layout.shard_ranks)
+        item * ceil_div(largest, layout.shard_ranks)
         if layout.zero >= 2 and job.dtype != "float32"
         else 0
     )
@@ -363,8 +366,8 @@ def _frozen_models(job: TrainingJob) -> dict[str, ModelNumbers]:
 
 
 def _engine(job: TrainingJob, layout: Layout, running: int) -> dict[str, int]:
-    """What generation has on the device: weights of its own where the trainer's are in shards,
-    pages, what is fixed."""
+    """Return what generation has on the device: weights of its own where the trainer's are in
+    shards, pages, what is fixed."""
     if job.engine is None:
         return {}
     own = 0 if layout.zero < 2 else ITEM_BYTES[job.dtype] * job.model.num_parameters
@@ -372,8 +375,8 @@ def _engine(job: TrainingJob, layout: Layout, running: int) -> dict[str, int]:
 
 
 def _fixed(job: TrainingJob) -> dict[str, int]:
-    """What the engine keeps in every phase, whatever is parked: graphs, and the buffers whose
-    addresses they have."""
+    """Return what the engine keeps in every phase, whatever is parked: graphs, and the buffers
+    whose addresses they have."""
     if job.engine is None:
         return {}
     return {"engine.graphs": job.engine.graph_bytes, "engine.buffers": job.engine.buffer_bytes}

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gyre.core.records import Checkpointing, Matmul, Moments
+from gyre.core.rounding import ceil_div
 from gyre.distributed.config import SumGradients, Zero
 from gyre.planner.memory_model.activations import ITEM_BYTES
 from gyre.planner.plan import DeviceKind, Dtype, ModelNumbers
@@ -142,13 +143,13 @@ def matrix_shapes(model: ModelNumbers) -> list[tuple[int, int]]:
 
 
 def away_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
-    """The part of the states that does not live on the device, on the host or on disk. Shards of
-    FSDP2 are compute weights and master weights at once, so they stay."""
+    """Return the part of the states that does not live on the device, on the host or on disk.
+    Shards of FSDP2 are compute weights and master weights at once, so they stay."""
     return host_state_bytes(states, layout) | disk_state_bytes(states, layout)
 
 
 def host_state_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
-    """The part that lives in host memory."""
+    """Return the part that lives in host memory."""
     kinds = ("optimizer", "master") if layout.offload_optimizer == "host" else ()
     weights = {
         name: size
@@ -159,7 +160,7 @@ def host_state_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
 
 
 def disk_state_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
-    """The part that lives in a file."""
+    """Return the part that lives in a file."""
     return _of_kinds(states, ("optimizer", "master") if layout.offload_optimizer == "disk" else ())
 
 
@@ -230,8 +231,8 @@ def _of_kinds(states: dict[str, int], kinds: tuple[str, ...]) -> dict[str, int]:
 def frozen_bytes(
     model: ModelNumbers, dtype: Dtype, layout: Layout, *, average: bool = False
 ) -> int:
-    """A reference or reward model per rank: in shards of the compute dtype under ZeRO-2 and 3,
-    whole otherwise. A reference that is a moving `average` keeps that beside it, in float32."""
+    """Return a reference or reward model per rank: in shards of the compute dtype under ZeRO-2 and
+    3, whole otherwise. A reference that is a moving `average` keeps that beside it, in float32."""
     count = _shard(model.num_parameters, layout) if layout.zero >= 2 else model.num_parameters
     return (ITEM_BYTES[dtype] + (FLOAT if average else 0)) * count
 
@@ -268,9 +269,10 @@ def head_parameters(model: ModelNumbers) -> int:
 def layer_group_bytes(
     model: ModelNumbers, dtype: Dtype, layout: Layout, matmul: Matmul = "same"
 ) -> int:
-    """What FSDP2 needs around the layer whose backward pass runs: its weights and the next one's,
-    gathered (ZeRO-3); its gradients in the compute dtype; and four bytes per parameter for their
-    way: what is sent and what comes, in a 16-bit dtype, or one float32 buffer that is reduced."""
+    """Return what FSDP2 needs around the layer whose backward pass runs: its weights and the next
+    one's, gathered (ZeRO-3); its gradients in the compute dtype; and four bytes per parameter for
+    their way: what is sent and what comes, in a 16-bit dtype, or one float32 buffer that is
+    reduced."""
     if layout.zero < 2:
         return 0
     item, count = ITEM_BYTES[dtype], model.layer_parameters
@@ -281,14 +283,14 @@ def layer_group_bytes(
 def most_chunks(tokens: int, *, longest: int, ranks: int, tokens_per_chunk: int) -> int:
     """Of each rank in an update of so many tokens, when every sequence is as long as the
     longest."""
-    sequences, per_chunk = -(-tokens // (longest * ranks)), max(1, tokens_per_chunk // longest)
-    return max(1, -(-sequences // per_chunk))
+    sequences, per_chunk = ceil_div(tokens, longest * ranks), max(1, tokens_per_chunk // longest)
+    return max(1, ceil_div(sequences, per_chunk))
 
 
 def unsummed_bytes(model: ModelNumbers, layout: Layout, chunks: int) -> int:
-    """The gradient of one model that a rank holds whole, in float32, from an update's first chunk
-    to the backward pass of its last: FSDP2 keeps each parameter's until it is told to sum them over
-    ranks."""
+    """Return the gradient of one model that a rank holds whole, in float32, from an update's first
+    chunk to the backward pass of its last: FSDP2 keeps each parameter's until it is told to sum
+    them over ranks."""
     return FLOAT * model.num_parameters if layout.sums_once and chunks > 1 else 0
 
 
@@ -297,4 +299,4 @@ def on_one_gpu(layout: Layout) -> Layout:
 
 
 def _shard(count: int, layout: Layout) -> int:
-    return -(-count // layout.shard_ranks)
+    return ceil_div(count, layout.shard_ranks)

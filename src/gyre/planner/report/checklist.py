@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from gyre.core.rounding import ceil_div
 from gyre.memory.errors import words
 from gyre.planner.memory_model.activations import layer_bytes
 from gyre.planner.memory_model.states import coded_parameters, on_one_gpu, state_bytes
@@ -86,14 +87,14 @@ def inference_lines(choice: SearchResult, settings: Settings) -> tuple[Line, ...
 
 
 def _engine_lines(choice: SearchResult, settings: Settings) -> tuple[Line, ...]:
-    """The lines that the engine of a ring answers."""
+    """Return the lines that the engine of a ring answers."""
     engine, names = choice.job.engine, ("Continuous batching", "PagedAttention", "Prefix caching")
     if engine is None:
         return tuple(
             Line(name=name, state="off", reason="nothing is generated in this stage")
             for name in names
         )
-    pages = -(-engine.longest // settings.page_tokens)
+    pages = ceil_div(engine.longest, settings.page_tokens)
     batching = (
         f"each step takes up to {settings.token_budget} tokens of up to "
         f"{settings.max_running} completions"
@@ -116,7 +117,7 @@ def _engine_lines(choice: SearchResult, settings: Settings) -> tuple[Line, ...]:
 
 
 def strategy_for(num_parameters: int) -> str:
-    """The reference's recommendation matrix, by model size."""
+    """Return the reference's recommendation matrix, by model size."""
     billions = num_parameters / 1e9
     for limit, advice in (
         (7, "DP only"),
@@ -129,7 +130,8 @@ def strategy_for(num_parameters: int) -> str:
 
 
 def tree_for(over: float) -> str:
-    """The reference's decision tree, by how many times the model's states are the GPU's memory."""
+    """Return the reference's decision tree, by how many times the model's states are the GPU's
+    memory."""
     if over <= 1:
         return "DP only, ZeRO-1"
     if over <= 4:
@@ -184,7 +186,7 @@ def _memory(choice: SearchResult, settings: Settings) -> Line:
 
 
 def _moments(choice: SearchResult, settings: Settings) -> str:
-    """What the optimiser's moments take in 8 bits, or would."""
+    """Return what the optimizer's moments take in 8 bits, or would."""
     if not settings.features["8-bit optimizer states"]:
         return "8-bit optimizer states: not built"
     layout, job, name = choice.best.layout, choice.job, "actor.optimizer"
@@ -332,5 +334,5 @@ def _state(feature: str, settings: Settings) -> State:
 
 
 def _lacking(name: str, feature: str, built: Mapping[str, bool], reason: str) -> Line:
-    """A line that no setting of today turns on."""
+    """Return a line that no setting of today turns on."""
     return Line(name=name, state="off" if built[feature] else "not built", reason=reason)

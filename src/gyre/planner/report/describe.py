@@ -25,7 +25,7 @@ def describe(
     inference: Sequence[Line],
     columns: int = COLUMNS,
 ) -> str:
-    """The whole choice for people."""
+    """Return the whole choice for people."""
     cluster, best = choice.cluster, choice.best
     head = (
         f"{cluster.gpus} × {cluster.gpu.name}: {best.layout.words()}\n"
@@ -52,7 +52,7 @@ def describe(
 def as_mapping(
     choice: SearchResult, training: Sequence[Line], inference: Sequence[Line]
 ) -> dict[str, Any]:
-    """The same for programs."""
+    """Return the same for programs."""
     return {
         "gpus": choice.cluster.gpus,
         "gpu": choice.cluster.gpu.name,
@@ -145,7 +145,7 @@ def _time_rows(choice: SearchResult) -> list[tuple[str, ...]]:
         ),
         ("computed again", time.again_s, "checkpointing, and logits by blocks"),
         ("exposed communication", time.exposed_s, f"of {time.traffic_s:.3f} s: {sent}"),
-        ("optimiser and gradient sums", time.memory_s, "bound by device memory"),
+        ("optimizer and gradient sums", time.memory_s, "bound by device memory"),
         ("offload", time.host_s, "copies of state to and from host or disk"),
         ("switches", time.switch_s, "parking and waking between rollout and training"),
     ]
@@ -153,7 +153,7 @@ def _time_rows(choice: SearchResult) -> list[tuple[str, ...]]:
 
 
 def _checklist(lines: Sequence[Line], columns: int) -> str:
-    """A state, a name and why."""
+    """Return a state, a name and why."""
     indent = " " * (2 + len("not built") + 2 + 2)
     return "\n".join(
         _fold(f"{line.name}: {line.reason}", columns, f"  {line.state:<9}  ", indent)

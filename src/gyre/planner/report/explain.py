@@ -20,7 +20,7 @@ NOTHING = "–"
 
 
 def explain(plan: Plan, columns: int = COLUMNS) -> str:
-    """The whole plan for people."""
+    """Return the whole plan for people."""
     parts = [
         ("What runs", table(("name", "value", "why"), _machine_rows(plan), columns)),
         ("Sizes", table(("name", "value", "unit", "why"), _size_rows(plan), columns)),
@@ -172,8 +172,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], columns: int = COL
 
 
 def wide_table(head: Sequence[str], rows: Sequence[Sequence[str]], columns: int = COLUMNS) -> str:
-    """A table of sizes, cut into several below each other where it is wider than `columns`. Each
-    begins with the first column and leaves out rows in which it has nothing."""
+    """Return a table of sizes, cut into several below each other where it is wider than `columns`.
+    Each begins with the first column and leaves out rows in which it has nothing."""
     name, *widths = _widths(head, rows)
     cuts, used = [1], len(GAP) + name
     for place, width in enumerate(widths, 1):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gyre.core.records import Checkpointing
+from gyre.core.rounding import ceil_div
 from gyre.distributed.config import Zero
 from gyre.memory.config import Residency
 from gyre.planner.gpus import Gpu
@@ -127,9 +128,9 @@ def _refuses_weights_away(job: TrainingJob, zero: Zero, optimizer: Offload) -> b
 def judge(
     job: TrainingJob, cluster: GpuCluster, layout: Layout, residency: Residency | None = None
 ) -> Candidate:
-    """A layout's memory and time. Where `residency` leaves it open, everything stays resident if
-    that fits with every completion that should run; else phases take turns, with as many
-    completions as fit."""
+    """Return a layout's memory and time. Where `residency` leaves it open, everything stays
+    resident if that fits with every completion that should run; else phases take turns, with as
+    many completions as fit."""
     wanted = job.engine.running if job.engine is not None else 0
     if residency != "phase":
         resident = _judge_as(job, cluster, layout, "resident", wanted)
@@ -196,7 +197,7 @@ def _chunks(job: TrainingJob, gpus: int, fixed: Fixed) -> list[int]:
     """From the longest sequence upwards, to what one rank gets of an update."""
     if fixed.tokens_per_chunk is not None:
         return [fixed.tokens_per_chunk]
-    most = max(job.longest, min(LARGEST_CHUNK, -(-job.most_tokens_per_update // gpus)))
+    most = max(job.longest, min(LARGEST_CHUNK, ceil_div(job.most_tokens_per_update, gpus)))
     sizes = [job.longest]
     while 2 * sizes[-1] <= most:
         sizes.append(2 * sizes[-1])

@@ -97,8 +97,8 @@ def _larger_gpus(cluster: GpuCluster, fixed: Fixed) -> Iterator[_Way]:
 
 
 def _host_of(cluster: GpuCluster, gpus: int) -> int | None:
-    """The host memory that was given was for so many GPUs; more of them in a host share it no
-    worse."""
+    """Return the host memory for more GPUs: what was given was for so many, and more in a host
+    share it no worse."""
     if cluster.host_bytes is None:
         return None
     return cluster.host_bytes * min(gpus, cluster.gpu.gpus_per_host) // cluster.per_host

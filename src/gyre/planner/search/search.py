@@ -30,7 +30,7 @@ class SearchResult:
 
 
 def choose(job: TrainingJob, cluster: GpuCluster, fixed: Fixed | None = None) -> SearchResult:
-    """The fastest layout that fits. MemoryBudgetError when none does."""
+    """Return the fastest layout that fits. MemoryBudgetError when none does."""
     fixed = fixed or Fixed()
     _check(job, cluster, fixed)
     judged = [

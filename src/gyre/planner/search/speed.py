@@ -1,4 +1,4 @@
-"""Speed: predicted seconds of one optimiser update on one rank, to rank layouts by. Pure
+"""Speed: predicted seconds of one optimizer update on one rank, to rank layouts by. Pure
 arithmetic.
 
 In: a Job, a Layout, a Gpu. Out: StepTime by cause, and the bytes that each rank sends. The share of
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gyre.core.rounding import ceil_div
 from gyre.memory.config import Residency
 from gyre.planner.gpus import DISK_BYTES_PER_S, NETWORK_BYTES_PER_S, Gpu
 from gyre.planner.memory_model.activations import ITEM_BYTES, block_columns
@@ -51,7 +52,7 @@ class StepTime:
     again_s: float  # work that is done twice
     traffic_s: float  # of collectives, all of it
     exposed_s: float  # of collectives, not hidden by compute
-    memory_s: float  # optimiser and gradient sums, bound by device memory
+    memory_s: float  # optimizer and gradient sums, bound by device memory
     host_s: float  # copies of offloaded state
     switch_s: float  # parking and waking between rollout and training, shared out over the updates
 
@@ -69,7 +70,7 @@ class StepTime:
 
 def chunks_per_update(job: TrainingJob, layout: Layout) -> int:
     """Of each rank."""
-    return max(1, -(-job.tokens_per_update // (layout.gpus * layout.tokens_per_chunk)))
+    return max(1, ceil_div(job.tokens_per_update, layout.gpus * layout.tokens_per_chunk))
 
 
 def forward_flops(job: TrainingJob) -> tuple[float, float, float]:

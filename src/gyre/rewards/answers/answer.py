@@ -1,11 +1,11 @@
-"""Answer matcher: finds the answer in a completion and compares it with the label. In: texts. Out:
+r"""Answer matcher: finds the answer in a completion and compares it with the label. In: texts. Out:
 a Match.
 
 Finding: the first form of `forms` whose mark occurs decides, by its last occurrence; a mark without
 end is no answer.
 
-    tag     <answer>…</answer>; a \\boxed{…} inside is opened too
-    boxed   \\boxed{…} or \\fbox{…}, nested braces and \\{ \\} counted
+    tag     <answer>…</answer>; a \boxed{…} inside is opened too
+    boxed   \boxed{…} or \fbox{…}, nested braces and \{ \} counted
     hash    the rest of the line after ####
     number  the last number in the text, with its sign, scale word or power of ten; a sum or product
             is no number
@@ -103,8 +103,8 @@ def match_answer(
 
 
 def clean_label(label: Any) -> str | None:
-    """The label as text; of a worked solution what follows #### or stands in its last \\boxed. None
-    when empty."""
+    r"""Return the label as text; of a worked solution what follows #### or stands in its last
+    \boxed. None when empty."""
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         return None
     if isinstance(label, float) and not math.isfinite(label):

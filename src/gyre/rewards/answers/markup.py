@@ -1,8 +1,8 @@
-"""Markup: takes off what writers put around an answer. In: an answer or a label. Out: the bare
+r"""Markup: takes off what writers put around an answer. In: an answer or a label. Out: the bare
 text.
 
 Full-width signs become ASCII. Taken off while they enclose the whole text: **bold**, *italic*,
-__bold__, `code`, quotes, $…$, $$…$$, \\(…\\), \\[…\\], {…}, \\text{…} and its like, \\boxed{…}; one
+__bold__, `code`, quotes, $…$, $$…$$, \(…\), \[…\], {…}, \text{…} and its like, \boxed{…}; one
 period at the end; one lead-in of a closed list ("The answer is", "Final answer:"). What stands
 beside other text stays, so "4 or **5**" is not "5".
 """

@@ -1,14 +1,14 @@
-"""Numbers: reads an answer or a label as one number and compares the two. In: texts. Out: a Number;
-a yes or no.
+r"""Numbers: reads an answer or a label as one number and compares the two. In: texts. Out: a
+Number; a yes or no.
 
 A text is a number when it is one of these and nothing else (rewards.answers.markup has been taken
 off):
 
-    42   -42   +42   042   42.0   .5   1,234   1{,}234   1\\,234      thousands in groups of three,
+    42   -42   +42   042   42.0   .5   1,234   1{,}234   1\,234      thousands in groups of three,
                                                                       all or none
     1.6e-19   1.6 × 10^-19                                          a mantissa from 1 to under 10
                                                                     before ×
-    3/4   3 / 4   \\frac{3}{4}   1 1/2   1\\frac{1}{2}                 whole parts; the mixed one
+    3/4   3 / 4   \frac{3}{4}   1 1/2   1\frac{1}{2}                 whole parts; the mixed one
                                                                        with a proper fraction
     3 million                                                       hundred, thousand, million,
                                                                     billion, trillion
@@ -124,8 +124,8 @@ def _ascii_latex(text: str) -> str:
 
 
 def _value(form: Form, found: re.Match[str]) -> WrittenNumber | None:
-    """The number without sign and unit from a pattern's groups; None for a zero below the line and
-    the like."""
+    """Return the number without sign and unit from a pattern's groups; None for a zero below the
+    line and the like."""
     parts = [part for part in found.groups() if part is not None]
     if form == "fraction":
         mixed = found[1] is not None

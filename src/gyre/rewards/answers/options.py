@@ -25,13 +25,13 @@ _LONGEST = 1000  # characters
 
 
 def read_label(label: str) -> str | None:
-    """The letter of a label that is one option's letter, as a capital."""
+    """Return the letter of a label that is one option's letter, as a capital."""
     found = _ALONE.fullmatch(label.strip())
     return (found[1] or found[2]).upper() if found else None
 
 
 def read_option(answer: str, question: str = "") -> str | None:
-    """The letter of an answer that names one option, as a capital."""
+    """Return the letter of an answer that names one option, as a capital."""
     if len(answer) > _LONGEST:
         return None
     text = " ".join(bare(answer).replace("**", "").split())

@@ -90,8 +90,8 @@ def read_unit(text: str, question: str) -> Unit | None:
 
 
 def units_of(question: str) -> frozenset[tuple[str, str]]:
-    """The listed units that a question names, as (dimension, name); those of one letter only after
-    a digit."""
+    """Return the listed units that a question names, as (dimension, name); those of one letter only
+    after a digit."""
     found = (match[1] or match[2] or match[3] for match in _SIGN_OR_LETTER.finditer(question))
     return frozenset(unit for word in found if (unit := _listed(word)) is not None)
 

@@ -94,8 +94,8 @@ def read_asserts(text: str, function: str | None) -> list[Assertion]:
 
 
 def _parts(text: str, body: list[ast.stmt]) -> list[tuple[str, list[ast.stmt]]]:
-    """The text itself, or one for each function of pytest's kind in it: what stands around them,
-    and its body. Asserts around them are one more, so that each counts once."""
+    """Return the text itself, or one for each function of pytest's kind in it: what stands around
+    them, and its body. Asserts around them are one more, so that each counts once."""
     tests = [each for each in body if isinstance(each, ast.FunctionDef) and _is_test(each)]
     names = {each.name for each in tests}
     around = [each for each in body if each not in tests and not _calls_one_of(each, names)]
@@ -184,7 +184,7 @@ class _Reader:
             )
 
     def whole(self) -> str:
-        """The text as one test, its check functions called."""
+        """Return the text as one test, its check functions called."""
         return "\n".join([self.text, *(f"{name}({self.function})" for name in self.uncalled)])
 
     def decide_inside(self, source: str) -> None:
@@ -339,7 +339,7 @@ class _Reader:
             self.read(statement.body, names)
 
     def read_expression(self, value: ast.expr, names: dict[str, _Known]) -> None:
-        """A call for what it does: of a check function, or inside."""
+        """Keep a call for what it does: of a check function, or inside."""
         if isinstance(value, ast.Constant):
             return
         if not isinstance(value, ast.Call):
@@ -373,7 +373,7 @@ class _Splitter:
         self.callees: dict[str, str] = {}  # placeholder → the function that gives its value
 
     def truth(self, node: ast.expr) -> ast.expr:
-        """A condition. One that is nothing but a value must be the tested function's own."""
+        """Return a condition. One that is nothing but a value must be the tested function's own."""
         if isinstance(node, ast.BoolOp):
             return ast.BoolOp(node.op, [self.truth(each) for each in node.values])
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
@@ -494,7 +494,7 @@ class _Splitter:
         raise NotKnown
 
     def chain(self, node: ast.expr) -> ast.expr:
-        """Calls and attributes that begin with a name of the program's."""
+        """Return calls and attributes that begin with a name of the program's."""
         root = node
         while isinstance(root, ast.Call | ast.Attribute | ast.Subscript):
             root = root.func if isinstance(root, ast.Call) else root.value
@@ -555,14 +555,14 @@ class _Splitter:
 
 
 def _formats(node: ast.expr) -> bool:
-    """ "%.2f" % f(1): judged inside, as f-strings are."""
+    """Judge "%.2f" % f(1) inside, as f-strings are."""
     if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)):
         return False
     return isinstance(node.left, ast.Constant) and isinstance(node.left.value, str | bytes)
 
 
 def _rebuilt(node: ast.AST, change: Any, keep: tuple[str, ...] = ()) -> Any:
-    """A copy of a node, each expression in it changed."""
+    """Return a copy of a node, each expression in it changed."""
     made = copy.copy(node)
     for name, held in ast.iter_fields(node):
         if name in keep:
@@ -587,7 +587,7 @@ class _Replace(ast.NodeTransformer):
 
 
 def _replaced(node: ast.expr, names: Mapping[str, _Known]) -> ast.expr:
-    """The expression as it runs inside: the test's own names by what they stand for."""
+    """Return the expression as it runs inside: the test's own names by what they stand for."""
     hidden = {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
     for loop in (each for each in ast.walk(node) if isinstance(each, ast.comprehension)):
         hidden |= {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
@@ -602,7 +602,7 @@ def _mutable_names(node: ast.AST, names: Mapping[str, _Known]) -> set[str]:
 
 
 def _callee(node: ast.AST) -> str:
-    """The function whose value this is: of `Solution().add(1).total` it is add."""
+    """Return the function whose value this is: of `Solution().add(1).total` it is add."""
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
     if not isinstance(node, ast.Call):

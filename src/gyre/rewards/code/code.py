@@ -1,10 +1,10 @@
-"""Code checker: runs a completion's program against the task's tests. In: text, tests, a way to run
-programs. Out: fraction of tests passed, with a reason for each that failed.
+r"""Code checker: runs a completion's program against the task's tests. In: text, tests, a way to
+run programs. Out: fraction of tests passed, with a reason for each that failed.
 
 Tests, in the task's field `tests` (a list, or the mapping {"inputs", "outputs", "fn_name"?} of the
 known data sets):
 
-    {"stdin": "3 4\\n", "stdout": "7\\n"}                    a whole program; each test is a start
+    {"stdin": "3 4\n", "stdout": "7\n"}                    a whole program; each test is a start
                                                              of its own
     {"input": …, "output": …, "testtype": …}                the same, or a function, as
                                                             LiveCodeBench writes them
@@ -140,7 +140,8 @@ def extract_program(text: str) -> str | None:
 
 
 def with_setup(setup: str, source: str) -> str:
-    """The program after the task's setup; what it takes from __future__ must stand before both."""
+    """Return the program after the task's setup; what it takes from __future__ must stand before
+    both."""
     futures = "".join(f"{found[0]}\n" for found in _FUTURE.finditer(source))
     return f"{futures}{setup}\n{_FUTURE.sub('pass', source)}"
 
@@ -276,7 +277,8 @@ def run_tests(
 
 
 def _ask_inside(case: Case, returned: _Returned, *, last: bool) -> Case:
-    """The case, with what only the sandbox can tell of the objects that its calls returned."""
+    """Return the case, with what only the sandbox can tell of the objects that its calls
+    returned."""
     if case.assertion is None or case.is_decided_inside:
         return case
     objects = {
@@ -389,7 +391,7 @@ def _start(
 
 
 def _read_report(line: str, token: str, returned: _Returned) -> list[Any]:
-    """A line of the harness without its token; [""] for any other."""
+    """Return a line of the harness without its token; [""] for any other."""
     if not line.startswith(f'["{token}", "'):
         return [""]
     returned.bytes_left -= len(line)
@@ -458,7 +460,7 @@ def _returned(values: Mapping[str, Any]) -> str:
 
 
 def _wanted(assertion: Assertion) -> str:
-    """The label, where the assert is a call == the label; else the assert."""
+    """Return the label, where the assert is a call == the label; else the assert."""
     tree = assertion.tree
     if (
         isinstance(tree, ast.Compare)

@@ -92,7 +92,7 @@ def plain(value, room, depth=0):
 
 
 def number(value, room, depth):
-    """A Fraction or Decimal: an int where it is one, else its nearest float with its text."""
+    """Write a Fraction or Decimal: an int where it is one, else its nearest float with its text."""
     try:
         whole = int(value)
     except (ValueError, OverflowError):  # NaN or infinity

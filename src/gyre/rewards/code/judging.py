@@ -120,7 +120,7 @@ def _sorted(value: Any, *, key: Any = None, reverse: Any = False) -> list[Any]:
 
 
 def _extreme(pick: Callable[..., Any], *args: Any, key: Any = None, **default: Any) -> Any:
-    """min or max."""
+    """Return min or max."""
     items = _items(args[0]) if len(args) == 1 else args
     return pick(items, key=_function(key) if key is not None else None, **default)
 
@@ -312,7 +312,7 @@ def _modulo(a: Any, b: Any) -> Any:
 
 
 def _of_sets(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The operation, with Python's own sets or dicts where both sides are."""
+    """Return the operation, with Python's own sets or dicts where both sides are."""
 
     def apply(a: Any, b: Any) -> Any:
         if isinstance(a, Set | Dict) and type(a) is type(b):
@@ -361,7 +361,7 @@ def _equal(a: Any, b: Any, scope: Scope, label: str = "") -> bool:
 
 
 def _side_of_label(left: ast.expr, right: ast.expr, scope: Scope) -> str:
-    """The side that holds nothing of the program's."""
+    """Return the side that holds nothing of the program's."""
     for side, node in (("right", right), ("left", left)):
         if not any(
             isinstance(each, ast.Name) and each.id in scope.values for each in ast.walk(node)
@@ -435,8 +435,8 @@ def compares_two(tree: ast.expr, objects: set[str]) -> bool:
 
 
 def evaluate(node: ast.expr, scope: Scope) -> Any:
-    """The value of an expression that rewards.code.asserts let pass. Raises FAULTS as Python does,
-    CallFailed, TooMuch."""
+    """Return the value of an expression that rewards.code.asserts let pass. Raises FAULTS as Python
+    does, CallFailed, TooMuch."""
     scope.meter.charge(2)
     if isinstance(node, ast.Constant):
         return node.value

@@ -177,8 +177,8 @@ def _decode_tagged(tag: str, content: list[Any], meter: WorkBudget, depth: int) 
 
 
 def wrap(value: Any) -> Any:
-    """A plain Python value of ours (a label, an expected value) in the form that values from the
-    sandbox have."""
+    """Return a plain Python value of ours (a label, an expected value) in the form that values from
+    the sandbox have."""
     if isinstance(value, list | tuple):
         return (
             type(value)(map(wrap, value))
@@ -193,7 +193,8 @@ def wrap(value: Any) -> Any:
 
 
 def native(value: Any) -> Any:
-    """The value with Python's own sets and dicts, where they are small enough to be hashed."""
+    """Return the value with Python's own sets and dicts, where they are small enough to be
+    hashed."""
     if isinstance(value, Set | Dict) and len(value) > _NATIVE:
         raise TooMuch(f"its value is a set or dict of more than {_NATIVE} elements")
     if isinstance(value, Set):
@@ -243,7 +244,8 @@ def is_close(got: float, wanted: float, tolerance: float) -> bool:
 
 
 def _same_elements(got: Set, wanted: Set | list[Any]) -> bool:
-    """A set from the sandbox that holds an element twice is forged, and equal to none."""
+    """Whether two sets are equal. One from the sandbox that holds an element twice is forged, and
+    equal to none."""
     if len(got) != len(wanted):
         return False
     ours, theirs = got.order(), (wanted if isinstance(wanted, Set) else Set(wanted)).order()
@@ -271,15 +273,15 @@ def _each_once(keys: Sequence[Any]) -> bool:
 
 
 def _text(key: Any) -> Any:
-    """A key as JSON has it: text."""
+    """Return a key as JSON has it: text."""
     if isinstance(key, int) and not isinstance(key, bool):
         return str(key) if key.bit_length() <= 4096 else key
     return str(key) if isinstance(key, float | bool | None) else key
 
 
 def order(value: Any) -> tuple[Any, ...]:
-    """A key with a total order: two values have the same one exactly when Python's == holds between
-    them."""
+    """Return a key with a total order: two values have the same one exactly when Python's == holds
+    between them."""
     if isinstance(value, complex) and value.imag == 0:
         value = value.real
     if isinstance(value, int | float):
@@ -303,7 +305,7 @@ def order(value: Any) -> tuple[Any, ...]:
 
 
 def shown(value: Any, most_chars: int = 120) -> str:
-    """A text of the value for people; what it costs does not grow with the value."""
+    """Return a text of the value for people; what it costs does not grow with the value."""
     text = _shown(value, 3)
     return text if len(text) <= most_chars else text[: most_chars - 30] + "…" + text[-25:]
 

@@ -200,7 +200,7 @@ class WorkerForkServer:
 
 
 def worker_environment() -> dict[str, str]:
-    """The user's environment; modules are found as here, and numeric libraries keep to one
+    """Return the user's environment; modules are found as here, and numeric libraries keep to one
     thread."""
     paths = [path for path in sys.path if path]
     one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

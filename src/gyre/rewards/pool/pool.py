@@ -30,6 +30,7 @@ import msgspec
 
 from gyre.core.errors import DeadlineError
 from gyre.core.events import Emit
+from gyre.core.rounding import ceil_div
 from gyre.rewards.checks import QUICK
 from gyre.rewards.fork_server.connection import Ended
 from gyre.rewards.messages import OUTCOMES, READY, CheckResult, Job, Setup, decode_result, frame
@@ -160,7 +161,7 @@ class Pool:
             Batch(call=call, tickets=[t]) for t in call.tickets if self._kinds[t.part] == "code"
         ]
         others = [ticket for ticket in call.tickets if self._kinds[ticket.part] != "code"]
-        size = min(max(-(-len(others) // self._num_workers), 1), _MOST_CHECKS)
+        size = min(max(ceil_div(len(others), self._num_workers), 1), _MOST_CHECKS)
         for start in range(0, len(others), size):
             tickets = sorted(
                 others[start : start + size], key=lambda t: self._kinds[t.part] not in QUICK
@@ -189,7 +190,7 @@ class Pool:
             batch.call.done.set()
 
     def _blame(self, worker: Worker, why: str, outcome: str) -> None:
-        """The check that the worker was at gets the blame for the worker's end."""
+        """Blame the check that the worker was at for the worker's end."""
         assert worker.batch is not None and self._loop is not None
         now_s = self._loop.time()
         self._settle(
@@ -226,8 +227,8 @@ class Pool:
             worker.timer = self._loop.call_at(due_s, self._overdue, worker)
 
     def _overdue(self, worker: Worker) -> None:
-        """The timer of a check ran out. The loop itself may have been busy, so listen before
-        judging."""
+        """Judge a check whose timer ran out. The loop itself may have been busy, so listen
+        first."""
         assert self._loop is not None and worker.channel is not None
         worker.timer = None
         worker.channel.receive()
@@ -270,8 +271,8 @@ class Pool:
         self._dispatch()
 
     def _disown(self, worker: Worker) -> None:
-        """A reward wrote to the channel of its worker: nothing that comes from there can be relied
-        on any more."""
+        """Give up a worker whose reward wrote to its channel: nothing that comes from there can be
+        relied on any more."""
         why = "it wrote to the channel between its worker and the scorer"
         if worker.batch is not None:
             self._blame(worker, why, "error")
@@ -326,7 +327,8 @@ class Pool:
             self._waiting.appendleft(Batch(call=batch.call, tickets=batch.tickets[batch.next :]))
 
     def _ended(self, end: Ended) -> None:
-        """A worker has ended. If we did not end it, the check that it was at did."""
+        """Take note of a worker that has ended. If we did not end it, the check that it was at
+        did."""
         worker, status = self._workers.get(end.name), end.exit_code
         if worker is None:
             return

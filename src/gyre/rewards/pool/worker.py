@@ -171,8 +171,8 @@ def build_checks(
     decided_inside: Callable[[int], None],
     refused: Counter[str],
 ) -> list[Check]:
-    """The checks of all parts, with one sandbox cell among them, started at the first program.
-    System calls that it refuses are added to `refused`."""
+    """Return the checks of all parts, with one sandbox cell among them, started at the first
+    program. System calls that it refuses are added to `refused`."""
     cell = Cell(cast(Mode, setup.sandbox)) if setup.sandbox else None
 
     def run(program: Program, limits: Limits) -> ProgramResult:

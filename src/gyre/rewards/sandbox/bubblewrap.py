@@ -65,7 +65,7 @@ def command(words: list[str], limits: dict[str, Any]) -> list[str]:
 
 
 def exit_code(code: int) -> int:
-    """bwrap ends with 128 + n where its program was ended by signal n."""
+    """Return the program's own end: bwrap ends with 128 + n where signal n ended it."""
     return 128 - code if code > 128 else code
 
 

@@ -45,7 +45,7 @@ _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE: nobody chang
 
 
 class IsolationUnavailable(Exception):
-    """This machine does not let us isolate in the mode asked for."""
+    """Raised where the machine does not let us isolate in the mode asked for."""
 
 
 class Cell:
@@ -282,7 +282,7 @@ def _environment() -> dict[str, str]:
 
 
 def _sealed(data: bytes) -> int:
-    """An open file in memory with this content, at its beginning, that no one can change."""
+    """Return an open file in memory with this content, at its beginning, that no one can change."""
     fd = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     left = memoryview(data)
     while left:

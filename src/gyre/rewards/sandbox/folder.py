@@ -15,7 +15,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def make() -> str:
-    """A new folder, of one run alone."""
+    """Return a new folder, of one run alone."""
     folder = f"/tmp/gyre-program-{os.urandom(8).hex()}"
     os.mkdir(folder, 0o700)
     return folder

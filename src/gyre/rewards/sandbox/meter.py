@@ -54,7 +54,7 @@ class MemoryMeter:
         return int(fields[2]) * self._socket_bytes + int(fields[5]) * self._tcp_bytes
 
     def _mappings(self, pids: list[int]) -> int:
-        """The longest of those ever made, as many as are mapped somewhere."""
+        """Return the longest of those ever made, as many as are mapped somewhere."""
         if not self._shared:
             return 0
         alive: set[tuple[bytes, bytes]] = set()

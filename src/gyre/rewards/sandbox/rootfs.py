@@ -127,6 +127,6 @@ def mount_proc(*, read_only: bool) -> None:
 
 
 def mount_work_folder(size_bytes: int) -> None:
-    """An empty folder to write in that dies with the mount namespace."""
+    """Mount an empty folder to write in that dies with the mount namespace."""
     options = f"mode=777,nr_inodes={WORK_FILES},size={size_bytes}"
     kernel.mount("work", WORK, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)

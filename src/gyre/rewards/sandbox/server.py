@@ -130,8 +130,8 @@ def _become_nobody() -> None:
 
 
 def _enter_bubblewrap(folders: list[str]) -> tuple[list[str], str]:
-    """bwrap maps the program's user to ours, and the machine's settings ask for the user alone:
-    never be root. Returns bwrap's options and what is worth a note."""
+    """Never be root: bwrap maps the program's user to ours, and the machine's settings ask for the
+    user alone. Returns bwrap's options and what is worth a note."""
     kernel.become_subreaper()
     as_root = os.geteuid() == 0
     staged = as_root and _try_mount_namespace()

@@ -51,7 +51,7 @@ class CallFilter:
 
 
 def _program(*, notify: bool) -> tuple[ctypes.Array[ctypes.c_char], bytes]:
-    """The lines, kept alive, and the kernel's head that points to them."""
+    """Return the lines, kept alive, and the kernel's head that points to them."""
     code = b"".join(
         struct.pack("HBBI", *line)
         for line in syscalls.filter_lines(platform.machine(), notify=notify)

@@ -162,7 +162,7 @@ _RET_ALLOW, _RET_NOTIFY, _RET_ERRNO = 0x7FFF0000, 0x7FC00000, 0x00050000
 
 
 def error_of(name: str) -> int:
-    """What a refused call answers."""
+    """Return what a refused call answers."""
     return _ERRORS.get(name, errno.ENOSYS)
 
 
@@ -176,7 +176,7 @@ def decide(name: str, arguments: tuple[int, ...]) -> str:
 
 
 def describe(name: str, arguments: tuple[int, ...]) -> str:
-    """A refused call in words, with the argument that it was refused for."""
+    """Return a refused call in words, with the argument that it was refused for."""
     shown = {
         "socket": f"family {arguments[0]}, protocol {arguments[2]}",
         "socketpair": f"family {arguments[0]}, protocol {arguments[2]}",
@@ -191,7 +191,7 @@ def describe(name: str, arguments: tuple[int, ...]) -> str:
 
 
 def names(machine: str) -> dict[int, str]:
-    """Number → name of every call that has a name here."""
+    """Return number → name of every call that has a name here."""
     column = _COLUMNS[machine][0]
     return {
         numbers[column]: name
@@ -201,9 +201,9 @@ def names(machine: str) -> dict[int, str]:
 
 
 def filter_lines(machine: str, *, notify: bool) -> list[Line]:
-    """The filter as BPF. `notify`: refused and metered calls go to a listener, which answers them;
-    else refused ones answer their error and metered ones are allowed uncounted. OSError for an
-    architecture without a table."""
+    """Return the filter as BPF. `notify`: refused and metered calls go to a listener, which answers
+    them; else refused ones answer their error and metered ones are allowed uncounted. OSError for
+    an architecture without a table."""
     if machine not in _COLUMNS:
         raise OSError(errno.ENOSYS, f"no system call filter for {machine}")
     column, audit = _COLUMNS[machine]
@@ -261,8 +261,8 @@ def _range(low: int, high: int, refuse: Line) -> list[Line]:
 
 
 def _tree(leaves: list[tuple[int, list[Line]]]) -> list[Line]:
-    """A binary search for the leaf, which decides. Installing costs by the length of a path, not of
-    the list."""
+    """Return a binary search for the leaf, which decides. Installing costs by the length of a path,
+    not of the list."""
     if len(leaves) == 1:
         return leaves[0][1]
     middle = len(leaves) // 2

@@ -14,6 +14,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gyre.core.rounding import ceil_div
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackItem:
@@ -64,7 +66,7 @@ def split_updates(
         return ()
     if sequences_per_update == 0 or num_sequences <= sequences_per_update:
         return (tuple(atoms),)
-    num_updates = min(len(atoms), -(-num_sequences // sequences_per_update))
+    num_updates = min(len(atoms), ceil_div(num_sequences, sequences_per_update))
     order = list(atoms)
     random.Random(seed).shuffle(order)
     bounds = [len(order) * u // num_updates for u in range(num_updates + 1)]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import DeadlineError
+from gyre.core.rounding import round_up
 from gyre.memory.pools.host_buffer import HostBuffer
 from gyre.trainer.checkpoint.shards import Part
 
@@ -146,7 +147,7 @@ class StagingBuffer:
 
 def padded(size_bytes: int) -> int:
     """Return the staged size of a part in bytes."""
-    return -(-size_bytes // LINE_BYTES) * LINE_BYTES
+    return round_up(size_bytes, LINE_BYTES)
 
 
 def _batches(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Copies]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gyre.core.rounding import ceil_div
 from gyre.trainer.adamw.blocks import BLOCK
 
 FLOAT_BYTES = 4
@@ -49,7 +50,7 @@ def numbers_per_cut(cut_bytes: int, *, block_bytes: int, size: int) -> int:
     The result is whole blocks, at least one. It is bounded so that all slots on the device are no
     larger than a state of `size` numbers.
     """
-    most = -(-max(1, size) // (SLOTS * BLOCK)) * BLOCK
+    most = ceil_div(max(1, size), SLOTS * BLOCK) * BLOCK
     return min(most, max(1, cut_bytes // block_bytes) * BLOCK)
 
 
@@ -72,7 +73,7 @@ def plan_cuts(spans: Sequence[tuple[int, int]], *, numbers: int) -> tuple[StateS
     for index, (first, last) in enumerate(spans):
         assert end <= first <= last, f"span {index} [{first}, {last}) after {end}"
         end = last
-        for place in range(first // numbers, -(-last // numbers) if last > first else 0):
+        for place in range(first // numbers, ceil_div(last, numbers) if last > first else 0):
             low, high = max(first, place * numbers), min(last, (place + 1) * numbers)
             pieces.setdefault(place, []).append(SlicePiece(span=index, first=low, last=high))
     return tuple(

@@ -24,6 +24,7 @@ from torch import Tensor
 from gyre.core.errors import InputError, MemoryBudgetError, SnapshotError, is_disk_full
 from gyre.core.events import Emit
 from gyre.core.files import try_lock
+from gyre.core.rounding import round_up
 
 SUFFIX = ".offload"
 PAGE_BYTES = mmap.PAGESIZE
@@ -46,7 +47,7 @@ class StateFile:
         self.path = folder / f"{name}{SUFFIX}"
         self._starts: dict[str, int] = {}
         self._spaces = {  # at least a page: an empty buffer cannot be mapped
-            key: -(-max(1, size * dtype.itemsize) // PAGE_BYTES) * PAGE_BYTES
+            key: round_up(max(1, size * dtype.itemsize), PAGE_BYTES)
             for key, (size, dtype) in kinds.items()
         }
         self.size_bytes = 0

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gyre.core.rounding import round_up
 from gyre.models.decoder import Decoder
 from gyre.trainer.offload.copy_streams import (
     CopyEvent,
@@ -193,4 +194,4 @@ def carve(room_B: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _aligned(tensor: Tensor) -> int:
     size_bytes = math.prod(tensor.shape) * tensor.element_size()
-    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+    return round_up(size_bytes, ALIGN_BYTES)
