@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,7 +197,6 @@ class Bench:
         self.samples = SampleLog(folder / "samples.jsonl", self.events)
         emit: Callable[..., None] = self.events.emit
         self.gate = Gate()
-        self.compute = ThreadPoolExecutor(1)
         self.trainer = WatchedTrainer(self.gate, emit=emit, config=trainer)
         self.engine = WatchedEngine(
             self.gate,
@@ -296,7 +294,6 @@ class Bench:
     def close(self) -> None:
         self.samples.close()
         self.events.close()
-        self.compute.shutdown()
 
 
 def turn(bench: Bench, **more: Any) -> StageProgress:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -70,7 +69,6 @@ class Offline:
             eos_ids=TOKENIZER.eos_ids,
         )
         self.shelf = Shelf(self.trainer)
-        self.compute = ThreadPoolExecutor(1)
         judge = None
         if judged:
             scorer, config = TableScorer(emit=emit), EvalConfig(num_problems=len(HELD_OUT))
@@ -111,10 +109,7 @@ class Offline:
             await self.engine.start(dummy=False)
             return await self.loop.run(progress or StageProgress(stage="cold_start"))
 
-        try:
-            return run(start())
-        finally:
-            self.compute.shutdown()
+        return run(start())
 
     def rows(self, kind: str) -> list[dict]:
         return [row for row in read_events(self.log) if row["kind"] == kind]
