@@ -1,5 +1,6 @@
 """Bucket plan: how the bytes of many tensors travel in pieces of bounded size. In: sizes by name.
-Out: buckets. Pure. Caller: weights.transports."""
+Out: buckets. Pure.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,7 @@ class Bucket:
 
 
 def plan_buckets(sizes_bytes: Mapping[str, int], *, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Fill buckets in order; a tensor that doesn't fit is cut. Every bucket but the last is
-    full."""
+    """Fill buckets in order and cut tensors that do not fit. Every bucket but the last is full."""
     assert bucket_bytes > 0
     buckets: list[Bucket] = []
     pieces: list[Piece] = []

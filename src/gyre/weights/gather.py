@@ -54,7 +54,7 @@ def _gather_lists(
     dtype: torch.dtype,
     bucket_bytes: int,
 ) -> Iterator[list[TensorRun]]:
-    """The runs of one bucket after the other."""
+    """Yield the runs of each bucket in turn, valid until the next one is asked for."""
     assert len(layout.ranks) == group.size, f"{len(layout.ranks)} shards in a group of {group.size}"
     if group.size == 1:
         for run in local_runs(layout, local, rank=0, dtype=dtype):
@@ -81,7 +81,7 @@ class _Slot:
 
     @torch.no_grad()
     def begin(self, bucket: GatherBucket, layout: ShardLayout, local: Mapping[str, Tensor]) -> None:
-        """Round this rank's numbers and send them on their way."""
+        """Round this rank's numbers and begin to all-gather them."""
         own, rank = layout.ranks[self._group.rank], self._group.rank
         homes, runs = [], []
         for landing in bucket.landings:
@@ -100,7 +100,7 @@ class _Slot:
         self._wait = self._group.begin_all_gather(self._joined(bucket), self._sent_N[: bucket.size])
 
     def end(self, bucket: GatherBucket) -> list[TensorRun]:
-        """What has arrived, valid until the slot's next `begin`."""
+        """Wait for the bucket and return its runs, valid until the slot's next `begin`."""
         self._wait()
         joined_SN, found = self._joined(bucket), []
         for landing in bucket.landings:
@@ -116,7 +116,7 @@ class _Slot:
 def local_runs(
     layout: ShardLayout, local: Mapping[str, Tensor], *, rank: int, dtype: torch.dtype
 ) -> Iterator[TensorRun]:
-    """Yield what one rank holds, where it is; no rank is asked for anything."""
+    """Yield what one rank holds, in place, without communication."""
     for name, place in layout.ranks[rank].items():
         if place.start < place.stop:
             yield TensorRun(
@@ -125,9 +125,9 @@ def local_runs(
 
 
 class ShardSource(Mapping[str, Tensor]):
-    """A version whose tensors lie in shards: name → this rank's run, flat. What `register` of a
-    sharded trainer hands out; it is read by `gather_buckets` or `gather_into`, on all ranks at
-    once. It is also a TensorSource of what this rank has, for models that are cut alike."""
+    """A sharded version: name → this rank's run, flat. A sharded trainer's `register` offers it;
+    all ranks read it together by `gather_buckets` or `gather_into`. It is also a TensorSource of
+    this rank's runs, for models that are cut alike."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class ShardSource(Mapping[str, Tensor]):
         return self.layout.shapes
 
     def read(self, name: str, start: int, stop: int, out_N: Tensor) -> None:
-        """See `TensorSource`; numbers are rounded to `dtype` on the way."""
+        """Write this rank's numbers [start, stop) into `out_N`, rounded to `dtype`."""
         place = self.layout.ranks[self._group.rank][name]
         assert place.start <= start and stop <= place.stop, (
             f"{name}: numbers [{start}, {stop}) are not this rank's"
@@ -163,7 +163,7 @@ class ShardSource(Mapping[str, Tensor]):
         out_N.copy_(own_N.to(self.dtype))
 
     def gather_buckets(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[TensorRun]:
-        """See `gather_runs`."""
+        """Yield every number once on every rank, as `gather_runs` does."""
         return gather_runs(
             self.layout, self._local, group=self._group, dtype=self.dtype, bucket_bytes=bucket_bytes
         )
@@ -175,7 +175,7 @@ class ShardSource(Mapping[str, Tensor]):
         bucket_bytes: int = BUCKET_BYTES,
         before_write: Callable[[list[TensorRun]], None] = lambda runs: None,
     ) -> int:
-        """Write the whole version into contiguous tensors of any dtype and device; returns the
+        """Write the whole version into contiguous tensors of any dtype and device, and return the
         bytes written. All ranks of the group take part; one that wants nothing gives an empty
         mapping. `before_write` gets the runs of each bucket before they overwrite anything."""
         flat = {name: tensor.detach().view(-1) for name, tensor in destination.items()}

@@ -53,7 +53,7 @@ def make_manifest(
 
 
 def shard_entries(layout: ShardLayout, dtype: torch.dtype) -> tuple[TensorEntry, ...]:
-    """Describe tensors that lie in shards, a segment for each rank that has a run of its own."""
+    """Describe sharded tensors, a segment for each rank that has a run of its own."""
     return tuple(
         TensorEntry(
             name=name,

@@ -7,8 +7,8 @@ and a message. Out: the next state, or InputError for a message that the state r
                      ▲            │            │ failed and undone
                      └────────────┴────────────┘
 
-A version lies under an epoch, the number of its publisher's attempt at the run. A receiver that has
-seen an epoch takes nothing from an older one: a publisher that was replaced cannot come back.
+A version belongs to an epoch, the number of its publisher's attempt at the run. A receiver that has
+prepared a version of one epoch refuses all older ones, so a replaced publisher cannot come back.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ReceiverState:
 
     @property
     def serves(self) -> bool:
-        """Whether `version` is there whole, to answer with."""
+        """Return whether `version` is there whole, to answer with."""
         return self.is_whole and not self.is_swapping
 
     def is_prepared(self, version: int) -> bool:
@@ -97,7 +97,7 @@ class ReceiverState:
 
     def after(self, message: ReceiverMessage) -> ReceiverState:
         """Return the state that a message leads to. Messages of a swap come in order, since one
-        owner sends them; another order is a fault of that owner."""
+        owner sends them; another order is a fault of that owner. Pure."""
         match message:
             case Prepared(epoch=epoch):
                 assert not self.is_swapping, "a version was prepared in the middle of a swap"
@@ -130,7 +130,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Withdrawn:
-    """The tensors change: nobody may fetch the version any more."""
+    """The tensors change: the version may not be fetched any more."""
 
 
 PublisherMessage = Registered | Withdrawn

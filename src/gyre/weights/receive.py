@@ -1,6 +1,6 @@
-"""Receive: the one place that tells the sources of a version apart. In: an Offer, and the engine's
-tensors or the names that another process wants. Out: a Swap that is checked and ready to run, or an
-Offer of host copies.
+"""Receive: the one place that distinguishes the sources of a version. In: an Offer, and the tensors
+of the engine or the names that another process wants. Out: a Swap that is checked and ready to run,
+or an Offer of host copies.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def receive(
             return GatherOver(offer.version, shards, own, emit=emit)
         case RemoteTensors():
             raise InputError(
-                f"version {offer.version} lies in another process",
+                f"version {offer.version} is in another process",
                 hint="fetch it first (`carry`), and prepare what that gives",
             )
         case source:

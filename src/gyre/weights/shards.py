@@ -36,7 +36,7 @@ class ShardLayout:
     size: int  # numbers of a rank's flat buffer, alike on all ranks
 
     def of(self, names: Collection[str]) -> ShardLayout:
-        """The layout of some of the tensors, in the same buffers."""
+        """Return the layout of some of the tensors, in the same buffers."""
         return ShardLayout(
             shapes={name: self.shapes[name] for name in names},
             ranks=tuple({name: places[name] for name in names} for places in self.ranks),
@@ -68,7 +68,7 @@ def align(numbers: int, unit: int = ALIGN) -> int:
 
 
 def whole_layout(shapes: Mapping[str, Shape], starts: Mapping[str, int], size: int) -> ShardLayout:
-    """One rank that holds everything, at the given starts."""
+    """Lay out every tensor on one rank, at the given starts."""
     places = {
         name: Place(start=0, stop=math.prod(shape), at=starts[name])
         for name, shape in shapes.items()
@@ -79,7 +79,7 @@ def whole_layout(shapes: Mapping[str, Shape], starts: Mapping[str, int], size: i
 def row_layout(
     shapes: Mapping[str, Shape], *, num_ranks: int, replicated: frozenset[str] = frozenset()
 ) -> ShardLayout:
-    """Each tensor cut by its rows into runs of ceil(rows / ranks), as FSDP2 cuts; the last ranks
+    """Cut each tensor by its rows into runs of ceil(rows / ranks), as FSDP2 does. The last ranks
     may hold less."""
     ranks: list[dict[str, Place]] = [{} for _ in range(num_ranks)]
     at = 0
@@ -101,8 +101,8 @@ def slice_layout(
     num_ranks: int,
     replicated: frozenset[str],
 ) -> ShardLayout:
-    """One flat buffer of `size` numbers, in which the tensors have their starts, cut into equal
-    slices; `replicated` ones follow each rank's slice."""
+    """Cut one flat buffer of `size` numbers, with the tensors at their starts, into equal slices.
+    `replicated` tensors follow each rank's slice."""
     assert size % (num_ranks * ALIGN) == 0
     step = size // num_ranks
     ranks = []

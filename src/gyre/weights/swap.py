@@ -26,8 +26,8 @@ BUCKET_BYTES = 64 << 20
 
 
 def shares_storage(source: Mapping[str, Tensor], destination: Mapping[str, Tensor]) -> bool:
-    """Whether each destination tensor is the very memory of its source, so that publishing is a
-    version bump."""
+    """Return whether each destination tensor is its source's memory, so that publishing moves no
+    byte."""
     return source.keys() == destination.keys() and all(
         source[name].data_ptr() == tensor.data_ptr()
         and source[name].dtype == tensor.dtype

@@ -1,9 +1,8 @@
-"""Pieces: weights that a rank reads a run at a time. In: a TensorSource, which numbers are whose.
-Out: this rank's tensors, filled. So a start holds its own part and one run beside it, and reads its
-own numbers.
+"""Tensor sources: weights that a rank reads a run at a time. In: a TensorSource, and the places of
+this rank's runs. Out: this rank's tensors, filled. A start reads only its own numbers, and holds
+one run beside them.
 
-The sources that read files and draw numbers are in the room models; they have this shape without
-knowing of it.
+The sources that read files and draw numbers are in `models`; they match the Protocol by structure.
 """
 
 # N numbers of a run
@@ -25,13 +24,13 @@ class TensorSource(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
-        """Every tensor that there is."""
+        """Return the shape of every tensor, by name."""
         ...
 
     def read(self, name: str, start: int, stop: int, out_N: Tensor) -> None:
         """Write numbers [start, stop) of the row-major tensor into `out_N`, which is flat, of any
-        dtype, on any device. Every rank may read another run, in any order. InputError if the
-        source turns out to be no good."""
+        dtype, on any device. Ranks may read different runs, in any order. InputError if the source
+        is damaged."""
         ...
 
 
@@ -51,7 +50,7 @@ class LiveTensors:
 
 
 def whole_places(shapes: Mapping[str, Shape]) -> dict[str, Place]:
-    """The places of a rank that holds every tensor by itself."""
+    """Place every tensor whole, for a rank without shards."""
     return {name: Place(start=0, stop=math.prod(shape), at=0) for name, shape in shapes.items()}
 
 
