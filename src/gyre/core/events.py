@@ -347,8 +347,9 @@ EVENTS = {
     "weights.gathered": EventKind("Shards were gathered into whole weights.", "version size_bytes"),
     "weights.published": EventKind(
         "The engine has the trainer's version.",
-        "step version tensors copied_bytes",
+        "step version epoch tensors copied_bytes",
         own={
+            "epoch": Field("int", "", "attempt of the run that publishes it"),
             "tensors": Field("int", "tensors", "tensors of the version"),
             "copied_bytes": Field("int", "bytes", "bytes copied; 0 where storage is shared"),
         },

@@ -24,7 +24,7 @@ class Handover:
         lifecycle: EngineLifecycle,
         *,
         emit: Emit,
-        epoch: int = 0,
+        epoch: int,
         restart_engine: bool = False,
     ) -> None:
         """`epoch` marks each version with the attempt at the run that publishes it."""
@@ -63,6 +63,7 @@ class Handover:
             "weights.published",
             step=step,
             version=manifest.version,
+            epoch=manifest.epoch,
             tensors=len(manifest.entries),
             copied_bytes=0
             if manifest.shared

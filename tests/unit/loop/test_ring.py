@@ -322,6 +322,16 @@ def test_published_versions_are_those_of_the_trainer(tmp_path):
     assert published == [(0, 0), *((row["step"], row["version"]) for row in bench.steps())]
 
 
+def test_a_resumed_run_publishes_with_a_greater_epoch(tmp_path):
+    first = Bench(tmp_path, steps=2)
+    turn(first)
+    second = Bench(tmp_path, steps=3)
+    turn(second, kept=first.shelf.kept[2])
+    rows = second.rows("weights.published")
+    epochs = [(row["step"], row["attempt"], row["epoch"]) for row in rows]
+    assert epochs == [(0, 1, 1), (1, 1, 1), (2, 1, 1), (2, 2, 2), (3, 2, 2)]
+
+
 def test_the_overlap_account_is_about_scoring_time(tmp_path):
     slow = Bench(tmp_path / "slow", steps=2, scorer_delay_s=0.03)
     turn(slow)
