@@ -1,8 +1,8 @@
 """Protocol: the messages about a version, and what publisher and receiver do with them. In: a state
 and a message. Out: the next state, or InputError for a message that the state refuses. Pure.
 
-    publisher     registered ──▶ offered ──▶ withdrawn by the next step
-                                    │ fetched
+    publisher     registered ──▶ offered ──▶ withdrawn by the next step ──▶ written
+                                    │ fetch began          fetches ended ┘
     receiver      serving ──▶ prepared ──▶ swapping ──▶ serving the next
                      ▲            │            │ failed and undone
                      └────────────┴────────────┘
@@ -129,18 +129,36 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FetchBegan:
+    """Somebody reads tensors of the version."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchEnded:
+    """A fetch has ended, well or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Withdrawn:
-    """The tensors change: the version may not be fetched any more."""
+    """The tensors are about to change: no fetch may begin any more."""
 
 
-PublisherMessage = Registered | Withdrawn
+PublisherMessage = Registered | FetchBegan | FetchEnded | Withdrawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherState:
-    """What a trainer offers."""
+    """What a trainer offers, and who reads it."""
 
     offered: Registered | None = None
+    num_fetches: int = 0  # that have begun and not ended, also of a version that was withdrawn
+
+    @property
+    def may_write(self) -> bool:
+        """Return whether the tensors may change: nobody reads them, and nobody may begin to."""
+        return self.offered is None and self.num_fetches == 0
 
     def refuse_fetch(self, version: int) -> None:
         """Raise InputError unless the version's tensors are there."""
@@ -152,8 +170,16 @@ class PublisherState:
             )
 
     def after(self, message: PublisherMessage) -> PublisherState:
+        """Return the state that a message leads to. InputError for a fetch of a version that is not
+        offered. Pure."""
         match message:
             case Registered():
-                return PublisherState(offered=message)
+                return replace(self, offered=message)
+            case FetchBegan(version=version):
+                self.refuse_fetch(version)
+                return replace(self, num_fetches=self.num_fetches + 1)
+            case FetchEnded():
+                assert self.num_fetches > 0, "a fetch ended that had not begun"
+                return replace(self, num_fetches=self.num_fetches - 1)
             case Withdrawn():
-                return PublisherState()
+                return replace(self, offered=None)

@@ -4,16 +4,23 @@ way backs, an engine answers with a version that it has whole, and never with an
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from fakes.trainer import CountingTrainer
+from gyre.cluster.worker.endpoints import TrainerEndpoint
 from gyre.core.errors import InputError
+from gyre.core.records import TrainBatch
 from gyre.engine.weights import EngineWeights
 from gyre.models.decoder import Decoder
-from gyre.weights.protocol import PublisherState, Registered, Withdrawn
+from gyre.weights.protocol import FetchBegan, FetchEnded, PublisherState, Registered, Withdrawn
 from offers import FailAt, Fault, offer_of
 from trainer_cases import SPEC
 
@@ -120,25 +127,67 @@ class Publishing(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.state, self.version, self.offered = PublisherState(), 0, False
+        self.reading = 0  # fetches that have begun and not ended
 
     @rule(epoch=st.integers(0, 3))
     def register(self, epoch: int) -> None:
         self.state = self.state.after(Registered(epoch=epoch, version=self.version))
         self.offered = True
 
+    @rule()
+    def withdraw(self) -> None:
+        self.state = self.state.after(Withdrawn())
+        self.offered = False
+
+    @precondition(lambda self: self.state.may_write)
     @rule(updates=st.integers(0, 2))
     def step(self, updates: int) -> None:
-        self.state = self.state.after(Withdrawn())
-        self.version, self.offered = self.version + updates, False
+        assert not self.reading and not self.offered
+        self.version += updates
 
     @rule(version=st.integers(0, 6))
     def fetch(self, version: int) -> None:
         if self.offered and version == self.version:
-            self.state.refuse_fetch(version)
+            self.state = self.state.after(FetchBegan(version=version))
+            self.reading += 1
             return
         with pytest.raises(InputError, match="past it" if not self.offered else "is at"):
-            self.state.refuse_fetch(version)
+            self.state.after(FetchBegan(version=version))
+
+    @precondition(lambda self: self.reading)
+    @rule()
+    def end_fetch(self) -> None:
+        self.state = self.state.after(FetchEnded())
+        self.reading -= 1
+
+    @invariant()
+    def is_written_only_when_nobody_reads(self) -> None:
+        assert self.state.may_write == (not self.offered and not self.reading)
 
 
 TestPublishing = Publishing.TestCase
 TestPublishing.settings = settings(max_examples=60, deadline=None)
+
+
+def test_a_step_waits_for_copies_that_have_begun_and_takes_no_more() -> None:
+    async def main() -> None:
+        gate, compute = threading.Event(), ThreadPoolExecutor(1)
+        trainer = CountingTrainer(emit=lambda kind, **fields: None, version=4)
+        seat = TrainerEndpoint(trainer, rank=0, compute=compute)
+        manifest = await seat.register(7)
+        assert (manifest.epoch, manifest.version) == (7, 4)
+        compute.submit(gate.wait, 20)
+        copy = asyncio.create_task(seat.tensors(4, ["version"]))
+        await asyncio.sleep(0)
+        step = asyncio.create_task(seat.step(TrainBatch(sequences=(), step=1)))
+        await asyncio.sleep(0.02)
+        assert not step.done()
+        with pytest.raises(InputError, match="the trainer is past it"):
+            await seat.tensors(4, ["version"])
+        gate.set()
+        found = await copy
+        assert (found.manifest.epoch, found.version) == (7, 4)
+        await step
+        compute.shutdown()
+
+    asyncio.run(main())

@@ -30,7 +30,14 @@ from gyre.core.records import (
     Usage,
     Which,
 )
-from gyre.weights.protocol import PublisherState, Registered, Withdrawn
+from gyre.weights.protocol import (
+    FetchBegan,
+    FetchEnded,
+    PublisherMessage,
+    PublisherState,
+    Registered,
+    Withdrawn,
+)
 from gyre.weights.receive import copy_out
 
 Result = TypeVar("Result")
@@ -55,9 +62,10 @@ class TrainerEndpoint:
         self.trainer, self._rank, self._compute = trainer, rank, compute
         self._state = PublisherState()
         self._offer: Offer | None = None
+        self._may_write = asyncio.Event()
 
     async def step(self, batch: TrainBatch) -> StepReport:
-        self._withdraw()
+        await self._withdraw()
         return await self.trainer.step(batch)
 
     async def evaluate(self, batch: TrainBatch, which: Which) -> Evaluation | None:
@@ -69,7 +77,7 @@ class TrainerEndpoint:
         any other only which one it has."""
         self._offer = offer = await self.trainer.register(epoch=epoch)
         manifest = offer.manifest
-        self._state = self._state.after(Registered(epoch=epoch, version=offer.version))
+        self._move_publisher(Registered(epoch=epoch, version=offer.version))
         return manifest if self._rank == 0 else replace(manifest, entries=())
 
     def offer(self, version: int) -> Offer:
@@ -82,17 +90,32 @@ class TrainerEndpoint:
     async def tensors(self, version: int, names: Sequence[str]) -> Offer:
         """Return copies on the host of some of a version's tensors, with checksums. InputError when
         the trainer is past that version."""
-        return await self._on_compute(lambda: copy_out(self.offer(version), names))
+        offer = self.offer(version)
+        self._move_publisher(FetchBegan(version=version))
+        copying = asyncio.ensure_future(self._on_compute(lambda: copy_out(offer, names)))
+        # a caller that is cancelled does not end the copy
+        copying.add_done_callback(lambda _: self._move_publisher(FetchEnded()))
+        return await asyncio.shield(copying)
 
-    def _withdraw(self) -> None:
-        self._state = self._state.after(Withdrawn())
+    async def _withdraw(self) -> None:
+        """Refuse new fetches. Waits for: copies that had begun on the compute thread, which the
+        caller needs next."""
         self._offer = None
+        self._move_publisher(Withdrawn())
+        await self._may_write.wait()
+
+    def _move_publisher(self, message: PublisherMessage) -> None:
+        self._state = self._state.after(message)
+        if self._state.may_write:
+            self._may_write.set()
+        else:
+            self._may_write.clear()
 
     async def snapshot(self) -> Mapping[str, Any]:
         return await self.trainer.snapshot()
 
     async def restore(self, state: Mapping[str, Any]) -> None:
-        self._withdraw()
+        await self._withdraw()
         await self.trainer.restore(state)
 
     async def close(self) -> None:
