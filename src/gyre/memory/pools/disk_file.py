@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import MemoryBudgetError, SnapshotError
-from gyre.core.files import partial_path, replacing, write_text
+from gyre.core.files import partial_path, replacing, sync
 from gyre.memory.pools.host_buffer import HostBuffer
 from gyre.memory.records import STAGING_BYTES
 
@@ -50,7 +50,8 @@ class DiskFile:
         nothing is left."""
         try:
             self.data_path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self.data_path, durable=True) as aside:
+            # synced here: each of the two files once, their folder once for both
+            with replacing(self.data_path, durable=False) as aside:
                 checksums = self._write_data(aside, segments)
                 manifest = {
                     "component": self.name,
@@ -61,7 +62,10 @@ class DiskFile:
                     ],
                 }
                 self._check_written(aside, manifest)
-                write_text(self.manifest_path, json.dumps(manifest), durable=True)
+                with replacing(self.manifest_path, durable=False) as manifest_aside:
+                    manifest_aside.write_text(json.dumps(manifest), encoding="utf-8")
+                    sync(manifest_aside)
+            sync(self.data_path.parent)
         except OSError as error:
             self.remove()
             raise MemoryBudgetError(

@@ -270,6 +270,23 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch) -> None:
     assert held(pool) == (0, 0, DISTINCT_BYTES)
 
 
+def test_a_move_to_disk_syncs_each_file_once_and_their_folder_last(
+    tmp_path: Path, monkeypatch
+) -> None:
+    real, synced = os.fsync, []
+
+    def note(handle: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        real(handle)
+
+    pool = make_pool(tmp_path)
+    monkeypatch.setattr(os, "fsync", note)
+    pool.move("disk")
+    data, manifest, folder = synced
+    assert data.endswith(".bin.partial") and manifest.endswith(".json.partial")
+    assert folder == tmp_path.name
+
+
 def test_large_segments_go_through_in_parts(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(disk_file, "STAGING_BYTES", 1000)
     tensors = make_tensors()
