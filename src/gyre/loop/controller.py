@@ -69,8 +69,8 @@ from gyre.loop.refill import (
     filter_metric,
     why_filtered_by_score,
 )
-from gyre.loop.resume import StageProgress, note_outcome, to_snapshot
-from gyre.loop.schedule import Rhythm, Turn, run_steps
+from gyre.loop.resume import StageProgress, note_outcome
+from gyre.loop.schedule import Rhythm, Turn, run_steps, step_done
 from gyre.loop.scoring import Scoring
 from gyre.loop.stopping import StepUnfinished
 from gyre.objectives.config import needs_critic, needs_policy_logprobs, needs_reference
@@ -150,7 +150,6 @@ class Ring:
         turn = Turn(
             step=self._step,
             evaluate=self._evaluate,
-            save=self._snapshot,
             keep_unfinished=self._keep_unfinished,
         )
         rhythm = Rhythm(
@@ -158,7 +157,7 @@ class Ring:
             eval_every_steps=self._config.evaluation.every_steps,
             snapshot_every_steps=self._config.snapshot_every_steps,
         )
-        return await run_steps(progress, turn, rhythm, self._parts.stop)
+        return await run_steps(progress, turn, rhythm, self._parts)
 
     async def _step(self, progress: StageProgress) -> StageProgress:
         step, started_s = progress.step + 1, time.monotonic()
@@ -322,12 +321,6 @@ class Ring:
             outcome = await self._parts.stop.within(self._evaluator.run(self._parts.eval_prompts))
         return note_outcome(progress, outcome, when, self._emit)
 
-    async def _snapshot(self, progress: StageProgress) -> None:
-        with self._phase("snapshot", step=progress.step):
-            self._parts.observers.samples.sync()
-            state, blobs = to_snapshot(progress, events=self._parts.observers.events.position())
-            await self._parts.snapshots.save(step=progress.step, state=state, blobs=blobs)
-
     async def _enter(self, phase: Phase, step: int) -> None:
         await self._parts.gate.enter(phase, step=step)
 
@@ -384,23 +377,18 @@ class Ring:
             **reward_metrics(groups, self._config.accuracy),
             **assembled.metrics,
             **refill_metrics(self._stage.objective, collected.rollouts, assembled, len(groups)),
-            **report.metrics,
-            **report.measured,
-            "tokens_per_second": report.num_tokens / max(seconds, 1e-9),
             "sampled_tokens": float(sampled),
         }
-        self._emit(
-            "step.done",
-            stage=self._stage.name,
-            step=step,
-            version=report.version,
-            metrics=metrics,
-            num_tokens=report.num_tokens,
-            num_updates=report.num_updates,
+        done = step_done(
+            self._stage,
+            step,
+            report,
+            seconds,
+            metrics,
             num_prompts=len(groups),
             reward_standard_error=reward_error(groups),
-            seconds=round(seconds, 4),
         )
+        self._emit("step.done", **done)
 
     def _keep_samples(self, step: int, groups: Sequence[Group]) -> None:
         """Write a few groups to the sample log."""

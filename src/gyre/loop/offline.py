@@ -17,8 +17,8 @@ from gyre.core.records import TrainBatch
 from gyre.loop.evaluate import Outcome, Rollouts, held_out_loss, pair_accuracy, preference_accuracy
 from gyre.loop.handover import Handover
 from gyre.loop.ports import Parts, StageSpec
-from gyre.loop.resume import StageProgress, note_outcome, to_snapshot
-from gyre.loop.schedule import Rhythm, Turn, run_steps
+from gyre.loop.resume import StageProgress, note_outcome
+from gyre.loop.schedule import Rhythm, Turn, run_steps, step_done
 
 Measure = Callable[[PolicyTrainer, TrainBatch], Awaitable[Outcome]]
 
@@ -71,7 +71,6 @@ class OfflineLoop:
         turn = Turn(
             step=self._step,
             evaluate=self._evaluate,
-            save=self._snapshot,
             keep_unfinished=lambda progress: progress,
         )
         rhythm = Rhythm(
@@ -79,7 +78,7 @@ class OfflineLoop:
             eval_every_steps=self._config.eval_every_steps,
             snapshot_every_steps=self._config.snapshot_every_steps,
         )
-        return await run_steps(progress, turn, rhythm, self._parts.stop)
+        return await run_steps(progress, turn, rhythm, self._parts)
 
     async def _step(self, progress: StageProgress) -> StageProgress:
         step, started_s = progress.step + 1, time.monotonic()
@@ -87,20 +86,7 @@ class OfflineLoop:
         with self._phase("train", step=step):
             report = await self._parts.trainer.step(TrainBatch(sequences=tuple(records), step=step))
         seconds = time.monotonic() - started_s
-        self._emit(
-            "step.done",
-            stage=self._stage.name,
-            step=step,
-            version=report.version,
-            metrics={
-                **report.metrics,
-                **report.measured,
-                "tokens_per_second": report.num_tokens / max(seconds, 1e-9),
-            },
-            num_tokens=report.num_tokens,
-            num_updates=report.num_updates,
-            seconds=round(seconds, 4),
-        )
+        self._emit("step.done", **step_done(self._stage, step, report, seconds, {}))
         return replace(progress, step=step, source=self._parts.source.state())
 
     async def _evaluate(self, progress: StageProgress, when: str) -> StageProgress:
@@ -121,9 +107,3 @@ class OfflineLoop:
             progress = note_outcome(progress, outcome, when, self._emit)
         await gate.enter("train", step=step)
         return progress
-
-    async def _snapshot(self, progress: StageProgress) -> None:
-        with self._phase("snapshot", step=progress.step):
-            self._parts.observers.samples.sync()
-            state, blobs = to_snapshot(progress, events=self._parts.observers.events.position())
-            await self._parts.snapshots.save(step=progress.step, state=state, blobs=blobs)

@@ -6,11 +6,14 @@ operations. Out: its progress at the end or at a stop request.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from gyre.loop.resume import StageProgress, is_due
-from gyre.loop.stopping import StepUnfinished, StopRequest
+from gyre.core.records import StepReport
+from gyre.loop.ports import Parts, StageSpec
+from gyre.loop.resume import StageProgress, is_due, to_snapshot
+from gyre.loop.stopping import StepUnfinished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +23,6 @@ class Turn:
 
     step: Callable[[StageProgress], Awaitable[StageProgress]]
     evaluate: Callable[[StageProgress, str], Awaitable[StageProgress]]  # "before" or "after"
-    save: Callable[[StageProgress], Awaitable[None]]
     # adds what a step that was broken off has
     keep_unfinished: Callable[[StageProgress], StageProgress]
 
@@ -35,14 +37,14 @@ class Rhythm:
 
 
 async def run_steps(
-    progress: StageProgress, turn: Turn, rhythm: Rhythm, stop: StopRequest
+    progress: StageProgress, turn: Turn, rhythm: Rhythm, parts: Parts
 ) -> StageProgress:
     """Run the stage from `progress`, which is already saved, to its end: then `done` is true.
 
     A stop request ends it sooner and saves the progress. An evaluation skipped by the stop runs
     first on resume.
     """
-    saved = progress
+    saved, stop = progress, parts.stop
     while True:
         last = progress.step >= rhythm.steps
         try:
@@ -55,7 +57,7 @@ async def run_steps(
             due = progress.step > saved.step and is_due(progress.step, rhythm.snapshot_every_steps)
             if due or (ends and not progress.done):
                 saved = progress = replace(progress, done=ends)
-                await turn.save(progress)
+                await save_progress(progress, parts)
             if ends:
                 return progress
             if not stop.is_asked:
@@ -65,8 +67,43 @@ async def run_steps(
         if stop.is_asked:
             stop.saving = True
             if progress is not saved:
-                await turn.save(progress)
+                await save_progress(progress, parts)
             return progress
+
+
+async def save_progress(progress: StageProgress, parts: Parts) -> None:
+    """Save the trainer's state and the loop's, with the samples so far on disk."""
+    observers = parts.observers
+    with observers.spans.phase("snapshot", step=progress.step):
+        observers.samples.sync()
+        state, blobs = to_snapshot(progress, events=observers.events.position())
+        await parts.snapshots.save(step=progress.step, state=state, blobs=blobs)
+
+
+def step_done(
+    stage: StageSpec,
+    step: int,
+    report: StepReport,
+    seconds: float,
+    metrics: Mapping[str, float],
+    **more: Any,
+) -> dict[str, Any]:
+    """Return the fields of the event "step.done". The trainer's own numbers follow `metrics`."""
+    return {
+        "stage": stage.name,
+        "step": step,
+        "version": report.version,
+        "metrics": {
+            **metrics,
+            **report.metrics,
+            **report.measured,
+            "tokens_per_second": report.num_tokens / max(seconds, 1e-9),
+        },
+        "num_tokens": report.num_tokens,
+        "num_updates": report.num_updates,
+        **more,
+        "seconds": round(seconds, 4),
+    }
 
 
 def is_evaluation_due(progress: StageProgress, rhythm: Rhythm) -> bool:
