@@ -176,8 +176,7 @@ def plan(config: RunConfig, *, columns: int) -> dict[str, Any]:
 
 
 def plan_for_gpus(config: RunConfig | None, request: PlanRequest) -> dict[str, Any]:
-    """Return the layout of each stage on GPUs that need not be here, with the checklists. Starts
-    nothing."""
+    """Lay each stage out on GPUs that need not be here, with the checklists. Starts nothing."""
     if config is None:
         return plan_shape(request)
     spec, stages = read_stages(config)

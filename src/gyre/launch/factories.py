@@ -120,8 +120,8 @@ def has_fast_bf16(device: str) -> bool:
 
 
 def make_tokenizer(config: RunConfig, kept: Path, emit: Emit) -> Tokenizer:
-    """Return the tokenizer of the config, the model's, or one trained on the data; kept in the run
-    folder for a resume."""
+    """Load the tokenizer of the config or the model, or train one on the data. It is kept in the
+    run folder for a resume."""
     source = config.tokenizer.path or config.model.path
     if kept.is_dir():
         return load_tokenizer(kept)
@@ -147,8 +147,8 @@ def make_tokenizer(config: RunConfig, kept: Path, emit: Emit) -> Tokenizer:
 
 
 def make_policy(config: RunConfig, tokenizer: Tokenizer, machine: Machine) -> Policy:
-    """Return the model's shapes and where its weights are. Of a checkpoint names and shapes are
-    checked now; no weight is read before a trainer knows which ones its rank holds."""
+    """Make the model's shapes and find its weights. Of a checkpoint names and shapes are checked
+    now; no weight is read before a trainer knows which ones its rank holds."""
     spec = make_facts(config, tokenizer).spec
     if config.model.path:
         weights = Checkpoint(config.model.path)
@@ -227,7 +227,7 @@ def load_policy(folder: Path, machine: Machine, *, end_token: str = "") -> Polic
 def make_reward_model(
     path: str, machine: Machine, policy: Policy
 ) -> tuple[Decoder, ScalarHead, Checkpoint]:
-    """Return the decoder of a reward model, on the meta device, its scalar head, and what fills the
+    """Make a reward model: its decoder on the meta device, its scalar head, and what fills the
     decoder."""
     folder = find_reward_model(path, policy)
     weights = Checkpoint(folder)

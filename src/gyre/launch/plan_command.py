@@ -60,7 +60,7 @@ class PlanRequest:
 
 
 def read_stages(config: RunConfig) -> tuple[ModelSpec, list[tuple[Stage, StageData]]]:
-    """Return the model's sizes and each stage's records, for a plan: nothing is made and no log is
+    """Return the model's sizes and each stage's records, for a plan. Nothing is made and no log is
     kept."""
     emit: Emit = lambda kind, **fields: None  # noqa: E731
     with tempfile.TemporaryDirectory() as scratch:
@@ -219,9 +219,9 @@ def _dtype(asked: Dtype | None, gpu: Gpu) -> Dtype:
 
 
 def _saving(dtype: Dtype, gpu: Gpu) -> Saving:
-    """Return what the kernels of GPUs that are not here keep; neither is their torch here, which
-    brings Triton along. Its kernels take no float32, and run where BF16 is multiplied; an older GPU
-    keeps what products and a softmax keep."""
+    """Choose the kernels of GPUs that are not here; their torch, which brings Triton along, is not
+    here either. Its kernels take no float32, and run where BF16 is multiplied. An older GPU keeps
+    what products and a softmax keep."""
     if not gpu.bf16:
         return "torch_cpu"
     return "torch_cuda" if dtype == "float32" else "triton"

@@ -62,7 +62,7 @@ class StopSignals:
 
     @contextmanager
     def task(self) -> Iterator[None]:
-        """Let a signal cancel the current task."""
+        """Make the current task the one that a signal cancels."""
         self._task = asyncio.current_task()
         try:
             yield
@@ -71,7 +71,7 @@ class StopSignals:
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        """Let a signal only ask: a loop runs, which looks at the request."""
+        """Mark that a loop runs, which looks at the request."""
         self._heeded = True
         try:
             yield

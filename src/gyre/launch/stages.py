@@ -139,7 +139,7 @@ class StageData:
 def load_stage_data(
     config: RunConfig, stage: Stage, tokenizer: Tokenizer, context_tokens: int, emit: Emit
 ) -> StageData:
-    """Return the stage's records, and what it is judged on."""
+    """Load the stage's records, and what it is judged on."""
     learnt = bound_lengths(stage.data, prompt=context_tokens, sequence=context_tokens)
     seed, num = derive_seed(config.run.seed, "data", stage.name), config.eval.num_problems
     prompts: tuple[Prompt, ...] = ()
@@ -183,7 +183,7 @@ def load_stage_data(
 def load_problems(
     config: RunConfig, tokenizer: Tokenizer, context_tokens: int, emit: Emit
 ) -> PromptSet:
-    """Return the problems of the main stage: what `gyre eval` measures is what the run held out."""
+    """Load the problems of the main stage: what `gyre eval` measures is what the run held out."""
     asked = bound_lengths(
         config.data, prompt=context_tokens - config.rollout.max_tokens, sequence=context_tokens
     )
@@ -216,7 +216,7 @@ def bound_lengths(data: DataConfig, *, prompt: int, sequence: int) -> DataConfig
 def take_held_out(
     held_out: tuple[Record, ...], num: int, source: str, key: str = "eval.num_problems"
 ) -> tuple[Record, ...]:
-    """Return the first `num`; ConfigError when there are fewer, since a mean over fewer would not
+    """Return the first `num`. ConfigError when there are fewer, since a mean over fewer would not
     be what was asked for."""
     if num > len(held_out):
         raise ConfigError(
@@ -288,7 +288,7 @@ def plan_run(
 
 
 def expected_ranks(config: RunConfig) -> int:
-    """Return how many ranks will train together, as far as the config says: without a number, as
+    """Return how many ranks will train together, as far as the config says. Without a number, as
     few as its shards ask for."""
     if config.cluster.kind == "inline":
         return 1

@@ -34,8 +34,8 @@ class Handover:
         self._running = True
 
     async def leave_rollout(self, *, step: int) -> None:
-        """Give up the engine where it is restarted: no request is in flight, and the device is
-        wanted for scoring and training."""
+        """End an engine that restarts at each hand-over: the device is wanted for scoring and
+        training. No request is in flight."""
         if self._restart_engine and self._running:
             await self._lifecycle.terminate()
             self._running = False

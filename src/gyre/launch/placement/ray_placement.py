@@ -250,7 +250,7 @@ class RayPlacement:
         )
 
     async def _start_engine(self, name: str) -> WorkerHandle:
-        """Return a worker with an engine alone, on dummy weights."""
+        """Start a worker with an engine alone, on dummy weights."""
         assert self._stage is not None
         stage, plan = self._stage
         handle = await self._fleet.cluster.start(self._spec(name, None))

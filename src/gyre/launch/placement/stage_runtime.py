@@ -136,9 +136,9 @@ class StageRuntime:
     def _make_trainer(
         self, stage: Stage, policy: Policy, version: int, *, resumed: bool
     ) -> NativeTrainer:
-        """Return the trainer on the policy's decoder, which has this rank's part of the weights
-        from here on. One that is `resumed` reads none: they come from the snapshot, and until then
-        it does nothing."""
+        """Make the trainer on the policy's decoder, which has this rank's part of the weights from
+        here on. One that is `resumed` reads none: they come from the snapshot, and until then it
+        does nothing."""
         reads = policy.decoder.device.type == "meta" and not resumed
         with self._making("trainer"), contextlib.ExitStack() as files:
             weights = policy.weights if reads else None

@@ -148,7 +148,7 @@ def read_stage(folder: Path, accepted: Sequence[str]) -> str:
 
 
 def why_missing(folder: Path) -> str:
-    """Return ": it does not exist" with the nearest names, or "" for a folder that is there."""
+    """Return ": it does not exist", with the nearest names; "" for a folder that is there."""
     if folder.is_dir():
         return ""
     near = near_folders(folder)
