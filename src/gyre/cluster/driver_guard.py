@@ -42,7 +42,7 @@ RAY_ENDED = "Ray ended the driver: its raylet or its head process is gone"
 
 @dataclass(frozen=True, kw_only=True)
 class Guarded:
-    """What a driver knows of its guard, and how it tells it."""
+    """A driver's side of its guard: what it knows, and the pipe that it reports to."""
 
     number: int  # how often it was started again
     folder: Path | None  # of the run to go on with then
@@ -52,7 +52,7 @@ class Guarded:
         os.write(self.report, f"{folder.absolute()}\n".encode())
 
     def tell_end(self) -> None:
-        """Whatever it is that this process ends with, it has told of it."""
+        """Report that this process is ending, and has said why."""
         os.write(self.report, f"{ENDED}\n".encode())
 
 
@@ -187,7 +187,7 @@ def _fork() -> int:
 
 
 def _read_all(handle: int) -> list[str]:
-    """Return the whole lines of a report; whoever could have written more has ended."""
+    """Return the whole lines of a report; no process is left that could write more."""
     with os.fdopen(handle, "rb") as file:
         return [line.decode() for line in file.read().split(b"\n")[:-1]]
 

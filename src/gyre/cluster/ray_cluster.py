@@ -1,7 +1,7 @@
 """Ray cluster: workers as Ray actors, one process each. In: RoleSpecs. Out: handles. Implements
 Cluster.
 
-A Ray that is started here listens on loopback only, has no dashboard and tells nobody of it; it
+A Ray that is started here listens on loopback only, has no dashboard and sends no usage data; it
 ends with `close`. With an address the workers are started on the nodes of that cluster, where gyre
 must be installed.
 """
@@ -180,9 +180,9 @@ def _find_process(pid: int) -> psutil.Process | None:
 
 
 def _end_process(process: psutil.Process) -> bool:
-    """Ray calls an actor dead as soon as it was told to kill it. One that hangs or was stopped by a
-    signal is still there then, with its device. Others are about to go: killed now, Ray would warn
-    of a worker that died. Blocks; says whether it is gone."""
+    """Kill a process that outlives its actor, and return whether it is gone. Blocks. Ray calls an
+    actor dead as soon as it asks it to end; one that hangs is still there then, with its device.
+    Others end by themselves: killed at once, Ray would warn of them."""
     try:
         with suppress(psutil.TimeoutExpired):
             process.wait(LEAVE_S)

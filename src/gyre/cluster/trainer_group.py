@@ -84,8 +84,8 @@ class TrainerGroup:
         return (await self.run(f"evaluation of '{which}'", "trainer.evaluate", share, which))[0]
 
     async def register(self, *, epoch: int = 0) -> Offer:
-        """Every rank keeps its offer for the engine beside it; no tensor comes here until somebody
-        fetches it."""
+        """Let every rank keep its offer for the engine beside it. No tensor comes here until it is
+        fetched."""
         manifests = await self.run(
             "trainer.register", "trainer.register", epoch, patience=self._calls
         )
@@ -227,8 +227,8 @@ def _blocks(entries: Sequence[TensorEntry]) -> Iterator[tuple[str, ...]]:
 
 
 def find_cause(errors: Mapping[int, BaseException]) -> tuple[int, BaseException]:
-    """Of the ranks' errors the one that began it: a rank that is gone, then one with an error of
-    its own, then one that only saw another rank fail, then one that has not answered; the lowest
+    """Return the first cause among the ranks' errors: a rank that is gone, then one with an error
+    of its own, then one that only saw another rank fail, then one that has not answered; the lowest
     rank among equals."""
 
     def order(item: tuple[int, BaseException]) -> tuple[int, int]:

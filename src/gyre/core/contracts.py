@@ -187,13 +187,13 @@ class WorkerHandle(Protocol):
 
     def look(self, what: Literal["pulse", "stacks"]) -> Future[Any]:
         """Ask the process and not the object: answered by a thread of its own while the object is
-        busy or stuck. pulse: a count that grows while work goes on; stacks: what every thread is
+        busy or stuck. pulse: a count that grows while work is done; stacks: what every thread is
         at, as text."""
         ...
 
 
 class Cluster(Protocol):
-    """Starts workers on devices. A worker that dies stays dead: whoever started it decides what
+    """Starts workers on devices. A worker that dies stays dead: its starter decides what
     follows."""
 
     async def start(self, spec: RoleSpec) -> WorkerHandle:
@@ -209,7 +209,7 @@ class Cluster(Protocol):
         ...
 
     def share(self, value: Any) -> Any:
-        """Something to give to `begin` in place of a large value that several workers get: it is
+        """Return what to give to `begin` in place of a large value that several workers get: it is
         sent once."""
         ...
 

@@ -1,7 +1,7 @@
 """Files: written whole or not at all, synced, and locked. In: a path and what writes it. Out: the
 new file or folder under its name, or the old one as it was. Torch-free.
 
-What is written lies beside its place as `NAME.partial` until it is whole. `durable` ones are synced
+A file is written beside its place as `NAME.partial` until it is whole. `durable` ones are synced
 before they get their name, and so is the name: they outlast a power loss. Reports and caches, which
 can be made again, need not be.
 """

@@ -1,7 +1,7 @@
 """Offers: a policy version that engines may have, and where its numbers are. In: a Manifest and one
 of four sources. Out: records that a trainer hands out and an engine takes.
 
-The sources are told apart in `weights.receive` and nowhere else. Tensors are borrowed: they are
+Only `weights.receive` distinguishes the sources. Tensors are borrowed: they are
 those of the version until the trainer's next step.
 """
 

@@ -25,8 +25,8 @@ from gyre.weights.protocol import (
     ReceiverState,
     RolledBack,
     SwapBegan,
+    SwapDone,
     SwapFailed,
-    Swapped,
 )
 from gyre.weights.receive import receive
 from gyre.weights.swap import Swap
@@ -112,7 +112,7 @@ class EngineWeights:
         self.state = begun = last.after(SwapBegan(version=version))
         try:
             swap.run()
-            self.state = begun.after(Swapped())
+            self.state = begun.after(SwapDone())
             yield
         except BaseException:
             # where even `undo` fails, the numbers are neither version's

@@ -35,7 +35,7 @@ class SwapBegan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swapped:
+class SwapDone:
     """The prepared version is there whole."""
 
 
@@ -56,7 +56,7 @@ class Lost:
     """The engine's numbers are dummies, or gone."""
 
 
-ReceiverMessage = Prepared | SwapBegan | Swapped | SwapFailed | RolledBack | Lost
+ReceiverMessage = Prepared | SwapBegan | SwapDone | SwapFailed | RolledBack | Lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class ReceiverState:
                     f"version {version} was swapped in before it was prepared"
                 )
                 return replace(self, is_swapping=True)
-            case Swapped():
+            case SwapDone():
                 assert self.is_swapping and self.prepared is not None, "no swap had begun"
                 return ReceiverState(version=self.prepared.version, epoch=self.epoch)
             case SwapFailed(undone=undone):

@@ -33,7 +33,7 @@ from gyre.core.records import (
     Usage,
 )
 from gyre.weights.manifest import verify_manifest
-from gyre.weights.protocol import Prepared, ReceiverState, RolledBack, SwapBegan, Swapped
+from gyre.weights.protocol import Prepared, ReceiverState, RolledBack, SwapBegan, SwapDone
 
 SIZES_BYTES = {"engine.weights": 4096, "engine.kv": 16384}
 POLL_S = 0.001
@@ -197,7 +197,7 @@ class ScriptedEngine:
                 )
             finally:
                 self._admitting = True
-        self._state = self._state.after(SwapBegan(version=version)).after(Swapped())
+        self._state = self._state.after(SwapBegan(version=version)).after(SwapDone())
         self._not_ready = ""
 
     async def rollback(self) -> None:

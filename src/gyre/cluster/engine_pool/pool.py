@@ -34,7 +34,7 @@ from gyre.core.errors import GyreError, RankError
 from gyre.core.events import Emit
 from gyre.core.offers import Offer
 from gyre.core.records import EngineStats, Health, Partial, Request
-from gyre.weights.protocol import Prepared, ReceiverState, RolledBack, SwapBegan, Swapped
+from gyre.weights.protocol import Prepared, ReceiverState, RolledBack, SwapBegan, SwapDone
 from gyre.weights.receive import carry
 
 STOP_S = 10.0  # on top of an engine's own deadline, for its answer to arrive
@@ -92,7 +92,7 @@ class EnginePool:
 
     @property
     def handles(self) -> list[WorkerHandle]:
-        """Of the engines that are there."""
+        """Return the handles of the engines that are not lost."""
         return [member.handle for member in self._members.values() if member.state != "lost"]
 
     @property
@@ -101,7 +101,7 @@ class EnginePool:
         return self._state.version
 
     def lose(self, handle: WorkerHandle, cause: str) -> None:
-        """Somebody else found an engine to be of no use any more."""
+        """Take an engine as lost that another part of the run found so."""
         member = self._members.get(handle.name)
         if member is not None and member.handle is handle:
             self._lose(member, cause)
@@ -128,8 +128,8 @@ class EnginePool:
             await self._desk.until_gone([live], self._settings.call_deadline_s)
 
     async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
-        """Interrupt every engine. What engines had that are lost meanwhile is told as far as it had
-        come."""
+        """Interrupt every engine. Partial answers of engines that are lost meanwhile count as far
+        as they had arrived."""
         self._surely(self._desk.route)
         members, lives, end_s = (
             self._present(),
@@ -179,8 +179,8 @@ class EnginePool:
         await self._gather(calls, watched="start of the engines")
 
     async def prepare(self, offer: Offer) -> None:
-        """Every engine receives the version: from the trainer rank beside it, or a copy. One that
-        is being brought to the weights of before takes it after the commit."""
+        """Let every engine receive the version: from the trainer rank beside it, or a copy. One
+        that is still catching up with the last version takes it after the commit."""
         self._state.refuse_stale(offer.manifest)
         self._watch_all()
         members = [member for member in self._present() if not member.catching_up]
@@ -203,7 +203,7 @@ class EnginePool:
         calls = {member: member.ask("engine.commit", version, policy) for member in ready}
         await self._gather(calls, watched=f"commit of version {version}")
         if offer is not None:
-            self._state = self._state.after(SwapBegan(version=version)).after(Swapped())
+            self._state = self._state.after(SwapBegan(version=version)).after(SwapDone())
         self._published, self._offered = offer or self._published, None
         for member in self._present():
             if member in ready:
@@ -259,8 +259,8 @@ class EnginePool:
         )
 
     def _find_engines(self) -> Sequence[EngineReplica] | BaseException | None:
-        """Who takes work; or the error that ends every request; or None while an engine is on its
-        way back."""
+        """Return the engines that take work, the error that ends every request, or None while an
+        engine is being restarted."""
         if self._broken is not None:
             return self._broken
         up = [member for member in self._members.values() if member.state == "up"]
@@ -283,7 +283,8 @@ class EnginePool:
         self._lose(member, await self._cluster.watch(member.handle))
 
     def _lose(self, member: EngineReplica, cause: str) -> None:
-        """Take an engine's requests from it. Once for each life, whoever noticed its end first."""
+        """Take an engine's requests from it. Once for each life, by the first notice of its
+        end."""
         if member.state != "lost":
             member.lose()
             self._surely(self._take_loss, member, cause)
@@ -405,7 +406,7 @@ class EnginePool:
             self._surely(lambda: self._emit("engine.rejoined", engine=member.name, version=version))
 
     async def _try_offer(self, member: EngineReplica, offer: Offer) -> str:
-        """Why an engine could not take a version, or ""."""
+        """Return why an engine could not take a version, or ""."""
         try:
             copy = None if member.name in offer.homes else await self._copy(offer)
         except GyreError as error:  # its owner is past that version, or gone itself
@@ -483,7 +484,7 @@ class EnginePool:
         return answers
 
     async def _guard(self, watched: str, tasks: Mapping[EngineReplica, asyncio.Task[None]]) -> None:
-        """Wait for ranks that hang in a call; whoever waits for the call ends this."""
+        """Wait for ranks that hang in a call; the caller of that call ends the wait."""
         calls = {member.name: task for member, task in tasks.items() if member.vital}
         if not watched or not calls:
             return
@@ -496,8 +497,8 @@ class EnginePool:
 
 
 def find_first(own: Sequence[BaseException], broken: BaseException | None) -> BaseException | None:
-    """Of the engines' own errors, as they came, and that of the pool the one that began it. An
-    engine that only saw a rank fail did not. Pure."""
+    """Return the first cause among the engines' own errors, as they came, and that of the pool. An
+    engine that only saw a rank fail is not the cause. Pure."""
     first = find_cause(dict(enumerate(own)))[1] if own else None
     return (
         broken if broken is not None and (first is None or isinstance(first, RankError)) else first

@@ -1,5 +1,5 @@
 """Streams: what the pool's `submit` hands back. In: chunks, or an error. Out: an async iterator of
-the chunks, which raises the error when there is one. Caller: cluster.engine_pool.pool."""
+the chunks, which raises the error when there is one."""
 
 from __future__ import annotations
 

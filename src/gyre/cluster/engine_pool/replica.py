@@ -22,8 +22,8 @@ from gyre.core.records import Request
 
 
 class EngineReplica:
-    """`on_news` gets what the engine told, `on_lost` why it is of no use any more; neither
-    raises."""
+    """One engine of the pool. `on_news` gets what the engine reports, `on_lost` why it is lost;
+    neither raises."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class EngineReplica:
         return await ask(self.handle, method, *args, **limits, stacks=True)
 
     def lose(self) -> None:
-        """From here on nothing is expected of it."""
+        """Expect nothing of it from here on."""
         self.state, self.prepared = "lost", None
         self.unanswered.clear()
 

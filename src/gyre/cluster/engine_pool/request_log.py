@@ -1,4 +1,4 @@
-"""Book: what has come of one request, so that it can be gone on with elsewhere. In: the request,
+"""Request log: what has come of one request, so that another engine can resume it. In: the request,
 chunks. Out: chunks for the caller, the request as another engine must get it. Pure.
 """
 

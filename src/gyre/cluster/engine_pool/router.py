@@ -2,7 +2,7 @@
 Out: streams; requests sent to the engine with the least outstanding tokens, again from what has
 come when it is lost.
 
-A request that somebody has asked to end is never sent again: when its engine is lost before it said
+A request that was asked to end is never sent again: when its engine is lost before it said
 so, it ends here.
 """
 
@@ -127,7 +127,7 @@ class RequestRouter:
             up[name].send(batch)
 
     def take_news(self, member: EngineReplica, news: News) -> None:
-        """Pass on what an engine told. One that is lost is not believed any more."""
+        """Pass on an engine's news. News of a lost engine is dropped."""
         if member.state == "lost":
             return
         for chunk in news.chunks:
@@ -185,7 +185,7 @@ class RequestRouter:
         live.stream.end(error)
 
     def break_off(self, error: BaseException) -> None:
-        """Every reader gets the error."""
+        """Give the error to every reader."""
         for live in self.all():
             self._forget(live)
             live.stream.end(error)

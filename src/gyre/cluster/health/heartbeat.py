@@ -1,6 +1,5 @@
-"""Pulse: who makes no progress. In: counts that grow while work goes on, by name, and the time.
-Out: who has stood still for too long. Pure. Callers: cluster.trainer_group,
-cluster.engine_pool.pool."""
+"""Heartbeat: who makes no progress. In: counts that grow while work is done, by name, and the time.
+Out: who has stood still for too long. Pure."""
 
 from __future__ import annotations
 
@@ -26,10 +25,10 @@ class Heartbeat:
                 self._beats[name] = Beat(count=count, since_s=now_s)
 
     def still_s(self, now_s: float) -> Mapping[str, float]:
-        """For how long each has stood still, the longest first."""
+        """Return for how long each has stood still, the longest first."""
         still = {name: now_s - beat.since_s for name, beat in self._beats.items()}
         return dict(sorted(still.items(), key=lambda item: -item[1]))
 
     def stalled(self, now_s: float, hang_s: float) -> tuple[str, ...]:
-        """Who has stood still for `hang_s` or more, the longest first."""
+        """Return who has stood still for `hang_s` or more, the longest first."""
         return tuple(name for name, still in self.still_s(now_s).items() if still >= hang_s)

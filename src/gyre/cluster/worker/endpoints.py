@@ -73,7 +73,7 @@ class TrainerEndpoint:
         return found if self._rank == 0 else None
 
     async def register(self, epoch: int = 0) -> Manifest:
-        """Keep the offer until the next step. The first rank tells what the version consists of,
+        """Keep the offer until the next step. The first rank returns what the version consists of,
         any other only which one it has."""
         self._offer = offer = await self.trainer.register(epoch=epoch)
         manifest = offer.manifest

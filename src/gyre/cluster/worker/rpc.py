@@ -1,5 +1,5 @@
 """Waiting: for a worker's answer, by a deadline. In: a handle, a method, a deadline. Out: the
-answer, or the error that names the worker. Callers: every file of the room that asks workers."""
+answer, or the error that names the worker."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def ask(
 async def arrive(
     future: Future[Any], handle: WorkerHandle, what: str, deadline_s: float, *, key: str = CALLS
 ) -> Any:
-    """Wait for an answer that was begun."""
+    """Wait for the answer to a call that was sent."""
     try:
         return await asyncio.wait_for(asyncio.wrap_future(future), deadline_s)
     except TimeoutError:

@@ -46,8 +46,8 @@ class Reply:
 
 
 class Context:
-    """What a builder gets: who it is, where events go, and how it says that work goes on. Safe from
-    any thread."""
+    """What a builder gets: its name, where events go, and how it reports progress. Safe from any
+    thread."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -117,8 +117,8 @@ class WorkerServer:
 
 
 def settle_reply(out: Future[Any], reply: Reply, worker: str, on_event: OnEvent) -> None:
-    """Give a reply to whoever waits for it, its events first. Events that cannot be noted, on a
-    full disk, fail the call: nobody would hear of them otherwise."""
+    """Give a reply to the caller that waits for it, its events first. Events that cannot be
+    written, on a full disk, fail the call: they would be lost otherwise."""
     try:
         for kind, fields in reply.events:
             on_event(worker, kind, **fields)
