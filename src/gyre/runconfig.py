@@ -351,8 +351,8 @@ def _first(error: Exception) -> str:
 
 
 def _describe_faults(error: ValidationError, tree: Mapping[str, Any]) -> list[str]:
-    """One sentence per key: what it holds and what is accepted. Members of a union that refuse the
-    same value ("a whole number", "'auto'") become one sentence."""
+    """Return one sentence per key: what it holds and what is accepted. Members of a union that
+    refuse the same value ("a whole number", "'auto'") become one sentence."""
     sentences: list[str] = []
     refused: dict[str, tuple[Any, list[str]]] = {}
     for fault in error.errors():

@@ -56,7 +56,7 @@ class EngineWeights:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether the numbers are of no version: no work until a commit."""
+        """Return whether the numbers are of no version: no work until a commit."""
         return not self.state.serves
 
     @property
@@ -65,7 +65,7 @@ class EngineWeights:
 
     @property
     def present(self) -> bool:
-        """Whether there are bytes under the parameters; whoever owns them may have parked them."""
+        """Return whether there are bytes under the parameters; their owner may have parked them."""
         return is_present(self.decoder.embed.weight.untyped_storage())
 
     def forget(self) -> None:

@@ -71,8 +71,8 @@ class Handover:
         )
 
     async def _roll_back(self, step: int) -> None:
-        """After a publication that failed: its error is the one to be raised, and one of the way
-        back is told."""
+        """Roll back after a publication that failed. That error is the one to be raised; an error
+        of the rollback is an event."""
         try:
             await self._lifecycle.rollback()
         except Exception as error:  # noqa: BLE001  it is told

@@ -33,7 +33,7 @@ def check_lengths(inputs: PlanInputs) -> None:
 
 
 def derive(sizes: Sizes, inputs: PlanInputs, *, max_running: int = 0) -> DerivedSizes:
-    """All numbers that follow, and what is uneven about them. `max_running`: of an engine, 0
+    """Return all numbers that follow, and what is uneven about them. `max_running`: of an engine, 0
     without one."""
     sequences = sizes.prompts_per_step * sizes.completions_per_prompt
     longest = longest_sequence(inputs)

@@ -121,7 +121,7 @@ def make_plan(inputs: PlanInputs, hardware: Hardware) -> Plan:
 
 
 def _source(inputs: PlanInputs, name: str) -> str:
-    """Where a number that was not decided here comes from."""
+    """Return where a number that was not decided here comes from."""
     return inputs.not_given.get(name, "given")
 
 
@@ -337,7 +337,7 @@ def _pages_wanted(inputs: PlanInputs, base: _Base) -> tuple[int, int]:
 def _kv_pages(
     inputs: PlanInputs, base: _Base, residency: Residency, working: int, *, whole: bool
 ) -> int:
-    """As many as can be used; fewer where the device does not hold them, but enough for one
+    """Return as many as can be used; fewer where the device does not hold them, but enough for one
     sequence."""
     if not inputs.online:
         return 0

@@ -89,7 +89,7 @@ class ModelNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """How one model lies over the trainer's ranks."""
+    """Return how one model lies over the trainer's ranks."""
 
     zero: Zero = 0
     ranks: int = 1  # that share one copy of what is sharded

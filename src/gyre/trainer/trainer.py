@@ -289,11 +289,11 @@ class NativeTrainer:
         )
 
     async def snapshot(self) -> Mapping[str, Any]:
-        """As `snapshot_now`, from the event loop."""
+        """Take a snapshot, as `snapshot_now`, from the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._compute, self.snapshot_now)
 
     async def restore(self, state: Mapping[str, Any]) -> None:
-        """As `restore_now`, from the event loop."""
+        """Restore one, as `restore_now`, from the event loop."""
         await asyncio.get_running_loop().run_in_executor(self._compute, self.restore_now, state)
 
     def snapshot_now(self) -> Mapping[str, Any]:

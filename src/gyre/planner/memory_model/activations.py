@@ -205,5 +205,5 @@ def again_bytes(
 def forward_layer_bytes(
     model: ModelNumbers, dtype: Dtype, saving: Saving, tokens: int, *, longest: int
 ) -> int:
-    """One layer of a pass without a backward one."""
+    """Return the bytes of one layer of a pass without a backward one."""
     return tokens * sum(kept_by_layer(model, dtype, saving, longest=longest).values())

@@ -99,9 +99,9 @@ def forward_bytes(
 def engine_bytes(
     model: ModelNumbers, dtype: Dtype, *, tokens: int, running: int, longest: int
 ) -> int:
-    """One engine step: a layer's temporaries, gathered keys and values, float32 logits of all
-    running sequences, and truncation of some of them at a time. The C kernels' work area and logits
-    on a CPU are less, up to 16 threads at least."""
+    """Return the bytes of one engine step: a layer's temporaries, gathered keys and values, float32
+    logits of all running sequences, and truncation of some of them at a time. The C kernels' work
+    area and logits on a CPU are less, up to 16 threads at least."""
     m, item = model, ITEM_BYTES[dtype]
     heads = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
     layer = tokens * item * (4 * m.hidden_size + 2 * heads + 4 * m.mlp_size)
@@ -307,7 +307,7 @@ def _trained(
 
 
 def _layout(inputs: PlanInputs, owner: str) -> Layout:
-    """How a model lies over the ranks. One that no rank shares is whole, whatever its ZeRO
+    """Return how a model lies over the ranks. One that no rank shares is whole, whatever its ZeRO
     stage."""
     shards = inputs.shards.get(owner, Shards())
     return Layout(

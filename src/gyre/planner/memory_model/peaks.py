@@ -124,7 +124,7 @@ class PeakInstant:
 
     @property
     def allocated_bytes(self) -> int:
-        """What the allocator has given out: torch.cuda.max_memory_allocated's number."""
+        """Return what the allocator has given out: torch.cuda.max_memory_allocated's number."""
         return sum(self.parts.values())
 
 
@@ -190,8 +190,9 @@ def train_moments(
 def phase_moments(
     job: TrainingJob, layout: Layout, residency: Residency, running: int
 ) -> tuple[PeakInstant, ...]:
-    """Every instant of an iteration. "resident": nothing leaves the device. "phase": what a phase
-    does not need is on the host, or destroyed. `running` completions of full length hold pages."""
+    """Return every instant of an iteration. "resident": nothing leaves the device. "phase": what a
+    phase does not need is on the host, or destroyed. `running` completions of full length hold
+    pages."""
     frozen, engine = _frozen(job, layout), _engine(job, layout, running)
     stays, always = residency == "resident", _fixed(job)
     moments = [

@@ -28,9 +28,9 @@ MADE_IN_TURN = (
 
 
 def walk_start(components: Sequence[ComponentPlan], first: PhasePlan) -> PhasePlan:
-    """How a stage comes to its `first` phase. Owners are made one after the other, each on the
-    device; what that phase keeps elsewhere leaves as soon as its owner is there. Weights are read
-    straight into their storage."""
+    """Return how a stage comes to its `first` phase. Owners are made one after the other, each on
+    the device; what that phase keeps elsewhere leaves as soon as its owner is there. Weights are
+    read straight into their storage."""
     tiers: dict[str, Tier] = {c.name: _tier_in(first, c) for c in components}
     held: dict[Tier, dict[str, int]] = {"device": {}, "host": {}, "disk": {}, "none": {}}
     peak, moved = 0, 0

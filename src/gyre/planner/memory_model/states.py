@@ -54,7 +54,7 @@ class Layout:
 
     @property
     def sums_once(self) -> bool:
-        """Whether ranks that hold shards sum their gradients once per update."""
+        """Return whether ranks that hold shards sum their gradients once per update."""
         return self.zero >= 2 and self.sum_gradients == "update"
 
     @property
@@ -89,7 +89,7 @@ class Layout:
         return moments + optimizer + gradients + weights + once
 
     def holds_weights(self, owner: str) -> bool:
-        """Whether a model's weights are on the device, of one that is whole."""
+        """Return whether a model's weights are on the device, of one that is whole."""
         return owner not in self.offload_parameters
 
 
@@ -110,8 +110,8 @@ def state_bytes(
 
 
 def moment_bytes(model: ModelNumbers, layout: Layout) -> int:
-    """Both moments of one trained model, on the rank that has most of them: what has no codes may
-    fill a slice of ZeRO-1."""
+    """Return both moments of one trained model, on the rank that has most of them: what has no
+    codes may fill a slice of ZeRO-1."""
     shard, wide = (
         _shard(model.num_parameters, layout),
         model.num_parameters - coded_parameters(model, layout.moments),
@@ -216,7 +216,7 @@ def _visiting_bytes(dtype: Dtype, layout: Layout, owner: str) -> int:
 
 
 def _own_masters(dtype: Dtype, layout: Layout, owner: str) -> bool:
-    """Whether master weights are others than those that are computed with."""
+    """Return whether master weights are others than those that are computed with."""
     return layout.zero < 2 and (dtype != "float32" or not layout.holds_weights(owner))
 
 

@@ -205,7 +205,7 @@ def _moments(choice: SearchResult, settings: Settings) -> str:
 
 
 def _offload(choice: SearchResult) -> str:
-    """Whether state lives away from the device, where, and why."""
+    """Return whether state lives away from the device, where, and why."""
     layout, best = choice.best.layout, choice.best
     parts = []
     if layout.offload_optimizer != "none":

@@ -70,8 +70,8 @@ def as_mapping(
 
 
 def reasons(choice: SearchResult) -> list[str]:
-    """Why the best is the best: the faster ones that do not fit, then the ones that fit and are
-    slower."""
+    """Return why the best is the best: the faster ones that do not fit, then the ones that fit and
+    are slower."""
     best = choice.best
     said = [f"{_took(best, choice)}, the fastest of those that fit: {best.layout.words()}"]
     layout = best.layout

@@ -36,8 +36,8 @@ FEATURES: Mapping[str, str] = MappingProxyType(
 
 
 def built_features(config: type[BaseModel]) -> dict[str, bool]:
-    """Each feature, and whether the config has its key (and the value after "=", where one is
-    named)."""
+    """Return each feature, and whether the config has its key (and the value after "=", where one
+    is named)."""
     return {feature: _has(config, *key.partition("=")[::2]) for feature, key in FEATURES.items()}
 
 

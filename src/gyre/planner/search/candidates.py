@@ -95,7 +95,7 @@ class Candidate:
 
 
 def layouts(job: TrainingJob, cluster: GpuCluster, fixed: Fixed) -> Iterator[Layout]:
-    """Every layout that the fixed settings leave."""
+    """Return every layout that the fixed settings leave."""
     for zero, shard_ranks in _splits(cluster.gpus, cluster.gpu.gpus_per_host, fixed):
         for checkpointing in (
             CHECKPOINTING if fixed.checkpointing is None else (fixed.checkpointing,)
@@ -119,8 +119,8 @@ def layouts(job: TrainingJob, cluster: GpuCluster, fixed: Fixed) -> Iterator[Lay
 
 
 def _refuses_weights_away(job: TrainingJob, zero: Zero, optimizer: Offload) -> bool:
-    """As the trainer and its config do: weights on the host are whole, and the larger state goes
-    first."""
+    """Split as the trainer and its config do: weights on the host are whole, and the larger state
+    goes first."""
     trained = {"actor", "critic"} & set(job.offload_parameters)
     return zero >= 2 or (bool(trained) and optimizer == "none")
 
@@ -194,7 +194,7 @@ def _splits(gpus: int, per_host: int, fixed: Fixed) -> Iterator[tuple[Zero, int]
 
 
 def _chunks(job: TrainingJob, gpus: int, fixed: Fixed) -> list[int]:
-    """From the longest sequence upwards, to what one rank gets of an update."""
+    """Return sizes from the longest sequence upwards, to what one rank gets of an update."""
     if fixed.tokens_per_chunk is not None:
         return [fixed.tokens_per_chunk]
     most = max(job.longest, min(LARGEST_CHUNK, ceil_div(job.most_tokens_per_update, gpus)))

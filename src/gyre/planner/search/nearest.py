@@ -55,7 +55,7 @@ def refusal_of(
 
 
 def _kinds(cluster: GpuCluster, fixed: Fixed) -> Iterator[Iterator[_Way]]:
-    """Each setting that was given, opened alone; then more GPUs, then larger ones."""
+    """Return each setting that was given, opened alone; then more GPUs, then larger ones."""
     given = fixed.given()
     for name in CHEAPEST_FIRST:
         if name in given:

@@ -96,8 +96,8 @@ def _one_of_each_kind(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _nearest_of_each_kind(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Of those that differ only in how states are split or chunks are cut, the one that needs the
-    least; in order of their time."""
+    """Keep, of those that differ only in how states are split or chunks are cut, the one that
+    needs the least; in order of their time."""
     kinds: dict[tuple[object, ...], Candidate] = {}
     for candidate in sorted(
         candidates, key=lambda c: (c.short_device_bytes + c.short_host_bytes, c.time.seconds)
