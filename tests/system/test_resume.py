@@ -137,8 +137,8 @@ def test_half_a_log_is_told(run: Path) -> None:
 
 
 def test_what_the_disk_refuses_is_told(run: Path) -> None:
-    (run / "plan.partial").mkdir()
-    refused(run, "plan.partial", "--resume")
+    (run / "plan.json.partial").mkdir()
+    refused(run, "plan.json.partial", "--resume")
 
 
 def test_a_read_only_disk_is_told(run: Path) -> None:
