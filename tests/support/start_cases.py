@@ -158,8 +158,8 @@ def is_refused(trainer: NativeTrainer) -> str:
     for work in (
         lambda: trainer.step_now(batch_for(8, seed=0)),
         lambda: trainer.evaluate_now(batch_for(8, seed=0), "policy"),
-        trainer.register,
-        trainer.snapshot,
+        trainer.register_now,
+        trainer.snapshot_now,
     ):
         try:
             work()

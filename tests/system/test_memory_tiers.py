@@ -17,7 +17,7 @@ LEAVE: dict[str, Mapping[str, str]] = {
     "destroy": {"engine": "destroy", "actor.grads": "destroy"},
     "mixed": {"actor.optimizer": "disk", "engine": "destroy", "reference": "park"},
 }
-# the optimiser outside phase train
+# the optimizer outside phase train
 WHERE = {"park": "host", "disk": "disk", "destroy": "host", "mixed": "disk"}
 
 

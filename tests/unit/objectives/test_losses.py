@@ -169,7 +169,7 @@ def all_grads(sequences: list[Sequence]) -> np.ndarray:
 def train_once(
     config, sequences: list[Sequence], chunks: list[list[int]]
 ) -> tuple[float, np.ndarray, dict[str, float]]:
-    """One optimiser step's loss, gradients and metrics from the given split."""
+    """One optimizer step's loss, gradients and metrics from the given split."""
     whole = denominator(config, [len(s) for s in sequences])
     value, total = 0.0, {}
     for chunk in chunks:

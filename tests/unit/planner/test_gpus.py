@@ -134,7 +134,7 @@ def test_every_row_has_a_plan_whose_parts_sum_up_and_whose_lines_have_reasons(
     assert best["device_bytes"] > max(moment["allocated_bytes"] for moment in moments.values())
     states = {
         part: size
-        for part, size in moments["optimiser step"]["parts"].items()
+        for part, size in moments["optimizer step"]["parts"].items()
         if part.startswith("actor.")
     }
     assert all(size == moments["loss"]["parts"][part] for part, size in states.items())

@@ -140,7 +140,7 @@ def test_destroyed_components_keep_no_pages(tmp_path: Path) -> None:
     assert held(pool) == (0, 0, 0)
 
 
-def test_optimiser_and_autograd_go_on_after_a_round_trip(tmp_path: Path) -> None:
+def test_optimizer_and_autograd_go_on_after_a_round_trip(tmp_path: Path) -> None:
     """Identity survives: the same run with and without moves between its steps gives the same
     bits."""
 

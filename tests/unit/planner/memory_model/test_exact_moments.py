@@ -75,7 +75,7 @@ def test_a_training_step_of_flat_buffers() -> None:
         "deepest layer": WHOLE
         | {"kept activations": KEPT, "layer's gradients": LAYER, "head's gradient": 4000},
         "end of backward": WHOLE | {"embedding's and head's gradients": 8000},
-        "optimiser step": WHOLE,
+        "optimizer step": WHOLE,
     }
     apart = parts_of(replace(JOB, model=UNTIED), FLAT)
     assert "head's gradient" not in apart["deepest layer"], "it is in the flat buffer"
@@ -103,7 +103,7 @@ def test_a_training_step_in_shards() -> None:
             "kept activations": KEPT, "layer's gradients": LAYER + GROUP3, "head's gradient": 4000
         },
         "end of backward": SHARDS | {"embedding's and head's gradients": 6 * 2020},
-        "optimiser step": SHARDS,
+        "optimizer step": SHARDS,
     }  # fmt: skip
     fp8 = parts_of(replace(JOB, matmul="fp8"), make_layout())["deepest layer"]["layer's gradients"]
     assert fp8 == LAYER + 10 * 220 + 2000 + 8 * 4976
@@ -163,9 +163,9 @@ def test_offloaded_state_leaves_places_behind() -> None:
         FLAT, offload_optimizer="host", offload_gradients=True, offload_parameters=("actor",)
     )
     base = {"actor.staging": 3 * 2 * 4096, "actor.rooms": 2 * (2020 + 2 * 4976)}
-    assert parts_of(job, away)["optimiser step"] == base
+    assert parts_of(job, away)["optimizer step"] == base
     kept = parts_of(replace(job, critic=True), replace(away, offload_parameters=("critic",)))[
-        "optimiser step"
+        "optimizer step"
     ]
     assert kept == {
         "actor.params": 2 * P, "actor.staging": 3 * 2 * 4096, "critic.staging": 3 * 2 * 4096,
@@ -205,18 +205,18 @@ def test_phases_of_whole_models() -> None:
     asks = {"reference": 2 * P}
     stay, turn = phases_of(job, FLAT, "resident"), phases_of(job, FLAT, "phase")
     assert stay["start"] == WHOLE | asks | PAGES
-    assert stay["optimiser step"] == WHOLE | asks | PAGES
+    assert stay["optimizer step"] == WHOLE | asks | PAGES
     assert stay["score"] == WHOLE | asks | PAGES | {"forward pass": FORWARD}
     assert stay["rollout"] == WHOLE | asks | PAGES | {"engine's step": 5000}
     assert turn["start"] == WHOLE, "the reference is parked when it is made"
-    assert turn["optimiser step"] == WHOLE | FIXED
+    assert turn["optimizer step"] == WHOLE | FIXED
     weights = {"actor.params": 2 * P}
     assert turn["score"] == weights | asks | FIXED | {"forward pass": FORWARD}
     assert turn["rollout"] == weights | PAGES | {"engine's step": 5000}
     assert phases_of(job, FLAT, "phase", 3)["rollout"]["engine.kv"] == 30_000
     assert page_bytes(job) == 10_000 and page_bytes(JOB) == 0
     assert list(phases_of(JOB, FLAT, "resident", 0)) == [
-        "start", "loss", "deepest layer", "end of backward", "optimiser step"
+        "start", "loss", "deepest layer", "end of backward", "optimizer step"
     ]  # fmt: skip
     offline = phases_of(replace(JOB, reference=True), FLAT, "phase", 0)
     assert offline["start"] == WHOLE | asks, "the first phase is a score"

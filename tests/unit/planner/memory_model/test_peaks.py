@@ -1,5 +1,5 @@
 """Moments of a step: the survey's table of fake-tensor traces reproduced from our terms, states
-against real optimisers, and what must hold whatever the job."""
+against real optimizers, and what must hold whatever the job."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_phases_hold_only_what_they_need_when_they_take_turns(zero) -> None:
         "loss",
         "deepest layer",
         "end of backward",
-        "optimiser step",
+        "optimizer step",
         "score",
         "rollout",
     ]
@@ -291,7 +291,7 @@ def test_gradients_that_are_summed_once_are_held_whole_between_chunks(zero) -> N
     )
     by_chunk, by_update = sizes("chunk", update=several), sizes("update", update=several)
     assert by_update["loss"] == by_chunk["loss"] + whole
-    assert by_update["optimiser step"] == by_chunk["optimiser step"]
+    assert by_update["optimizer step"] == by_chunk["optimizer step"]
     # of the head while a layer's are found, later of the embedding
     reduced = 4 * LLAMA.embedding_parameters
     assert whole - reduced <= by_update["deepest layer"] - by_chunk["deepest layer"] <= whole

@@ -179,7 +179,7 @@ def test_one_gpu_holds_whole_models_whatever_the_zero_stage(zero) -> None:
     job = make_job("qwen3-0.6b", longest=2048, sum_gradients="update", reference=True)
     best, whole = (choose(job, cluster(1), Fixed(zero=stage)).best for stage in (zero, 0))
     assert best == whole and (best.layout.zero, best.layout.shard_ranks) == (0, 1)
-    step = next(moment for moment in best.moments if moment.name == "optimiser step")
+    step = next(moment for moment in best.moments if moment.name == "optimizer step")
     held = sum(size for name, size in step.parts.items() if name.startswith("actor."))
     assert held == 18 * job.model.num_parameters
     assert choose(job, cluster(1), Fixed(zero=zero, shard_ranks=1)).best.layout == best.layout

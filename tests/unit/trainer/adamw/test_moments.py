@@ -1,4 +1,4 @@
-"""Moments in 8 bits: against two libraries' own optimisers, beside float32 moments, in every
+"""Moments in 8 bits: against two libraries' own optimizers, beside float32 moments, in every
 layout."""
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_numbers_are_coded_by_the_nearest_value_of_the_library_s_map(seed, sprea
     decay=st.sampled_from([0.0, 0.1]),
     scale=st.sampled_from([1.0, 0.25]),
 )
-def test_an_update_is_that_of_torchao_s_optimiser(num_blocks, seed, spread, rate, decay, scale):
+def test_an_update_is_that_of_torchao_s_optimizer(num_blocks, seed, spread, rate, decay, scale):
     """From the same state, several times in a row: the same weights, and the same codes but where a
     number lies half-way between two values, and where a second moment would be rounded to zero."""
     single = pytest.importorskip("torchao.optim.adam").single_param_adam
@@ -183,7 +183,7 @@ def test_an_update_is_that_of_torchao_s_optimiser(num_blocks, seed, spread, rate
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_updates_are_those_of_the_library_s_own_optimiser(decay):
+def test_updates_are_those_of_the_library_s_own_optimizer(decay):
     """By its operator to the bit, and by torch's operations nearly, of magnitudes that its encoder
     for CPUs tells apart: what is done around the operator changes nothing there. On a GPU the
     operator is a kernel."""

@@ -177,7 +177,7 @@ def test_gradients_are_at_the_activations_of_the_forward_pass_that_was_given(fam
 
 
 def test_a_step_is_the_ordinary_one() -> None:
-    """Gradient of an update in the optimiser's buffers, and the weights after steps."""
+    """Gradient of an update in the optimizer's buffers, and the weights after steps."""
     plain, ours = make_trainer("grpo"), make_trainer("grpo", logprobs=by_oracle)
     for trainer in (plain, ours):
         update = trainer._evaluator.complete(make_batch())[1].updates[0]
