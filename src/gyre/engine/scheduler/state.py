@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from gyre.core.events import Emit
-from gyre.core.rounding import ceil_div
 from gyre.engine.kv_cache.page_allocator import NULL_PAGE, Pages
 from gyre.engine.kv_cache.prefix_cache import extend_keys, root_key
 from gyre.engine.kv_cache.prompt_logprobs import keep_known, load_known, usable_pages
@@ -243,7 +242,8 @@ class SchedulerState:
             )
 
     def num_pages_for(self, num_tokens: int) -> int:
-        return ceil_div(num_tokens, self.page_tokens)
+        # not a call: asked for every row and step
+        return -(-num_tokens // self.page_tokens)
 
     def give_unseen(self, decoding: np.ndarray) -> None:
         """Take back pages that no later token sees, when every layer has a window; the null page
