@@ -81,12 +81,15 @@ class EngineWeights:
 
     def prepare(self, offer: Offer) -> None:
         """Receive a version beside the running one and verify it. A second call for the same
-        version is a no-op. InputError for one of an older publisher."""
+        version is a no-op; another that was prepared is given up first. InputError for one of an
+        older publisher."""
         manifest = offer.manifest
         self.state.refuse_stale(manifest)
         prepared = Prepared(epoch=manifest.epoch, version=manifest.version)
         if self.state.prepared == prepared:
             return
+        # what waits is freed first: two staged versions would take memory that nobody planned
+        self.rollback()
         self.swap = receive(
             offer, self.tensors, shared=self.shared, device=self._device, emit=self.emit
         )

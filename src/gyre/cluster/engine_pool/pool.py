@@ -227,6 +227,7 @@ class EnginePool:
         self._surely(self._desk.route)
         members, lives = self._present(), self._desk.all()
         self._offered = self._published = None
+        self._state = self._state.after(RolledBack())
         self._desk.begin_end(lives, "abort", "the engine was terminated")
         await self._gather({member: member.ask("engine.terminate") for member in members})
         await self._desk.until_gone(lives, self._settings.call_deadline_s)
