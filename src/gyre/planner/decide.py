@@ -143,7 +143,7 @@ def _settle_base(inputs: PlanInputs, hardware: Hardware) -> tuple[_Base, dict[st
     reasons["dtype"] = "given" if settled else f"the best on this {device}: {what}"
     threads = inputs.threads or hardware.cores
     reasons["threads"] = "given" if inputs.threads else "cores that this process may use"
-    budgets = _budgets(inputs, hardware, device, reasons)
+    budgets = _budgets(inputs, hardware, device, dtype, reasons)
     sequences = inputs.prompts_per_step * inputs.completions_per_prompt
     max_running = inputs.max_running or min(sequences, MOST_RUNNING[device])
     reasons["max_running"] = (
@@ -165,7 +165,11 @@ def _settle_base(inputs: PlanInputs, hardware: Hardware) -> tuple[_Base, dict[st
 
 
 def _budgets(
-    inputs: PlanInputs, hardware: Hardware, device: DeviceKind, reasons: dict[str, str]
+    inputs: PlanInputs,
+    hardware: Hardware,
+    device: DeviceKind,
+    dtype: Dtype,
+    reasons: dict[str, str],
 ) -> Budgets:
     free = hardware.device_free_bytes if device == "cuda" else hardware.host_available_bytes
     shares = {
@@ -193,7 +197,7 @@ def _budgets(
         else:
             sizes[tier], reasons[key] = int(share * there), f"{share:.0%} of {words(there)} {what}"
     if inputs.snapshot_background:
-        sizes["host"] -= (snapshots := _snapshot_bytes(inputs, device))
+        sizes["host"] -= (snapshots := _snapshot_bytes(inputs, dtype))
         reasons["host_budget_bytes"] += f", less {words(snapshots)} that snapshots are staged in"
         if sizes["host"] < 0:
             raise MemoryBudgetError(
@@ -214,10 +218,10 @@ def _budgets(
     )
 
 
-def _snapshot_bytes(inputs: PlanInputs, device: DeviceKind) -> int:
+def _snapshot_bytes(inputs: PlanInputs, dtype: Dtype) -> int:
     return staging_bytes(
         inputs.model,
-        inputs.dtype or ("bfloat16" if device == "cuda" else "float32"),
+        dtype,
         trained=2 if inputs.critic else 1,
         reference=inputs.reference,
         average=inputs.reference_average,

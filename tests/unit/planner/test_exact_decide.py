@@ -330,6 +330,8 @@ def test_background_snapshots_take_host_memory() -> None:
         left() == (12 + 4) * P and left(GPU) == (12 + 2) * P and left(critic=True) == (24 + 4) * P
     )
     assert left(reference=False) == 12 * P and left(dtype="bfloat16") == 14 * P
+    # a dtype that is left open is the best that the device multiplies
+    assert left(replace(HOST, bf16=True)) == 14 * P
     exact = planned(snapshot_background=True, host_budget_bytes=12 * P)
     assert (
         exact.host_budget_bytes == 0
