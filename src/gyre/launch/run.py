@@ -337,7 +337,7 @@ class Run:
             )
             with self._signals.heeded():
                 progress = await built.loop(stage, parts).run(progress)
-            version, done = placed.version(), True
+            version, done = self._placement.version, True
         finally:
             await built.close()
             await self._end(failed=not done, last=last)

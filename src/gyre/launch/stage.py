@@ -4,17 +4,17 @@ placed objects. Out: a loop, and what is to be closed after it.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 from gyre.core.events import Emit
 from gyre.core.seeds import derive_seed
 from gyre.launch.factories import engine_window, make_judge, make_scorer
 from gyre.launch.goal import accuracy_metric
-from gyre.launch.placement.inline import StageParts
 from gyre.launch.stages import Stage, StageData
 from gyre.loop.controller import Ring, RingConfig
 from gyre.loop.offline import OfflineConfig, OfflineLoop
-from gyre.loop.ports import Observers, Parts, StageSpec, TextPort
+from gyre.loop.ports import Observers, Parts, StageParts, StageSpec, TextPort
 from gyre.loop.stopping import StopRequest
 from gyre.objectives.config import needs_rollouts
 from gyre.rewards.score import RuleScorer
@@ -39,14 +39,10 @@ class StageInputs:
         if placed.engine is not None:
             self._scorer = make_scorer(self._config, self._emit, log=self._rewards_log)
         return Parts(
+            **{part.name: getattr(placed, part.name) for part in fields(placed)},
             source=data.source,
-            trainer=placed.trainer,
-            gate=placed.gate,
-            snapshots=placed.snapshots,
             observers=observers,
             text=text,
-            engine=placed.engine,
-            lifecycle=placed.lifecycle,
             scorer=self._scorer,
             eval_prompts=data.eval_prompts if placed.engine is not None else (),
             eval_batch=data.eval_batch,

@@ -61,17 +61,23 @@ class Observers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """All objects that a loop runs with."""
+class StageParts:
+    """What a stage is driven through, wherever it runs."""
 
-    source: PromptSource
     trainer: PolicyTrainer
     gate: PhaseGate
     snapshots: SnapshotPort
-    observers: Observers
-    text: TextPort
     engine: RolloutEngine | None = None
     lifecycle: EngineLifecycle | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts(StageParts):
+    """All objects that a loop runs with."""
+
+    source: PromptSource
+    observers: Observers
+    text: TextPort
     scorer: Scorer | None = None
     eval_prompts: tuple[Prompt, ...] = ()
     # that nobody asks for by default

@@ -6,35 +6,20 @@ other one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from gyre.core.contracts import EngineLifecycle, PolicyTrainer, RolloutEngine
 from gyre.core.events import Emit
 from gyre.launch.export import export_policy
 from gyre.launch.factories import Facts, Machine, Policy, make_policy
 from gyre.launch.placement.stage_runtime import StageRuntime
 from gyre.launch.stages import Stage
-from gyre.loop.ports import PhaseGate, SnapshotPort
+from gyre.loop.ports import StageParts
 from gyre.models.scalar_head import ScalarHead
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
 from gyre.trainer.checkpoint.store import Fault, Snapshot, find_faults
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageParts:
-    """What a stage is driven through."""
-
-    trainer: PolicyTrainer
-    gate: PhaseGate
-    snapshots: SnapshotPort
-    engine: RolloutEngine | None = None
-    lifecycle: EngineLifecycle | None = None
-    version: Callable[[], int]  # of the policy, now
 
 
 class Placement(Protocol):
@@ -48,6 +33,11 @@ class Placement(Protocol):
     @property
     def ranks(self) -> int:
         """Return how many ranks train together, on all machines."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Return the policy's version in the stage that runs."""
         ...
 
     async def open(self, tokenizer: Tokenizer) -> Facts | Policy:
@@ -88,6 +78,11 @@ class Inline:
         self._head: ScalarHead | None = None  # of a reward model, once its stage is done
         self._device: StageRuntime | None = None
 
+    @property
+    def version(self) -> int:
+        assert self._device is not None and self._device.trainer is not None
+        return self._device.trainer.version
+
     async def open(self, tokenizer: Tokenizer) -> Policy:
         self._policy = make_policy(self._config, tokenizer, self._machine)
         return self._policy
@@ -114,7 +109,6 @@ class Inline:
             snapshots=snapshots,
             engine=engine,
             lifecycle=engine,
-            version=lambda: trainer.version,
         )
 
     async def end(self, *, failed: bool, last: bool) -> None:

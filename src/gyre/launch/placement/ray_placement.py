@@ -28,9 +28,9 @@ from gyre.core.events import Emit
 from gyre.core.records import RoleSpec
 from gyre.distributed.init import child_environment, hold_store
 from gyre.launch.factories import Facts, Machine, make_facts
-from gyre.launch.placement.inline import StageParts
 from gyre.launch.placement.worker import WorkerSpec
 from gyre.launch.stages import Stage
+from gyre.loop.ports import StageParts
 from gyre.observability.hardware import describe_hardware
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
@@ -178,8 +178,12 @@ class RayPlacement:
             snapshots=SpreadSnapshots(group, patience=self._patience),
             engine=self._pool,
             lifecycle=self._pool,
-            version=lambda: group.version,
         )
+
+    @property
+    def version(self) -> int:
+        assert self._group is not None
+        return self._group.version
 
     async def end(self, *, failed: bool, last: bool) -> None:
         """End the stage. After a failure no worker is called any more: `close` ends them."""
