@@ -8,12 +8,19 @@ from collections.abc import Iterator
 
 import pytest
 
+from gyre.kernels.cpu.tiles import avoid_hidden_tiles
+
 LONGEST = (
     "test_objectives_learn.py",
     "test_cluster_runs.py",
     "test_kill_resume.py",
     "trainer/test_ranks.py",
 )
+
+
+def pytest_configure() -> None:
+    """Tests multiply in bfloat16 without the package as well."""
+    avoid_hidden_tiles()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

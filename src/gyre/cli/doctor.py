@@ -33,7 +33,7 @@ class Finding:
 
 
 def run_doctor(*, quiet: bool) -> Mapping[str, Any]:
-    findings = [*_hardware(), *_torch(), _c_kernels(), _sandbox(), *_packages()]
+    findings = [*_hardware(), *_torch(), *_tiles(), _c_kernels(), _sandbox(), *_packages()]
     if not quiet:
         width = max(len(finding.what) for finding in findings)
         for finding in findings:
@@ -98,6 +98,16 @@ def _torch() -> list[Finding]:
             advice="runs use the CPU; nothing to do for it",
         ),
     ]
+
+
+def _tiles() -> list[Finding]:
+    from gyre.kernels.cpu.tiles import LIMIT, tiles_are_hidden
+
+    if not tiles_are_hidden():
+        return []
+    detail = "announced by this processor, whose hypervisor hides their size"
+    advice = f"runs set {LIMIT} and use AVX-512; other programs on torch may end with SIGILL"
+    return [Finding(what="AMX tiles", verdict="weaker", detail=detail, advice=advice)]
 
 
 def _c_kernels() -> Finding:

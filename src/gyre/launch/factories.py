@@ -27,6 +27,7 @@ from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.engine.runners.select import why_not_fused
 from gyre.kernels.allocator import keep_freed_memory
+from gyre.kernels.cpu.tiles import avoid_hidden_tiles
 from gyre.kernels.dispatch import why_too_old
 from gyre.launch.goal import accuracy_metric
 from gyre.launch.stages import Stage, reward_folder, trains_invariant
@@ -97,6 +98,7 @@ def make_machine(config: RunConfig) -> Machine:
         )
     asked = config.run.dtype
     dtype = DTYPES[best_dtype(name, bf16=has_fast_bf16(name)) if asked == "auto" else asked]
+    avoid_hidden_tiles()
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     if name == "cpu":

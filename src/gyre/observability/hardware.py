@@ -32,6 +32,7 @@ def describe_hardware(
         "cores_physical": cpu["cores_physical"],
         "cores_quota": parse_cpu_max(_read(cgroup / "cpu.max")),
         "flags": cpu["flags"],
+        "onednn_isa_limit": os.environ.get("ONEDNN_MAX_CPU_ISA"),
         "memory_bytes": memory.get("MemTotal"),
         "memory_available_bytes": memory.get("MemAvailable"),
         "memory_limit_bytes": parse_limit(_read(cgroup / "memory.max")),

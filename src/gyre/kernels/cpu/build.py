@@ -138,12 +138,12 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=True, timeout=DEADLINE_S
     )
-    for part in (compiler, version.stdout, *flags, _processor(), str(_threads_library())):
+    for part in (compiler, version.stdout, *flags, processor_properties(), str(_threads_library())):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()
 
 
-def _processor() -> str:
+def processor_properties() -> str:
     """Return the processor properties that -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
