@@ -227,9 +227,9 @@ def _blocks(entries: Sequence[TensorEntry]) -> Iterator[tuple[str, ...]]:
 
 
 def find_cause(errors: Mapping[int, BaseException]) -> tuple[int, BaseException]:
-    """Return the first cause among the ranks' errors: a rank that is gone, then one with an error
-    of its own, then one that only saw another rank fail, then one that has not answered; the lowest
-    rank among equals."""
+    """Return the rank to blame and its error. A rank that is gone comes first, then one with an
+    error of its own. Then come one that saw another fail, and one that has not answered. The lowest
+    rank wins among equals."""
 
     def order(item: tuple[int, BaseException]) -> tuple[int, int]:
         rank, error = item

@@ -2,17 +2,17 @@
 sentence and a hint.
 
     GyreError
-    ├── ConfigError       a key, type or value in the TOML or on the command line
-    ├── InputError        a model folder, data file, row, prompt or reward function of the user's
-    ├── RewardError       a reward that broke during a run; a command ends with exit code 1
-    ├── DivergedError     training that no longer makes finite numbers; exit code 1
-    ├── MemoryBudgetError a component or a move does not fit, or memory did not come back
-    ├── SnapshotError     a snapshot, export or run folder that cannot be used
-    ├── DeadlineError     a wait ended without what it waited for; names the owner
-    │   └── WorkerLate    a worker has not answered in time
-    ├── RankError         a rank of a group died, hangs or raised; names it
-    │   └── WorkerLost    the process of a worker is gone
-    └── EngineRefused     a request that the engine will not run, with the reason
+    ├── ConfigError       A key, type or value in the TOML or on the command line.
+    ├── InputError        A model folder, data file, row, prompt or reward function of the user's.
+    ├── RewardError       A reward that broke during a run; a command ends with exit code 1.
+    ├── DivergedError     Training that no longer makes finite numbers; exit code 1.
+    ├── MemoryBudgetError A component or a move does not fit, or memory did not come back.
+    ├── SnapshotError     A snapshot, export or run folder that cannot be used.
+    ├── DeadlineError     A wait ended without what it waited for; names the owner.
+    │   └── WorkerLate    A worker has not answered in time.
+    ├── RankError         A rank of a group died, hangs or raised; names it.
+    │   └── WorkerLost    The process of a worker is gone.
+    └── EngineRefused     A request that the engine will not run, with the reason.
 
 Each carries `kind` (for programs), the message (what we got, what we accept) and `hint` (what to do
 next). Faults of ours are assertions, never a GyreError.

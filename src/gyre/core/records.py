@@ -242,9 +242,9 @@ class Group:
 class TrainSequence:
     """One sequence to train on or to evaluate, unpacked.
 
-    `columns` are per-token arrays of length T by the column convention, for example loss_mask
-    (bool), advantages, logprobs (behavior), policy_logprobs (the trainer's, before the step),
-    reference_logprobs, values, returns. `scalars` are per sequence.
+    `columns` are per-token arrays of length T by the column convention. Examples: loss_mask (bool),
+    advantages, values, returns; logprobs (behavior), policy_logprobs (the trainer's, before the
+    step), reference_logprobs. `scalars` are per sequence.
     """
 
     tokens: np.ndarray  # int32 [T]

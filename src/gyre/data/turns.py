@@ -3,12 +3,12 @@ fields. Out: the prompt without the response, or an InputError that explains the
 
     prompt field                     prompt
     a text                           the text; refused when the same field is read as answer or
-                                     response
-    ends with the user's turn        all of it
+                                     response.
+    ends with the user's turn        all of it.
     ends with the assistant's turn   what is before that turn; refused when another field holds a
-                                     response too
+                                     response too.
     chosen or rejected, or missing   of whole conversations: the turns that both have before the
-                                     last
+                                     last.
 """
 
 from __future__ import annotations

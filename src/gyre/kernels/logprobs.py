@@ -7,8 +7,12 @@ blocks. The softmax is float32 (float64 for float64 rows) for any weight dtype. 
 logits keep the product's dtype. The forward pass reads them once, and their gradient overwrites
 them.
 
-With p the distribution after temperature T and truncation, x its logits before T and H its entropy,
-the gradients are d log p_t / dx_j = (1[j = t] - p_j) / T and dH / dx_j = -p_j (log p_j + H) / T.
+p is the distribution after temperature T and truncation, x its logits before T, H its entropy. The
+gradients are:
+
+    d log p_t / dx_j = (1[j = t] - p_j) / T;
+    dH / dx_j = -p_j (log p_j + H) / T.
+
 The second is free where the entropy is unused: its upstream gradient is then None.
 """
 

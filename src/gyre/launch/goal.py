@@ -69,8 +69,7 @@ def why_unjudged(config: RunConfig, stage: str) -> str:
 def judge_goal(
     config: RunConfig, stage: str, evals: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """Return {"reached": true, false, or null if not measured; "verdict": a sentence}, or None
-    without a goal."""
+    """Return "reached", which is None if not measured, and a sentence. None without a goal."""
     goal = config.goal
     if goal is None:
         return None

@@ -16,9 +16,9 @@ scored, trained and published to the engine.
 One step runs at a time, and each phase waits for the one before it: no rollout is stale.
 Waits:
 
-    Collector.run   the engine's last chunk    from the engine's pump  rollout.deadline_s
-    Scoring.finish  the scorer's last answer   from reward workers     rollout.reward_deadline_s
-    trainer.step    the compute thread         from that thread        none
+    Collector.run   the engine's last chunk    from the engine's pump  rollout.deadline_s.
+    Scoring.finish  the scorer's last answer   from reward workers     rollout.reward_deadline_s.
+    trainer.step    the compute thread         from that thread        none.
 
 A stop ends the step in flight, or interrupts it at `run.stop_deadline_s`; `loop.schedule` then
 saves the state. A failure leaves no task and no request behind; the run resumes from its newest

@@ -3,7 +3,7 @@
 In: sizes of a decoder, lengths of packed sequences. Out: FLOPs of one forward pass; a backward pass
 takes twice that. docs/training.md states the formula.
 
-    forward = 2 · W · T  +  4 · H · D · Σ pairs  +  2 · O · E · N
+    forward = 2 · W · T  +  4 · H · D · Σ pairs  +  2 · O · E · N.
 
 W counts the weights of the layers' matrices, without norms, biases and the embedding (a look-up). T
 is the number of tokens, H the heads of D numbers, E the hidden size. O is the number of rows of the

@@ -3,15 +3,15 @@ cause? In: the metrics of a run's steps. Out: one finding, or None. Pure.
 
 The cause follows from how the gap between the two log-probs of a sampled token is spread:
 
-    not a number           a log-prob that is no number, on either side
+    not a number           a log-prob that is no number, on either side.
     truncation set         the trainer is below the engine wherever they differ: it normalizes over
-                           more tokens
+                           more tokens.
     template               probabilities differ by more than a factor of two on many tokens: other
-                           tokens were read
+                           tokens were read.
     stale weights          the gap comes with tokens of an older policy, or grows from nothing as
-                           the trainer moves
+                           the trainer moves.
     precision              a gap to both sides, small on nearly every token: the two round
-                           differently
+                           differently.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ or torch's around flash attention, on a CPU torch's or the C ones."""
 
 
 def best_dtype(device: DeviceKind, *, bf16: bool) -> Dtype:
-    """Return what run.dtype = "auto" means: bfloat16 where the device multiplies it, else float16
-    with loss scaling on a GPU, whose float32 is many times slower, and float32 on a CPU, whose
-    float16 is emulated."""
+    """Return what run.dtype = "auto" means: bfloat16 where the device multiplies it. Otherwise a
+    GPU takes float16 with loss scaling, since its float32 is many times slower. A CPU takes
+    float32, since its float16 is emulated."""
     if bf16:
         return "bfloat16"
     return "float16" if device == "cuda" else "float32"

@@ -1,10 +1,10 @@
 """Messages: between the scorer and its workers. In: records. Out: frames of length and msgpack.
 
-    scorer → worker   Setup once, then Job after Job
-    worker → scorer   Ready once, then one CheckResult per check of the job, in the job's order
+    scorer → worker   Setup once, then Job after Job.
+    worker → scorer   Ready once, then one CheckResult per check of the job, in the job's order.
 
-A result goes out before the next check that may hang begins, so the first check without a result is
-what hangs. Each result has its job's token, so that what a reward writes to the channel is not
+Results go out before a check that may hang begins. The first check without a result is thus what
+hangs. Each result has its job's token, so that what a reward writes to the channel is not
 taken for one.
 """
 

@@ -130,7 +130,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchBegan:
-    """Somebody reads tensors of the version."""
+    """A receiver began to read tensors of the version."""
 
     version: int
 
@@ -157,7 +157,7 @@ class PublisherState:
 
     @property
     def may_write(self) -> bool:
-        """Return whether the tensors may change: nobody reads them, and nobody may begin to."""
+        """Return whether the tensors may change: no receiver reads them or may begin to."""
         return self.offered is None and self.num_fetches == 0
 
     def refuse_fetch(self, version: int) -> None:

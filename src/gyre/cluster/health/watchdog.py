@@ -1,9 +1,8 @@
 """Watchdog: who holds up a call to all ranks. In: the ranks' handles, calls under way. Out: nothing
 when they have ended, RankError with all stacks when they hang.
 
-A call hangs when none of the ranks that are still at it makes progress, for as long as that kind of
-call may take without; or when the process of one answers nothing for `hang_s`, whatever it is at:
-looks have a thread of their own.
+A call hangs when none of its unfinished ranks makes progress for as long as its kind allows. It
+also hangs when a rank's process answers nothing for `hang_s`: its looks have a thread of their own.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ class TrainerEndpoint:
         return await asyncio.shield(copying)
 
     async def _withdraw(self) -> None:
-        """Refuse new fetches. Waits for: copies that had begun on the compute thread, which the
-        caller needs next."""
+        """Refuse new fetches. Waits for copies that run on the compute thread, which the caller
+        needs next."""
         self._offer = None
         self._move_publisher(Withdrawn())
         await self._may_write.wait()
@@ -135,7 +135,7 @@ class TrainerEndpoint:
 
 
 class EngineEndpoint:
-    """One engine. What it streams is kept until somebody polls."""
+    """One engine. What it streams is kept until the next poll."""
 
     def __init__(
         self,

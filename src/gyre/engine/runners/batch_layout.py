@@ -2,7 +2,7 @@
 (numpy).
 
 The KV pool of a layer is [page, 2, K, page_tokens, D]. Writes see it as rows of D. Reads see it as
-rows of page_tokens × D, one per (page, k or v, kv head), so one gather yields [2, B, K, L, D].
+rows of page_tokens × D, one per (page, k or v, kv head). One gather yields [2, B, K, L, D].
 Sequences of similar size are attended to together, in buckets, so padding stays small.
 """
 

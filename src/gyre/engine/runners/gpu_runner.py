@@ -2,8 +2,8 @@
 
 A step that only decodes replays a CUDA graph captured for its batch size, LM head and sampling
 inside; the host sends one small buffer before it. A step with prompt chunks runs the same kernels
-one by one. Input tokens of decoding rows come from the device, where sampling left them, so that a
-step can be launched before the last one's tokens are known.
+one by one. Input tokens of decoding rows stay on the device, where sampling left them. A step can
+thus be launched before the last one's tokens are known.
 """
 
 # T tokens of the step, B decoding rows, N rows that choose, C chunks, R rows of the engine, V

@@ -8,7 +8,7 @@ truncation (min-p, top-k, top-p). The processed log-prob is of the softmax over 
 is vLLM's order, except that top-k keeps exactly k tokens when some tie. See shaping and truncation
 for their definitions.
 
-Every choice is an inverse-CDF draw in token order, so truncation that removes nothing changes
+Every choice is an inverse-CDF draw in token order. Truncation that removes nothing thus changes
 nothing, and a row's token does not depend on the rows beside it. Greedy rows (temperature 0) take
 the first best token with certainty, so their processed log-prob is 0. A row without finite logits
 gets a log-prob that is not finite; settle ends it.

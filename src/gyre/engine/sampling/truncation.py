@@ -5,9 +5,9 @@ has fixed shapes and never waits for the host, so that a CUDA graph can hold it.
 
 The definition. Tokens stand in descending order, equal ones by id. min-p drops those below min_p ×
 the best probability, and -inf is never kept; top-k keeps the first k of the rest; top-p keeps, of
-these, each token before which less than top_p of their mass lies. At least one token stays. Masses
-are whole numbers (float64 weights scaled by a power of two), so that a sum does not depend on its
-order and both ways agree.
+these, each token with less than top_p of their mass before it. At least one token stays. Masses
+are whole numbers: float64 weights scaled by a power of two. A sum thus does not depend on its
+order, and both ways agree.
 """
 
 # M truncating rows, V vocabulary, C candidates (the best C tokens of each row)

@@ -5,7 +5,7 @@ its entries alone.
 
 With depth 0 each step is committed at once. With depth 1 step n+1 is scheduled and launched before
 the host reads what step n chose. The device runs launches in order. So a page that a commit frees
-may be allocated at once, even if a step in flight still uses it for a completion that has finished.
+may be allocated at once, even if a step in flight still uses it for a finished completion.
 Preemption, abort, interrupt, deadlines, new weights and moves need exact state. They first commit
 everything in flight: `quiesce`.
 """

@@ -24,8 +24,8 @@ BLOCK = 4096
 def block_statistics(
     logits_NW: Tensor, temperature_N: Tensor, targets_N: Tensor, start: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return float32 log Σ exp of each row, the mean of its logits under its own softmax, and its
-    target's logit if the block contains it; all after temperature."""
+    """Return three float32 statistics of each row, after temperature: log Σ exp, the mean of its
+    logits under its own softmax, and its target's logit if the block contains it."""
     assert logits_NW.stride(1) == 1 and targets_N.dtype == torch.int64
     total_N, mean_N, found_N = (
         logits_NW.new_empty(len(logits_NW), dtype=torch.float32) for _ in range(3)

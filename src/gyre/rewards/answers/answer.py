@@ -4,19 +4,19 @@ a Match.
 Finding: the first form of `forms` whose mark occurs decides, by its last occurrence; a mark without
 end is no answer.
 
-    tag     <answer>…</answer>; a \boxed{…} inside is opened too
-    boxed   \boxed{…} or \fbox{…}, nested braces and \{ \} counted
-    hash    the rest of the line after ####
+    tag     <answer>…</answer>; a \boxed{…} inside is opened too.
+    boxed   \boxed{…} or \fbox{…}, nested braces and \{ \} counted.
+    hash    the rest of the line after ####.
     number  the last number in the text, with its sign, scale word or power of ten; a sum or product
-            is no number
-    plain   the whole text
+            is no number.
+    plain   the whole text.
 
 Comparing, `how`:
 
-    exact    same characters
-    numeric  both one number (rewards.answers.numbers)
+    exact    same characters.
+    numeric  both one number (rewards.answers.numbers).
     latex    numbers if both are, else same value by math-verify, which evaluates: the question is
-             an answer too
+             an answer too.
     auto     by the label. A number: numeric. An option's letter: rewards.answers.options.
              A date, a time of day, a score, a version, a name with digits or text without
              mathematics: the same words. Anything else: the same words or latex

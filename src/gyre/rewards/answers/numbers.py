@@ -5,18 +5,18 @@ A text is a number when it is one of these and nothing else (rewards.answers.mar
 off):
 
     42   -42   +42   042   42.0   .5   1,234   1{,}234   1\,234      thousands in groups of three,
-                                                                      all or none
+                                                                      all or none.
     1.6e-19   1.6 × 10^-19                                          a mantissa from 1 to under 10
-                                                                    before ×
+                                                                    before ×.
     3/4   3 / 4   \frac{3}{4}   1 1/2   1\frac{1}{2}                 whole parts; the mixed one
-                                                                       with a proper fraction
+                                                                       with a proper fraction.
     3 million                                                       hundred, thousand, million,
-                                                                    billion, trillion
-    42%   42 percent                                                with none of what follows
+                                                                    billion, trillion.
+    42%   42 percent                                                with none of what follows.
     $42   -$42   USD 42   42 km   42 km/h   42 cm^2   42 apples       one currency before it or one
-                                                                      unit (see units.py)
+                                                                      unit (see units.py).
     x = 42                                                          one letter, and the question
-                                                                    names it
+                                                                    names it.
 
 So no expression, equation, chain, date, list, interval, ± or "about". docs/rewards.md has the rules
 of `same_number` in a table. Exponents have three digits and texts 1,000 characters at most: reading

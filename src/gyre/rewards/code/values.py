@@ -244,8 +244,8 @@ def is_close(got: float, wanted: float, tolerance: float) -> bool:
 
 
 def _same_elements(got: Set, wanted: Set | list[Any]) -> bool:
-    """Whether two sets are equal. One from the sandbox that holds an element twice is forged, and
-    equal to none."""
+    """Return whether two sets are equal. One from the sandbox that holds an element twice is
+    forged, and equal to none."""
     if len(got) != len(wanted):
         return False
     ours, theirs = got.order(), (wanted if isinstance(wanted, Set) else Set(wanted)).order()

@@ -4,8 +4,8 @@ the same, one per packet.
     client ── StartChild + files, Kill ──▶ server ──fork──▶ children
            ◀── Ready | Refused, Ended ──
 
-The socket keeps packets apart (SOCK_SEQPACKET), and only the two ends hold it: a child closes the
-server's end before any code of others runs. So what arrives was sent by the peer. The encoding is
+The socket keeps packets apart (SOCK_SEQPACKET). Only the two ends hold it, since a child closes the
+server's end before it runs other code. So what arrives was sent by the peer. The encoding is
 marshal, which a Python without site-packages has.
 """
 

@@ -4,7 +4,7 @@ Kill, one kind of child. Out: one Ended per child, sent when it is reaped.
     poll ──▶ client: StartChild, Kill; a hang-up ends every descendant and the server
          ──▶ pidfd of a child: reap it, end what it left behind, send Ended
          ──▶ files that a child asked to watch
-         ──▶ time: `look` of a child, which may name the limit that it is over
+         ──▶ time: `look` of a child, which may name the limit that it is over.
 
 Both users run this loop in processes of their own, never in a common one. Reward workers are the
 user's code with the user's environment (rewards.pool.worker). Sandboxed programs are untrusted, and

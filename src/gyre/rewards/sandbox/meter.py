@@ -2,13 +2,13 @@
 locks. Out: bytes.
 
     sockets            what each may hold in its send buffer; the count holds unaccepted and closed
-                       ones, too
-    TCP connections    what a send buffer may grow to
+                       ones, too.
+    TCP connections    what a send buffer may grow to.
     shared mappings    their length, as long as any process maps them: their pages outlive the page
-                       tables
-    epoll              a fixed size for each file watched, never given back
+                       tables.
+    epoll              a fixed size for each file watched, never given back.
     file locks         a fixed size for each; more than 10,000 count as too much, since only reading
-                       them counts them
+                       them counts them.
 
 Each is an upper bound. `SO_SNDBUF` and the like are refused (sandbox.syscalls), so a buffer stays
 as it was made.

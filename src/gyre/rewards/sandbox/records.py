@@ -8,7 +8,7 @@ What is isolated, by mode (the chosen one is in `Sandbox.isolation` and in the e
                 the system, Python and /proc read-only, an empty work folder in memory and its own
                 processes; no network at all, no home, no run folder. No capabilities, no new
                 privileges. It is process 1 of its namespace: all that it starts dies with it, and
-                signals to itself have no effect. Started by root, it is nobody.
+                signals to itself have no effect. Started by root, it has user id 65534.
     bubblewrap  the same walls put up by `bwrap`, where only that may make namespaces. Slower: a new
                 Python each time.
     weak        kernel limits, a work folder that is removed, a scrubbed environment, every

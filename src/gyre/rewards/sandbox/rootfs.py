@@ -1,14 +1,14 @@
 """View: the file system that programs see. In: folders to show read-only. Out: a new root; per run
 a work folder.
 
-    /usr /bin /lib … + Python's own folder   the system, read-only
+    /usr /bin /lib … + Python's own folder   the system, read-only.
     /dev                                     null, zero, full, random, urandom; stdin, stdout,
-                                             stderr, fd; shm is /work
+                                             stderr, fd; shm is /work.
     /etc                                     names of root and the program's user, the loader's
-                                             cache
-    /proc                                    of the run's own process namespace
+                                             cache.
+    /proc                                    of the run's own process namespace.
     /work, also called /tmp                  private to one run, in memory, of limited size, gone
-                                             with it
+                                             with it.
 
 Nothing else exists: no home folders, no run folder, no configuration of the machine.
 """

@@ -2,9 +2,9 @@
 Out: complete snapshots, or their faults.
 
     <folder>/step-00000020/manifest.json                  files, runs of tensors, sizes, checksums;
-                                                          written last
-                           rank-00000.safetensors, …      each rank's parts
-                           state.json, blobs/<name>       the loop's state
+                                                          written last.
+                           rank-00000.safetensors, …      each rank's parts.
+                           state.json, blobs/<name>       the loop's state.
 
 A snapshot is written into a temporary folder and renamed when its manifest is on disk; older ones
 are pruned after that. The previous snapshot therefore stays intact until the new one is complete.

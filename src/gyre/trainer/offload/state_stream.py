@@ -2,8 +2,8 @@
 whose state is offloaded, a function that updates one. Out: the same result as with resident state,
 the bytes moved and the time waited.
 
-While slice i is updated, slice i + 1 is fetched and slice i − 1 is written back, through a few
-fixed slots on the device. Two copy streams serve host memory. For a file one thread reads and
+While slice i is updated, slice i + 1 is fetched and slice i − 1 is written back. They pass through
+a few fixed slots on the device. Two copy streams serve host memory. For a file one thread reads and
 another writes, through pinned memory beside a GPU. A slot is refilled only after its contents are
 written back, so the queue is bounded.
 """

@@ -2,8 +2,8 @@
 equal the engine's to the bit. In: a Decoder on a CUDA device, a micro-batch. Out: (logprobs_N,
 entropy_N), differentiable, for any packing.
 
-Keys and values of the current layer are stored in pages of the engine's size, since the kernel sums
-over tiles of at most a page. Every token is a query of its own.
+Keys and values of the current layer are stored in pages of the engine's size. The kernel sums over
+tiles of at most a page. Every token is a query of its own.
 """
 
 # T tokens, S sequences, P pages of the longest one, N targets, H heads, K kv heads, D head dim, E
