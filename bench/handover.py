@@ -99,7 +99,7 @@ def measure(group: RankGroup, tell: Tell, row: Row) -> dict[str, Any]:
     began_s, device = time.monotonic(), group.device
     decoder = blank_decoder(row)
     trainer = make_trainer(group, row, [], decoder)
-    shared = not trainer._models.actor.split.shards_weights
+    shared = not trainer.models.actor.split.shards_weights
     engine = decoder if shared else Decoder(row.spec, device=device, dtype=torch.bfloat16)
     weights = EngineWeights(
         engine, shared=shared, version=0, device=device, emit=lambda kind, **fields: None

@@ -207,14 +207,12 @@ def test_the_ordinary_forward_gives_other_bits(family: str) -> None:
 
 
 def gradient(decoder: Decoder, batch: TrainBatch, *, invariant: bool) -> dict[str, torch.Tensor]:
-    from gyre.trainer.passes.backward import collect_gradients
-
     trainer = make_trainer(
         decoder, invariant=invariant, objective=SftConfig(), tokens_per_chunk=3000
     )
-    (update,) = trainer._evaluator.complete(batch)[1].updates
-    collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
-    grads = {name: grad.clone() for name, grad in trainer._models.actor.optimizer.grads().items()}
+    (update,) = trainer.plan(batch).updates
+    trainer.forward_backward(update)
+    grads = {name: grad.clone() for name, grad in trainer.models.actor.optimizer.grads().items()}
     asyncio.run(trainer.close())
     return grads
 

@@ -127,7 +127,7 @@ def test_weights_in_host_memory_compute_as_on_the_device(mode) -> None:
             "tokens_per_chunk": 64,
         }
         trainer = trainer_on(alone(CUDA), "grpo", **settings, **SMALL, offload_parameters=models)
-        streams, values = trainer._tenancy.streams.values(), []
+        streams, values = trainer.weight_streams.values(), []
         for which in ("policy", "reference", "reward"):
             for stream in streams:
                 stream.rooms_B.fill_(255)  # every bfloat16 of it a NaN
@@ -138,7 +138,7 @@ def test_weights_in_host_memory_compute_as_on_the_device(mode) -> None:
                 stream.rooms_B.fill_(255)
             report = trainer.step_now(batch_for(12, seed=step))
             assert report.num_updates == 1
-        places = {parameter.device.type for parameter in trainer._models.actor.decoder.parameters()}
+        places = {parameter.device.type for parameter in trainer.models.actor.decoder.parameters()}
         assert places == {"cpu" if models else CUDA.type}
         weights = {
             name: tensor.float().cpu().numpy()
@@ -169,7 +169,7 @@ def test_a_frozen_model_in_host_memory_takes_two_layers_of_the_device(allocated)
     split = Splitter(alone(CUDA), ParallelConfig()).split("reference")
     decoder = Decoder(spec, device=torch.device("meta"), dtype=torch.bfloat16)
     trainer = trainer_on(alone(CUDA), "grpo", dtype="bfloat16")
-    (update,) = trainer._evaluator.complete(batch_for(4, seed=0))[1].updates
+    (update,) = trainer.plan(batch_for(4, seed=0)).updates
     before = allocated()
     stream = start_away("reference", decoder, None, split, FreshWeights(spec, 0)).stream
     held, standing = stream.sizes(), allocated() - before

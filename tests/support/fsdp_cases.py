@@ -21,7 +21,7 @@ def gathered_dtypes(group: RankGroup, matmul: str) -> tuple[list[str], list[str]
     """What FSDP2 exchanges of a layer: dtypes after a step and after the next; and bytes of the
     whole layer."""
     trainer, found = trainer_on(group, "sft", layout="zero3", dtype="bfloat16", matmul=matmul), []
-    layer = trainer._models.actor.decoder.layers[0]
+    layer = trainer.models.actor.decoder.layers[0]
     inputs: list[torch.Tensor] = []
     for step in range(2):
         trainer.step_now(batch_for(8, seed=step))
@@ -36,23 +36,23 @@ def freed_between_passes(group: RankGroup) -> tuple[list[int], list[int], bool]:
     pass of all layers is over; and whether backward then gave a gradient. What backward saved is
     those weights."""
     trainer = trainer_on(group, "sft", layout="zero3")
-    decoder, seen = trainer._models.actor.decoder, []
+    decoder, seen = trainer.models.actor.decoder, []
     for layer in decoder.layers:
         layer.register_forward_pre_hook(lambda layer, _: seen.append(layer.qkv.weight))
-    (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
+    (update,) = trainer.plan(batch_for(8, seed=0)).updates
     logprobs_N, _ = chunk_logprobs(decoder, update.chunks[0])
     during = [weight.numel() * weight.element_size() for weight in seen]
     after = [weight.untyped_storage().nbytes() for weight in seen]
     logprobs_N.sum().backward()
-    return during, after, bool(trainer._models.actor.optimizer.grad_N.any())
+    return during, after, bool(trainer.models.actor.optimizer.grad_N.any())
 
 
 def order_of_collectives(group: RankGroup, spec: str) -> list[str]:
     """FSDP2's of a step, by the module that they are of."""
     trainer, told = trainer_on(group, "sft", layout="zero3", spec=spec), []
-    decoder = trainer._models.actor.decoder
+    decoder = trainer.models.actor.decoder
     note_collectives(decoder, told)
-    (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
+    (update,) = trainer.plan(batch_for(8, seed=0)).updates
     told.clear()
     logprobs_N, _ = chunk_logprobs(decoder, update.chunks[0])
     told.append("loss")
@@ -110,10 +110,10 @@ def waits(group: RankGroup, layout: str, spec: str) -> tuple[list[str], list[tup
         trainer = trainer_on(group, "sft", layout=layout, spec=spec)
     finally:
         fsdp.make_exposed = kept
-    decoder = trainer._models.actor.decoder
+    decoder = trainer.models.actor.decoder
     for name, state in note_collectives(decoder, told).items():
         state.wait_for_unshard = noting(told, f"wait {name}", state.wait_for_unshard)
-    (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
+    (update,) = trainer.plan(batch_for(8, seed=0)).updates
     told.clear()
     chunk_logprobs(decoder, update.chunks[0])[0].sum().backward()
     return told, pairs.found
@@ -138,7 +138,7 @@ def held_between_chunks(
     """Bytes of gradients that wait on this rank to be summed, as each chunk of an update begins;
     what was sent."""
     trainer = trainer_on(group, "sft", tokens_per_chunk=tokens_per_chunk, **settings)
-    learner, held = trainer._models.actor, []
+    learner, held = trainer.models.actor, []
     begin = learner.begin_chunk
 
     def count_and_begin(*, last: bool) -> None:

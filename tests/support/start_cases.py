@@ -89,7 +89,7 @@ def from_folder(
         trainer = started(
             group, kind, weights=counted, reward=reward, spec=checkpoint.spec, **settings
         )
-    optimizer = trainer._models.actor.optimizer
+    optimizer = trainer.models.actor.optimizer
     held = {
         name: optimizer.places[name].stop - optimizer.places[name].start for name in counted.shapes
     }
@@ -136,7 +136,7 @@ def resumed(
     }
     trainer = started(group, kind, weights=None, spec=SPECS[spec], parked=parked, **settings)
     refused = [is_refused(trainer)]
-    held = f"{trainer._models.learners[-1].name}.exp_avg."
+    held = f"{trainer.models.learners[-1].name}.exp_avg."
     for change in ({"objective": "other"}, {}):
         tensors = {
             name: tensor

@@ -55,7 +55,7 @@ def gathered_by_parts(group: RankGroup, **settings: Any) -> list[str]:
     found = []
     for by_parts in (False, True):
         trainer = trainer_on(group, "rm", **SMALL, offload_parameters=("actor",), **settings)
-        optimizer = trainer._models.actor.optimizer
+        optimizer = trainer.models.actor.optimizer
         optimizer.gathers_by_parts, optimizer.reduce_numbers = by_parts, 1000
         for step in range(2):
             trainer.step_now(batch_for(8, seed=step))

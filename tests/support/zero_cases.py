@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -31,8 +32,7 @@ from gyre.models.hub.export import export_runs
 from gyre.models.hub.verify import verify_runs
 from gyre.models.init import init_weights
 from gyre.models.scalar_head import ScalarHead
-from gyre.trainer.optim.sharded import SlicedOptimizer
-from gyre.trainer.passes.backward import collect_gradients
+from gyre.trainer.metrics.throughput import ThroughputMeter
 from gyre.trainer.trainer import NativeTrainer
 from gyre.weights.gather import gather_runs
 from trainer_cases import OF_THE_MACHINE, SPEC, make_batch, make_trainer, whole_tensors
@@ -181,17 +181,16 @@ def gradients(
     batch = replace(
         batch, sequences=tuple(s for s in batch.sequences if len(s.tokens) > longer_than)
     )
-    (update,) = trainer._evaluator.complete(batch)[1].updates
-    collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
+    (update,) = trainer.plan(batch).updates
+    trainer.forward_backward(update)
     found, norms = {}, {}
-    for learner in trainer._models.learners:
+    for learner in trainer.models.learners:
         optimizer = learner.optimizer
         optimizer.reduce()
         norms[learner.name] = optimizer.grad_norm()
-        own_N = optimizer.grad_N
-        if isinstance(optimizer, SlicedOptimizer):
-            low, step = optimizer._low, optimizer._slice
-            own_N = torch.cat([own_N[low : low + step], own_N[optimizer._whole :]])
+        own_N = torch.zeros(optimizer.layout.size)
+        for span in optimizer.spans():
+            own_N[span.first : span.last] = span.grad_N
         joined = {name: torch.empty(shape) for name, shape in optimizer.shapes.items()}
         runs = gather_runs(
             optimizer.layout, optimizer.runs(own_N), group=optimizer.mesh.shard, dtype=torch.float32
@@ -362,7 +361,7 @@ def coded_updates(
             **AWAY[how],
         }
     trainer = trainer_on(group, "sft", weight_decay=0.1, **settings)
-    optimizer = trainer._models.actor.optimizer
+    optimizer = trainer.models.actor.optimizer
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         state_N = torch.zeros(optimizer.layout.size)
@@ -380,7 +379,7 @@ def coded_updates(
             )
         optimizer.update(learning_rate=1e-2, grad_scale=0.5)
     found = whole(trainer)
-    trainer._close()
+    trainer.close_now()
     return found, sorted(optimizer.moments)
 
 
@@ -392,9 +391,9 @@ def sums_by_parts(group: RankGroup, *, layout: str) -> float:
         trainer = trainer_on(
             group, "rm", layout=layout, dtype="bfloat16", offload_gradients=by_parts
         )
-        (update,) = trainer._evaluator.complete(batch_for(8, seed=0))[1].updates
-        collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
-        optimizer = trainer._models.actor.optimizer
+        (update,) = trainer.plan(batch_for(8, seed=0)).updates
+        trainer.forward_backward(update)
+        optimizer = trainer.models.actor.optimizer
         optimizer.reduces_by_parts, optimizer.reduce_numbers = by_parts, 1000
         optimizer.reduce()
         found.append(torch.cat([span.grad_N.cpu() for span in optimizer.spans()]))
@@ -421,12 +420,12 @@ def broken_step(group: RankGroup, how: str, *, victim: int, layout: str) -> tupl
         )
     elif group.rank == victim:
         if how == "raise":
-            hook = trainer._models.actor.optimizer
+            hook = trainer.models.actor.optimizer
             hook.reduce = raiser
         elif how == "die":
-            trainer._models.actor.optimizer.reduce = lambda: os.kill(os.getpid(), signal.SIGKILL)
+            trainer.models.actor.optimizer.reduce = lambda: os.kill(os.getpid(), signal.SIGKILL)
         elif how == "hang":
-            trainer._models.actor.optimizer.reduce = lambda: time.sleep(1000)
+            trainer.models.actor.optimizer.reduce = lambda: time.sleep(1000)
     started = time.monotonic()
     try:
         trainer.step_now(batch)
@@ -555,12 +554,15 @@ def measures(
         settings |= {"trace_folder": Path(folder) / "traces", "trace_steps": (1,)}
     events: list = []
     trainer = trainer_on(group, kind, events=events, peak_flops=1e12, **settings)
-    meter, counted = trainer._meter, {}
-    take, meter.take = (
-        meter.take,
-        lambda **given: counted.update(flops=meter._flops) or take(**given),
-    )
-    report = trainer.step_now(replace(batch_for(12, seed=0), step=1))
+    counted, take = {}, ThroughputMeter.take
+
+    def note(meter: ThroughputMeter, *, step_s: float) -> dict[str, Any]:
+        own = take(meter, step_s=step_s)
+        counted.update(flops=own["flops"])
+        return own
+
+    with patch.object(ThroughputMeter, "take", note):
+        report = trainer.step_now(replace(batch_for(12, seed=0), step=1))
     return {**counted, "measured": dict(report.measured), "events": events}
 
 

@@ -57,9 +57,16 @@ from gyre.trainer.config import TrainerConfig
 from gyre.trainer.metrics import startup_events
 from gyre.trainer.metrics.profiler import Tracer
 from gyre.trainer.metrics.throughput import SENT, ThroughputMeter
+from gyre.trainer.offload.weight_stream import WeightStream
 from gyre.trainer.optim.grad_scaler import LossScale
 from gyre.trainer.optim.lr_schedule import learning_rate_factor
-from gyre.trainer.passes.backward import Models, StepStats, collect_gradients, refuse_divergence
+from gyre.trainer.passes.backward import (
+    Models,
+    StepStats,
+    UpdateStats,
+    collect_gradients,
+    refuse_divergence,
+)
 from gyre.trainer.passes.evaluation import Evaluator
 from gyre.trainer.passes.forward import ChunkLogprobs, chunk_logprobs
 from gyre.trainer.roles.materialize import blank_copy, is_blank, start_away, start_frozen
@@ -244,7 +251,7 @@ class NativeTrainer:
     async def close(self) -> None:
         """Free everything but the actor's compute weights and the reward model, which the caller
         owns."""
-        await asyncio.get_running_loop().run_in_executor(self._compute, self._close)
+        await asyncio.get_running_loop().run_in_executor(self._compute, self.close_now)
 
     async def register(self, *, epoch: int = 0) -> Offer:
         return await asyncio.get_running_loop().run_in_executor(
@@ -394,6 +401,16 @@ class NativeTrainer:
         return self._version
 
     @property
+    def models(self) -> Models:
+        """The models in training, with their optimizers."""
+        return self._models
+
+    @property
+    def weight_streams(self) -> Mapping[str, WeightStream]:
+        """The streams of models whose weights are in host memory, by model."""
+        return self._tenancy.streams
+
+    @property
     def mesh(self) -> Mesh:
         """The groups that the actor's ranks form."""
         return self._models.actor.split.mesh
@@ -467,14 +484,24 @@ class NativeTrainer:
         )
         return report, totals
 
+    def plan(self, batch: TrainBatch) -> EpochPlan:
+        """Return the updates of a batch's first epoch, with every column that the objective
+        needs."""
+        return self._evaluator.complete(batch)[1]
+
+    def forward_backward(self, update: Update, *, loss_scale: float = 1.0) -> UpdateStats:
+        """Add this rank's gradients × loss_scale to the buffers of the models' optimizers. A step
+        drops gradients that no update has taken."""
+        self._has_gradients = True
+        given = self._models, self._objective, update.chunks, update.denominator
+        with self._tenancy.visiting("actor", "critic"):
+            return collect_gradients(*given, loss_scale=loss_scale)
+
     def _update(self, update: Update, factor: float, totals: StepStats, step: int) -> None:
         """Run one optimizer update of every trained model, or of none when a gradient is not
         finite."""
         scale = 1.0 if self._loss_scale is None else self._loss_scale.factor
-        self._has_gradients = True
-        given = self._models, self._objective, update.chunks, update.denominator
-        with self._tenancy.visiting("actor", "critic"):
-            found = collect_gradients(*given, loss_scale=scale)
+        found = self.forward_backward(update, loss_scale=scale)
         for learner in self._models.learners:
             spec, scalar = learner.decoder.spec, learner.head is not None
             self._meter.count(spec, update.chunks, scalar=scalar, backward=True)
@@ -609,7 +636,8 @@ class NativeTrainer:
                     hint=OTHER_MODEL,
                 )
 
-    def _close(self) -> None:
+    def close_now(self) -> None:
+        """Run `close` on the calling thread."""
         self._tenancy.recall()
         for learner in self._models.learners:
             learner.optimizer.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -53,6 +53,10 @@ def test_the_scale_is_that_of_torch_s_scaler():
     }.items() <= scaler.state_dict().items()
 
 
+def loss_scale_of(trainer: NativeTrainer) -> dict[str, float] | None:
+    return trainer.snapshot_now()["state"].get("loss_scale")
+
+
 def with_overflow(seed: int):
     """A batch with an advantage that no FP16 gradient holds."""
     batch = make_batch(seed=seed)
@@ -66,7 +70,7 @@ def test_updates_are_those_of_torch_s_scaler_over_the_same_gradients():
     trainer = make_trainer(
         "grpo", dtype=torch.float16, grad_clip=0.5, weight_decay=0.0, learning_rate=1e-3
     )
-    optimizer = trainer._models.actor.optimizer
+    optimizer = trainer.models.actor.optimizer
     theirs = torch.nn.Parameter(optimizer.master_N.clone())
     scaler, adamw = (
         torch.amp.GradScaler("cpu"),
@@ -115,7 +119,9 @@ def test_an_overflow_leaves_the_update_out_and_is_told():
 
 def test_metrics_are_of_the_gradient_before_scaling():
     trainers = [make_trainer("grpo", dtype=dtype) for dtype in (torch.float32, torch.float16)]
-    trainers[1]._loss_scale = LossScale(2.0**10)
+    state = trainers[1].snapshot_now()
+    smaller = {**state["state"], "loss_scale": asdict(LossScale(2.0**10))}
+    trainers[1].restore_now({**state, "state": smaller})
     wide, half = (trainer.step_now(make_batch()).metrics for trainer in trainers)
     assert "loss_scale" not in wide and half["loss_scale"] == 2.0**10
     for name in ("grad_norm", "loss", "entropy"):
@@ -123,7 +129,8 @@ def test_metrics_are_of_the_gradient_before_scaling():
 
 
 @pytest.mark.parametrize("kind", ["sft", "ppo"])
-def test_float16_goes_on_from_a_snapshot_to_the_bit(kind):
+def test_float16_goes_on_from_a_snapshot_to_the_bit(kind, monkeypatch):
+    after = LossScale.after
     settings = {"dtype": torch.float16, "sequences_per_update": 4}
     batches = [
         make_batch(seed=0),
@@ -138,15 +145,20 @@ def test_float16_goes_on_from_a_snapshot_to_the_bit(kind):
 
     whole, half, resumed = (make_trainer(kind, **settings) for _ in range(3))
     reports = run(whole, range(5))
-    run(half, range(3))
+    scales: list[LossScale] = []
+
+    def note(scale: LossScale, *, finite: bool) -> LossScale:
+        scales.append(after(scale, finite=finite))
+        return scales[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LossScale, "after", note)
+        run(half, range(3))
     state = dict(half.snapshot_now())
-    assert state["state"]["loss_scale"] == {
-        "factor": half._loss_scale.factor,
-        "good_updates": half._loss_scale.good_updates,
-    }
+    assert state["state"]["loss_scale"] == asdict(scales[-1]) and len(set(scales)) > 2
     resumed.restore_now(state)
     assert run(resumed, range(3, 5)) == reports[3:]
-    assert resumed._loss_scale == whole._loss_scale
+    assert loss_scale_of(resumed) == loss_scale_of(whole)
     assert_bits_equal(weights_of(resumed), weights_of(whole))
 
 
@@ -154,9 +166,9 @@ def test_a_snapshot_of_a_wider_run_starts_the_scale_anew():
     wide, half = make_trainer("sft"), make_trainer("sft", dtype=torch.float16)
     half.step_now(make_batch())
     half.restore_now(wide.snapshot_now())
-    assert half._loss_scale == LossScale()
+    assert loss_scale_of(half) == asdict(LossScale())
     wide.restore_now(half.snapshot_now())
-    assert wide._loss_scale is None
+    assert loss_scale_of(wide) is None
 
 
 @pytest.mark.slow
@@ -234,7 +246,7 @@ def test_the_first_step_is_on_policy_and_on_the_reference(kind):
 def test_masters_and_what_the_engine_gets_stay_wide():
     trainer = make_trainer("sft", decoder=make_decoder(torch.bfloat16), matmul="fp8")
     trainer.step_now(make_batch())
-    optimizer = trainer._models.actor.optimizer
+    optimizer = trainer.models.actor.optimizer
     for name, tensor in weights_of(trainer).items():
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, optimizer.masters()[name].to(torch.bfloat16))

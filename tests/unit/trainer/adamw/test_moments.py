@@ -400,7 +400,7 @@ def test_the_planner_knows_the_bytes(tmp_path, how, dtype):
     assert optimizer == pytest.approx(
         8 * (count - coded) + (2 + 8 / BLOCK) * coded, rel=0.01, abs=6 * 4096
     )
-    trainer._close()
+    trainer.close_now()
 
 
 @pytest.mark.parametrize("how", ["host", "disk and gradients"])
@@ -418,7 +418,7 @@ def test_state_that_is_away_is_moved_as_codes(tmp_path, how):
         moved[moments] = (
             measured["offload_in_bytes"] / model_numbers(BLOCKS).num_parameters - gradients
         )
-        trainer._close()
+        trainer.close_now()
     assert moved["float32"] == pytest.approx(12, rel=0.01) and 6.0 < moved["8_bit"] < 6.5
 
 
@@ -479,7 +479,7 @@ def test_snapshots_go_both_ways_with_state_away(tmp_path, how):
     for trainer in (plain, again):
         trainer.step_now(make_batch(seed=2))
     assert_bits_equal(weights_of(plain), weights_of(again))
-    offloaded._close()
+    offloaded.close_now()
 
 
 @pytest.mark.parametrize(("was", "now"), [("float32", "8_bit"), ("8_bit", "float32")])

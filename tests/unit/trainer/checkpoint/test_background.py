@@ -167,7 +167,7 @@ def test_training_goes_on_while_the_state_is_copied_until_it_changes_it(tmp_path
     step = threading.Thread(target=case.trainer.step_now, args=(make_batch(4, step=2),))
     step.start()
     assert case.held.wait(60)
-    assert case.trainer._models.actor.optimizer.grad_N.any(), "both passes are done"
+    assert case.trainer.models.actor.optimizer.grad_N.any(), "both passes are done"
     step.join(0.1)
     assert step.is_alive() and case.trainer.version == 1, "the update waits"
     case.go.set()
@@ -189,7 +189,7 @@ def test_nothing_that_changes_the_state_comes_before_the_copy(tmp_path: Path, ho
     change = {
         "move": lambda: case.trainer.move(["actor.optimizer"], "host"),
         "restore": lambda: case.trainer.restore_now(state),
-        "close": case.trainer._close,
+        "close": case.trainer.close_now,
     }[how]
     changing = threading.Thread(target=change)
     changing.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -18,7 +17,6 @@ from gyre.models.init import init_weights
 from gyre.planner.memory_model.components import activation_bytes
 from gyre.planner.plan import Saving
 from gyre.trainer.batching.microbatch import MicroBatch
-from gyre.trainer.passes.backward import collect_gradients
 from gyre.trainer.passes.forward import chunk_logprobs
 from trainer_cases import CPU, OBJECTIVES, make_batch, make_decoder, make_trainer, with_column
 from unit.planner.memory_model.test_components import make_spec, numbers
@@ -34,11 +32,11 @@ def gradients(kind: str, mode: Checkpointing, dtype: torch.dtype) -> dict[str, t
         make_batch(8), "reference_logprobs", other.evaluate_now(make_batch(8), "policy")
     )
     trainer = make_trainer(kind, dtype=dtype, checkpointing=mode)
-    (update,) = trainer._evaluator.complete(batch)[1].updates
-    collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
+    (update,) = trainer.plan(batch).updates
+    trainer.forward_backward(update)
     return {
         f"{learner.name}.{name}": grad.clone()
-        for learner in trainer._models.learners
+        for learner in trainer.models.learners
         for name, grad in learner.optimizer.grads().items()
     }
 
@@ -57,7 +55,7 @@ def test_every_objective_has_the_same_gradient(
 
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])
 def test_the_graph_of_a_chunk_is_gone_before_the_next(kind: str) -> None:
-    trainer, seen = make_trainer(kind, tokens_per_chunk=64), []
+    seen = []
 
     def logprobs(decoder: Decoder, chunk: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         assert not any(graph() for graph in seen), (
@@ -67,9 +65,10 @@ def test_the_graph_of_a_chunk_is_gone_before_the_next(kind: str) -> None:
         seen.append(weakref.ref(found[0]))
         return found
 
-    (update,) = trainer._evaluator.complete(make_batch(8))[1].updates
-    models = replace(trainer._models, logprobs=logprobs)
-    collect_gradients(models, trainer._objective, update.chunks, update.denominator)
+    trainer = make_trainer(kind, tokens_per_chunk=64, logprobs=logprobs)
+    (update,) = trainer.plan(make_batch(8)).updates
+    seen.clear()  # of the reference's pass
+    trainer.forward_backward(update)
     assert len(seen) == len(update.chunks) > 1
 
 

@@ -8,6 +8,7 @@ import fcntl
 import os
 import resource
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from gyre.memory.phases import default_needs
 from gyre.planner.model_zoo import model_numbers
 from gyre.planner.plan import PlanInputs
 from gyre.trainer.adamw.adamw import Span
-from gyre.trainer.offload import state_file, state_stream
+from gyre.trainer.offload import host_gradients, state_file, state_stream
 from gyre.trainer.offload.host_gradients import HostGradients
 from gyre.trainer.offload.slices import BLOCK, numbers_per_cut, plan_cuts, staging_bytes
 from gyre.trainer.offload.state_file import StateFile
@@ -118,7 +119,7 @@ def test_the_planner_knows_what_is_where(tmp_path, how, dtype) -> None:
         offload_cut_bytes=SMALL["offload_cut_bytes"],
     )
     assert_planned(trainer.components(), inputs, dtype, relative=0.05, pages=2)
-    trainer._close()
+    trainer.close_now()
 
 
 def test_parked_between_phases_bytes_are_counted_once(tmp_path) -> None:
@@ -187,7 +188,7 @@ def test_a_file_is_there_while_it_is_needed_and_no_other_run_may_have_it(tmp_pat
     with pytest.raises(InputError, match=r"actor.optimizer.offload is in use"):
         make_trainer("grpo", disk_folder=folder, **SMALL, offload_optimizer="disk")
     trainer.step_now(make_batch())
-    trainer._close()
+    trainer.close_now()
     assert list(folder.iterdir()) == []
 
 
@@ -299,10 +300,12 @@ def test_a_file_that_lost_its_end_is_told(tmp_path) -> None:
 
 def test_a_read_that_fails_is_told(tmp_path) -> None:
     trainer = make_trainer("grpo", disk_folder=tmp_path, **SMALL, offload_optimizer="disk")
-    file = trainer._models.actor.home._file
-    assert file is not None
+    path, own = str(tmp_path / "actor.optimizer.offload"), Path("/proc/self/fd")
+    opened = [int(entry.name) for entry in own.iterdir() if os.path.realpath(entry) == path]
     handle = os.open(tmp_path, os.O_RDONLY)  # a folder, which the system reads no bytes of
-    os.dup2(handle, file._handle)
+    assert opened
+    for number in opened:
+        os.dup2(handle, number)
     os.close(handle)
     with pytest.raises(SnapshotError, match=r"optimizer.offload cannot be read: Is a directory"):
         trainer.step_now(make_batch())
@@ -331,9 +334,12 @@ def test_a_long_update_shows_that_it_goes_on(tmp_path, monkeypatch) -> None:
     signs: list[int] = []
     seen, read = threading.Event(), StateFile.read
 
-    def slow(*given) -> None:
+    cuts: set[int] = set()
+
+    def slow(file: StateFile, name: str, first: int, target_N: torch.Tensor) -> None:
         assert seen.wait(60.0), "a read is waited for, and nobody hears of it"
-        read(*given)
+        cuts.add(first)
+        read(file, name, first, target_N)
 
     trainer = make_trainer(
         "grpo",
@@ -345,11 +351,6 @@ def test_a_long_update_shows_that_it_goes_on(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(state_stream, "LOOK_S", 0.05)
     monkeypatch.setattr(StateFile, "read", slow)
     trainer.step_now(make_batch())
-    stream, optimizer = trainer._models.actor.home.stream, trainer._models.actor.optimizer
-    assert stream is not None
-    cuts = plan_cuts(
-        [(span.first, span.last) for span in optimizer.spans()], numbers=stream._numbers
-    )
     assert len(signs) > len(cuts) > 3
 
 
@@ -438,13 +439,14 @@ def test_gradients_add_up_in_host_memory_in_float32() -> None:
     sums.close()
 
 
-def test_a_backward_pass_waits_for_buffers_no_longer_than_its_deadline() -> None:
-    sums_N = torch.zeros(64)
+def test_a_backward_pass_waits_for_buffers_no_longer_than_its_deadline(monkeypatch) -> None:
+    sums_N, added = torch.zeros(64), threading.Event()
     sums = HostGradients(sums_N, [torch.zeros(128, dtype=torch.uint8)], CPU, 0.1)
-    free = sums._free.get()  # the one buffer is taken and does not come back
+    # the one buffer, of half the gradient, is taken and does not come back
+    monkeypatch.setattr(host_gradients, "wait_for", lambda *_, **__: added.wait(60.0))
     with pytest.raises(DeadlineError, match=r"were not added in host memory within 0.1 s"):
         sums.add(sums_N, torch.ones(64))
-    sums._free.put(free)
+    added.set()
     sums.settle()
     sums.close()
 

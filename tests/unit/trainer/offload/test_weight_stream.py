@@ -11,10 +11,13 @@ import torch
 from gyre.memory.config import MemoryConfig
 from gyre.memory.manager import MemoryManager
 from gyre.memory.phases import default_needs
+from gyre.models.decoder import Decoder
 from gyre.planner.model_zoo import model_numbers
 from gyre.planner.plan import PlanInputs
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.offload.weight_stream import WeightStream
+from gyre.trainer.passes.forward import chunk_logprobs
+from gyre.trainer.roles.memory_components import MemoryComponents
 from gyre.trainer.trainer import NativeTrainer
 from planner_cases import assert_planned
 from rank_pool import RankPool
@@ -86,32 +89,37 @@ def deep_trainer(**settings) -> NativeTrainer:
     )
 
 
-def places_of(stream: WeightStream) -> set[int]:
+def places_of(stream: WeightStream, decoder: Decoder) -> set[int]:
     """Layers that are in a room now, by where their parameters point."""
     low = stream.rooms_B.data_ptr()
     high = low + stream.rooms_B.nbytes
     pointed = [
-        {low <= parameter.data_ptr() < high for parameter, _ in layer} for layer in stream._layers
+        {low <= parameter.data_ptr() < high for parameter in layer.parameters()}
+        for layer in decoder.layers
     ]
     assert all(len(where) == 1 for where in pointed), "a layer moves whole"
     return {index for index, where in enumerate(pointed) if where == {True}}
 
 
-def test_a_pass_holds_two_layers_and_the_next_one_is_on_its_way(monkeypatch) -> None:
+def test_a_pass_holds_two_layers_and_the_next_one_is_on_its_way() -> None:
     """At each layer, forward and backward: what is on the device when it computes."""
     trainer = deep_trainer(offload_parameters=("actor",), tokens_per_chunk=10_000)
-    actor, seen = trainer._models.actor, []
-    stream = trainer._tenancy.streams["actor"]
-    enter = WeightStream._enter
+    actor, seen = trainer.models.actor, []
+    stream = trainer.weight_streams["actor"]
 
-    def watch(self: WeightStream, index: int, follower: int) -> None:
-        enter(self, index, follower)
-        seen.append((index, places_of(self)))
+    def note(index: int) -> None:
+        seen.append((index, places_of(stream, actor.decoder)))
 
-    monkeypatch.setattr(WeightStream, "_enter", watch)
-    (update,) = trainer._evaluator.complete(batch_for(4, seed=0))[1].updates
-    with trainer._tenancy.visiting("actor"):
-        logprobs_N, _ = trainer._models.logprobs(actor.decoder, update.chunks[0])
+    for index, layer in enumerate(actor.decoder.layers):  # after the stream's own hooks
+        layer.register_forward_pre_hook(lambda *_, index=index: note(index))
+        layer.register_forward_hook(
+            lambda _, __, output_TE, index=index: (
+                output_TE.register_hook(lambda _: note(index)) and None
+            )
+        )
+    (update,) = trainer.plan(batch_for(4, seed=0)).updates
+    with stream.visit():
+        logprobs_N, _ = chunk_logprobs(actor.decoder, update.chunks[0])
         there = stream.take_traffic().in_bytes
         logprobs_N.sum().backward()
         back = stream.take_traffic().in_bytes
@@ -121,7 +129,7 @@ def test_a_pass_holds_two_layers_and_the_next_one_is_on_its_way(monkeypatch) -> 
     weights = {name: p.nbytes for name, p in actor.decoder.named_parameters()}
     layers = sum(size for name, size in weights.items() if name.startswith("layers."))
     assert there == sum(weights.values()) and back == layers * 3 // 5
-    assert places_of(stream) == set()
+    assert places_of(stream, actor.decoder) == set()
 
 
 def test_what_rooms_hold_between_visits_is_never_read() -> None:
@@ -129,7 +137,7 @@ def test_what_rooms_hold_between_visits_is_never_read() -> None:
     for poison in (False, True):
         trainer = deep_trainer(offload_parameters=ALL)
         for step in range(3):
-            for stream in trainer._tenancy.streams.values() if poison else ():
+            for stream in trainer.weight_streams.values() if poison else ():
                 stream.rooms_B.fill_(255)  # every bfloat16 of it a NaN
             trainer.step_now(batch_for(8, seed=step))
         found.append(saved_tensors(trainer))
@@ -138,16 +146,18 @@ def test_what_rooms_hold_between_visits_is_never_read() -> None:
 
 def test_a_pass_outside_a_visit_is_refused_and_a_failed_one_leaves_all_at_rest() -> None:
     trainer = deep_trainer(offload_parameters=ALL)
-    stream, before = trainer._tenancy.streams["actor"], saved_tensors(trainer)
+    stream, before = trainer.weight_streams["actor"], saved_tensors(trainer)
     batch = batch_for(8, seed=0)
-    (update,) = trainer._evaluator.complete(batch)[1].updates
+    (update,) = trainer.plan(batch).updates
     with pytest.raises(AssertionError, match="outside a visit"):
-        trainer._models.logprobs(trainer._models.actor.decoder, update.chunks[0])
+        trainer.models.logprobs(trainer.models.actor.decoder, update.chunks[0])
     with pytest.raises(Exception, match="temperature"):
         trainer.step_now(
             replace(batch, sequences=tuple(replace(s, temperature=0.0) for s in batch.sequences))
         )
-    assert places_of(stream) == set() and not stream._visiting
+    assert places_of(stream, trainer.models.actor.decoder) == set()
+    with stream.visit():
+        assert places_of(stream, trainer.models.actor.decoder) == set(), "no layer came yet"
     assert_bits_equal(saved_tensors(trainer), before)
     trainer.step_now(batch)
 
@@ -155,10 +165,10 @@ def test_a_pass_outside_a_visit_is_refused_and_a_failed_one_leaves_all_at_rest()
 def test_what_is_left_after_the_end_computes() -> None:
     """The actor's weights belong to the caller, who may start another trainer with them."""
     trainer = deep_trainer(offload_parameters=("actor",))
-    decoder = trainer._models.actor.decoder
+    decoder = trainer.models.actor.decoder
     trainer.step_now(batch_for(8, seed=0))
     left = {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
-    trainer._close()
+    trainer.close_now()
     again = make_trainer("sft", decoder=decoder, **SMALL, offload_parameters=("actor",))
     assert_bits_equal(weights_of(again), left)
     again.step_now(make_batch())
@@ -242,13 +252,13 @@ def test_rooms_of_a_reference_leave_before_a_step_trains(monkeypatch) -> None:
     one."""
     trainer = trainer_on(None, "dpo", spec="deep", **SMALL, offload_parameters=("reference",))
     trainer.move(["reference.rooms"], "none")
-    seen, visiting = [], type(trainer._tenancy).visiting
+    seen, visiting = [], MemoryComponents.visiting
 
     def watch(tenancy, *owners):
         seen.append((owners, tenancy.tiers()["reference.rooms"]))
         return visiting(tenancy, *owners)
 
-    monkeypatch.setattr(type(trainer._tenancy), "visiting", watch)
+    monkeypatch.setattr(MemoryComponents, "visiting", watch)
     trainer.step_now(make_batch())
     assert seen == [(("reference",), "device"), (("actor", "critic"), "none")]
 

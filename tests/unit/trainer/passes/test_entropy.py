@@ -17,7 +17,6 @@ from gyre.core.records import Checkpointing, Support, TrainBatch
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.models.decoder import Decoder
 from gyre.objectives.config import GrpoConfig
-from gyre.trainer.passes.backward import collect_gradients
 from trainer_cases import CPU, SPEC, make_batch, make_decoder, make_trainer
 from unit.trainer.passes.test_recompute import by_oracle
 
@@ -97,14 +96,12 @@ def update_gradients(
     batch: TrainBatch, level: str, **settings: object
 ) -> tuple[dict[str, torch.Tensor], float]:
     trainer = make_trainer("grpo", objective=CONFIGS[level], **settings)
-    (update,) = trainer._evaluator.complete(batch)[1].updates
+    (update,) = trainer.plan(batch).updates
     assert len(update.chunks) > 1
-    found = collect_gradients(
-        trainer._models, trainer._objective, update.chunks, update.denominator
-    )
+    found = trainer.forward_backward(update)
     mean, count = found.sums["ratio"].tolist()
     return {
-        name: grad.clone() for name, grad in trainer._models.actor.optimizer.grads().items()
+        name: grad.clone() for name, grad in trainer.models.actor.optimizer.grads().items()
     }, mean / count
 
 

@@ -17,7 +17,6 @@ from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.objectives.config import GrpoConfig, SftConfig
 from gyre.trainer.batching.epoch_plan import BatchPlanner
 from gyre.trainer.config import TrainerConfig
-from gyre.trainer.passes.backward import collect_gradients
 from trainer_cases import CPU, OBJECTIVES, SPEC, make_batch, make_decoder, make_trainer, with_column
 
 
@@ -36,15 +35,14 @@ def gradients(
     trainer = make_trainer(
         kind, objective=objective or OBJECTIVES[kind], tokens_per_chunk=tokens_per_chunk
     )
-    for learner in trainer._models.learners:
+    for learner in trainer.models.learners:
         if learner.head is not None:
             torch.nn.init.normal_(learner.head.weight, generator=torch.Generator().manual_seed(5))
-    plan = trainer._evaluator.complete(batch)[1]
-    (update,) = plan.updates
-    collect_gradients(trainer._models, trainer._objective, update.chunks, update.denominator)
+    (update,) = trainer.plan(batch).updates
+    trainer.forward_backward(update)
     return {
         f"{learner.name}.{name}": grad.numpy().copy()
-        for learner in trainer._models.learners
+        for learner in trainer.models.learners
         for name, grad in learner.optimizer.grads().items()
     }
 
@@ -187,9 +185,12 @@ def test_missing_columns_and_greedy_rollouts_are_refused():
 def test_passes_and_step_of_a_batch_share_one_layout():
     """Until anything that the layout depends on differs."""
     trainer, batch = make_trainer("grpo"), make_batch(6)
-    plan = trainer._planner.plan(batch.sequences, 0, 0)
+    plan = trainer.plan(batch)
+    layouts = [id(chunk.layout) for chunk in plan.chunks]
     scored = with_column(batch, "reference_logprobs", trainer.evaluate_now(batch, "reference"))
-    assert trainer._planner.plan(scored.sequences, 0, 0) is plan
+    assert [id(chunk.layout) for chunk in trainer.plan(scored).chunks] == layouts
     hot = tuple(replace(sequence, temperature=2.0) for sequence in batch.sequences)
     for other in (hot, batch.sequences[:5], make_batch(6, seed=1).sequences):
-        assert trainer._planner.plan(other, 0, 0) is not plan
+        again = trainer.plan(replace(batch, sequences=other))
+        assert not any(id(chunk.layout) in layouts for chunk in again.chunks)
+    del plan  # whose layouts had these identities until here
