@@ -153,7 +153,10 @@ class _Child:
     def why_gone(self, fault: Exception) -> str:
         if isinstance(fault, TimeoutError):
             return f"it gave no answer in {WALL_LIMIT_S:g} s"
-        code = self._process.wait()
+        try:
+            code = self._process.wait(WALL_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return "it closed its socket"
         if code == -signal.SIGPROF:
             return f"it took more than {CPU_LIMIT_S:g} s of CPU time"
         return (

@@ -51,6 +51,10 @@ def slow(task, completion):
 def leaves(task, completion):
     os._exit(3)
 
+def goes_silent(task, completion):
+    os.closerange(1, 64)
+    time.sleep(1000)
+
 not_callable = 5
 """
 SAMPLES = [
@@ -87,6 +91,7 @@ def test_accepts_what_keeps_the_contract(name):
         ("nothing", ["NoneType"]),
         ("slow", ["took longer than 0.5 s", "'a bad one'"]),
         ("leaves", ["exit code 3", "'a good one: 5'"]),
+        ("goes_silent", ["closed the channel of its process", "'a good one: 5'"]),
         ("not_callable", ["has no function 'not_callable'"]),
         ("missing", ["has no function 'missing'"]),
     ],
@@ -94,7 +99,7 @@ def test_accepts_what_keeps_the_contract(name):
 def test_refuses_with_the_failing_case(name, said):
     with pytest.raises(InputError) as refusal:
         check_reward_function(
-            f"my_rewards:{name}", SAMPLES, limit_s=0.5 if name == "slow" else 10.0
+            f"my_rewards:{name}", SAMPLES, limit_s=0.5 if name in ("slow", "goes_silent") else 10.0
         )
     for words in said:
         assert words in refusal.value.message

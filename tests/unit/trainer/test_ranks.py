@@ -317,7 +317,8 @@ def test_every_rank_gets_the_version_whole(ranks, layout, dtype):
             (e.name, e.dtype, e.shape) for e in manifest.entries
         }
         assert own.version == 1 and own.shared == (layout == "zero1")
-        assert_close(found, expected, relative=1e-4 if dtype == "float32" else 0.05)
+        # after an update, as everywhere: AdamW enlarges the last bits of small gradients
+        assert_close(found, expected, relative=2e-4 if dtype == "float32" else 0.05)
         for name, tensor in versions[0][1].items():
             np.testing.assert_array_equal(found[name], tensor, err_msg=name)
 

@@ -151,10 +151,12 @@ def _hear(
                 break
             buffer += data.get(process.stdout.fileno(), b"")
     if body is None:
-        raise InputError(
-            f"reward function {fn!r} ended its process with exit code {process.wait()} {case}",
-            hint=_HINT,
-        )
+        try:
+            code = process.wait(max(end_s - time.monotonic(), 0.0))
+            how = f"ended its process with exit code {code}"
+        except subprocess.TimeoutExpired:
+            how = "closed the channel of its process"
+        raise InputError(f"reward function {fn!r} {how} {case}", hint=_HINT)
     try:
         result = decode_result(body)
     except msgspec.DecodeError as error:
