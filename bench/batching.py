@@ -21,9 +21,9 @@ import torch
 
 from engine_cpu import SPECS
 from gyre.core.records import Request, Sampling
+from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
-from gyre.engine.frontend.token_stream import collect
 from gyre.kernels.allocator import keep_freed_memory
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights

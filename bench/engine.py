@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from gyre.core.records import Request, Sampling
+from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
-from gyre.engine.frontend.token_stream import collect
 from gyre.models.decoder import Decoder
 from gyre.models.spec import ModelSpec
 from record import RECORDS, parser, say

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 from gyre.core.records import Request, Sampling
+from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
-from gyre.engine.frontend.token_stream import collect
 from gyre.engine.runners import cpu_step
 from gyre.kernels.allocator import keep_freed_memory
 from gyre.kernels.cpu.build import INSTRUCTION_SETS

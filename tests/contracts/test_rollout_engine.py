@@ -24,9 +24,9 @@ from gyre.core.errors import DeadlineError, InputError, SnapshotError
 from gyre.core.offers import LocalTensors, Offer
 from gyre.core.records import Completion, Request, RoleSpec, Sampling
 from gyre.core.seeds import derive_seed
+from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
-from gyre.engine.frontend.token_stream import collect
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights

@@ -12,9 +12,9 @@ import torch
 
 import reference_kernels
 from gyre.core.records import Request, Sampling
+from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
-from gyre.engine.frontend.token_stream import collect
 from gyre.engine.kv_cache.host_pool import HostKv
 from gyre.engine.kv_cache.pool import KvPool
 from gyre.models.config import ShapeConfig

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from gyre.core.records import Request, Sampling, TrainBatch, TrainSequence
+from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
-from gyre.engine.frontend.token_stream import collect
 from gyre.models.decoder import Decoder
 from gyre.models.spec import ModelSpec
 from gyre.objectives.config import GrpoConfig, SftConfig

@@ -14,9 +14,9 @@ import torch
 from test_engine_gpu import make_decoder
 
 from gyre.core.records import Completion, Request, Sampling
+from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig, scoring_bytes
 from gyre.engine.engine import NativeEngine
-from gyre.engine.frontend.token_stream import collect
 from gyre.engine.sampling.logits_processors import Past, make_shaping
 from gyre.engine.sampling.logprobs import find_best, score_targets
 from gyre.engine.sampling.sampler import Rules, choose, make_rules

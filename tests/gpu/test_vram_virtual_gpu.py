@@ -16,9 +16,9 @@ from test_engine_gpu import FUSED, make_decoder, make_requests
 
 from gyre.core.errors import MemoryBudgetError
 from gyre.core.records import Tier
+from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
-from gyre.engine.frontend.token_stream import collect
 from gyre.memory.config import MemoryConfig
 from gyre.memory.manager import MemoryManager
 from gyre.memory.phases import RING, default_needs

@@ -23,9 +23,9 @@ import torch
 import transformers
 
 from gyre.core.records import Completion, Request, Sampling
+from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
-from gyre.engine.frontend.token_stream import collect
 from gyre.engine.scheduler.random import draw_key, uniforms
 from gyre.models.hub.load import load_hub
 

@@ -14,9 +14,9 @@ import torch
 import transformers
 
 from gyre.core.records import Completion, Request
+from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
-from gyre.engine.frontend.token_stream import collect
 from gyre.models.hub.load import load_hub
 
 CPU = torch.device("cpu")

@@ -20,9 +20,9 @@ import torch
 from engine_cases import tensors_of
 from gyre.core.contracts import CommitPolicy
 from gyre.core.records import Completion, Partial, Request, Sampling, Tier
+from gyre.core.token_stream import collect, complete
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
-from gyre.engine.frontend.token_stream import collect, complete
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights

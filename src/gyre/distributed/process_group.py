@@ -33,7 +33,7 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 FRAME_BYTES, HEAD_BYTES = 2048, 4
 SLICE = timedelta(seconds=0.1)  # between two looks at the fault board
 LOOK_S = 0.05  # between two looks for what ranks leave each other outside collectives
-PATIENCE = 0.8  # the rest is for ranks that came to the wait earlier
+SOLO_SHARE = 0.8  # the rest is for ranks that came to the wait earlier
 Found = TypeVar("Found")
 LOST = ("gloo", "NCCL", "nccl", "ProcessGroup", "onnection", "imed out", "imeout", "abort")
 
@@ -88,10 +88,10 @@ class RankGroup:
         )
 
     @property
-    def patience_s(self) -> float:
+    def longest_solo_s(self) -> float:
         """Longest that one rank may wait by itself while others are in a collective, so that its
         own error precedes theirs."""
-        return PATIENCE * self.timeout_s
+        return SOLO_SHARE * self.timeout_s
 
     def all_reduce(self, x_N: Tensor, op: Literal["sum", "max"] = "sum") -> None:
         """Sum (or largest) over the ranks, in place."""

@@ -29,11 +29,11 @@ from gyre.core.records import (
     TokenChunk,
     Usage,
 )
+from gyre.core.token_stream import TokenStream
 from gyre.engine.config import EngineConfig, plan_engine
 from gyre.engine.core_worker import CoreFailed, CoreWorker
 from gyre.engine.frontend.admission import Load, RequestLimits, find_overload, find_refusal
 from gyre.engine.frontend.async_frontend import AsyncFrontend, by_deadline
-from gyre.engine.frontend.token_stream import TokenStream
 from gyre.engine.scheduler.core import Decodes, EngineCore
 from gyre.engine.scheduler.journal import Interrupt
 from gyre.engine.scheduler.state import Counters

@@ -16,7 +16,6 @@ BOUNDS = {"wait_for", "timeout", "timeout_at"}
 # file and function of each wait without a deadline of its own, and what ends it
 OWNED = {
     ("cluster/driver_guard.py", "_follow"): "the driver's end, or that of the process before it",
-    ("cluster/engine_pool/pool_stream.py", "__anext__"): "the router, which ends every stream",
     ("cluster/health/watchdog.py", "settle"): "nothing: the task is done",
     ("cluster/phase_barrier.py", "enter"): "nothing: the calls are done",
     ("cluster/ray_cluster.py", "_turn"): "`skip`, which takes the number of a lost call",
@@ -24,6 +23,7 @@ OWNED = {
     ("cluster/ray_cluster.py", "done"): "nothing: a callback of a future that is done",
     ("cluster/trainer_group.py", "run"): "nothing: the watchdog has waited for the tasks",
     ("cluster/worker/endpoints.py", "_withdraw"): "copies on the compute thread",
+    ("core/token_stream.py", "__anext__"): "the engine or the router, which ends every stream",
     ("distributed/process_group.py", "_finish"): "nothing: it enqueues a wait of the GPU's stream",
     ("engine/frontend/async_frontend.py", "by_deadline"): "nothing: the work is done",
     ("engine/memory.py", "_move_host"): "copies that the device runs",

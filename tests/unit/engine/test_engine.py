@@ -15,9 +15,9 @@ import torch
 import transformers
 
 from gyre.core.records import Completion, Partial, Request, Support, TokenChunk
+from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
-from gyre.engine.frontend.token_stream import collect
 from gyre.engine.scheduler.preemption import preempt
 from gyre.models.hub.load import load_hub
 from native_cases import (

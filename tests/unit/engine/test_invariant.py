@@ -13,7 +13,7 @@ import torch
 from engine_cases import Bench, go
 from gyre.core.errors import InputError
 from gyre.core.records import Request, Sampling
-from gyre.engine.frontend.token_stream import collect
+from gyre.core.token_stream import collect
 from gyre.kernels.cpu.build import Unavailable
 from gyre.kernels.cpu.library import load_decoder
 

@@ -13,7 +13,6 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gyre.cluster.engine_pool.pool_stream import PoolStream
 from gyre.cluster.engine_pool.replica import EngineReplica
 from gyre.cluster.engine_pool.request_log import RequestLog
 from gyre.cluster.engine_pool.routing import assign, cost_tokens
@@ -21,6 +20,7 @@ from gyre.cluster.worker.endpoints import News
 from gyre.core.errors import DeadlineError
 from gyre.core.events import Emit
 from gyre.core.records import Finish, Request, TokenChunk
+from gyre.core.token_stream import TokenStream
 from gyre.observability.refusals import Refusals
 
 MOST_COMPLETIONS = 4096  # of one request
@@ -32,7 +32,7 @@ class Live:
     """A request that is not answered wholly."""
 
     book: RequestLog
-    stream: PoolStream
+    stream: TokenStream
     submitted_s: float
     member: EngineReplica | None = None  # None while it waits for an engine
     ending: tuple[Finish, str] | None = None  # how and why it was asked to end
@@ -80,15 +80,15 @@ class RequestRouter:
     def find(self, request_id: str) -> Live | None:
         return self._live.get(request_id)
 
-    def submit(self, request: Request) -> PoolStream:
+    def submit(self, request: Request) -> TokenStream:
         """Enqueue at once. What is submitted in one turn of the event loop is routed together, in
         order."""
-        stream = PoolStream(request.request_id, self._abort)
         if reason := self._why_refuse(request):
             self._refusals.note(request.request_id, reason)
-            stream.push(TokenChunk.end(request.request_id, 0, "refused", reason))
-            stream.end()
-            return stream
+            refused = TokenStream(request.request_id, 1, self._abort)
+            refused.push(TokenChunk.end(request.request_id, 0, "refused", reason))
+            return refused
+        stream = TokenStream(request.request_id, request.sampling.n, self._abort)
         loop = asyncio.get_running_loop()
         book = RequestLog(request, progress_tokens=self._progress_tokens)
         live = Live(book=book, stream=stream, submitted_s=loop.time())
@@ -139,6 +139,8 @@ class RequestRouter:
                 return
             for told in live.book.take(chunk):
                 live.stream.push(told)
+            if not live.stream.unfinished:
+                self._forget(live)
         for request_id in news.ended:
             member.unanswered.discard(request_id)
             live = self._live.get(request_id)

@@ -1,1 +1,1 @@
-"""Heartbeats of workers, and what ends a call to a dead one."""
+"""What ends a call to a worker that hangs."""

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 from gyre.core.errors import DeadlineError
 from gyre.core.events import Emit
 from gyre.core.records import Finish, Request, TokenChunk
+from gyre.core.token_stream import TokenStream
 from gyre.engine.core_worker import CoreWorker, Played
 from gyre.engine.frontend.admission import Load, given_tokens
-from gyre.engine.frontend.token_stream import TokenStream
 from gyre.engine.scheduler.core import Partials
 from gyre.engine.scheduler.journal import Abort, Add, Entry, Expire, Interrupt
 from gyre.engine.scheduler.sequence import LATE, WITHDRAWN

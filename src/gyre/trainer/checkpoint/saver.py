@@ -263,9 +263,11 @@ class Saver:
             if not alone and any(
                 self._group.notes.get(f"{aside.name}/{note}") is not None for note in AHEAD
             ):
-                alone, until = True, min(until, time.monotonic() + self._group.patience_s)
+                alone, until = True, min(until, time.monotonic() + self._group.longest_solo_s)
             if time.monotonic() > until:
-                why = f", {self._group.patience_s:g} s after another rank's part" if alone else ""
+                why = (
+                    f", {self._group.longest_solo_s:g} s after another rank's part" if alone else ""
+                )
                 by = f" by rank {self._group.rank}" if self._group.size > 1 else ""
                 raise DeadlineError(
                     f"the snapshot of step {step} is not copied to the host{by} after "

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre.core.records import Partial, PromptLogprobs, Request, Sampling
-from gyre.engine.frontend.token_stream import collect
+from gyre.core.token_stream import collect
 from gyre.engine.kv_cache.prompt_logprobs import (
     BlockScores,
     PromptLogprobStore,

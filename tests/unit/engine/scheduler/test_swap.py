@@ -12,7 +12,7 @@ import pytest
 from engine_cases import Bench, ask, go, make_decoder, tokens_of
 from gyre.core.errors import ConfigError, InputError
 from gyre.core.records import Partial
-from gyre.engine.frontend.token_stream import collect, complete
+from gyre.core.token_stream import collect, complete
 
 ROOMY = {"num_pages": 60}
 # of four sequences two fit whole

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 from gyre.core.errors import MemoryBudgetError
 from gyre.core.records import Request, Sampling, Tier
+from gyre.core.token_stream import collect
 from gyre.engine import memory as engine_memory
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
-from gyre.engine.frontend.token_stream import collect
 from gyre.memory import probe
 from gyre.memory.config import MemoryConfig
 from gyre.memory.manager import MemoryManager

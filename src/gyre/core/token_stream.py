@@ -1,5 +1,5 @@
-"""Streams: what `submit` hands back. In: chunks, pushed on the event loop's thread. Out: an async
-iterator of them."""
+"""Token stream: what `submit` hands back. In: chunks or an error, pushed on the loop's thread.
+Out: an async iterator of the chunks, which raises the error when there is one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gyre.core.records import Completion, TokenChunk
 
 
 class TokenStream(AsyncIterator[TokenChunk]):
-    """Chunks of one request, in order; ends after each of its completions has carried `finish`. One
-    reader."""
+    """Chunks of one request, in order, for one reader. It ends after each of its completions has
+    carried `finish`, or with `end`."""
 
     def __init__(
         self, request_id: str, num_completions: int, abort: Callable[[str], Awaitable[None]]
@@ -23,7 +23,8 @@ class TokenStream(AsyncIterator[TokenChunk]):
         self._abort = abort
         self._unfinished = set(range(num_completions))
         self._chunks: deque[TokenChunk] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
 
     @property
     def unfinished(self) -> list[int]:
@@ -37,18 +38,26 @@ class TokenStream(AsyncIterator[TokenChunk]):
         self._chunks.append(chunk)
         if chunk.finish is not None:
             self._unfinished.remove(chunk.index)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._changed.set()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Let no chunk follow. `error` is raised to the reader after the chunks that are there."""
+        self._unfinished.clear()
+        self._error = error
+        self._changed.set()
 
     def __aiter__(self) -> TokenStream:
         return self
 
     async def __anext__(self) -> TokenChunk:
         while not self._chunks:
+            if self._error is not None:
+                # the traceback of an earlier reader says nothing to this one
+                raise self._error.with_traceback(None)
             if not self._unfinished:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            self._changed.clear()
+            await self._changed.wait()
         return self._chunks.popleft()
 
     async def aclose(self) -> None:
