@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from engine_cpu import SPECS
+from gyre.core.chunks import collect
 from gyre.core.records import Request, Sampling
-from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.kernels.allocator import keep_freed_memory

@@ -20,11 +20,11 @@ from cluster_roles import start_workers
 from fakes.config import FakeEngineConfig
 from fakes.engine import ScriptedEngine
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
+from gyre.core.chunks import collect
 from gyre.core.errors import DeadlineError, InputError, SnapshotError
 from gyre.core.offers import LocalTensors, Offer
 from gyre.core.records import Completion, Request, RoleSpec, Sampling
 from gyre.core.seeds import derive_seed
-from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.models.config import ShapeConfig

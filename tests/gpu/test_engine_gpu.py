@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import reference_kernels
+from gyre.core.chunks import collect
 from gyre.core.records import Request, Sampling
-from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.engine.kv_cache.host_pool import HostKv

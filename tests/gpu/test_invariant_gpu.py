@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from gyre.core.chunks import collect
 from gyre.core.records import Request, Sampling
-from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.models.decoder import Decoder

@@ -13,8 +13,8 @@ import pytest
 import torch
 from test_engine_gpu import make_decoder
 
+from gyre.core.chunks import collect
 from gyre.core.records import Completion, Request, Sampling
-from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig, scoring_bytes
 from gyre.engine.engine import NativeEngine
 from gyre.engine.sampling.logits_processors import Past, make_shaping

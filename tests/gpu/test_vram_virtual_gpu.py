@@ -14,9 +14,9 @@ import pytest
 import torch
 from test_engine_gpu import FUSED, make_decoder, make_requests
 
+from gyre.core.chunks import collect
 from gyre.core.errors import MemoryBudgetError
 from gyre.core.records import Tier
-from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.memory.config import MemoryConfig

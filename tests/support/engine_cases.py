@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gyre.core.chunks import collect
 from gyre.core.records import Completion, Request, Sampling
-from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.models.config import ShapeConfig

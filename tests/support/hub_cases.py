@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import transformers
 
+from gyre.core.chunks import collect
 from gyre.core.records import Completion, Request, Sampling
-from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.engine.scheduler.random import draw_key, uniforms

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import transformers
 
+from gyre.core.chunks import collect
 from gyre.core.records import Completion, Request
-from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.models.hub.load import load_hub

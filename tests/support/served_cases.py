@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from engine_cases import tensors_of
+from gyre.core.chunks import collect, complete
 from gyre.core.contracts import CommitPolicy
 from gyre.core.records import Completion, Partial, Request, Sampling, Tier
-from gyre.core.token_stream import collect, complete
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.models.config import ShapeConfig

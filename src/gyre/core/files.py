@@ -1,5 +1,6 @@
-"""Files: written whole or not at all, synced, and locked. In: a path and what writes it. Out: the
-new file or folder under its name, or the old one as it was. Torch-free.
+"""Files: written whole or not at all, synced, and locked; JSON of others read within bounds. In: a
+path, and what writes it. Out: the new file or folder under its name, or the old one as it was; a
+mapping. Torch-free.
 
 A file is written beside its place as `NAME.partial` until it is whole. `durable` ones are synced
 before they get their name, and so is the name: they outlast a power loss. Reports and caches, which
@@ -9,11 +10,17 @@ can be made again, need not be.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from gyre.core.errors import InputError
+
+MAX_JSON_BYTES = 256 << 20  # the largest index.json of a published model is below 16 MiB
 
 
 def partial_path(path: Path) -> Path:
@@ -88,3 +95,23 @@ def try_lock(handle: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Return a file's mapping. Raises InputError unless it is a regular, bounded UTF-8 file with
+    JSON of bounded nesting and integer sizes."""
+    again = "restore the file, or copy it again from its source"
+    try:
+        if not path.is_file():
+            raise InputError(f"{path} is not there, or is no regular file", hint=again)
+        if (size := path.stat().st_size) > max_bytes:
+            raise InputError(f"{path} has {size} bytes; at most {max_bytes} are read", hint=again)
+        content = json.loads(path.read_bytes().decode("utf-8"))
+    except RecursionError as fault:
+        raise InputError(f"{path} is not readable JSON: nested too deep", hint=again) from fault
+    # ValueError: of UTF-8, of JSON, of an integer with too many digits
+    except (OSError, ValueError) as fault:
+        raise InputError(f"{path} is not readable JSON: {fault}", hint=again) from fault
+    if not isinstance(content, dict):
+        raise InputError(f"{path} holds {type(content).__name__}, not a mapping", hint=again)
+    return content

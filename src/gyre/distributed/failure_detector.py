@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
 
 from torch.distributed import Store
-
-from gyre.core.heartbeat import Heartbeat
 
 POLL_S = 0.1
 OWN_FAULT_S = 1.0  # how long a rank may take to come to the same error by itself
@@ -43,8 +42,8 @@ class FailureDetector:
         self._lock = threading.Lock()  # over the connection
         self._operation, self._inside = 0, False
         self._beat, self._next_beat = 0, 0.0
-        self._neighbor = (rank + 1) % size
-        self._life: Heartbeat | None = None  # the neighbor's, from the first guarded operation on
+        # its last sign of life, and when the next is overdue
+        self._neighbor, self._neighbor_until = "", math.inf
         self.broken = ""  # why no collective of this group may run any more
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="fault-board", daemon=True)
@@ -142,12 +141,16 @@ class FailureDetector:
 
     def _check_neighbor(self, operation: int) -> None:
         """Report the next rank when its heartbeats have stopped for too long."""
-        rank, name, now_s = self._neighbor, f"life/{self._neighbor}", time.monotonic()
-        self._life = self._life or Heartbeat((name,), now_s)
+        rank = (self._rank + 1) % self._size
         with self._lock:
-            if self._store.check([name]):
-                self._life.observe({name: int(self._store.get(name))}, now_s)
-        if self._life.stalled(now_s, LIFE_S):
+            seen = (
+                self._store.get(f"life/{rank}").decode()
+                if self._store.check([f"life/{rank}"])
+                else ""
+            )
+        if seen != self._neighbor or self._neighbor_until == math.inf:
+            self._neighbor, self._neighbor_until = seen, time.monotonic() + LIFE_S
+        elif time.monotonic() > self._neighbor_until:
             entry = json.dumps(
                 {"message": f"no sign of life for {LIFE_S:g} s; its process is gone", "own": True}
             )

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from gyre.core.chunks import TokenStream
 from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import InputError
 from gyre.core.events import Emit
@@ -29,7 +30,6 @@ from gyre.core.records import (
     TokenChunk,
     Usage,
 )
-from gyre.core.token_stream import TokenStream
 from gyre.engine.config import EngineConfig, plan_engine
 from gyre.engine.core_worker import CoreFailed, CoreWorker
 from gyre.engine.frontend.admission import Load, RequestLimits, find_overload, find_refusal

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gyre.core.errors import InputError
+from gyre.core.files import read_json
 from gyre.core.hub import hub_folder
-from gyre.core.jsonfile import read_json
 from gyre.text.chat_template import ChatTemplate
 from gyre.text.hub_schema import check_tokenizer_files, eos_ids_of
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gyre.core.jsonfile import read_json
+from gyre.core.files import read_json
 from gyre.core.schema import Foreign, check
 
 MOST_END_TOKENS, MOST_LAYERS = 1024, 4096

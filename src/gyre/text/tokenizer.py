@@ -20,8 +20,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from gyre.core.errors import ConfigError, InputError
+from gyre.core.files import read_json
 from gyre.core.hub import is_hub_name, near_folders
-from gyre.core.jsonfile import read_json
 from gyre.text.chat_template import ChatTemplate
 from gyre.text.hub import load_hub_tokenizer
 

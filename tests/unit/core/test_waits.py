@@ -23,7 +23,7 @@ OWNED = {
     ("cluster/ray_cluster.py", "done"): "nothing: a callback of a future that is done",
     ("cluster/trainer_group.py", "run"): "nothing: the watchdog has waited for the tasks",
     ("cluster/worker/endpoints.py", "_withdraw"): "copies on the compute thread",
-    ("core/token_stream.py", "__anext__"): "the engine or the router, which ends every stream",
+    ("core/chunks.py", "__anext__"): "the engine or the router, which ends every stream",
     ("distributed/process_group.py", "_finish"): "nothing: it enqueues a wait of the GPU's stream",
     ("engine/frontend/async_frontend.py", "by_deadline"): "nothing: the work is done",
     ("engine/memory.py", "_move_host"): "copies that the device runs",

@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 
+from gyre.core.chunks import collect
 from gyre.core.records import Completion, Partial, Request, Support, TokenChunk
-from gyre.core.token_stream import collect
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.engine.scheduler.preemption import preempt

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from engine_cases import Bench, go
+from gyre.core.chunks import collect
 from gyre.core.errors import InputError
 from gyre.core.records import Request, Sampling
-from gyre.core.token_stream import collect
 from gyre.kernels.cpu.build import Unavailable
 from gyre.kernels.cpu.library import load_decoder
 

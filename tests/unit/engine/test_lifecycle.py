@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from engine_cases import Bench, ask, go, make_decoder, tensors_of, tokens_of, versions_of
+from gyre.core.chunks import collect
 from gyre.core.errors import InputError, SnapshotError
 from gyre.core.offers import LocalTensors
-from gyre.core.token_stream import collect
 from gyre.engine.scheduler.journal import Recapture, Steps, read_journal
 from offers import offer_of
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
+from gyre.cluster.health.heartbeat import Heartbeat
 from gyre.cluster.worker.endpoints import POLL_S, News
 from gyre.cluster.worker.rpc import CALLS, HANGS, arrive, ask, read_stacks
 from gyre.core.contracts import WorkerHandle
-from gyre.core.heartbeat import Heartbeat
 from gyre.core.records import Request
 
 

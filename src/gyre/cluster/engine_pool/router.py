@@ -17,10 +17,10 @@ from gyre.cluster.engine_pool.replica import EngineReplica
 from gyre.cluster.engine_pool.request_log import RequestLog
 from gyre.cluster.engine_pool.routing import assign, cost_tokens
 from gyre.cluster.worker.endpoints import News
+from gyre.core.chunks import TokenStream
 from gyre.core.errors import DeadlineError
 from gyre.core.events import Emit
 from gyre.core.records import Finish, Request, TokenChunk
-from gyre.core.token_stream import TokenStream
 from gyre.observability.refusals import Refusals
 
 MOST_COMPLETIONS = 4096  # of one request

@@ -1,1 +1,1 @@
-"""What ends a call to a worker that hangs."""
+"""Heartbeats of workers, and what ends a call to a dead one."""

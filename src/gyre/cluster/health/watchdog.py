@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from gyre.cluster.health.heartbeat import Heartbeat
 from gyre.cluster.worker.rpc import HANGS, LOSSES, arrive, read_stacks
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import RankError
 from gyre.core.events import Emit
-from gyre.core.heartbeat import Heartbeat
 
 LOOK_S = 1.0  # between two looks at the ranks, and longest wait for the answer to one
 HINT = (
@@ -27,7 +27,7 @@ HINT = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StallLimit:
+class Patience:
     """How long ranks that are at a call may show no progress, and the key of the config that says
     so."""
 
@@ -48,20 +48,20 @@ class Watchdog:
         look_s: float = LOOK_S,
     ) -> None:
         self._handles, self._emit, self._clock, self._look_s = tuple(handles), emit, clock, look_s
-        self.hang = StallLimit(key=HANGS, seconds=hang_s)
+        self.hang = Patience(key=HANGS, seconds=hang_s)
 
     async def settle(
         self,
         what: str,
         calls: Mapping[str, asyncio.Future[Any]],
-        stall_limit: StallLimit,
+        patience: Patience,
         *,
         grace_s: float | None = None,
     ) -> None:
         """Return when all calls, by worker, have ended; with `grace_s`, so long after one has
         failed. RankError when they hang. Those that are open then are cancelled. Waits for: the
         calls, watched."""
-        guard = asyncio.create_task(self.guard(what, calls, stall_limit))
+        guard = asyncio.create_task(self.guard(what, calls, patience))
         try:
             while open_ := [call for call in calls.values() if not call.done()]:
                 if grace_s is not None and any(
@@ -78,7 +78,7 @@ class Watchdog:
             await asyncio.gather(guard, *calls.values(), return_exceptions=True)
 
     async def guard(
-        self, what: str, calls: Mapping[str, asyncio.Future[Any]], stall_limit: StallLimit
+        self, what: str, calls: Mapping[str, asyncio.Future[Any]], patience: Patience
     ) -> NoReturn:
         """Raise when the calls hang. Waits for: looks, each with a deadline."""
         began_s, looks = self._clock(), 0
@@ -96,8 +96,8 @@ class Watchdog:
                 for name, s in answers.still_s(now_s).items()
                 if name in busy and s >= self.hang.seconds
             }
-            if still and min(still.values()) >= stall_limit.seconds:
-                raise await self._describe(what, still, stall_limit)
+            if still and min(still.values()) >= patience.seconds:
+                raise await self._describe(what, still, patience)
             if silent:
                 raise await self._describe(what, silent, self.hang)
 
@@ -121,7 +121,7 @@ class Watchdog:
         }
 
     async def _describe(
-        self, what: str, still: Mapping[str, float], stall_limit: StallLimit
+        self, what: str, still: Mapping[str, float], patience: Patience
     ) -> RankError:
         """Return the error for a hang, with what every rank is at."""
         texts = await asyncio.gather(*(read_stacks(handle) for handle in self._handles))
@@ -141,6 +141,6 @@ class Watchdog:
         return RankError(
             f"{what} hangs: no progress on {waits}; {about} (rank {rank} is {first.name}, "
             f"{first.place})\n\n{told}",
-            hint=f"{stall_limit.key} = {stall_limit.seconds:g} is how long a rank may stand still "
+            hint=f"{patience.key} = {patience.seconds:g} is how long a rank may stand still "
             f"there. {HINT}",
         )

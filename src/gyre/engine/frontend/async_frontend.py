@@ -16,10 +16,10 @@ from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+from gyre.core.chunks import TokenStream
 from gyre.core.errors import DeadlineError
 from gyre.core.events import Emit
 from gyre.core.records import Finish, Request, TokenChunk
-from gyre.core.token_stream import TokenStream
 from gyre.engine.core_worker import CoreWorker, Played
 from gyre.engine.frontend.admission import Load, given_tokens
 from gyre.engine.scheduler.core import Partials

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
-from gyre.cluster.health.watchdog import HINT, StallLimit
+from gyre.cluster.health.watchdog import HINT, Patience
 from gyre.cluster.phase_barrier import ClusterGate
 from gyre.cluster.ray_cluster import RayCluster
 from gyre.cluster.trainer_group import GRACE_S, TrainerGroup, find_cause
@@ -147,7 +147,7 @@ class RayPlacement:
         what = f"looking through {path.name}"
         return join_faults(
             await self._make_group().run(
-                what, "look_through", str(path.absolute()), stall_limit=self._stall_limit
+                what, "look_through", str(path.absolute()), patience=self._patience
             )
         )
 
@@ -159,7 +159,7 @@ class RayPlacement:
         snapshot = "" if found is None else str(found.path.absolute())
         begun = (stage.name, plan.to_json(), version, snapshot)
         versions = await group.run(
-            f"start of stage {stage.name}", "begin", *begun, stall_limit=self._stall_limit
+            f"start of stage {stage.name}", "begin", *begun, patience=self._patience
         )
         group.version = versions[0]
         if plan.kv_pages > 0:
@@ -175,7 +175,7 @@ class RayPlacement:
         return StageParts(
             trainer=group,
             gate=gate,
-            snapshots=SpreadSnapshots(group, stall_limit=self._stall_limit),
+            snapshots=SpreadSnapshots(group, patience=self._patience),
             engine=self._pool,
             lifecycle=self._pool,
         )
@@ -193,14 +193,14 @@ class RayPlacement:
             await pool.close()
         if failed or self._group is None:
             return
-        await self._group.run("end of the stage", "end", last, stall_limit=self._stall_limit)
+        await self._group.run("end of the stage", "end", last, patience=self._patience)
         for handle in alone:
             await self._fleet.cluster.stop(handle)
 
     async def export(self, folder: Path, tokenizer_files: Path) -> None:
         where = (str(folder.absolute()), str(tokenizer_files.absolute()))
         assert self._group is not None
-        await self._group.run("export", "export", *where, stall_limit=self._stall_limit)
+        await self._group.run("export", "export", *where, patience=self._patience)
 
     async def close(self) -> None:
         """End the workers of this attempt."""
@@ -210,11 +210,11 @@ class RayPlacement:
         self._store = None
 
     @property
-    def _stall_limit(self) -> StallLimit:
+    def _patience(self) -> Patience:
         """Return the deadline of calls that write or read a snapshot or an export."""
-        calls = StallLimit(key=CALLS, seconds=self._settings.call_deadline_s)
-        snapshots = StallLimit(key="snapshot.deadline_s", seconds=self._config.snapshot.deadline_s)
-        return max(calls, snapshots, key=lambda stall_limit: stall_limit.seconds)
+        calls = Patience(key=CALLS, seconds=self._settings.call_deadline_s)
+        snapshots = Patience(key="snapshot.deadline_s", seconds=self._config.snapshot.deadline_s)
+        return max(calls, snapshots, key=lambda patience: patience.seconds)
 
     def _engines_alone(self) -> list[WorkerHandle]:
         """Workers with an engine and no rank that are there now."""
@@ -307,14 +307,14 @@ class RayPlacement:
 class SpreadSnapshots:
     """SnapshotPort: every rank writes its part, to a disk that all nodes see."""
 
-    def __init__(self, group: TrainerGroup, *, stall_limit: StallLimit) -> None:
-        self._group, self._stall_limit = group, stall_limit
+    def __init__(self, group: TrainerGroup, *, patience: Patience) -> None:
+        self._group, self._patience = group, patience
 
     async def save(
         self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]
     ) -> None:
         await self._group.run(
-            f"snapshot of step {step}", "save", step, state, blobs, stall_limit=self._stall_limit
+            f"snapshot of step {step}", "save", step, state, blobs, patience=self._patience
         )
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gyre.core.errors import InputError
-from gyre.core.jsonfile import read_json
+from gyre.core.files import read_json
 from gyre.models.hub.folders import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, find_folder
 from gyre.models.hub.schema import read_weight_map
 

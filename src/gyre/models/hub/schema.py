@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from gyre.core.errors import InputError
-from gyre.core.jsonfile import read_json
+from gyre.core.files import read_json
 from gyre.core.schema import Foreign, check
 from gyre.models.config import MOST_CONTEXT, MOST_HEADS, MOST_LAYERS, MOST_VOCAB, MOST_WIDTH
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 
 from engine_cases import Bench, ask, go, make_decoder, tensors_of, tokens_of, versions_of
+from gyre.core.chunks import collect
 from gyre.core.errors import EngineRefused, InputError
 from gyre.core.records import Request
-from gyre.core.token_stream import collect
 from gyre.engine import core_worker
 from offers import FailAt, Fault, offer_of
 

@@ -13,8 +13,8 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gyre.core.chunks import collect
 from gyre.core.records import Partial, PromptLogprobs, Request, Sampling
-from gyre.core.token_stream import collect
 from gyre.engine.kv_cache.prompt_logprobs import (
     BlockScores,
     PromptLogprobStore,

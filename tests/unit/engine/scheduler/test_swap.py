@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from engine_cases import Bench, ask, go, make_decoder, tokens_of
+from gyre.core.chunks import collect, complete
 from gyre.core.errors import ConfigError, InputError
 from gyre.core.records import Partial
-from gyre.core.token_stream import collect, complete
 
 ROOMY = {"num_pages": 60}
 # of four sequences two fit whole

@@ -19,9 +19,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gyre.core.chunks import collect
 from gyre.core.errors import MemoryBudgetError
 from gyre.core.records import Request, Sampling, Tier
-from gyre.core.token_stream import collect
 from gyre.engine import memory as engine_memory
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
