@@ -8,6 +8,7 @@ import resource
 import signal
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,46 @@ import torch
 from gyre.core.errors import GyreError
 from gyre.distributed import failure_detector
 from gyre.distributed.process_group import RankGroup, alone
+from gyre.memory.pools.host_buffer import HostBuffer
 from gyre.trainer.checkpoint import saver as saver_module
-from gyre.trainer.checkpoint import shard_file
+from gyre.trainer.checkpoint import shard_file, staging
 from gyre.trainer.checkpoint.saver import Saver
 from gyre.trainer.checkpoint.shards import Part
+from gyre.trainer.checkpoint.staging import StagedParts, StagingBuffer
 from gyre.trainer.checkpoint.store import SnapshotStore, find_faults, load
 from gyre.trainer.trainer import NativeTrainer
 from trainer_cases import whole_tensors
 from zero_cases import batch_for, gathered_parts, trainer_on
 
 Events = list[tuple[str, dict[str, Any]]]
+
+
+class SlowDisk:
+    """Writes a rank's file when it is let; may have a fault."""
+
+    def __init__(self) -> None:
+        self.go, self.fault = threading.Event(), None
+
+    def __call__(self, path: Path, parts: Sequence[Part], check: Callable[[], None]) -> list:
+        assert self.go.wait(60)
+        if self.fault is not None:
+            raise self.fault
+        return shard_file.write_shard(path, parts, check)
+
+
+class SlowStaging(StagingBuffer):
+    """Copies when it is let; may have a fault."""
+
+    def __init__(self, *, deadline_s: float = 60.0) -> None:
+        super().__init__(torch.device("cpu"), deadline_s=deadline_s)
+        self.begun, self.go, self.fault = threading.Event(), threading.Event(), None
+
+    def fill(self, placed: StagedParts) -> None:
+        self.begun.set()
+        assert self.go.wait(60)
+        if self.fault is not None:
+            raise self.fault
+        super().fill(placed)
 
 
 def saver_on(
@@ -36,6 +67,7 @@ def saver_on(
     keep: int = 4,
     deadline_s: float = 60.0,
     resumed_step: int | None = None,
+    **given: Any,
 ) -> tuple[Saver, SnapshotStore, Events]:
     events: Events = []
 
@@ -43,7 +75,9 @@ def saver_on(
         events.append((kind, fields))
 
     store = SnapshotStore(folder, keep=keep, emit=emit, resumed_step=resumed_step)
-    made = Saver(store, group or alone(), background=background, deadline_s=deadline_s, emit=emit)
+    made = Saver(
+        store, group or alone(), background=background, deadline_s=deadline_s, emit=emit, **given
+    )
     return made, store, events
 
 
@@ -126,12 +160,14 @@ def fail_on(
 ) -> dict[str, Any]:
     """A good save, then one that fails on one rank, then a good one. Returns what each rank was
     told, and when."""
-    made, store, _ = saver_on(group, Path(folder), background=background)
+    disk = SlowDisk()
+    disk.go.set()
+    made, store, _ = saver_on(group, Path(folder), background=background, write=disk)
     made.save(1, parts=lambda _: thirds(group, 1.0), state={}, blobs={})
     made.finish()
     began = time.monotonic()
     try:
-        with _fault(how, group.rank == victim):
+        with _fault(how, group.rank == victim, disk):
             made.save(2, parts=lambda _: _breaking(group, how, victim), state={}, blobs={})
             made.finish()
         told, hint = "", ""
@@ -160,10 +196,10 @@ def _breaking(group: RankGroup, how: str, victim: int) -> dict[str, Any]:
 
 
 class _fault:
-    """On the victim, files may not grow; elsewhere nothing."""
+    """On the victim, files may not grow, or the writer has a bug; elsewhere nothing."""
 
-    def __init__(self, how: str, here: bool) -> None:
-        self._active = here and how == "full"
+    def __init__(self, how: str, here: bool, disk: SlowDisk) -> None:
+        self._active, self._disk = here and how == "full", disk
         self._bug = here and how == "bug"
 
     def __enter__(self) -> None:
@@ -172,18 +208,13 @@ class _fault:
             self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, self._limits[1]))
         if self._bug:
-            self._honest = saver_module.write_shard
-            saver_module.write_shard = _raise  # type: ignore[assignment]
+            self._disk.fault = ValueError("a fault of our own")
 
     def __exit__(self, *_: object) -> None:
         if self._active:
             resource.setrlimit(resource.RLIMIT_FSIZE, self._limits)
         if self._bug:
-            saver_module.write_shard = self._honest
-
-
-def _raise(*_: object) -> None:
-    raise ValueError("a fault of our own")
+            self._disk.fault = None
 
 
 def die_in_a_save(group: RankGroup, folder: str, *, victim: int, background: bool) -> str:
@@ -245,20 +276,18 @@ def bytes_read_to_restore(group: RankGroup | None, path: str, kind: str, **setti
 def wait_for_a_slow_copy(group: RankGroup, folder: str, *, victim: int, what: str) -> str:
     """A step behind a save whose copy does not end on one rank (-1: takes 8 s on all), or a save
     whose memory does not come there."""
+    deadline_s = 9.0 if what == "memory" else 60.0
+    staged, never = SlowStaging(deadline_s=deadline_s), threading.Event()
     made, _, _ = saver_on(
-        group, Path(folder), background=True, deadline_s=9.0 if what == "memory" else 60.0
+        group, Path(folder), background=True, deadline_s=deadline_s, staging=staged
     )
-    trainer, never, honest = (
-        trainer_on(group, "sft", layout="zero1"),
-        threading.Event(),
-        made._staging.fill,
-    )
-    if group.rank == victim and what == "copy":
-        made._staging.fill = lambda placed: never.wait(60)  # type: ignore[assignment]
+    trainer = trainer_on(group, "sft", layout="zero1")
     if victim == -1:
-        made._staging.fill = lambda placed: (time.sleep(8.0), honest(placed))[1]
+        threading.Timer(8.0, staged.go.set).start()
+    elif group.rank != victim or what != "copy":
+        staged.go.set()
     if group.rank == victim and what == "memory":
-        made._staging._make = lambda size_bytes: never.wait(60)  # type: ignore[assignment]
+        staging.HostBuffer = lambda *_, **__: never.wait(60)  # type: ignore[assignment]
     try:
         made.prepare(trainer.snapshot_bytes())
         made.save(1, parts=trainer.live_snapshot, state={}, blobs={})
@@ -266,7 +295,9 @@ def wait_for_a_slow_copy(group: RankGroup, folder: str, *, victim: int, what: st
     except GyreError as error:
         return f"{type(error).__name__}: {error}"
     finally:
+        staging.HostBuffer = HostBuffer
         never.set()
+        staged.go.set()
     return ""
 
 
@@ -275,10 +306,10 @@ def save_behind_a_stuck_disk(
 ) -> str:
     """A save, `pause_s` after one whose file one rank cannot get written."""
     saver_module.LAST_WORDS_S = 0.5
-    made, _, _ = saver_on(group, Path(folder), background=True, deadline_s=deadline_s)
-    never = threading.Event()
-    if group.rank == victim:
-        made._write_files = lambda job: never.wait(60)  # type: ignore[assignment]
+    disk = SlowDisk()
+    made, _, _ = saver_on(group, Path(folder), background=True, deadline_s=deadline_s, write=disk)
+    if group.rank != victim:
+        disk.go.set()
     try:
         made.save(1, parts=lambda _: thirds(group, 1.0), state={}, blobs={})
         time.sleep(pause_s)
@@ -286,5 +317,5 @@ def save_behind_a_stuck_disk(
     except GyreError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        never.set()
+        disk.go.set()
     return ""

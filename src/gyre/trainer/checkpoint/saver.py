@@ -39,7 +39,7 @@ from gyre.trainer.checkpoint.manifest import (
     join_manifests,
     to_text,
 )
-from gyre.trainer.checkpoint.shard_file import ReadBackError, write_bytes, write_shard
+from gyre.trainer.checkpoint.shard_file import Extent, ReadBackError, write_bytes, write_shard
 from gyre.trainer.checkpoint.shards import Kind, Part
 from gyre.trainer.checkpoint.staging import StagedParts, StagingBuffer
 from gyre.trainer.checkpoint.store import BLOBS, STATE, SnapshotStore
@@ -56,6 +56,10 @@ LiveParts = Callable[[Callable[[], None] | None], Mapping[str, Any]]
 """Gives {"tensors": this rank's Parts by key, "state"}. The parts are live. Where they are read
 beside training it gets a function that whoever is about to change them calls first, and which
 returns when they are no longer read."""
+
+
+ShardWriter = Callable[[Path, Sequence[Part], Callable[[], None]], Sequence[Extent]]
+"""Writes a rank's parts to a file, and calls the function before each block; it may raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +95,17 @@ class Saver:
         deadline_s: float,
         emit: Emit,
         progress: Callable[[], None] = lambda: None,
+        staging: StagingBuffer | None = None,
+        write: ShardWriter = write_shard,
     ) -> None:
         """Bind the store and the ranks. In the background `save` returns once the copies have
         memory, and `finish` once the last snapshot is on disk. `progress` is called while a step
-        waits for a copy or the disk, which may take long."""
+        waits for a copy or the disk, which may take long. Copies go to `staging`, and `write`
+        writes a rank's file."""
         self._store, self._group, self._background = store, group, background
         self._deadline_s, self._emit, self._progress = deadline_s, emit, progress
-        self._staging = StagingBuffer(group.device, deadline_s=deadline_s)
+        self._staging = staging or StagingBuffer(group.device, deadline_s=deadline_s)
+        self._write_shard = write
         self._has_memory = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -365,7 +373,7 @@ class Saver:
     def _write_files(self, job: _Job) -> SnapshotManifest:
         """Write this rank's files. The first rank also writes the loop's state."""
         name = f"rank-{self._group.rank:05d}.safetensors"
-        head, *extents = write_shard(job.aside / name, job.parts, lambda: self._look(job))
+        head, *extents = self._write_shard(job.aside / name, job.parts, lambda: self._look(job))
         size_bytes = sum(extent.size_bytes for extent in (head, *extents))
         files = {name: SavedFile(size_bytes=size_bytes, head=head)}
         if self._group.rank == 0:

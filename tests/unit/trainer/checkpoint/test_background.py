@@ -17,9 +17,10 @@ from gyre.core.errors import DeadlineError, MemoryBudgetError, SnapshotError
 from gyre.objectives.config import PpoConfig
 from gyre.planner.memory_model.components import staging_bytes
 from gyre.planner.model_zoo import model_numbers
-from gyre.trainer.checkpoint.staging import StagedParts, StagingBuffer
+from gyre.trainer.checkpoint import staging
+from gyre.trainer.checkpoint.staging import StagingBuffer
 from gyre.trainer.checkpoint.store import SnapshotStore
-from saver_cases import parts_of, saver_on
+from saver_cases import SlowDisk, SlowStaging, parts_of, saver_on
 from trainer_cases import SPEC, make_batch, make_trainer
 
 
@@ -27,17 +28,11 @@ class Case:
     """A saver whose disk begins to write when it is let."""
 
     def __init__(self, folder: Path, *, deadline_s: float = 60.0) -> None:
+        disk = SlowDisk()
         self.saver, self.store, self.events = saver_on(
-            None, folder, background=True, deadline_s=deadline_s
+            None, folder, background=True, deadline_s=deadline_s, write=disk
         )
-        self.go = threading.Event()
-        honest = self.saver._write_files
-
-        def slow(job):
-            assert self.go.wait(60)
-            return honest(job)
-
-        self.saver._write_files = slow
+        self.go = disk.go
         self.weights = torch.zeros(1000)
 
     def save(self, step: int) -> None:
@@ -139,19 +134,21 @@ class Copying:
 
     def __init__(self, folder: Path, *, deadline_s: float = 60.0, **settings: Any) -> None:
         self.trainer = make_trainer("sft", **settings)
+        self.staging, self.held = SlowStaging(), threading.Event()
+        self.go, self.begun = self.staging.go, self.staging.begun
         self.saver, self.store, self.events = saver_on(
-            None, folder, background=True, deadline_s=deadline_s
+            None,
+            folder,
+            background=True,
+            deadline_s=deadline_s,
+            staging=self.staging,
+            progress=self.note_wait,
         )
-        self.go, self.begun, self.held = threading.Event(), threading.Event(), threading.Event()
-        honest, hold = self.saver._staging.fill, self.saver._hold
 
-        def slow(placed):
-            self.begun.set()
-            assert self.go.wait(60)
-            honest(placed)
-
-        self.saver._staging.fill = slow
-        self.saver._hold = lambda *given: (self.held.set(), hold(*given))[1]
+    def note_wait(self) -> None:
+        """Once a copy has begun, only a wait for it is shown."""
+        if self.begun.is_set():
+            self.held.set()
 
     def save(self, step: int) -> None:
         self.saver.save(step, parts=self.trainer.live_snapshot, state={}, blobs={})
@@ -205,11 +202,12 @@ def test_nothing_that_changes_the_state_comes_before_the_copy(tmp_path: Path, ho
 def test_waiting_for_a_copy_has_a_deadline(tmp_path: Path) -> None:
     case = Copying(tmp_path, deadline_s=0.05)
     case.save(1)
-    told: list[None] = []
-    case.saver._progress = lambda: told.append(None)
+    assert case.begun.wait(60) and not case.held.is_set()
     with pytest.raises(DeadlineError, match="snapshot of step 1 is not copied"):
         case.trainer.step_now(make_batch(4, step=1))
-    assert case.trainer.version == 0 and told, "who watches for a hang sees that it waits"
+    assert case.trainer.version == 0 and case.held.is_set(), (
+        "who watches for a hang sees that it waits"
+    )
     case.go.set()
 
 
@@ -218,11 +216,7 @@ def test_a_copy_that_fails_comes_out_and_training_goes_on(tmp_path: Path) -> Non
     case.go.set()
     case.save(1)
     case.saver.finish()
-
-    def fail(placed: StagedParts) -> None:
-        raise RuntimeError("the device is gone")
-
-    case.saver._staging.fill = fail
+    case.staging.fault = RuntimeError("the device is gone")
     case.save(2)
     case.trainer.step_now(make_batch(4, step=1))
     with pytest.raises(
@@ -239,16 +233,17 @@ def test_memory_is_made_before_the_first_save(
     case.saver.prepare(1 << 16)
     case.go.set()
     case.save(1)
-    assert case.saver._staging.size_bytes == 1 << 16
+    (begun,) = [fields for kind, fields in case.events if kind == "snapshot.begun"]
+    assert begun["buffer_bytes"] == 1 << 16
     case.saver.finish()
 
     asked: list[int] = []
 
-    def refuse(self: StagingBuffer, size_bytes: int) -> None:
+    def refuse(size_bytes: int, **_: object) -> None:
         asked.append(size_bytes)
         raise MemoryBudgetError("no memory is left", hint="buy some")
 
-    monkeypatch.setattr(StagingBuffer, "_make", refuse)
+    monkeypatch.setattr(staging, "HostBuffer", refuse)
     other = Case(tmp_path / "other")
     other.saver.prepare(1 << 16)
     with pytest.raises(SnapshotError, match="no memory is left"):
@@ -257,12 +252,12 @@ def test_memory_is_made_before_the_first_save(
 
 
 def test_memory_that_does_not_come_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    go, staging = threading.Event(), StagingBuffer(torch.device("cpu"), deadline_s=0.05)
-    monkeypatch.setattr(StagingBuffer, "_make", lambda self, size_bytes: go.wait(60))
-    staging.prepare(64)
+    go, buffer = threading.Event(), StagingBuffer(torch.device("cpu"), deadline_s=0.05)
+    monkeypatch.setattr(staging, "HostBuffer", lambda *_, **__: go.wait(60))
+    buffer.prepare(64)
     try:
         with pytest.raises(DeadlineError, match="staged in is not there"):
-            staging.place([])
+            buffer.place([])
     finally:
         go.set()
 
@@ -273,22 +268,15 @@ def test_pages_of_a_parked_component_are_free_once_they_are_copied(
 ) -> None:
     """The ledger proves that a component has left the host: a file that is still written must not
     hold its pages."""
-    trainer, go = make_trainer("sft"), threading.Event()
-    saver, store, _ = saver_on(None, tmp_path, background=background)
-    honest = saver._write_files
-
-    def slow(job):
-        assert go.wait(60) or not background
-        return honest(job)
-
-    saver._write_files = slow
+    trainer, disk = make_trainer("sft"), SlowDisk()
+    saver, store, _ = saver_on(None, tmp_path, background=background, write=disk)
     if not background:
-        go.set()
+        disk.go.set()
     trainer.move(["actor.optimizer"], "host")
     saver.save(1, parts=trainer.live_snapshot, state={}, blobs={})
     trainer.move(["actor.optimizer"], "device")
     assert trainer.measure()["actor.optimizer"].host_bytes == 0
-    go.set()
+    disk.go.set()
     saver.finish()
     assert store.steps() == (1,)
 
@@ -305,7 +293,7 @@ def test_a_wait_that_fails_leaves_a_trainer_as_it_was(tmp_path: Path) -> None:
 
 
 def test_staging_memory_is_kept_and_grows() -> None:
-    staging = StagingBuffer(torch.device("cpu"), deadline_s=60.0)
+    buffer = StagingBuffer(torch.device("cpu"), deadline_s=60.0)
     tensors = {
         "a": torch.arange(10.0),
         "b": torch.ones(3, dtype=torch.bfloat16),
@@ -313,22 +301,22 @@ def test_staging_memory_is_kept_and_grows() -> None:
     }
 
     def copy(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        placed = staging.place(list(parts_of(tensors)["tensors"].values()))
-        staging.fill(placed)
+        placed = buffer.place(list(parts_of(tensors)["tensors"].values()))
+        buffer.fill(placed)
         return [part.values_N for part in placed.staged]
 
     first = copy(tensors)
     for staged, tensor in zip(first, tensors.values(), strict=True):
         assert staged.equal(tensor.reshape(-1)) and staged.data_ptr() != tensor.data_ptr()
         assert staged.data_ptr() % 64 == 0
-    assert staging.size_bytes == 3 * 64
+    assert buffer.size_bytes == 3 * 64
     again = copy({"a": torch.zeros(10), "b": tensors["b"]})
     assert (
         again[0].data_ptr() == first[0].data_ptr()
         and first[0].eq(0.0).all()
-        and staging.size_bytes == 3 * 64
+        and buffer.size_bytes == 3 * 64
     )
-    assert copy({"a": torch.ones(100)})[0].eq(1.0).all() and staging.size_bytes == 448
+    assert copy({"a": torch.ones(100)})[0].eq(1.0).all() and buffer.size_bytes == 448
 
 
 def test_the_planner_counts_what_is_staged(tmp_path: Path) -> None:

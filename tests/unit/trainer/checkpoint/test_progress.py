@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +11,9 @@ from gyre.core.errors import DeadlineError
 from gyre.distributed.process_group import alone
 from gyre.trainer.checkpoint import shard_file
 from gyre.trainer.checkpoint.saver import Saver
+from gyre.trainer.checkpoint.shard_file import write_shard
 from gyre.trainer.checkpoint.store import SnapshotStore
-from saver_cases import parts_of
+from saver_cases import SlowStaging, parts_of, saver_on
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -34,9 +33,10 @@ def test_writing_between_two_steps_is_progress_and_writing_beside_them_is_not(
         progress=lambda: ticks.append(1),
     )
     saver.save(1, parts=lambda _: parts_of({"weights": torch.zeros(10_000)}), state={}, blobs={})
-    if saver._thread is not None:
-        saver._thread.join(60.0)
-    assert store.steps() == (1,)
+    until = time.monotonic() + 60.0
+    while store.steps() != (1,):
+        assert time.monotonic() < until
+        time.sleep(0.01)
     assert len(ticks) == 0 if background else len(ticks) >= 10
     saver.finish()
 
@@ -52,9 +52,10 @@ def test_waiting_for_a_snapshot_s_end_is_progress(tmp_path):
         deadline_s=60.0,
         emit=lambda *_, **__: None,
         progress=lambda: ticks.append(1),
+        write=lambda *given: (time.sleep(0.3), write_shard(*given))[1],
     )
-    saver._thread = threading.Thread(target=time.sleep, args=(0.3,))
-    saver._thread.start()
+    saver.save(1, parts=lambda _: parts_of({"weights": torch.zeros(10)}), state={}, blobs={})
+    ticks.clear()
     saver.finish()
     assert len(ticks) >= 3
 
@@ -63,12 +64,18 @@ def test_waiting_for_a_snapshot_s_end_is_progress(tmp_path):
 def test_a_rank_that_is_late_with_its_copy_hears_that_another_one_was_done(tmp_path, told):
     """The first note goes when the save ends, the second stays: either says that others wait in a
     collective."""
-    group = alone()
+    group, staging, begun = alone(), SlowStaging(), []
     group.timeout_s = 0.5
-    saver = Saver(
-        SnapshotStore(tmp_path, keep=1, emit=lambda *_, **__: None),
-        group, background=True, deadline_s=600.0, emit=lambda *_, **__: None,
-    )  # fmt: skip
-    group.notes.put(f"writing/{told}", "")
+    saver, _, _ = saver_on(group, tmp_path, background=True, deadline_s=600.0, staging=staging)
+
+    def parts(no_longer_read):
+        begun.append(no_longer_read)
+        return parts_of({"weights": torch.zeros(10)})
+
+    saver.save(1, parts=parts, state={}, blobs={})
+    (aside,) = tmp_path.glob("writing-*")
+    group.notes.put(f"{aside.name}/{told}", "")
+    (no_longer_read,) = begun
     with pytest.raises(DeadlineError, match=r"0\.4 s after another rank's part"):
-        saver._hold(1, Path("writing"), threading.Event())
+        no_longer_read()
+    staging.go.set()
