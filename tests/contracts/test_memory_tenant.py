@@ -105,7 +105,7 @@ def tiny_decoder(dtype: torch.dtype = torch.float32) -> Decoder:
 def over_pools(tenant: MemoryTenant, pools: PoolTenant) -> Subject:
     def fingerprint(name: str) -> str:
         digest = hashlib.blake2b()
-        for segment in pools._pools[name]._device_segments():
+        for segment in pools[name].segments():
             digest.update(np.from_dlpack(segment).data)
         return digest.hexdigest()
 
@@ -127,7 +127,7 @@ def build_trainer(
         disk_folder=folder,
     )
     trainer.register_now()  # checksums read the weights' bytes; they must be able to leave all the same
-    return over_pools(trainer, trainer._tenancy)
+    return over_pools(trainer, trainer.memory)
 
 
 def build_engine(folder: Path) -> Subject:
@@ -141,7 +141,7 @@ def build_engine(folder: Path) -> Subject:
         shared_weights=False,
     )
     asyncio.run(engine.start(dummy=False))
-    return over_pools(engine, engine.worker.memory._tenant)
+    return over_pools(engine, engine.worker.memory.tenant)
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Path], Subject]] = {

@@ -225,7 +225,7 @@ def test_swapped_pages_lie_in_pinned_memory_and_come_back_to_the_bit() -> None:
         dtype=torch.bfloat16,
     )
     host = HostKv(pool, 150, name="engine.kv_host")
-    assert host._buffer.bytes.is_pinned()
+    assert host.buffer.bytes.is_pinned()
     rng = np.random.default_rng(0)
     pages, slots = 1 + rng.permutation(200)[:130], rng.permutation(150)[:130]
     pool.tensor.normal_()

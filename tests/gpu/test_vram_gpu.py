@@ -84,8 +84,7 @@ def test_contents_survive_and_the_driver_gets_the_bytes_back(
     tmp_path: Path, device, path: tuple
 ) -> None:
     moved = pool("actor.params", 512, tmp_path, device)
-    tensors = {key: group[0] for key, group in enumerate(moved._sharers)}
-    before = {key: tensor.detach().cpu() for key, tensor in tensors.items()}
+    before = [segment.cpu() for segment in moved.segments()]
     start = free_bytes(device)
     for tier in path:
         moved.move(tier)
@@ -96,14 +95,15 @@ def test_contents_survive_and_the_driver_gets_the_bytes_back(
         assert held == {"host": 0, "disk": 0, tier: moved.size_bytes}
     moved.move("device")
     assert abs(free_bytes(device) - start) <= 4 * MIB
-    assert all(torch.equal(tensors[key].detach().cpu(), before[key]) for key in before)
+    after = [segment.cpu() for segment in moved.segments()]
+    assert before and all(map(torch.equal, after, before))
 
 
 def test_parked_bytes_are_pinned_and_given_back(tmp_path: Path, device) -> None:
     moved = pool("actor.params", 64, tmp_path, device)
     moved.move("host")
-    assert moved._host is not None
-    assert moved._host.bytes.is_pinned()
+    assert moved.host is not None
+    assert moved.host.bytes.is_pinned()
     moved.move("device")
     assert moved.measure().host_bytes == 0
 
@@ -120,8 +120,8 @@ def test_pinned_pages_are_kept_between_parks(tmp_path: Path, device) -> None:
     addresses = set()
     for step in range(3):
         manager.enter("rollout", step=step)
-        assert parts[1]._host is not None and parts[1]._host.bytes.is_pinned()
-        addresses.add(parts[1]._host.bytes.data_ptr())
+        assert parts[1].host is not None and parts[1].host.bytes.is_pinned()
+        addresses.add(parts[1].host.bytes.data_ptr())
         manager.enter("train", step=step)
         assert tenant.measure()["actor.optimizer"].host_bytes == parts[1].size_bytes
         assert manager.ledger.entry("actor.optimizer").kept_bytes == parts[1].size_bytes

@@ -172,7 +172,7 @@ async def soak(place: Place, way: Way, *, num_requests: int) -> None:
     async with served(place, **place.tight(way)) as bench:
         host = bench.engine.worker.memory.host
         assert (host is not None) == (way == "swap")
-        assert host is None or host._buffer.bytes.is_pinned() == (place.device.type == "cuda")
+        assert host is None or host.buffer.bytes.is_pinned() == (place.device.type == "cuda")
         open_: dict[str, asyncio.Task[Any]] = {}
         for request in requests:
             open_[request.request_id] = asyncio.create_task(collect(bench.engine.submit(request)))

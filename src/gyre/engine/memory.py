@@ -61,12 +61,12 @@ class EngineMemory:
         self.host: HostKv | None = None
         self._kv_bytes = self.page_bytes * (self.num_pages + 1)
         self._pool: KvPool | None = None
-        self._tenant = PoolTenant([])
+        self.tenant = PoolTenant([])
         self._capture: torch.cuda.Stream | None = None
         self._driver = find_driver(device)
         if not shared_weights:
             weights = dict(decoder.named_parameters())
-            self._tenant.add(
+            self.tenant.add(
                 StoragePool(
                     WEIGHTS, weights, folder=self._folder, device=device, driver=self._driver
                 )
@@ -89,10 +89,10 @@ class EngineMemory:
                 else partial(virtual_zeros, driver=driver, owner=f"component {KV}"),
             )
             pages = {"kv": self._pool.tensor}
-            self._tenant.add(
+            self.tenant.add(
                 StoragePool(KV, pages, folder=self._folder, device=self._device, driver=driver)
             )
-        self._tenant.move([KV], "device")
+        self.tenant.move([KV], "device")
         return self._pool
 
     def provide_host(self) -> HostKv | None:
@@ -121,7 +121,7 @@ class EngineMemory:
                 )
 
     def components(self) -> Sequence[Component]:
-        made = list(self._tenant.components())
+        made = list(self.tenant.components())
         if self._pool is None:
             tiers: tuple[Tier, ...] = (
                 ("device", "host", "disk", "none") if self._folder else ("device", "host", "none")
@@ -145,10 +145,10 @@ class EngineMemory:
                 return
             if tier == "none":
                 return
-        self._tenant.move([name], tier)
+        self.tenant.move([name], tier)
 
     def measure(self) -> Mapping[str, Usage]:
-        measured = {KV: Usage(device_bytes=0, host_bytes=0, disk_bytes=0), **self._tenant.measure()}
+        measured = {KV: Usage(device_bytes=0, host_bytes=0, disk_bytes=0), **self.tenant.measure()}
         if self.num_slots:
             host_bytes = 0 if self.host is None else self.host.size_bytes
             measured[KV_HOST] = Usage(device_bytes=0, host_bytes=host_bytes, disk_bytes=0)

@@ -147,7 +147,7 @@ class NativeTrainer:
         self._lost_steps = 0  # in a row, without a finite gradient
         self._model = json.loads(json.dumps(asdict(decoder.spec)))  # as a snapshot says it
         self._filled = weights is not None or not is_blank(decoder)
-        self._tenancy = MemoryComponents(disk_folder, parked or {})
+        self.memory = MemoryComponents(disk_folder, parked or {})
         splitter = Splitter(self._all_ranks, parallel or ParallelConfig())
         with self._all_ranks.guard("start of the trainer"):
             self._start(decoder, head, critic, weights, splitter, logprobs, progress)
@@ -157,8 +157,8 @@ class NativeTrainer:
                     away = start_away("reward", *reward_model, split, reward_weights)
                 else:
                     start_frozen(reward_model[0], split, reward_weights)
-                self._tenancy.take_reward(reward_model, device, away)
-        for model, stream in self._tenancy.streams.items():
+                self.memory.take_reward(reward_model, device, away)
+        for model, stream in self.memory.streams.items():
             self._emit("trainer.offload_parameters", model=model, **stream.sizes())
         data = self.mesh.data
         self._planner = BatchPlanner(
@@ -183,7 +183,7 @@ class NativeTrainer:
             reference=self._reference,
             reward_model=reward_model,
             planner=self._planner,
-            tenancy=self._tenancy,
+            tenancy=self.memory,
             data=data,
             meter=self._meter,
         )
@@ -201,7 +201,7 @@ class NativeTrainer:
         """Create the models that a snapshot contains. The actor comes last: models initialized from
         it read it before it is sharded."""
         first = weights if is_blank(decoder) else LiveTensors(dict(decoder.named_parameters()))
-        config, tenancy, reference, learner = self._config, self._tenancy, None, None
+        config, tenancy, reference, learner = self._config, self.memory, None, None
         make = partial(
             TrainedModel, config=config, folder=tenancy.folder, emit=self._emit, progress=progress
         )
@@ -326,10 +326,10 @@ class NativeTrainer:
             named = {
                 name: tensor for holding in holdings for name, tensor in holding.named().items()
             }
-            readable = self._tenancy.readable(component, named)
+            readable = self.memory.readable(component, named)
             parts |= {part.key: part for holding in holdings for part in holding.parts(readable)}
         if no_longer_read is not None:
-            self._tenancy.lend(components, no_longer_read)
+            self.memory.lend(components, no_longer_read)
         state = {
             "objective": self._objective.kind,
             "model": self._model,
@@ -356,15 +356,15 @@ class NativeTrainer:
         found = source.kinds()
         wanted = [holding.fitting(found) for holding in self._holdings()]
         check_kinds({name: kind for kinds in wanted for name, kind in kinds.items()}, found)
-        self._tenancy.recall()
+        self.memory.recall()
         self._filled = False  # until all of it is there
         with self._all_ranks.guard("restore"):
             # one at a time: what is parked need not fit beside the others
             for learner in self._models.learners:
-                with self._tenancy.all_on_device(f"{learner.name}."):
+                with self.memory.all_on_device(f"{learner.name}."):
                     learner.restore(source, int(numbers["num_updates"][learner.name]))
             if self._reference is not None:
-                with self._tenancy.on_device("reference"):
+                with self.memory.on_device("reference"):
                     rounded = self._reference.restore(source)
                 if rounded and self._all_ranks.rank == 0:
                     self._emit("warn.reference_rounded", dtype=str(self._reference.decoder.dtype))
@@ -382,16 +382,16 @@ class NativeTrainer:
     # ----------------------------------------------------------------------------------------------
 
     def components(self) -> Sequence[Component]:
-        return self._tenancy.components()
+        return self.memory.components()
 
     def move(self, names: Sequence[str], tier: Tier) -> None:
-        self._tenancy.move(names, tier)
+        self.memory.move(names, tier)
 
     def measure(self) -> Mapping[str, Usage]:
-        return self._tenancy.measure()
+        return self.memory.measure()
 
     def keep_pages(self, keep: bool) -> None:
-        self._tenancy.keep_pages(keep)
+        self.memory.keep_pages(keep)
 
     # Training, on the compute thread
     # ----------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ class NativeTrainer:
     @property
     def weight_streams(self) -> Mapping[str, WeightStream]:
         """The streams of models whose weights are in host memory, by model."""
-        return self._tenancy.streams
+        return self.memory.streams
 
     @property
     def mesh(self) -> Mesh:
@@ -452,7 +452,7 @@ class NativeTrainer:
     def _step(self, batch: TrainBatch) -> tuple[StepReport, StepStats]:
         """Run one step. Counts in the report cover the plan of all ranks; the totals are this
         rank's."""
-        self._tenancy.need("actor.", "critic.")
+        self.memory.need("actor.", "critic.")
         self._drop_leftovers()
         sequences, plan = self._evaluator.complete(batch)
         factor = learning_rate_factor(self._config, self._steps_done)
@@ -494,7 +494,7 @@ class NativeTrainer:
         drops gradients that no update has taken."""
         self._has_gradients = True
         given = self._models, self._objective, update.chunks, update.denominator
-        with self._tenancy.visiting("actor", "critic"):
+        with self.memory.visiting("actor", "critic"):
             return collect_gradients(*given, loss_scale=loss_scale)
 
     def _update(self, update: Update, factor: float, totals: StepStats, step: int) -> None:
@@ -519,7 +519,7 @@ class NativeTrainer:
             self._clear_gradients()
             return
         totals.add(found, norms)
-        self._tenancy.recall()
+        self.memory.recall()
         for learner in self._models.learners:
             clip, norm = self._config.grad_clip, norms[learner.name]
             clipped = clip / norm if clip and norm > clip else 1.0
@@ -545,8 +545,8 @@ class NativeTrainer:
         due = self._reference.due(self._steps_done) if self._reference is not None else None
         if self._reference is None or due is None:
             return
-        self._tenancy.recall()
-        with self._tenancy.on_device("reference"):
+        self.memory.recall()
+        with self.memory.on_device("reference"):
             self._reference.follow(self._models.actor.optimizer, due)
         if due == "refresh":
             self._emit("trainer.reference_refreshed", step=step, version=self._version)
@@ -559,7 +559,7 @@ class NativeTrainer:
             for learner in self._models.learners
             if learner.home.stream is not None
         ]
-        taken += [stream.take_traffic() for stream in self._tenancy.streams.values()]
+        taken += [stream.take_traffic() for stream in self.memory.streams.values()]
         if not taken:
             return {}
         return {
@@ -638,14 +638,14 @@ class NativeTrainer:
 
     def close_now(self) -> None:
         """Run `close` on the calling thread."""
-        self._tenancy.recall()
+        self.memory.recall()
         for learner in self._models.learners:
             learner.optimizer.close()
-        for stream in self._tenancy.streams.values():
+        for stream in self.memory.streams.values():
             stream.close()
-        for name in self._tenancy.tiers():
+        for name in self.memory.tiers():
             if name not in ("actor.params", "reward"):
-                self._tenancy.remove(name)
+                self.memory.remove(name)
 
 
 def _host_copy(values_N: Tensor) -> Tensor:

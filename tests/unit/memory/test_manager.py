@@ -74,10 +74,10 @@ def manage(tenants: Sequence, settings_: MemoryConfig, emit, **options) -> Memor
 
 def contents(tenants: Sequence[PoolTenant]) -> dict[str, torch.Tensor]:
     return {
-        name: torch.cat([segment.clone() for segment in pool._device_segments()])
+        part.name: torch.cat([segment.clone() for segment in tenant[part.name].segments()])
         for tenant in tenants
-        for name, pool in tenant._pools.items()
-        if name != "engine.kv"
+        for part in tenant.components()
+        if part.name != "engine.kv"
     }
 
 
@@ -98,9 +98,9 @@ def test_on_a_laptop_nothing_moves(tmp_path: Path) -> None:
 def pages(tenant: PoolTenant) -> dict[str, int]:
     """Address of the host pages of what has some."""
     return {
-        name: pool._host.bytes.data_ptr()
-        for name, pool in tenant._pools.items()
-        if pool._host is not None
+        part.name: host.bytes.data_ptr()
+        for part in tenant.components()
+        if (host := tenant[part.name].host) is not None
     }
 
 
@@ -302,7 +302,7 @@ def test_a_host_copy_that_someone_keeps_is_named(tmp_path: Path) -> None:
     tenant = trainer(tmp_path)
     manager = manage([tenant], config(), Events())
     manager.move({"reference": "host"})
-    kept = tenant._pools["reference"]._host_segments()
+    kept = tenant["reference"].segments()
     with pytest.raises(MemoryBudgetError, match="reference still holds 8192 bytes on host"):
         manager.move({"reference": "device"})
     del kept

@@ -27,16 +27,14 @@ class HostKv:
         self.pool, self.num_slots = pool, num_slots
         layers, _, *page_shape = pool.tensor.shape
         page_bytes = layers * int(np.prod(page_shape)) * pool.tensor.element_size()
-        self._buffer = HostBuffer(
+        self.buffer = HostBuffer(
             num_slots * page_bytes, pin=pool.tensor.is_cuda, owner=f"component {name}"
         )
-        self._slots = self._buffer.bytes.view(pool.tensor.dtype).view(
-            num_slots, layers, *page_shape
-        )
+        self._slots = self.buffer.bytes.view(pool.tensor.dtype).view(num_slots, layers, *page_shape)
 
     @property
     def size_bytes(self) -> int:
-        return self._buffer.size_bytes
+        return self.buffer.size_bytes
 
     def wait(self) -> None:
         """Wait for the copies that are queued; nothing may be freed before."""

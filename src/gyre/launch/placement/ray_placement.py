@@ -137,7 +137,7 @@ class RayPlacement:
         starts = [
             self._fleet.cluster.start(self._spec(name, rank)) for rank, name in enumerate(names)
         ]
-        self._handles = await _all_or_first_error(starts)
+        self._handles = await all_or_first_error(starts)
         self._emit(
             "cluster.started", workers={handle.name: handle.place for handle in self._handles}
         )
@@ -237,7 +237,7 @@ class RayPlacement:
     async def _make_pool(self, version: int) -> EnginePool:
         settings = self._settings
         extra = [f"engine-{number}" for number in range(settings.engine_workers)]
-        engines = await _all_or_first_error([self._start_engine(name) for name in extra])
+        engines = await all_or_first_error([self._start_engine(name) for name in extra])
         return EnginePool(
             self._fleet.cluster,
             [*self._handles, *engines],
@@ -318,7 +318,7 @@ class SpreadSnapshots:
         )
 
 
-async def _all_or_first_error(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+async def all_or_first_error(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
     """Results of all. When one fails, that error: the others have a moment to say what they saw,
     and are ended then, since they may wait for the one that failed. A worker that breaks or does
     not come up in time is a lost rank: its node may be gone, and another attempt finds it so."""

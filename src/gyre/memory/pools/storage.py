@@ -56,7 +56,7 @@ class StoragePool:
         # under all, or none
         self._virtual: list[VirtualMemory] = adopt(name, self._storages, self._sharers, driver)
         self._sizes = [storage.nbytes() for storage in self._storages]
-        self._host: HostBuffer | None = None  # on the device too while pages are kept
+        self._host: HostBuffer | None = None
         self._keeps_pages = False
         # pages of every host buffer ever made here and not known to be dead
         self._watched: list[weakref.ref] = []
@@ -68,6 +68,15 @@ class StoragePool:
     def size_bytes(self) -> int:
         """Bytes when on the device; storages shared by several tensors count once."""
         return sum(self._sizes)
+
+    @property
+    def host(self) -> HostBuffer | None:
+        """Pages on the host: what was moved there, or what is kept for the next move."""
+        return self._host
+
+    def segments(self) -> list[Tensor]:
+        """Return the bytes of each storage where they are, on the device or the host."""
+        return self._device_segments() if self.tier == "device" else self._host_segments()
 
     def component(self) -> Component:
         return Component(
@@ -206,9 +215,7 @@ class StoragePool:
 
     def _to_disk(self) -> None:
         assert self._file is not None
-        self._file.write(
-            self._device_segments() if self.tier == "device" else self._host_segments()
-        )
+        self._file.write(self.segments())
 
     def _let_go(self, tier: Tier) -> None:
         if tier == "device":
@@ -317,6 +324,9 @@ class PoolTenant:
         self._pools: dict[str, StoragePool | FixedPool] = {}
         for pool in pools:
             self.add(pool)
+
+    def __getitem__(self, name: str) -> StoragePool | FixedPool:
+        return self._pools[name]
 
     def add(self, pool: StoragePool | FixedPool) -> None:
         assert pool.name not in self._pools, f"two components named {pool.name}"

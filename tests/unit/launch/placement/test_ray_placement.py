@@ -50,7 +50,7 @@ def test_a_worker_that_fails_ends_the_wait_for_those_that_wait_for_it(
 
     async def main() -> None:
         await asyncio.wait_for(
-            ray_placement._all_or_first_error([wait(), late(), fail(), wait()]), 60
+            ray_placement.all_or_first_error([wait(), late(), fail(), wait()]), 60
         )
 
     with pytest.raises(seen[0], match=seen[1]):
@@ -69,7 +69,7 @@ def test_a_worker_that_fails_is_named_before_one_that_is_late() -> None:
             fail(WorkerLate("worker-0 had not answered")),
             fail(WorkerLost("worker-1 is gone")),
         ]
-        asyncio.run(ray_placement._all_or_first_error(works))
+        asyncio.run(ray_placement.all_or_first_error(works))
 
 
 def test_a_worker_that_hangs_while_snapshots_are_looked_through_is_a_lost_rank() -> None:
@@ -103,12 +103,12 @@ def test_results_come_in_order_and_nothing_is_nothing() -> None:
             await asyncio.sleep(0)
         return turns
 
-    assert asyncio.run(ray_placement._all_or_first_error([after(3), after(1), after(2)])) == [
+    assert asyncio.run(ray_placement.all_or_first_error([after(3), after(1), after(2)])) == [
         3,
         1,
         2,
     ]
-    assert asyncio.run(ray_placement._all_or_first_error([])) == []
+    assert asyncio.run(ray_placement.all_or_first_error([])) == []
 
 
 def test_an_engine_that_cannot_begin_its_stage_does_not_keep_its_device(monkeypatch) -> None:

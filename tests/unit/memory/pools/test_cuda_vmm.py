@@ -446,8 +446,7 @@ def test_an_engine_answers_the_same_after_kv_and_weights_came_back(monkeypatch, 
                 shared_weights=False,
             )
             await engine.start(dummy=False)
-            assert engine.worker.memory._pool is not None
-            tensors = [*decoder.parameters(), engine.worker.memory._pool.tensor]
+            tensors = [*decoder.parameters(), engine.worker.memory.provide_kv().tensor]
             there, before = [tensor.data_ptr() for tensor in tensors], await answers(engine)
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(compute, lambda: engine.move(["engine.kv"], tier))

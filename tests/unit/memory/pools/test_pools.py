@@ -95,9 +95,9 @@ def test_kept_pages_serve_again_and_are_counted(tmp_path: Path, path: list) -> N
             reused = word == "host" and pool.tier == "device" and held(pool)[1] > 0
             pool.move(word)
             if word == "host":
-                assert pool._host is not None
-                assert not reused or pool._host.bytes.data_ptr() == address, "the same pages"
-                address = pool._host.bytes.data_ptr()
+                assert pool.host is not None
+                assert not reused or pool.host.bytes.data_ptr() == address, "the same pages"
+                address = pool.host.bytes.data_ptr()
         tier = pool.tier
         assert held(pool) == (
             size if tier == "device" else 0,
@@ -329,7 +329,7 @@ def test_a_storage_that_numpy_still_holds_is_refused_whole() -> None:
 def test_host_pages_that_someone_keeps_are_counted() -> None:
     pool = make_pool(None)
     pool.move("host")
-    kept = pool._host_segments()[0]
+    kept = pool.segments()[0]
     pool.move("device")
     assert held(pool) == (DISTINCT_BYTES, DISTINCT_BYTES, 0)
     del kept
