@@ -115,7 +115,7 @@ def shape_logits(
 
 
 def _penalise(shaped_MV: Tensor, shaping: Shaping, past: Past, rows_at_once: int) -> None:
-    """Penalise in place, a few rows at a time."""
+    """Penalize in place, a few rows at a time."""
     assert shaping.back_L is not None and shaping.repetition_L1 is not None
     assert shaping.frequency_L1 is not None and shaping.presence_L1 is not None
     for first in range(0, len(shaping.back_L), rows_at_once):
