@@ -52,9 +52,11 @@ class PoolSettings:
 
 
 class EnginePool:
-    """`engines` are workers whose object has an EngineSeat as `engine`; those in `vital` hold a
-    trainer rank too. `revive(name)` starts a lost engine's worker again; without it a lost engine
-    stays lost."""
+    """Route requests over `engines`: workers whose object has an EngineEndpoint as `engine`.
+
+    Those in `vital` hold a trainer rank too. `revive(name)` starts a lost engine's worker again;
+    without it a lost engine stays lost.
+    """
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Shaping: what bends logits before temperature, for the rows that ask. In: raw logits, the rows'
-Sampling, their history. Out: shaped logits.
+"""Logits processors: what changes logits before temperature, for the rows that ask. In: raw logits,
+the rows' Sampling, their history. Out: shaped logits.
 
 The order, which is vLLM's: no stop id before min_tokens, logit bias, repetition penalty (over
 prompt and chosen tokens: positive logits ÷ it, negative × it), frequency penalty, presence penalty
