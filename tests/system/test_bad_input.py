@@ -182,7 +182,7 @@ def test_resume_of_a_folder_that_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     answer = gyre("train", "--resume", tmp_path / "other", "--json", folder=tmp_path)
     assert answer.code == 2 and answer.json["error"]["kind"] == "snapshot"
-    assert "no run folder" in answer.json["error"]["message"]
+    assert "not a run folder" in answer.json["error"]["message"]
     assert not list((tmp_path / "other").iterdir()), "nothing was written there"
 
 

@@ -13,7 +13,7 @@ from gyre.launch.run_folder.run_folder import why_missing
 def run_report(run: Path, *, quiet: bool) -> Mapping[str, Any]:
     if not (run / "events.jsonl").is_file():
         raise InputError(
-            f"{run} is no run folder{why_missing(run) or ': it has no events.jsonl'}",
+            f"{run} is not a run folder{why_missing(run) or ': it has no events.jsonl'}",
             hint="give a folder under runs/",
         )
     from gyre.observability.report.build import write_report

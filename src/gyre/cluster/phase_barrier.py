@@ -1,6 +1,6 @@
-"""Gate: a phase change on all workers. In: a phase. Out: nothing, once every worker's memory has
-been moved and measured; the measured bytes come as each worker's own `memory` events. Implements
-the loop's PhaseGate.
+"""Phase barrier: a phase change on all workers. In: a phase. Out: nothing, once every worker's
+memory has been moved and measured; the measured bytes come as each worker's own `memory` events.
+Implements the loop's PhaseGate.
 """
 
 from __future__ import annotations

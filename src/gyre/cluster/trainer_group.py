@@ -39,7 +39,7 @@ BLOCK_BYTES = 256 << 20  # of tensors fetched at a time
 
 
 class TrainerGroup:
-    """`handles` by rank; each worker's object has a TrainerSeat as `trainer`."""
+    """`handles` by rank; each worker's object has a TrainerEndpoint as `trainer`."""
 
     def __init__(
         self,

@@ -262,7 +262,9 @@ EVENTS = {
         "The engine answers with new weights.",
         "version policy shared",
         own={
-            "policy": Field("str", "", "what becomes of requests under way: drain or keep_prefix"),
+            "policy": Field(
+                "str", "", "how requests in flight are treated: drain, keep_prefix, continue"
+            ),
             "shared": Field("bool", "", "whether the weights are the trainer's own storage"),
         },
     ),

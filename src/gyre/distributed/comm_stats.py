@@ -1,5 +1,5 @@
-"""CommStats: what the collectives of this rank send, and how long it waits for them. In: each
-collective, by kind and tensors. Out: bytes by kind, seconds.
+"""Communication statistics: what the collectives of this rank send, and how long it waits for them.
+In: each collective, by kind and tensors. Out: bytes by kind, seconds.
 
 Bytes are those of the ring algorithms over n ranks. A gather or scatter of W bytes in total sends
 (n - 1)/n · W, an all-reduce of W twice that, a broadcast W. The planner predicts the same

@@ -1,8 +1,8 @@
 """CoreWorker: the compute thread's half of the engine. In: journal entries, versions, moves. Out:
-TokenChunks. It owns the core, the weights and the memory, and knows nothing of who waits.
+TokenChunks. It owns the core, the weights and the memory, and knows nothing of streams.
 
-Every method but the two questions runs on the compute thread. Whatever raises in work on the core
-breaks it: `failure` says so at once, so that nothing queued behind touches it.
+Every method except `why_blocked` and `need_started` runs on the compute thread. An error in work on
+the core breaks it: `failure` says so at once, so that nothing queued behind touches it.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def chat(
 
 
 class Conversation:
-    """The messages so far, and the engine that answers them. A data.template that is no chat
-    template holds one question, so each turn is separate there."""
+    """The messages so far, and the engine that answers them. A data.template that is not a
+    chat template holds one question, so each turn is separate there."""
 
     def __init__(
         self,

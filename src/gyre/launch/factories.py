@@ -1,5 +1,5 @@
-"""Make: one object each from the config. In: a RunConfig. Out: machine, policy, engine, scorer,
-judge, sinks.
+"""Factories: one object each from the config. In: a RunConfig. Out: machine, policy, engine,
+scorer, judge, sinks.
 
 With launch.stage, the only place that names concrete classes.
 """

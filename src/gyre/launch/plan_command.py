@@ -1,5 +1,5 @@
-"""Clusters: a config's stages, or a shape alone, as jobs for GPUs that are named and need not be
-here. In: a Request, configs. Out: text and JSON-able mappings.
+"""Plan command: a config's stages, or a shape alone, as jobs for GPUs that are named and need not
+be here. In: a PlanRequest, configs. Out: text and JSON-able mappings.
 """
 
 from __future__ import annotations

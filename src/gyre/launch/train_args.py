@@ -1,5 +1,5 @@
-"""Order: what a train command asks for, read and checked whole before torch is loaded. In: paths,
-overrides, a stage. Out: an Order, or the refusal at once.
+"""Train arguments: what a train command asks for, read and checked whole before torch is loaded.
+In: paths, overrides, a stage. Out: TrainArgs, or the refusal at once.
 """
 
 from __future__ import annotations

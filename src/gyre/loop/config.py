@@ -139,7 +139,7 @@ class ColdStartConfig(Section):
     """A supervised stage before the main one."""
 
     steps: int = Field(default=400, ge=1)
-    """Optimiser steps."""
+    """Optimizer steps."""
     examples_per_step: int = Field(default=64, ge=1, le=MOST_SEQUENCES)
     """Examples per step."""
     learning_rate: float = Field(default=3e-3, ge=0.0, le=1.0)

@@ -37,7 +37,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
-    """One entry per sample, in the order given."""
+    """Advantages and what comes with them, one entry per sample, in the order given."""
 
     advantages: tuple[np.ndarray, ...]  # float32 [C] each
     # float32 [C] each, the critic's targets; None without a critic

@@ -1,4 +1,4 @@
-"""Sinks: curves for TensorBoard and W&B. In: event rows. Out: TensorBoard files, W&B runs.
+"""Trackers: curves for TensorBoard and W&B. In: event rows. Out: TensorBoard files, W&B runs.
 
 Both show `step.done` as METRIC and `eval.done` as eval/NAME/METRIC. They show the seconds of a
 phase as phase_seconds/PHASE and device memory by owner as memory_bytes/PHASE/OWNER. Stages are

@@ -18,7 +18,8 @@ from gyre.rewards.messages import Item
 from gyre.rewards.sandbox.records import Limits
 
 Check = Callable[[Item], function.PartResult]
-# linear in the text; answer says before it begins what may hang
+# Kinds whose checks cannot hang: linear in the text. Their results go out together. The kind
+# "answer" announces by `Tools.before_slow` that math-verify, which may hang, begins.
 QUICK = ("format", "length", "answer")
 
 

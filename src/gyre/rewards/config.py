@@ -70,7 +70,7 @@ class AnswerPart(_Part):
 
     forms: tuple[Literal["tag", "boxed", "hash", "number", "plain"], ...] = FORMS
     """Where the answer stands: <answer> tag, \\boxed{}, after ####, last number, all text; the
-    first found decides."""
+    first form that is there decides, and its last mark."""
 
     compare: Literal["auto", "exact", "numeric", "latex"] = "auto"
     """How answers are compared: exact (same characters), numeric (both one number), latex (same
@@ -115,7 +115,7 @@ class FormatPart(_Part):
 
 
 class LengthPart(_Part):
-    """Penalises completions near the length limit: 0 down to -1."""
+    """Penalizes completions near the length limit: 0 down to -1."""
 
     kind: Literal["length"] = "length"
     """DAPO's soft overlong punishment."""
@@ -234,7 +234,7 @@ class FunctionPart(_Part):
     def check_path(cls, path: str) -> str:
         module, colon, function = path.partition(":")
         if not (module and colon and function):
-            raise ValueError(f'{path!r} is no dotted path: write "package.module:function"')
+            raise ValueError(f'{path!r} is not a dotted path: write "package.module:function"')
         return path
 
 

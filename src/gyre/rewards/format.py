@@ -1,11 +1,13 @@
-"""Format checker: the R1 format. In: a completion. Out: a value from 0 to 1 with a reason. Pure,
+"""Format and length: rules that need no task. In: a completion. Out: a value with a reason. Pure,
 linear in the text.
+
+The R1 format is
 
     <think> … </think> <answer> … </answer>
 
-Each tag exactly once, in this order, nothing outside but whitespace; a letter or a digit inside
-<think>, a visible character inside <answer>. Also `length_value`, the penalty for completions that
-are too long.
+with each tag exactly once, in this order, and nothing outside but whitespace. A letter or a digit
+stands inside <think>, a visible character inside <answer>. `length_value` is the penalty for
+completions that are too long.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def check_format(
 
 
 def _fault(text: str) -> str | None:
-    """Name the first thing that is wrong, or None."""
+    """Return the first fault of the format, or None."""
     for tag in TAGS:
         count = text.count(tag)
         if count != 1:
@@ -79,7 +81,7 @@ def _is_visible(letter: str) -> bool:
 
 
 def length_value(num_tokens: int, *, soft_tokens: int, max_tokens: int) -> tuple[float, str]:
-    """DAPO's soft overlong punishment: 0 up to soft_tokens, then evenly down to -1 at
+    """Return DAPO's soft overlong punishment: 0 up to soft_tokens, then evenly down to -1 at
     max_tokens."""
     if num_tokens <= soft_tokens:
         return 0.0, f"{num_tokens} tokens, within {soft_tokens}"

@@ -71,7 +71,8 @@ decode_result = msgspec.msgpack.Decoder(CheckResult).decode
 
 
 def encode_item(item: Item) -> bytes:
-    """May raise TypeError, ValueError or UnicodeEncodeError for a task that is no plain data."""
+    """Encode an item. TypeError, ValueError or UnicodeEncodeError for a task that is not plain
+    data."""
     return msgspec.msgpack.encode(item, enc_hook=_plain)
 
 

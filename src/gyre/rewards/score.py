@@ -74,7 +74,7 @@ class RuleScorer:
                 item = encode_item(self._item(rollout))
             except (TypeError, ValueError, RecursionError) as error:
                 bad = CheckResult(
-                    index=0, reason=f"the task is no plain data: {error}", outcome="error"
+                    index=0, reason=f"the task is not plain data: {error}", outcome="error"
                 )
                 results.update({(index, part): bad for part in range(len(self._parts))})
                 continue

@@ -142,7 +142,7 @@ def _id_of(hub: Any, token: str, folder: Path) -> int:
     found = hub.backend_tokenizer.token_to_id(token)
     if found is None:
         raise InputError(
-            f"tokenizer.end_token = {token!r} is no entry of the tokenizer of {folder}",
+            f"tokenizer.end_token = {token!r} is not an entry of the tokenizer of {folder}",
             hint="name one token as it stands in the vocabulary, such as <|im_end|>",
         )
     return int(found)

@@ -58,7 +58,7 @@ class SpecialTokens(Foreign):
 
 
 class Backend(Foreign):
-    """tokenizer.json: the frame; the tokenizers package checks what is inside."""
+    """The top level of tokenizer.json; the tokenizers package checks what is inside."""
 
     model: dict[str, Any]
     added_tokens: list[AddedToken] | None = None

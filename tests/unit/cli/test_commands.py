@@ -97,7 +97,7 @@ def test_an_unknown_command_or_option_is_refused():
         (("train", "a.toml", "--stage", "warm"), "config", "all, cold_start, main"),
         (("train", "--resume", "runs/a", "--stage", "main"), "config", "--resume goes on"),
         (("train", "nowhere.toml"), "config", "cannot read nowhere.toml"),
-        (("train", "--resume", "nowhere"), "snapshot", "no run folder"),
+        (("train", "--resume", "nowhere"), "snapshot", "not a run folder"),
         (("plan", "nowhere.toml"), "config", "cannot read nowhere.toml"),
         (("plan", "--gpus", "8"), "config", "--gpu is missing"),
         (
@@ -111,7 +111,7 @@ def test_an_unknown_command_or_option_is_refused():
             "input",
             "neither a run folder nor a model folder",
         ),
-        (("report", "nowhere"), "input", "no run folder"),
+        (("report", "nowhere"), "input", "not a run folder"),
     ],
 )
 def test_a_fault_of_the_user_s_is_exit_2_one_sentence_and_a_json_object(
@@ -163,7 +163,7 @@ def test_the_help_of_each_command_is_whole_on_eighty_columns():
 def test_a_fault_keeps_its_exit_code_through_the_process():
     done = gyre("report", "nowhere", "--json")
     assert done.returncode == 2 and json.loads(done.stdout)["error"]["kind"] == "input"
-    assert done.stderr.startswith("error: nowhere is no run folder")
+    assert done.stderr.startswith("error: nowhere is not a run folder")
 
 
 def stop() -> dict[str, Any]:

@@ -162,7 +162,7 @@ def test_a_bad_row_is_named_by_its_line(folder: Path, line: str, words: str) -> 
         (("run.toml", "none.jsonl"), "none.jsonl does not exist"),
         (("run.toml", "."), "is no file"),
         (("none.toml", "c.jsonl"), "none.toml"),
-        ((".", "c.jsonl"), "no run folder"),
+        ((".", "c.jsonl"), "not a run folder"),
         (("run.toml", "c.jsonl", "--set", "rewards.parts=[{kind='model', path='x'}]"), "has none"),
         (("run.toml", "empty.jsonl"), "has no rows"),
     ],

@@ -1,6 +1,6 @@
-"""Engine pool: many engines as one.
-Past 500 lines: it implements RolloutEngine and EngineLifecycle over one state of its engines. In:
-Requests. Out: their streams, whichever engine answers.
+"""Engine pool: many engines as one. In: Requests. Out: their streams, whichever engine answers.
+
+Past 500 lines: it implements RolloutEngine and EngineLifecycle over one state of its engines.
 
     submit ──▶ router: by outstanding tokens ──▶ replica ──▶ engine ──▶ request log ──▶ stream
                             ▲                                  │ lost
@@ -52,9 +52,11 @@ class PoolSettings:
 
 
 class EnginePool:
-    """`engines` are workers whose object has an EngineSeat as `engine`; those in `vital` hold a
-    trainer rank too. `revive(name)` starts a lost engine's worker again; without it a lost engine
-    stays lost."""
+    """Route requests over `engines`: workers whose object has an EngineEndpoint as `engine`.
+
+    Those in `vital` hold a trainer rank too. `revive(name)` starts a lost engine's worker again;
+    without it a lost engine stays lost.
+    """
 
     def __init__(
         self,
@@ -71,15 +73,15 @@ class EnginePool:
         self._vital = vital
         ranks = [handle for handle in engines if handle.name in vital]
         self._watchdog = Watchdog(ranks, emit=emit, hang_s=settings.hang_s)
-        self._desk = RequestRouter(
+        self._router = RequestRouter(
             self._find_engines,
             self.abort,
-            surely=self._surely,
+            call_or_break=self._call_or_break,
             on_broken=self._lose,
             progress_tokens=settings.progress_tokens,
             emit=emit,
         )
-        # the newest life of each
+        # the newest process of each engine
         self._members = {handle.name: self._make_member(handle, "up") for handle in engines}
         self._restarts: Counter[str] = Counter()
         self._state = ReceiverState(version=version)  # of the engines together
@@ -113,30 +115,30 @@ class EnginePool:
         """Enqueue at once. What is submitted in one turn of the event loop is routed together, in
         order."""
         self._watch_all()
-        return self._desk.submit(request)
+        return self._router.submit(request)
 
     async def abort(self, request_id: str) -> None:
         """End a request, and return when it has its answer."""
-        self._surely(self._desk.route)
-        live = self._desk.find(request_id)
+        self._call_or_break(self._router.route)
+        live = self._router.find(request_id)
         if live is None:
             return
         member = live.member
-        self._desk.begin_end([live], "abort", "aborted by its owner")
+        self._router.begin_end([live], "abort", "aborted by its owner")
         if member is not None:
             await self._gather({member: member.ask("engine.abort", request_id)})
-            await self._desk.until_gone([live], self._settings.call_deadline_s)
+            await self._router.until_gone([live], self._settings.call_deadline_s)
 
     async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
         """Interrupt every engine. Partial answers of engines that are lost meanwhile count as far
         as they had arrived."""
-        self._surely(self._desk.route)
+        self._call_or_break(self._router.route)
         members, lives, end_s = (
             self._present(),
-            self._desk.all(),
+            self._router.all(),
             asyncio.get_running_loop().time() + deadline_s,
         )
-        self._desk.begin_end(lives, "interrupted", "")
+        self._router.begin_end(lives, "interrupted", "")
         wait_s = deadline_s + STOP_S
         parts = await self._gather(
             {
@@ -144,7 +146,7 @@ class EnginePool:
                 for member in members
             }
         )
-        await self._desk.until_gone(
+        await self._router.until_gone(
             lives, max(0.0, end_s - asyncio.get_running_loop().time()) + STOP_S
         )
         told = {
@@ -155,8 +157,8 @@ class EnginePool:
 
     async def stats(self) -> EngineStats:
         parts = await self._each("engine.stats")
-        total = add_stats(list(parts.values()), refused=self._desk.refused, version=self.version)
-        return replace(total, waiting=total.waiting + self._desk.num_waiting)
+        total = add_stats(list(parts.values()), refused=self._router.refused, version=self.version)
+        return replace(total, waiting=total.waiting + self._router.num_waiting)
 
     async def health(self) -> Health:
         """Well as long as one engine is; the reason names those that are not."""
@@ -168,7 +170,7 @@ class EnginePool:
         return Health(ok=any(health.ok for health in found.values()), reason=why)
 
     async def drain(self, *, deadline_s: float) -> None:
-        await self._desk.drain(deadline_s)
+        await self._router.drain(deadline_s)
 
     # EngineLifecycle
     # ----------------------------------------------------------------------------------------------
@@ -211,7 +213,7 @@ class EnginePool:
             elif offer is not None:
                 member.state = "fresh"
                 self._come_back(self._catch_up(member))
-        self._surely(self._desk.route)
+        self._call_or_break(self._router.route)
 
     async def rollback(self) -> None:
         self._offered, self._state = None, self._state.after(RolledBack())
@@ -224,13 +226,13 @@ class EnginePool:
 
     async def terminate(self) -> None:
         """There is no version any more that an engine which comes back could catch up with."""
-        self._surely(self._desk.route)
-        members, lives = self._present(), self._desk.all()
+        self._call_or_break(self._router.route)
+        members, lives = self._present(), self._router.all()
         self._offered = self._published = None
         self._state = self._state.after(RolledBack())
-        self._desk.begin_end(lives, "abort", "the engine was terminated")
+        self._router.begin_end(lives, "abort", "the engine was terminated")
         await self._gather({member: member.ask("engine.terminate") for member in members})
-        await self._desk.until_gone(lives, self._settings.call_deadline_s)
+        await self._router.until_gone(lives, self._settings.call_deadline_s)
 
     async def close(self) -> None:
         """Stop looking after the engines. Streams that are open end with an error."""
@@ -240,7 +242,7 @@ class EnginePool:
         await asyncio.gather(*tasks, return_exceptions=True)
         for member in self._members.values():
             await member.close()
-        self._desk.break_off(
+        self._router.break_off(
             RankError("the engine pool was closed", hint="nothing to do: the run is ending")
         )
 
@@ -255,7 +257,7 @@ class EnginePool:
             deadline_s=self._settings.call_deadline_s
             + (WATCH_S if handle.name in self._vital else 0.0),
             hang_s=self._settings.hang_s,
-            on_news=lambda member, news: self._surely(self._desk.take_news, member, news),
+            on_news=lambda member, news: self._call_or_break(self._router.take_news, member, news),
             on_lost=self._lose,
         )
 
@@ -288,10 +290,10 @@ class EnginePool:
         end."""
         if member.state != "lost":
             member.lose()
-            self._surely(self._take_loss, member, cause)
+            self._call_or_break(self._take_loss, member, cause)
 
     def _take_loss(self, member: EngineReplica, cause: str) -> None:
-        again, place = self._desk.take_back(member), member.handle.place
+        again, place = self._router.take_back(member), member.handle.place
         self._emit("engine.lost", engine=member.name, place=place, cause=cause, requests=len(again))
         if member.vital:
             self._break_off(
@@ -310,11 +312,11 @@ class EnginePool:
                 kept_tokens=live.book.num_tokens,
             )
         self._come_back(self._restart(member))
-        self._desk.route()
+        self._router.route()
 
-    def _surely(self, work: Callable[..., None], *args: Any) -> None:
-        """Do it. Whatever breaks it, a full disk under the events above all, every reader and
-        caller gets that."""
+    def _call_or_break(self, work: Callable[..., None], *args: Any) -> None:
+        """Call `work`. An error in it, such as a full disk under the events, breaks the pool: every
+        reader and caller gets that error."""
         try:
             work(*args)
         except Exception as error:  # noqa: BLE001  it is raised to all of them
@@ -322,7 +324,7 @@ class EnginePool:
 
     def _break_off(self, error: Exception) -> None:
         self._broken = self._broken or error
-        self._desk.break_off(self._broken)
+        self._router.break_off(self._broken)
         for call in self._calls:
             call.cancel()
 
@@ -341,7 +343,7 @@ class EnginePool:
             error = finished.exception()
             if isinstance(error, Exception):
                 self._break_off(error)
-            self._surely(self._desk.route)
+            self._call_or_break(self._router.route)
 
         task.add_done_callback(done)
 
@@ -404,7 +406,9 @@ class EnginePool:
         was_away = member.state == "fresh"
         member.state, member.prepared = "up", None
         if was_away:
-            self._surely(lambda: self._emit("engine.rejoined", engine=member.name, version=version))
+            self._call_or_break(
+                lambda: self._emit("engine.rejoined", engine=member.name, version=version)
+            )
 
     async def _try_offer(self, member: EngineReplica, offer: Offer) -> str:
         """Return why an engine could not take a version, or ""."""
@@ -449,10 +453,12 @@ class EnginePool:
     async def _gather(
         self, calls: Mapping[EngineReplica, Coroutine[Any, Any, Any]], *, watched: str = ""
     ) -> dict[str, Any]:
-        """Answers by name. The loss of an engine that the others can do without is no error. After
-        any other error the calls that are open may wait for the engine that failed: they have a
-        moment, or none when the pool breaks. `watched` says what ranks are at that the watchdog
-        looks at meanwhile."""
+        """Return the answers by name. The loss of an engine that is not vital is not an error.
+
+        After any other error the open calls may wait for the engine that failed. So they get
+        GRACE_S, or nothing when the pool breaks. `watched` names the work of the ranks for the
+        watchdog, which looks at them meanwhile.
+        """
         answers: dict[str, Any] = {}
         own: list[BaseException] = []  # no losses, as they came
 

@@ -1,9 +1,9 @@
-"""Member: one life of an engine in a pool, from its start to its loss. In: requests to send, a
+"""Engine replica: one engine of a pool, from its start to its loss. In: requests to send, a
 handle. Out: calls in order, news until nothing is unanswered.
 
 States: `up` takes work; `fresh` is started and waits for the current weights; `lost` is gone for
-good. An engine that is started again is a new member, so whatever arrives late from an earlier life
-concerns that one alone.
+good. An engine that is started again is a new replica, so what arrives late from the earlier one
+does not concern it.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ NO_ENGINE = "no engine takes work: none is started and has weights"
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Live:
-    """A request that is not answered wholly."""
+    """A request with completions that are not answered."""
 
     book: RequestLog
     stream: TokenStream
@@ -37,7 +37,7 @@ class Live:
     member: EngineReplica | None = None  # None while it waits for an engine
     ending: tuple[Finish, str] | None = None  # how and why it was asked to end
     timer: asyncio.TimerHandle | None = None  # at its deadline
-    gone: asyncio.Event = field(default_factory=asyncio.Event)  # answered wholly
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  # all completions are answered
 
     @property
     def request_id(self) -> str:
@@ -52,20 +52,23 @@ class RequestRouter:
         find_engines: Callable[[], Sequence[EngineReplica] | BaseException | None],
         abort: Callable[[str], Awaitable[None]],
         *,
-        surely: Callable[..., None],
+        call_or_break: Callable[..., None],
         on_broken: Callable[[EngineReplica, str], None],
         progress_tokens: int,
         emit: Emit,
     ) -> None:
         """`find_engines`: an empty sequence refuses, an error is raised to the readers, None lets
-        requests wait. `surely(work, *args)` runs what the event loop calls; `on_broken` hears of an
-        engine that ends requests which nobody asked to end."""
+        requests wait. `call_or_break(work, *args)` runs what the event loop calls, and breaks the
+        pool where that raises. `on_broken` takes an engine that ended requests which nobody asked
+        to end."""
         self._find_engines, self._abort, self._emit = find_engines, abort, emit
-        self._surely, self._on_broken = surely, on_broken
+        self._call_or_break, self._on_broken = call_or_break, on_broken
         self._progress_tokens = progress_tokens
         self._live: dict[str, Live] = {}
         self._incoming: list[Live] = []
-        self._refusals = Refusals(lambda kind, **fields: surely(lambda: emit(kind, **fields)))
+        self._refusals = Refusals(
+            lambda kind, **fields: call_or_break(lambda: emit(kind, **fields))
+        )
 
     @property
     def refused(self) -> int:
@@ -94,9 +97,11 @@ class RequestRouter:
         live = Live(book=book, stream=stream, submitted_s=loop.time())
         self._live[request.request_id] = live
         if request.deadline_s is not None:
-            live.timer = loop.call_later(request.deadline_s, self._surely, self._expire, live)
+            live.timer = loop.call_later(
+                request.deadline_s, self._call_or_break, self._expire, live
+            )
         if not self._incoming:
-            loop.call_soon(self._surely, self.route)
+            loop.call_soon(self._call_or_break, self.route)
         self._incoming.append(live)
         return stream
 

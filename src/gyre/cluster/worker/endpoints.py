@@ -1,5 +1,5 @@
-"""Seats: a trainer rank and an engine as a worker's object offers them to calls from outside. In:
-calls by plain values and records. Out: records. They live in the worker.
+"""Endpoints: a trainer rank and an engine, as a worker offers them to calls from outside. In: calls
+by plain values and records. Out: records. They live in the worker.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Waiting: for a worker's answer, by a deadline. In: a handle, a method, a deadline. Out: the
+"""RPC: waits for a worker's answer, by a deadline. In: a handle, a method, a deadline. Out: the
 answer, or the error that names the worker."""
 
 from __future__ import annotations

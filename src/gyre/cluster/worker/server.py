@@ -1,5 +1,5 @@
-"""Host: the worker's side of a handle. In: a RoleSpec, then calls by name. Out: a Reply to each,
-with the events that came up meanwhile. The same in a Ray actor and in a thread.
+"""Worker server: the worker's side of a handle. In: a RoleSpec, then calls by name. Out: a Reply to
+each, with the events that came up meanwhile. The same in a Ray actor and in a thread.
 """
 
 from __future__ import annotations

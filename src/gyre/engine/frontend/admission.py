@@ -86,7 +86,7 @@ def find_refusal(request: Request, limits: RequestLimits) -> str | None:
 
 
 def _is_row(value: Any, kinds: str) -> bool:
-    """Return a one-dimensional array of numbers of one of these kinds, as numpy names them."""
+    """Return whether `value` is a one-dimensional array of these numpy kinds."""
     return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in kinds
 
 
@@ -109,7 +109,7 @@ def _bad_fields(request: Request) -> str | None:
     if not is_text(request.tenant_salt):
         return f"tenant_salt = {request.tenant_salt!r}: need text that UTF-8 can hold"
     if not _is_row(request.tokens, WHOLE):
-        return "the prompt is no one-dimensional array of whole numbers"
+        return "the prompt is not a one-dimensional array of whole numbers"
     if not (
         isinstance(request.partials, (tuple, list))
         and all(isinstance(one, Partial) for one in request.partials)
@@ -179,7 +179,7 @@ def _bad_partial(partial: Partial, request: Request, limits: RequestLimits) -> s
     for name, kinds in PARTIAL_COLUMNS.items():
         if not _is_row(getattr(partial, name), kinds):
             return (
-                f"{name} is no one-dimensional array of "
+                f"{name} is not a one-dimensional array of "
                 f"{'whole numbers' if kinds == WHOLE else 'float numbers'}"
             )
     count = len(partial.tokens)

@@ -16,7 +16,7 @@ NULL_PAGE = 0
 
 
 class Pages:
-    """Allocator with counts over pages 1 … num_pages."""
+    """Allocate KV pages 1 … num_pages, with a count of users for each."""
 
     def __init__(self, num_pages: int, *, score_bytes: int = 0) -> None:
         self.num_pages = num_pages
@@ -60,8 +60,8 @@ class Pages:
         return self._stamps[pages]
 
     def still_hold(self, pages: np.ndarray, stamps: np.ndarray) -> np.ndarray:
-        """Return per page whether it holds what it held then, and can be shared: full pages never
-        change."""
+        """Return per page whether it has the content that it had at its stamp, and can be shared.
+        Full pages never change."""
         return (self._stamps[pages] == stamps) & ((self._users[pages] > 0) | self._cached[pages])
 
     def give(self, pages: np.ndarray) -> None:

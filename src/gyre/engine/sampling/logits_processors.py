@@ -1,5 +1,5 @@
-"""Shaping: what bends logits before temperature, for the rows that ask. In: raw logits, the rows'
-Sampling, their history. Out: shaped logits.
+"""Logits processors: what changes logits before temperature, for the rows that ask. In: raw logits,
+the rows' Sampling, their history. Out: shaped logits.
 
 The order, which is vLLM's: no stop id before min_tokens, logit bias, repetition penalty (over
 prompt and chosen tokens: positive logits ÷ it, negative × it), frequency penalty, presence penalty
@@ -115,7 +115,7 @@ def shape_logits(
 
 
 def _penalise(shaped_MV: Tensor, shaping: Shaping, past: Past, rows_at_once: int) -> None:
-    """Penalise in place, a few rows at a time."""
+    """Penalize in place, a few rows at a time."""
     assert shaping.back_L is not None and shaping.repetition_L1 is not None
     assert shaping.frequency_L1 is not None and shaping.presence_L1 is not None
     for first in range(0, len(shaping.back_L), rows_at_once):

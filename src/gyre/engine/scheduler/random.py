@@ -1,5 +1,5 @@
 """Draws: one uniform number per sampled token, a pure function of (seed, index, position). In: keys
-and positions. Out: uniforms. Vectorised, counter-based, stateless: the batch, chunking and
+and positions. Out: uniforms. Vectorized, counter-based, stateless: the batch, chunking and
 preemption cannot change a draw.
 """
 

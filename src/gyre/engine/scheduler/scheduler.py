@@ -100,8 +100,9 @@ def _continue_prefills(state: SchedulerState, budget: int) -> list[PrefillChunk]
 def _start_waiting(
     state: SchedulerState, budget: int, version: int
 ) -> tuple[list[PrefillChunk], np.ndarray]:
-    """Start from the queue's head while budget, rows and pages last. Returns chunks of prompts, and
-    rows that were swapped and go straight on decoding."""
+    """Start sequences from the head of the queue while budget, rows and KV pages last; the rest
+    waits for a later step. Return the chunks of prompts, and the rows that were swapped out and
+    decode at once."""
     chunks: list[PrefillChunk] = []
     restored: list[int] = []
     while budget > 0 and state.queue and state.rows.num_free:
@@ -132,8 +133,9 @@ def _start_waiting(
 
 
 def _headroom(state: SchedulerState) -> int:
-    """Pages left to those that run when another starts: one each, so that a start is not undone by
-    a preemption at once. None when nothing runs, so that whatever was admitted can run alone."""
+    """Return the pages that stay free for running sequences when another starts. That is one each,
+    so that the start does not cause a preemption at once. It is 0 when nothing runs, so that
+    whatever was admitted can run alone."""
     return state.rows.num_active
 
 

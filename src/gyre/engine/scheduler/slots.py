@@ -1,5 +1,5 @@
-"""Rows: the state of running sequences as arrays, one row each, so that a step touches all of them
-at once.
+"""Input batch: the state of running sequences as arrays, one row each, so that a step touches all
+of them at once.
 
 In: sequences that start or stop running. Out: arrays indexed by row. Pure (numpy). 2-D arrays are
 indexed by absolute position: entry t belongs to token t as the target.

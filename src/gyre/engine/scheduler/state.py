@@ -34,8 +34,8 @@ class Counters:
 
 
 class SchedulerState:
-    """Every sequence that has not been answered is in exactly one of: queue, a leader's followers,
-    a row."""
+    """Keep each unanswered sequence in exactly one place: the queue, a leader's followers or a
+    row. The queue is where a sequence waits for a row and KV pages."""
 
     def __init__(
         self,

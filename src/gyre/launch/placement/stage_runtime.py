@@ -1,6 +1,6 @@
-"""Device: what one device holds during one stage: a trainer rank, an engine, the memory manager
-over both. In: a policy, a plan, the group of ranks. Out: the live objects, made in order and closed
-in reverse.
+"""Stage runtime: what one device holds during one stage: a trainer rank, an engine, the memory
+manager over both. In: a policy, a plan, the group of ranks. Out: the live objects, made in order
+and closed in reverse.
 """
 
 from __future__ import annotations

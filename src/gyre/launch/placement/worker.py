@@ -1,6 +1,6 @@
-"""Rank: the object in a worker of a training run. In: the run's config, which rank it is, then
-stages. Out: seats for a trainer rank and an engine. Every rank gets every call but those for one
-engine. Started by launch.placement.ray_placement, by the name
+"""Rank worker: the object in a worker of a training run. In: the run's config, which rank it is,
+then stages. Out: endpoints for a trainer rank and an engine. Every rank gets every call but those
+for one engine. Started by launch.placement.ray_placement, by the name
 "gyre.launch.placement.worker:build_rank".
 """
 

@@ -121,7 +121,9 @@ def read_overrides(folder: Path) -> list[str]:
     for name in ("config.toml", OVERRIDES, "stage.txt"):
         if not (folder / name).is_file():
             why = why_missing(folder) or f": it has no {name}"
-            raise SnapshotError(f"{folder} is no run folder{why}", hint="give a folder under runs/")
+            raise SnapshotError(
+                f"{folder} is not a run folder{why}", hint="give a folder under runs/"
+            )
     return texts_of(read_json(folder / OVERRIDES), folder / OVERRIDES)
 
 

@@ -61,7 +61,7 @@ def write_report(run_folder: Path | str) -> Path:
     folder = Path(run_folder)
     if not (folder / "events.jsonl").is_file():
         raise InputError(
-            f"{folder} has no events.jsonl, so it is no run folder",
+            f"{folder} has no events.jsonl, so it is not a run folder",
             hint="name a folder that `gyre train` made, such as runs/NAME",
         )
     page = render_page(gather(folder))

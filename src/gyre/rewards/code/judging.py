@@ -47,7 +47,7 @@ _MOST_ITEMS = 1_000_000  # of a list or text that an operator or method makes
 
 
 class NotKnown(Exception):
-    """The expression holds what only the sandbox can decide."""
+    """Raised where only the sandbox can decide an expression."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ def _encode(item: Item, case: str) -> bytes:
         return encode_item(item)
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"a reward's sample is no plain data: {error}, {case}", hint="keep tasks JSON-able"
+            f"a reward's sample is not plain data: {error}, {case}", hint="keep tasks JSON-able"
         ) from error
 
 

@@ -1,5 +1,5 @@
-"""View: the file system that programs see. In: folders to show read-only. Out: a new root; per run
-a work folder.
+"""Root file system: the file system that programs see. In: folders to show read-only. Out: a new
+root; per run a work folder.
 
     /usr /bin /lib … + Python's own folder   the system, read-only.
     /dev                                     null, zero, full, random, urandom; stdin, stdout,

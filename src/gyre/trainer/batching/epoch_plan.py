@@ -1,5 +1,5 @@
-"""Batches: from unpacked sequences to the updates of one epoch. In: a batch's sequences, config, a
-seed. Out: an EpochPlan of updates, each with this rank's micro-batches and one denominator. Every
+"""Epoch plan: from unpacked sequences to the updates of one epoch. In: a batch's sequences, config,
+a seed. Out: an EpochPlan of updates, each with this rank's micro-batches and one denominator. Every
 rank plans the whole batch identically and builds only its own micro-batches.
 
 Sequences without a target are dropped here: they contribute to no gradient and no denominator.

@@ -1,6 +1,6 @@
-"""Parts: which rank saves which numbers of the trainer's tensors, and how to load them. In: a
-ShardLayout, this rank's tensors. Out: Parts of whole tensors, each number on one rank only; or the
-tensors, filled from any source of parts.
+"""Checkpoint shards: which rank saves which numbers of the trainer's tensors, and how to load them.
+In: a ShardLayout, this rank's tensors. Out: Parts of whole tensors, each number on one rank only;
+or the tensors, filled from any source of parts.
 
 Replicas share the work: of a run that n ranks hold, each saves one n-th.
 """

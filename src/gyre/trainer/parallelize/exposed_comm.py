@@ -1,5 +1,5 @@
 """Exposed communication: how long computation waits for FSDP2's overlapped collectives on CUDA. In:
-FSDP2's groups of one model and their collectives. Out: pairs of events in CommStats: when the
+FSDP2's groups of one model and their collectives. Out: pairs of events in Traffic: when the
 computation reached a wait, and when the awaited work ended.
 
 FSDP2 makes the compute stream wait for events that it does not expose. The same moments are

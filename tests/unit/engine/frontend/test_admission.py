@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Request, str]] = {
     "priority beyond int64": (replace(GOOD, priority=2**70), "priority = "),
     "prompt of floats": (
         replace(GOOD, tokens=np.ones(3)),
-        "no one-dimensional array of whole numbers",
+        "not a one-dimensional array of whole numbers",
     ),
     "empty prompt": (replace(GOOD, tokens=np.empty(0, np.int32)), "empty prompt"),
     "token beyond the vocabulary": (
@@ -152,19 +152,19 @@ REFUSED: dict[str, tuple[Request, str]] = {
     "partial of a worded index": (replace(GOOD, partials=(partial(index="0"),)), "index '0'"),
     "partial of a list": (
         replace(GOOD, partials=(partial(tokens=[1, 2]),)),
-        "tokens is no one-dimensional array of whole",
+        "tokens is not a one-dimensional array of whole",
     ),
     "partial of two dimensions": (
         replace(GOOD, partials=(partial(tokens=np.ones((2, 1), np.int32)),)),
-        "tokens is no one-dimensional array of whole numbers",
+        "tokens is not a one-dimensional array of whole numbers",
     ),
     "partial of broken tokens": (
         replace(GOOD, partials=(partial(tokens=np.ones(2)),)),
-        "tokens is no one-dimensional",
+        "tokens is not a one-dimensional",
     ),
     "partial of broken versions": (
         replace(GOOD, partials=(partial(versions=np.ones(2)),)),
-        "versions is no one-dimensional array of whole numbers",
+        "versions is not a one-dimensional array of whole numbers",
     ),
     "partial without log-probs": (
         replace(GOOD, partials=(partial(logprobs=None),)),
