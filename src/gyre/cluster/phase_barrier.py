@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from gyre.cluster.health.watchdog import HINT, StallLimit, Watchdog
+from gyre.cluster.watchdog import HINT, Watchdog
 from gyre.cluster.worker.rpc import CALLS, LOSSES, ask
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import RankError
 from gyre.core.events import Emit
+from gyre.core.liveness import StallLimit
 from gyre.core.records import Phase
 
 

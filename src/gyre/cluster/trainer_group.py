@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from gyre.cluster.health.watchdog import HINT, LOOK_S, StallLimit, Watchdog
+from gyre.cluster.watchdog import HINT, LOOK_S, Watchdog
 from gyre.cluster.worker.endpoints import add_usage
 from gyre.cluster.worker.rpc import CALLS, LOSSES
 from gyre.core.contracts import Cluster, WorkerHandle
 from gyre.core.errors import InputError, RankError, WorkerLate, WorkerLost
 from gyre.core.events import Emit
+from gyre.core.liveness import StallLimit
 from gyre.core.offers import Offer, RemoteTensors
 from gyre.core.records import (
     Component,

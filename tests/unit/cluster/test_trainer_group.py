@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 import cluster_roles  # noqa: F401  the workers import it by name
-from gyre.cluster.health import watchdog
-from gyre.cluster.health.watchdog import StallLimit
+from gyre.cluster import watchdog
 from gyre.cluster.phase_barrier import ClusterGate
 from gyre.cluster.trainer_group import TrainerGroup
 from gyre.cluster.worker import rpc
 from gyre.cluster.worker.rpc import ask
 from gyre.core.errors import InputError, MemoryBudgetError, RankError, WorkerLost
+from gyre.core.liveness import StallLimit
 from gyre.core.records import RoleSpec, TrainBatch, TrainSequence
 from local_cluster import LocalCluster
 from offers import tensors_in

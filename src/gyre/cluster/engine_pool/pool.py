@@ -23,14 +23,15 @@ from typing import Any, Literal
 
 from gyre.cluster.engine_pool.replica import EngineReplica
 from gyre.cluster.engine_pool.router import RequestRouter
-from gyre.cluster.health.watchdog import StallLimit, Watchdog
 from gyre.cluster.trainer_group import GRACE_S, find_cause
+from gyre.cluster.watchdog import Watchdog
 from gyre.cluster.worker.endpoints import add_stats
 from gyre.cluster.worker.rpc import CALLS, LOSSES
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.contracts import Cluster, CommitPolicy, WorkerHandle
 from gyre.core.errors import GyreError, RankError
 from gyre.core.events import Emit
+from gyre.core.liveness import StallLimit
 from gyre.core.offers import Offer
 from gyre.core.records import EngineStats, Health, Partial, Request
 from gyre.core.token_stream import TokenStream

@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
-from gyre.cluster.health.watchdog import HINT, StallLimit
 from gyre.cluster.phase_barrier import ClusterGate
 from gyre.cluster.ray_cluster import RayCluster
 from gyre.cluster.trainer_group import GRACE_S, TrainerGroup, find_cause
+from gyre.cluster.watchdog import HINT
 from gyre.cluster.worker.rpc import CALLS, STARTS, ask
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError, RankError, WorkerLate
 from gyre.core.events import Emit
+from gyre.core.liveness import StallLimit
 from gyre.core.records import RoleSpec
 from gyre.distributed.init import child_environment, hold_store
 from gyre.launch.factories import Facts, Machine, make_facts

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from gyre.cluster.health.watchdog import StallLimit
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.errors import ConfigError, RankError, WorkerLate, WorkerLost
+from gyre.core.liveness import StallLimit
 from gyre.launch.placement import ray_placement
 from gyre.launch.placement.ray_placement import RayPlacement
 

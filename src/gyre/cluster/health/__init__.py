@@ -1,1 +1,0 @@
-"""What ends a call to a worker that hangs."""
