@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from gyre.cluster.health.watchdog import HINT, Patience, Watchdog
+from gyre.cluster.watchdog import HINT, Watchdog
 from gyre.cluster.worker.rpc import CALLS, LOSSES, ask
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import RankError
 from gyre.core.events import Emit
+from gyre.core.liveness import StallLimit
 from gyre.core.records import Phase
 
 
@@ -33,7 +34,7 @@ class ClusterGate:
         """`ranks` must all be there. `engines()` are workers with an engine alone, which come and
         go: `on_lost` hears of one that broke or did not answer, and the others go on."""
         self._ranks, self._engines, self._on_lost = tuple(ranks), engines, on_lost
-        self._emit, self._calls = emit, Patience(key=CALLS, seconds=deadline_s)
+        self._emit, self._calls = emit, StallLimit(key=CALLS, seconds=deadline_s)
         self._watchdog = Watchdog(ranks, emit=emit, hang_s=hang_s)
 
     async def enter(self, phase: Phase, *, step: int) -> None:

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from gyre.cluster.health.watchdog import HINT, LOOK_S, Patience, Watchdog
+from gyre.cluster.watchdog import HINT, LOOK_S, Watchdog
 from gyre.cluster.worker.endpoints import add_usage
 from gyre.cluster.worker.rpc import CALLS, LOSSES
 from gyre.core.contracts import Cluster, WorkerHandle
 from gyre.core.errors import InputError, RankError, WorkerLate, WorkerLost
 from gyre.core.events import Emit
+from gyre.core.liveness import StallLimit
 from gyre.core.offers import Offer, RemoteTensors
 from gyre.core.records import (
     Component,
@@ -60,7 +61,7 @@ class TrainerGroup:
             emit,
             grace_s,
         )
-        self._calls = Patience(key=CALLS, seconds=call_deadline_s)
+        self._calls = StallLimit(key=CALLS, seconds=call_deadline_s)
         self._watchdog = Watchdog(handles, emit=emit, hang_s=hang_s, clock=clock, look_s=look_s)
         self._failed: RankError | None = None
         self.version = version
@@ -87,7 +88,7 @@ class TrainerGroup:
         """Let every rank keep its offer for the engine beside it. No tensor comes here until it is
         fetched."""
         manifests = await self.run(
-            "trainer.register", "trainer.register", epoch, patience=self._calls
+            "trainer.register", "trainer.register", epoch, stall_limit=self._calls
         )
         first = manifests[0]
         assert all(manifest.version == first.version for manifest in manifests), (
@@ -108,7 +109,7 @@ class TrainerGroup:
                 "trainer.tensors",
                 version,
                 names,
-                patience=self._calls,
+                stall_limit=self._calls,
                 num_ranks=1,
             )
             found.append(part)
@@ -117,24 +118,24 @@ class TrainerGroup:
     async def snapshot(self) -> Mapping[str, Any]:
         """Return the parts of all ranks, which go through this process; in a run the ranks write
         them themselves."""
-        taken = await self.run("snapshot", "trainer.snapshot", patience=self._calls)
+        taken = await self.run("snapshot", "trainer.snapshot", stall_limit=self._calls)
         tensors = {key: part for own in taken for key, part in own["tensors"].items()}
         return {"tensors": tensors, "state": taken[0]["state"]}
 
     async def restore(self, state: Mapping[str, Any]) -> None:
         share = self._cluster.share(state)
-        await self.run("restore", "trainer.restore", share, patience=self._calls)
+        await self.run("restore", "trainer.restore", share, stall_limit=self._calls)
         self.version = int(state["state"]["version"])
 
     async def close(self) -> None:
         if self._failed is None:
-            await self.run("close", "trainer.close", patience=self._calls)
+            await self.run("close", "trainer.close", stall_limit=self._calls)
 
     # The ranks' components: as a MemoryTenant's, summed over the ranks
     # ----------------------------------------------------------------------------------------------
 
     async def components(self) -> Sequence[Component]:
-        first, *others = await self.run("components", "trainer.components", patience=self._calls)
+        first, *others = await self.run("components", "trainer.components", stall_limit=self._calls)
         sizes = [{part.name: part.size_bytes for part in parts} for parts in others]
         return tuple(
             Component(
@@ -147,10 +148,10 @@ class TrainerGroup:
         )
 
     async def move(self, names: Sequence[str], tier: Tier) -> None:
-        await self.run("move", "trainer.move", tuple(names), tier, patience=self._calls)
+        await self.run("move", "trainer.move", tuple(names), tier, stall_limit=self._calls)
 
     async def measure(self) -> Mapping[str, Usage]:
-        return add_usage(await self.run("measure", "trainer.measure", patience=self._calls))
+        return add_usage(await self.run("measure", "trainer.measure", stall_limit=self._calls))
 
     # SPMD calls
     # ----------------------------------------------------------------------------------------------
@@ -160,13 +161,12 @@ class TrainerGroup:
         what: str,
         method: str,
         *args: Any,
-        patience: Patience | None = None,
+        stall_limit: StallLimit | None = None,
         num_ranks: int | None = None,
     ) -> list[Any]:
         """Call `method` on every rank, or the first `num_ranks`, and return the answers by rank.
         RankError names the rank that failed or hangs; an error that a user can act on comes as it
-        is. `patience` is for calls that run no model, and so may show no progress: how long one may
-        take."""
+        is. `stall_limit` is how long a call that runs no model may take without progress."""
         if self._failed is not None:
             raise self._failed
         handles = self._handles[:num_ranks]
@@ -174,7 +174,7 @@ class TrainerGroup:
         calls = {handle.name: task for handle, task in zip(handles, tasks, strict=True)}
         try:
             await self._watchdog.settle(
-                what, calls, patience or self._watchdog.hang, grace_s=self._grace_s
+                what, calls, stall_limit or self._watchdog.hang, grace_s=self._grace_s
             )
             ended = {rank: task for rank, task in enumerate(tasks) if not task.cancelled()}
             errors = {

@@ -7,18 +7,20 @@ everywhere. A rank that fails reports the number. On each other rank a thread re
 gives the main thread a moment to fail by itself. A bad batch is refused by all ranks alike, and
 nothing is broken. Otherwise the thread aborts the collectives. The threads also send heartbeats.
 Each watches the next rank's and reports when they stop: NCCL does not notice a death.
+`core.liveness` decides what counts as silence.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import threading
 import time
 from collections.abc import Callable
 
-from torch.distributed import Store
+from gyre.core.errors import RankError
+from gyre.core.liveness import Progress, decide
+from gyre.distributed.kv_store import KVStore
 
 POLL_S = 0.1
 OWN_FAULT_S = 1.0  # how long a rank may take to come to the same error by itself
@@ -30,20 +32,14 @@ class FailureDetector:
     """One rank's view. `store` is a separate connection: nothing else blocks on it."""
 
     def __init__(
-        self, store: Store, *, rank: int, size: int, grace_s: float, abort: Callable[[], None]
+        self, store: KVStore, *, rank: int, size: int, grace_s: float, abort: Callable[[], None]
     ) -> None:
-        self._store, self._rank, self._size, self._grace_s, self._abort = (
-            store,
-            rank,
-            size,
-            grace_s,
-            abort,
-        )
-        self._lock = threading.Lock()  # over the connection
+        self._store, self._rank, self._size = store, rank, size
+        self._grace_s, self._abort = grace_s, abort
         self._operation, self._inside = 0, False
         self._beat, self._next_beat = 0, 0.0
-        # its last sign of life, and when the next is overdue
-        self._neighbor, self._neighbor_until = "", math.inf
+        self._neighbor = (rank + 1) % size
+        self._life = Progress([f"{self._neighbor}"], time.monotonic())  # of the neighbor
         self.broken = ""  # why no collective of this group may run any more
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="fault-board", daemon=True)
@@ -52,9 +48,8 @@ class FailureDetector:
     def enter(self) -> None:
         """Enter a guarded operation. Raises if the others have aborted without this rank."""
         self._operation += 1
-        with self._lock:
-            if not self.broken and self._store.check(["broken"]):
-                self.broken = self._store.get("broken").decode()
+        if not self.broken:
+            self.broken = self._store.get("broken") or self.broken
         self._inside = True
 
     def leave(self) -> None:
@@ -63,34 +58,32 @@ class FailureDetector:
     def report(self, message: str, *, own: bool) -> None:
         """Report to the others that this operation failed here; `own` marks a cause on this
         rank."""
-        entry = json.dumps({"message": message, "own": own})
-        with self._lock:
-            self._store.set(f"{self._operation}/{self._rank}", entry)
-            self._store.set(f"{self._operation}", "failed")
+        self._accuse(self._operation, self._rank, message, own=own)
 
     def blame(self) -> str:
         """Return the rank that broke this operation: one that reported its own cause or, after a
         grace period, a silent one."""
-        until = time.monotonic() + self._grace_s
+        began_s = time.monotonic()
         while True:
             reports = self._reports()
             for rank, report in reports.items():
                 if report["own"] and rank != self._rank:
                     return f"rank {rank} failed: {report['message']}"
-            if len(reports) == self._size or time.monotonic() > until:
+            waits_s = {f"{rank}": began_s for rank in range(self._size) if rank not in reports}
+            verdict = decide(time.monotonic(), waits_s, self._grace_s)
+            if not waits_s or verdict.has_failed:
                 break
             self._end.wait(POLL_S)
-        silent = sorted(set(range(self._size)) - set(reports) - {self._rank})
+        silent = ", ".join(rank for rank in verdict.still_s if rank != f"{self._rank}")
         if silent:
-            ranks = ", ".join(str(rank) for rank in silent)
-            return f"rank {ranks} said nothing for {self._grace_s:g} s: it died, or hangs"
+            return f"rank {silent} said nothing for {self._grace_s:g} s: it died, or hangs"
         return "all ranks lost their connections"
 
     def break_off(self, culprit: str) -> None:
         """Forbid further collectives on every rank."""
         self.broken = self.broken or culprit
-        with contextlib.suppress(RuntimeError), self._lock:  # the store may be what was lost
-            self._store.set("broken", self.broken)
+        with contextlib.suppress(RankError):  # the store may be what was lost
+            self._store.put("broken", self.broken)
 
     def close(self) -> None:
         self._end.set()
@@ -99,15 +92,11 @@ class FailureDetector:
     def _reports(self) -> dict[int, dict]:
         found = {}
         try:
-            with self._lock:
-                for rank in range(self._size):
-                    key = f"{self._operation}/{rank}"
-                    if self._store.check([key]):
-                        found[rank] = json.loads(self._store.get(key))
-        except RuntimeError as error:
-            self.broken = (
-                self.broken or f"the process that holds the store is gone ({str(error)[:80]})"
-            )
+            for rank in range(self._size):
+                if (entry := self._store.get(f"{self._operation}/{rank}")) is not None:
+                    found[rank] = json.loads(entry)
+        except RankError as error:
+            self.broken = self.broken or error.message
         return found
 
     def _watch(self) -> None:
@@ -118,11 +107,9 @@ class FailureDetector:
                 if not inside:
                     continue
                 self._check_neighbor(operation)
-                with self._lock:
-                    failed = self._store.check([f"{operation}"])
-            except RuntimeError as error:
-                self.broken = f"the process that holds the store is gone ({str(error)[:80]})"
-                failed = True
+                failed = self._store.get(f"{operation}") is not None
+            except RankError as error:
+                self.broken, failed = error.message, True
             if (
                 failed
                 and not self._end.wait(OWN_FAULT_S)
@@ -136,24 +123,18 @@ class FailureDetector:
         """Send a heartbeat when due."""
         if time.monotonic() >= self._next_beat:
             self._beat, self._next_beat = self._beat + 1, time.monotonic() + BEAT_S
-            with self._lock:
-                self._store.set(f"life/{self._rank}", f"{self._beat}")
+            self._store.put(f"life/{self._rank}", f"{self._beat}")
 
     def _check_neighbor(self, operation: int) -> None:
         """Report the next rank when its heartbeats have stopped for too long."""
-        rank = (self._rank + 1) % self._size
-        with self._lock:
-            seen = (
-                self._store.get(f"life/{rank}").decode()
-                if self._store.check([f"life/{rank}"])
-                else ""
-            )
-        if seen != self._neighbor or self._neighbor_until == math.inf:
-            self._neighbor, self._neighbor_until = seen, time.monotonic() + LIFE_S
-        elif time.monotonic() > self._neighbor_until:
-            entry = json.dumps(
-                {"message": f"no sign of life for {LIFE_S:g} s; its process is gone", "own": True}
-            )
-            with self._lock:
-                self._store.set(f"{operation}/{rank}", entry)
-                self._store.set(f"{operation}", "failed")
+        seen, now_s = self._store.get(f"life/{self._neighbor}"), time.monotonic()
+        self._life.observe({f"{self._neighbor}": seen}, now_s)
+        if decide(now_s, self._life.changed_s, LIFE_S).has_failed:
+            message = f"no sign of life for {LIFE_S:g} s; its process is gone"
+            self._accuse(operation, self._neighbor, message, own=True)
+
+    def _accuse(self, operation: int, rank: int, message: str, *, own: bool) -> None:
+        """Say why the operation failed on a rank, then that it failed: readers look in that
+        order."""
+        self._store.put(f"{operation}/{rank}", json.dumps({"message": message, "own": own}))
+        self._store.put(f"{operation}", "failed")

@@ -99,9 +99,8 @@ def join(seat: RankSpec) -> RankGroup:
         )
         group = dist.group.WORLD
         assert group is not None
-        board_store = PrefixStore(f"gyre/{seat.round_id}/faults", _connect(seat))
         board = FailureDetector(
-            board_store,
+            SharedKVStore(PrefixStore(f"gyre/{seat.round_id}/faults", _connect(seat))),
             rank=seat.rank,
             size=seat.world_size,
             grace_s=GRACE_S,

@@ -292,7 +292,7 @@ class RankGroup:
         assert self._board is not None
         own = not _is_lost(error)
         text = f"{type(error).__name__}: {error}" if own else str(error)
-        with contextlib.suppress(RuntimeError):  # the store may be what was lost
+        with contextlib.suppress(RankError):  # the store may be what was lost
             self._board.report(text[:2000], own=own)
         if own:
             return error

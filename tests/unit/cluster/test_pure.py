@@ -1,4 +1,4 @@
-"""The cluster's decisions: routing, books of requests, pulses. Pure, so by property."""
+"""The cluster's decisions: routing, books of requests, causes. Pure, so by property."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from gyre.cluster.engine_pool.request_log import RequestLog
 from gyre.cluster.engine_pool.routing import assign, choose, cost_tokens
-from gyre.cluster.health.heartbeat import Heartbeat
 from gyre.cluster.trainer_group import find_cause
 from gyre.core.errors import InputError, RankError, WorkerLost
 from gyre.core.records import Partial, Request, Sampling, TokenChunk
@@ -141,30 +140,7 @@ def test_cost_and_deadline_of_what_is_left(begun, waited_s) -> None:
     assert book.for_engine(waited_s=waited_s).deadline_s == max(0.0, 10.0 - waited_s)
 
 
-# ---- pulses and causes
-
-
-@given(st.lists(st.tuples(st.floats(0, 5), st.booleans(), st.booleans()), max_size=20))
-def test_still_is_the_time_since_the_count_last_changed(beats) -> None:
-    now, counts, changed = 0.0, {"a": 0, "b": 0}, {"a": 0.0, "b": 0.0}
-    pulse = Heartbeat(("a", "b"), now)
-    pulse.observe(counts, now)
-    for wait, *moves in beats:
-        now += wait
-        for name, moves_ in zip(("a", "b"), moves, strict=True):
-            if moves_:
-                counts[name] += 1
-                changed[name] = now
-        pulse.observe(counts, now)
-    assert dict(pulse.still_s(now)) == {name: now - changed[name] for name in changed}
-    assert list(pulse.still_s(now).values()) == sorted(pulse.still_s(now).values(), reverse=True)
-
-
-def test_a_worker_that_says_nothing_makes_no_progress() -> None:
-    pulse = Heartbeat(("a", "b"), 0.0)
-    for now in range(10):
-        pulse.observe({"a": now}, float(now))
-    assert pulse.stalled(9.0, 5.0) == ("b",)
+# ---- causes
 
 
 def test_the_cause_is_the_rank_that_is_gone_then_the_one_with_an_error_of_its_own() -> None:

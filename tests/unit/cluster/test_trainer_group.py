@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 import cluster_roles  # noqa: F401  the workers import it by name
-from gyre.cluster.health import watchdog
-from gyre.cluster.health.watchdog import Patience
+from gyre.cluster import watchdog
 from gyre.cluster.phase_barrier import ClusterGate
 from gyre.cluster.trainer_group import TrainerGroup
 from gyre.cluster.worker import rpc
 from gyre.cluster.worker.rpc import ask
 from gyre.core.errors import InputError, MemoryBudgetError, RankError, WorkerLost
+from gyre.core.liveness import StallLimit
 from gyre.core.records import RoleSpec, TrainBatch, TrainSequence
 from local_cluster import LocalCluster
 from offers import tensors_in
@@ -119,9 +119,9 @@ def test_a_hang_is_found_by_its_pulse_and_carries_all_stacks() -> None:
 def test_the_hint_of_a_hang_names_the_limit_that_was_in_force() -> None:
     async def work() -> None:
         group, cluster, _ = await make("stuck_trainer", [{"stuck": True}], hang_s=45.0)
-        patience = Patience(key="snapshot.deadline_s", seconds=0.5)
+        stall_limit = StallLimit(key="snapshot.deadline_s", seconds=0.5)
         with pytest.raises(RankError, match="snapshot of step 2 hangs") as hung:
-            await group.run("snapshot of step 2", "trainer.step", batch(1), patience=patience)
+            await group.run("snapshot of step 2", "trainer.step", batch(1), stall_limit=stall_limit)
         assert (
             "snapshot.deadline_s = 0.5 is how long" in hung.value.hint
             and "hang_s" not in hung.value.hint

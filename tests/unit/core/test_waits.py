@@ -16,7 +16,7 @@ BOUNDS = {"wait_for", "timeout", "timeout_at"}
 # file and function of each wait without a deadline of its own, and what ends it
 OWNED = {
     ("cluster/driver_guard.py", "_follow"): "the driver's end, or that of the process before it",
-    ("cluster/health/watchdog.py", "settle"): "nothing: the task is done",
+    ("cluster/watchdog.py", "settle"): "nothing: the task is done",
     ("cluster/phase_barrier.py", "enter"): "nothing: the calls are done",
     ("cluster/ray_cluster.py", "_turn"): "`skip`, which takes the number of a lost call",
     ("cluster/ray_cluster.py", "until_end"): "the actor's end, which is what it waits for",

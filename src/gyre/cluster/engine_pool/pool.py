@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from gyre.cluster.engine_pool.replica import EngineReplica
 from gyre.cluster.engine_pool.router import RequestRouter
-from gyre.cluster.health.watchdog import Patience, Watchdog
 from gyre.cluster.trainer_group import GRACE_S, find_cause
+from gyre.cluster.watchdog import Watchdog
 from gyre.cluster.worker.endpoints import add_stats
 from gyre.cluster.worker.rpc import CALLS, LOSSES
 from gyre.cluster.worker.server import WorkerFault
@@ -32,6 +32,7 @@ from gyre.core.chunks import TokenStream
 from gyre.core.contracts import Cluster, CommitPolicy, WorkerHandle
 from gyre.core.errors import GyreError, RankError
 from gyre.core.events import Emit
+from gyre.core.liveness import StallLimit
 from gyre.core.offers import Offer
 from gyre.core.records import EngineStats, Health, Partial, Request
 from gyre.weights.protocol import Prepared, ReceiverState, RolledBack, SwapBegan, SwapDone
@@ -495,9 +496,9 @@ class EnginePool:
         calls = {member.name: task for member, task in tasks.items() if member.vital}
         if not watched or not calls:
             return
-        patience = Patience(key=CALLS, seconds=self._settings.call_deadline_s)
+        stall_limit = StallLimit(key=CALLS, seconds=self._settings.call_deadline_s)
         try:
-            await self._watchdog.guard(watched, calls, patience)
+            await self._watchdog.guard(watched, calls, stall_limit)
         except Exception as error:  # noqa: BLE001
             # a hang, or what kept it from being told: nobody watches any more
             self._break_off(error)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from gyre.cluster.health.heartbeat import Heartbeat
 from gyre.cluster.worker.endpoints import POLL_S, News
 from gyre.cluster.worker.rpc import CALLS, HANGS, arrive, ask, read_stacks
 from gyre.core.contracts import WorkerHandle
+from gyre.core.liveness import Progress, decide
 from gyre.core.records import Request
 
 
@@ -84,7 +84,7 @@ class EngineReplica:
     async def _poll(self) -> None:
         """Wait for the engine's news, each time by a deadline. Ends when every request is
         answered."""
-        pulse, limit_s = Heartbeat((self.name,), time.monotonic()), POLL_S + self._hang_s
+        progress, limit_s = Progress([self.name], time.monotonic()), POLL_S + self._hang_s
         while self.unanswered and self.state != "lost":
             try:
                 news = await ask(
@@ -95,8 +95,9 @@ class EngineReplica:
                 self._on_lost(self, str(error))
                 return
             self._on_news(self, news)
-            pulse.observe({self.name: news.progress}, time.monotonic())
-            if self.unanswered and pulse.stalled(time.monotonic(), self._hang_s):
+            now_s = time.monotonic()
+            progress.observe({self.name: news.progress}, now_s)
+            if self.unanswered and decide(now_s, progress.changed_s, self._hang_s).has_failed:
                 self._on_lost(
                     self,
                     f"no progress of the engine for {self._hang_s:g} "

@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
-from gyre.cluster.health.watchdog import HINT, Patience
 from gyre.cluster.phase_barrier import ClusterGate
 from gyre.cluster.ray_cluster import RayCluster
 from gyre.cluster.trainer_group import GRACE_S, TrainerGroup, find_cause
+from gyre.cluster.watchdog import HINT
 from gyre.cluster.worker.rpc import CALLS, STARTS, ask
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError, RankError, WorkerLate
 from gyre.core.events import Emit
+from gyre.core.liveness import StallLimit
 from gyre.core.records import RoleSpec
 from gyre.distributed.init import child_environment, hold_store
 from gyre.launch.factories import Facts, Machine, make_facts
@@ -147,7 +148,7 @@ class RayPlacement:
         what = f"looking through {path.name}"
         return join_faults(
             await self._make_group().run(
-                what, "look_through", str(path.absolute()), patience=self._patience
+                what, "look_through", str(path.absolute()), stall_limit=self._stall_limit
             )
         )
 
@@ -159,7 +160,7 @@ class RayPlacement:
         snapshot = "" if found is None else str(found.path.absolute())
         begun = (stage.name, plan.to_json(), version, snapshot)
         versions = await group.run(
-            f"start of stage {stage.name}", "begin", *begun, patience=self._patience
+            f"start of stage {stage.name}", "begin", *begun, stall_limit=self._stall_limit
         )
         group.version = versions[0]
         if plan.kv_pages > 0:
@@ -175,7 +176,7 @@ class RayPlacement:
         return StageParts(
             trainer=group,
             gate=gate,
-            snapshots=SpreadSnapshots(group, patience=self._patience),
+            snapshots=SpreadSnapshots(group, stall_limit=self._stall_limit),
             engine=self._pool,
             lifecycle=self._pool,
         )
@@ -193,14 +194,14 @@ class RayPlacement:
             await pool.close()
         if failed or self._group is None:
             return
-        await self._group.run("end of the stage", "end", last, patience=self._patience)
+        await self._group.run("end of the stage", "end", last, stall_limit=self._stall_limit)
         for handle in alone:
             await self._fleet.cluster.stop(handle)
 
     async def export(self, folder: Path, tokenizer_files: Path) -> None:
         where = (str(folder.absolute()), str(tokenizer_files.absolute()))
         assert self._group is not None
-        await self._group.run("export", "export", *where, patience=self._patience)
+        await self._group.run("export", "export", *where, stall_limit=self._stall_limit)
 
     async def close(self) -> None:
         """End the workers of this attempt."""
@@ -210,11 +211,11 @@ class RayPlacement:
         self._store = None
 
     @property
-    def _patience(self) -> Patience:
+    def _stall_limit(self) -> StallLimit:
         """Return the deadline of calls that write or read a snapshot or an export."""
-        calls = Patience(key=CALLS, seconds=self._settings.call_deadline_s)
-        snapshots = Patience(key="snapshot.deadline_s", seconds=self._config.snapshot.deadline_s)
-        return max(calls, snapshots, key=lambda patience: patience.seconds)
+        calls = StallLimit(key=CALLS, seconds=self._settings.call_deadline_s)
+        snapshots = StallLimit(key="snapshot.deadline_s", seconds=self._config.snapshot.deadline_s)
+        return max(calls, snapshots, key=lambda stall_limit: stall_limit.seconds)
 
     def _engines_alone(self) -> list[WorkerHandle]:
         """Workers with an engine and no rank that are there now."""
@@ -307,14 +308,14 @@ class RayPlacement:
 class SpreadSnapshots:
     """SnapshotPort: every rank writes its part, to a disk that all nodes see."""
 
-    def __init__(self, group: TrainerGroup, *, patience: Patience) -> None:
-        self._group, self._patience = group, patience
+    def __init__(self, group: TrainerGroup, *, stall_limit: StallLimit) -> None:
+        self._group, self._stall_limit = group, stall_limit
 
     async def save(
         self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]
     ) -> None:
         await self._group.run(
-            f"snapshot of step {step}", "save", step, state, blobs, patience=self._patience
+            f"snapshot of step {step}", "save", step, state, blobs, stall_limit=self._stall_limit
         )
 
 

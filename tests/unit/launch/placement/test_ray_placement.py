@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from gyre.cluster.health.watchdog import Patience
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.errors import ConfigError, RankError, WorkerLate, WorkerLost
+from gyre.core.liveness import StallLimit
 from gyre.launch.placement import ray_placement
 from gyre.launch.placement.ray_placement import RayPlacement
 
@@ -87,7 +87,7 @@ def test_a_worker_that_hangs_while_snapshots_are_looked_through_is_a_lost_rank()
         _handles=[handle],
         _emit=lambda kind, **fields: None,
         _settings=SimpleNamespace(call_deadline_s=0.5, hang_s=60.0),
-        _patience=Patience(key="snapshot.deadline_s", seconds=0.5),
+        _stall_limit=StallLimit(key="snapshot.deadline_s", seconds=0.5),
     )
     spread._make_group = lambda: RayPlacement._make_group(spread)
     with pytest.raises(
@@ -150,6 +150,6 @@ def test_the_longer_of_two_limits_is_in_force_with_its_name(calls_s, snapshots_s
         _settings=SimpleNamespace(call_deadline_s=calls_s),
         _config=SimpleNamespace(snapshot=SimpleNamespace(deadline_s=snapshots_s)),
     )
-    assert RayPlacement._patience.fget(spread) == Patience(
+    assert RayPlacement._stall_limit.fget(spread) == StallLimit(
         key=key, seconds=max(calls_s, snapshots_s)
     )  # type: ignore[attr-defined]

@@ -10,29 +10,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from gyre.cluster.health.heartbeat import Heartbeat
 from gyre.cluster.worker.rpc import HANGS, LOSSES, arrive, read_stacks
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import RankError
 from gyre.core.events import Emit
+from gyre.core.liveness import Progress, StallLimit, Verdict, decide
 
 LOOK_S = 1.0  # between two looks at the ranks, and longest wait for the answer to one
 HINT = (
     "cluster.max_restarts lets the run restart from its newest snapshot; events.jsonl has "
     "what came before"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long ranks that are at a call may show no progress, and the key of the config that says
-    so."""
-
-    key: str
-    seconds: float
 
 
 class Watchdog:
@@ -48,20 +38,20 @@ class Watchdog:
         look_s: float = LOOK_S,
     ) -> None:
         self._handles, self._emit, self._clock, self._look_s = tuple(handles), emit, clock, look_s
-        self.hang = Patience(key=HANGS, seconds=hang_s)
+        self.hang = StallLimit(key=HANGS, seconds=hang_s)
 
     async def settle(
         self,
         what: str,
         calls: Mapping[str, asyncio.Future[Any]],
-        patience: Patience,
+        stall_limit: StallLimit,
         *,
         grace_s: float | None = None,
     ) -> None:
         """Return when all calls, by worker, have ended; with `grace_s`, so long after one has
         failed. RankError when they hang. Those that are open then are cancelled. Waits for: the
         calls, watched."""
-        guard = asyncio.create_task(self.guard(what, calls, patience))
+        guard = asyncio.create_task(self.guard(what, calls, stall_limit))
         try:
             while open_ := [call for call in calls.values() if not call.done()]:
                 if grace_s is not None and any(
@@ -78,28 +68,24 @@ class Watchdog:
             await asyncio.gather(guard, *calls.values(), return_exceptions=True)
 
     async def guard(
-        self, what: str, calls: Mapping[str, asyncio.Future[Any]], patience: Patience
+        self, what: str, calls: Mapping[str, asyncio.Future[Any]], stall_limit: StallLimit
     ) -> NoReturn:
         """Raise when the calls hang. Waits for: looks, each with a deadline."""
         began_s, looks = self._clock(), 0
-        work, answers = Heartbeat(tuple(calls), began_s), Heartbeat(tuple(calls), began_s)
+        work, answers = Progress(calls, began_s), Progress(calls, began_s)
         while True:
             await asyncio.sleep(self._look_s)
             counts, looks = await self._look(calls), looks + 1
             now_s = self._clock()
             work.observe(counts, now_s)
             answers.observe(dict.fromkeys(counts, looks), now_s)
-            busy = {name for name, call in calls.items() if not call.done()}
-            still = {name: s for name, s in work.still_s(now_s).items() if name in busy}
-            silent = {
-                name: s
-                for name, s in answers.still_s(now_s).items()
-                if name in busy and s >= self.hang.seconds
-            }
-            if still and min(still.values()) >= patience.seconds:
-                raise await self._describe(what, still, patience)
-            if silent:
-                raise await self._describe(what, silent, self.hang)
+            busy = [name for name, call in calls.items() if not call.done()]
+            worked_s = {name: work.changed_s[name] for name in busy}
+            answered_s = {name: answers.changed_s[name] for name in busy}
+            if (verdict := decide(now_s, worked_s, stall_limit.seconds, together=True)).has_failed:
+                raise await self._describe(what, verdict, stall_limit)
+            if (verdict := decide(now_s, answered_s, self.hang.seconds)).has_failed:
+                raise await self._describe(what, verdict, self.hang)
 
     async def _look(self, calls: Mapping[str, asyncio.Future[Any]]) -> dict[str, int]:
         async def one(handle: WorkerHandle) -> int | None:
@@ -120,14 +106,12 @@ class Watchdog:
             if count is not None
         }
 
-    async def _describe(
-        self, what: str, still: Mapping[str, float], patience: Patience
-    ) -> RankError:
+    async def _describe(self, what: str, verdict: Verdict, stall_limit: StallLimit) -> RankError:
         """Return the error for a hang, with what every rank is at."""
         texts = await asyncio.gather(*(read_stacks(handle) for handle in self._handles))
         stacks = {handle.name: text for handle, text in zip(self._handles, texts, strict=True)}
         rank, first = next(
-            (rank, one) for rank, one in enumerate(self._handles) if one.name in still
+            (rank, one) for rank, one in enumerate(self._handles) if one.name in verdict.still_s
         )
         silent = [name for name, text in stacks.items() if text.startswith("no stacks")]
         about = (
@@ -135,12 +119,11 @@ class Watchdog:
             if silent
             else "all ranks that are at it stand still"
         )
-        self._emit("rank.hung", what=what, still_s=dict(still), stacks=stacks)
-        waits = ", ".join(f"{name} for {seconds:.0f} s" for name, seconds in still.items())
+        self._emit("rank.hung", what=what, still_s=dict(verdict.still_s), stacks=stacks)
         told = "\n\n".join(f"== {name}\n{text}" for name, text in stacks.items())
         return RankError(
-            f"{what} hangs: no progress on {waits}; {about} (rank {rank} is {first.name}, "
+            f"{what} hangs: {verdict.reason}; {about} (rank {rank} is {first.name}, "
             f"{first.place})\n\n{told}",
-            hint=f"{patience.key} = {patience.seconds:g} is how long a rank may stand still "
+            hint=f"{stall_limit.key} = {stall_limit.seconds:g} is how long a rank may stand still "
             f"there. {HINT}",
         )

@@ -7,9 +7,9 @@ from concurrent.futures import Future
 
 import pytest
 
+from gyre.cluster import watchdog
 from gyre.cluster.engine_pool import pool
 from gyre.cluster.engine_pool.pool import find_first
-from gyre.cluster.health import watchdog
 from gyre.cluster.worker import rpc
 from gyre.core.errors import GyreError, MemoryBudgetError, RankError
 from pool_bench import A, B, Bench, go

@@ -1,1 +1,0 @@
-"""Heartbeats of workers, and what ends a call to a dead one."""
