@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from gyre.core.rounding import ceil_div
+
 Columns = tuple[int, int] | None  # [start, stop) of a matrix's columns; None for all of them
 
 
@@ -58,6 +60,21 @@ class BoxRun:
     start: int
     stop: int
     columns: Columns = None
+
+    def reach(self, other: BoxRun, num_columns: int) -> tuple[int, int]:
+        """Return [start, stop) of this run's numbers outside of which `other` has none; equal
+        columns give what both have, other ones the common rows."""
+        low, high = other.start, other.stop
+        if self.columns != other.columns:
+            (left, right), (first, last) = (
+                run.columns or (0, num_columns) for run in (self, other)
+            )
+            if left >= last or first >= right:
+                return self.start, self.start
+            low = low // (last - first) * (right - left)
+            high = ceil_div(high, last - first) * (right - left)
+        low = max(self.start, low)
+        return low, max(low, min(self.stop, high))
 
     def rectangles(self, num_columns: int) -> Iterator[tuple[Rectangle, int]]:
         """Yield the rectangles that the run consists of, at most three, each with its offset in the
@@ -121,7 +138,8 @@ def find_gap(shape: tuple[int, ...], runs: Iterable[BoxRun]) -> str | None:
     by_columns: dict[Columns, list[BoxRun]] = {}
     for run in runs:
         by_columns.setdefault(run.columns, []).append(run)
-    count, columns, right = math.prod(shape), math.prod(shape[1:]), 0
+    columns, right = math.prod(shape[1:]), 0
+    rows = shape[0] if shape else 1
     bands = sorted(by_columns, key=lambda band: band or (0, columns)) or [None]
     for band in bands:
         left, end = band or (0, columns)
@@ -134,6 +152,6 @@ def find_gap(shape: tuple[int, ...], runs: Iterable[BoxRun]) -> str | None:
                 what = "twice" if run.start < at else "not at all"
                 return f"numbers {min(at, run.start)} to {max(at, run.start)} are there {what}"
             at = run.stop
-        if at != shape[0] * (end - left):
-            return f"it ends after {at} of {shape[0] * (end - left)} numbers"
-    return None if right == columns or not count else f"it ends after {right} columns"
+        if at != rows * (end - left):
+            return f"it ends after {at} of {rows * (end - left)} numbers"
+    return None if right == columns else f"it ends after {right} of {columns} columns"

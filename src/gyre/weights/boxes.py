@@ -8,7 +8,7 @@ TensorSource of local tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -26,12 +26,12 @@ def copy_common(
     """Copy the numbers of the run `found` that the run `out` of the same tensor has too. Returns
     how many."""
     if out.columns == found.columns:
-        low, high = max(out.start, found.start), min(out.stop, found.stop)
+        low, high = out.reach(found, num_columns)
         if low < high:
             out_N[low - out.start : high - out.start].copy_(
                 values_N[low - found.start : high - found.start]
             )
-        return max(0, high - low)
+        return high - low
     copied = 0
     for into, into_at in out.rectangles(num_columns):
         for of, of_at in found.rectangles(num_columns):
@@ -52,6 +52,24 @@ def _cut(values_N: Tensor, at: int, held: Rectangle, wanted: Rectangle) -> Tenso
     ]
 
 
+def fill_local(
+    layout: ModelLayout,
+    rank: int,
+    name: str,
+    start: int,
+    out_N: Tensor,
+    read: Callable[[BoxRun, Tensor], None],
+) -> None:
+    """Fill `out_N` with a local tensor's numbers from `start`: `read` gets each run of the whole
+    tensor, padding is zero."""
+    at = start
+    for run, first, _ in layout.runs(rank, name, start, start + out_N.numel()):
+        out_N[at - start : first - start].zero_()
+        at = first + run.stop - run.start
+        read(run, out_N[first - start : at - start])
+    out_N[at - start :].zero_()
+
+
 def local_source(source: TensorSource, layout: ModelLayout, rank: int) -> TensorSource:
     """Return a source of one tensor rank's local tensors, or `source` where they are whole."""
     return source if len(layout.ranks) == 1 else _LocalSource(source, layout, rank)
@@ -70,16 +88,14 @@ class _LocalSource:
     def read(self, name: str, start: int, stop: int, out_N: Tensor) -> None:
         """Write numbers [start, stop) of a local tensor. Columns are cut from whole rows, which are
         read in bands of bounded size: a source may draw a whole block for a short run."""
-        at = start
-        for run, first, _ in self._layout.runs(self._rank, name, start, stop):
-            out_N[at - start : first - start].zero_()
-            at = first + run.stop - run.start
-            home_N = out_N[first - start : at - start]
+
+        def read(run: BoxRun, home_N: Tensor) -> None:
             if run.columns is None:
                 self._source.read(name, run.start, run.stop, home_N)
             else:
                 self._read_columns(name, run, home_N)
-        out_N[at - start :].zero_()
+
+        fill_local(self._layout, self._rank, name, start, out_N, read)
 
     def _read_columns(self, name: str, run: BoxRun, home_N: Tensor) -> None:
         columns = math.prod(self._layout.shapes[name][1:])

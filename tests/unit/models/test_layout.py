@@ -20,6 +20,7 @@ from gyre.models.spec import ModelSpec
 from gyre.weights.boxes import copy_common, local_source
 from gyre.weights.shards import row_layout
 from gyre.weights.tensor_source import LiveTensors, fill
+from layout_cases import numbered, spec_of
 
 RANKS = st.sampled_from([1, 2, 3, 4, 8])
 
@@ -27,22 +28,15 @@ RANKS = st.sampled_from([1, 2, 3, 4, 8])
 @st.composite
 def specs(draw) -> ModelSpec:
     kv_heads, group = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 2, 4]))
-    family = draw(st.sampled_from(["llama", "qwen2", "qwen3"]))
-    return ModelSpec(
-        family=family,
+    return spec_of(
+        draw(st.sampled_from(["llama", "qwen2", "qwen3"])),
         vocab_size=draw(st.integers(5, 23)),
         hidden_size=draw(st.integers(1, 7)),
         num_layers=draw(st.integers(1, 2)),
         num_heads=kv_heads * group,
         num_kv_heads=kv_heads,
-        head_dim=2,
         mlp_size=draw(st.sampled_from([4, 6, 8, 24])),
         tied=draw(st.booleans()),
-        context_tokens=8,
-        rope_theta=1e4,
-        norm_eps=1e-6,
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
     )
 
 
@@ -60,16 +54,6 @@ def tables(draw) -> tuple[ModelSpec, ModelLayout]:
     spec, num_ranks = draw(specs()), draw(RANKS)
     assume(fits(spec, num_ranks))
     return spec, model_layout(spec, num_ranks)
-
-
-def numbered(spec: ModelSpec) -> dict[str, Tensor]:
-    """Whole tensors with a number of its own everywhere."""
-    found, at = {}, 1
-    for name, shape in spec.parameter_shapes().items():
-        count = math.prod(shape)
-        found[name] = torch.arange(at, at + count, dtype=torch.float32).view(shape)
-        at += count
-    return found
 
 
 Written = list[tuple[str, BoxRun, Tensor]]
