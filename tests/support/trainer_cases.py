@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from gyre.core.records import Evaluation, TrainBatch, TrainSequence
+from gyre.distributed.layout import BoxRun
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import ModelSpec
@@ -147,7 +148,8 @@ def whole_tensors(parts: Iterable[Part]) -> dict[str, torch.Tensor]:
     found = {}
     for name, kind in held.kinds().items():
         found[name] = torch.empty(kind.shape, dtype=kind.dtype)
-        held.read(name, 0, found[name].view(-1))
+        run = BoxRun(start=0, stop=found[name].numel())
+        held.read(name, run, found[name].view(-1))
     return found
 
 

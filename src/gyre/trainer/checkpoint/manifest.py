@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gyre.distributed.layout import BoxRun, find_gap
 from gyre.trainer.checkpoint.shard_file import BLOCK_BYTES, DTYPE_NAMES, DTYPES, Extent
-from gyre.trainer.checkpoint.shards import Kind, find_gap
+from gyre.trainer.checkpoint.shards import Kind, Part
 
 FORMAT = 2
 OLD_FORMAT = (
@@ -31,11 +32,10 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun:
-    """Numbers [start, stop) of a tensor and their location in a file."""
+    """A run of a tensor's numbers and its location in a file."""
 
     file: str
-    start: int
-    stop: int
+    run: BoxRun
     extent: Extent
 
 
@@ -75,6 +75,19 @@ class BadManifest(Exception):
     """Describes an invalid manifest."""
 
 
+def saved_tensors(
+    file: str, parts: Iterable[Part], extents: Iterable[Extent]
+) -> dict[str, SavedTensor]:
+    """Return what one rank's file holds. A rank may have several parts of a tensor."""
+    found: dict[str, SavedTensor] = {}
+    for part, extent in zip(parts, extents, strict=True):
+        before = found[part.name].runs if part.name in found else ()
+        saved = SavedRun(file=file, run=part.run, extent=extent)
+        kind = Kind(dtype=part.values_N.dtype, shape=part.shape)
+        found[part.name] = SavedTensor(kind=kind, runs=(*before, saved))
+    return found
+
+
 def join_manifests(parts: Iterable[SnapshotManifest]) -> SnapshotManifest:
     """Join the ranks' manifests into that of the snapshot. The ranks' runs must cover each tensor
     exactly once."""
@@ -107,13 +120,8 @@ def to_text(manifest: SnapshotManifest) -> str:
                 "dtype": DTYPE_NAMES[tensor.kind.dtype],
                 "shape": list(tensor.kind.shape),
                 "runs": [
-                    {
-                        "file": run.file,
-                        "start": run.start,
-                        "stop": run.stop,
-                        **_extent_body(run.extent),
-                    }
-                    for run in tensor.runs
+                    {"file": saved.file, **_run_body(saved.run), **_extent_body(saved.extent)}
+                    for saved in tensor.runs
                 ],
             }
             for name, tensor in manifest.tensors.items()
@@ -153,15 +161,23 @@ def _from_body(body: Mapping[str, Any]) -> SnapshotManifest:
             name: SavedTensor(
                 kind=Kind(dtype=DTYPES[tensor["dtype"]], shape=tuple(tensor["shape"])),
                 runs=tuple(
-                    SavedRun(
-                        file=run["file"], start=run["start"], stop=run["stop"], extent=_extent(run)
-                    )
+                    SavedRun(file=run["file"], run=_run(run), extent=_extent(run))
                     for run in tensor["runs"]
                 ),
             )
             for name, tensor in body["tensors"].items()
         },
     )
+
+
+def _run_body(run: BoxRun) -> dict[str, Any]:
+    cut = {} if run.columns is None else {"columns": list(run.columns)}
+    return {"start": run.start, "stop": run.stop, **cut}
+
+
+def _run(body: Mapping[str, Any]) -> BoxRun:
+    columns = tuple(body["columns"]) if "columns" in body else None
+    return BoxRun(start=body["start"], stop=body["stop"], columns=columns)
 
 
 def _extent_body(extent: Extent) -> dict[str, Any]:
@@ -174,7 +190,7 @@ def _extent(body: Mapping[str, Any]) -> Extent:
 
 def _find_gap(manifest: SnapshotManifest) -> str | None:
     for name, tensor in manifest.tensors.items():
-        gap = find_gap(tensor.kind.shape, [(run.start, run.stop) for run in tensor.runs])
+        gap = find_gap(tensor.kind.shape, [saved.run for saved in tensor.runs])
         if gap is not None:
             return f"{name} is not whole: {gap}"
     return None

@@ -32,15 +32,14 @@ from gyre.core.files import sync
 from gyre.distributed.process_group import RankGroup
 from gyre.trainer.checkpoint.manifest import (
     SavedFile,
-    SavedRun,
-    SavedTensor,
     SnapshotManifest,
     from_text,
     join_manifests,
+    saved_tensors,
     to_text,
 )
 from gyre.trainer.checkpoint.shard_file import Extent, ReadBackError, write_bytes, write_shard
-from gyre.trainer.checkpoint.shards import Kind, Part
+from gyre.trainer.checkpoint.shards import Part
 from gyre.trainer.checkpoint.staging import StagedParts, StagingBuffer
 from gyre.trainer.checkpoint.store import BLOBS, STATE, SnapshotStore
 
@@ -384,14 +383,8 @@ class Saver:
             for key, data in small.items():
                 extent = write_bytes(job.aside / key, data)
                 files[key] = SavedFile(size_bytes=extent.size_bytes, head=extent)
-        tensors = {
-            part.name: SavedTensor(
-                kind=Kind(dtype=part.values_N.dtype, shape=part.shape),
-                runs=(SavedRun(file=name, start=part.start, stop=part.stop, extent=extent),),
-            )
-            for part, extent in zip(job.parts, extents, strict=True)
-        }
         sync(job.aside)
+        tensors = saved_tensors(name, job.parts, extents)
         return SnapshotManifest(step=job.step, files=files, tensors=tensors)
 
     def _conclude(self, job: _Job) -> None:

@@ -10,16 +10,19 @@ Replicas share the work: of a run that n ranks hold, each saves one n-th.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gyre.core.errors import SnapshotError
+from gyre.distributed.layout import BoxRun, Columns, ModelLayout
 from gyre.distributed.mesh import Mesh
 from gyre.distributed.process_group import RankGroup
+from gyre.weights.boxes import copy_common, fill_local
 from gyre.weights.shards import Place, Shape, ShardLayout
 
 OTHER_MODEL = (
@@ -29,21 +32,25 @@ OTHER_MODEL = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Numbers of a whole tensor, starting at `start`."""
+    """Numbers of a whole tensor, or of some of its columns, starting at `start`."""
 
     name: str  # of the tensor
     shape: Shape  # of the tensor
-    start: int  # numbers of the row-major tensor
+    start: int  # numbers of the columns, row by row
     values_N: Tensor
+    columns: Columns = None
 
     @property
-    def stop(self) -> int:
-        return self.start + self.values_N.numel()
+    def run(self) -> BoxRun:
+        stop = self.start + self.values_N.numel()
+        return BoxRun(start=self.start, stop=stop, columns=self.columns)
 
     @property
     def key(self) -> str:
         """Unique key among the parts of all ranks."""
-        return f"{self.name}[{self.start}:{self.stop}]"
+        run = self.run
+        cut = "" if run.columns is None else f",{run.columns[0]}:{run.columns[1]}"
+        return f"{self.name}[{run.start}:{run.stop}{cut}]"
 
     @property
     def size_bytes(self) -> int:
@@ -66,9 +73,9 @@ class PartSource(Protocol):
 
     def kinds(self) -> Mapping[str, Kind]: ...
 
-    def read(self, name: str, start: int, out_N: Tensor) -> None:
-        """Fill `out_N`, on any device, with the tensor's numbers from `start`. Raises SnapshotError
-        if they are damaged."""
+    def read(self, name: str, run: BoxRun, out_N: Tensor) -> None:
+        """Fill `out_N`, on any device, with a run of the tensor's numbers. Raises SnapshotError if
+        they are damaged."""
         ...
 
 
@@ -86,19 +93,15 @@ class HeldParts:
             for name, parts in self._parts.items()
         }
 
-    def read(self, name: str, start: int, out_N: Tensor) -> None:
-        filled, stop = 0, start + out_N.numel()
-        for part in self._parts[name]:
-            first, last = max(start, part.start), min(stop, part.stop)
-            if first < last:
-                out_N[first - start : last - start].copy_(
-                    part.values_N[first - part.start : last - part.start]
-                )
-                filled += last - first
+    def read(self, name: str, run: BoxRun, out_N: Tensor) -> None:
+        filled = sum(
+            copy_common(out_N, run, part.values_N, part.run, num_columns=math.prod(part.shape[1:]))
+            for part in self._parts[name]
+        )
         if filled != out_N.numel():
             raise SnapshotError(
                 f"the snapshot holds {filled} of the {out_N.numel()} numbers of {name} from "
-                f"{start} on",
+                f"{run.start} on",
                 hint="give the parts of all ranks together",
             )
 
@@ -109,7 +112,8 @@ class Holding:
 
     component: str
     prefix: str  # of the tensors' names in a snapshot
-    layout: ShardLayout
+    model: ModelLayout  # of the tensor ranks
+    layout: ShardLayout  # of a tensor rank's local tensors
     rank: int  # within the layout
     sharers: RankGroup  # the ranks that hold the same
     dtype: torch.dtype
@@ -119,10 +123,11 @@ class Holding:
     cut: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
     # takes numbers of any floating dtype, and rounds what `dtype` cannot hold
     converts: bool = False
+    tensor_rank: int = 0
 
     def kinds(self) -> dict[str, Kind]:
         """Return the kinds of the whole tensors."""
-        shapes = self.layout.shapes
+        shapes = self.model.shapes
         return {
             self.prefix + name: Kind(dtype=self.dtype, shape=tuple(shape))
             for name, shape in shapes.items()
@@ -153,35 +158,42 @@ class Holding:
     def parts(self, readable: Mapping[str, Tensor]) -> list[Part]:
         """Return the parts that this rank saves. `readable` contains `named` where the bytes can be
         read now."""
-        runs, places = (
-            self.cut({name: readable[self.prefix + name] for name in self.tensors}),
-            self._places,
-        )
+        values = self.cut({name: readable[self.prefix + name] for name in self.tensors})
         found = []
-        mine = own_runs(
-            self.layout, self.rank, copy=self.sharers.rank, num_copies=self.sharers.size
-        )
-        for name, (start, stop) in mine.items():
-            values_N = runs[name].reshape(-1)[
-                start - places[name].start : stop - places[name].start
-            ]
-            shape = tuple(self.layout.shapes[name])
-            found.append(Part(name=self.prefix + name, shape=shape, start=start, values_N=values_N))
+        for name, run, at in self._saved_runs():
+            at -= self._places[name].start
+            part = Part(
+                name=self.prefix + name,
+                shape=tuple(self.model.shapes[name]),
+                start=run.start,
+                values_N=values[name].reshape(-1)[at : at + run.stop - run.start],
+                columns=run.columns,
+            )
+            found.append(part)
         return found
 
     def sizes_bytes(self) -> list[int]:
         """Return the sizes of the parts that this rank saves."""
+        return [(run.stop - run.start) * self.dtype.itemsize for _, run, _ in self._saved_runs()]
+
+    def _saved_runs(self) -> Iterator[tuple[str, BoxRun, int]]:
+        """Yield (tensor, its run, first local number) of each part that this rank saves. A box that
+        several tensor ranks hold is saved by its owner."""
         mine = own_runs(
             self.layout, self.rank, copy=self.sharers.rank, num_copies=self.sharers.size
         )
-        return [(stop - start) * self.dtype.itemsize for start, stop in mine.values()]
+        for name, (start, stop) in mine.items():
+            for run, at, owner in self.model.runs(self.tensor_rank, name, start, stop):
+                if owner == self.tensor_rank:
+                    yield name, run, at
 
     @torch.no_grad()
     def load(self, source: PartSource) -> None:
         """Overwrite this rank's runs, which are on the device."""
         for name, tensor in self.cut(self.tensors).items():
-            if tensor.numel():
-                source.read(self.prefix + name, self._places[name].start, tensor.view(-1))
+            read = partial(source.read, self.prefix + name)
+            start, flat_N = self._places[name].start, tensor.view(-1)
+            fill_local(self.model, self.tensor_rank, name, start, flat_N, read)
 
     @property
     def _places(self) -> Mapping[str, Place]:
@@ -230,19 +242,6 @@ def check_kinds(wanted: Mapping[str, Kind], found: Mapping[str, Kind]) -> None:
             "among them",
             hint=OTHER_MODEL,
         )
-
-
-def find_gap(shape: Shape, runs: Sequence[tuple[int, int]]) -> str | None:
-    """Return how the runs fail to cover the tensor exactly once, or None."""
-    at = 0
-    for start, stop in sorted(runs):
-        if start != at:
-            return (
-                f"numbers {min(at, start)} to {max(at, start)} are there "
-                f"{'twice' if start < at else 'not at all'}"
-            )
-        at = stop
-    return None if at == math.prod(shape) else f"it ends after {at} of {math.prod(shape)} numbers"
 
 
 def _is_again(layout: ShardLayout, rank: int, name: str, place: Place) -> bool:

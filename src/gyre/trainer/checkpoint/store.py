@@ -17,11 +17,12 @@ once the run passes its step.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch import Tensor
 from gyre.core.errors import SnapshotError
 from gyre.core.events import Emit
 from gyre.core.files import sync, write_text
+from gyre.distributed.layout import BoxRun
 from gyre.trainer.checkpoint.manifest import (
     BadManifest,
     SnapshotManifest,
@@ -40,6 +42,7 @@ from gyre.trainer.checkpoint.manifest import (
 )
 from gyre.trainer.checkpoint.shard_file import Damage, find_fault, read_blocks
 from gyre.trainer.checkpoint.shards import Kind
+from gyre.weights.boxes import copy_common
 
 NAME = re.compile(r"step-(\d{8,})")
 MANIFEST, STATE, BLOBS = "manifest.json", "state.json", "blobs"
@@ -191,23 +194,24 @@ class SnapshotTensors:
     def kinds(self) -> dict[str, Kind]:
         return {name: tensor.kind for name, tensor in self._manifest.tensors.items()}
 
-    def read(self, name: str, start: int, out_N: Tensor) -> None:
-        saved, stop = self._manifest.tensors[name], start + out_N.numel()
-        item = saved.kind.dtype.itemsize
-        for run in saved.runs:
-            first, last = max(start, run.start), min(stop, run.stop)
-            if first >= last:
+    def read(self, name: str, run: BoxRun, out_N: Tensor) -> None:
+        tensor = self._manifest.tensors[name]
+        dtype, columns = tensor.kind.dtype, math.prod(tensor.kind.shape[1:])
+        for saved in tensor.runs:
+            begin = saved.run.start
+            low, high = ((at - begin) * dtype.itemsize for at in saved.run.reach(run, columns))
+            if low == high:
                 continue
-            low, high = (first - run.start) * item, (last - run.start) * item  # bytes of the extent
             try:
-                for at, block in read_blocks(self._path / run.file, run.extent, low, high):
+                for at, block in read_blocks(self._path / saved.file, saved.extent, low, high):
                     cut = block[max(low - at, 0) : high - at]
-                    values_N = torch.frombuffer(cut, dtype=saved.kind.dtype)
-                    into = run.start + max(low, at) // item - start
-                    out_N[into : into + len(values_N)].copy_(values_N)
+                    values_N = torch.frombuffer(cut, dtype=dtype)
+                    first = begin + max(low, at) // dtype.itemsize
+                    found = replace(saved.run, start=first, stop=first + len(values_N))
+                    copy_common(out_N, run, values_N, found, num_columns=columns)
             except Damage as damage:
                 raise SnapshotError(
-                    f"snapshot {self._path}: {run.file}, {name}: {damage}", hint=READ_AGAIN
+                    f"snapshot {self._path}: {saved.file}, {name}: {damage}", hint=READ_AGAIN
                 ) from damage
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gyre.distributed.layout import whole_model
 from gyre.distributed.mesh import ModelSharding
 from gyre.memory.pools.fixed import FixedPool
 from gyre.memory.pools.storage import StoragePool
@@ -99,6 +100,7 @@ class Reference:
             Holding(
                 component="reference",
                 prefix=prefix,
+                model=whole_model(self._layout.shapes),
                 layout=self._layout,
                 rank=self._split.rank,
                 dtype=dtype,

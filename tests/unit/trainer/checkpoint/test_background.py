@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from gyre.core.errors import DeadlineError, MemoryBudgetError, SnapshotError
+from gyre.distributed.layout import BoxRun
 from gyre.objectives.config import PpoConfig
 from gyre.planner.memory_model.components import staging_bytes
 from gyre.planner.model_zoo import model_numbers
@@ -56,7 +57,7 @@ def weights_in(store: SnapshotStore) -> torch.Tensor:
     found = store.load_latest()
     assert found is not None
     read = torch.empty(1000)
-    found.tensors.read("weights", 0, read)
+    found.tensors.read("weights", BoxRun(start=0, stop=len(read)), read)
     return read
 
 
@@ -174,7 +175,7 @@ def test_training_goes_on_while_the_state_is_copied_until_it_changes_it(tmp_path
     found = case.store.load_latest()
     for part in before.values():
         read = torch.empty_like(part.values_N)
-        found.tensors.read(part.name, part.start, read)
+        found.tensors.read(part.name, part.run, read)
         assert torch.equal(read, part.values_N), part.name
 
 

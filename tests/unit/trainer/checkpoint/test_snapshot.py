@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gyre.core.errors import SnapshotError
-from gyre.trainer.checkpoint.shards import find_gap, own_runs
+from gyre.distributed.layout import BoxRun, find_gap
+from gyre.trainer.checkpoint.shards import own_runs
 from gyre.trainer.checkpoint.store import Snapshot, SnapshotStore, find_faults, join_faults, load
 from gyre.weights.shards import row_layout, slice_layout, whole_layout
 from rank_pool import RankPool
@@ -58,7 +59,7 @@ def tensors_in(found: Snapshot) -> dict[str, torch.Tensor]:
         for name, kind in found.tensors.kinds().items()
     }
     for name, tensor in read.items():
-        found.tensors.read(name, 0, tensor.view(-1))
+        found.tensors.read(name, BoxRun(start=0, stop=tensor.numel()), tensor.view(-1))
     return read
 
 
@@ -109,17 +110,17 @@ def test_any_run_is_read_through_blocks_that_are_checked(tmp_path, monkeypatch):
     found = store.load_latest()
     for start, stop in ((0, 200), (3, 4), (15, 17), (16, 32), (150, 200)):
         out_N = torch.zeros(stop - start)
-        found.tensors.read("w", start, out_N)
+        found.tensors.read("w", BoxRun(start=start, stop=stop), out_N)
         assert out_N.equal(whole[start:stop])
     path = tmp_path / "step-00000001" / SHARD
     data = bytearray(path.read_bytes())
     data[-1] ^= 1  # in the last block only
     path.write_bytes(data)
-    found.tensors.read("w", 0, torch.zeros(190))
+    found.tensors.read("w", BoxRun(start=0, stop=190), torch.zeros(190))
     with pytest.raises(
         SnapshotError, match=rf"{SHARD}, w: bytes \d+ to \d+ do not match their checksum"
     ):
-        found.tensors.read("w", 199, torch.zeros(1))
+        found.tensors.read("w", BoxRun(start=199, stop=200), torch.zeros(1))
 
 
 SHAPES = {"a": (5, 3), "b": (7,), "c": (4, 4)}
@@ -141,7 +142,7 @@ def test_ranks_and_copies_save_each_number_once(layout, num_copies):
             mine = own_runs(layout, rank, copy=copy, num_copies=num_copies)
             sizes.append(sum(stop - start for start, stop in mine.values()))
             for name, run in mine.items():
-                runs[name].append(run)
+                runs[name].append(BoxRun(start=run[0], stop=run[1]))
         assert max(sizes) - min(sizes) <= 1, "copies share the work"
     assert [find_gap(SHAPES[name], found) for name, found in runs.items()] == [None, None, None]
 
@@ -402,7 +403,8 @@ def read_moments(path: Path) -> None:
     found = load(path)
     for name, kind in found.tensors.kinds().items():
         if name.startswith("actor.exp_avg_sq."):
-            found.tensors.read(name, 0, torch.empty(kind.shape, dtype=kind.dtype).view(-1))
+            read = torch.empty(kind.shape, dtype=kind.dtype).view(-1)
+            found.tensors.read(name, BoxRun(start=0, stop=len(read)), read)
 
 
 @pytest.mark.parametrize("background", [False, True])
