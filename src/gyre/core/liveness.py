@@ -1,5 +1,5 @@
 """Failure detector: decides who makes no progress. In: marks that change while work is done, by
-source, the time, a limit. Out: a verdict. Pure: whoever looks at the sources is a shell around it.
+source, the time, a limit. Out: a decision. Pure; a shell around it looks at the sources.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sizes: the four named batch sizes, and every other batch number as arithmetic on them. Pure.
+"""Batch sizes: the four named batch sizes, and all other batch numbers as arithmetic. Pure.
 
 In: Sizes, lengths in tokens. Out: DerivedSizes with notes where something does not divide, or
 ConfigError where it cannot work.

@@ -53,8 +53,8 @@ class Gpu:
         return self.link_bytes_per_s * MEASURED_LINK_SHARE
 
     def host_copy_bytes_per_s(self, gpus: int) -> float:
-        """Of each of so many GPUs of a host that copy at the same time; what they share is shared
-        evenly."""
+        """Return the rate of each of `gpus` GPUs of a host that copy at the same time. What they
+        share is shared evenly."""
         busy = min(gpus, self.gpus_per_host)
         floor = self.host_link_bytes_per_s * SHARED_HOST_LINK
         return max(

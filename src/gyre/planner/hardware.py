@@ -58,6 +58,6 @@ def saving_on_cpu() -> Saving:
 
 
 def _disk_free(folder: Path) -> int:
-    """Of the nearest folder that exists already."""
+    """Return the free bytes of the nearest folder that exists already."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(there).free

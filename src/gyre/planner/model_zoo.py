@@ -1,4 +1,4 @@
-"""Shapes: published models by name and by their sizes, without their weights. In: a name such as
+"""Model zoo: published models by name and by their sizes, without their weights. In: a name such as
 "qwen3-8b". Out: ModelNumbers. Pure.
 
 The numbers are those of each model's hub `config.json`.

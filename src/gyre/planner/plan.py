@@ -82,14 +82,15 @@ class ModelNumbers:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one decoder layer: all but embedding, head and final norm, shared out evenly."""
+        """Return the parameters of one decoder layer: the model's, without embedding, head and
+        final norm, divided evenly."""
         outside = self.embedding_parameters * (1 if self.tied else 2) + self.hidden_size
         return (self.num_parameters - outside) // self.num_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """Return how one model lies over the trainer's ranks."""
+    """How one model is spread over the trainer's ranks."""
 
     zero: Zero = 0
     ranks: int = 1  # that share one copy of what is sharded

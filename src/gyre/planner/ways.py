@@ -36,7 +36,7 @@ class Way(Generic[Asked, Found]):
 def ways_out(
     kinds: Iterable[Iterable[Way[Asked, Found]]], judge: Callable[[Asked], Found | None]
 ) -> Iterator[str]:
-    """Of each kind of change the first that fits; a kind has its smallest change first."""
+    """Yield the first change of each kind that fits. A kind has its smallest change first."""
     for kind in kinds:
         for way in kind:
             if (found := judge(way.asked)) is not None:

@@ -5,8 +5,8 @@ In: sizes of the model, dtype, tokens, where the layers run. Out: bytes. Each ro
 is a tensor that models/layers/blocks.py, heads.py or attention.py saves, under the name that it has
 there; a test compares the sums with what autograd really saves.
 
-Letters: E hidden, M MLP, H heads, K KV heads, D head size, A = H·D, R = A + 2·K·D rows of q|k|v, V
-vocabulary, T tokens of a chunk, N targets among them.
+Letters: E hidden, M MLP, H heads, K KV heads, D head size; A = H·D, R = A + 2·K·D rows of q|k|v;
+V vocabulary, T tokens of a chunk, N targets among them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def kept_by_layer(
 
 
 def _kept_by_attention(m: ModelNumbers, item: int, saving: Saving, longest: int) -> dict[str, int]:
-    """Beside its output, which the block after it keeps too, and v, which lies in qkv_TR."""
+    """Return what attention keeps beside its output, which the next block keeps, and v, which is in
+    qkv_TR."""
     turned = {"attention.qk": item * (m.query_size + m.kv_size)}
     if saving == "torch_cpu":
         copies = {"attention.q_k_v": item * (m.query_size + 2 * m.kv_size)}

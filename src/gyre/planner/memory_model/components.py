@@ -1,4 +1,4 @@
-"""Memory: predicted bytes of each component and of each phase's working memory. Pure arithmetic.
+"""Components: predicted bytes of each component and of each phase's working memory. Pure.
 
 In: sizes of the models and batches. Out: ComponentPlans, bytes by phase. What a run really holds is
 measured by `memory.manager`; the components agree to the byte (up to alignment), working memory is
@@ -201,7 +201,7 @@ def _gathered_to_train(inputs: PlanInputs, dtype: Dtype, tokens_per_chunk: int) 
 
 
 def _gathered_to_score(inputs: PlanInputs, dtype: Dtype) -> int:
-    """Of the one model that is asked: what it has whole through the pass, and two layers."""
+    """Return what the one model that runs has whole through the pass, and two of its layers."""
     found = [0]
     for owner in ("actor", "critic", "reference", "reward"):
         layout, model = (
@@ -307,8 +307,8 @@ def _trained(
 
 
 def _layout(inputs: PlanInputs, owner: str) -> Layout:
-    """Return how a model lies over the ranks. One that no rank shares is whole, whatever its ZeRO
-    stage."""
+    """Return how a model is spread over the ranks. One that no ranks share is whole, whatever its
+    ZeRO stage."""
     shards = inputs.shards.get(owner, Shards())
     return Layout(
         gpus=inputs.ranks,

@@ -1,10 +1,10 @@
-"""Moments: the device bytes of one rank at each instant that may be a training step's peak, between
-steps while the engine has the GPU, and while a stage begins. Pure arithmetic over `activations` and
-`layouts`.
+"""Peaks: the device bytes of one rank at each instant that may be its peak. In: a TrainingJob, a
+Layout. Out: PeakInstants with their parts; the peak is the largest. Pure arithmetic over
+`activations` and `states`.
 
-In: a Job, a Layout. Out: Moments with their parts; the peak is the largest. The four instants are
-those of the survey (research, 3.5): the loss, the deepest layer, the end of the backward pass, the
-optimizer step.
+A training step has four such instants: the loss, the deepest layer, the end of the backward pass
+and the optimizer step. Others are between steps, while the engine has the GPU, and the begin of a
+stage.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ class TrainingJob:
         return 2 if self.critic else 1
 
     def chunk_tokens(self, layout: Layout) -> int:
-        """Tokens of the fullest chunk of a rank: an update may be too small to fill one."""
+        """Return the tokens of a rank's fullest chunk: an update may be too small to fill one."""
         share = max(self.longest, ceil_div(self.most_tokens_per_update, layout.gpus))
         return min(layout.tokens_per_chunk, share)
 
     def most_chunks(self, layout: Layout) -> int:
-        """Of each rank in an update."""
+        """Return the most chunks that a rank has in an update."""
         tokens, room = self.most_tokens_per_update, layout.tokens_per_chunk
         return most_chunks(tokens, longest=self.longest, ranks=layout.gpus, tokens_per_chunk=room)
 
@@ -302,7 +302,7 @@ def host_bytes_of(job: TrainingJob, layout: Layout, residency: Residency) -> int
 
 
 def disk_bytes_of(job: TrainingJob, layout: Layout) -> int:
-    """Of a rank's file of offloaded state."""
+    """Return the bytes of a rank's file of offloaded state."""
     return sum(disk_state_bytes(_states(job, layout), layout).values())
 
 
@@ -340,7 +340,7 @@ def _owners(job: TrainingJob) -> tuple[str, ...]:
 
 
 def _frozen(job: TrainingJob, layout: Layout) -> dict[str, int]:
-    """Of models that are not trained, what is on the device when they are asked."""
+    """Return the bytes on the device of models that are not trained, while they run."""
     sizes = {
         owner: frozen_bytes(
             model, job.dtype, layout, average=owner == "reference" and job.reference_average

@@ -1,5 +1,5 @@
-"""Ring: what a steady iteration holds where, phase by phase, worked out with the ledger that a run
-obeys; and what a stage holds while it begins. Pure.
+"""Phases: what a steady iteration holds where, phase by phase, by the ledger that a run obeys;
+and what a stage holds while it begins. Pure.
 
 In: predicted components, working bytes, budgets. Out: PhasePlans, or the ledger's
 MemoryBudgetError.

@@ -1,7 +1,5 @@
-"""Layouts: how one training job is spread over GPUs, and the model state that each rank then holds.
-Pure.
-
-In: a Layout, sizes of the model. Out: bytes per rank by component.
+"""States: how one training job is spread over GPUs, and the model state that each rank then holds.
+In: a Layout, sizes of the model. Out: bytes per rank by component. Pure.
 
 ZeRO-0 and ZeRO-1 run trainer/optim/flat.py's flat buffers: compute weights and a float32 gradient
 for every parameter on every rank; ZeRO-1 splits master weights and moments. ZeRO-2 and ZeRO-3 run
@@ -130,7 +128,7 @@ def coded_parameters(model: ModelNumbers, moments: Moments) -> int:
 
 
 def matrix_shapes(model: ModelNumbers) -> list[tuple[int, int]]:
-    """Of every matrix of a model."""
+    """Return the shape of every matrix of a model."""
     m, hidden = model, model.hidden_size
     heads = m.query_size + 2 * m.kv_size
     layer = [
@@ -174,7 +172,8 @@ def room_bytes(model: ModelNumbers, dtype: Dtype) -> int:
 def device_staging_bytes(
     model: ModelNumbers, dtype: Dtype, layout: Layout, cut_bytes: int, *, owner: str = "actor"
 ) -> int:
-    """Of one trained model: the places on the device through which offloaded state visits it."""
+    """Return the bytes of the slots on the device through which one model's offloaded state
+    passes."""
     visiting = _visiting_bytes(dtype, layout, owner) + (
         FLOAT * BLOCK if layout.offload_gradients else 0
     )
@@ -207,8 +206,8 @@ def host_staging_bytes(
 
 
 def _visiting_bytes(dtype: Dtype, layout: Layout, owner: str) -> int:
-    """Of a place on the device for a block of optimizer state: a place has room for moments of both
-    kinds."""
+    """Return the bytes of a slot on the device for a block of optimizer state. A slot has room for
+    moments of both kinds."""
     if layout.offload_optimizer == "none":
         return 0
     master = FLOAT if _own_masters(dtype, layout, owner) else 0
@@ -257,22 +256,21 @@ def gathered_bytes(
 
 
 def root_parameters(model: ModelNumbers) -> int:
-    """Of the group around the layers and a head of its own: embedding and final norm."""
+    """Return the parameters of the root group, embedding and final norm, without the head."""
     return model.num_parameters - model.num_layers * model.layer_parameters - head_parameters(model)
 
 
 def head_parameters(model: ModelNumbers) -> int:
-    """Of a head that is not the embedding."""
+    """Return the parameters of a head that is not the embedding."""
     return 0 if model.tied else model.embedding_parameters
 
 
 def layer_group_bytes(
     model: ModelNumbers, dtype: Dtype, layout: Layout, matmul: Matmul = "same"
 ) -> int:
-    """Return what FSDP2 needs around the layer whose backward pass runs: its weights and the next
-    one's, gathered (ZeRO-3); its gradients in the compute dtype; and four bytes per parameter for
-    their way: what is sent and what comes, in a 16-bit dtype, or one float32 buffer that is
-    reduced."""
+    """Return what FSDP2 needs around the layer whose backward pass runs. These are its weights and
+    the next one's, gathered (ZeRO-3), and its gradients in the compute dtype. Four bytes per
+    parameter are for the reduction: a buffer each way in a 16-bit dtype, or one in float32."""
     if layout.zero < 2:
         return 0
     item, count = ITEM_BYTES[dtype], model.layer_parameters
@@ -281,16 +279,16 @@ def layer_group_bytes(
 
 
 def most_chunks(tokens: int, *, longest: int, ranks: int, tokens_per_chunk: int) -> int:
-    """Of each rank in an update of so many tokens, when every sequence is as long as the
-    longest."""
+    """Return the most chunks of a rank in an update of `tokens`, when every sequence is as long as
+    the longest."""
     sequences, per_chunk = ceil_div(tokens, longest * ranks), max(1, tokens_per_chunk // longest)
     return max(1, ceil_div(sequences, per_chunk))
 
 
 def unsummed_bytes(model: ModelNumbers, layout: Layout, chunks: int) -> int:
-    """Return the gradient of one model that a rank holds whole, in float32, from an update's first
-    chunk to the backward pass of its last: FSDP2 keeps each parameter's until it is told to sum
-    them over ranks."""
+    """Return the bytes of one model's float32 gradient that a rank holds whole. It does so from an
+    update's first chunk to the backward pass of its last: FSDP2 keeps them until they are summed
+    over ranks."""
     return FLOAT * model.num_parameters if layout.sums_once and chunks > 1 else 0
 
 

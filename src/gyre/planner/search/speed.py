@@ -69,7 +69,7 @@ class StepTime:
 
 
 def chunks_per_update(job: TrainingJob, layout: Layout) -> int:
-    """Of each rank."""
+    """Return the chunks of each rank in an update."""
     return max(1, ceil_div(job.tokens_per_update, layout.gpus * layout.tokens_per_chunk))
 
 
@@ -157,8 +157,8 @@ def step_time(job: TrainingJob, layout: Layout, gpu: Gpu, residency: Residency) 
 def _exposed_seconds(
     job: TrainingJob, layout: Layout, gpu: Gpu, traffic_s: float, chunk_s: float
 ) -> float:
-    """Of collectives, what FSDP2 cannot hide: gradients that are summed once have one chunk to hide
-    under."""
+    """Return the seconds of collectives that FSDP2 cannot hide. Gradients that are summed once have
+    one chunk to hide under."""
     if layout.zero < 2:
         return traffic_s
     exposed = max(0.0, traffic_s - HIDDEN_SHARE * chunk_s * chunks_per_update(job, layout))
@@ -171,7 +171,7 @@ def _exposed_seconds(
 
 
 def _link_rate(collective: str, layout: Layout, gpu: Gpu) -> float:
-    """Of the slowest link that the collective's group crosses."""
+    """Return the rate of the slowest link that the collective's group crosses."""
     group = layout.gpus if layout.zero == 0 or "among" in collective else layout.shard_ranks
     return gpu.collective_bytes_per_s if group <= gpu.gpus_per_host else NETWORK_BYTES_PER_S
 
