@@ -11,13 +11,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from fakes.config import FakeEngineConfig
 from fakes.recital import Recital
 from fakes.script import Script
-from fakes.stream import ChunkStream
 from fakes.tenant import FakeComponents
+from gyre.core.chunks import TokenStream
 from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import DeadlineError, InputError
 from gyre.core.events import Emit
@@ -74,7 +73,7 @@ class ScriptedEngine:
         self._crash_at_tokens = self._faults.crash_after_tokens
         self._admitting = True
         self._live: list[Recital] = []  # in order of priority and arrival
-        self._streams: dict[str, ChunkStream] = {}  # of requests that are not answered wholly
+        self._streams: dict[str, TokenStream] = {}  # of requests that are not answered wholly
         self._rounds: asyncio.Task[None] | None = None
         self._counts: Counter[str] = Counter()
         self.memory = FakeComponents(SIZES_BYTES)
@@ -82,8 +81,8 @@ class ScriptedEngine:
     # RolloutEngine
     # ---------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> ChunkStream:
-        stream = ChunkStream(max(1, request.sampling.n), partial(self.abort, request.request_id))
+    def submit(self, request: Request) -> TokenStream:
+        stream = TokenStream(request.request_id, max(1, request.sampling.n), self.abort)
         reason = self._find_refusal(request)
         if reason:
             self._counts["refused"] += 1
@@ -280,7 +279,7 @@ class ScriptedEngine:
             self._live.remove(recital)
             stream = self._streams[recital.request.request_id]
             stream.push(recital.cut(finish, reason))
-            if stream.is_answered:
+            if not stream.unfinished:
                 del self._streams[recital.request.request_id]
 
     def _fail(self, error: Exception) -> None:

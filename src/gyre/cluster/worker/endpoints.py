@@ -19,7 +19,6 @@ from gyre.core.records import (
     Component,
     EngineStats,
     Evaluation,
-    Health,
     Manifest,
     Partial,
     Request,
@@ -60,6 +59,7 @@ class TrainerEndpoint:
     def __init__(self, trainer: Any, *, rank: int, compute: Executor) -> None:
         """`trainer` is a PolicyTrainer and a MemoryTenant."""
         self.trainer, self._rank, self._compute = trainer, rank, compute
+        self.snapshot, self.close = trainer.snapshot, trainer.close  # calls that are its own
         self._state = PublisherState()
         self._offer: Offer | None = None
         self._may_write = asyncio.Event()
@@ -111,15 +111,9 @@ class TrainerEndpoint:
         else:
             self._may_write.clear()
 
-    async def snapshot(self) -> Mapping[str, Any]:
-        return await self.trainer.snapshot()
-
     async def restore(self, state: Mapping[str, Any]) -> None:
         await self._withdraw()
         await self.trainer.restore(state)
-
-    async def close(self) -> None:
-        await self.trainer.close()
 
     async def components(self) -> tuple[Component, ...]:
         return await self._on_compute(lambda: tuple(self.trainer.components()))
@@ -148,6 +142,10 @@ class EngineEndpoint:
         if there is one. `ticks` grows within a step, so that a first one which compiles its kernels
         is seen to go on."""
         self.engine, self._trainer, self._ticks = engine, trainer, ticks
+        # calls that are the engine's own
+        self.abort, self.stats, self.health = engine.abort, engine.stats, engine.health
+        self.prepare, self.rollback = engine.prepare, engine.rollback
+        self.terminate = engine.terminate
         self._chunks: list[TokenChunk] = []
         self._ended: list[str] = []
         self._told: asyncio.Event | None = None
@@ -173,23 +171,11 @@ class EngineEndpoint:
         steps = (await self.engine.stats()).steps
         return News(chunks=chunks, ended=ended, progress=steps + self._ticks())
 
-    async def abort(self, request_id: str) -> None:
-        await self.engine.abort(request_id)
-
     async def interrupt(self, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
         return await self.engine.interrupt(deadline_s=deadline_s)
 
-    async def stats(self) -> EngineStats:
-        return await self.engine.stats()
-
-    async def health(self) -> Health:
-        return await self.engine.health()
-
     async def start(self, dummy: bool) -> None:
         await self.engine.start(dummy=dummy)
-
-    async def prepare(self, offer: Offer) -> None:
-        await self.engine.prepare(offer)
 
     async def prepare_own(self, version: int) -> None:
         """Take the version that the trainer rank in this process has registered."""
@@ -198,12 +184,6 @@ class EngineEndpoint:
 
     async def commit(self, version: int, policy: CommitPolicy) -> None:
         await self.engine.commit(version, policy=policy)
-
-    async def rollback(self) -> None:
-        await self.engine.rollback()
-
-    async def terminate(self) -> None:
-        await self.engine.terminate()
 
     async def _read(self, request: Request, stream: Any) -> None:
         open_ = set(range(request.sampling.n)) if isinstance(request.sampling.n, int) else set()

@@ -58,7 +58,7 @@ class CpuRunner:
             None if targets is None else targets.place_Q,
         )
         self.pool.copy_pages(step.copies)
-        ruled_N = rows.truncated_R[row_N] | rows.shaped_R[row_N] | (rows.num_top_R[row_N] > 0)
+        ruled_N = rows.has_rules(row_N)
         if targets is None and not ruled_N.any():
             return Landed(chosen.sampled)
         scores = None
@@ -84,8 +84,7 @@ class CpuRunner:
 
 
 def _merge(by_rules: SampledTokens, plain: SampledTokens, ruled_N: np.ndarray) -> SampledTokens:
-    """Rows without rules keep what the kernels chose for them, so that no neighbour's rules change
-    a bit of theirs."""
+    """Let rows without rules keep what the kernels chose."""
     return replace(
         by_rules,
         tokens=np.where(ruled_N, by_rules.tokens, plain.tokens),

@@ -1,55 +1,25 @@
 """ResultEvent: waits for the device that end. In: an event behind what was queued, a deadline. Out:
 nothing, or an error that names what was awaited.
-
-A device that hangs cannot be made to stop from here; the error at least frees the thread and says
-which step it was.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import Protocol
+from functools import partial
 
 import torch
 
-from gyre.core.errors import DeadlineError
+from gyre.core import device_wait
 from gyre.engine.scheduler.step import Step
 
-SPIN_S = 0.002  # asked without a pause for so long: what comes in time is late by microseconds
+SPIN_S = 0.002  # looked at without a pause for so long: what comes in time is late by microseconds
 NAP_S = 50e-6
-
-
-class Event(Protocol):
-    """What we ask of a CUDA event."""
-
-    def query(self) -> bool: ...
-
-
-def wait_for(
-    event: Event,
-    describe: Callable[[], str],
-    deadline_s: float,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    nap: Callable[[float], None] = time.sleep,
-) -> None:
-    """Return when the event has happened; DeadlineError after `deadline_s` without it. What went
-    wrong on the device before it is raised as it is."""
-    begun_s = clock()
-    while not event.query():
-        waited_s = clock() - begun_s
-        if waited_s > deadline_s:
-            raise DeadlineError(
-                f"the device did not finish {describe()} within engine.step_deadline_s = "
-                f"{deadline_s:g} s",
-                hint="look for a hung kernel or a lost device (nvidia-smi, the driver's lines in "
-                "dmesg) and start "
-                "again; a model whose steps take longer needs a longer deadline or a smaller "
-                "engine.token_budget",
-            )
-        # 0: other threads of this process may run between two questions
-        nap(0.0 if waited_s < SPIN_S else NAP_S)
+wait_for = partial(
+    device_wait.wait_for,
+    key="engine.step_deadline_s",
+    slow="a model whose steps take longer needs a longer deadline or a smaller engine.token_budget",
+    spin_s=SPIN_S,
+    nap_s=NAP_S,
+)
 
 
 class ResultEvent:

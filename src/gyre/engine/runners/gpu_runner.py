@@ -139,7 +139,7 @@ class GpuRunner:
         if len(step.restored_rows):
             self._restore(rows, step)
         row_N = step.sample_rows
-        ruled_N = rows.truncated_R[row_N] | rows.shaped_R[row_N] | (rows.num_top_R[row_N] > 0)
+        ruled_N = rows.has_rules(row_N)
         plain = not ruled_N.any()
         if step.chunks:
             logits_NV, scores = self._run_mixed(rows, step)
@@ -165,8 +165,7 @@ class GpuRunner:
         ruled_N: np.ndarray,
     ) -> Flight:
         """Choose outside the graphs: rows truncate, are shaped, or tell alternatives; or prompts
-        are scored beside. Rows without rules keep what the kernel chooses, so that no neighbour's
-        rules change a bit of theirs."""
+        are scored beside."""
         count = len(step.sample_rows)
         self._sample(logits_NV, count)
         choice, rules = self._rules.choose(

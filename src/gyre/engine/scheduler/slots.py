@@ -119,6 +119,11 @@ class InputBatch:
         self.versions_RW[row, prompt:length] = sequence.chosen.versions
         return row
 
+    def has_rules(self, row_N: np.ndarray) -> np.ndarray:
+        """Return which rows choose by more than a temperature. Every runner lets the others keep
+        what its kernel chooses, so that no neighbor's rules change a bit of theirs."""
+        return self.truncated_R[row_N] | self.shaped_R[row_N] | (self.num_top_R[row_N] > 0)
+
     def leave(self, row: int) -> Sequence:
         """Free the row; what it chose moves to its sequence. Its pages must be gone."""
         sequence = self.sequence_at(row)

@@ -9,28 +9,29 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gyre.core.errors import DeadlineError
+from gyre.core import device_wait
+from gyre.core.device_wait import DeviceEvent
 
-POLL_S = 0.0005  # between two looks at an event
-
-
-class CopyEvent(Protocol):
-    """A position in a stream's work."""
-
-    def query(self) -> bool:
-        """Return whether all work before it is complete."""
-        ...
+# the threads that wait leave Python's lock to the compute thread: no spin, and rare looks
+wait_for = partial(
+    device_wait.wait_for,
+    key="trainer.offload_deadline_s",
+    slow="raise trainer.offload_deadline_s if the device or its link is only slow",
+    spin_s=0.0,
+    nap_s=0.0005,
+)
 
 
 class CopyStream(Protocol):
     """Copies in order, concurrently with other streams."""
 
-    def after(self, mark: CopyEvent) -> None:
+    def after(self, mark: DeviceEvent) -> None:
         """Make later work of this stream wait for `mark`, without blocking the caller."""
         ...
 
@@ -38,7 +39,7 @@ class CopyStream(Protocol):
         """Enqueue a copy. Neither tensor may be changed or freed before a later event completes."""
         ...
 
-    def mark(self) -> CopyEvent: ...
+    def mark(self) -> DeviceEvent: ...
 
     def holds(self, tensor: Tensor) -> None:
         """Keep the allocator from reusing the tensor's memory while this stream may read it."""
@@ -72,20 +73,7 @@ def make_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
     )
 
 
-def wait_for(mark: CopyEvent, *, deadline_s: float, what: str) -> None:
-    """Block until the event completes. DeadlineError names `what` it waited for."""
-    ends = time.monotonic() + deadline_s
-    while not mark.query():
-        if time.monotonic() > ends:
-            raise DeadlineError(
-                f"{what} did not end within {deadline_s:g} s",
-                hint="the device or its link is stuck; raise trainer.offload_deadline_s if it is "
-                "only slow",
-            )
-        time.sleep(POLL_S)
-
-
-def seconds_between(first: CopyEvent, second: CopyEvent) -> float:
+def seconds_between(first: DeviceEvent, second: DeviceEvent) -> float:
     """Return the seconds between two completed events of streams of one kind."""
     if isinstance(first, torch.cuda.Event):
         assert isinstance(second, torch.cuda.Event)
@@ -107,13 +95,13 @@ class Reached:
 class HostCopyStream:
     """Copies synchronously."""
 
-    def after(self, mark: CopyEvent) -> None:
+    def after(self, mark: DeviceEvent) -> None:
         assert mark.query(), "nothing runs beside a CPU's own copies"
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
-    def mark(self) -> CopyEvent:
+    def mark(self) -> DeviceEvent:
         return Reached()
 
     def holds(self, tensor: Tensor) -> None:
@@ -126,7 +114,7 @@ class CudaCopyStream:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
 
-    def after(self, mark: CopyEvent) -> None:
+    def after(self, mark: DeviceEvent) -> None:
         if isinstance(mark, torch.cuda.Event):
             self._stream.wait_event(mark)
 

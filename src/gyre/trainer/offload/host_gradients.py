@@ -18,9 +18,9 @@ from concurrent.futures import TimeoutError as TooLate
 import torch
 from torch import Tensor
 
+from gyre.core.device_wait import DeviceEvent
 from gyre.core.errors import DeadlineError
 from gyre.trainer.offload.copy_streams import (
-    CopyEvent,
     compute_lane,
     make_lane,
     make_thread,
@@ -96,9 +96,9 @@ class HostGradients:
         finally:
             self.waited_s += time.perf_counter() - began
 
-    def _add(self, sum_N: Tensor, host_N: Tensor, buffer: Tensor, copied: CopyEvent) -> None:
+    def _add(self, sum_N: Tensor, host_N: Tensor, buffer: Tensor, copied: DeviceEvent) -> None:
         try:
-            wait_for(copied, deadline_s=self._deadline_s, what="a gradient's copy to the host")
+            wait_for(copied, lambda: "a gradient's copy to the host", self._deadline_s)
             sum_N.add_(host_N)
         except Exception as error:  # noqa: BLE001  raised by settle
             self._failure = error

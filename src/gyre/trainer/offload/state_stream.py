@@ -21,10 +21,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gyre.core.device_wait import DeviceEvent
 from gyre.core.errors import DeadlineError, GyreError, SnapshotError
 from gyre.trainer.adamw.adamw import Span
 from gyre.trainer.offload.copy_streams import (
-    CopyEvent,
     Reached,
     compute_lane,
     make_lane,
@@ -55,8 +55,8 @@ class Slot:
 
     device: dict[str, Tensor]  # by field, its items of a cut
     host: dict[str, Tensor]  # where a file is read to and written from; on a CPU the same memory
-    computed: CopyEvent = field(default_factory=Reached)  # the update of what it holds
-    gradient: CopyEvent = field(default_factory=Reached)  # its gradient has come
+    computed: DeviceEvent = field(default_factory=Reached)  # the update of what it holds
+    gradient: DeviceEvent = field(default_factory=Reached)  # its gradient has come
     fetched: Any = None  # by the carrier
     stored: Any = None
 
@@ -73,7 +73,7 @@ class Carrier(Protocol):
         """Start to fetch a slice. The slot's previous contents are stored first."""
         ...
 
-    def fetched(self, slot: Slot) -> CopyEvent:
+    def fetched(self, slot: Slot) -> DeviceEvent:
         """Return the event after which the slot holds its slice. Re-raises a transfer error."""
         ...
 
@@ -114,7 +114,7 @@ class HostCarrier:
             self._in.copy(slot.device[name][here], self._buffers[name][there])
         slot.fetched = self._in.mark()
 
-    def fetched(self, slot: Slot) -> CopyEvent:
+    def fetched(self, slot: Slot) -> DeviceEvent:
         return slot.fetched
 
     def store(self, cut: StateSlice, slot: Slot, beside: Sequence[Sent]) -> None:
@@ -128,11 +128,7 @@ class HostCarrier:
     def drain(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
             if slot.stored is not None:
-                wait_for(
-                    slot.stored,
-                    deadline_s=self._deadline_s,
-                    what="a copy of optimizer state to the host",
-                )
+                wait_for(slot.stored, _describe_store, self._deadline_s)
 
     def first_lost(self, slots: Sequence[Slot]) -> BaseException | None:
         return None  # a copy that a device refuses breaks the device
@@ -174,7 +170,7 @@ class FileCarrier:
     def fetch(self, cut: StateSlice, slot: Slot) -> None:
         slot.fetched = self._reader.submit(self._read, cut, slot, slot.stored)
 
-    def fetched(self, slot: Slot) -> CopyEvent:
+    def fetched(self, slot: Slot) -> DeviceEvent:
         return self._result(slot.fetched, "read")
 
     def store(self, cut: StateSlice, slot: Slot, beside: Sequence[Sent]) -> None:
@@ -206,7 +202,7 @@ class FileCarrier:
         for threads in (self._reader, self._writer):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, cut: StateSlice, slot: Slot, stored: Future[None] | None) -> CopyEvent:
+    def _read(self, cut: StateSlice, slot: Slot, stored: Future[None] | None) -> DeviceEvent:
         if stored is not None:
             self._result(stored, "write")
         self._in.after(slot.computed)
@@ -216,8 +212,8 @@ class FileCarrier:
                 self._in.copy(slot.device[name][here], slot.host[name][here])
         return self._in.mark()
 
-    def _write(self, cut: StateSlice, slot: Slot, copied: CopyEvent) -> None:
-        wait_for(copied, deadline_s=self._deadline_s, what="a copy of optimizer state to the host")
+    def _write(self, cut: StateSlice, slot: Slot, copied: DeviceEvent) -> None:
+        wait_for(copied, _describe_store, self._deadline_s)
         for name, here, there in _in_cut(self._fields, cut):
             self._file.write(name, there.start, slot.host[name][here])
 
@@ -326,7 +322,7 @@ class Stream:
         began = time.perf_counter()
         if self._carrier is not None:
             self._carrier.drain(self._slots)
-        wait_for(before, deadline_s=self._deadline_s, what="an update of optimizer state")
+        wait_for(before, lambda: "an update of optimizer state", self._deadline_s)
         self.traffic.waited_s += (
             time.perf_counter() - began + sum(seconds_between(*gap) for gap in gaps)
         )
@@ -373,6 +369,10 @@ class Stream:
         """Return and reset the transfers."""
         taken, self.traffic = self.traffic, OffloadTraffic()
         return taken
+
+
+def _describe_store() -> str:
+    return "a copy of optimizer state to the host"
 
 
 def _in_cut(fields: Sequence[StateField], cut: StateSlice) -> Iterator[tuple[str, slice, slice]]:

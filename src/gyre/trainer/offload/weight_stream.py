@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gyre.core.device_wait import DeviceEvent
 from gyre.core.rounding import round_up
 from gyre.models.decoder import Decoder
 from gyre.trainer.offload.copy_streams import (
-    CopyEvent,
     Reached,
     compute_lane,
     make_lane,
@@ -42,7 +42,7 @@ class LayerBuffer:
 
     tensors: list[Tensor]
     layer: int | None = None
-    fetched: CopyEvent = field(default_factory=Reached)
+    fetched: DeviceEvent = field(default_factory=Reached)
 
 
 class WeightStream:
@@ -67,7 +67,7 @@ class WeightStream:
         self._rooms = [LayerBuffer(tensors=carve(room_B, layers[0])) for room_B in rest_B]
         self._visiting, self._backward_at = False, -1
         # in which the computation waited for weights
-        self._gaps: list[tuple[CopyEvent, CopyEvent]] = []
+        self._gaps: list[tuple[DeviceEvent, DeviceEvent]] = []
         self._in_bytes = 0
         self._hooks: list[Any] = []
         for index, layer in enumerate(decoder.layers):
@@ -149,7 +149,7 @@ class WeightStream:
     def _room_of(self, index: int) -> LayerBuffer | None:
         return next((room for room in self._rooms if room.layer == index), None)
 
-    def _bring(self, index: int, keep: int, computed: CopyEvent) -> LayerBuffer:
+    def _bring(self, index: int, keep: int, computed: DeviceEvent) -> LayerBuffer:
         """Fetch into the buffer that does not hold `keep`, after computations on its old
         contents."""
         room = next(room for room in self._rooms if room.layer is None or room.layer != keep)
@@ -158,8 +158,11 @@ class WeightStream:
         return room
 
     def _fetch(
-        self, weights: Sequence[tuple[Tensor, Tensor]], room: Sequence[Tensor], computed: CopyEvent
-    ) -> CopyEvent:
+        self,
+        weights: Sequence[tuple[Tensor, Tensor]],
+        room: Sequence[Tensor],
+        computed: DeviceEvent,
+    ) -> DeviceEvent:
         self._lane.after(computed)
         for (parameter, host), there in zip(weights, room, strict=True):
             self._lane.copy(there, host)

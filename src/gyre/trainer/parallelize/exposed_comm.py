@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gyre.core.device_wait import DeviceEvent
 from gyre.distributed.comm_stats import Traffic
-from gyre.trainer.offload.copy_streams import CopyEvent, CopyStream
+from gyre.trainer.offload.copy_streams import CopyStream
 
 
 class Exposed:
@@ -29,7 +30,7 @@ class Exposed:
     ) -> None:
         self.traffic, self.computing, self.beside = traffic, computing, beside
         # the newest sum of gradients that nothing has waited for
-        self.summed: CopyEvent | None = None
+        self.summed: DeviceEvent | None = None
 
     def before_sum(self) -> None:
         """Record that a group's gradients are complete: FSDP2 waits for the previous group's sum,
@@ -45,8 +46,8 @@ class ExposedCommWatch:
 
     def __init__(self, model: Exposed, *, ahead: bool) -> None:
         self._model, self._ahead = model, ahead
-        self._needed: CopyEvent | None = None  # a need of what is not gathered yet
-        self._gathered: CopyEvent | None = None  # gathered, and not needed yet
+        self._needed: DeviceEvent | None = None  # a need of what is not gathered yet
+        self._gathered: DeviceEvent | None = None  # gathered, and not needed yet
 
     def hook(self, module: nn.Module) -> None:
         """Install the hooks, after FSDP2 has hooked the module."""
@@ -68,11 +69,11 @@ class ExposedCommWatch:
             self._model.traffic.awaited(self._needed, done)
             self._needed = None
 
-    def summing(self, *, last: bool) -> CopyEvent | None:
+    def summing(self, *, last: bool) -> DeviceEvent | None:
         """Return the compute stream's position for `summed`, if it can only wait."""
         return self._model.computing.mark() if last else None
 
-    def summed(self, since: CopyEvent | None) -> None:
+    def summed(self, since: DeviceEvent | None) -> None:
         """Record the end of a sum, right after the collective."""
         done = self._model.beside().mark()
         if since is not None:
