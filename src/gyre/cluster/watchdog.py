@@ -16,7 +16,7 @@ from gyre.cluster.worker.rpc import HANGS, LOSSES, arrive, read_stacks
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import RankError
 from gyre.core.events import Emit
-from gyre.core.liveness import Progress, StallLimit, Verdict, decide
+from gyre.core.liveness import LastProgress, StallLimit, Verdict, decide
 
 LOOK_S = 1.0  # between two looks at the ranks, and longest wait for the answer to one
 HINT = (
@@ -72,7 +72,7 @@ class Watchdog:
     ) -> NoReturn:
         """Raise when the calls hang. Waits for: looks, each with a deadline."""
         began_s, looks = self._clock(), 0
-        work, answers = Progress(calls, began_s), Progress(calls, began_s)
+        work, answers = LastProgress(calls, began_s), LastProgress(calls, began_s)
         while True:
             await asyncio.sleep(self._look_s)
             counts, looks = await self._look(calls), looks + 1

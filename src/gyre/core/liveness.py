@@ -34,7 +34,7 @@ class Verdict:
         return f"no progress on {waits}" if waits else ""
 
 
-class Progress:
+class LastProgress:
     """When each source's mark last changed. A source that reports nothing makes no progress."""
 
     def __init__(self, names: Iterable[str], now_s: float) -> None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 
 from gyre.core.errors import RankError
-from gyre.core.liveness import Progress, decide
+from gyre.core.liveness import LastProgress, decide
 from gyre.distributed.kv_store import KVStore
 
 POLL_S = 0.1
@@ -39,7 +39,7 @@ class FailureDetector:
         self._operation, self._inside = 0, False
         self._beat, self._next_beat = 0, 0.0
         self._neighbor = (rank + 1) % size
-        self._life = Progress([f"{self._neighbor}"], time.monotonic())  # of the neighbor
+        self._life = LastProgress([f"{self._neighbor}"], time.monotonic())  # of the neighbor
         self.broken = ""  # why no collective of this group may run any more
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="fault-board", daemon=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.core.liveness import Progress, decide
+from gyre.core.liveness import LastProgress, decide
 
 TIMES = st.floats(0, 100)
 SOURCES = st.dictionaries(st.sampled_from("abcd"), TIMES, max_size=4)
@@ -15,7 +15,7 @@ LIMITS = st.floats(0.1, 60)
 @given(st.lists(st.tuples(st.floats(0, 5), st.booleans(), st.booleans()), max_size=20))
 def test_progress_is_the_time_when_the_mark_last_changed(beats) -> None:
     now, counts, changed = 0.0, {"a": 0, "b": 0}, {"a": 0.0, "b": 0.0}
-    progress = Progress(("a", "b"), now)
+    progress = LastProgress(("a", "b"), now)
     progress.observe(counts, now)
     for wait, *moves in beats:
         now += wait
@@ -32,7 +32,7 @@ def test_progress_is_the_time_when_the_mark_last_changed(beats) -> None:
 
 
 def test_a_source_that_reports_nothing_makes_no_progress() -> None:
-    progress = Progress(("a", "b"), 0.0)
+    progress = LastProgress(("a", "b"), 0.0)
     for now in range(10):
         progress.observe({"a": now}, float(now))
     verdict = decide(9.0, progress.changed_s, 5.0)
@@ -42,7 +42,7 @@ def test_a_source_that_reports_nothing_makes_no_progress() -> None:
 
 def test_the_first_mark_is_progress_whatever_it_is() -> None:
     """A neighbor that has not written anything yet has the whole limit from the first look on."""
-    progress = Progress(("a",), 0.0)
+    progress = LastProgress(("a",), 0.0)
     progress.observe({"a": None}, 20.0)
     assert decide(20.0, progress.changed_s, 15.0).state == "healthy"
     progress.observe({"a": None}, 35.0)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from gyre.cluster.worker.endpoints import POLL_S, News
 from gyre.cluster.worker.rpc import CALLS, HANGS, arrive, ask, read_stacks
 from gyre.core.contracts import WorkerHandle
-from gyre.core.liveness import Progress, decide
+from gyre.core.liveness import LastProgress, decide
 from gyre.core.records import Request
 
 
@@ -84,7 +84,7 @@ class EngineReplica:
     async def _poll(self) -> None:
         """Wait for the engine's news, each time by a deadline. Ends when every request is
         answered."""
-        progress, limit_s = Progress([self.name], time.monotonic()), POLL_S + self._hang_s
+        progress, limit_s = LastProgress([self.name], time.monotonic()), POLL_S + self._hang_s
         while self.unanswered and self.state != "lost":
             try:
                 news = await ask(

@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from gyre.core import device_wait
 from gyre.engine.scheduler.step import Step
+from gyre.kernels import device_wait
 
 SPIN_S = 0.002  # looked at without a pause for so long: what comes in time is late by microseconds
 NAP_S = 50e-6

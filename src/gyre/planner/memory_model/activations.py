@@ -107,8 +107,8 @@ def saved_bytes(
     targets: int,
     longest: int,
 ) -> int:
-    """Everything that a chunk keeps, from the embedding to the log-probs. The last layer goes on
-    with the targets' rows only, unless every token is one."""
+    """Return what a chunk keeps, from the embedding to the log-probs. The last layer continues with
+    the targets' rows only, unless every token is one."""
     item, m = ITEM_BYTES[dtype], model
     kept = kept_by_layer(model, dtype, saving, longest=longest)
     per_token = layer_bytes(model, dtype, saving, checkpointing, longest=longest)

@@ -190,8 +190,8 @@ def host_staging_bytes(
     owner: str = "actor",
     device: DeviceKind = "cuda",
 ) -> int:
-    """Of one trained model: what lies between a file and a GPU, and between gradients and their
-    sum."""
+    """Return the host bytes of one trained model's buffers: between a file and a GPU, and between
+    gradients and their sum."""
     visiting, size = _visiting_bytes(dtype, layout, owner), _shard(model.num_parameters, layout)
     found = 0
     if layout.offload_optimizer == "disk" and device == "cuda":

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gyre.core import device_wait
-from gyre.core.device_wait import DeviceEvent
+from gyre.kernels import device_wait
+from gyre.kernels.device_wait import DeviceEvent
 
 # the threads that wait leave Python's lock to the compute thread: no spin, and rare looks
 wait_for = partial(

@@ -18,8 +18,8 @@ from concurrent.futures import TimeoutError as TooLate
 import torch
 from torch import Tensor
 
-from gyre.core.device_wait import DeviceEvent
 from gyre.core.errors import DeadlineError
+from gyre.kernels.device_wait import DeviceEvent
 from gyre.trainer.offload.copy_streams import (
     compute_lane,
     make_lane,

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gyre.core.device_wait import DeviceEvent
 from gyre.core.errors import DeadlineError, GyreError, SnapshotError
+from gyre.kernels.device_wait import DeviceEvent
 from gyre.trainer.adamw.adamw import Span
 from gyre.trainer.offload.copy_streams import (
     Reached,

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gyre.core.device_wait import DeviceEvent
 from gyre.core.rounding import round_up
+from gyre.kernels.device_wait import DeviceEvent
 from gyre.models.decoder import Decoder
 from gyre.trainer.offload.copy_streams import (
     Reached,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gyre.core.device_wait import DeviceEvent
 from gyre.distributed.comm_stats import Traffic
+from gyre.kernels.device_wait import DeviceEvent
 from gyre.trainer.offload.copy_streams import CopyStream
 
 
