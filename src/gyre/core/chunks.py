@@ -13,7 +13,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from gyre.core.records import Completion, Partial, Support, TokenChunk
+from gyre.core.records import Completion, Partial, Request, Support, TokenChunk
 
 
 def join_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
@@ -73,11 +73,13 @@ class TokenStream(AsyncIterator[TokenChunk]):
     carried `finish`, or with `end`."""
 
     def __init__(
-        self, request_id: str, num_completions: int, abort: Callable[[str], Awaitable[None]]
+        self, request: Request, most_completions: int, abort: Callable[[str], Awaitable[None]]
     ) -> None:
-        self.request_id = request_id
+        """Expect one answer, a refusal, where the number of completions is impossible."""
+        n = request.sampling.n
+        self.request_id = request.request_id
         self._abort = abort
-        self._unfinished = set(range(num_completions))
+        self._unfinished = set(range(n if isinstance(n, int) and 1 <= n <= most_completions else 1))
         self._chunks: deque[TokenChunk] = deque()
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
@@ -95,6 +97,11 @@ class TokenStream(AsyncIterator[TokenChunk]):
         if chunk.finish is not None:
             self._unfinished.remove(chunk.index)
         self._changed.set()
+
+    def refuse(self, reason: str) -> None:
+        """Answer every completion with the refusal."""
+        for index in self.unfinished:
+            self.push(TokenChunk.end(self.request_id, index, "refused", reason))
 
     def end(self, error: BaseException | None = None) -> None:
         """Let no chunk follow. `error` is raised to the reader after the chunks that are there."""

@@ -27,7 +27,6 @@ from gyre.core.records import (
     Partial,
     Request,
     Tier,
-    TokenChunk,
     Usage,
 )
 from gyre.engine.config import EngineConfig, plan_engine
@@ -109,19 +108,14 @@ class NativeEngine:
     # -- RolloutEngine
 
     def submit(self, request: Request) -> TokenStream:
-        """Enqueue at once and return the stream. Must be called on a running event loop. A request
-        for an impossible number of completions gets one answer, its refusal."""
-        n, most = request.sampling.n, self._limits.most_completions
-        stream = TokenStream(
-            request.request_id, n if isinstance(n, int) and 1 <= n <= most else 1, self.abort
-        )
+        """Enqueue at once and return the stream. Must be called on a running event loop."""
+        stream = TokenStream(request, self._limits.most_completions, self.abort)
         reason = self._why_refuse(request)
         if reason is None:
             self.frontend.accept(request, stream)
         else:
             self._refusals.note(str(request.request_id), reason)
-            for index in stream.unfinished:
-                stream.push(TokenChunk.end(request.request_id, index, "refused", reason))
+            stream.refuse(reason)
         return stream
 
     async def abort(self, request_id: str) -> None:

@@ -82,7 +82,7 @@ class ScriptedEngine:
     # ---------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> TokenStream:
-        stream = TokenStream(request.request_id, max(1, request.sampling.n), self.abort)
+        stream = TokenStream(request, max(1, request.sampling.n), self.abort)
         reason = self._find_refusal(request)
         if reason:
             self._counts["refused"] += 1

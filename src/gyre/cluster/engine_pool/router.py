@@ -86,12 +86,11 @@ class RequestRouter:
     def submit(self, request: Request) -> TokenStream:
         """Enqueue at once. What is submitted in one turn of the event loop is routed together, in
         order."""
+        stream = TokenStream(request, MOST_COMPLETIONS, self._abort)
         if reason := self._why_refuse(request):
             self._refusals.note(request.request_id, reason)
-            refused = TokenStream(request.request_id, 1, self._abort)
-            refused.push(TokenChunk.end(request.request_id, 0, "refused", reason))
-            return refused
-        stream = TokenStream(request.request_id, request.sampling.n, self._abort)
+            stream.refuse(reason)
+            return stream
         loop = asyncio.get_running_loop()
         book = RequestLog(request, progress_tokens=self._progress_tokens)
         live = Live(book=book, stream=stream, submitted_s=loop.time())

@@ -189,7 +189,7 @@ class Cells:
         )
 
     def _run(self, program: Program, limits: Limits) -> ProgramResult:
-        cell = self._idle.get()
+        cell = self._idle.get_nowait()  # there are as many as threads
         try:
             return cell.run(program, limits=limits)
         finally:
