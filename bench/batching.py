@@ -24,7 +24,7 @@ from gyre.core.chunks import collect
 from gyre.core.records import Request, Sampling
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
-from gyre.kernels.allocator import keep_freed_memory
+from gyre.kernels.cpu.process import keep_freed_memory
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from record import parser, say

@@ -29,9 +29,9 @@ from gyre.core.records import Request, Sampling
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.engine.runners import cpu_step
-from gyre.kernels.allocator import keep_freed_memory
 from gyre.kernels.cpu.build import INSTRUCTION_SETS
 from gyre.kernels.cpu.library import load_decoder
+from gyre.kernels.cpu.process import keep_freed_memory
 from gyre.models.decoder import Decoder
 from gyre.models.hub.load import export_hub, load_hub
 from gyre.models.init import init_weights

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gyre.kernels.cpu.tiles import avoid_hidden_tiles
+from gyre.kernels.cpu.process import avoid_hidden_tiles
 
 LONGEST = (
     "test_objectives_learn.py",

@@ -1,4 +1,4 @@
-"""Contract suite of Sandbox: what rewards rely on, for every mode that this machine has."""
+"""Contract suite of the sandbox: what rewards rely on, for every mode that this machine has."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ from gyre.loop.resume import StageProgress, from_snapshot
 from gyre.loop.stopping import StopRequest
 from gyre.objectives.config import AnyObjective, GrpoConfig
 from gyre.observability.events import EventLog, next_attempt, read_events
-from gyre.observability.metric_catalog import is_measured
-from gyre.observability.samples import SampleLog, read_samples
+from gyre.observability.samples import SampleLog
 from gyre.observability.spans import Spans
+from run_logs import is_measured, read_samples
 
 TOKENIZER = byte_tokenizer()
 ENGINE = FakeEngineConfig(start_accuracy=0.3, gain_per_version=0.1)

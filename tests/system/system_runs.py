@@ -348,8 +348,7 @@ class Story:
 
 def read_story(run: Path) -> Story:
     from gyre.observability.events import read_events
-    from gyre.observability.metric_catalog import is_measured
-    from gyre.observability.samples import read_samples
+    from run_logs import is_measured, read_samples
 
     rows = read_events(run / "events.jsonl")
     steps = [

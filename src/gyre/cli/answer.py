@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 from gyre.core.errors import GyreError, RunStopped
@@ -48,3 +50,25 @@ def say_stopped(stopped: RunStopped, *, as_json: bool) -> None:
                     {"error": {"kind": "stopped", "message": str(stopped), "hint": stopped.hint}}
                 )
             )
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Record Ctrl-C while slow imports run, and raise it at the end: code that initializes a C
+    extension may swallow a KeyboardInterrupt. Signals belong to the main thread; elsewhere this
+    does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    noted: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        noted.append(signum)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if noted:
+        raise KeyboardInterrupt

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gyre.cli.loading import loading
+from gyre.cli.answer import loading
 from gyre.core.errors import InputError
 from gyre.launch.run_folder.run_folder import find_model
 

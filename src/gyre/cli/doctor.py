@@ -101,7 +101,7 @@ def _torch() -> list[Finding]:
 
 
 def _tiles() -> list[Finding]:
-    from gyre.kernels.cpu.tiles import LIMIT, tiles_are_hidden
+    from gyre.kernels.cpu.process import LIMIT, tiles_are_hidden
 
     if not tiles_are_hidden():
         return []

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gyre.cli.loading import loading
+from gyre.cli.answer import loading
 from gyre.launch.names import refuse_missing_data_of
 from gyre.launch.run_folder.run_folder import find_model
 from gyre.observability.progress.terminal import show_measure

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gyre.cli.loading import loading
+from gyre.cli.answer import loading
 from gyre.core.errors import ConfigError
 from gyre.launch.names import refuse_missing_names
 from gyre.runconfig import load_run_config

@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gyre.cli.answer import say_stopped
-from gyre.cli.loading import loading
+from gyre.cli.answer import loading, say_stopped
 from gyre.cluster.driver_guard import guard_driver
 from gyre.core.errors import ConfigError
 from gyre.launch.names import refuse_missing_names

@@ -163,15 +163,6 @@ class PolicyTrainer(Protocol):
     async def close(self) -> None: ...
 
 
-class Sandbox(Protocol):
-    """Runs one untrusted program in a fresh, isolated process. What isolates it is in
-    `isolation`."""
-
-    isolation: str
-
-    async def run(self, program: Any, *, limits: Any) -> Any: ...
-
-
 class WorkerHandle(Protocol):
     """A started worker, seen from the process that started it. Any thread may call it. Calls reach
     the worker in the order of `begin`."""

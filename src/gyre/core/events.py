@@ -451,9 +451,7 @@ EVENTS = {
         own={"kept_tokens": Field("int", "tokens", "tokens that are not sampled again")},
     ),
     "rank.failed": EventKind(
-        "A trainer rank raised.",
-        "rank worker place what error",
-        counted=True,
+        "A trainer rank raised.", "rank worker place what error", counted=True
     ),
     "rank.hung": EventKind(
         "Trainer ranks made no progress in time.",

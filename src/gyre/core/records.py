@@ -321,15 +321,6 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Version:
-    """A policy version: n counts the optimizer updates since the run started, including the cold
-    start."""
-
-    number: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
     """A named piece of device memory that can move as a whole."""
 

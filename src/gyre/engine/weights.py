@@ -36,13 +36,7 @@ class EngineWeights:
     """The decoder's parameters, their version, and whether they are real or dummies."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        *,
-        shared: bool,
-        version: int,
-        device: torch.device,
-        emit: Emit,
+        self, decoder: Decoder, *, shared: bool, version: int, device: torch.device, emit: Emit
     ) -> None:
         self.decoder, self.shared, self.emit = decoder, shared, emit
         self.state = ReceiverState(version=version)

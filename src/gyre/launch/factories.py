@@ -26,8 +26,7 @@ from gyre.data.examples import tokenizer_texts
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.engine.runners.select import why_not_fused
-from gyre.kernels.allocator import keep_freed_memory
-from gyre.kernels.cpu.tiles import avoid_hidden_tiles
+from gyre.kernels.cpu.process import avoid_hidden_tiles, keep_freed_memory
 from gyre.kernels.dispatch import why_too_old
 from gyre.launch.goal import accuracy_metric
 from gyre.launch.stages import Stage, reward_folder, trains_invariant

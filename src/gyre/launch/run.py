@@ -326,10 +326,8 @@ class Run:
             progress = StageProgress(stage=stage.name)
         self._emit("stage.started", stage=stage.name, steps=stage.trainer.steps, step=progress.step)
         log = self._folder / REWARDS_LOG
-        built, done = (
-            StageInputs(self._config, self._emit, rewards_log=log),
-            False,
-        )
+        built = StageInputs(self._config, self._emit, rewards_log=log)
+        done = False
         try:
             placed = await self._placement.begin(stage, plan, version=version, found=found)
             parts = built.parts(

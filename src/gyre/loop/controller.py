@@ -147,11 +147,7 @@ class Ring:
         if reason := why_filtered_by_score(self._stage.objective, self._config.accuracy):
             self._emit("fallback.filter_by_score", stage=self._stage.name, reason=reason)
         await self._publish(progress.step)
-        turn = Turn(
-            step=self._step,
-            evaluate=self._evaluate,
-            keep_unfinished=self._keep_unfinished,
-        )
+        turn = Turn(step=self._step, evaluate=self._evaluate, keep_unfinished=self._keep_unfinished)
         rhythm = Rhythm(
             steps=self._stage.steps,
             eval_every_steps=self._config.evaluation.every_steps,

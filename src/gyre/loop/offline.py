@@ -41,12 +41,7 @@ class OfflineLoop:
     and generates."""
 
     def __init__(
-        self,
-        stage: StageSpec,
-        parts: Parts,
-        config: OfflineConfig,
-        *,
-        judge: Rollouts | None,
+        self, stage: StageSpec, parts: Parts, config: OfflineConfig, *, judge: Rollouts | None
     ) -> None:
         self._stage, self._parts, self._config, self._judge = stage, parts, config, judge
         self._emit = parts.observers.events.emit
@@ -69,9 +64,7 @@ class OfflineLoop:
         if progress.evaluated_step >= 0:
             await self._parts.gate.enter("train", step=progress.step)
         turn = Turn(
-            step=self._step,
-            evaluate=self._evaluate,
-            keep_unfinished=lambda progress: progress,
+            step=self._step, evaluate=self._evaluate, keep_unfinished=lambda progress: progress
         )
         rhythm = Rhythm(
             steps=self._stage.steps,

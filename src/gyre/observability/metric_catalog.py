@@ -247,11 +247,6 @@ def matches(pattern: str, metric: str) -> bool:
     return metric == pattern
 
 
-def is_measured(metric: str) -> bool:
-    """Return whether a metric is one of MEASURED."""
-    return any(matches(pattern, metric) for pattern in MEASURED)
-
-
 def place(metric: str) -> tuple[Panel, int] | None:
     """Return a metric's panel and its rank there. An exact name takes precedence over a prefix."""
     hits = [

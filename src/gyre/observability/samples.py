@@ -7,14 +7,13 @@ hold here too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gyre.core.records import Rollout, Score
 from gyre.observability.events import EventLog
-from gyre.observability.jsonl import LineWriter, read_rows
-from gyre.observability.lineage import Lineage
+from gyre.observability.jsonl import LineWriter
 
 LOGPROB_DIGITS = 4  # enough to read, and half the bytes
 
@@ -74,10 +73,3 @@ def sample_row(
         "parts": parts,
         "finish": rollout.finish,
     }
-
-
-def read_samples(path: Path | str, lineage: Lineage) -> Iterator[dict[str, Any]]:
-    """Yield the live samples in order. `lineage` is that of the run's events."""
-    for _, row in read_rows(Path(path)):
-        if row is not None and lineage.is_live(row):
-            yield row

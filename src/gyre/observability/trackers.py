@@ -12,7 +12,7 @@ import importlib.util
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
@@ -47,16 +47,6 @@ def is_logged_in() -> bool:
     import wandb
 
     return bool(wandb.login(prompt=False, verify=False))
-
-
-class Sink(Protocol):
-    """An external view of the events. Kinds that it does not show are ignored."""
-
-    def write(self, row: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None:
-        """Flush everything written. Idempotent."""
-        ...
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:

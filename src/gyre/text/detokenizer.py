@@ -7,7 +7,7 @@ including `flush`, join to exactly `Tokenizer.decode` of all ids.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from gyre.text.tokenizer import Tokenizer
 
@@ -54,23 +54,3 @@ class Detokenizer:
             return ""
         self._start, self._given = self._given, len(self._ids)
         return text[len(given) :]
-
-
-class StopMatcher:
-    """Finds stop strings in streamed text. A pure function of the joined text."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stop for stop in stops if stop)
-        self._keep = max((len(stop) for stop in self._stops), default=1) - 1
-        self._tail = ""
-
-    def push(self, text: str) -> str | None:
-        """Add text; return the stop string that ends first in it, the longest of those, or None."""
-        window = self._tail + text
-        ends = [
-            (window.find(stop) + len(stop), -len(stop), stop)
-            for stop in self._stops
-            if stop in window
-        ]
-        self._tail = window[-self._keep :] if self._keep else ""
-        return min(ends)[2] if ends else None

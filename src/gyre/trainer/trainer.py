@@ -274,11 +274,7 @@ class NativeTrainer:
         parameters = actor.optimizer.parameters.items()
         tensors = {name: p.detach() for name, p in parameters if not name.startswith(HEAD_PREFIX)}
         manifest = make_manifest(
-            self._version,
-            tensors,
-            shared=self._shared,
-            checksums=not self._shared,
-            epoch=epoch,
+            self._version, tensors, shared=self._shared, checksums=not self._shared, epoch=epoch
         )
         kind = SharedStorage if self._shared else LocalTensors
         return Offer(manifest=manifest, source=kind(tensors=tensors))

@@ -27,12 +27,7 @@ def checksum(tensor: Tensor) -> str:
 
 
 def make_manifest(
-    version: int,
-    tensors: Mapping[str, Tensor],
-    *,
-    shared: bool,
-    checksums: bool,
-    epoch: int = 0,
+    version: int, tensors: Mapping[str, Tensor], *, shared: bool, checksums: bool, epoch: int = 0
 ) -> Manifest:
     """Describe whole tensors, each one segment. Without `checksums` only shapes are verified."""
     entries = tuple(

@@ -20,12 +20,7 @@ from gyre.weights.swap import Exchange, GatherOver, Swap, VersionBump, shares_st
 
 
 def receive(
-    offer: Offer,
-    own: Mapping[str, Tensor],
-    *,
-    shared: bool,
-    device: torch.device,
-    emit: Emit,
+    offer: Offer, own: Mapping[str, Tensor], *, shared: bool, device: torch.device, emit: Emit
 ) -> Swap:
     """Receive a version beside the running one and verify it; nothing of `own` is written.
     `shared`: the engine was built on its trainer's tensors. InputError for a version that the

@@ -197,12 +197,7 @@ class GatherOver:
     moves_bytes = True
 
     def __init__(
-        self,
-        version: int,
-        shards: ShardSource,
-        own: Mapping[str, Tensor],
-        *,
-        emit: Emit,
+        self, version: int, shards: ShardSource, own: Mapping[str, Tensor], *, emit: Emit
     ) -> None:
         self._version, self._shards, self._own, self._emit = version, shards, own, emit
         self._kept: dict[str, Tensor] = {}  # flat, by name

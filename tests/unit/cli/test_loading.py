@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from gyre.cli.loading import loading
+from gyre.cli.answer import loading
 
 
 def test_an_interrupt_that_an_import_swallows_is_raised_at_the_end() -> None:

@@ -135,7 +135,7 @@ def test_the_list_covers_the_records_that_the_design_names():
         "Score",
         "Group",
     } <= names
-    assert {"TrainBatch", "StepReport", "Manifest", "Version"} <= names
+    assert {"TrainBatch", "StepReport", "Manifest"} <= names
 
 
 @given(ARRAYS)

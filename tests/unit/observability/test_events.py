@@ -22,7 +22,8 @@ from gyre.core.errors import SnapshotError
 from gyre.observability.events import EventLog, count_events, next_attempt, read_events
 from gyre.observability.jsonl import as_number
 from gyre.observability.lineage import trace_lineage
-from gyre.observability.samples import SampleLog, read_samples
+from gyre.observability.samples import SampleLog
+from run_logs import read_samples
 
 
 def open_log(folder: Path, attempt: int | None = None) -> EventLog:

@@ -16,9 +16,9 @@ from gyre.observability.hardware import (
     parse_cpuinfo,
     parse_meminfo,
 )
-from gyre.observability.metrics import largest
 from gyre.observability.overlap import overlap_account
 from gyre.observability.spans import Spans
+from gyre.trainer.passes.backward import largest
 
 
 class Recorder:

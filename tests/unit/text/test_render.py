@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from gyre.core.errors import InputError
-from gyre.text.detokenizer import Detokenizer, StopMatcher
+from gyre.text.detokenizer import Detokenizer
 from gyre.text.render import r1_response, render_example, render_prompt
 from gyre.text.tokenizer import END, Tokenizer, plain_chat
 from unit.text.test_tokenizer import TOKENIZER
@@ -90,24 +90,6 @@ def test_sentencepiece_holds_a_character_back() -> None:
 
 
 SENTENCEPIECE = sentencepiece_like()
-
-
-@given(
-    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
-    st.lists(st.text("abc", max_size=4), max_size=10),
-)
-def test_stop_is_found_in_the_first_piece_that_completes_one(
-    stops: list[str], pieces: list[str]
-) -> None:
-    matcher = StopMatcher(stops)
-    text = ""
-    for piece in pieces:
-        text += piece
-        ends = [(text.find(s) + len(s), -len(s), s) for s in stops if s in text]
-        found = matcher.push(piece)
-        assert found == (min(ends)[2] if ends else None)
-        if found:
-            return
 
 
 def test_example_masks_the_prompt_and_ends_once() -> None:

@@ -34,12 +34,7 @@ class AsyncFrontend:
     """Streams of a core's requests."""
 
     def __init__(
-        self,
-        worker: CoreWorker,
-        *,
-        compute: Executor,
-        emit: Emit,
-        clock: Callable[[], float],
+        self, worker: CoreWorker, *, compute: Executor, emit: Emit, clock: Callable[[], float]
     ) -> None:
         self.load = Load(completions=0, tokens=0)  # unanswered
         self.is_holding = False  # what is incoming stays outside

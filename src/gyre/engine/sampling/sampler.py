@@ -34,7 +34,6 @@ class Rules:
     """How each row chooses, as tensors on the device; made once and used while the rows stay the
     same."""
 
-    num_rows: int
     greedy_N: Tensor | None  # bool; None when no row is greedy
     all_greedy: bool
     inverse_temperature_N1: Tensor | None  # float32; None when all are 1
@@ -84,7 +83,6 @@ def make_rules(
             top_k_N[places], top_p_N[places], min_p_N[places], vocab_size=vocab_size, device=device
         )
     return Rules(
-        num_rows=len(temperature_N),
         greedy_N=torch.tensor(greedy_N, device=device) if greedy_N.any() else None,
         all_greedy=bool(greedy_N.all()),
         inverse_temperature_N1=torch.tensor(inverse_N, device=device)[:, None]

@@ -104,11 +104,7 @@ class Inline:
         trainer, snapshots, engine = device.trainer, device.snapshots, device.engine
         assert trainer is not None and snapshots is not None
         return StageParts(
-            trainer=trainer,
-            gate=device,
-            snapshots=snapshots,
-            engine=engine,
-            lifecycle=engine,
+            trainer=trainer, gate=device, snapshots=snapshots, engine=engine, lifecycle=engine
         )
 
     async def end(self, *, failed: bool, last: bool) -> None:

@@ -477,11 +477,5 @@ def _wanted(assertion: Assertion) -> str:
     return f"which fails {_short(assertion.text)}"
 
 
-def same_value(got: Any, wanted: Any, tolerance: float, *, loose: bool) -> bool:
-    """Compare two plain Python values as the judge compares what comes out of the sandbox
-    (rewards.code.values.same)."""
-    return same(wrap(got), wrap(wanted), tolerance, loose=loose)
-
-
 def _short(text: str) -> str:
     return text if len(text) <= 120 else text[:90] + "…" + text[-25:]

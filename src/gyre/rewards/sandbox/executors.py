@@ -2,7 +2,7 @@
 Out: ProgramResult.
 
 `Cell` owns one fork server (sandbox.server) and runs one program at a time, blocking: for
-worker processes. `Cells` is the asynchronous Sandbox of the contract: some cells, each behind a
+worker processes. `Cells` is the asynchronous sandbox: some cells, each behind a
 thread.
 """
 
@@ -171,7 +171,7 @@ class Cell:
 
 
 class Cells:
-    """The Sandbox of the contract: up to `in_flight` programs at a time, the others wait in
+    """An asynchronous sandbox: up to `in_flight` programs at a time, the others wait in
     order."""
 
     def __init__(self, mode: Mode, *, in_flight: int = 2) -> None:

@@ -20,12 +20,7 @@ from torch import Tensor
 
 from gyre.core.errors import DeadlineError
 from gyre.kernels.device_wait import DeviceEvent
-from gyre.trainer.offload.copy_streams import (
-    compute_lane,
-    make_lane,
-    make_thread,
-    wait_for,
-)
+from gyre.trainer.offload.copy_streams import compute_lane, make_lane, make_thread, wait_for
 
 
 class HostGradients:

@@ -36,11 +36,7 @@ class StateFile:
     """`<folder>/<name>.offload`, open and locked until `close`, which removes it."""
 
     def __init__(
-        self,
-        folder: Path,
-        name: str,
-        kinds: Mapping[str, tuple[int, torch.dtype]],
-        emit: Emit,
+        self, folder: Path, name: str, kinds: Mapping[str, tuple[int, torch.dtype]], emit: Emit
     ) -> None:
         """Create the file. `kinds`: items and dtype of each buffer. Raises MemoryBudgetError if the
         disk lacks space."""

@@ -24,12 +24,7 @@ from torch import Tensor, nn
 from gyre.core.rounding import round_up
 from gyre.kernels.device_wait import DeviceEvent
 from gyre.models.decoder import Decoder
-from gyre.trainer.offload.copy_streams import (
-    Reached,
-    compute_lane,
-    make_lane,
-    seconds_between,
-)
+from gyre.trainer.offload.copy_streams import Reached, compute_lane, make_lane, seconds_between
 from gyre.trainer.offload.slices import LAYER_ROOMS
 from gyre.trainer.offload.state_stream import OffloadTraffic
 

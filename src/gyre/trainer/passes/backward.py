@@ -7,7 +7,8 @@ the gradient does not depend on packing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +24,6 @@ from gyre.objectives.api import (
     loss_sum,
     trains_scores,
 )
-from gyre.observability.metrics import largest
 from gyre.trainer.batching.microbatch import MicroBatch
 from gyre.trainer.parallelize.sharded_module import is_sharded
 from gyre.trainer.passes.forward import ChunkLogprobs, chunk_logprobs, chunk_scores, chunk_values
@@ -216,3 +216,12 @@ def _note_gap(inputs: LossInputs, logprobs_N: Tensor, found: UpdateStats) -> Non
     trainer_N = logprobs_N if inputs.old_logprobs_N is None else inputs.old_logprobs_N
     gap = (trainer_N - inputs.behavior_logprobs_N).abs().max()
     found.max_gap = gap if found.max_gap is None else torch.maximum(found.max_gap, gap)
+
+
+def largest(values: Iterable[float]) -> float | None:
+    """Return the maximum, or NaN if any value is NaN; None without values. Python's max depends on
+    the position of a NaN."""
+    seen = tuple(values)
+    if not seen:
+        return None
+    return math.nan if any(math.isnan(value) for value in seen) else max(seen)

@@ -3,6 +3,8 @@ away with."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +15,9 @@ from gyre.rewards.code.code import (
     read_tests,
     run_tests,
     same_output,
-    same_value,
     with_setup,
 )
+from gyre.rewards.code.values import same, wrap
 from gyre.rewards.sandbox.executors import Cell, choose_mode
 from gyre.rewards.sandbox.records import Limits, Program, ProgramResult
 
@@ -101,6 +103,11 @@ values = st.recursive(
     ),
     max_leaves=6,
 )
+
+
+def same_value(got: Any, wanted: Any, tolerance: float, *, loose: bool) -> bool:
+    """Compare two plain values as the judge compares what comes out of the sandbox."""
+    return same(wrap(got), wrap(wanted), tolerance, loose=loose)
 
 
 @given(values)

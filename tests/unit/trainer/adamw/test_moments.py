@@ -24,9 +24,8 @@ from gyre.planner.model_zoo import model_numbers
 from gyre.planner.plan import PlanInputs
 from gyre.trainer.adamw import adamw_8bit
 from gyre.trainer.adamw.adamw import Numbers, Span
-from gyre.trainer.adamw.adamw_8bit import CodedUpdate, _blank
+from gyre.trainer.adamw.adamw_8bit import Codec, CodedUpdate, _blank
 from gyre.trainer.adamw.blocks import BLOCK, block_layout, coded_first, is_coded
-from gyre.trainer.adamw.codec_8bit import Codec
 from gyre.trainer.optim.flat import FlatOptimizer, lay_out
 from gyre.weights.shards import ShardLayout, align, row_layout, slice_layout
 from planner_cases import assert_planned

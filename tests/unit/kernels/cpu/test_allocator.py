@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys, torch
-from gyre.kernels.allocator import keep_freed_memory
+from gyre.kernels.cpu.process import keep_freed_memory
 assert keep_freed_memory() is True
 def work():
     return [torch.ones(3_000_000) for _ in range(12)]
