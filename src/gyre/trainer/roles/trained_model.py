@@ -14,7 +14,6 @@ from torch import Tensor
 
 from gyre.core.events import Emit
 from gyre.core.records import Checkpointing, Projection, Tier
-from gyre.distributed.layout import whole_model
 from gyre.distributed.mesh import ModelSharding
 from gyre.memory.pools.cuda_vmm import find_driver
 from gyre.memory.pools.fixed import FixedPool
@@ -175,7 +174,6 @@ class TrainedModel:
         masters = hold(
             component=f"{self.name}.{'master' if optimizer.master_tensors() else 'params'}",
             prefix=f"{self.name}.master.",
-            model=whole_model(optimizer.layout.shapes),
             layout=optimizer.layout,
             dtype=torch.float32,
             tensors={name: tensor.detach() for name, tensor in optimizer.masters().items()},
@@ -184,14 +182,12 @@ class TrainedModel:
             hold(
                 component=f"{self.name}.optimizer",
                 prefix=f"{self.name}.{field.name}.",
-                model=whole_model(layout.shapes),
-                layout=layout,
+                layout=optimizer.field_layout(field),
                 dtype=field.dtype,
                 tensors={"flat": optimizer.moments[field.name]},
                 cut=lambda flat, field=field: optimizer.field_runs(field, flat["flat"]),
             )
             for field in optimizer.fields
-            for layout in [optimizer.field_layout(field)]
         ]
         return [masters, *moments]
 
