@@ -113,7 +113,8 @@ class Holding:
     component: str
     prefix: str  # of the tensors' names in a snapshot
     layout: ShardLayout
-    rank: int  # within the layout
+    rank: int  # on the shard axis of the layout
+    tensor_rank: int
     sharers: RankGroup  # the ranks that hold the same
     dtype: torch.dtype
     # this rank's runs by bare name, or what `cut` makes them of; all have a storage
@@ -122,7 +123,6 @@ class Holding:
     cut: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
     # takes numbers of any floating dtype, and rounds what `dtype` cannot hold
     converts: bool = False
-    tensor_rank: int = 0
 
     def kinds(self) -> dict[str, Kind]:
         """Return the kinds of the whole tensors."""

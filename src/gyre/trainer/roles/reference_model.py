@@ -101,6 +101,7 @@ class Reference:
                 prefix=prefix,
                 layout=self._layout,
                 rank=self._split.rank,
+                tensor_rank=self._split.mesh.tensor.rank,
                 dtype=dtype,
                 tensors=tensors,
                 # a run may go on in another dtype, as the actor's masters may

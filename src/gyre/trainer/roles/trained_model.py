@@ -31,6 +31,7 @@ from gyre.trainer.optim.sharded import RowOptimizer, SlicedOptimizer
 from gyre.trainer.parallelize.float8_gather import float8_projections, float8_shard, share_amaxes
 from gyre.trainer.parallelize.sharded_module import begin_chunk, is_sharded, local_tensors, reshard
 from gyre.trainer.roles.materialize import cut_weights, fill_whole, is_blank, place_constants
+from gyre.weights.boxes import local_source
 from gyre.weights.tensor_source import TensorSource, fill
 
 HEAD_PREFIX = "scalar_head."
@@ -95,6 +96,7 @@ class TrainedModel:
         self.weights_changed()
 
     def _fill(self, weights: TensorSource) -> None:
+        weights = local_source(weights, self.optimizer.layout.model, self.split.mesh.tensor.rank)
         if self.split.shards_weights:
             fill(local_tensors(self.decoder), self.optimizer.places, weights, dtype=self.dtype)
         else:
@@ -169,7 +171,10 @@ class TrainedModel:
         self.home.check()
         optimizer, split = self.optimizer, self.split
         hold = partial(
-            Holding, rank=split.mesh.shard.rank, sharers=sharers(optimizer.layout, split.mesh)
+            Holding,
+            rank=split.mesh.shard.rank,
+            tensor_rank=split.mesh.tensor.rank,
+            sharers=sharers(optimizer.layout, split.mesh),
         )
         masters = hold(
             component=f"{self.name}.{'master' if optimizer.master_tensors() else 'params'}",
