@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gyre.core.rounding import ceil_div, round_up
 from gyre.distributed.layout import BoxRun, ModelLayout, whole_model
@@ -51,12 +51,15 @@ class ShardLayout:
     def owned(self, holder: int) -> Iterator[tuple[str, BoxRun, int]]:
         """Yield (tensor, its run, where the run begins in the flat buffer) of all that a holder
         has and no lower one. The holders together own each number once."""
-        model = self.model
-        shard, tensor_rank = divmod(holder, len(model.ranks))
+        shard, tensor_rank = divmod(holder, self.num_holders // len(self.ranks))
         for name, place in self.ranks[shard].items():
             if shard and place == self.ranks[0][name]:
                 continue  # the same whole tensor, or nothing at all
-            for run, at, owner in model.runs(tensor_rank, name, place.start, place.stop):
+            if self.table is None:  # at once, since each gather plans with every run
+                if place.start < place.stop:
+                    yield name, BoxRun(start=place.start, stop=place.stop), place.at
+                continue
+            for run, at, owner in self.table.runs(tensor_rank, name, place.start, place.stop):
                 if owner == tensor_rank:
                     yield name, run, place.at + at - place.start
 
@@ -162,9 +165,12 @@ def plan_gather(layout: ShardLayout, *, numbers_per_bucket: int) -> tuple[Gather
             while start < run.stop:
                 index, offset = divmod(at, step)
                 count = min(run.stop - start, step - offset)
-                part = replace(run, start=start, stop=start + count)
-                landing = Landing(rank=rank, name=name, run=part, at=at, offset=offset)
-                landings[index].append(landing)
+                part = run
+                if count < run.stop - run.start:
+                    part = BoxRun(start=start, stop=start + count, columns=run.columns)
+                landings[index].append(
+                    Landing(rank=rank, name=name, run=part, at=at, offset=offset)
+                )
                 start, at = start + count, at + count
     return tuple(
         GatherBucket(size=min(step, layout.size - index * step), landings=tuple(found))
