@@ -195,8 +195,8 @@ def gradients(
         runs = gather_runs(
             optimizer.layout, optimizer.runs(own_N), group=optimizer.mesh.shard, dtype=torch.float32
         )
-        for run in runs:
-            joined[run.name].view(-1)[run.start : run.stop].copy_(run.values_N)
+        for name, run, values_N in runs:
+            joined[name].view(-1)[run.start : run.stop].copy_(values_N)
         found |= {f"{learner.name}.{name}": tensor.numpy() for name, tensor in joined.items()}
     return found, norms
 

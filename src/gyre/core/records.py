@@ -289,10 +289,11 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A run of one tensor, and the rank that has it."""
+    """A run of one tensor, or of some of its columns, and the rank that has it."""
 
-    start: int  # numbers of the row-major tensor: [start, stop)
+    start: int  # numbers of the columns, row by row: [start, stop)
     stop: int
+    columns: tuple[int, int] | None = None  # [first, last); None for all of them
     owner: int = 0  # rank in the publisher's group; the lowest of those that have the run
     # 16 hex digits of blake2b over the bytes; None where the receiver reads the same storage, or
     # where ranks gather the run from each other

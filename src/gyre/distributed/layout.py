@@ -76,6 +76,18 @@ class BoxRun:
         low = max(self.start, low)
         return low, max(low, min(self.stop, high))
 
+    def whole_runs(self, num_columns: int) -> Iterator[tuple[int, int, int]]:
+        """Yield [start, stop) of the row-major tensor, and the offset in this run, of each stretch:
+        one of all columns, otherwise one a row."""
+        if self.columns is None:
+            yield self.start, self.stop, 0
+            return
+        for part, offset in self.rectangles(num_columns):
+            width = part.right - part.left
+            for row in range(part.row, part.end_row):
+                start = row * num_columns + part.left
+                yield start, start + width, offset + (row - part.row) * width
+
     def rectangles(self, num_columns: int) -> Iterator[tuple[Rectangle, int]]:
         """Yield the rectangles that the run consists of, at most three, each with its offset in the
         run. `num_columns` is the whole tensor's."""
@@ -100,6 +112,15 @@ class ModelLayout:
     shapes: Mapping[str, tuple[int, ...]]
     local_shapes: Mapping[str, tuple[int, ...]]
     ranks: tuple[Mapping[str, tuple[Box, ...]], ...]
+
+    def of(self, names: Iterable[str]) -> ModelLayout:
+        """Return the table of some of the tensors."""
+        names = list(names)
+        return ModelLayout(
+            shapes={name: self.shapes[name] for name in names},
+            local_shapes={name: self.local_shapes[name] for name in names},
+            ranks=tuple({name: boxes[name] for name in names} for boxes in self.ranks),
+        )
 
     def runs(
         self, rank: int, name: str, start: int, stop: int

@@ -8,7 +8,7 @@ TensorSource of local tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -40,6 +40,15 @@ def copy_common(
                 home_RC.copy_(_cut(values_N, of_at, of, common))
                 copied += home_RC.numel()
     return copied
+
+
+def views(whole: Tensor, run: BoxRun) -> Iterator[Tensor]:
+    """Yield views of a contiguous whole tensor that are the run's numbers, in order."""
+    if run.columns is None:
+        yield whole.view(-1)[run.start : run.stop]
+        return
+    for part, _ in run.rectangles(whole.shape[1]):
+        yield whole[part.row : part.end_row, part.left : part.right]
 
 
 def _cut(values_N: Tensor, at: int, held: Rectangle, wanted: Rectangle) -> Tensor:

@@ -10,25 +10,25 @@ these two exist beside the shards and the destination.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gyre.distributed.layout import BoxRun
 from gyre.distributed.process_group import RankGroup
+from gyre.weights.boxes import views
 from gyre.weights.shards import GatherBucket, Shape, ShardLayout, plan_gather
 
 BUCKET_BYTES = 256 << 20
 
 
 class TensorRun(NamedTuple):
-    """Numbers [start, stop) of the row-major tensor `name`. `values_N` is valid until the next one
-    is asked for."""
+    """A run of the whole tensor `name`. `values_N` is valid until the next one is asked for."""
 
     name: str
-    start: int
-    stop: int
+    run: BoxRun
     values_N: Tensor
 
 
@@ -55,7 +55,9 @@ def _gather_lists(
     bucket_bytes: int,
 ) -> Iterator[list[TensorRun]]:
     """Yield the runs of each bucket in turn, valid until the next one is asked for."""
-    assert len(layout.ranks) == group.size, f"{len(layout.ranks)} shards in a group of {group.size}"
+    assert layout.num_holders == group.size, (
+        f"{layout.num_holders} shards in a group of {group.size}"
+    )
     if group.size == 1:
         for run in local_runs(layout, local, rank=0, dtype=dtype):
             yield [run]
@@ -82,19 +84,15 @@ class _Slot:
     @torch.no_grad()
     def begin(self, bucket: GatherBucket, layout: ShardLayout, local: Mapping[str, Tensor]) -> None:
         """Round this rank's numbers and begin to all-gather them."""
-        own, rank = layout.ranks[self._group.rank], self._group.rank
+        rank = self._group.rank
+        own = layout.ranks[rank * len(layout.ranks) // layout.num_holders]
         homes, runs = [], []
         for landing in bucket.landings:
-            place = own[landing.name]
-            # or every rank has it whole
-            if landing.rank == rank or place == layout.ranks[landing.rank][landing.name]:
-                count = landing.stop - landing.start
+            if landing.rank == rank:
+                count, first = landing.run.stop - landing.run.start, own[landing.name].at
                 homes.append(self._sent_N[landing.offset : landing.offset + count])
-                runs.append(
-                    local[landing.name].reshape(-1)[
-                        landing.start - place.start : landing.stop - place.start
-                    ]
-                )
+                held_N = local[landing.name].reshape(-1)
+                runs.append(held_N[landing.at - first : landing.at - first + count])
         if homes:
             torch._foreach_copy_(homes, runs)
         self._wait = self._group.begin_all_gather(self._joined(bucket), self._sent_N[: bucket.size])
@@ -105,8 +103,8 @@ class _Slot:
         joined_SN, found = self._joined(bucket), []
         for landing in bucket.landings:
             at = landing.rank * bucket.size + landing.offset
-            values_N = joined_SN[at : at + landing.stop - landing.start]
-            found.append(TensorRun(landing.name, landing.start, landing.stop, values_N))
+            values_N = joined_SN[at : at + landing.run.stop - landing.run.start]
+            found.append(TensorRun(landing.name, landing.run, values_N))
         return found
 
     def _joined(self, bucket: GatherBucket) -> Tensor:
@@ -116,12 +114,22 @@ class _Slot:
 def local_runs(
     layout: ShardLayout, local: Mapping[str, Tensor], *, rank: int, dtype: torch.dtype
 ) -> Iterator[TensorRun]:
-    """Yield what one rank holds, in place, without communication."""
+    """Yield what one shard rank holds of local tensors, in place, without communication."""
     for name, place in layout.ranks[rank].items():
         if place.start < place.stop:
-            yield TensorRun(
-                name, place.start, place.stop, local[name].detach().reshape(-1).to(dtype)
-            )
+            run = BoxRun(start=place.start, stop=place.stop)
+            yield TensorRun(name, run, local[name].detach().reshape(-1).to(dtype))
+
+
+def write_runs(tensors: Mapping[str, Tensor], runs: Iterable[TensorRun]) -> None:
+    """Write runs into contiguous whole tensors."""
+    homes, values = [], []
+    for name, run, values_N in runs:
+        for home in views(tensors[name].detach(), run):
+            homes.append(home)
+            values.append(values_N[: home.numel()].view(home.shape))
+            values_N = values_N[home.numel() :]
+    torch._foreach_copy_(homes, values)
 
 
 class ShardSource(Mapping[str, Tensor]):
@@ -178,17 +186,15 @@ class ShardSource(Mapping[str, Tensor]):
         """Write the whole version into contiguous tensors of any dtype and device, and return the
         bytes written. All ranks of the group take part; one that wants nothing gives an empty
         mapping. `before_write` gets the runs of each bucket before they overwrite anything."""
-        flat = {name: tensor.detach().view(-1) for name, tensor in destination.items()}
         for name, tensor in destination.items():
-            assert tuple(tensor.shape) == tuple(self.layout.shapes[name]), (
+            assert tuple(tensor.shape) == tuple(self.layout.model.shapes[name]), (
                 f"{name}: {tuple(tensor.shape)}"
             )
-        assert not flat or flat.keys() == self.layout.shapes.keys(), sorted(
-            flat.keys() ^ self.layout.shapes.keys()
+        assert not destination or destination.keys() == self.layout.shapes.keys(), sorted(
+            destination.keys() ^ self.layout.shapes.keys()
         )
         for runs in _gather_lists(self.layout, self._local, self._group, self.dtype, bucket_bytes):
-            if flat:
+            if destination:
                 before_write(runs)
-                homes = [flat[run.name][run.start : run.stop] for run in runs]
-                torch._foreach_copy_(homes, [run.values_N for run in runs])
-        return sum(tensor.numel() * tensor.element_size() for tensor in flat.values())
+                write_runs(destination, runs)
+        return sum(tensor.numel() * tensor.element_size() for tensor in destination.values())

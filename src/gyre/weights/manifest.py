@@ -48,20 +48,22 @@ def make_manifest(
 
 
 def shard_entries(layout: ShardLayout, dtype: torch.dtype) -> tuple[TensorEntry, ...]:
-    """Describe sharded tensors, a segment for each rank that has a run of its own."""
+    """Describe whole tensors in shards, a segment for each run that a rank owns."""
+    segments: dict[str, list[Segment]] = {name: [] for name in layout.shapes}
+    for rank in range(layout.num_holders):
+        for name, run, _ in layout.owned(rank):
+            segments[name].append(
+                Segment(start=run.start, stop=run.stop, columns=run.columns, owner=rank)
+            )
     return tuple(
         TensorEntry(
             name=name,
             dtype=dtype_name(dtype),
             shape=tuple(shape),
             size_bytes=math.prod(shape) * dtype.itemsize,
-            segments=tuple(
-                Segment(start=place.start, stop=place.stop, owner=rank)
-                for rank, place in enumerate(places[name] for places in layout.ranks)
-                if rank == 0 or (place.start < place.stop and place != layout.ranks[0][name])
-            ),
+            segments=tuple(segments[name]),
         )
-        for name, shape in layout.shapes.items()
+        for name, shape in layout.model.shapes.items()
     )
 
 
@@ -89,12 +91,18 @@ def find_faults(manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _matches(entry: TensorEntry, tensor: Tensor) -> bool:
-    flat_N = tensor.detach().reshape(-1)
     return all(
-        segment.checksum is None
-        or checksum(flat_N[segment.start : segment.stop]) == segment.checksum
+        segment.checksum is None or checksum(_cut(tensor, segment)) == segment.checksum
         for segment in entry.segments
     )
+
+
+def _cut(tensor: Tensor, segment: Segment) -> Tensor:
+    """Return the numbers of a segment, flat."""
+    held = tensor.detach()
+    if segment.columns is not None:
+        held = held[:, slice(*segment.columns)]
+    return held.reshape(-1)[segment.start : segment.stop]
 
 
 def verify_manifest(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:

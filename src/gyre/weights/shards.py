@@ -2,17 +2,18 @@
 Out: a ShardLayout, and the plan by which whole tensors come back from it in pieces of bounded size.
 Pure.
 
-A rank keeps its numbers in one flat buffer. A shard is always a run of the row-major tensor, so any
-two layouts of a tensor are joined by cutting runs.
+A rank keeps its numbers in one flat buffer. A shard is always a run of the row-major local tensor;
+the layout table (`distributed.layout`) says which runs of the whole tensor these numbers are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from gyre.core.rounding import ceil_div, round_up
+from gyre.distributed.layout import BoxRun, ModelLayout, whole_model
 
 ALIGN = 16  # numbers; every tensor of a flat buffer starts on a 64-byte line of float32
 Shape = tuple[int, ...]
@@ -29,11 +30,38 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLayout:
-    """Who holds what. Tensors that are not sharded have the same whole Place on every rank."""
+    """Who holds what. Tensors that are not sharded have the same whole Place on every rank. Over
+    tensor ranks these are local tensors, and `table` says where they lie in the whole ones."""
 
     shapes: Mapping[str, Shape]
-    ranks: tuple[Mapping[str, Place], ...]
+    ranks: tuple[Mapping[str, Place], ...]  # of the shard axis
     size: int  # numbers of a rank's flat buffer, alike on all ranks
+    table: ModelLayout | None = None  # None: one tensor rank, whose tensors are whole
+
+    @property
+    def model(self) -> ModelLayout:
+        """The table of the whole tensors."""
+        return whole_model(self.shapes) if self.table is None else self.table
+
+    @property
+    def num_holders(self) -> int:
+        """The ranks that hold one copy of the whole tensors together: shard × tensor."""
+        return len(self.ranks) * (1 if self.table is None else len(self.table.ranks))
+
+    def owned(self, holder: int) -> Iterator[tuple[str, BoxRun, int]]:
+        """Yield (tensor, its run, where the run begins in the flat buffer) of all that a holder
+        has and no lower one. The holders together own each number once."""
+        shard, tensor_rank = divmod(holder, self.num_holders // len(self.ranks))
+        for name, place in self.ranks[shard].items():
+            if shard and place == self.ranks[0][name]:
+                continue  # the same whole tensor, or nothing at all
+            if self.table is None:  # at once, since each gather plans with every run
+                if place.start < place.stop:
+                    yield name, BoxRun(start=place.start, stop=place.stop), place.at
+                continue
+            for run, at, owner in self.table.runs(tensor_rank, name, place.start, place.stop):
+                if owner == tensor_rank:
+                    yield name, run, place.at + at - place.start
 
     def of(self, names: Collection[str]) -> ShardLayout:
         """Return the layout of some of the tensors, in the same buffers."""
@@ -41,6 +69,7 @@ class ShardLayout:
             shapes={name: self.shapes[name] for name in names},
             ranks=tuple({name: places[name] for name in names} for places in self.ranks),
             size=self.size,
+            table=None if self.table is None else self.table.of(names),
         )
 
 
@@ -48,10 +77,10 @@ class ShardLayout:
 class Landing:
     """Numbers of a bucket that belong to a tensor."""
 
-    rank: int
+    rank: int  # holder
     name: str
-    start: int  # numbers of the row-major tensor
-    stop: int
+    run: BoxRun
+    at: int  # in the holder's flat buffer
     offset: int  # within what the rank sends
 
 
@@ -127,27 +156,22 @@ def slice_layout(
 
 def plan_gather(layout: ShardLayout, *, numbers_per_bucket: int) -> tuple[GatherBucket, ...]:
     """Cut the ranks' flat buffers into runs, so that a bucket of all ranks holds at most about
-    `numbers_per_bucket`. Tensors that are not sharded land once, from rank 0."""
-    step = max(ALIGN, numbers_per_bucket // len(layout.ranks))
+    `numbers_per_bucket`. What several ranks hold lands once, from the lowest."""
+    step = max(ALIGN, numbers_per_bucket // layout.num_holders)
     landings: list[list[Landing]] = [[] for _ in range(0, layout.size, step)]
-    for rank, places in enumerate(layout.ranks):
-        for name, place in places.items():
-            if rank and place == layout.ranks[0][name]:
-                continue  # the same whole tensor, or nothing at all
-            shift, first, last = (
-                place.start - place.at,
-                place.at,
-                place.at + place.stop - place.start,
-            )
-            while first < last:
-                index, offset = divmod(first, step)
-                stop = min(last, (index + 1) * step)
+    for rank in range(layout.num_holders):
+        for name, run, at in layout.owned(rank):
+            start = run.start
+            while start < run.stop:
+                index, offset = divmod(at, step)
+                count = min(run.stop - start, step - offset)
+                part = run
+                if count < run.stop - run.start:
+                    part = BoxRun(start=start, stop=start + count, columns=run.columns)
                 landings[index].append(
-                    Landing(
-                        rank=rank, name=name, start=first + shift, stop=stop + shift, offset=offset
-                    )
+                    Landing(rank=rank, name=name, run=part, at=at, offset=offset)
                 )
-                first = stop
+                start, at = start + count, at + count
     return tuple(
         GatherBucket(size=min(step, layout.size - index * step), landings=tuple(found))
         for index, found in enumerate(landings)

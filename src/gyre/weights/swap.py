@@ -18,6 +18,8 @@ from torch import Tensor
 
 from gyre.core.events import Emit
 from gyre.core.records import Manifest
+from gyre.distributed.layout import BoxRun
+from gyre.weights.boxes import views
 from gyre.weights.buckets import Bucket, plan_buckets
 from gyre.weights.gather import ShardSource, TensorRun
 from gyre.weights.manifest import dtype_name, verify_manifest
@@ -200,14 +202,14 @@ class GatherOver:
         self, version: int, shards: ShardSource, own: Mapping[str, Tensor], *, emit: Emit
     ) -> None:
         self._version, self._shards, self._own, self._emit = version, shards, own, emit
-        self._kept: dict[str, Tensor] = {}  # flat, by name
-        self._written: list[tuple[str, int, int]] = []
+        self._kept: dict[str, Tensor] = {}
+        self._written: list[tuple[str, BoxRun]] = []
 
     @torch.no_grad()
     def run(self) -> None:
         assert not self._written, "this swap has run already"
         self._kept = {
-            name: torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             for name, tensor in self._own.items()
         }
         size_bytes = self._shards.gather_into(self._own, before_write=self._keep)
@@ -218,8 +220,10 @@ class GatherOver:
 
     @torch.no_grad()
     def undo(self) -> None:
-        for name, start, stop in self._written:
-            self._own[name].view(-1)[start:stop].copy_(self._kept[name][start:stop])
+        for name, run in self._written:
+            homes = views(self._own[name], run)
+            for own, kept in zip(homes, views(self._kept[name], run), strict=True):
+                own.copy_(kept)
         self.settle()
 
     def settle(self) -> None:
@@ -227,10 +231,10 @@ class GatherOver:
         self._kept.clear()
 
     def _keep(self, runs: list[TensorRun]) -> None:
-        kept = [self._kept[run.name][run.start : run.stop] for run in runs]
-        own = [self._own[run.name].view(-1)[run.start : run.stop] for run in runs]
+        kept = [view for name, run, _ in runs for view in views(self._kept[name], run)]
+        own = [view for name, run, _ in runs for view in views(self._own[name], run)]
         torch._foreach_copy_(kept, own)
-        self._written += [(run.name, run.start, run.stop) for run in runs]
+        self._written += [(name, run) for name, run, _ in runs]
 
 
 def _check_alike(staged: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:

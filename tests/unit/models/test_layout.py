@@ -4,6 +4,7 @@ other; a rank's local tensors are those of a smaller model."""
 from __future__ import annotations
 
 import math
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -12,8 +13,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gyre.core.errors import ConfigError
+from gyre.core.errors import ConfigError, SnapshotError
 from gyre.distributed.layout import Box, BoxRun, ModelLayout, find_gap, whole_model
+from gyre.models.decoder import Decoder
+from gyre.models.hub.checkpoint import Checkpoint
+from gyre.models.hub.export import export_hub, export_runs
+from gyre.models.hub.verify import verify_runs
 from gyre.models.init import FreshWeights
 from gyre.models.layout import local_spec, model_layout
 from gyre.models.spec import ModelSpec
@@ -185,6 +190,37 @@ def test_fresh_weights_are_the_same_numbers_at_any_layout(case, seed):
                 assert torch.equal(local[box.at : box.at + box.rows], cut)
                 rest[box.at : box.at + box.rows] = False
             assert (local[rest] == 0).all()  # padding
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_an_export_has_the_same_bytes_at_any_layout(tmp_path, num_ranks, num_shards):
+    spec = spec_of("qwen2", num_heads=8, num_kv_heads=2, vocab_size=13)
+    whole = numbered(spec)
+    runs = write(whole, model_layout(spec, num_ranks), num_shards)
+    given = {"dtype": torch.bfloat16, "tokenizer_files": None}
+    export_runs(spec, lambda: reversed(runs), tmp_path / "cut", **given)
+    decoder = Decoder(spec, device=torch.device("cpu"), dtype=torch.float32)
+    for name, parameter in decoder.named_parameters():
+        parameter.data.copy_(whole[name])
+    export_hub(decoder, tmp_path / "whole", **given)
+    files = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "cut").iterdir())
+    for name in files:
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    verify_runs(tmp_path / "cut", spec, runs)
+    changed = [(name, run, values_N + 512.0) for name, run, values_N in runs if "down" in name]
+    with pytest.raises(SnapshotError, match=r"layers\.0\.down\.weight is not that of the model"):
+        verify_runs(tmp_path / "cut", spec, changed)
+    with closing(Checkpoint(tmp_path / "cut")) as checkpoint:
+        for rank in range(num_ranks):
+            source = local_source(checkpoint, model_layout(spec, num_ranks), rank)
+            direct = local_source(LiveTensors(whole), model_layout(spec, num_ranks), rank)
+            for name, shape in source.shapes.items():
+                read, wanted = torch.empty(shape), torch.empty(shape)
+                source.read(name, 0, read.numel(), read.view(-1))
+                direct.read(name, 0, read.numel(), wanted.view(-1))
+                assert torch.equal(read, wanted.bfloat16().float())
 
 
 @given(specs(), RANKS)

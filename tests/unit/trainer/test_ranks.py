@@ -12,6 +12,7 @@ import torch
 
 from fsdp_cases import freed_between_passes, gathered_dtypes, order_of_collectives, waits
 from gyre.core.errors import SnapshotError
+from gyre.distributed.layout import BoxRun
 from gyre.models.hub.load import load_hub, verify_export
 from gyre.models.hub.verify import verify_runs
 from trainer_cases import OBJECTIVES, whole_tensors
@@ -468,7 +469,10 @@ def test_an_export_streams_from_the_shards(ranks, tmp_path):
     stored = {name: file for file in files for name in safetensors.torch.load_file(file)}
     assert {name: file.name for name, file in stored.items()} == index
     verify_export(folder, decoder)
-    runs = [(name, 0, p.numel(), p.detach().view(-1)) for name, p in decoder.named_parameters()]
+    runs = [
+        (name, BoxRun(start=0, stop=p.numel()), p.detach().view(-1))
+        for name, p in decoder.named_parameters()
+    ]
     verify_runs(folder, spec, runs)
     with torch.no_grad():
         decoder.get_parameter("layers.1.down.weight")[3, 5] += 1

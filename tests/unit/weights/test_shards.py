@@ -7,6 +7,7 @@ import itertools
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,10 +16,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gyre.core.errors import ConfigError
+from gyre.core.records import Manifest
 from gyre.distributed.config import ParallelConfig
+from gyre.distributed.layout import BoxRun, find_gap
 from gyre.distributed.mesh import Splitter, shard_size
 from gyre.distributed.process_group import RankGroup, alone
-from gyre.weights.gather import ShardSource
+from gyre.models.layout import model_layout
+from gyre.weights.boxes import local_source, views
+from gyre.weights.gather import ShardSource, TensorRun, write_runs
+from gyre.weights.manifest import checksum, find_faults, shard_entries
 from gyre.weights.shards import (
     ALIGN,
     ShardLayout,
@@ -28,6 +34,9 @@ from gyre.weights.shards import (
     slice_layout,
     whole_layout,
 )
+from gyre.weights.swap import GatherOver
+from gyre.weights.tensor_source import LiveTensors, fill
+from layout_cases import numbered, spec_of
 
 SHAPES = st.lists(
     st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6
@@ -92,26 +101,30 @@ def test_what_is_gathered_is_what_was_there(case, numbers_per_bucket):
     at = 0
     for bucket in plan_gather(layout, numbers_per_bucket=numbers_per_bucket):
         assert bucket.size <= step
-        low = (
-            bucket.landings[0].start
-            - layout.ranks[bucket.landings[0].rank][bucket.landings[0].name].start
-        )
-        low += (
-            layout.ranks[bucket.landings[0].rank][bucket.landings[0].name].at
-            - bucket.landings[0].offset
-        )
+        low = bucket.landings[0].at - bucket.landings[0].offset
         assert low >= at
         at = low + bucket.size
         for landing in bucket.landings:
-            got = buffers[landing.rank][
-                low + landing.offset : low + landing.offset + landing.stop - landing.start
-            ]
-            assert np.isnan(back[landing.name][landing.start : landing.stop]).all(), (
-                "a number lands once"
-            )
-            back[landing.name][landing.start : landing.stop] = got
+            start, stop = landing.run.start, landing.run.stop
+            assert landing.run.columns is None and landing.at == low + landing.offset
+            place = layout.ranks[landing.rank][landing.name]
+            assert landing.at - place.at == start - place.start
+            got = buffers[landing.rank][landing.at : landing.at + stop - start]
+            assert np.isnan(back[landing.name][start:stop]).all(), "a number lands once"
+            back[landing.name][start:stop] = got
     for name, values in whole.items():
         np.testing.assert_array_equal(back[name], values)
+
+
+@given(layouts())
+def test_one_tensor_rank_is_registered_in_runs_of_whole_tensors(case):
+    layout, replicated = case
+    for entry in shard_entries(layout, torch.float32):
+        held = [(rank, places[entry.name]) for rank, places in enumerate(layout.ranks)]
+        runs = [(rank, p.start, p.stop) for rank, p in held if p.start < p.stop]
+        runs = runs[:1] if entry.name in replicated else runs
+        assert [(s.owner, s.start, s.stop) for s in entry.segments] == runs
+        assert all(s.columns is None and s.checksum is None for s in entry.segments)
 
 
 @given(SHAPES, st.integers(1, 6))
@@ -199,6 +212,108 @@ def test_a_bucket_travels_while_the_one_before_is_written(case, bucket_bytes):
     for index in range(count):
         in_order += ([("begin", index + 1)] if index + 1 < count else []) + [("end", index)]
     assert wire.log == in_order
+
+
+def held_by(layout: ShardLayout, whole: dict[str, torch.Tensor], rank: int):
+    """What one rank of shard × tensor holds of whole tensors."""
+    shard, tensor_rank = divmod(rank, len(layout.model.ranks))
+    places = layout.ranks[shard]
+    own = {name: torch.empty(place.stop - place.start) for name, place in places.items()}
+    source = local_source(LiveTensors(whole), layout.model, tensor_rank)
+    fill(own, places, source, dtype=torch.float32)
+    return own
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.sampled_from(["qwen2", "qwen3"]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 3),
+    st.integers(1, 400),
+)
+def test_whole_tensors_come_back_from_tensor_ranks(family, num_tensor_ranks, num_shards, bucket):
+    """Gathered into an engine's tensors, and undone; the manifest's segments are what each rank
+    holds."""
+    spec = spec_of(family, num_heads=8, num_kv_heads=2, vocab_size=13)
+    whole, model = numbered(spec), model_layout(spec, num_tensor_ranks)
+    layout = replace(row_layout(model.local_shapes, num_ranks=num_shards), table=model)
+    size, wire = layout.num_holders, Wire(layout.num_holders)
+    assert size == num_tensor_ranks * num_shards
+    got = [{name: torch.full_like(tensor, -1.0) for name, tensor in whole.items()} for _ in "ab"]
+    undone = {name: tensor.clone() for name, tensor in got[0].items()}
+    swap = []
+
+    def gather(rank: int) -> None:
+        group = WiredGroup(wire, rank) if size > 1 else alone()
+        own = held_by(layout, whole, rank)
+        source = ShardSource(layout, own, group=group, dtype=torch.float32)
+        if rank == 0:
+            swap.append(GatherOver(1, source, got[0], emit=lambda kind, **fields: None))
+            swap[0].run()
+        else:
+            source.gather_into(got[1] if rank == 1 else {}, bucket_bytes=256 << 20)
+
+    with ThreadPoolExecutor(size) as threads:
+        list(threads.map(gather, range(size)))
+    assert all(torch.equal(got[0][name], tensor) for name, tensor in whole.items())
+    assert size == 1 or all(torch.equal(got[1][name], tensor) for name, tensor in whole.items())
+    swap[0].undo()
+    assert all(torch.equal(got[0][name], tensor) for name, tensor in undone.items())
+
+    back = {name: torch.full_like(tensor, torch.nan) for name, tensor in whole.items()}
+    flat = [flat_of(layout, held_by(layout, whole, rank), rank) for rank in range(size)]
+    for part in plan_gather(layout, numbers_per_bucket=bucket):
+        at = part.landings[0].at - part.landings[0].offset
+        for landing in part.landings:
+            assert landing.at == at + landing.offset
+            count = landing.run.stop - landing.run.start
+            values_N = flat[landing.rank][landing.at : landing.at + count]
+            assert not any(view.isfinite().any() for view in views(back[landing.name], landing.run))
+            write_runs(back, [TensorRun(landing.name, landing.run, values_N)])
+    assert all(torch.equal(back[name], tensor) for name, tensor in whole.items())
+
+
+def flat_of(layout: ShardLayout, own: dict[str, torch.Tensor], rank: int) -> torch.Tensor:
+    """A rank's flat buffer."""
+    flat = torch.full((layout.size,), torch.nan)
+    for name, place in layout.ranks[rank // len(layout.model.ranks)].items():
+        flat[place.at : place.at + place.stop - place.start] = own[name]
+    return flat
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 3))
+def test_a_manifest_names_the_box_and_owner_of_every_number(num_tensor_ranks, num_shards):
+    spec = spec_of("qwen2", num_heads=8, num_kv_heads=2, vocab_size=13)
+    whole, model = numbered(spec), model_layout(spec, num_tensor_ranks)
+    layout = replace(row_layout(model.local_shapes, num_ranks=num_shards), table=model)
+    entries = shard_entries(layout, torch.float32)
+    assert {entry.name: entry.shape for entry in entries} == spec.parameter_shapes()
+    summed = []
+    for entry in entries:
+        runs = [BoxRun(start=s.start, stop=s.stop, columns=s.columns) for s in entry.segments]
+        assert find_gap(entry.shape, runs) is None
+        cut = num_tensor_ranks > 1 and entry.name.endswith((".out.weight", ".down.weight"))
+        assert all((run.columns is not None) == cut for run in runs)
+        segments = []
+        for segment, run in zip(entry.segments, runs, strict=True):
+            own = held_by(layout, whole, segment.owner)[entry.name]
+            place = layout.ranks[segment.owner // num_tensor_ranks][entry.name]
+            at = next(
+                at - place.at
+                for name, owned, at in layout.owned(segment.owner)
+                if (name, owned) == (entry.name, run)
+            )
+            values_N = own[at : at + run.stop - run.start]
+            assert torch.equal(
+                torch.cat([view.reshape(-1) for view in views(whole[entry.name], run)]), values_N
+            )
+            segments.append(replace(segment, checksum=checksum(values_N)))
+        summed.append(replace(entry, segments=tuple(segments)))
+    manifest = Manifest(version=1, entries=tuple(summed), shared=False)
+    assert find_faults(manifest, whole) == []
+    changed = {**whole, "layers.0.down.weight": whole["layers.0.down.weight"].flip(1)}
+    assert find_faults(manifest, changed) == ["layers.0.down.weight does not match its checksum"]
 
 
 def test_one_process_gathers_from_itself():

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gyre.core.errors import InputError, SnapshotError
 from gyre.core.files import replacing_folder
+from gyre.distributed.layout import BoxRun
 from gyre.models.decoder import Decoder
 from gyre.models.hub.files import (
     CHECKSUMS_FILE,
@@ -36,8 +37,7 @@ from gyre.models.scalar_head import ScalarHead
 from gyre.models.spec import ModelSpec, hub_config_from_spec
 
 SHARD_BYTES = 5_000_000_000
-# our parameter; numbers [start, stop) of the row-major tensor; their values, flat
-Run = tuple[str, int, int, Tensor]
+Run = tuple[str, BoxRun, Tensor]  # our parameter; which of its numbers; their values, flat
 TORCH_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -55,7 +55,8 @@ def export_hub(
 
     def runs() -> Iterable[Run]:
         return (
-            (name, 0, p.numel(), p.detach().reshape(-1)) for name, p in decoder.named_parameters()
+            (name, BoxRun(start=0, stop=p.numel()), p.detach().reshape(-1))
+            for name, p in decoder.named_parameters()
         )
 
     export_runs(
@@ -131,8 +132,8 @@ def write_weights(
         )
         files[name] = [entries[i] for i in members]
     with HubTensors(folder, files, dtype) as tensors:
-        for name, start, stop, values_N in runs:
-            tensors.write(name, start, stop, values_N)
+        for name, run, values_N in runs:
+            tensors.write(name, run, values_N)
         sums = tensors.checksums()
     if len(shards) > 1:
         weight_map = {entry.hub_name: name for name, members in files.items() for entry in members}

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gyre.distributed.layout import BoxRun
 from gyre.models.names import HubEntry
 
 BLOCK_BYTES = 16 << 20
@@ -72,18 +73,18 @@ class HubTensors:
         while self._handles:
             os.close(self._handles.pop())
 
-    def write(self, name: str, start: int, stop: int, values_N: Tensor) -> None:
-        """Write numbers [start, stop) of our parameter to their positions."""
-        for handle, at, block_N in self._places(name, start, stop, values_N):
+    def write(self, name: str, run: BoxRun, values_N: Tensor) -> None:
+        """Write a run of our parameter's numbers to their positions."""
+        for handle, at, block_N in self._places(name, run, values_N):
             data, done = _bytes_of(block_N), 0
             while done < len(data):
                 done += os.pwrite(handle, data[done:], at + done)
 
-    def differs(self, name: str, start: int, stop: int, values_N: Tensor) -> bool:
+    def differs(self, name: str, run: BoxRun, values_N: Tensor) -> bool:
         """Return whether the files hold other bytes for these numbers."""
         return any(
             os.pread(handle, block_N.nbytes, at) != _bytes_of(block_N)
-            for handle, at, block_N in self._places(name, start, stop, values_N)
+            for handle, at, block_N in self._places(name, run, values_N)
         )
 
     def checksums(self) -> dict[str, str]:
@@ -124,9 +125,18 @@ class HubTensors:
             self._entries.setdefault(entry.name, []).append(entry)
 
     def _places(
-        self, name: str, start: int, stop: int, values_N: Tensor
+        self, name: str, run: BoxRun, values_N: Tensor
     ) -> Iterator[tuple[int, int, Tensor]]:
         """Yield (file, offset, values on the host) of a run, in blocks."""
+        if run.columns is not None:
+            values_N = values_N.cpu()  # once, since each row of the columns is a block
+        columns = torch.Size(self._entries[name][0].shape[1:]).numel()
+        for start, stop, at in run.whole_runs(columns):
+            yield from self._blocks(name, start, stop, values_N[at : at + stop - start])
+
+    def _blocks(
+        self, name: str, start: int, stop: int, values_N: Tensor
+    ) -> Iterator[tuple[int, int, Tensor]]:
         item, step = self._dtype.itemsize, BLOCK_BYTES // self._dtype.itemsize
         for entry in self._entries[name]:
             row = torch.Size(entry.shape[1:]).numel()

@@ -41,8 +41,8 @@ def verify_runs(folder: str | Path, spec: ModelSpec, runs: Iterable[Run]) -> Non
         raise SnapshotError(f"export {folder} is of another model: {what}", hint="export again")
     changed: dict[str, None] = {}
     with HubTensors(folder, _files_of(folder, entries), dtype, new=False) as tensors:
-        for name, start, stop, values_N in runs:
-            if tensors.differs(name, start, stop, values_N):
+        for name, run, values_N in runs:
+            if tensors.differs(name, run, values_N):
                 changed[name] = None
     if changed:
         raise SnapshotError(

@@ -39,6 +39,7 @@ def check_codes(model: str, shapes: Iterable[Shape]) -> None:
 
 def block_layout(layout: ShardLayout) -> ShardLayout:
     """Return the layout of blocks over ranks that hold whole blocks of all the tensors."""
+    assert layout.table is None, "blocks are of whole tensors"
     return ShardLayout(
         shapes={name: (shape[0], shape[1] // BLOCK) for name, shape in layout.shapes.items()},
         ranks=tuple(

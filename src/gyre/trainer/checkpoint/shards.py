@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import SnapshotError
-from gyre.distributed.layout import BoxRun, Columns, ModelLayout
+from gyre.distributed.layout import BoxRun, Columns
 from gyre.distributed.mesh import Mesh
 from gyre.distributed.process_group import RankGroup
 from gyre.weights.boxes import copy_common, fill_local
@@ -112,9 +112,9 @@ class Holding:
 
     component: str
     prefix: str  # of the tensors' names in a snapshot
-    model: ModelLayout  # of the tensor ranks
-    layout: ShardLayout  # of a tensor rank's local tensors
-    rank: int  # within the layout
+    layout: ShardLayout
+    rank: int  # on the shard axis of the layout
+    tensor_rank: int
     sharers: RankGroup  # the ranks that hold the same
     dtype: torch.dtype
     # this rank's runs by bare name, or what `cut` makes them of; all have a storage
@@ -123,11 +123,10 @@ class Holding:
     cut: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
     # takes numbers of any floating dtype, and rounds what `dtype` cannot hold
     converts: bool = False
-    tensor_rank: int = 0
 
     def kinds(self) -> dict[str, Kind]:
         """Return the kinds of the whole tensors."""
-        shapes = self.model.shapes
+        shapes = self.layout.model.shapes
         return {
             self.prefix + name: Kind(dtype=self.dtype, shape=tuple(shape))
             for name, shape in shapes.items()
@@ -159,12 +158,12 @@ class Holding:
         """Return the parts that this rank saves. `readable` contains `named` where the bytes can be
         read now."""
         values = self.cut({name: readable[self.prefix + name] for name in self.tensors})
-        found = []
+        found, model = [], self.layout.model
         for name, run, at in self._saved_runs():
             at -= self._places[name].start
             part = Part(
                 name=self.prefix + name,
-                shape=tuple(self.model.shapes[name]),
+                shape=tuple(model.shapes[name]),
                 start=run.start,
                 values_N=values[name].reshape(-1)[at : at + run.stop - run.start],
                 columns=run.columns,
@@ -182,18 +181,20 @@ class Holding:
         mine = own_runs(
             self.layout, self.rank, copy=self.sharers.rank, num_copies=self.sharers.size
         )
+        model = self.layout.model
         for name, (start, stop) in mine.items():
-            for run, at, owner in self.model.runs(self.tensor_rank, name, start, stop):
+            for run, at, owner in model.runs(self.tensor_rank, name, start, stop):
                 if owner == self.tensor_rank:
                     yield name, run, at
 
     @torch.no_grad()
     def load(self, source: PartSource) -> None:
         """Overwrite this rank's runs, which are on the device."""
+        model = self.layout.model
         for name, tensor in self.cut(self.tensors).items():
             read = partial(source.read, self.prefix + name)
             start, flat_N = self._places[name].start, tensor.view(-1)
-            fill_local(self.model, self.tensor_rank, name, start, flat_N, read)
+            fill_local(model, self.tensor_rank, name, start, flat_N, read)
 
     @property
     def _places(self) -> Mapping[str, Place]:

@@ -23,6 +23,7 @@ from gyre.trainer.config import refuse_cut
 from gyre.trainer.offload.weight_stream import WeightStream, carve, room_bytes
 from gyre.trainer.optim.flat import move_in
 from gyre.trainer.parallelize.sharded_module import local_tensors
+from gyre.weights.boxes import local_source
 from gyre.weights.shards import ShardLayout, row_layout
 from gyre.weights.tensor_source import TensorSource, fill, whole_places
 
@@ -75,7 +76,8 @@ def start_frozen(decoder: Decoder, split: ModelSharding, weights: TensorSource |
     elif blank:
         make_storage(decoder, split.mesh.device)
     if weights is not None:
-        fill(local_tensors(decoder), layout.ranks[split.rank], weights, dtype=dtype)
+        source = local_source(weights, layout.model, split.mesh.tensor.rank)
+        fill(local_tensors(decoder), layout.ranks[split.rank], source, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,8 @@ def start_away(
         move_in(parameter, room)
     place_constants(decoder, device)
     if weights is not None:
-        fill_whole(decoder, weights)
+        layout = frozen_layout(decoder, split)
+        fill_whole(decoder, local_source(weights, layout.model, split.mesh.tensor.rank))
     return Away(buffer, WeightStream(decoder, head, device))
 
 

@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gyre.distributed.layout import whole_model
 from gyre.distributed.mesh import ModelSharding
 from gyre.memory.pools.fixed import FixedPool
 from gyre.memory.pools.storage import StoragePool
@@ -73,22 +72,22 @@ class Reference:
         runs = local_runs(layout, masters, rank=actor.mesh.shard.rank, dtype=torch.float32)
         if not same:
             runs = gather_runs(layout, masters, group=actor.mesh.shard, dtype=torch.float32)
-        for run in runs:
-            place = places[run.name]
+        for name, run, gathered_N in runs:
+            place = places[name]
             first, last = max(run.start, place.start), min(run.stop, place.stop)
             if first >= last:
                 continue
-            values_N = run.values_N[first - run.start : last - run.start]
+            values_N = gathered_N[first - run.start : last - run.start]
             at = slice(first - place.start, last - place.start)
-            target_N = own[run.name].view(-1)[at]
+            target_N = own[name].view(-1)[at]
             if how == "average":
-                average_N = self._average[run.name].view(-1)[at]
+                average_N = self._average[name].view(-1)[at]
                 average_N.lerp_(
                     values_N.to(average_N.device), 1.0 - self._config.reference_moving_average
                 )
                 values_N = average_N
-            elif run.name in self._average:
-                self._average[run.name].view(-1)[at].copy_(values_N)
+            elif name in self._average:
+                self._average[name].view(-1)[at].copy_(values_N)
             target_N.copy_(values_N)
 
     def holdings(self) -> list[Holding]:
@@ -100,9 +99,9 @@ class Reference:
             Holding(
                 component="reference",
                 prefix=prefix,
-                model=whole_model(self._layout.shapes),
                 layout=self._layout,
                 rank=self._split.rank,
+                tensor_rank=self._split.mesh.tensor.rank,
                 dtype=dtype,
                 tensors=tensors,
                 # a run may go on in another dtype, as the actor's masters may

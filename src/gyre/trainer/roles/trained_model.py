@@ -14,7 +14,6 @@ from torch import Tensor
 
 from gyre.core.events import Emit
 from gyre.core.records import Checkpointing, Projection, Tier
-from gyre.distributed.layout import whole_model
 from gyre.distributed.mesh import ModelSharding
 from gyre.memory.pools.cuda_vmm import find_driver
 from gyre.memory.pools.fixed import FixedPool
@@ -32,6 +31,7 @@ from gyre.trainer.optim.sharded import RowOptimizer, SlicedOptimizer
 from gyre.trainer.parallelize.float8_gather import float8_projections, float8_shard, share_amaxes
 from gyre.trainer.parallelize.sharded_module import begin_chunk, is_sharded, local_tensors, reshard
 from gyre.trainer.roles.materialize import cut_weights, fill_whole, is_blank, place_constants
+from gyre.weights.boxes import local_source
 from gyre.weights.tensor_source import TensorSource, fill
 
 HEAD_PREFIX = "scalar_head."
@@ -96,6 +96,7 @@ class TrainedModel:
         self.weights_changed()
 
     def _fill(self, weights: TensorSource) -> None:
+        weights = local_source(weights, self.optimizer.layout.model, self.split.mesh.tensor.rank)
         if self.split.shards_weights:
             fill(local_tensors(self.decoder), self.optimizer.places, weights, dtype=self.dtype)
         else:
@@ -170,12 +171,14 @@ class TrainedModel:
         self.home.check()
         optimizer, split = self.optimizer, self.split
         hold = partial(
-            Holding, rank=split.mesh.shard.rank, sharers=sharers(optimizer.layout, split.mesh)
+            Holding,
+            rank=split.mesh.shard.rank,
+            tensor_rank=split.mesh.tensor.rank,
+            sharers=sharers(optimizer.layout, split.mesh),
         )
         masters = hold(
             component=f"{self.name}.{'master' if optimizer.master_tensors() else 'params'}",
             prefix=f"{self.name}.master.",
-            model=whole_model(optimizer.layout.shapes),
             layout=optimizer.layout,
             dtype=torch.float32,
             tensors={name: tensor.detach() for name, tensor in optimizer.masters().items()},
@@ -184,14 +187,12 @@ class TrainedModel:
             hold(
                 component=f"{self.name}.optimizer",
                 prefix=f"{self.name}.{field.name}.",
-                model=whole_model(layout.shapes),
-                layout=layout,
+                layout=optimizer.field_layout(field),
                 dtype=field.dtype,
                 tensors={"flat": optimizer.moments[field.name]},
                 cut=lambda flat, field=field: optimizer.field_runs(field, flat["flat"]),
             )
             for field in optimizer.fields
-            for layout in [optimizer.field_layout(field)]
         ]
         return [masters, *moments]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ LAYOUTS = st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(1, 3))
 
 def holdings(model: ModelLayout, num_shards: int, *, blank: bool) -> Iterator[Holding]:
     """Each coordinate's share of the model."""
-    layout = row_layout(model.local_shapes, num_ranks=num_shards)
+    layout = replace(row_layout(model.local_shapes, num_ranks=num_shards), table=model)
     for tensor_rank in range(len(model.ranks)):
         for rank, places in enumerate(layout.ranks):
             tensors = {
@@ -57,7 +58,6 @@ def holdings(model: ModelLayout, num_shards: int, *, blank: bool) -> Iterator[Ho
             yield Holding(
                 component="actor",
                 prefix="actor.",
-                model=model,
                 layout=layout,
                 rank=rank,
                 tensor_rank=tensor_rank,
