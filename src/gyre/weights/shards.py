@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gyre.core.rounding import ceil_div, round_up
 from gyre.distributed.layout import BoxRun, ModelLayout, whole_model
@@ -73,8 +74,7 @@ class ShardLayout:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Landing:
+class Landing(NamedTuple):
     """Numbers of a bucket that belong to a tensor."""
 
     rank: int  # holder
