@@ -4,8 +4,9 @@ VENV := .venv
 PEERS := .venvs/peers
 BIN := $(VENV)/bin
 GYRE := $(BIN)/gyre
-# Test files that run side by side, each worker with one thread of arithmetic.
-WORKERS ?= 2
+# Test files that run side by side, each worker with one thread of arithmetic. Three for two cores: a third of the time a
+# test waits for processes and timers.
+WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: demo install install-dev test test-all test-failed peers test-every docs check style types mutants gpu-test bench bench-gpu bench-gpus clean
