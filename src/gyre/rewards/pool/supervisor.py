@@ -101,8 +101,9 @@ def supervise(
             elif fd == server_fd:
                 status = os.waitpid(server_pid, 0)[1]
             else:
-                os.kill(server_pid, signal.SIGKILL)  # the scorer has gone or waits no longer
                 poll.unregister(scorer.fileno())
+                if status is None:  # one poll may report both; a reaped server has no pid
+                    os.kill(server_pid, signal.SIGKILL)  # the scorer has gone or waits no longer
     processes.end_descendants()
     while _keep(out_read, log, scorer):
         pass

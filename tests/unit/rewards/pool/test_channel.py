@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +99,39 @@ def test_a_worker_that_ends_as_the_scorer_leaves_is_no_traceback(news: int) -> N
     server.send(Ended(9, 9, None, {}))
     server.send(Ended(10, 0, None, {}))
     server.close()
+
+
+def test_a_server_that_ends_as_the_scorer_leaves_is_reaped_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The supervisor learns of both in one poll: its own end tells the server's, not a traceback."""
+    server = WorkerForkServer(())
+    supervisor = server.process.pid
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children")
+    assert look_for(lambda: children.read_text().strip())
+    child = int(children.read_text())
+    assert look_for(lambda: "poll" in Path(f"/proc/{supervisor}/wchan").read_text())
+    os.kill(supervisor, signal.SIGSTOP)
+    os.kill(child, signal.SIGKILL)
+    assert look_for(lambda: Path(f"/proc/{child}/stat").read_text().split()[2] == "Z")
+    monkeypatch.setattr(channel, "CLOSE_S", 30.0)
+
+    async def close() -> bool:
+        closing = asyncio.create_task(server.close(idle=True))
+        await asyncio.sleep(0)  # it has hung up
+        os.kill(supervisor, signal.SIGCONT)
+        return await closing
+
+    assert asyncio.run(close())
+    assert server.process.exit_code == -signal.SIGKILL
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def look_for(seen: Callable[[], object]) -> bool:
+    """Whether it is seen within 30 s."""
+    end_s = time.monotonic() + 30
+    while not seen():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.01)
+    return True
