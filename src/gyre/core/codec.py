@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 def encode(record: Any) -> bytes:
     """Return magic, codec version, MessagePack. Arrays keep dtype, shape and every bit."""
-    return _MAGIC + msgspec.msgpack.encode(record, enc_hook=_from_array)
+    return _MAGIC + msgspec.msgpack.encode(record, enc_hook=from_array)
 
 
 def decode(data: bytes, kind: type[T], *, exact: bool = True) -> T:
@@ -35,7 +35,7 @@ def decode(data: bytes, kind: type[T], *, exact: bool = True) -> T:
         )
     name = getattr(kind, "__name__", str(kind))
     try:
-        record = cast(T, msgspec.msgpack.decode(data[4:], type=kind, dec_hook=_to_array))
+        record = cast(T, msgspec.msgpack.decode(data[4:], type=kind, dec_hook=to_array))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SnapshotError(
             f"record bytes are no {name}: {error}", hint="use an earlier snapshot"
@@ -50,7 +50,8 @@ def decode(data: bytes, kind: type[T], *, exact: bool = True) -> T:
     return record
 
 
-def _from_array(value: Any) -> Any:
+def from_array(value: Any) -> Any:
+    """Return what msgspec writes for an array or a NumPy number. NotImplementedError for others."""
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return (value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes())
     if isinstance(value, np.generic):
@@ -59,7 +60,8 @@ def _from_array(value: Any) -> Any:
     raise NotImplementedError(f"records hold plain values and arrays of numbers, got {what}")
 
 
-def _to_array(kind: type, value: Any) -> Any:
+def to_array(kind: type, value: Any) -> Any:
+    """Return the array that `from_array` took apart. ValueError for a type of no numbers."""
     assert kind is np.ndarray, kind
     dtype, shape, data = value
     if not re.fullmatch(r"[<>|][biuf]\d+", dtype):

@@ -108,12 +108,17 @@ class WorkerServer:
         try:
             value = await work()
         except Exception as error:  # noqa: BLE001  whatever it was, the caller hears of it
-            failure = CallFailure(
-                error=error if isinstance(error, GyreError) or is_disk_full(error) else None,
-                text=f"{type(error).__name__}: {error}",
-                trace=traceback.format_exc(),
-            )
+            failure = describe_failure(error)
         return Reply(value=value, failure=failure, events=self._context.take_events())
+
+
+def describe_failure(error: Exception) -> CallFailure:
+    """Return what the caller gets to know. Called where the error is handled."""
+    return CallFailure(
+        error=error if isinstance(error, GyreError) or is_disk_full(error) else None,
+        text=f"{type(error).__name__}: {error}",
+        trace=traceback.format_exc(),
+    )
 
 
 def settle_reply(out: Future[Any], reply: Reply, worker: str, on_event: OnEvent) -> None:

@@ -1,0 +1,201 @@
+"""Process cluster: workers as processes of this host, each behind a unix socket. In: RoleSpecs.
+Out: handles. Implements Cluster.
+
+What crosses the socket is plain values, arrays and records (`worker/frames.py`), so a worker can
+neither run code here nor be made to by what it is sent. A worker that crashes takes nobody with it;
+one whose starter is gone ends by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any, Literal
+
+from gyre.cluster.worker import frames
+from gyre.cluster.worker.rpc import STARTS, arrive
+from gyre.cluster.worker.server import CallFailure, OnEvent, Reply, WorkerFault, settle_reply
+from gyre.core.contracts import WorkerHandle
+from gyre.core.errors import ConfigError, WorkerLost
+from gyre.core.records import RoleSpec
+
+LEAVE_S = 3.0  # for a worker to end after its socket was closed
+STOP_S = 20.0  # longest wait for a killed worker to be gone
+PROGRAM = "gyre.cluster.worker.process"
+
+
+class ProcessHandle:
+    """One process. Any thread may call it."""
+
+    def __init__(self, spec: RoleSpec, devices: str, on_event: OnEvent) -> None:
+        """Start the process, which sees the GPUs that `devices` lists."""
+        self.name, self._on_event = spec.name, on_event
+        self.devices = devices
+        self._link, theirs = socket.socketpair()
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices, **spec.environment}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", PROGRAM, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in a terminal is for the starter, which then stops it
+        )
+        theirs.close()
+        self.place = f"this host, pid {self._process.pid}"
+        self.gone: Future[str] = Future()
+        self.gone.set_running_or_notify_cancel()  # whoever stops waiting for it does not end it
+        self._stopped = ""
+        self._number = 0
+        self._waiting: dict[int, Future[Any]] = {}
+        # over the three above and what is sent: frames go out in the order of their numbers
+        self._lock = threading.Lock()
+        threading.Thread(target=self._read, name=f"{spec.name}-reader", daemon=True).start()
+        self.built = self._send("build", spec)
+
+    def begin(self, method: str, *args: Any) -> Future[Any]:
+        return self._send("ask", method, args)
+
+    def look(self, what: Literal["pulse", "stacks"]) -> Future[Any]:
+        return self._send("look", what)
+
+    def stop(self) -> bool:
+        """End the process, and return whether it is gone. Blocks."""
+        with self._lock:
+            self._stopped = self._stopped or "it was stopped"
+            with suppress(OSError):  # hung up already
+                self._link.shutdown(socket.SHUT_RDWR)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(LEAVE_S)
+            return True
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+            return True
+        return False
+
+    def _send(self, *message: Any) -> Future[Any]:
+        payload = frames.encode(list(message))  # TypeError before a number is taken
+        out: Future[Any] = Future()
+        out.set_running_or_notify_cancel()
+        with self._lock:
+            if self.gone.done() or self._stopped:
+                out.set_exception(self._lost())
+                return out
+            self._number += 1
+            self._waiting[self._number] = out
+            with suppress(OSError):  # the reader sees the end, and fails what waits
+                frames.send(self._link, self._number, payload)
+        return out
+
+    def _read(self) -> None:
+        """Give each answer to who waits for it, until the worker hangs up."""
+        try:
+            while True:
+                number, payload = frames.receive(self._link)
+                with self._lock:
+                    out = self._waiting.pop(number)
+                self._settle(out, payload)
+        except (WorkerLost, OSError):
+            pass
+        cause = self._stopped or describe_end(self._wait())
+        with self._lock:
+            self.gone.set_result(cause)
+            waiting, self._waiting = self._waiting, {}
+        for out in waiting.values():
+            with suppress(InvalidStateError):
+                out.set_exception(self._lost())
+        self._link.close()
+
+    def _settle(self, out: Future[Any], payload: bytes) -> None:
+        try:
+            kind, *rest = frames.decode(payload)
+        except Exception as error:  # noqa: BLE001  it belongs to whoever waits
+            out.set_exception(WorkerFault(f"worker {self.name} ({self.place}): {error}"))
+            return
+        if kind == "looked":
+            out.set_result(*rest)
+            return
+        value, failed, events = rest
+        failure = None
+        if failed is not None:
+            error, text, trace = failed
+            failure = CallFailure(error=error, text=text, trace=trace)
+        reply = Reply(value=value, failure=failure, events=events)
+        settle_reply(out, reply, self.name, self._on_event)
+
+    def _wait(self) -> int | None:
+        """Return the exit code of a worker that has hung up; kills one that stays."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(LEAVE_S)
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(STOP_S)
+        return None
+
+    def _lost(self) -> WorkerLost:
+        cause = self.gone.result() if self.gone.done() else self._stopped
+        return WorkerLost(f"worker {self.name} ({self.place}) is gone: {cause}")
+
+
+def describe_end(exit_code: int | None) -> str:
+    """Return in words how a process ended. Pure."""
+    if exit_code is None:
+        return "it hung up and does not end"
+    if exit_code < 0:
+        return f"it was ended by {signal.Signals(-exit_code).name}"
+    return f"it ended with exit code {exit_code}"
+
+
+class ProcessCluster:
+    """Processes of this host as workers."""
+
+    def __init__(self, *, gpus: int, on_event: OnEvent) -> None:
+        self._on_event = on_event
+        self._num_gpus, self._free_gpus = gpus, set(range(gpus))
+        self._handles: set[ProcessHandle] = set()
+
+    async def start(self, spec: RoleSpec) -> WorkerHandle:
+        wanted = int(spec.gpus)
+        if wanted > len(self._free_gpus):
+            raise ConfigError(
+                f"worker {spec.name} needs {wanted} of {self._num_gpus} GPUs, and "
+                f"{len(self._free_gpus)} are free",
+                hint="start fewer workers, or on a host with more GPUs",
+            )
+        taken = sorted(self._free_gpus)[:wanted]
+        self._free_gpus -= set(taken)
+        handle = ProcessHandle(spec, ",".join(map(str, taken)), self._on_event)
+        self._handles.add(handle)
+        try:
+            await arrive(handle.built, handle, "build", spec.deadline_s, key=STARTS)
+        except BaseException:
+            await self.stop(handle)
+            raise
+        return handle
+
+    async def stop(self, handle: WorkerHandle) -> None:
+        assert isinstance(handle, ProcessHandle)
+        if handle not in self._handles:
+            return
+        self._handles.discard(handle)
+        if await asyncio.to_thread(handle.stop):
+            self._free_gpus |= {int(gpu) for gpu in handle.devices.split(",") if gpu}
+        else:
+            self._on_event(handle.name, "warn.worker_not_gone", place=handle.place, waited_s=STOP_S)
+
+    async def watch(self, handle: WorkerHandle) -> str:
+        assert isinstance(handle, ProcessHandle)
+        return await asyncio.wrap_future(handle.gone)
+
+    def share(self, value: Any) -> Any:
+        return value
+
+    async def close(self) -> None:
+        await asyncio.gather(*(self.stop(handle) for handle in list(self._handles)))

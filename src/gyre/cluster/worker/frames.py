@@ -1,0 +1,135 @@
+"""Frames: values between a worker and the process that started it, over one socket. In: plain
+values, arrays, records of gyre, errors. Out: a length and MessagePack; never pickle.
+
+Containers and arrays keep their types. A record is written by its class's name, and read by msgspec
+against the types of its fields.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from gyre.core.codec import from_array, to_array
+from gyre.core.errors import GyreError, WorkerLost
+
+_HEAD = struct.Struct("<QQ")  # the call's number, bytes that follow
+_PIECE_BYTES = 1 << 20  # read at most this much at a time
+_PACKAGE = "gyre."  # only its classes are looked up by name
+_ARRAY, _RECORD, _TUPLE, _MAP, _ERROR, _OS_ERROR = range(6)
+_NAME = re.compile(r"gyre(\.\w+)+:\w+")
+
+
+class FrameError(ValueError):
+    """Bytes that are no frame of ours."""
+
+
+def encode(value: Any) -> bytes:
+    """Return the frame's payload. TypeError for what is no plain value, array, record or error."""
+    return msgspec.msgpack.encode(_pack(value))
+
+
+def decode(data: bytes) -> Any:
+    """Return what was encoded. FrameError if the bytes hold something else."""
+    try:
+        return msgspec.msgpack.decode(data, ext_hook=_unpack)
+    except (msgspec.DecodeError, UnicodeDecodeError, ImportError, AttributeError) as error:
+        raise FrameError(f"a frame cannot be read: {error}") from error
+
+
+def send(to: socket.socket, number: int, payload: bytes) -> None:
+    """Send one frame whole. The caller keeps others from sending meanwhile. OSError."""
+    head = _HEAD.pack(number, len(payload))
+    if len(payload) < _PIECE_BYTES:
+        to.sendall(head + payload)
+    else:  # not worth a copy
+        to.sendall(head)
+        to.sendall(payload)
+
+
+def receive(source: socket.socket) -> tuple[int, bytes]:
+    """Wait for the next frame; return the call's number and the payload. WorkerLost when the other
+    side has hung up."""
+    number, size_bytes = _HEAD.unpack(_read(source, _HEAD.size))
+    return number, _read(source, size_bytes)
+
+
+def _read(source: socket.socket, size_bytes: int) -> bytes:
+    parts, missing = [], size_bytes
+    while missing:
+        part = source.recv(min(missing, _PIECE_BYTES))
+        if not part:
+            raise WorkerLost("the other side of the socket hung up")
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
+
+
+def _pack(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    if isinstance(value, list):
+        return [_pack(item) for item in value]
+    if isinstance(value, tuple):
+        return _tag(_TUPLE, [_pack(item) for item in value])
+    if isinstance(value, Mapping):
+        return _tag(_MAP, [[_pack(key), _pack(item)] for key, item in value.items()])
+    if isinstance(value, np.ndarray):
+        return _tag(_ARRAY, from_array(value))
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, GyreError):
+        return _tag(_ERROR, [_name(type(value)), value.message, value.hint])
+    if isinstance(value, OSError):
+        return _tag(_OS_ERROR, [value.errno, value.strerror, value.filename])
+    if is_dataclass(value) and type(value).__module__.startswith(_PACKAGE):
+        data = msgspec.msgpack.encode(value, enc_hook=from_array)
+        return _tag(_RECORD, [_name(type(value)), msgspec.Raw(data)])
+    raise TypeError(
+        f"a worker's call carries plain values, arrays and records, got {type(value).__name__}"
+    )
+
+
+def _tag(code: int, value: Any) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(value))
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _unpack(code: int, data: memoryview) -> Any:
+    if code == _RECORD:
+        name, raw = msgspec.msgpack.decode(data, type=tuple[str, msgspec.Raw])
+        return msgspec.msgpack.decode(raw, type=_find_class(name), dec_hook=to_array)
+    value = msgspec.msgpack.decode(data, ext_hook=_unpack)
+    if code == _TUPLE:
+        return tuple(value)
+    if code == _MAP:
+        return dict(value)
+    if code == _ARRAY:
+        return to_array(np.ndarray, value)
+    if code == _OS_ERROR:
+        return OSError(*value)
+    name, message, hint = value
+    return _find_class(name)(message, hint=hint)
+
+
+@functools.cache
+def _find_class(name: str) -> Any:
+    if not _NAME.fullmatch(name):
+        raise FrameError(f"{name!r} names no class of gyre")
+    module, _, qualified = name.partition(":")
+    found = getattr(importlib.import_module(module), qualified)
+    if not (is_dataclass(found) or issubclass(found, GyreError)):
+        raise FrameError(f"{name} is neither a record nor an error")
+    return found

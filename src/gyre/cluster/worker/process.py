@@ -1,0 +1,93 @@
+"""Worker process: the program that a process of ProcessCluster runs. In: the number of its socket,
+then calls as frames. Out: a frame for each answer. It ends when the starter hangs up.
+
+    starter ── ("build", spec) ("ask", method, args) ("look", what) ──▶ reader thread
+            ◀── ("reply", value, failure, events) ("looked", value) ─── event loop
+
+The main thread runs the event loop and calls the object, in the order of the frames. The reader
+thread answers `look` itself, so that a busy object can be looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+from typing import Any
+
+from gyre.cluster.worker import frames
+from gyre.cluster.worker.server import Reply, WorkerServer, describe_failure
+from gyre.core.errors import WorkerLost
+
+
+class WorkerProcess:
+    """The worker's end of the socket."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._sending = threading.Lock()  # the event loop and the reader thread send
+        self._server: WorkerServer | None = None
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def run(self) -> None:
+        """Serve until the process ends."""
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
+        self._loop.run_forever()
+
+    def _read(self) -> None:
+        """Take frames until the starter hangs up. That ends the process at once, since nobody is
+        left to answer to."""
+        while True:
+            try:
+                number, payload = frames.receive(self._link)
+            except (WorkerLost, OSError):
+                os._exit(0)
+            try:
+                kind, *rest = frames.decode(payload)
+            except Exception as error:  # noqa: BLE001  whatever it was, the caller hears of it
+                self._reply(number, Reply(value=None, failure=describe_failure(error), events=()))
+                continue
+            if kind == "look":
+                self._send(
+                    number, "looked", None if self._server is None else self._server.look(*rest)
+                )
+            else:
+                self._loop.call_soon_threadsafe(self._begin, number, kind, rest)
+
+    def _begin(self, number: int, kind: str, rest: list[Any]) -> None:
+        task = self._loop.create_task(self._answer(number, kind, rest))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, number: int, kind: str, rest: list[Any]) -> None:
+        if kind == "build":
+            self._server = WorkerServer(*rest)
+            reply = await self._server.build()
+        else:
+            assert self._server is not None, "the first frame is the build"
+            reply = await self._server.ask(*rest)
+        try:
+            self._reply(number, reply)
+        except TypeError as error:  # what the method returned cannot be written
+            failure = describe_failure(error)
+            self._reply(number, Reply(value=None, failure=failure, events=reply.events))
+
+    def _reply(self, number: int, reply: Reply) -> None:
+        failure = reply.failure
+        told = None if failure is None else (failure.error, failure.text, failure.trace)
+        self._send(number, "reply", reply.value, told, reply.events)
+
+    def _send(self, number: int, *message: Any) -> None:
+        payload = frames.encode(list(message))
+        with self._sending:
+            try:
+                frames.send(self._link, number, payload)
+            except OSError:  # the starter hung up
+                os._exit(0)
+
+
+if __name__ == "__main__":
+    WorkerProcess(socket.socket(fileno=int(sys.argv[1]))).run()
