@@ -219,6 +219,43 @@ def chat(
 
 
 @app.command()
+def serve(
+    target: Target,
+    config: Annotated[
+        Path | None, typer.Option(help="Config with engine settings, for a model folder.")
+    ] = None,
+    set_: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    name: Annotated[
+        str, typer.Option(help="Model name that clients ask for; left out: the folder's.")
+    ] = "",
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Engine processes, each on a GPU of its own.")
+    ] = 1,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen beyond this machine without keys.")
+    ] = False,
+    drain_s: Annotated[
+        float, typer.Option(min=0.0, help="For answers under way, after a signal to stop.")
+    ] = 30.0,
+    json: AsJson = False,
+) -> None:
+    """Serve a model by OpenAI's API, until Ctrl-C."""
+    from gyre.cli.serve import run_serve
+
+    options = {
+        "host": host,
+        "port": port,
+        "name": name,
+        "replicas": replicas,
+        "insecure": insecure,
+        "drain_s": drain_s,
+    }
+    answer(lambda: run_serve(target, config, set_ or [], as_json=json, **options), as_json=False)
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, finished or not.")],
     json: AsJson = False,

@@ -726,6 +726,13 @@ EVENTS = {
         counted=True,
         own={"family": Field("str", "", "model family")},
     ),
+    # Serving
+    "serve.request_failed": EventKind(
+        "A fault of the server broke a request, which was answered with status 500.",
+        "path error",
+        counted=True,
+        own={"path": Field("str", "", "path of the URL")},
+    ),
     "warn.worker_not_gone": EventKind(
         "A worker did not end when it was stopped.",
         "place waited_s",

@@ -75,7 +75,7 @@ class NativeEngine:
             journal_folder=journal_folder if config.journal else None,
         )
         self.frontend = AsyncFrontend(self.worker, compute=compute, emit=emit, clock=clock)
-        self._limits = RequestLimits(
+        self.limits = RequestLimits(
             vocab_size=decoder.spec.vocab_size,
             context_tokens=decoder.spec.context_tokens,
             cache_tokens=self.worker.memory.num_pages * config.page_tokens,
@@ -85,7 +85,7 @@ class NativeEngine:
         )
         self._most = Load(
             completions=config.max_running + config.max_queued,
-            tokens=self._limits.cache_tokens + config.max_queued_tokens,
+            tokens=self.limits.cache_tokens + config.max_queued_tokens,
         )
         self._terminating = False
         self._refusals = Refusals(emit)
@@ -103,13 +103,13 @@ class NativeEngine:
     @property
     def cache_tokens(self) -> int:
         """Tokens whose KV fits. The last token that a completion chooses needs none."""
-        return self._limits.cache_tokens
+        return self.limits.cache_tokens
 
     # -- RolloutEngine
 
     def submit(self, request: Request) -> TokenStream:
         """Enqueue at once and return the stream. Must be called on a running event loop."""
-        stream = TokenStream(request, self._limits.most_completions, self.abort)
+        stream = TokenStream(request, self.limits.most_completions, self.abort)
         reason = self._why_refuse(request)
         if reason is None:
             self.frontend.accept(request, stream)
@@ -244,7 +244,7 @@ class NativeEngine:
             return "the engine is being terminated"
         if blocked := self.worker.why_blocked():
             return blocked
-        if reason := find_refusal(request, self._limits):
+        if reason := find_refusal(request, self.limits):
             return reason
         if self.frontend.knows(request.request_id):
             return f"request id '{request.request_id}' is in flight already"

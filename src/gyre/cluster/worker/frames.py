@@ -25,7 +25,7 @@ from gyre.core.errors import GyreError, WorkerLost
 _HEAD = struct.Struct("<QQ")  # the call's number, bytes that follow
 _PIECE_BYTES = 1 << 20  # read at most this much at a time
 _PACKAGE = "gyre."  # only its classes are looked up by name
-_ARRAY, _RECORD, _TUPLE, _MAP, _ERROR, _OS_ERROR = range(6)
+ARRAY, RECORD, TUPLE, MAP, ERROR, OS_ERROR = range(6)  # codes of MessagePack's extensions
 _NAME = re.compile(r"gyre(\.\w+)+:\w+")
 
 
@@ -42,7 +42,7 @@ def decode(data: bytes) -> Any:
     """Return what was encoded. FrameError if the bytes hold something else."""
     try:
         return msgspec.msgpack.decode(data, ext_hook=_unpack)
-    except (msgspec.DecodeError, UnicodeDecodeError, ImportError, AttributeError) as error:
+    except (msgspec.DecodeError, ImportError, AttributeError, TypeError, ValueError) as error:
         raise FrameError(f"a frame cannot be read: {error}") from error
 
 
@@ -80,20 +80,20 @@ def _pack(value: Any) -> Any:
     if isinstance(value, list):
         return [_pack(item) for item in value]
     if isinstance(value, tuple):
-        return _tag(_TUPLE, [_pack(item) for item in value])
+        return _tag(TUPLE, [_pack(item) for item in value])
     if isinstance(value, Mapping):
-        return _tag(_MAP, [[_pack(key), _pack(item)] for key, item in value.items()])
+        return _tag(MAP, [[_pack(key), _pack(item)] for key, item in value.items()])
     if isinstance(value, np.ndarray):
-        return _tag(_ARRAY, from_array(value))
+        return _tag(ARRAY, from_array(value))
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, GyreError):
-        return _tag(_ERROR, [_name(type(value)), value.message, value.hint])
+        return _tag(ERROR, [_name(type(value)), value.message, value.hint])
     if isinstance(value, OSError):
-        return _tag(_OS_ERROR, [value.errno, value.strerror, value.filename])
+        return _tag(OS_ERROR, [value.errno, value.strerror, value.filename])
     if is_dataclass(value) and type(value).__module__.startswith(_PACKAGE):
         data = msgspec.msgpack.encode(value, enc_hook=from_array)
-        return _tag(_RECORD, [_name(type(value)), msgspec.Raw(data)])
+        return _tag(RECORD, [_name(type(value)), msgspec.Raw(data)])
     raise TypeError(
         f"a worker's call carries plain values, arrays and records, got {type(value).__name__}"
     )
@@ -108,17 +108,17 @@ def _name(kind: type) -> str:
 
 
 def _unpack(code: int, data: memoryview) -> Any:
-    if code == _RECORD:
+    if code == RECORD:
         name, raw = msgspec.msgpack.decode(data, type=tuple[str, msgspec.Raw])
         return msgspec.msgpack.decode(raw, type=_find_class(name), dec_hook=to_array)
     value = msgspec.msgpack.decode(data, ext_hook=_unpack)
-    if code == _TUPLE:
+    if code == TUPLE:
         return tuple(value)
-    if code == _MAP:
+    if code == MAP:
         return dict(value)
-    if code == _ARRAY:
+    if code == ARRAY:
         return to_array(np.ndarray, value)
-    if code == _OS_ERROR:
+    if code == OS_ERROR:
         return OSError(*value)
     name, message, hint = value
     return _find_class(name)(message, hint=hint)
@@ -130,6 +130,7 @@ def _find_class(name: str) -> Any:
         raise FrameError(f"{name!r} names no class of gyre")
     module, _, qualified = name.partition(":")
     found = getattr(importlib.import_module(module), qualified)
-    if not (is_dataclass(found) or issubclass(found, GyreError)):
+    is_error = isinstance(found, type) and issubclass(found, GyreError)
+    if not (is_error or (isinstance(found, type) and is_dataclass(found))):
         raise FrameError(f"{name} is neither a record nor an error")
     return found

@@ -1,0 +1,250 @@
+"""Serve: a model behind the OpenAI-compatible API. In: a model folder, its config, where to listen.
+Out: a server, until a signal ends it.
+
+    this process: HTTP, JSON, text ──▶ engine pool ──socket──▶ worker process: one engine
+                                                   ──socket──▶ …
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import uvicorn
+
+from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
+from gyre.cluster.process_cluster import ProcessCluster
+from gyre.cluster.worker.rpc import ask
+from gyre.core.contracts import WorkerHandle
+from gyre.core.errors import ConfigError, InputError
+from gyre.core.records import RoleSpec
+from gyre.engine.frontend.admission import RequestLimits, find_refusal
+from gyre.launch.factories import refuse_reward_model
+from gyre.runconfig import RunConfig
+from gyre.server.app import make_app
+from gyre.server.generation import ServedModel
+from gyre.text.render import render_prompt
+from gyre.text.tokenizer import Tokenizer, load_tokenizer
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+BUILDER = "gyre.launch.placement.served_engine:build_served_engine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeArgs:
+    """What the command line said."""
+
+    folder: Path  # of the model, in hub layout
+    config: RunConfig
+    name: str  # that clients ask for
+    host: str
+    port: int  # 0 takes a free one
+    replicas: int
+    insecure: bool  # listen beyond loopback, though nobody needs a key
+    drain_s: float  # for the answers under way after a signal
+
+
+def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
+    """Serve until SIGINT or SIGTERM. Requests under way have `drain_s`; a second signal ends at
+    once."""
+    refuse_reward_model(args.folder)
+    refuse_open_bind(args.host, insecure=args.insecure)
+    gpus = torch.cuda.device_count() if args.config.run.device != "cpu" else 0
+    if gpus and args.replicas > gpus:
+        raise ConfigError(
+            f"--replicas {args.replicas}: this host has {gpus} GPUs",
+            hint="a replica has a GPU of its own; start at most as many",
+        )
+    with bind(args.host, args.port) as listener:
+        return asyncio.run(_serve(args, listener, gpus=gpus, as_json=as_json))
+
+
+async def _serve(
+    args: ServeArgs, listener: socket.socket, *, gpus: int, as_json: bool
+) -> dict[str, Any]:
+    cluster = ProcessCluster(gpus=gpus, on_event=write_event)
+    try:
+        specs = [engine_spec(args, number, gpus=gpus) for number in range(args.replicas)]
+        handles = await asyncio.gather(*(cluster.start(spec) for spec in specs))
+        pool = make_pool(cluster, handles, args.config)
+        try:
+            await pool.start(dummy=False)
+            limits = await ask(handles[0], "limits", deadline_s=60.0)
+            app = make_app(pool, served_model(args, limits), emit=write_server_event)
+            host, port = listener.getsockname()[:2]
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            say_ready(url, args, as_json=as_json)
+            await HttpServer(http_config(app, args)).serve(sockets=[listener])
+        finally:
+            await pool.terminate()
+            await pool.close()
+    finally:
+        await cluster.close()
+    return {"url": url, "model": args.name}
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn's server, which here ends without raising its signal again: engines are stopped
+    after it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._stop)
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        """Let answers under way end within their deadline; the second time end them at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def engine_spec(args: ServeArgs, number: int, *, gpus: int) -> RoleSpec:
+    """Return the worker of one replica."""
+    return RoleSpec(
+        name=f"engine-{number}",
+        builder=BUILDER,
+        arguments={
+            "folder": str(args.folder.resolve()),
+            "config_json": args.config.model_dump_json(),
+        },
+        gpus=1.0 if gpus else 0.0,
+        deadline_s=args.config.cluster.start_deadline_s,
+    )
+
+
+def make_pool(
+    cluster: ProcessCluster, handles: Sequence[WorkerHandle], config: RunConfig
+) -> EnginePool:
+    """Return the replicas as one engine."""
+    settings = config.cluster
+    return EnginePool(
+        cluster,
+        handles,
+        settings=PoolSettings(
+            call_deadline_s=settings.call_deadline_s,
+            hang_s=settings.hang_s,
+            progress_tokens=settings.progress_tokens,
+        ),
+        emit=write_server_event,
+    )
+
+
+def served_model(args: ServeArgs, limits: RequestLimits) -> ServedModel:
+    """Return the model as the API sees it: prompts are rendered as the run's own were."""
+    tokenizer = load_tokenizer(args.folder, end_token=args.config.tokenizer.end_token)
+    return ServedModel(
+        name=args.name,
+        tokenizer=tokenizer,
+        context_tokens=min(limits.context_tokens, limits.cache_tokens + 1),
+        render=lambda messages: render_messages(tokenizer, messages, args.config),
+        find_refusal=lambda request: find_refusal(request, limits),
+    )
+
+
+def render_messages(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], config: RunConfig
+) -> np.ndarray:
+    """Return int32 ids of a conversation up to the model's turn. InputError where the run's
+    template holds one question and the conversation is longer."""
+    data = config.data
+    prompt: Any = messages
+    if data.template != "chat":
+        if [message["role"] for message in messages] != ["user"]:
+            raise InputError(
+                "the run's data.template holds one question: need one message, of role user",
+                hint="send each question by itself",
+            )
+        prompt = messages[0]["content"]
+    has_system = any(message["role"] == "system" for message in messages)
+    tokens, _ = render_prompt(
+        tokenizer,
+        prompt,
+        template=data.template,
+        system="" if has_system else data.system,
+        options=data.template_options,
+    )
+    return tokens
+
+
+def refuse_open_bind(host: str, *, insecure: bool) -> None:
+    """ConfigError for an address that others can reach, while nobody needs a key."""
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    if host != "localhost" and not insecure:
+        raise ConfigError(
+            f"--host {host}: others could use the model, and no key is asked for",
+            hint="listen on 127.0.0.1, or give --insecure where the network is trusted",
+        )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a listening socket. ConfigError where the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+        return listener
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}",
+            hint="give another --port, or 0 for a free one",
+        ) from error
+
+
+def http_config(app: Any, args: ServeArgs) -> uvicorn.Config:
+    """Return the settings of the HTTP server."""
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(args.drain_s),
+        timeout_keep_alive=65,
+        h11_max_incomplete_event_size=64 << 10,
+        lifespan="off",
+    )
+
+
+def say_ready(url: str, args: ServeArgs, *, as_json: bool) -> None:
+    """Print where the server listens, and how to ask it."""
+    if as_json:
+        print(json.dumps({"url": url, "model": args.name}), flush=True)
+        return
+    body = json.dumps({"model": args.name, "messages": [{"role": "user", "content": "…"}]})
+    print(
+        f"serving {args.name} on {url}/v1\n"
+        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
+        flush=True,
+    )
+
+
+def write_event(worker: str, kind: str, /, **fields: Any) -> None:
+    """Write a worker's event to the log: one JSON object a line, on stderr."""
+    write_server_event(kind, worker=worker, **fields)
+
+
+def write_server_event(kind: str, /, **fields: Any) -> None:
+    """Write an event of this process to the log."""
+    print(json.dumps({"kind": kind, **fields}, default=str), file=sys.stderr, flush=True)

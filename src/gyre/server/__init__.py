@@ -1,0 +1,1 @@
+"""Server: the OpenAI-compatible API over an engine."""
