@@ -19,10 +19,11 @@ from gyre.distributed.mesh import Splitter, make_mesh
 from gyre.distributed.process_group import alone
 from gyre.models.decoder import Decoder
 from gyre.models.init import FreshWeights
+from gyre.trainer.config import TrainerConfig
 from gyre.trainer.offload.state_placement import StatePlacement
 from gyre.trainer.optim.flat import FlatOptimizer
 from gyre.trainer.passes.forward import chunk_logprobs
-from gyre.trainer.roles.materialize import start_away
+from gyre.trainer.roles.materialize import start_frozen
 from rank_pool import RankPool
 from weight_cases import ALL, SMALL
 from zero_cases import AWAY, DEEP, away, batch_for, moved, sums_by_parts, train, trainer_on
@@ -171,7 +172,10 @@ def test_a_frozen_model_in_host_memory_takes_two_layers_of_the_device(allocated)
     trainer = trainer_on(alone(CUDA), "grpo", dtype="bfloat16")
     (update,) = trainer.plan(batch_for(4, seed=0)).updates
     before = allocated()
-    stream = start_away("reference", decoder, None, split, FreshWeights(spec, 0)).stream
+    config = TrainerConfig(offload_parameters=("reference",))
+    away = start_frozen("reference", decoder, None, config, split, FreshWeights(spec, 0))
+    assert away is not None
+    stream = away.stream
     held, standing = stream.sizes(), allocated() - before
 
     def compute() -> None:

@@ -30,9 +30,9 @@ from gyre.trainer.optim.flat import AdamW, FlatOptimizer
 from gyre.trainer.optim.sharded import RowOptimizer, SlicedOptimizer
 from gyre.trainer.parallelize.float8_gather import float8_projections, float8_shard, share_amaxes
 from gyre.trainer.parallelize.sharded_module import begin_chunk, is_sharded, local_tensors, reshard
-from gyre.trainer.roles.materialize import cut_weights, fill_whole, is_blank, place_constants
+from gyre.trainer.roles.materialize import cut_weights, is_blank, place_constants
 from gyre.weights.boxes import local_source
-from gyre.weights.tensor_source import TensorSource, fill
+from gyre.weights.tensor_source import TensorSource, fill, whole_places
 
 HEAD_PREFIX = "scalar_head."
 
@@ -97,10 +97,9 @@ class TrainedModel:
 
     def _fill(self, weights: TensorSource) -> None:
         weights = local_source(weights, self.optimizer.layout.model, self.split.mesh.tensor.rank)
-        if self.split.shards_weights:
-            fill(local_tensors(self.decoder), self.optimizer.places, weights, dtype=self.dtype)
-        else:
-            fill_whole(self.decoder, weights)
+        cut = self.split.shards_weights
+        places = self.optimizer.places if cut else whole_places(weights.shapes)
+        fill(local_tensors(self.decoder), places, weights, dtype=self.dtype)
         self.optimizer.take_masters()
 
     def begin_chunk(self, *, last: bool) -> None:
