@@ -57,16 +57,8 @@ def make(
 
 
 def homes(folder: Path, how: str) -> StatePlacement:
-    settings = AWAY[how]
-    return StatePlacement(
-        "actor",
-        CUDA,
-        state=settings.get("offload_optimizer", "none"),
-        gradients=settings.get("offload_gradients", False),
-        cut_bytes=1 << 20,
-        deadline_s=60.0,
-        folder=folder,
-    )
+    config = TrainerConfig(**AWAY[how], offload_cut_bytes=1 << 20, offload_deadline_s=60.0)
+    return StatePlacement("actor", CUDA, config, folder=folder)
 
 
 @pytest.mark.parametrize("how", AWAY)
@@ -128,7 +120,7 @@ def test_weights_in_host_memory_compute_as_on_the_device(mode) -> None:
             "tokens_per_chunk": 64,
         }
         trainer = trainer_on(alone(CUDA), "grpo", **settings, **SMALL, offload_parameters=models)
-        streams, values = trainer.weight_streams.values(), []
+        streams, values = trainer.memory.streams.values(), []
         for which in ("policy", "reference", "reward"):
             for stream in streams:
                 stream.rooms_B.fill_(255)  # every bfloat16 of it a NaN

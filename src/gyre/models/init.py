@@ -78,14 +78,12 @@ class FreshWeights:
 
 
 def deviation(spec: ModelSpec, name: str, columns: int) -> float:
-    """Return the standard deviation of a matrix."""
     writes_residual = name.endswith(("out.weight", "down.weight"))
     gain = RESIDUAL_GAIN / (2 * spec.num_layers) ** 0.5 if writes_residual else GAIN
     return gain / columns**0.5
 
 
 def init_weights(decoder: Decoder, seed: int) -> None:
-    """Initialize a whole decoder in place."""
     source = FreshWeights(decoder.spec, seed)
     for name, parameter in decoder.named_parameters():
         source.read(name, 0, parameter.numel(), parameter.detach().view(-1))

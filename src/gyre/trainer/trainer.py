@@ -42,7 +42,7 @@ from gyre.distributed.mesh import Mesh, Splitter
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.models.decoder import Decoder
 from gyre.models.scalar_head import ScalarHead
-from gyre.objectives.api import AnyObjective, needs_critic, needs_reference, trains_scores
+from gyre.objectives.config import AnyObjective, needs_critic, needs_reference, trains_scores
 from gyre.trainer.batching.epoch_plan import BatchPlanner, EpochPlan, Update
 from gyre.trainer.checkpoint.shards import (
     OTHER_MODEL,
@@ -56,10 +56,8 @@ from gyre.trainer.checkpoint.staging import padded
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.metrics import startup_events
 from gyre.trainer.metrics.profiler import Tracer
-from gyre.trainer.metrics.throughput import SENT, ThroughputMeter
-from gyre.trainer.offload.weight_stream import WeightStream
-from gyre.trainer.optim.grad_scaler import LossScale
-from gyre.trainer.optim.lr_schedule import learning_rate_factor
+from gyre.trainer.metrics.throughput import SENT, ThroughputMeter, join
+from gyre.trainer.optim.schedule import LossScale, learning_rate_factor
 from gyre.trainer.passes.backward import (
     Models,
     StepStats,
@@ -148,7 +146,7 @@ class NativeTrainer:
                 self.memory.take_reward(self.reward_model, config, split, reward_weights)
         for model, stream in self.memory.streams.items():
             self.emit("trainer.offload_parameters", model=model, **stream.sizes())
-        self._meter = ThroughputMeter(self._all_ranks, peak_flops=self.peak_flops)
+        self._meter = ThroughputMeter(self._all_ranks)
         self._tracer = Tracer(
             self.trace_folder if self._all_ranks.rank == 0 else None,
             config.trace_steps,
@@ -374,11 +372,6 @@ class NativeTrainer:
     # ----------------------------------------------------------------------------------------------
 
     @property
-    def weight_streams(self) -> Mapping[str, WeightStream]:
-        """The streams of models whose weights are in host memory, by model."""
-        return self.memory.streams
-
-    @property
     def mesh(self) -> Mesh:
         """The groups that the actor's ranks form."""
         return self.models.actor.split.mesh
@@ -401,7 +394,8 @@ class NativeTrainer:
                 "moved": self._moved(),
             }
             ranks = self._all_ranks.share(own)
-        measured = self._meter.join([rank["meter"] for rank in ranks], num_tokens=report.num_tokens)
+        meters = [rank["meter"] for rank in ranks]
+        measured = join(meters, num_tokens=report.num_tokens, peak_flops=self.peak_flops)
         measured |= {name: max(rank["moved"][name] for rank in ranks) for name in own["moved"]}
         # the profiler makes it slower: its times say nothing
         if batch.step in self.config.trace_steps:
@@ -570,7 +564,6 @@ class NativeTrainer:
         return sum(padded(size) for found in sizes for size in found)
 
     def _holdings(self) -> list[Holding]:
-        """Return this rank's share of everything in a snapshot."""
         found = [holding for learner in self.models.learners for holding in learner.holdings()]
         return found + (self._reference.holdings() if self._reference is not None else [])
 

@@ -15,7 +15,8 @@ import torch
 from gyre.core.events import Emit
 from gyre.core.records import TrainSequence
 from gyre.core.seeds import derive_seed
-from gyre.objectives.api import AnyObjective, denominator, is_pairwise
+from gyre.objectives.api import denominator
+from gyre.objectives.config import AnyObjective, is_pairwise
 from gyre.trainer.batching.microbatch import (
     MicroBatch,
     blank_chunk,
@@ -29,8 +30,6 @@ from gyre.trainer.config import TrainerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One optimizer update."""
-
     # of this rank; as many as on every other rank, blank ones where there is no work
     chunks: tuple[MicroBatch, ...]
     denominator: float  # of the loss summed over all ranks; > 0

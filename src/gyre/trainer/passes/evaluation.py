@@ -12,7 +12,7 @@ from gyre.core.errors import ConfigError
 from gyre.core.records import Evaluation, TrainBatch, TrainSequence, Which
 from gyre.distributed.process_group import RankGroup
 from gyre.models.decoder import NOTHING
-from gyre.objectives.api import AnyObjective, needs_old_logprobs, required_columns
+from gyre.objectives.config import AnyObjective, needs_old_logprobs, required_columns
 from gyre.trainer.batching.epoch_plan import BatchPlanner, EpochPlan
 from gyre.trainer.batching.microbatch import check_columns
 from gyre.trainer.config import TrainerConfig
@@ -95,25 +95,21 @@ class Evaluator:
         self, which: Which, sequences: Sequence[TrainSequence], plan: EpochPlan
     ) -> tuple[np.ndarray, ...]:
         if which == "policy":
-            self.memory.need("actor.params")
-            self.meter.count(
-                self.models.actor.decoder.spec, plan.chunks, scalar=False, backward=False
-            )
-            given = sequences, plan.chunks, self.data, self.models.logprobs
-            with self.memory.visiting("actor"):
-                return logprobs_of(self.models.actor.decoder, *given)
-        if self.reference is None:
+            owner, component, decoder = "actor", "actor.params", self.models.actor.decoder
+        elif self.reference is not None:
+            owner = component = "reference"
+            decoder = self.reference.decoder
+        else:
             raise ConfigError(
                 f"objective '{self.objective.kind}' has no reference model (trainer.reference = "
                 f"'{self.config.reference}'), and its log-probs were asked for",
                 hint="set trainer.reference = 'initial', or give each sequence a column "
                 "reference_logprobs",
             )
-        self.memory.need("reference")
-        self.meter.count(self.reference.decoder.spec, plan.chunks, scalar=False, backward=False)
-        given = sequences, plan.chunks, self.data, self.models.logprobs
-        with self.memory.visiting("reference"):
-            return logprobs_of(self.reference.decoder, *given)
+        self.memory.need(component)
+        self.meter.count(decoder.spec, plan.chunks, scalar=False, backward=False)
+        with self.memory.visiting(owner):
+            return logprobs_of(decoder, sequences, plan.chunks, self.data, self.models.logprobs)
 
     def _scores(self, sequences: Sequence[TrainSequence]) -> np.ndarray:
         """Run the given reward model, or else the one in training."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from gyre.memory.pools.fixed import FixedPool
 from gyre.memory.pools.storage import StoragePool
 from gyre.models.decoder import Decoder
 from gyre.models.scalar_head import ScalarHead
+from gyre.trainer.adamw.adamw import update_spans
 from gyre.trainer.adamw.adamw_8bit import CodedUpdate
 from gyre.trainer.adamw.blocks import check_codes
 from gyre.trainer.checkpoint.shards import Holding, PartSource, sharers
@@ -64,7 +64,8 @@ class TrainedModel:
         assert weights is None or is_blank(decoder)
         if name in config.offload_parameters:
             refuse_cut(name, zero=split.zero, ranks=split.mesh.shard.size)
-        if config.moments == "8_bit":
+        coded = config.moments == "8_bit"
+        if coded:
             check_codes(name, [tuple(parameter.shape) for parameter in decoder.parameters()])
         if split.shards_weights:
             cut_weights(decoder, split, trains=True, float8=self.float8)
@@ -79,7 +80,9 @@ class TrainedModel:
         # than on the device that it computes on
         elsewhere = is_blank(decoder) or name in config.offload_parameters
         device = split.mesh.device if elsewhere else decoder.device
-        self.home = StatePlacement.of(name, device, config, folder, emit, progress)
+        self.home = StatePlacement(
+            name, device, config, folder=folder, emit=emit, progress=progress
+        )
         self.optimizer = kind(
             parameters,
             betas=config.betas,
@@ -87,7 +90,8 @@ class TrainedModel:
             weight_decay=config.weight_decay,
             mesh=split.mesh,
             home=self.home,
-            **_update_of(config, device),
+            codes=coded,
+            update_spans=CodedUpdate(device) if coded else update_spans,
         )  # which gives a blank decoder that is not cut the storage that it computes with
         place_constants(decoder, split.mesh.device)
         if weights is not None:
@@ -206,8 +210,3 @@ class TrainedModel:
         self.optimizer.num_updates = num_updates
         self.optimizer.refresh_compute()
         self.weights_changed()
-
-
-def _update_of(config: TrainerConfig, device: torch.device) -> dict[str, Any]:
-    """Return the optimizer arguments for 8-bit moments."""
-    return {"codes": True, "update_spans": CodedUpdate(device)} if config.moments == "8_bit" else {}
