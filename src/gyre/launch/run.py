@@ -66,7 +66,7 @@ from gyre.observability.spans import Spans
 from gyre.planner.plan import Plan
 from gyre.text.tokenizer import is_misread
 from gyre.trainer.checkpoint.store import Fault, Snapshot, load
-from gyre.trainer.optim.lr_schedule import learning_rate_factor
+from gyre.trainer.optim.schedule import learning_rate_factor
 
 MISREAD = (
     "transformers reads tokenizer files beside a model of this family by its own rules, so the "
