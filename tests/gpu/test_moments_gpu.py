@@ -21,6 +21,7 @@ from gyre.trainer.adamw import adamw_8bit
 from gyre.trainer.adamw.adamw import Numbers
 from gyre.trainer.adamw.adamw_8bit import CodedUpdate, _blank
 from gyre.trainer.adamw.blocks import BLOCK
+from gyre.trainer.config import TrainerConfig
 from gyre.trainer.offload.state_placement import StatePlacement
 from gyre.trainer.optim.flat import FlatOptimizer
 from rank_pool import RankPool
@@ -143,15 +144,8 @@ def test_updates_with_state_away_are_the_same_to_the_bit(
     tmp_path: Path, how: str, dtype: torch.dtype
 ) -> None:
     found = []
-    home = StatePlacement(
-        "actor",
-        CUDA,
-        state=AWAY[how].get("offload_optimizer", "none"),
-        gradients=AWAY[how].get("offload_gradients", False),
-        cut_bytes=1 << 20,
-        deadline_s=60.0,
-        folder=tmp_path,
-    )
+    config = TrainerConfig(**AWAY[how], offload_cut_bytes=1 << 20, offload_deadline_s=60.0)
+    home = StatePlacement("actor", CUDA, config, folder=tmp_path)
     for where in (None, home):
         parameters, optimizer = make(dtype, where)
         generator = torch.Generator(device=CUDA).manual_seed(1)

@@ -19,10 +19,11 @@ from gyre.distributed.mesh import Splitter, make_mesh
 from gyre.distributed.process_group import alone
 from gyre.models.decoder import Decoder
 from gyre.models.init import FreshWeights
+from gyre.trainer.config import TrainerConfig
 from gyre.trainer.offload.state_placement import StatePlacement
 from gyre.trainer.optim.flat import FlatOptimizer
 from gyre.trainer.passes.forward import chunk_logprobs
-from gyre.trainer.roles.materialize import start_away
+from gyre.trainer.roles.materialize import start_frozen
 from rank_pool import RankPool
 from weight_cases import ALL, SMALL
 from zero_cases import AWAY, DEEP, away, batch_for, moved, sums_by_parts, train, trainer_on
@@ -56,16 +57,8 @@ def make(
 
 
 def homes(folder: Path, how: str) -> StatePlacement:
-    settings = AWAY[how]
-    return StatePlacement(
-        "actor",
-        CUDA,
-        state=settings.get("offload_optimizer", "none"),
-        gradients=settings.get("offload_gradients", False),
-        cut_bytes=1 << 20,
-        deadline_s=60.0,
-        folder=folder,
-    )
+    config = TrainerConfig(**AWAY[how], offload_cut_bytes=1 << 20, offload_deadline_s=60.0)
+    return StatePlacement("actor", CUDA, config, folder=folder)
 
 
 @pytest.mark.parametrize("how", AWAY)
@@ -127,7 +120,7 @@ def test_weights_in_host_memory_compute_as_on_the_device(mode) -> None:
             "tokens_per_chunk": 64,
         }
         trainer = trainer_on(alone(CUDA), "grpo", **settings, **SMALL, offload_parameters=models)
-        streams, values = trainer.weight_streams.values(), []
+        streams, values = trainer.memory.streams.values(), []
         for which in ("policy", "reference", "reward"):
             for stream in streams:
                 stream.rooms_B.fill_(255)  # every bfloat16 of it a NaN
@@ -171,7 +164,10 @@ def test_a_frozen_model_in_host_memory_takes_two_layers_of_the_device(allocated)
     trainer = trainer_on(alone(CUDA), "grpo", dtype="bfloat16")
     (update,) = trainer.plan(batch_for(4, seed=0)).updates
     before = allocated()
-    stream = start_away("reference", decoder, None, split, FreshWeights(spec, 0)).stream
+    config = TrainerConfig(offload_parameters=("reference",))
+    away = start_frozen("reference", decoder, None, config, split, FreshWeights(spec, 0))
+    assert away is not None
+    stream = away.stream
     held, standing = stream.sizes(), allocated() - before
 
     def compute() -> None:

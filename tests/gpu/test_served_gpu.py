@@ -66,7 +66,7 @@ def test_all_graphs_of_all_starts_are_captured_on_one_stream() -> None:
         async with served(GPU, **GPU.roomy) as bench:
             for _ in range(2):
                 streams.add(bench.engine.worker.memory.provide_capture())
-                assert bench.engine.core.runner._capture_stream in streams
+                assert bench.engine.core.runner.capture_stream in streams
                 await bench.engine.terminate()
                 await bench.engine.start(dummy=True)
         assert len(streams) == 1

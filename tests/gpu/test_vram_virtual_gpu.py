@@ -357,7 +357,7 @@ def test_the_engines_graphs_survive_a_park(device, tier: Tier) -> None:
             assert isinstance(runner, GpuRunner)
             before = await answers(engine)
             assert await answers(engine) == before, "with what the prefix cache holds now"
-            graphs = dict(runner._graphs)
+            graphs = dict(runner.graphs)
             mapped = sum(
                 usage.mapped_bytes
                 for usage in engine.measure().values()
@@ -374,7 +374,7 @@ def test_the_engines_graphs_survive_a_park(device, tier: Tier) -> None:
                 )
                 assert abs(free_bytes(device) - start) <= SLACK
                 assert await answers(engine) == before
-            assert graphs and runner._graphs == graphs
+            assert graphs and runner.graphs == graphs
             await engine.terminate()
 
     asyncio.run(main())

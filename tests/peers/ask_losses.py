@@ -174,9 +174,26 @@ def trl_weights(data: Data, args: dict[str, Any]) -> torch.Tensor:
     return names["vllm_importance_sampling_ratio"]
 
 
+class Policy(GRPOTrainer):
+    """TRL's trainer with the settings that its loss reads, and nothing else."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.__dict__.update(settings)
+
+    def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
+        return self._compute_loss(None, inputs)
+
+
+class Preference(DPOTrainer):
+    """Likewise."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.__dict__.update(settings)
+
+
 def trl_policy(data: Data, args: dict[str, Any]) -> torch.Tensor:
     mask = data["mask"]
-    trainer = SimpleNamespace(
+    trainer = Policy(
         _get_per_token_logps_and_entropies=lambda *_, **__: (
             data["logprobs"],
             data["entropy"],
@@ -214,7 +231,7 @@ def trl_policy(data: Data, args: dict[str, Any]) -> torch.Tensor:
     }  # fmt: skip
     if "is" in args:
         inputs["importance_sampling_ratio"] = trl_weights(data, args)
-    return GRPOTrainer._compute_loss(trainer, None, inputs)
+    return trainer.loss(inputs)
 
 
 def trl_dpo(data: Data, args: dict[str, Any]) -> torch.Tensor:
@@ -226,7 +243,7 @@ def trl_dpo(data: Data, args: dict[str, Any]) -> torch.Tensor:
         mean_logits=nothing,
         is_top1=nothing.bool(),
     )
-    trainer = SimpleNamespace(
+    trainer = Preference(
         model=SimpleNamespace(training=True),
         accelerator=Alone(),
         aux_loss_enabled=False,
@@ -250,7 +267,7 @@ def trl_dpo(data: Data, args: dict[str, Any]) -> torch.Tensor:
         "ref_chosen_logps": chosen,
         "ref_rejected_logps": rejected,
     }
-    return DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, False)
+    return trainer.compute_loss(lambda **_: outputs, inputs)
 
 
 def trl_rm(data: Data, args: dict[str, Any]) -> torch.Tensor:

@@ -20,19 +20,13 @@ from pydantic import TypeAdapter
 from gyre.core.records import Evaluation, Group, Prompt, Rollout, Sampling, Score, ScorePart
 from gyre.loop.accuracy import AccuracyMetric
 from gyre.loop.assemble import Passes, assemble
-from gyre.objectives.api import (
-    LossInputs,
-    ObjectiveConfig,
-    Sample,
-    denominator,
-    estimate,
-    loss_sum,
-    rank_pairs,
-)
+from gyre.objectives.advantages import Sample, estimate, rank_pairs
+from gyre.objectives.api import denominator, loss_sum
 from gyre.objectives.config import (
     VARIANTS,
     DpoConfig,
     GrpoConfig,
+    ObjectiveConfig,
     PolicyConfig,
     PpoConfig,
     RmConfig,
@@ -41,6 +35,7 @@ from gyre.objectives.config import (
     needs_reference,
     trains_scores,
 )
+from gyre.objectives.inputs import LossInputs
 
 HERE = Path(__file__).parent
 KEPT = json.loads((HERE / "losses.json").read_text())

@@ -80,7 +80,7 @@ class SimEngine:
     def begin(self, method: str, *args: Any) -> Future[Any]:
         call = Call(method, args, self._pool_version())
         if self.cause:
-            call.future.set_exception(self._lost())
+            call.future.set_exception(self.lost_error())
             return call.future
         self.open.append(call)
         self.serve()
@@ -118,7 +118,7 @@ class SimEngine:
         if not self.cause:
             self.cause = cause
             for call in self.open:
-                call.future.set_exception(self._lost())
+                call.future.set_exception(self.lost_error())
             self.open.clear()
         if noticed and not self.gone.done():
             self.gone.set_result(self.cause)
@@ -143,7 +143,7 @@ class SimEngine:
                 del self.running[request.request_id]
                 self.news[1].append(request.request_id)
 
-    def _lost(self) -> WorkerLost:
+    def lost_error(self) -> WorkerLost:
         return WorkerLost(f"worker {self.name} is gone: {self.cause}")
 
     # the engine's seat
@@ -183,19 +183,19 @@ class SimEngine:
         return News(chunks=tuple(chunks), ended=tuple(ended), progress=self.steps)
 
     def _abort(self, call: Call, request_id: str) -> None:
-        self._end(request_id, "abort")
+        self.end_request(request_id, "abort")
 
     def _interrupt(self, call: Call, deadline_s: float) -> dict[str, Any]:
         for request_id in list(self.running):
-            self._end(request_id, "interrupted")
+            self.end_request(request_id, "interrupted")
         return {}
 
     def _terminate(self, call: Call) -> None:
         for request_id in list(self.running):
-            self._end(request_id, "abort")
+            self.end_request(request_id, "abort")
         self.version = self.prepared = None
 
-    def _end(self, request_id: str, finish: Finish) -> None:
+    def end_request(self, request_id: str, finish: Finish) -> None:
         if request_id in self.running:
             request, places = self.running[request_id]
             for index, place in list(places.items()):

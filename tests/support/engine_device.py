@@ -123,7 +123,7 @@ class FakeDevice:
         }
         for source, target in step.copies:
             self.pool.copy(source, target)
-        return FakeFlight(self, self._choose(step, rows, past))
+        return FakeFlight(self, self.choose(step, rows, past))
 
     def has_moved(self) -> bool:
         return False
@@ -131,7 +131,7 @@ class FakeDevice:
     def recapture(self) -> None:
         self.captures += 1
 
-    def _choose(self, step: Step, rows: InputBatch, past: dict[int, np.ndarray]) -> SampledTokens:
+    def choose(self, step: Step, rows: InputBatch, past: dict[int, np.ndarray]) -> SampledTokens:
         sources = [
             *step.decode_rows.tolist(),
             *(step.chunks[i].row for i in step.sample_chunks.tolist()),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from gyre.distributed.process_group import RankGroup
 from gyre.models.decoder import Decoder
@@ -17,6 +18,11 @@ from gyre.trainer.passes.forward import chunk_logprobs
 from zero_cases import batch_for, trainer_on
 
 
+def group_of(module: Any) -> Any:
+    """FSDP2's own record of a module's group, which it has no public name for."""
+    return fully_shard.state(module)._fsdp_param_group
+
+
 def gathered_dtypes(group: RankGroup, matmul: str) -> tuple[list[str], list[str], int]:
     """What FSDP2 exchanges of a layer: dtypes after a step and after the next; and bytes of the
     whole layer."""
@@ -25,8 +31,8 @@ def gathered_dtypes(group: RankGroup, matmul: str) -> tuple[list[str], list[str]
     inputs: list[torch.Tensor] = []
     for step in range(2):
         trainer.step_now(batch_for(8, seed=step))
-        parameters = layer._get_fsdp_state()._fsdp_param_group.fsdp_params
-        inputs = [tensor for parameter in parameters for tensor in parameter.all_gather_inputs]
+        cut = group_of(layer).fsdp_params
+        inputs = [tensor for parameter in cut for tensor in parameter.all_gather_inputs]
         found.append([str(tensor.dtype).removeprefix("torch.") for tensor in inputs])
     return *found, sum(t.nbytes for t in inputs) * group.size
 
@@ -65,9 +71,9 @@ def note_collectives(decoder: Decoder, told: list[str]) -> dict[str, Any]:
     each group."""
     names, states = {module: name or "root" for name, module in decoder.named_modules()}, {}
     for module in sharded_parts(decoder):
-        state = states[names[module]] = module._get_fsdp_state()._fsdp_param_group
+        state = states[names[module]] = group_of(module)
         for kind, comm in (("gather", state._all_gather_comm), ("sum", state._reduce_scatter_comm)):
-            comm._run = noting(told, f"{kind} {names[module]}", comm._run)
+            comm.run = noting(told, f"{kind} {names[module]}", comm.run)
     return states
 
 
@@ -142,11 +148,8 @@ def held_between_chunks(
     begin = learner.begin_chunk
 
     def count_and_begin(*, last: bool) -> None:
-        cut: list[Any] = [
-            part._get_fsdp_state()._fsdp_param_group.fsdp_params
-            for part in sharded_parts(learner.decoder)
-        ]
-        waiting = [p.unsharded_accumulated_grad for parameters in cut for p in parameters]
+        groups = [group_of(part) for part in sharded_parts(learner.decoder)]
+        waiting = [p.unsharded_accumulated_grad for group in groups for p in group.fsdp_params]
         held.append(sum(grad.nbytes for grad in waiting if grad is not None))
         begin(last=last)
 

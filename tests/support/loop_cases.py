@@ -125,7 +125,7 @@ class WatchedEngine(ScriptedEngine):
 
     def is_reciting(self) -> bool:
         """Some completions have tokens, and have not ended."""
-        return any(recital.num_tokens for recital in self._live)
+        return any(recital.num_tokens for recital in self.live)
 
     async def start(self, *, dummy: bool) -> None:
         self.calls.append((self.gate.phase, f"start dummy={dummy}"))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gyre.objectives.api import LossInputs
+from gyre.objectives.inputs import LossInputs
 
 
 @dataclass

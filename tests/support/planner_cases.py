@@ -67,20 +67,20 @@ class Storages(TorchDispatchMode):
 
     def __init__(self, before: Iterable[Tensor]) -> None:
         super().__init__()
-        self._before = {tensor.untyped_storage()._cdata for tensor in before}
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._before = {StorageWeakRef(tensor.untyped_storage()) for tensor in before}
+        self._made: dict[StorageWeakRef, int] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
         for tensor in found if isinstance(found, (tuple, list)) else (found,):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._before:
-                    self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                if (reference := StorageWeakRef(storage)) not in self._before:
+                    self._made[reference] = storage.nbytes()
         return found
 
     def alive_bytes(self) -> int:
-        return sum(size for reference, size in self._made.values() if not reference.expired())
+        return sum(size for reference, size in self._made.items() if not reference.expired())
 
 
 def kept_bytes(

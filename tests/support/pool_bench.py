@@ -56,7 +56,7 @@ class Bench:
         return sum(name == kind for name, _ in self.events)
 
     def state(self, name: str) -> str:
-        return self.pool._members[name].state
+        return self.pool.members[name].state
 
     async def publish(self, version: int) -> None:
         await self.prepare(version)

@@ -23,7 +23,7 @@ from gyre.trainer.checkpoint import shard_file, staging
 from gyre.trainer.checkpoint.saver import Saver
 from gyre.trainer.checkpoint.shards import Part
 from gyre.trainer.checkpoint.staging import StagedParts, StagingBuffer
-from gyre.trainer.checkpoint.store import SnapshotStore, find_faults, load
+from gyre.trainer.checkpoint.store import Snapshot, SnapshotStore, find_faults, load
 from gyre.trainer.trainer import NativeTrainer
 from trainer_cases import whole_tensors
 from zero_cases import batch_for, gathered_parts, trainer_on
@@ -126,7 +126,7 @@ def load_and_save(
 ) -> dict[str, Any]:
     """Continue from the newest snapshot of `source` and save into `target`."""
     trainer = trainer_on(group, kind, **settings)
-    found = SnapshotStore(Path(source), keep=1, emit=lambda *_, **__: None).load_latest()
+    found = load_latest(SnapshotStore(Path(source), keep=1, emit=lambda *_, **__: None))
     assert found is not None
     trainer.restore_now({"tensors": found.tensors, "state": found.state["trainer"]})
     for step in steps:
@@ -319,3 +319,12 @@ def save_behind_a_stuck_disk(
     finally:
         disk.go.set()
     return ""
+
+
+def load_latest(store: SnapshotStore) -> Snapshot | None:
+    """The newest intact snapshot, as one process finds it."""
+    for path in reversed(store.paths()):
+        if not (faults := find_faults(path)):
+            return load(path)
+        store.skip(path, faults)
+    return None

@@ -56,6 +56,7 @@ def started(
     dtype: str = "float32",
     weights: TensorSource | None,
     reward: TensorSource | None = None,
+    reward_head: ScalarHead | None = None,
     spec: ModelSpec,
     **settings: Any,
 ) -> NativeTrainer:
@@ -64,7 +65,7 @@ def started(
     if reward is not None:
         extra["reward_model"] = (
             blank(spec, dtype),
-            ScalarHead(spec.hidden_size, device=group.device),
+            reward_head or ScalarHead(spec.hidden_size, device=group.device),
         )
     return make_trainer(
         kind,
@@ -86,17 +87,17 @@ def from_folder(
     reward model says of a batch."""
     with closing(Checkpoint(folder)) as checkpoint:
         counted, reward = Counting(checkpoint), Counting(checkpoint)
+        spec = checkpoint.spec
+        head = ScalarHead(spec.hidden_size, device=(group or alone()).device)
         trainer = started(
-            group, kind, weights=counted, reward=reward, spec=checkpoint.spec, **settings
+            group, kind, weights=counted, reward=reward, reward_head=head, spec=spec, **settings
         )
     optimizer = trainer.models.actor.optimizer
     held = {
         name: optimizer.places[name].stop - optimizer.places[name].start for name in counted.shapes
     }
-    reward_model = trainer._evaluator._reward_model
-    assert reward_model is not None
     with torch.no_grad():
-        reward_model[1].weight.fill_(1.0)
+        head.weight.fill_(1.0)
     scores = trainer.evaluate_now(batch_for(5, seed=0), "reward").per_sequence
     assert scores is not None
     return whole(trainer), counted.read_numbers, held, scores

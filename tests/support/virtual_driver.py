@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,6 +33,11 @@ LIBC.mmap.argtypes = [
 LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 NO_ACCESS, ACCESS, PRIVATE_ANONYMOUS, FIXED = 0, 3, 0x22, 0x10
+
+
+def behind(reference: Any) -> Any:
+    """The object that a `ctypes.byref` refers to."""
+    return reference._obj
 
 
 @dataclass
@@ -66,13 +72,13 @@ class FakeLibrary:
         names = {2: b"CUDA_ERROR_OUT_OF_MEMORY", 1: b"CUDA_ERROR_INVALID_VALUE"}
         if code not in names:
             return 1
-        text._obj.value = names[code]
+        behind(text).value = names[code]
         return 0
 
     def cuMemGetAllocationGranularity(self, size, prop, option: int) -> int:
-        check_prop(prop._obj)
+        check_prop(behind(prop))
         assert option == 0
-        size._obj.value = GRANULE
+        behind(size).value = GRANULE
         return self._enter("cuMemGetAllocationGranularity")
 
     def cuMemAddressReserve(
@@ -84,7 +90,7 @@ class FakeLibrary:
         at = LIBC.mmap(None, size, NO_ACCESS, PRIVATE_ANONYMOUS, -1, 0)
         assert at not in (None, ctypes.c_void_p(-1).value)
         self.ranges[at] = Range(size)
-        pointer._obj.value = at
+        behind(pointer).value = at
         return 0
 
     def cuMemAddressFree(self, address: int, size: int) -> int:
@@ -97,7 +103,7 @@ class FakeLibrary:
         return 0
 
     def cuMemCreate(self, handle, size: int, prop, flags: int) -> int:
-        check_prop(prop._obj)
+        check_prop(behind(prop))
         assert size > 0 and size % GRANULE == 0 and flags == 0
         if code := self._enter("cuMemCreate"):
             return code
@@ -105,7 +111,7 @@ class FakeLibrary:
             return 2
         self._next_handle += 1
         self.handles[self._next_handle] = size
-        handle._obj.value = self._next_handle
+        behind(handle).value = self._next_handle
         return 0
 
     def cuMemRelease(self, handle: int) -> int:
@@ -130,8 +136,8 @@ class FakeLibrary:
     def cuMemSetAccess(self, address: int, size: int, desc, count: int) -> int:
         found = self.ranges[address]
         assert found.handle is not None and found.size == size and count == 1
-        assert isinstance(desc._obj, AccessDesc) and desc._obj.flags == 3
-        assert (desc._obj.location.type, desc._obj.location.id) == (1, ORDINAL)
+        assert isinstance(behind(desc), AccessDesc) and behind(desc).flags == 3
+        assert (behind(desc).location.type, behind(desc).location.id) == (1, ORDINAL)
         if code := self._enter("cuMemSetAccess"):
             return code
         assert LIBC.mprotect(address, size, ACCESS) == 0

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -474,6 +475,11 @@ def overflowed(group: RankGroup | None, **settings: Any) -> tuple[list[Any], dic
 BIG = replace(SPEC, vocab_size=4000, hidden_size=128, mlp_size=512, tied=False)
 
 
+def storage_id(tensor: torch.Tensor) -> int:
+    """Which storage a tensor lies in, as long as it lives."""
+    return StorageWeakRef(tensor.untyped_storage()).cdata
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors that operations make while it is active, and the most that live
     together."""
@@ -486,18 +492,14 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
-        given = {
-            t.untyped_storage()._cdata
-            for t in tree_leaves((args, kwargs))
-            if isinstance(t, torch.Tensor)
-        }
+        given = {storage_id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         for tensor in tree_leaves(found):
             if isinstance(tensor, torch.Tensor):
                 self._watch(tensor, given)
         return found
 
     def _watch(self, tensor: torch.Tensor, given: set[int]) -> None:
-        key = tensor.untyped_storage()._cdata
+        key = storage_id(tensor)
         if key in given and key not in self._sizes:
             return  # a view of what was there before
         self._sizes[key] = tensor.untyped_storage().nbytes()
@@ -597,7 +599,7 @@ def storages_alive() -> dict[int, torch.Tensor]:
     tensors = [
         thing for thing in gc.get_objects() if type(thing) in kinds and thing.device.type == "cpu"
     ]
-    return {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+    return {storage_id(tensor): tensor for tensor in tensors}
 
 
 def refused_mixture(group: RankGroup, names: list[str]) -> str:

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from gyre.core.errors import ConfigError, GyreError, InputError
+from gyre.core.files import read_json
 from gyre.data.config import DataConfig
 from gyre.data.sources import load_prompts
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
-from gyre.models.hub.files import read_json
 from gyre.models.hub.load import export_hub, init_weights, load_hub
 from gyre.models.spec import spec_from_hub_config, spec_from_shape
 from gyre.runconfig import apply_overrides, load_run_config, parse_run_config, read_toml

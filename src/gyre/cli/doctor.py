@@ -33,7 +33,7 @@ class Finding:
 
 
 def run_doctor(*, quiet: bool) -> Mapping[str, Any]:
-    findings = [*_hardware(), *_torch(), *_tiles(), _c_kernels(), _sandbox(), *_packages()]
+    findings = [*_hardware(), *_torch(), *_tiles(), find_c_kernels(), _sandbox(), *_packages()]
     if not quiet:
         width = max(len(finding.what) for finding in findings)
         for finding in findings:
@@ -110,7 +110,7 @@ def _tiles() -> list[Finding]:
     return [Finding(what="AMX tiles", verdict="weaker", detail=detail, advice=advice)]
 
 
-def _c_kernels() -> Finding:
+def find_c_kernels() -> Finding:
     """Build the kernels that a run on this CPU would build, unless cached."""
     from gyre.kernels.cpu import build
 

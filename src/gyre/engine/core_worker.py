@@ -81,10 +81,10 @@ class CoreWorker:
         self.memory = EngineMemory(
             decoder, config, shared_weights=shared_weights, device=device, dtype=dtype
         )
-        self._decoder = decoder
+        self.decoder = decoder
         self._config = config
         self._tokenizer = tokenizer
-        self._emit = emit
+        self.emit = emit
         self._device = device
         self._eos_ids = eos_ids
         self._journal = None if journal_folder is None else JournalWriter(journal_folder)
@@ -242,12 +242,12 @@ class CoreWorker:
                 eos_ids=self._eos_ids,
             )
         )
-        self._emit(
+        self.emit(
             "engine.started",
             dummy=dummy,
             version=self.weights.version,
             pages=self.memory.num_pages,
-            scoring_bytes=scoring_bytes(self._config, vocab_size=self._decoder.spec.vocab_size),
+            scoring_bytes=scoring_bytes(self._config, vocab_size=self.decoder.spec.vocab_size),
         )
 
     def commit(self, version: int, policy: CommitPolicy) -> None:
@@ -257,7 +257,7 @@ class CoreWorker:
         with self._watch():
             self._flush()
         with self.weights.swapping(version):
-            self._emit(
+            self.emit(
                 "engine.committed", version=version, policy=policy, shared=self.weights.shared
             )
             with self._watch():  # the last step: where it fails, the core is broken as well
@@ -274,7 +274,7 @@ class CoreWorker:
             self.memory.move(WEIGHTS, "none")
         if self._journal is not None:
             self._journal.flush()
-        self._emit("engine.terminated", version=self.weights.version)
+        self.emit("engine.terminated", version=self.weights.version)
 
     def move(self, names: Sequence[str], tier: Tier) -> None:
         """Move components in order. Sequences recompute KV that goes to "none". Weights that return
@@ -301,7 +301,7 @@ class CoreWorker:
                 self.weights.forget()  # they are zeros
 
     def _make_core(self, pool: KvPool, host: HostKv | None) -> EngineCore:
-        config, spec = self._config, self._decoder.spec
+        config, spec = self._config, self.decoder.spec
         rates = plan_rates(
             config,
             page_bytes=self.memory.page_bytes,
@@ -313,7 +313,7 @@ class CoreWorker:
             num_pages=self.memory.num_pages,
             page_tokens=config.page_tokens,
             prefix_cache=config.prefix_cache,
-            emit=self._emit,
+            emit=self.emit,
             window=spec.widest_view,
             num_slots=0 if host is None else host.num_slots,
             rates=rates,
@@ -322,7 +322,7 @@ class CoreWorker:
         return EngineCore(
             state,
             choose_runner(
-                self._decoder, pool, config, capture=self.memory.provide_capture(), emit=self._emit
+                self.decoder, pool, config, capture=self.memory.provide_capture(), emit=self.emit
             ),
             token_budget=config.token_budget,
             version=self.weights.version,

@@ -19,7 +19,7 @@ import torch
 from gyre.core.contracts import RolloutEngine
 from gyre.core.errors import ConfigError, InputError
 from gyre.core.events import Emit
-from gyre.core.files import replacing_folder
+from gyre.core.files import read_json, replacing_folder
 from gyre.core.records import Prompt, Rollout
 from gyre.core.seeds import derive_seed
 from gyre.data.examples import tokenizer_texts
@@ -35,7 +35,8 @@ from gyre.loop.evaluate import Rollouts
 from gyre.loop.ports import TextPort
 from gyre.models.decoder import Decoder
 from gyre.models.hub.checkpoint import Checkpoint
-from gyre.models.hub.files import CONFIG_FILE, SCALAR_HEAD_FILE, find_folder, read_json
+from gyre.models.hub.files import SCALAR_HEAD_FILE
+from gyre.models.hub.folders import CONFIG_FILE, find_folder
 from gyre.models.hub.load import load_hub, load_scalar_head
 from gyre.models.hub_keys import keys_without_effect
 from gyre.models.init import FreshWeights

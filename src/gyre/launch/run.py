@@ -23,6 +23,7 @@ from gyre.core.errors import (
     RewardError,
     SnapshotError,
 )
+from gyre.core.events import Emit
 from gyre.core.files import write_text
 from gyre.launch.factories import (
     Facts,
@@ -65,7 +66,7 @@ from gyre.observability.spans import Spans
 from gyre.planner.plan import Plan
 from gyre.text.tokenizer import is_misread
 from gyre.trainer.checkpoint.store import Fault, Snapshot, load
-from gyre.trainer.optim.lr_schedule import learning_rate_factor
+from gyre.trainer.optim.schedule import learning_rate_factor
 
 MISREAD = (
     "transformers reads tokenizer files beside a model of this family by its own rules, so the "
@@ -338,7 +339,7 @@ class Run:
             version, done = self._placement.version, True
         finally:
             await built.close()
-            await self._end(failed=not done, last=last)
+            await end_stage(self._placement, self._emit, failed=not done, last=last)
         if self._signals.stop.is_asked:
             self._emit(
                 "run.stopped",
@@ -349,16 +350,6 @@ class Run:
             raise self._signals.stopped(tell_place(progress))
         self._emit("stage.done", stage=stage.name, step=progress.step, version=version)
         return progress, version
-
-    async def _end(self, *, failed: bool, last: bool) -> None:
-        """End the stage. After a failure its error is raised; another error on the way out is
-        logged."""
-        try:
-            await self._placement.end(failed=failed, last=last)
-        except Exception as error:
-            if not failed:
-                raise
-            self._emit("warn.stage_not_closed", error=f"{type(error).__name__}: {error}")
 
     def _plan(self, stage: Stage, policy: Facts | Policy, data: StageData) -> Plan:
         """Decide, and write down what was decided. A resumed run keeps its number of KV pages,
@@ -465,3 +456,13 @@ def tell_place(progress: StageProgress) -> str:
         else ""
     )
     return f"after step {progress.step} of stage {progress.stage}{begun}"
+
+
+async def end_stage(placement: Placement, emit: Emit, *, failed: bool, last: bool) -> None:
+    """End the stage. After a failure its error is raised; another one on the way out is logged."""
+    try:
+        await placement.end(failed=failed, last=last)
+    except Exception as error:
+        if not failed:
+            raise
+        emit("warn.stage_not_closed", error=f"{type(error).__name__}: {error}")

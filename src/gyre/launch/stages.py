@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 from gyre.core.contracts import PromptSource
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
+from gyre.core.files import read_json
 from gyre.core.records import Prompt, TrainBatch, TrainSequence
 from gyre.core.seeds import derive_seed
 from gyre.data.config import DataConfig
@@ -23,7 +24,7 @@ from gyre.launch.goal import accuracy_metric
 from gyre.launch.train_args import COLD_START, MAIN
 from gyre.loop.config import ColdStartConfig
 from gyre.loop.refill import drops_equal, filter_metric, why_filtered_by_score
-from gyre.models.hub.files import CONFIG_FILE, find_folder, read_json
+from gyre.models.hub.folders import CONFIG_FILE, find_folder
 from gyre.models.spec import ModelSpec, spec_from_hub_config
 from gyre.objectives.config import (
     AnyObjective,

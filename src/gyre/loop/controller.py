@@ -114,10 +114,10 @@ class Ring:
         self._emit = parts.observers.events.emit
         self._phase = parts.observers.spans.phase
         # groups of the step in flight, until they are trained on
-        self._open: list[InFlightGroup] = []
+        self.in_flight: list[InFlightGroup] = []
         # of those carried over, tokens by sample when the step began
         self._begun_tokens: list[dict[int, int]] = []
-        self._train_s = 0.0  # that the newest update took: it is not begun when a stop leaves less
+        self.train_s = 0.0  # that the newest update took: it is not begun when a stop leaves less
         self._handover = Handover(
             parts.trainer,
             parts.lifecycle,
@@ -146,8 +146,10 @@ class Ring:
             self._parts.source.restore(progress.source)
         if reason := why_filtered_by_score(self._stage.objective, self._config.accuracy):
             self._emit("fallback.filter_by_score", stage=self._stage.name, reason=reason)
-        await self._publish(progress.step)
-        turn = Turn(step=self._step, evaluate=self._evaluate, keep_unfinished=self._keep_unfinished)
+        await self.publish(progress.step)
+        turn = Turn(
+            step=self.run_step, evaluate=self._evaluate, keep_unfinished=self._keep_unfinished
+        )
         rhythm = Rhythm(
             steps=self._stage.steps,
             eval_every_steps=self._config.evaluation.every_steps,
@@ -155,10 +157,10 @@ class Ring:
         )
         return await run_steps(progress, turn, rhythm, self._parts)
 
-    async def _step(self, progress: StageProgress) -> StageProgress:
+    async def run_step(self, progress: StageProgress) -> StageProgress:
         step, started_s = progress.step + 1, time.monotonic()
         collected = await self._collect(progress, step)
-        if self._parts.stop.remaining_s() < self._train_s:
+        if self._parts.stop.remaining_s() < self.train_s:
             raise StepUnfinished
         self._look_at_failures(collected.sampled, step)
         assembled = assemble(
@@ -169,13 +171,13 @@ class Ring:
             accuracy=self._config.accuracy,
         )
         self._count(assembled, collected, step)
-        self._open = []  # an update cannot be broken off
+        self.in_flight = []  # an update cannot be broken off
         await self._enter("train", step)
         train_from_s = time.monotonic()
         with self._phase("train", step=step):
             report = await self._parts.trainer.step(assembled.batch)
-        self._train_s = time.monotonic() - train_from_s
-        await self._publish(step)
+        self.train_s = time.monotonic() - train_from_s
+        await self.publish(step)
         self._report(step, report, collected, assembled, time.monotonic() - started_s)
         self._keep_samples(step, collected.sampled)
         for group in collected.in_flight:
@@ -187,7 +189,7 @@ class Ring:
     async def _collect(self, progress: StageProgress, step: int) -> Collected:
         """Run the rollout and score phases."""
         config, stop = self._config.rollout, self._parts.stop
-        groups = self._open = list(progress.in_flight)
+        groups = self.in_flight = list(progress.in_flight)
         self._begun_tokens = [count_begun(group, config.completions_per_prompt) for group in groups]
         async with (
             Scoring(self._scorer, deadline_s=config.reward_deadline_s) as scoring,
@@ -244,19 +246,22 @@ class Ring:
     def _keep_unfinished(self, progress: StageProgress) -> StageProgress:
         """Store the groups that the run resumes with. Before rollouts began, or in an evaluation,
         there are no new ones."""
-        if not self._open:
+        if not self.in_flight:
             return progress
         size = self._config.rollout.completions_per_prompt
-        fresh = [dict.fromkeys(range(size), 0)] * (len(self._open) - len(self._begun_tokens))
-        for group, begun in zip(self._open, [*self._begun_tokens, *fresh], strict=True):
+        fresh = [dict.fromkeys(range(size), 0)] * (len(self.in_flight) - len(self._begun_tokens))
+        for group, begun in zip(self.in_flight, [*self._begun_tokens, *fresh], strict=True):
             group.begun_tokens = dict(begun)
         tokens = sum(
-            len(partial.tokens) for group in self._open for partial in group.partials.values()
+            len(partial.tokens) for group in self.in_flight for partial in group.partials.values()
         )
         self._emit(
-            "step.broken_off", step=progress.step + 1, groups=len(self._open), partial_tokens=tokens
+            "step.broken_off",
+            step=progress.step + 1,
+            groups=len(self.in_flight),
+            partial_tokens=tokens,
         )
-        return replace(progress, source=self._parts.source.state(), in_flight=self._open)
+        return replace(progress, source=self._parts.source.state(), in_flight=self.in_flight)
 
     def _max_refills(self) -> int:
         """Return the allowed refills: 0 with a learned reward. It is computed after the rollouts,
@@ -304,7 +309,7 @@ class Ring:
                 critic = await trainer.evaluate(bare, "critic")
         return Passes(policy=policy, reference=reference, critic=critic), learnt
 
-    async def _publish(self, step: int) -> None:
+    async def publish(self, step: int) -> None:
         await self._enter("handover", step)
         with self._phase("handover", step=step):
             await self._handover.publish(step=step)

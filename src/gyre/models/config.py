@@ -9,13 +9,8 @@ from pydantic import Field, model_validator
 from gyre.core.config import Section
 
 # Beyond any model; what passes them is a mistake, or made to take memory and time.
-MOST_LAYERS, MOST_HEADS, MOST_WIDTH, MOST_VOCAB, MOST_CONTEXT = (
-    1024,
-    1 << 12,
-    1 << 20,
-    1 << 26,
-    1 << 31,
-)
+MOST_LAYERS, MOST_HEADS, MOST_WIDTH = 1024, 1 << 12, 1 << 20
+MOST_VOCAB, MOST_CONTEXT = 1 << 26, 1 << 31
 
 
 class ShapeConfig(Section):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -62,22 +63,18 @@ class Layer(nn.Module):
     def __init__(self, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.spec = spec
-        hidden, q_rows, kv_rows = (
-            spec.hidden_size,
-            spec.num_heads * spec.head_dim,
-            spec.num_kv_heads * spec.head_dim,
-        )
-        self.attn_norm = Weights(hidden, device=device, dtype=dtype)
-        self.qkv = Weights(
-            q_rows + 2 * kv_rows, hidden, bias=spec.qkv_bias, device=device, dtype=dtype
-        )
+        hidden, q_rows = spec.hidden_size, spec.num_heads * spec.head_dim
+        kv_rows = spec.num_kv_heads * spec.head_dim
+        make = partial(Weights, device=device, dtype=dtype)
+        self.attn_norm = make(hidden)
+        self.qkv = make(q_rows + 2 * kv_rows, hidden, bias=spec.qkv_bias)
         if spec.qk_norm:
-            self.q_norm = Weights(spec.head_dim, device=device, dtype=dtype)
-            self.k_norm = Weights(spec.head_dim, device=device, dtype=dtype)
-        self.out = Weights(hidden, q_rows, device=device, dtype=dtype)
-        self.mlp_norm = Weights(hidden, device=device, dtype=dtype)
-        self.gate_up = Weights(2 * spec.mlp_size, hidden, device=device, dtype=dtype)
-        self.down = Weights(hidden, spec.mlp_size, device=device, dtype=dtype)
+            self.q_norm = make(spec.head_dim)
+            self.k_norm = make(spec.head_dim)
+        self.out = make(hidden, q_rows)
+        self.mlp_norm = make(hidden)
+        self.gate_up = make(2 * spec.mlp_size, hidden)
+        self.down = make(hidden, spec.mlp_size)
 
     def forward(
         self,
@@ -138,10 +135,8 @@ class Layer(nn.Module):
         float8: frozenset[Projection] = NOTHING,
     ) -> Tensor:
         """Run like `forward`, but keep only x_TE; the backward pass recomputes the rest."""
-        input_TE, rest = (
-            x_TE.detach().requires_grad_(x_TE.requires_grad),
-            (cos_T1D, sin_T1D, attend, rows_N),
-        )
+        input_TE = x_TE.detach().requires_grad_(x_TE.requires_grad)
+        rest = cos_T1D, sin_T1D, attend, rows_N
         with RecomputeLayer(
             lambda: self(index, input_TE, *rest, recompute=True, float8=float8)
         ).hooks():

@@ -62,11 +62,8 @@ class FusedForward:
         """Return the residual stream after the last layer. With `source_N`, of these tokens only,
         skipping the last output projection and MLP for the others. Writes the keys and values of
         all tokens to their pages."""
-        x_TE, y_TE, last = (
-            F.embedding(token_T, self.decoder.embed.weight),
-            None,
-            self.decoder.spec.num_layers - 1,
-        )
+        last = self.decoder.spec.num_layers - 1
+        x_TE, y_TE = F.embedding(token_T, self.decoder.embed.weight), None
         for index in range(last + 1):
             chosen_N = source_N if index == last else None
             x_TE, y_TE = self._layer(index, x_TE, y_TE, position_T, row_T, attend, chosen_N)
@@ -134,10 +131,8 @@ class FusedForward:
         attend(index, qkv_TJD[:, : spec.num_heads], attended_THD)
         attended_TA = attended_THD.view(num_tokens, -1)
         if source_N is not None:
-            x_TE, attended_TA = (
-                x_TE.index_select(0, source_N),
-                attended_TA.index_select(0, source_N),
-            )
+            x_TE = x_TE.index_select(0, source_N)
+            attended_TA = attended_TA.index_select(0, source_N)
         x_TE, y_TE = self._to_residual(x_TE, attended_TA, layer.out.weight)
         gate_up_T2M = self._linear(
             self.normed(x_TE, layer.mlp_norm.weight, y_TE), layer.gate_up.weight, None

@@ -14,61 +14,41 @@ from collections.abc import Mapping
 from typing import Any
 
 from gyre.core.errors import InputError
+from gyre.models.hub.schema import ConfigKeys
 
-READ = frozenset(
-    {
-        "model_type",
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "intermediate_size",
-        "tie_word_embeddings",
-        "max_position_embeddings",
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "original_max_position_embeddings",
-        "rms_norm_eps",
-        "bos_token_id",
-        "eos_token_id",
-        "use_sliding_window",
-        "sliding_window",
-        "max_window_layers",
-        "layer_types",
-    }
-)
+READ = {*ConfigKeys.model_fields, "model_type", "original_max_position_embeddings"} - {
+    "dtype",
+    "torch_dtype",
+}
 
 # Without effect on the logits of a causal model at inference. Dropout is not applied in training
 # either.
-IRRELEVANT = frozenset(
-    {
-        "attention_dropout",
-        "initializer_range",
-        "use_cache",
-        "pad_token_id",
-        "transformers_version",
-        "architectures",
-        "output_hidden_states",
-        "output_attentions",
-        "return_dict",
-        "dtype",
-        "torch_dtype",
-        "chunk_size_feed_forward",
-        "is_encoder_decoder",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "name_or_path",
-        "_name_or_path",
-        "attention_bias",
-    }
-)
+IRRELEVANT = frozenset((
+    "attention_dropout", "initializer_range", "use_cache", "pad_token_id", "transformers_version",
+    "architectures", "output_hidden_states", "output_attentions", "return_dict", "dtype",
+    "torch_dtype", "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id",
+    "problem_type", "name_or_path", "_name_or_path", "attention_bias",
+))  # fmt: skip
 
 _OFF: tuple[Any, ...] = (None, False, 0, [], {})
 _ONE: tuple[Any, ...] = (None, 1)
+# Read by code that all models of transformers share.
+_OF_ALL_MODELS = (
+    "per_layer_config", "attention_chunk_size", "kv_sharing_modes", "fusion_config",
+    "transformers_weights",
+)  # fmt: skip
+# Of other architectures; as are the factors below.
+_OF_OTHERS = (
+    "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "num_experts",
+    "num_local_experts", "n_routed_experts", "num_experts_per_tok", "kv_lora_rank", "q_lora_rank",
+    "no_rope_layers", "no_rope_layer_interval", "use_parallel_residual", "parallel_attn",
+    "use_qk_norm", "qk_layernorm", "clip_qkv", "use_bidirectional_attention", "use_alibi", "alibi",
+    "num_nextn_predict_layers", "text_config", "vision_config",
+)  # fmt: skip
+_FACTORS = (
+    "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "scale_emb",
+    "scale_depth", "lm_head_multiplier",
+)  # fmt: skip
 # Of these only the named values are run.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -76,57 +56,9 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": _ONE,
     "is_causal": (True,),  # transformers takes null as false
     **dict.fromkeys(("mlp_bias", "quantization_config"), _OFF),
-    # read by code that all models of transformers share
-    **dict.fromkeys(
-        (
-            "per_layer_config",
-            "attention_chunk_size",
-            "kv_sharing_modes",
-            "fusion_config",
-            "transformers_weights",
-        ),
-        _OFF,
-    ),
-    # of other architectures
-    **dict.fromkeys(
-        (
-            "attn_logit_softcapping",
-            "final_logit_softcapping",
-            "query_pre_attn_scalar",
-            "num_experts",
-            "num_local_experts",
-            "n_routed_experts",
-            "num_experts_per_tok",
-            "kv_lora_rank",
-            "q_lora_rank",
-            "no_rope_layers",
-            "no_rope_layer_interval",
-            "use_parallel_residual",
-            "parallel_attn",
-            "use_qk_norm",
-            "qk_layernorm",
-            "clip_qkv",
-            "use_bidirectional_attention",
-            "use_alibi",
-            "alibi",
-            "num_nextn_predict_layers",
-            "text_config",
-            "vision_config",
-        ),
-        _OFF,
-    ),
-    **dict.fromkeys(
-        (
-            "embedding_multiplier",
-            "residual_multiplier",
-            "logits_scaling",
-            "logit_scale",
-            "scale_emb",
-            "scale_depth",
-            "lm_head_multiplier",
-        ),
-        _ONE,
-    ),
+    **dict.fromkeys(_OF_ALL_MODELS, _OFF),
+    **dict.fromkeys(_OF_OTHERS, _OFF),
+    **dict.fromkeys(_FACTORS, _ONE),
 }
 
 

@@ -53,11 +53,11 @@ class FreshWeights:
         elif name.endswith(".bias"):
             out_N.zero_()
         else:
-            for first, drawn_N in self._blocks(name, range(start // BLOCK, ceil_div(stop, BLOCK))):
+            for first, drawn_N in self.blocks(name, range(start // BLOCK, ceil_div(stop, BLOCK))):
                 low, high = max(start, first), min(stop, first + len(drawn_N))
                 out_N[low - start : high - start].copy_(drawn_N[low - first : high - first])
 
-    def _blocks(self, name: str, blocks: range) -> Iterator[tuple[int, Tensor]]:
+    def blocks(self, name: str, blocks: range) -> Iterator[tuple[int, Tensor]]:
         """Yield (first number, numbers) of each block in order. A few are drawn ahead."""
         ahead: deque[Future[tuple[int, Tensor]]] = deque()
         with ThreadPoolExecutor(threads := torch.get_num_threads()) as pool:
@@ -78,14 +78,12 @@ class FreshWeights:
 
 
 def deviation(spec: ModelSpec, name: str, columns: int) -> float:
-    """Return the standard deviation of a matrix."""
     writes_residual = name.endswith(("out.weight", "down.weight"))
     gain = RESIDUAL_GAIN / (2 * spec.num_layers) ** 0.5 if writes_residual else GAIN
     return gain / columns**0.5
 
 
 def init_weights(decoder: Decoder, seed: int) -> None:
-    """Initialize a whole decoder in place."""
     source = FreshWeights(decoder.spec, seed)
     for name, parameter in decoder.named_parameters():
         source.read(name, 0, parameter.numel(), parameter.detach().view(-1))

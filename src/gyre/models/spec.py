@@ -119,17 +119,8 @@ def spec_from_shape(
     """Return the spec of a fresh model; the vocabulary comes from its tokenizer."""
     return checked(
         ModelSpec(
-            family=shape.family,
+            **shape.model_dump(exclude={"vocab_size"}),
             vocab_size=vocab_size,
-            hidden_size=shape.hidden_size,
-            num_layers=shape.num_layers,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            mlp_size=shape.mlp_size,
-            tied=shape.tied,
-            context_tokens=shape.context_tokens,
-            rope_theta=shape.rope_theta,
             norm_eps=1e-5 if shape.family == "llama" else 1e-6,
             qkv_bias=shape.family == "qwen2",
             qk_norm=shape.family == "qwen3",

@@ -58,10 +58,8 @@ def estimate(config: GrpoConfig | PpoConfig, samples: Sequence[Sample]) -> Estim
     if isinstance(config, PpoConfig):
         per_token, returns = _with_critic(config, samples, penalties)
     else:
-        per_token, returns = (
-            _without_critic(config, samples, penalties, list(members.values())),
-            None,
-        )
+        per_token = _without_critic(config, samples, penalties, list(members.values()))
+        returns = None
     in_reward = config.kl_in == "reward" and config.kl_coef > 0.0
     return Estimates(
         advantages=tuple(values.astype(np.float32) for values in per_token),
@@ -114,10 +112,8 @@ def gae(
     Schulman et al. 2016, arXiv 1506.02438, eq. 11, 12 and 16, truncated at the end of the episode:
     delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}.
     """
-    rewards, values = (
-        np.asarray(rewards_T, dtype=np.float64),
-        np.asarray(values_T, dtype=np.float64),
-    )
+    rewards = np.asarray(rewards_T, dtype=np.float64)
+    values = np.asarray(values_T, dtype=np.float64)
     assert rewards.shape == values.shape, (
         f"rewards {rewards.shape} and values {values.shape} differ in shape"
     )

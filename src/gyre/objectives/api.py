@@ -1,5 +1,5 @@
-"""Objectives' public API: all in one import. In: an objective config and one micro-batch's tensors
-(or a step's rewards). Out: a loss to be divided by one global denominator, metric sums, advantages.
+"""Objectives: the loss of any kind. In: an objective config and one micro-batch's tensors. Out: a
+loss to be divided by one global denominator, metric sums.
 
 Usage, for one optimizer step over any split into micro-batches:
 
@@ -20,33 +20,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from gyre.objectives.advantages import (
-    Estimates,
-    Sample,
-    advantages,
-    equal_groups,
-    estimate,
-    gae,
-    kl_numpy,
-    rank_pairs,
-)
 from gyre.objectives.config import (
     AnyObjective,
     DpoConfig,
     GrpoConfig,
-    ObjectiveConfig,
     PolicyConfig,
     PpoConfig,
     RmConfig,
     SftConfig,
-    is_pairwise,
-    needs_critic,
-    needs_old_logprobs,
-    needs_policy_logprobs,
-    needs_reference,
-    needs_rollouts,
-    required_columns,
-    trains_scores,
 )
 from gyre.objectives.dpo import dpo_loss
 from gyre.objectives.grpo import policy_loss
@@ -54,38 +35,6 @@ from gyre.objectives.inputs import LossInputs
 from gyre.objectives.ppo import ppo_loss
 from gyre.objectives.rm import rm_loss
 from gyre.objectives.sft import sft_loss
-
-__all__ = [
-    "AnyObjective",
-    "DpoConfig",
-    "Estimates",
-    "GrpoConfig",
-    "LossInputs",
-    "ObjectiveConfig",
-    "PolicyConfig",
-    "PpoConfig",
-    "RmConfig",
-    "Sample",
-    "SftConfig",
-    "add_sums",
-    "advantages",
-    "denominator",
-    "equal_groups",
-    "estimate",
-    "finish_sums",
-    "gae",
-    "is_pairwise",
-    "kl_numpy",
-    "loss_sum",
-    "needs_critic",
-    "needs_old_logprobs",
-    "needs_policy_logprobs",
-    "needs_reference",
-    "needs_rollouts",
-    "rank_pairs",
-    "required_columns",
-    "trains_scores",
-]
 
 
 def loss_sum(config: AnyObjective, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:

@@ -18,65 +18,47 @@ from gyre.core.config import Section
 Variant = Literal["grpo", "dapo", "dr_grpo", "gspo", "rloo", "reinforce_pp", "cispo"]
 Estimator = Literal["k1", "k2", "k3", "k3_plus"]
 
-_CLIPPED = {"surrogate": "clip", "clip_low": 0.2, "clip_high": 0.2}
-_GROUP = {"baseline": "group_mean", "scale": "group_std", "ratio": "token", "equal_groups": "keep"}
-
+# Shao et al. 2024, arXiv 2402.03300, eq. 3: mean over tokens, then over sequences
+_GRPO: Mapping[str, Any] = {
+    "baseline": "group_mean",
+    "scale": "group_std",
+    "ratio": "token",
+    "equal_groups": "keep",
+    "surrogate": "clip",
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "aggregation": "sequence",
+}
+# What each variant changes of it.
+_CHANGES: Mapping[Variant, Mapping[str, Any]] = {
+    "grpo": {},
+    # Yu et al. 2025, arXiv 2503.14476, eq. 8 and 11: clip-higher, token-level mean, dynamic
+    # sampling
+    "dapo": {"clip_high": 0.28, "aggregation": "token", "equal_groups": "drop"},
+    # Liu et al. 2025, arXiv 2503.20783, section 3.2: neither division by the standard deviation nor
+    # by the length
+    "dr_grpo": {"scale": "none", "aggregation": "fixed_length"},
+    # Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7: one length-normalized ratio per sequence
+    "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    # Ahmadian et al. 2024, arXiv 2402.14740, section 2.2: leave-one-out baseline, every token of
+    # equal weight. Each token has a ratio (verl); TRL clips one ratio per sequence: the same
+    # direction on policy, not off policy
+    "rloo": {"baseline": "leave_one_out", "scale": "none", "aggregation": "token"},
+    # Hu et al. 2025, arXiv 2501.03262: no group; KL in the reward, normalized over the whole
+    # batch's tokens
+    "reinforce_pp": {
+        "baseline": "none",
+        "scale": "batch_std",
+        "aggregation": "token",
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
+    # MiniMax 2025, arXiv 2506.13585, eq. 4 and 5: the ratio is clipped and detached, no token loses
+    # its gradient
+    "cispo": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregation": "token"},
+}
 VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        # Shao et al. 2024, arXiv 2402.03300, eq. 3: mean over tokens, then over sequences
-        "grpo": {**_GROUP, **_CLIPPED, "aggregation": "sequence"},
-        # Yu et al. 2025, arXiv 2503.14476, eq. 8 and 11: clip-higher, token-level mean, dynamic
-        # sampling
-        "dapo": {
-            **_GROUP,
-            **_CLIPPED,
-            "clip_high": 0.28,
-            "aggregation": "token",
-            "equal_groups": "drop",
-        },
-        # Liu et al. 2025, arXiv 2503.20783, section 3.2: neither division by the standard deviation
-        # nor by the length
-        "dr_grpo": {**_GROUP, **_CLIPPED, "scale": "none", "aggregation": "fixed_length"},
-        # Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7: one length-normalized ratio per sequence
-        "gspo": {
-            **_GROUP,
-            **_CLIPPED,
-            "ratio": "sequence",
-            "clip_low": 3e-4,
-            "clip_high": 4e-4,
-            "aggregation": "sequence",
-        },
-        # Ahmadian et al. 2024, arXiv 2402.14740, section 2.2: leave-one-out baseline, every token
-        # of equal weight. Each token has a ratio (verl); TRL clips one ratio per sequence: the same
-        # direction on policy, not off policy
-        "rloo": {
-            **_GROUP,
-            **_CLIPPED,
-            "baseline": "leave_one_out",
-            "scale": "none",
-            "aggregation": "token",
-        },
-        # Hu et al. 2025, arXiv 2501.03262: no group; KL in the reward, normalized over the whole
-        # batch's tokens
-        "reinforce_pp": {
-            **_GROUP,
-            **_CLIPPED,
-            "baseline": "none",
-            "scale": "batch_std",
-            "aggregation": "token",
-            "kl_in": "reward",
-            "kl_estimator": "k1",
-        },
-        # MiniMax 2025, arXiv 2506.13585, eq. 4 and 5: the ratio is clipped and detached, no token
-        # loses its gradient
-        "cispo": {
-            **_GROUP,
-            "surrogate": "cispo",
-            "clip_low": 1.0,
-            "clip_high": 4.0,
-            "aggregation": "token",
-        },
-    }
+    {name: {**_GRPO, **changes} for name, changes in _CHANGES.items()}
 )
 
 
@@ -219,16 +201,14 @@ class PolicyConfig(Section):
         if not 0.0 <= low <= 1.0 <= high or low == high:
             raise ValueError(
                 f"rejection_band = [{low}, {high}]: need 0 <= low <= 1 <= high and low < high, "
-                "since engine and "
-                "trainer that agree have a ratio of 1; [0.5, 2.0] is usual"
+                "since engine and trainer that agree have a ratio of 1; [0.5, 2.0] is usual"
             )
         if self.importance_level == "sequence" and (
             not self.tis_cap or self.ratio_base == "engine"
         ):
             raise ValueError(
                 "importance_level = 'sequence' needs tis_cap > 0 and ratio_base = 'trainer'; got "
-                "tis_cap = "
-                f"{self.tis_cap}, ratio_base = '{self.ratio_base}': set both, or leave "
+                f"tis_cap = {self.tis_cap}, ratio_base = '{self.ratio_base}': set both, or leave "
                 "importance_level out"
             )
         if (
@@ -258,8 +238,7 @@ class PolicyConfig(Section):
         if self.kl_coef and self.kl_in == "loss" and self.kl_estimator == "k1":
             raise ValueError(
                 "kl_estimator = 'k1' has a gradient of zero mean as a loss; use 'k2', 'k3' or "
-                "'k3_plus', "
-                "or kl_in = 'reward'"
+                "'k3_plus', or kl_in = 'reward'"
             )
         if self.kl_in == "reward" and self.kl_estimator == "k3_plus":
             raise ValueError(
@@ -269,9 +248,8 @@ class PolicyConfig(Section):
         if self.kl_ratio_weighted and (self.kl_in == "reward" or self.kl_estimator != "k3"):
             raise ValueError(
                 "kl_ratio_weighted corrects the gradient of k3 in the loss; got kl_in = "
-                f"'{self.kl_in}', "
-                f"kl_estimator = '{self.kl_estimator}': set kl_in = 'loss' and kl_estimator = "
-                "'k3', or turn it off"
+                f"'{self.kl_in}', kl_estimator = '{self.kl_estimator}': set kl_in = 'loss' and "
+                "kl_estimator = 'k3', or turn it off"
             )
         return self
 

@@ -21,11 +21,8 @@ LARGE_GAP = math.log(2.0)  # nats: the probabilities differ by more than a facto
 def policy_loss(config: PolicyConfig, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the surrogate, weighted by the engine correction, plus KL to the reference, minus the
     entropy bonus."""
-    logprobs_N, index_N, counts_S = (
-        inputs.logprobs_N,
-        inputs.sequence_index_N,
-        inputs.target_counts_S,
-    )
+    logprobs_N = inputs.logprobs_N
+    index_N, counts_S = inputs.sequence_index_N, inputs.target_counts_S
     assert logprobs_N is not None, "the policy loss needs logprobs_N"
     assert inputs.advantages_N is not None, "the policy loss needs advantages_N"
     old_N = _old_logprobs(config, inputs)
@@ -75,13 +72,12 @@ def surrogate(
 def _old_logprobs(config: PolicyConfig, inputs: LossInputs) -> Tensor:
     """Return the log-probs in the ratio's denominator: the current ones, detached, if the policy is
     unchanged since the batch."""
-    assert inputs.logprobs_N is not None
     if config.ratio_base == "engine":
         assert inputs.behavior_logprobs_N is not None, (
             "ratio_base = 'engine' needs behavior_logprobs_N"
         )
         return inputs.behavior_logprobs_N
-    return inputs.logprobs_N.detach() if inputs.old_logprobs_N is None else inputs.old_logprobs_N
+    return _trainer_logprobs(inputs)
 
 
 def _corrected(

@@ -54,7 +54,7 @@ class ChatTemplate:
         self.source, self.where = source, where
         self._variables = dict(variables)
         self._lock = threading.Lock()
-        self._child: _Child | None = None
+        self.child: _Child | None = None
 
     def render(
         self,
@@ -84,20 +84,20 @@ class ChatTemplate:
             "cpu_s": CPU_LIMIT_S,
         }
         with self._lock:
-            if self._child is None:
+            if self.child is None:
                 self._start()
             return self._ask(request)
 
     def close(self) -> None:
         """Terminate the process. The next `render` starts another one."""
         with self._lock:
-            if self._child is not None:
-                self._child.stop()
-                self._child = None
+            if self.child is not None:
+                self.child.stop()
+                self.child = None
 
     def _start(self) -> None:
-        self._child = _Child()
-        weakref.finalize(self, self._child.stop)
+        self.child = _Child()
+        weakref.finalize(self, self.child.stop)
         self._ask(
             {
                 "path": [path for path in sys.path if path],
@@ -107,19 +107,19 @@ class ChatTemplate:
         )
 
     def _ask(self, request: Mapping[str, Any]) -> list[str]:
-        assert self._child is not None
+        assert self.child is not None
         try:
-            answer = self._child.ask(json.dumps(request, default=str).encode())
+            answer = self.child.ask(json.dumps(request, default=str).encode())
             reason = answer.get("error")
         except (OSError, EOFError) as fault:  # TimeoutError is an OSError
-            reason, answer = self._child.why_gone(fault), {}
+            reason, answer = self.child.why_gone(fault), {}
         except BaseException:  # Ctrl-C amid an exchange: what comes next would be its answer
-            self._child.stop()
-            self._child = None
+            self.child.stop()
+            self.child = None
             raise
         if reason is not None:
-            self._child.stop()
-            self._child = None
+            self.child.stop()
+            self.child = None
             raise InputError(
                 f"the chat template in {self.where} refused the conversation: {reason}", hint=ADVICE
             )
@@ -134,7 +134,7 @@ class _Child:
         self._link.settimeout(WALL_LIMIT_S)
         script = str(Path(__file__).with_name("chat_template_child.py"))
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-S", "-P", script, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
@@ -154,7 +154,7 @@ class _Child:
         if isinstance(fault, TimeoutError):
             return f"it gave no answer in {WALL_LIMIT_S:g} s"
         try:
-            code = self._process.wait(WALL_LIMIT_S)
+            code = self.process.wait(WALL_LIMIT_S)
         except subprocess.TimeoutExpired:
             return "it closed its socket"
         if code == -signal.SIGPROF:
@@ -166,8 +166,8 @@ class _Child:
 
     def stop(self) -> None:
         self._link.close()
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
     def _read(self, size: int) -> bytes:
         data = bytearray()

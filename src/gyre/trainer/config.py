@@ -108,18 +108,15 @@ class TrainerConfig(Section):
         if trained and self.offload_optimizer == "none":
             raise ValueError(
                 f"offload_parameters = {list(self.offload_parameters)} with offload_optimizer = "
-                "'none': the larger "
-                "state goes first, set offload_optimizer = 'host' or 'disk', or take "
-                f"{' and '.join(trained)} off the "
-                "list"
+                "'none': the larger state goes first, set offload_optimizer = 'host' or 'disk', or "
+                f"take {' and '.join(trained)} off the list"
             )
         if "reference" in self.offload_parameters and self.reference_moving_average:
             raise ValueError(
                 f"offload_parameters = {list(self.offload_parameters)} with "
-                "reference_moving_average = "
-                f"{self.reference_moving_average:g}: the average has no place in host memory, "
-                "take 'reference' off the "
-                "list, or set reference_refresh_steps instead of the average"
+                f"reference_moving_average = {self.reference_moving_average:g}: the average has no "
+                "place in host memory, take 'reference' off the list, or set "
+                "reference_refresh_steps instead of the average"
             )
         return self
 
@@ -138,11 +135,9 @@ def refuse_cut(model: str, *, zero: int, ranks: int) -> None:
     if zero >= 2 and ranks > 1:
         raise ConfigError(
             f"trainer.offload_parameters names '{model}', whose weights parallel.zero = {zero} "
-            f"cuts over {ranks} ranks "
-            "(accepted: zero 0 or 1)",
+            f"cuts over {ranks} ranks (accepted: zero 0 or 1)",
             hint=f"set parallel.zero = 1, for one model in [parallel.{model}], or take '{model}' "
-            "off the list: with "
-            "zero 3 a rank holds its shards and two layers",
+            "off the list: with zero 3 a rank holds its shards and two layers",
         )
 
 

@@ -3,8 +3,8 @@ object implements PolicyTrainer and MemoryTenant over the same models. In: unpac
 new weights, log-probs, values, scores.
 
 Every objective uses one loop: for each epoch, update and micro-batch run forward, loss and
-backward; then clip, AdamW, version + 1. Torch work runs on the constructor's compute thread;
-`register`, `snapshot`, `restore` and `move` are called on it.
+backward; then clip, AdamW, version + 1. Torch work runs on the compute thread: the coroutines go
+to it; the other methods, such as `step_now` and `move`, are called on it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, replace
+from dataclasses import InitVar, asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ from gyre.distributed.mesh import Mesh, Splitter
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.models.decoder import Decoder
 from gyre.models.scalar_head import ScalarHead
-from gyre.objectives.api import AnyObjective, needs_critic, needs_reference, trains_scores
+from gyre.objectives.config import AnyObjective, needs_critic, needs_reference, trains_scores
 from gyre.trainer.batching.epoch_plan import BatchPlanner, EpochPlan, Update
 from gyre.trainer.checkpoint.shards import (
     OTHER_MODEL,
@@ -56,10 +56,8 @@ from gyre.trainer.checkpoint.staging import padded
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.metrics import startup_events
 from gyre.trainer.metrics.profiler import Tracer
-from gyre.trainer.metrics.throughput import SENT, ThroughputMeter
-from gyre.trainer.offload.weight_stream import WeightStream
-from gyre.trainer.optim.grad_scaler import LossScale
-from gyre.trainer.optim.lr_schedule import learning_rate_factor
+from gyre.trainer.metrics.throughput import SENT, ThroughputMeter, join
+from gyre.trainer.optim.schedule import LossScale, learning_rate_factor
 from gyre.trainer.passes.backward import (
     Models,
     StepStats,
@@ -69,7 +67,7 @@ from gyre.trainer.passes.backward import (
 )
 from gyre.trainer.passes.evaluation import Evaluator
 from gyre.trainer.passes.forward import ChunkLogprobs, chunk_logprobs
-from gyre.trainer.roles.materialize import blank_copy, is_blank, start_away, start_frozen
+from gyre.trainer.roles.materialize import blank_copy, is_blank
 from gyre.trainer.roles.memory_components import MemoryComponents, ScoredModel
 from gyre.trainer.roles.reference_model import Reference
 from gyre.trainer.roles.trained_model import HEAD_PREFIX, TrainedModel
@@ -77,211 +75,200 @@ from gyre.weights.gather import ShardSource
 from gyre.weights.manifest import make_manifest, shard_entries
 from gyre.weights.tensor_source import LiveTensors, TensorSource
 
+Result = TypeVar("Result")
 
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class NativeTrainer:
-    """Trains `decoder` in place: an engine that shares the Decoder sees each new version at
-    once."""
+    """Trains `decoder` in place: an engine that shares the Decoder sees each new version at once.
 
-    def __init__(
-        self,
-        *,
-        decoder: Decoder,
-        objective: AnyObjective,
-        config: TrainerConfig,
-        compute: Executor,
-        emit: Emit,
-        seed: int,
-        head: ScalarHead | None = None,
-        critic: ScoredModel | None = None,
-        reward_model: ScoredModel | None = None,
-        weights: TensorSource | None = None,
-        reward_weights: TensorSource | None = None,
-        version: int = 0,
-        shared: bool = True,
-        disk_folder: Path | None = None,
-        parked: Mapping[str, Tier] | None = None,
-        group: RankGroup | None = None,
-        parallel: ParallelConfig | None = None,
-        logprobs: ChunkLogprobs | None = None,
-        peak_flops: float | None = None,
-        trace_folder: Path | None = None,
-        progress: Callable[[], None] = lambda: None,
+    `weights` fill a meta-device decoder and the models initialized from it (reference, critic).
+    Without them it stays uninitialized until `restore`, the only valid next call.
+    `reward_weights` fill a meta-device reward model.
+    """
+
+    decoder: Decoder
+    objective: AnyObjective
+    config: TrainerConfig
+    compute: Executor
+    emit: Emit
+    seed: int
+    # the actor's scalar head under objective rm, which exports include; a new one starts at zero
+    head: ScalarHead | None = None
+    # resumes one under ppo; without it the critic's trunk starts as a copy of the actor
+    critic: ScoredModel | None = None
+    reward_model: ScoredModel | None = None  # that evaluate(…, "reward") runs
+    weights: InitVar[TensorSource | None] = None
+    reward_weights: InitVar[TensorSource | None] = None
+    version: int = 0
+    shared: bool = True  # stored in the manifest: the engine reads this trainer's weights
+    disk_folder: Path | None = None  # gives components a disk tier
+    parked: Mapping[str, Tier] | None = None  # components that leave the device once allocated
+    # The ranks that train together (`distributed.init.join`). Each has a NativeTrainer with equal
+    # arguments and weights, and calls every method with the same global batch.
+    group: RankGroup | None = None
+    parallel: ParallelConfig | None = None  # the layout of the models over them
+    # overrides how actor and reference compute a micro-batch's log-probs
+    logprobs: ChunkLogprobs | None = None
+    peak_flops: float | None = None  # per second of the device in the compute dtype, for MFU
+    trace_folder: Path | None = None  # where the first rank writes configured traces
+    # called during steps that take minutes without running layers: updates of offloaded state,
+    # writing a trace
+    progress: Callable[[], None] = lambda: None
+
+    def __post_init__(
+        self, weights: TensorSource | None, reward_weights: TensorSource | None
     ) -> None:
-        """Allocate the models and their state.
-
-        `head` resumes a reward model under objective rm; `critic` one under ppo. Without them the
-        head starts at zero and the critic's trunk as a copy of the actor. evaluate(…, "reward")
-        runs `reward_model`.
-
-        `weights` fill a meta-device decoder and the models initialized from it (reference, critic).
-        Without them it stays uninitialized until `restore`, the only valid next call.
-        `reward_weights` fill a meta-device reward model.
-
-        `shared` is stored in the manifest: the engine reads this trainer's weights. `disk_folder`
-        gives components a disk tier; `parked` ones leave the device once allocated. `logprobs`
-        overrides how actor and reference compute a micro-batch's log-probs.
-
-        `group`: the ranks that train together (`distributed.init.join`). Each has a NativeTrainer
-        with equal arguments and weights, and calls every method with the same global batch.
-        `parallel` sets the layout of the models over them.
-
-        `peak_flops`: FLOPs per second of the device in the compute dtype, for MFU. `trace_folder`:
-        where the first rank writes configured traces. `progress` is called during steps that take
-        minutes without running layers: updates of offloaded state, writing a trace.
-        """
-        self._objective, self._config, self._seed = objective, config, seed
-        self._compute, self._emit, self._shared = compute, emit, shared
-        self._all_ranks = group or alone(decoder.device)
+        """Allocate the models and their state."""
+        decoder, config = self.decoder, self.config
+        self._all_ranks = self.group or alone(decoder.device)
         device = self._all_ranks.device
         assert device.type != "meta", "a trainer of a blank model is told its device by the group"
-        startup_events.kernels(emit, decoder, device)
-        if trains_scores(objective) and head is None:
-            head = ScalarHead(decoder.spec.hidden_size, device=device)
-        assert head is None or trains_scores(objective), (
-            f"objective {objective.kind} trains no scalar head"
+        startup_events.kernels(self.emit, decoder, device)
+        if trains_scores(self.objective) and self.head is None:
+            self.head = ScalarHead(decoder.spec.hidden_size, device=device)
+        assert self.head is None or trains_scores(self.objective), (
+            f"objective {self.objective.kind} trains no scalar head"
         )
-        self._version, self._steps_done = version, 0
+        self._steps_done = 0
         # of shards; the same in each version
         self._shard_entries: tuple[TensorEntry, ...] | None = None
         self._has_gradients = False  # that no update has taken
         self._lost_steps = 0  # in a row, without a finite gradient
         self._model = json.loads(json.dumps(asdict(decoder.spec)))  # as a snapshot says it
         self._filled = weights is not None or not is_blank(decoder)
-        self.memory = MemoryComponents(disk_folder, parked or {})
-        splitter = Splitter(self._all_ranks, parallel or ParallelConfig())
+        self.memory = MemoryComponents(self.disk_folder, self.parked or {})
+        splitter = Splitter(self._all_ranks, self.parallel or ParallelConfig())
         with self._all_ranks.guard("start of the trainer"):
-            self._start(decoder, head, critic, weights, splitter, logprobs, progress)
-            if reward_model is not None:
-                split, away = splitter.split("reward"), None
-                if "reward" in config.offload_parameters:
-                    away = start_away("reward", *reward_model, split, reward_weights)
-                else:
-                    start_frozen(reward_model[0], split, reward_weights)
-                self.memory.take_reward(reward_model, device, away)
+            self._start_models(weights, splitter)
+            if self.reward_model is not None:
+                split = splitter.split("reward")
+                self.memory.take_reward(self.reward_model, config, split, reward_weights)
         for model, stream in self.memory.streams.items():
-            self._emit("trainer.offload_parameters", model=model, **stream.sizes())
-        data = self.mesh.data
-        self._planner = BatchPlanner(
-            objective=objective,
-            config=config,
-            seed=seed,
-            vocab_size=decoder.spec.vocab_size,
-            device=device,
-            emit=emit,
-            rank=data.rank,
-            num_ranks=data.size,
-        )
-        self._meter = ThroughputMeter(self._all_ranks, peak_flops=peak_flops)
-        folder = trace_folder if self._all_ranks.rank == 0 else None
+            self.emit("trainer.offload_parameters", model=model, **stream.sizes())
+        self._meter = ThroughputMeter(self._all_ranks)
         self._tracer = Tracer(
-            folder, config.trace_steps, device=device, emit=emit, progress=progress
+            self.trace_folder if self._all_ranks.rank == 0 else None,
+            config.trace_steps,
+            device=device,
+            emit=self.emit,
+            progress=self.progress,
         )
-        self._evaluator = Evaluator(
-            objective=objective,
-            config=config,
-            models=self._models,
-            reference=self._reference,
-            reward_model=reward_model,
-            planner=self._planner,
-            tenancy=self.memory,
-            data=data,
-            meter=self._meter,
-        )
+        self._start_passes(device)
 
-    def _start(
-        self,
-        decoder: Decoder,
-        head: ScalarHead | None,
-        critic: ScoredModel | None,
-        weights: TensorSource | None,
-        splitter: Splitter,
-        logprobs: ChunkLogprobs | None,
-        progress: Callable[[], None],
-    ) -> None:
+    def _start_models(self, weights: TensorSource | None, splitter: Splitter) -> None:
         """Create the models that a snapshot contains. The actor comes last: models initialized from
         it read it before it is sharded."""
+        decoder, config, tenancy = self.decoder, self.config, self.memory
         first = weights if is_blank(decoder) else LiveTensors(dict(decoder.named_parameters()))
-        config, tenancy, reference, learner = self._config, self.memory, None, None
+        self._reference, learner = None, None
         make = partial(
-            TrainedModel, config=config, folder=tenancy.folder, emit=self._emit, progress=progress
+            TrainedModel,
+            config=config,
+            folder=self.disk_folder,
+            emit=self.emit,
+            progress=self.progress,
         )
-        if needs_reference(self._objective) and config.reference == "initial":
+        if needs_reference(self.objective) and config.reference == "initial":
             own = Reference(blank_copy(decoder), config, splitter.split("reference"), first)
-            reference = tenancy.take_reference(own)
-        if needs_critic(self._objective):
+            self._reference = tenancy.take_reference(own)
+        if needs_critic(self.objective):
             split = splitter.split("critic")
-            if critic is not None:
-                learner = make("critic", *critic, split=split)
+            if self.critic is not None:
+                learner = make("critic", *self.critic, split=split)
             else:
                 scores = ScalarHead(decoder.spec.hidden_size, device=self._all_ranks.device)
                 learner = make("critic", blank_copy(decoder), scores, split=split, weights=first)
             tenancy.take_learner(learner)
         del first  # the actor's storage moves, which nobody else may hold
         actor = tenancy.take_learner(
-            make("actor", decoder, head, split=splitter.split("actor"), weights=weights)
+            make("actor", decoder, self.head, split=splitter.split("actor"), weights=weights)
         )
-        assert logprobs is None or not actor.float8, (
+        assert self.logprobs is None or not actor.float8, (
             "log-probs that are given know nothing of 8 bits"
         )
-        logprobs = logprobs or partial(
+        logprobs = self.logprobs or partial(
             chunk_logprobs, checkpointing=config.checkpointing, float8=actor.float8
         )
-        self._models, self._reference = (
-            Models(actor=actor, critic=learner, logprobs=logprobs),
-            reference,
-        )
+        self.models = Models(actor=actor, critic=learner, logprobs=logprobs)
         self._loss_scale = LossScale() if actor.dtype == torch.float16 else None
-        learners = self._models.learners
         if config.matmul == "fp8":
-            startup_events.float8(self._emit, learners)
+            startup_events.float8(self.emit, self.models.learners)
         if config.moments == "8_bit":
-            startup_events.moments(self._emit, learners)
+            startup_events.moments(self.emit, self.models.learners)
+
+    def _start_passes(self, device: torch.device) -> None:
+        data = self.mesh.data
+        self._planner = BatchPlanner(
+            objective=self.objective,
+            config=self.config,
+            seed=self.seed,
+            vocab_size=self.decoder.spec.vocab_size,
+            device=device,
+            emit=self.emit,
+            rank=data.rank,
+            num_ranks=data.size,
+        )
+        self._evaluator = Evaluator(
+            objective=self.objective,
+            config=self.config,
+            models=self.models,
+            reference=self._reference,
+            reward_model=self.reward_model,
+            planner=self._planner,
+            memory=self.memory,
+            data=data,
+            meter=self._meter,
+        )
 
     # PolicyTrainer
     # ----------------------------------------------------------------------------------------------
 
     async def step(self, batch: TrainBatch) -> StepReport:
-        return await asyncio.get_running_loop().run_in_executor(self._compute, self.step_now, batch)
+        return await self._computed(self.step_now, batch)
 
     async def evaluate(self, batch: TrainBatch, which: Which) -> Evaluation:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._compute, self.evaluate_now, batch, which
-        )
-
-    async def close(self) -> None:
-        """Free everything but the actor's compute weights and the reward model, which the caller
-        owns."""
-        await asyncio.get_running_loop().run_in_executor(self._compute, self.close_now)
+        return await self._computed(self.evaluate_now, batch, which)
 
     async def register(self, *, epoch: int = 0) -> Offer:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._compute, self.register_now, epoch
-        )
+        return await self._computed(self.register_now, epoch)
+
+    async def snapshot(self) -> Mapping[str, Any]:
+        return await self._computed(self.snapshot_now)
+
+    async def restore(self, state: Mapping[str, Any]) -> None:
+        await self._computed(self.restore_now, state)
+
+    async def close(self) -> None:
+        await self._computed(self.close_now)
+
+    async def _computed(self, run: Callable[..., Result], *given: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self.compute, run, *given)
 
     def register_now(self, epoch: int = 0) -> Offer:
         """Offer the version: its tensors, or, where no rank holds them whole, this rank's
         shards. On the compute thread."""
         self._assert_filled()
-        actor = self._models.actor
+        actor = self.models.actor
         if actor.split.shards_weights:
             shards = self.shards()
             if self._shard_entries is None:
                 self._shard_entries = shard_entries(shards.layout, actor.dtype)
             manifest = Manifest(
-                version=self._version, entries=self._shard_entries, shared=False, epoch=epoch
+                version=self.version, entries=self._shard_entries, shared=False, epoch=epoch
             )
             return Offer(manifest=manifest, source=LocalShards(shards=shards))
         parameters = actor.optimizer.parameters.items()
         tensors = {name: p.detach() for name, p in parameters if not name.startswith(HEAD_PREFIX)}
         manifest = make_manifest(
-            self._version, tensors, shared=self._shared, checksums=not self._shared, epoch=epoch
+            self.version, tensors, shared=self.shared, checksums=not self.shared, epoch=epoch
         )
-        kind = SharedStorage if self._shared else LocalTensors
+        kind = SharedStorage if self.shared else LocalTensors
         return Offer(manifest=manifest, source=kind(tensors=tensors))
 
     def shards(self) -> ShardSource:
         """Return this rank's runs of the actor's weights, which are in shards."""
-        actor = self._models.actor
+        actor = self.models.actor
         assert actor.split.shards_weights, "every rank holds the weights whole"
         names = [name for name in actor.optimizer.shapes if not name.startswith(HEAD_PREFIX)]
         return ShardSource(
@@ -290,14 +277,6 @@ class NativeTrainer:
             group=actor.split.mesh.shard,
             dtype=actor.dtype,
         )
-
-    async def snapshot(self) -> Mapping[str, Any]:
-        """Take a snapshot, as `snapshot_now`, from the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._compute, self.snapshot_now)
-
-    async def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore one, as `restore_now`, from the event loop."""
-        await asyncio.get_running_loop().run_in_executor(self._compute, self.restore_now, state)
 
     def snapshot_now(self) -> Mapping[str, Any]:
         """Return {"tensors": copies of this rank's Parts by key, "state": JSON-able}. The parts of
@@ -327,13 +306,13 @@ class NativeTrainer:
         if no_longer_read is not None:
             self.memory.lend(components, no_longer_read)
         state = {
-            "objective": self._objective.kind,
+            "objective": self.objective.kind,
             "model": self._model,
-            "version": self._version,
+            "version": self.version,
             "steps_done": self._steps_done,
-            "moments": self._config.moments,
+            "moments": self.config.moments,
             "num_updates": {
-                learner.name: learner.optimizer.num_updates for learner in self._models.learners
+                learner.name: learner.optimizer.num_updates for learner in self.models.learners
             },
         }
         if self._loss_scale is not None:
@@ -356,15 +335,15 @@ class NativeTrainer:
         self._filled = False  # until all of it is there
         with self._all_ranks.guard("restore"):
             # one at a time: what is parked need not fit beside the others
-            for learner in self._models.learners:
+            for learner in self.models.learners:
                 with self.memory.all_on_device(f"{learner.name}."):
                     learner.restore(source, int(numbers["num_updates"][learner.name]))
             if self._reference is not None:
                 with self.memory.on_device("reference"):
                     rounded = self._reference.restore(source)
                 if rounded and self._all_ranks.rank == 0:
-                    self._emit("warn.reference_rounded", dtype=str(self._reference.decoder.dtype))
-        self._version, self._steps_done = int(numbers["version"]), int(numbers["steps_done"])
+                    self.emit("warn.reference_rounded", dtype=str(self._reference.decoder.dtype))
+        self.version, self._steps_done = int(numbers["version"]), int(numbers["steps_done"])
         if self._loss_scale is not None:  # a snapshot of a run in another dtype has none
             self._loss_scale = LossScale(**numbers.get("loss_scale", {}))
         self._filled = True
@@ -393,31 +372,11 @@ class NativeTrainer:
     # ----------------------------------------------------------------------------------------------
 
     @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def models(self) -> Models:
-        """The models in training, with their optimizers."""
-        return self._models
-
-    @property
-    def weight_streams(self) -> Mapping[str, WeightStream]:
-        """The streams of models whose weights are in host memory, by model."""
-        return self.memory.streams
-
-    @property
     def mesh(self) -> Mesh:
         """The groups that the actor's ranks form."""
-        return self._models.actor.split.mesh
-
-    @property
-    def head(self) -> ScalarHead | None:
-        """The actor's scalar head under objective rm, which exports include."""
-        return self._models.actor.head
+        return self.models.actor.split.mesh
 
     def step_now(self, batch: TrainBatch) -> StepReport:
-        """Run `step` on the calling thread."""
         self._assert_filled()
         # The trace lies around the rest: while it is written no other rank waits for this one.
         with self._tracer.around(batch.step), self._all_ranks.guard(f"step {batch.step}"):
@@ -435,10 +394,11 @@ class NativeTrainer:
                 "moved": self._moved(),
             }
             ranks = self._all_ranks.share(own)
-        measured = self._meter.join([rank["meter"] for rank in ranks], num_tokens=report.num_tokens)
+        meters = [rank["meter"] for rank in ranks]
+        measured = join(meters, num_tokens=report.num_tokens, peak_flops=self.peak_flops)
         measured |= {name: max(rank["moved"][name] for rank in ranks) for name in own["moved"]}
         # the profiler makes it slower: its times say nothing
-        if batch.step in self._config.trace_steps:
+        if batch.step in self.config.trace_steps:
             measured = {name: value for name, value in measured.items() if name.startswith(SENT)}
         # ranks of one tensor group counted the same data
         totals_of_data = [rank["totals"] for rank in ranks if rank["tensor_rank"] == 0]
@@ -451,32 +411,32 @@ class NativeTrainer:
         self.memory.need("actor.", "critic.")
         self._drop_leftovers()
         sequences, plan = self._evaluator.complete(batch)
-        factor = learning_rate_factor(self._config, self._steps_done)
-        totals, before = StepStats(), self._version
+        factor = learning_rate_factor(self.config, self._steps_done)
+        totals, before = StepStats(), self.version
         if not plan.updates:
-            self._emit("trainer.nothing_to_train", step=batch.step, sequences=len(batch.sequences))
-        for epoch in range(self._config.epochs_per_batch):
+            self.emit("trainer.nothing_to_train", step=batch.step, sequences=len(batch.sequences))
+        for epoch in range(self.config.epochs_per_batch):
             if epoch and len(plan.updates) > 1:
                 bare = self._planner.plan(sequences, batch.step, epoch)
                 plan = bare.with_columns(sequences, self._evaluator.columns(sequences))
             for update in plan.updates:
                 self._update(update, factor, totals, batch.step)
         self._steps_done += 1
-        self._lost_steps = self._lost_steps + 1 if plan.updates and self._version == before else 0
+        self._lost_steps = self._lost_steps + 1 if plan.updates and self.version == before else 0
         # one that still falls is finding its size
         if self._loss_scale is None or self._loss_scale.factor <= 1.0:
             rates = {
-                learner.name: self._peak_rate(learner.name) for learner in self._models.learners
+                learner.name: self._peak_rate(learner.name) for learner in self.models.learners
             }
             refuse_divergence(self._lost_steps, rates, step=batch.step)
         self._planner.forget()
         self._follow_policy(batch.step)
         report = StepReport(
             step=batch.step,
-            version=self._version,
+            version=self.version,
             metrics=self._numbers(plan, factor),
-            num_tokens=plan.num_tokens * self._config.epochs_per_batch,
-            num_updates=self._version - before,
+            num_tokens=plan.num_tokens * self.config.epochs_per_batch,
+            num_updates=self.version - before,
         )
         return report, totals
 
@@ -489,7 +449,7 @@ class NativeTrainer:
         """Add this rank's gradients × loss_scale to the buffers of the models' optimizers. A step
         drops gradients that no update has taken."""
         self._has_gradients = True
-        given = self._models, self._objective, update.chunks, update.denominator
+        given = self.models, self.objective, update.chunks, update.denominator
         with self.memory.visiting("actor", "critic"):
             return collect_gradients(*given, loss_scale=loss_scale)
 
@@ -498,12 +458,12 @@ class NativeTrainer:
         finite."""
         scale = 1.0 if self._loss_scale is None else self._loss_scale.factor
         found = self.forward_backward(update, loss_scale=scale)
-        for learner in self._models.learners:
+        for learner in self.models.learners:
             spec, scalar = learner.decoder.spec, learner.head is not None
             self._meter.count(spec, update.chunks, scalar=scalar, backward=True)
             learner.optimizer.reduce()
         norms = {
-            learner.name: learner.optimizer.grad_norm() / scale for learner in self._models.learners
+            learner.name: learner.optimizer.grad_norm() / scale for learner in self.models.learners
         }
         # a sum over ranks that were lost looks like any other number
         self._all_ranks.check(f"update of step {step}")
@@ -511,19 +471,19 @@ class NativeTrainer:
         self._follow_loss_scale(finite, step)
         if not finite:
             totals.skip()
-            self._emit("trainer.update_skipped", step=step, reason=f"gradient norm is {norms}")
+            self.emit("trainer.update_skipped", step=step, reason=f"gradient norm is {norms}")
             self._clear_gradients()
             return
         totals.add(found, norms)
         self.memory.recall()
-        for learner in self._models.learners:
-            clip, norm = self._config.grad_clip, norms[learner.name]
+        for learner in self.models.learners:
+            clip, norm = self.config.grad_clip, norms[learner.name]
             clipped = clip / norm if clip and norm > clip else 1.0
             learner.update(
                 learning_rate=factor * self._peak_rate(learner.name), grad_scale=clipped / scale
             )
         self._has_gradients = False
-        self._version += 1
+        self.version += 1
 
     def _follow_loss_scale(self, finite: bool, step: int) -> None:
         """Adjust the loss scale. The gradient norm, and therefore the result, is equal on all
@@ -532,7 +492,7 @@ class NativeTrainer:
             return
         left, self._loss_scale = self._loss_scale, self._loss_scale.after(finite=finite)
         if self._loss_scale.factor != left.factor:
-            self._emit(
+            self.emit(
                 "trainer.loss_scale", step=step, factor=self._loss_scale.factor, was=left.factor
             )
 
@@ -543,16 +503,16 @@ class NativeTrainer:
             return
         self.memory.recall()
         with self.memory.on_device("reference"):
-            self._reference.follow(self._models.actor.optimizer, due)
+            self._reference.follow(self.models.actor.optimizer, due)
         if due == "refresh":
-            self._emit("trainer.reference_refreshed", step=step, version=self._version)
+            self.emit("trainer.reference_refreshed", step=step, version=self.version)
 
     def _moved(self) -> dict[str, float]:
         """Return this rank's offload transfers and waits since the last step; empty without
         offloading."""
         taken = [
             learner.home.take_traffic()
-            for learner in self._models.learners
+            for learner in self.models.learners
             if learner.home.stream is not None
         ]
         taken += [stream.take_traffic() for stream in self.memory.streams.values()]
@@ -566,26 +526,24 @@ class NativeTrainer:
 
     def _drop_leftovers(self) -> None:
         """Free the leftovers of an interrupted step or evaluation."""
-        for learner in self._models.learners:
+        for learner in self.models.learners:
             learner.let_go()
         if self._has_gradients:
             self._clear_gradients()
 
     def _clear_gradients(self) -> None:
-        for learner in self._models.learners:
+        for learner in self.models.learners:
             learner.optimizer.zero_grad()
         self._has_gradients = False
 
     def _peak_rate(self, learner: str) -> float:
-        critic_rate = self._config.critic_learning_rate
-        return (
-            self._config.learning_rate if learner == "actor" or critic_rate is None else critic_rate
-        )
+        own = self.config.critic_learning_rate if learner == "critic" else None
+        return self.config.learning_rate if own is None else own
 
     def _numbers(self, plan: EpochPlan, factor: float) -> dict[str, float]:
         scale = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.factor}
         return scale | {
-            "learning_rate": factor * self._config.learning_rate,
+            "learning_rate": factor * self.config.learning_rate,
             "tokens": float(plan.num_tokens),
             "target_tokens": float(plan.num_targets),
             "sequences_left_out": float(plan.num_left_out),
@@ -596,7 +554,6 @@ class NativeTrainer:
     # ----------------------------------------------------------------------------------------------
 
     def evaluate_now(self, batch: TrainBatch, which: Which) -> Evaluation:
-        """Run `evaluate` on the calling thread."""
         self._assert_filled()
         with self._all_ranks.guard(f"evaluation of '{which}'"), self._meter.working():
             return self._evaluator.evaluate(batch, which)
@@ -607,22 +564,21 @@ class NativeTrainer:
         return sum(padded(size) for found in sizes for size in found)
 
     def _holdings(self) -> list[Holding]:
-        """Return this rank's share of everything in a snapshot."""
-        found = [holding for learner in self._models.learners for holding in learner.holdings()]
+        found = [holding for learner in self.models.learners for holding in learner.holdings()]
         return found + (self._reference.holdings() if self._reference is not None else [])
 
     def _refuse_another(self, numbers: Mapping[str, Any]) -> None:
         """Raise SnapshotError if a snapshot belongs to another objective or model."""
-        if numbers["objective"] != self._objective.kind:
+        if numbers["objective"] != self.objective.kind:
             raise SnapshotError(
                 f"the snapshot is of objective '{numbers['objective']}', this run has "
-                f"'{self._objective.kind}'",
+                f"'{self.objective.kind}'",
                 hint="resume with the config that the run was started with",
             )
-        if (its := numbers.get("moments", "float32")) != self._config.moments:
+        if (its := numbers.get("moments", "float32")) != self.config.moments:
             raise SnapshotError(
                 f'the snapshot is of a run with trainer.moments = "{its}", this run has '
-                f'"{self._config.moments}"',
+                f'"{self.config.moments}"',
                 hint=f'resume with trainer.moments = "{its}", or begin a new run from its weights',
             )
         for key, mine in self._model.items():
@@ -633,9 +589,10 @@ class NativeTrainer:
                 )
 
     def close_now(self) -> None:
-        """Run `close` on the calling thread."""
+        """Free everything but the actor's compute weights and the reward model, which the caller
+        owns."""
         self.memory.recall()
-        for learner in self._models.learners:
+        for learner in self.models.learners:
             learner.optimizer.close()
         for stream in self.memory.streams.values():
             stream.close()

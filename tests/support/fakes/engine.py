@@ -66,13 +66,13 @@ class ScriptedEngine:
     ) -> None:
         """`decode` is needed by requests with stop strings; without it they are refused."""
         self._script, self._emit, self._decode = script, emit, decode
-        self._config, self._faults = config or FakeEngineConfig(), faults or Faults()
+        self._config, self.faults = config or FakeEngineConfig(), faults or Faults()
         self._state, self._eos_ids = ReceiverState(version=version), frozenset(eos_ids)
         self._not_ready = NOT_STARTED
         self._crash = ""
-        self._crash_at_tokens = self._faults.crash_after_tokens
+        self._crash_at_tokens = self.faults.crash_after_tokens
         self._admitting = True
-        self._live: list[Recital] = []  # in order of priority and arrival
+        self.live: list[Recital] = []  # in order of priority and arrival
         self._streams: dict[str, TokenStream] = {}  # of requests that are not answered wholly
         self._rounds: asyncio.Task[None] | None = None
         self._counts: Counter[str] = Counter()
@@ -96,36 +96,36 @@ class ScriptedEngine:
         now_s = asyncio.get_running_loop().time()
         for index in range(request.sampling.n):
             script = tuple(self._script(request, index, self._state.version))
-            self._live.append(
+            self.live.append(
                 Recital(
                     request, index, script=script, logprob=self._config.logprob, submitted_s=now_s
                 )
             )
-        self._live.sort(key=lambda recital: -recital.request.priority)
+        self.live.sort(key=lambda recital: -recital.request.priority)
         if self._rounds is None or self._rounds.done():
             self._rounds = asyncio.get_running_loop().create_task(self._run_rounds())
         return stream
 
     async def abort(self, request_id: str) -> None:
         self._end(
-            [r for r in self._live if r.request.request_id == request_id],
+            [r for r in self.live if r.request.request_id == request_id],
             "abort",
             "aborted by its owner",
         )
 
     async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
         found: dict[str, tuple[Partial, ...]] = {}
-        for recital in sorted(self._live, key=lambda r: r.index):
+        for recital in sorted(self.live, key=lambda r: r.index):
             request_id = recital.request.request_id
             found[request_id] = (*found.get(request_id, ()), recital.partial())
-        self._end(list(self._live), "interrupted", "")
+        self._end(list(self.live), "interrupted", "")
         return found
 
     async def stats(self) -> EngineStats:
-        running = sum(recital.running for recital in self._live)
+        running = sum(recital.running for recital in self.live)
         return EngineStats(
             running=running,
-            waiting=len(self._live) - running,
+            waiting=len(self.live) - running,
             prompt_tokens=self._counts["prompt_tokens"],
             prefix_hit_tokens=0,
             generated_tokens=self._counts["generated_tokens"],
@@ -142,7 +142,7 @@ class ScriptedEngine:
         return Health(ok=not reason, reason=reason)
 
     async def drain(self, *, deadline_s: float) -> None:
-        await self._wait(lambda: not self._live, deadline_s, "the fake engine's queue to drain")
+        await self._wait(lambda: not self.live, deadline_s, "the fake engine's queue to drain")
 
     # EngineLifecycle
     # -------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class ScriptedEngine:
     async def prepare(self, offer: Offer) -> None:
         manifest = offer.manifest
         self._need_started("prepare")
-        if self._faults.fail_prepare:
+        if self.faults.fail_prepare:
             self._emit(
                 "engine.waits_for_weights",
                 engine="fake",
@@ -190,7 +190,7 @@ class ScriptedEngine:
             self._admitting = False
             try:
                 await self._wait(
-                    lambda: not any(recital.running for recital in self._live),
+                    lambda: not any(recital.running for recital in self.live),
                     self._config.drain_deadline_s,
                     f"running requests to end before version {version}",
                 )
@@ -203,7 +203,7 @@ class ScriptedEngine:
         self._state = self._state.after(RolledBack())
 
     async def terminate(self) -> None:
-        self._end(list(self._live), "abort", "the engine was terminated")
+        self._end(list(self.live), "abort", "the engine was terminated")
         self._state = self._state.after(RolledBack())
         self._crash, self._not_ready = "", NOT_STARTED
         self.memory.move(tuple(SIZES_BYTES), "none")
@@ -229,7 +229,7 @@ class ScriptedEngine:
 
     async def _run_rounds(self) -> None:
         """Give one token to each running completion, again and again, while there are any."""
-        while self._live:
+        while self.live:
             self._admit()
             try:
                 moved = self._round(asyncio.get_running_loop().time())
@@ -244,22 +244,22 @@ class ScriptedEngine:
     def _admit(self) -> None:
         """Let waiting completions run while there is room, unless a commit waits for those that
         run."""
-        waiting = [recital for recital in self._live if not recital.running]
-        room = self._config.max_running - (len(self._live) - len(waiting))
+        waiting = [recital for recital in self.live if not recital.running]
+        room = self._config.max_running - (len(self.live) - len(waiting))
         for recital in waiting[:room] if self._admitting else ():
             recital.running = True
 
     def _round(self, now_s: float) -> bool:
         """Advance each completion that may; say whether any did."""
         moved, blocked = False, bool(self._find_block())
-        for recital in list(self._live):
+        for recital in list(self.live):
             deadline_s = recital.request.deadline_s
             if deadline_s is not None and now_s - recital.submitted_s >= deadline_s:
                 self._end([recital], "deadline", f"past its deadline of {deadline_s:g} s")
             elif (
                 recital.running
                 and not blocked
-                and recital.request.request_id not in self._faults.stalled
+                and recital.request.request_id not in self.faults.stalled
             ):
                 moved = True
                 before = recital.num_tokens
@@ -276,7 +276,7 @@ class ScriptedEngine:
 
     def _end(self, recitals: Sequence[Recital], finish: Finish, reason: str) -> None:
         for recital in recitals:
-            self._live.remove(recital)
+            self.live.remove(recital)
             stream = self._streams[recital.request.request_id]
             stream.push(recital.cut(finish, reason))
             if not stream.unfinished:
@@ -286,14 +286,14 @@ class ScriptedEngine:
         """Answer everyone; no work until a restart."""
         self._crash = f"the engine failed: {type(error).__name__}: {error}"
         self._emit("engine.failed", error=self._crash, unanswered=len(self._streams))
-        self._end(list(self._live), "abort", self._crash)
+        self._end(list(self.live), "abort", self._crash)
 
     async def _wait(self, done: Callable[[], bool], deadline_s: float, what: str) -> None:
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         while not done():
             if loop.time() - started_s >= deadline_s:
-                waiting = sorted({recital.request.request_id for recital in self._live})
+                waiting = sorted({recital.request.request_id for recital in self.live})
                 raise DeadlineError(
                     f"waited {deadline_s:g} s for {what}; in flight: {', '.join(waiting)}",
                     hint="interrupt the engine, or allow more time",
@@ -328,4 +328,4 @@ class ScriptedEngine:
             return "grammars are not supported"
         if sampling.stop and self._decode is None:
             return "stop strings need a tokenizer, and this engine has none"
-        return self._faults.refuse(request) if self._faults.refuse else ""
+        return self.faults.refuse(request) if self.faults.refuse else ""

@@ -62,7 +62,7 @@ class World:
             if (
                 not self.business
                 and all(task.done() for _, task in self.asked)
-                and not self.pool._returns
+                and not self.pool.returns
             ):
                 break
             self.work()

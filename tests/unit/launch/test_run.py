@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from gyre.core.errors import GyreError
-from gyre.launch.run import Run
+from gyre.core.events import Emit
+from gyre.launch.run import end_stage
 
 
 class Broken:
@@ -18,19 +19,16 @@ class Broken:
         raise GyreError("the snapshot of step 3 is not written: no space left", hint="free some")
 
 
-def run_on(placement: Any, events: list[tuple[str, dict[str, Any]]]) -> Run:
-    run = object.__new__(Run)
-    run._placement, run._emit = placement, lambda kind, **fields: events.append((kind, fields))
-    return run
-
-
 def test_a_failure_while_a_failed_stage_is_closed_is_told_and_not_raised() -> None:
     events: list[tuple[str, dict[str, Any]]] = []
-    asyncio.run(run_on(Broken(), events)._end(failed=True, last=False))
+    placement: Any = Broken()
+    emit: Emit = lambda kind, **fields: events.append((kind, fields))  # noqa: E731
+    asyncio.run(end_stage(placement, emit, failed=True, last=False))
     ((kind, fields),) = events
     assert kind == "warn.stage_not_closed" and "no space left" in fields["error"]
 
 
 def test_a_failure_while_a_good_stage_is_closed_is_raised() -> None:
+    placement: Any = Broken()
     with pytest.raises(GyreError, match="no space left"):
-        asyncio.run(run_on(Broken(), [])._end(failed=False, last=True))
+        asyncio.run(end_stage(placement, lambda kind, **fields: None, failed=False, last=True))

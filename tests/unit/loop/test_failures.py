@@ -199,13 +199,13 @@ def test_a_handover_that_fails_is_rolled_back_and_the_engine_keeps_its_version(t
 
     async def go() -> None:
         await bench.engine.start(dummy=False)
-        done = bench.ring._step
+        done = bench.ring.run_step
         progress = StageProgress(stage="main")
-        await bench.ring._publish(0)
+        await bench.ring.publish(0)
         progress = await done(progress)
         before = (await bench.engine.stats()).version
         bench.engine.fail_commit = where == "commit"
-        bench.engine._faults = Faults(fail_prepare=where == "prepare")
+        bench.engine.faults = Faults(fail_prepare=where == "prepare")
         with pytest.raises(RuntimeError, match="told"):
             await done(progress)
         assert (await bench.engine.stats()).version == before
@@ -228,7 +228,7 @@ def test_a_way_back_that_fails_too_does_not_hide_why_the_handover_failed(tmp_pat
         bench.engine.fail_commit = True
         monkeypatch.setattr(bench.engine, "rollback", rollback)
         with pytest.raises(RuntimeError, match="told to fail"):
-            await bench.ring._publish(0)
+            await bench.ring.publish(0)
 
     run(go())
     (row,) = bench.rows("warn.rollback_failed")

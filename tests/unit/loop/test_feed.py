@@ -106,7 +106,7 @@ def watch(bench: Bench) -> list[int]:
 
     def noting(request):
         stream = submit(request)
-        held.append(len(bench.engine._live))
+        held.append(len(bench.engine.live))
         return stream
 
     bench.engine.submit = noting

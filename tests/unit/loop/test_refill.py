@@ -227,7 +227,9 @@ def test_a_step_broken_off_amid_refills_goes_on_with_its_rounds(tmp_path, cap, s
     stop = StopRequest(deadline_s=0.0)
 
     def judge(rollout):
-        rounds = {int(group.group_id.split(".")[0]) for group in stopped.ring._open if group.refill}
+        rounds = {
+            int(group.group_id.split(".")[0]) for group in stopped.ring.in_flight if group.refill
+        }
         if max(rounds, default=0) >= step:
             stop.ask()
         return rarely_right(rollout)
@@ -235,7 +237,7 @@ def test_a_step_broken_off_amid_refills_goes_on_with_its_rounds(tmp_path, cap, s
     slow = FakeEngineConfig(token_delay_s=0.003)
     stopped = Bench(tmp_path / "stopped", stop=stop, engine=slow, **(settings | {"table": judge}))
     turn(stopped)
-    assert stopped.rows("step.broken_off") and any(group.refill for group in stopped.ring._open)
+    assert stopped.rows("step.broken_off") and any(group.refill for group in stopped.ring.in_flight)
     again = Bench(tmp_path / "stopped", **settings)
     turn(again, kept=stopped.shelf.kept[max(stopped.shelf.kept)])
     assert again.steps() == straight.steps() and again.sample_rows() == straight.sample_rows()

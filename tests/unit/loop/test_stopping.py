@@ -141,19 +141,21 @@ def test_rollouts_that_were_scored_are_not_scored_again(tmp_path):
 
 def test_an_update_that_would_take_too_long_is_not_begun(tmp_path):
     bench = Bench(tmp_path, stop=StopRequest(deadline_s=5.0), **ALL)
-    bench.ring._train_s = 60.0  # as measured: the last one took a minute
+    bench.ring.train_s = 60.0  # as measured: the last one took a minute
 
     async def slow_start() -> Any:
         await bench.engine.start(dummy=False)
         bench.stop.ask()
-        return await bench.ring._step(from_snapshot(*kept_nothing()))
+        return await bench.ring.run_step(from_snapshot(*kept_nothing()))
 
     with pytest.raises(StepUnfinished):
         try:
             run(slow_start())
         finally:
             bench.close()
-    assert not bench.trainer.batches and all(len(group.scores) == 4 for group in bench.ring._open)
+    assert not bench.trainer.batches and all(
+        len(group.scores) == 4 for group in bench.ring.in_flight
+    )
 
 
 def kept_nothing() -> tuple[Any, Any]:

@@ -55,7 +55,7 @@ def test_threads_that_draw_have_no_teams_of_their_own():
     try:
         torch.ones(BLOCK).mul_(2.0)  # this thread's own team
         before = len(os.listdir("/proc/self/task"))
-        drawn = FreshWeights(WIDE, 7)._blocks(NAME, range(3))
+        drawn = FreshWeights(WIDE, 7).blocks(NAME, range(3))
         next(drawn)
         assert 0 < len(os.listdir("/proc/self/task")) - before <= 4
         assert len(list(drawn)) == 2

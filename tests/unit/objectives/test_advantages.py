@@ -11,10 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.objectives.api import (
-    DpoConfig,
-    GrpoConfig,
-    PpoConfig,
+from gyre.objectives.advantages import (
     Sample,
     advantages,
     equal_groups,
@@ -23,6 +20,7 @@ from gyre.objectives.api import (
     kl_numpy,
     rank_pairs,
 )
+from gyre.objectives.config import DpoConfig, GrpoConfig, PpoConfig
 
 VARIANTS = ["grpo", "dapo", "dr_grpo", "gspo", "rloo", "reinforce_pp", "cispo"]
 rewards_lists = st.lists(

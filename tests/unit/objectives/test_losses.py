@@ -11,17 +11,14 @@ from hypothesis import strategies as st
 
 from gyre.loop.evaluate import preferred
 from gyre.objectives import terms
-from gyre.objectives.api import (
+from gyre.objectives.api import add_sums, denominator, finish_sums, loss_sum
+from gyre.objectives.config import (
     DpoConfig,
     GrpoConfig,
     PpoConfig,
     RmConfig,
     SftConfig,
-    add_sums,
-    denominator,
-    finish_sums,
     is_pairwise,
-    loss_sum,
 )
 from gyre.objectives.ppo import value_loss
 from objectives_cases import (

@@ -9,17 +9,11 @@ import pytest
 import torch
 
 from gyre.objectives import terms
-from gyre.objectives.api import (
-    DpoConfig,
-    GrpoConfig,
-    LossInputs,
-    SftConfig,
-    denominator,
-    finish_sums,
-    kl_numpy,
-    loss_sum,
-)
+from gyre.objectives.advantages import kl_numpy
+from gyre.objectives.api import denominator, finish_sums, loss_sum
+from gyre.objectives.config import DpoConfig, GrpoConfig, SftConfig
 from gyre.objectives.grpo import surrogate
+from gyre.objectives.inputs import LossInputs
 
 
 def one_sequence(**columns) -> LossInputs:

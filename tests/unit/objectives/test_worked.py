@@ -10,18 +10,9 @@ import pytest
 import torch
 
 from gyre.objectives import terms
-from gyre.objectives.api import (
-    DpoConfig,
-    GrpoConfig,
-    LossInputs,
-    PpoConfig,
-    RmConfig,
-    SftConfig,
-    add_sums,
-    denominator,
-    finish_sums,
-    loss_sum,
-)
+from gyre.objectives.api import add_sums, denominator, finish_sums, loss_sum
+from gyre.objectives.config import DpoConfig, GrpoConfig, PpoConfig, RmConfig, SftConfig
+from gyre.objectives.inputs import LossInputs
 
 LOG2 = math.log(2.0)
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gyre.objectives.api import GrpoConfig, LossInputs, finish_sums, loss_sum
+from gyre.objectives.api import finish_sums, loss_sum
+from gyre.objectives.config import GrpoConfig
+from gyre.objectives.inputs import LossInputs
 from gyre.observability.events import EventLog
 from gyre.observability.mismatch import find_mismatch
 from gyre.observability.report.build import gather, write_report

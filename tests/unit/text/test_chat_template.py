@@ -56,8 +56,8 @@ def test_a_template_works_after_it_was_refused_once_and_its_process_ends_with_it
     with pytest.raises(InputError, match="ZeroDivision"):
         template.render([TURNS], {})
     assert template.render([TURNS * 2, TURNS * 3], {}) == ["1.0hi", "0.5hi"]
-    assert template._child is not None
-    pid = template._child._process.pid
+    assert template.child is not None
+    pid = template.child.process.pid
     del template
     with pytest.raises(ProcessLookupError):
         for _ in range(100):

@@ -12,7 +12,7 @@ import torch
 from gyre.core.errors import ConfigError
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
-from gyre.trainer.optim.grad_scaler import GOOD_UPDATES, LossScale
+from gyre.trainer.optim.schedule import GOOD_UPDATES, LossScale
 from gyre.trainer.trainer import NativeTrainer
 from trainer_cases import (
     CPU,

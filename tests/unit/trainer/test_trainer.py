@@ -24,6 +24,7 @@ from gyre.trainer.checkpoint.saver import Saver
 from gyre.trainer.checkpoint.store import SnapshotStore
 from gyre.trainer.passes.forward import chunk_logprobs
 from gyre.trainer.trainer import NativeTrainer
+from saver_cases import load_latest
 from trainer_cases import (
     CPU,
     OBJECTIVES,
@@ -339,7 +340,7 @@ def test_resume_from_a_snapshot_is_bit_equal(kind, dtype, tmp_path):
     store = SnapshotStore(tmp_path, keep=1, emit=lambda *_, **__: None)
     options = {"background": False, "deadline_s": 60.0, "emit": lambda *_, **__: None}
     Saver(store, alone(), **options).save(3, parts=first.live_snapshot, state={}, blobs={})
-    read = store.load_latest()
+    read = load_latest(store)
     second = make_trainer(kind, decoder=make_decoder(dtype, seed=99), **settings)
     second.restore_now({"tensors": read.tensors, "state": read.state["trainer"]})
     assert run(second, range(3, 6)) == reports[3:]

@@ -74,7 +74,7 @@ class EnginePool:
         self._vital = vital
         ranks = [handle for handle in engines if handle.name in vital]
         self._watchdog = Watchdog(ranks, emit=emit, hang_s=settings.hang_s)
-        self._router = RequestRouter(
+        self.router = RequestRouter(
             self._find_engines,
             self.abort,
             call_or_break=self._call_or_break,
@@ -83,20 +83,20 @@ class EnginePool:
             emit=emit,
         )
         # the newest process of each engine
-        self._members = {handle.name: self._make_member(handle, "up") for handle in engines}
+        self.members = {handle.name: self._make_member(handle, "up") for handle in engines}
         self._restarts: Counter[str] = Counter()
         self._state = ReceiverState(version=version)  # of the engines together
         self._offered: Offer | None = None
         self._published: Offer | None = None
         self._broken: Exception | None = None
         self._watches: set[asyncio.Task[None]] = set()
-        self._returns: set[asyncio.Task[None]] = set()
+        self.returns: set[asyncio.Task[None]] = set()
         self._calls: set[asyncio.Future[Any]] = set()  # that engines have not answered
 
     @property
     def handles(self) -> list[WorkerHandle]:
         """Return the handles of the engines that are not lost."""
-        return [member.handle for member in self._members.values() if member.state != "lost"]
+        return [member.handle for member in self.members.values() if member.state != "lost"]
 
     @property
     def version(self) -> int:
@@ -105,7 +105,7 @@ class EnginePool:
 
     def lose(self, handle: WorkerHandle, cause: str) -> None:
         """Take an engine as lost that another part of the run found so."""
-        member = self._members.get(handle.name)
+        member = self.members.get(handle.name)
         if member is not None and member.handle is handle:
             self._lose(member, cause)
 
@@ -116,30 +116,30 @@ class EnginePool:
         """Enqueue at once. What is submitted in one turn of the event loop is routed together, in
         order."""
         self._watch_all()
-        return self._router.submit(request)
+        return self.router.submit(request)
 
     async def abort(self, request_id: str) -> None:
         """End a request, and return when it has its answer."""
-        self._call_or_break(self._router.route)
-        live = self._router.find(request_id)
+        self._call_or_break(self.router.route)
+        live = self.router.find(request_id)
         if live is None:
             return
         member = live.member
-        self._router.begin_end([live], "abort", "aborted by its owner")
+        self.router.begin_end([live], "abort", "aborted by its owner")
         if member is not None:
             await self._gather({member: member.ask("engine.abort", request_id)})
-            await self._router.until_gone([live], self._settings.call_deadline_s)
+            await self.router.until_gone([live], self._settings.call_deadline_s)
 
     async def interrupt(self, *, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
         """Interrupt every engine. Partial answers of engines that are lost meanwhile count as far
         as they had arrived."""
-        self._call_or_break(self._router.route)
+        self._call_or_break(self.router.route)
         members, lives, end_s = (
             self._present(),
-            self._router.all(),
+            self.router.all(),
             asyncio.get_running_loop().time() + deadline_s,
         )
-        self._router.begin_end(lives, "interrupted", "")
+        self.router.begin_end(lives, "interrupted", "")
         wait_s = deadline_s + STOP_S
         parts = await self._gather(
             {
@@ -147,7 +147,7 @@ class EnginePool:
                 for member in members
             }
         )
-        await self._router.until_gone(
+        await self.router.until_gone(
             lives, max(0.0, end_s - asyncio.get_running_loop().time()) + STOP_S
         )
         told = {
@@ -158,20 +158,20 @@ class EnginePool:
 
     async def stats(self) -> EngineStats:
         parts = await self._each("engine.stats")
-        total = add_stats(list(parts.values()), refused=self._router.refused, version=self.version)
-        return replace(total, waiting=total.waiting + self._router.num_waiting)
+        total = add_stats(list(parts.values()), refused=self.router.refused, version=self.version)
+        return replace(total, waiting=total.waiting + self.router.num_waiting)
 
     async def health(self) -> Health:
         """Well as long as one engine is; the reason names those that are not."""
         if self._broken is not None:
             return Health(ok=False, reason=str(self._broken))
         found = await self._each("engine.health")
-        reasons = {name: found[name].reason if name in found else "lost" for name in self._members}
+        reasons = {name: found[name].reason if name in found else "lost" for name in self.members}
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
         return Health(ok=any(health.ok for health in found.values()), reason=why)
 
     async def drain(self, *, deadline_s: float) -> None:
-        await self._router.drain(deadline_s)
+        await self.router.drain(deadline_s)
 
     # EngineLifecycle
     # ----------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class EnginePool:
             elif offer is not None:
                 member.state = "fresh"
                 self._come_back(self._catch_up(member))
-        self._call_or_break(self._router.route)
+        self._call_or_break(self.router.route)
 
     async def rollback(self) -> None:
         self._offered, self._state = None, self._state.after(RolledBack())
@@ -227,23 +227,23 @@ class EnginePool:
 
     async def terminate(self) -> None:
         """There is no version any more that an engine which comes back could catch up with."""
-        self._call_or_break(self._router.route)
-        members, lives = self._present(), self._router.all()
+        self._call_or_break(self.router.route)
+        members, lives = self._present(), self.router.all()
         self._offered = self._published = None
         self._state = self._state.after(RolledBack())
-        self._router.begin_end(lives, "abort", "the engine was terminated")
+        self.router.begin_end(lives, "abort", "the engine was terminated")
         await self._gather({member: member.ask("engine.terminate") for member in members})
-        await self._router.until_gone(lives, self._settings.call_deadline_s)
+        await self.router.until_gone(lives, self._settings.call_deadline_s)
 
     async def close(self) -> None:
         """Stop looking after the engines. Streams that are open end with an error."""
-        tasks = [*self._watches, *self._returns]
+        tasks = [*self._watches, *self.returns]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for member in self._members.values():
+        for member in self.members.values():
             await member.close()
-        self._router.break_off(
+        self.router.break_off(
             RankError("the engine pool was closed", hint="nothing to do: the run is ending")
         )
 
@@ -258,7 +258,7 @@ class EnginePool:
             deadline_s=self._settings.call_deadline_s
             + (WATCH_S if handle.name in self._vital else 0.0),
             hang_s=self._settings.hang_s,
-            on_news=lambda member, news: self._call_or_break(self._router.take_news, member, news),
+            on_news=lambda member, news: self._call_or_break(self.router.take_news, member, news),
             on_lost=self._lose,
         )
 
@@ -267,17 +267,17 @@ class EnginePool:
         engine is being restarted."""
         if self._broken is not None:
             return self._broken
-        up = [member for member in self._members.values() if member.state == "up"]
-        if up or self._returns:
+        up = [member for member in self.members.values() if member.state == "up"]
+        if up or self.returns:
             return up or None
-        if any(member.state == "fresh" for member in self._members.values()):
+        if any(member.state == "fresh" for member in self.members.values()):
             return ()
         return RankError(
             "every engine is lost", hint="events.jsonl says why each was; look for engine.lost"
         )
 
     def _watch_all(self) -> None:
-        for member in self._members.values():
+        for member in self.members.values():
             if not member.watched and member.state != "lost":
                 member.watched = True
                 self._keep(self._watches, self._watch(member))
@@ -294,7 +294,7 @@ class EnginePool:
             self._call_or_break(self._take_loss, member, cause)
 
     def _take_loss(self, member: EngineReplica, cause: str) -> None:
-        again, place = self._router.take_back(member), member.handle.place
+        again, place = self.router.take_back(member), member.handle.place
         self._emit("engine.lost", engine=member.name, place=place, cause=cause, requests=len(again))
         if member.vital:
             self._break_off(
@@ -313,7 +313,7 @@ class EnginePool:
                 kept_tokens=live.book.num_tokens,
             )
         self._come_back(self._restart(member))
-        self._router.route()
+        self.router.route()
 
     def _call_or_break(self, work: Callable[..., None], *args: Any) -> None:
         """Call `work`. An error in it, such as a full disk under the events, breaks the pool: every
@@ -325,12 +325,12 @@ class EnginePool:
 
     def _break_off(self, error: Exception) -> None:
         self._broken = self._broken or error
-        self._router.break_off(self._broken)
+        self.router.break_off(self._broken)
         for call in self._calls:
             call.cancel()
 
     def _come_back(self, work: Coroutine[Any, Any, None]) -> None:
-        self._keep(self._returns, work)
+        self._keep(self.returns, work)
 
     def _keep(self, tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
         """Hold a task until it ends; one that breaks is a fault of the pool."""
@@ -344,7 +344,7 @@ class EnginePool:
             error = finished.exception()
             if isinstance(error, Exception):
                 self._break_off(error)
-            self._call_or_break(self._router.route)
+            self._call_or_break(self.router.route)
 
         task.add_done_callback(done)
 
@@ -362,7 +362,7 @@ class EnginePool:
             except (GyreError, WorkerFault) as error:
                 self._emit("engine.restart_failed", engine=name, number=number, error=str(error))
                 continue
-            self._members[name] = member
+            self.members[name] = member
             self._emit("engine.restarted", engine=name, number=number, place=member.handle.place)
             self._watch_all()
             await self._catch_up(member)
@@ -432,7 +432,7 @@ class EnginePool:
     def _present(self) -> list[EngineReplica]:
         if self._broken is not None:
             raise self._broken
-        return [member for member in self._members.values() if member.state != "lost"]
+        return [member for member in self.members.values() if member.state != "lost"]
 
     async def _copy(self, offer: Offer) -> Any:
         """Return the offer with its tensors, for engines that no trainer rank is beside; fetched

@@ -22,7 +22,7 @@ class Pages:
         self.num_pages = num_pages
         self.prefix = PrefixCache(score_bytes)
         self._users = np.zeros(num_pages + 1, dtype=np.int32)
-        self._cached = np.zeros(num_pages + 1, dtype=bool)
+        self.is_cached_P = np.zeros(num_pages + 1, dtype=bool)
         self._stamps = np.zeros(num_pages + 1, dtype=np.int64)  # how often each was handed out
         self._free = np.arange(num_pages, 0, -1, dtype=np.int32)  # a stack; low pages leave first
         self._num_free = num_pages
@@ -41,7 +41,7 @@ class Pages:
         assert count <= self.num_available, (count, self.num_available)
         if count > self._num_free:
             evicted = np.asarray(self.prefix.evict(count - self._num_free), dtype=np.int32)
-            self._cached[evicted] = False
+            self.is_cached_P[evicted] = False
             self._push(evicted)
         self._num_free -= count
         pages = self._free[self._num_free : self._num_free + count][::-1].copy()
@@ -62,7 +62,9 @@ class Pages:
     def still_hold(self, pages: np.ndarray, stamps: np.ndarray) -> np.ndarray:
         """Return per page whether it has the content that it had at its stamp, and can be shared.
         Full pages never change."""
-        return (self._stamps[pages] == stamps) & ((self._users[pages] > 0) | self._cached[pages])
+        return (self._stamps[pages] == stamps) & (
+            (self._users[pages] > 0) | self.is_cached_P[pages]
+        )
 
     def give(self, pages: np.ndarray) -> None:
         """Take one user from each of the distinct pages of one sequence. Tails are evicted before
@@ -70,7 +72,7 @@ class Pages:
         self._users[pages] -= 1
         assert (self._users[pages] >= 0).all(), "a page was given back twice"
         unused = pages[self._users[pages] == 0]
-        cached = self._cached[unused]
+        cached = self.is_cached_P[unused]
         for page in unused[cached][::-1].tolist():
             self.prefix.rest(page)
         self._push(unused[~cached])
@@ -89,13 +91,13 @@ class Pages:
         """Enter pages in use under their keys, where neither is known yet."""
         for key, page in zip(keys, pages.tolist(), strict=True):
             if self.prefix.remember(key, page, version):
-                self._cached[page] = True
+                self.is_cached_P[page] = True
 
     def drop_cached(self, *, keep_version: int | None = None) -> int:
         """Forget cached pages of other versions; return how many. Those in use stay with their
         users."""
         idle, used = self.prefix.drop(keep_version=keep_version)
-        self._cached[np.asarray(idle + used, dtype=np.int32)] = False
+        self.is_cached_P[np.asarray(idle + used, dtype=np.int32)] = False
         self._push(np.asarray(idle, dtype=np.int32))
         return len(idle) + len(used)
 
@@ -103,7 +105,7 @@ class Pages:
         """Remove these pages from the cache while they are in use, so that no other sequence shares
         them."""
         self.prefix.drop_pages(pages.tolist())
-        self._cached[pages] = False
+        self.is_cached_P[pages] = False
 
     def check(self, owned: Iterable[np.ndarray]) -> None:
         """Assert that every page is accounted for once, given the page lists of all sequences."""
@@ -119,7 +121,7 @@ class Pages:
         assert sorted(free + idle + used) == list(range(1, self.num_pages + 1)), (
             "a page leaked or is held twice"
         )
-        cached = np.flatnonzero(self._cached).tolist()
+        cached = np.flatnonzero(self.is_cached_P).tolist()
         assert len(cached) == len(self.prefix) and all(page in self.prefix for page in cached)
 
     def _push(self, pages: np.ndarray) -> None:

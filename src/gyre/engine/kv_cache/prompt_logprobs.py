@@ -140,20 +140,20 @@ class ScoreStore:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.num_bytes = max_bytes, 0
-        self._scores: OrderedDict[bytes, BlockScores] = OrderedDict()
+        self.blocks: OrderedDict[bytes, BlockScores] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._scores)
+        return len(self.blocks)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._scores
+        return key in self.blocks
 
     def find(self, key: bytes, best: int) -> BlockScores | None:
         """Return a block's entries if they tell of at least `best` tokens each."""
-        scores = self._scores.get(key)
+        scores = self.blocks.get(key)
         if scores is None or scores.top_ids.shape[1] < best:
             return None
-        self._scores.move_to_end(key)
+        self.blocks.move_to_end(key)
         return scores
 
     def put(self, key: bytes, scores: BlockScores) -> None:
@@ -161,13 +161,13 @@ class ScoreStore:
         if self.find(key, scores.top_ids.shape[1]) is not None:
             return
         self.drop(key)
-        self._scores[key] = scores
+        self.blocks[key] = scores
         self.num_bytes += scores.num_bytes
         while self.num_bytes > self.max_bytes:
-            self.num_bytes -= self._scores.popitem(last=False)[1].num_bytes
+            self.num_bytes -= self.blocks.popitem(last=False)[1].num_bytes
 
     def drop(self, key: bytes) -> None:
-        scores = self._scores.pop(key, None)
+        scores = self.blocks.pop(key, None)
         if scores is not None:
             self.num_bytes -= scores.num_bytes
 

@@ -74,8 +74,8 @@ class CpuStep:
         self._parts = list_parts(decoder)
         self._ends = (decoder.embed.weight, decoder.final_norm.weight, decoder.head_weight)
         self._weights_P = np.zeros(len(self._parts), dtype=np.uint64)  # addresses
-        self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._logits = torch.empty(0)
+        self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.logits_buffer = torch.empty(0)
         self._sizes = (0, 0, 0, 0)
         self._cosines, self._sines = self._tables(min(FIRST_POSITIONS, spec.context_tokens))
 
@@ -115,7 +115,7 @@ class CpuStep:
         )
 
     def _last_logits(self, count: int) -> Tensor:
-        return self._logits[: count * self._model.vocab].view(-1, self._model.vocab)
+        return self.logits_buffer[: count * self._model.vocab].view(-1, self._model.vocab)
 
     def _run(
         self,
@@ -160,14 +160,14 @@ class CpuStep:
         sizes = (record.tokens, record.sequences, record.samples, record.threads)
         if sizes != self._sizes:
             needed = self._library.scratch_bytes(ctypes.byref(model), *sizes) + 64
-            if needed > self._scratch.numel():
-                self._scratch = torch.zeros(needed, dtype=torch.uint8)
+            if needed > self.scratch.numel():
+                self.scratch = torch.zeros(needed, dtype=torch.uint8)
             self._sizes = sizes
-        if record.projected * model.vocab > self._logits.numel():
-            self._logits = torch.empty(record.projected * model.vocab)
+        if record.projected * model.vocab > self.logits_buffer.numel():
+            self.logits_buffer = torch.empty(record.projected * model.vocab)
         record.scratch, record.logits_NV = (
-            round_up(self._scratch.data_ptr(), 64),
-            self._logits.data_ptr(),
+            round_up(self.scratch.data_ptr(), 64),
+            self.logits_buffer.data_ptr(),
         )
 
     def _tables(self, num_positions: int) -> tuple[Tensor, Tensor]:

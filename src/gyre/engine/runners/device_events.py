@@ -27,17 +27,17 @@ class ResultEvent:
 
     def __init__(self, step: Step, deadline_s: float) -> None:
         self._step, self._deadline_s = step, deadline_s
-        self._event: torch.cuda.Event | None = None
+        self.event: torch.cuda.Event | None = None
 
     def mark(self) -> None:
         """Record the point that the device's queue must have passed."""
-        self._event = torch.cuda.Event()
-        self._event.record()
+        self.event = torch.cuda.Event()
+        self.event.record()
 
     def wait(self) -> None:
         """Wait for what was marked; a step that brings nothing back marks nothing."""
-        if self._event is not None:
-            wait_for(self._event, self._describe, self._deadline_s)
+        if self.event is not None:
+            wait_for(self.event, self._describe, self._deadline_s)
 
     def _describe(self) -> str:
         prompt_tokens = sum(chunk.count for chunk in self._step.chunks)

@@ -75,7 +75,7 @@ class GpuRunner:
         emit: Emit,
     ) -> None:
         """Make the runner. Graphs are captured on the stream `capture`."""
-        self.decoder, self.pool, self.emit, self._capture_stream = decoder, pool, emit, capture
+        self.decoder, self.pool, self.emit, self.capture_stream = decoder, pool, emit, capture
         self._deadline_s, self._token_budget = deadline_s, token_budget  # of a step
         self.device = decoder.device
         spec = decoder.spec
@@ -121,7 +121,7 @@ class GpuRunner:
         self._rules = SamplerState(spec.vocab_size, self.device, rows_at_once=rows_at_once)
         self._rows_at_once = rows_at_once  # of logits, where prompts are scored
         self._batches = plan_graph_batches(max_running)
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         # Where graphs that stop before sampling leave their logits. Made now, so the ledger knows
         # it from the start.
         self._logits_NV = torch.empty(
@@ -198,10 +198,10 @@ class GpuRunner:
         """Decode by graph. Returns the logits when sampling is left to do."""
         count = len(step.decode_rows)
         size = next(size for size in self._batches if size >= count)
-        if (size, plain) not in self._graphs:
+        if (size, plain) not in self.graphs:
             self._capture(size, plain)
         self._stage_decode(rows, step, size)
-        self._graphs[size, plain].replay()
+        self.graphs[size, plain].replay()
         return None if plain else self._logits_NV[:count]
 
     def _stage_decode(self, rows: InputBatch, step: Step, size: int) -> None:
@@ -340,12 +340,12 @@ class GpuRunner:
         self._warm()
         for size in reversed(self._batches):
             self._capture(size, plain=True)
-        return len(self._graphs)
+        return len(self.graphs)
 
     def _capture(self, size: int, plain: bool) -> None:
         """Capture decoding of `size` places. The pass before it, which compiles kernels, runs on
         padding."""
-        stream = self._capture_stream
+        stream = self.capture_stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._stage_padding(size)
@@ -362,7 +362,7 @@ class GpuRunner:
                 else:
                     self._logits_NV[:size].copy_(logits_NV)
         torch.cuda.current_stream().wait_stream(stream)
-        self._graphs[size, plain] = graph
+        self.graphs[size, plain] = graph
 
     def _warm(self) -> None:
         """Compile what no graph holds: the page table's kernel, and in invariant mode the products'
@@ -406,9 +406,9 @@ class GpuRunner:
     @torch.inference_mode()
     def recapture(self) -> None:
         """Capture the graphs that there are anew: they hold addresses."""
-        captured, self._addresses = list(self._graphs), self._find_addresses()
+        captured, self._addresses = list(self.graphs), self._find_addresses()
         self._attention.refresh()
-        self._graphs.clear()
+        self.graphs.clear()
         if captured:
             self.emit(
                 "engine.graphs_recaptured",

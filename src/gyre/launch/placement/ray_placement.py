@@ -147,8 +147,8 @@ class RayPlacement:
     async def look_through(self, path: Path) -> list[Fault]:
         what = f"looking through {path.name}"
         return join_faults(
-            await self._make_group().run(
-                what, "look_through", str(path.absolute()), stall_limit=self._stall_limit
+            await self.make_group().run(
+                what, "look_through", str(path.absolute()), stall_limit=self.stall_limit
             )
         )
 
@@ -156,11 +156,11 @@ class RayPlacement:
         self, stage: Stage, plan: Plan, *, version: int, found: Snapshot | None
     ) -> StageParts:
         self._stage = (stage, plan)
-        group = self._group = self._make_group()
+        group = self._group = self.make_group()
         snapshot = "" if found is None else str(found.path.absolute())
         begun = (stage.name, plan.to_json(), version, snapshot)
         versions = await group.run(
-            f"start of stage {stage.name}", "begin", *begun, stall_limit=self._stall_limit
+            f"start of stage {stage.name}", "begin", *begun, stall_limit=self.stall_limit
         )
         group.version = versions[0]
         if plan.kv_pages > 0:
@@ -176,7 +176,7 @@ class RayPlacement:
         return StageParts(
             trainer=group,
             gate=gate,
-            snapshots=SpreadSnapshots(group, stall_limit=self._stall_limit),
+            snapshots=SpreadSnapshots(group, stall_limit=self.stall_limit),
             engine=self._pool,
             lifecycle=self._pool,
         )
@@ -194,14 +194,14 @@ class RayPlacement:
             await pool.close()
         if failed or self._group is None:
             return
-        await self._group.run("end of the stage", "end", last, stall_limit=self._stall_limit)
+        await self._group.run("end of the stage", "end", last, stall_limit=self.stall_limit)
         for handle in alone:
             await self._fleet.cluster.stop(handle)
 
     async def export(self, folder: Path, tokenizer_files: Path) -> None:
         where = (str(folder.absolute()), str(tokenizer_files.absolute()))
         assert self._group is not None
-        await self._group.run("export", "export", *where, stall_limit=self._stall_limit)
+        await self._group.run("export", "export", *where, stall_limit=self.stall_limit)
 
     async def close(self) -> None:
         """End the workers of this attempt."""
@@ -211,7 +211,7 @@ class RayPlacement:
         self._store = None
 
     @property
-    def _stall_limit(self) -> StallLimit:
+    def stall_limit(self) -> StallLimit:
         """Return the deadline of calls that write or read a snapshot or an export."""
         calls = StallLimit(key=CALLS, seconds=self._settings.call_deadline_s)
         snapshots = StallLimit(key="snapshot.deadline_s", seconds=self._config.snapshot.deadline_s)
@@ -226,7 +226,7 @@ class RayPlacement:
         assert self._pool is not None
         self._pool.lose(handle, cause)
 
-    def _make_group(self) -> TrainerGroup:
+    def make_group(self) -> TrainerGroup:
         return TrainerGroup(
             self._fleet.cluster,
             self._handles,
@@ -238,7 +238,7 @@ class RayPlacement:
     async def _make_pool(self, version: int) -> EnginePool:
         settings = self._settings
         extra = [f"engine-{number}" for number in range(settings.engine_workers)]
-        engines = await all_or_first_error([self._start_engine(name) for name in extra])
+        engines = await all_or_first_error([self.start_engine(name) for name in extra])
         return EnginePool(
             self._fleet.cluster,
             [*self._handles, *engines],
@@ -250,11 +250,11 @@ class RayPlacement:
             ),
             emit=self._emit,
             vital=frozenset(handle.name for handle in self._handles),
-            revive=self._start_engine,
+            revive=self.start_engine,
             version=version,
         )
 
-    async def _start_engine(self, name: str) -> WorkerHandle:
+    async def start_engine(self, name: str) -> WorkerHandle:
         """Start a worker with an engine alone, on dummy weights."""
         assert self._stage is not None
         stage, plan = self._stage

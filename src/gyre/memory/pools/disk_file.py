@@ -131,7 +131,7 @@ class DiskFile:
                     if host is not part:
                         host.copy_(part)
                     digest.update(_raw(host))
-                    _write_all(file, host)
+                    write_all(file, host)
                 checksums.append(digest.hexdigest())
             os.fsync(file.fileno())
         return checksums
@@ -197,7 +197,7 @@ def _raw(host: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * host.numel()).from_address(host.data_ptr())).cast("B")
 
 
-def _write_all(file, host: Tensor) -> None:
+def write_all(file, host: Tensor) -> None:
     left = _raw(host)
     while left:
         left = left[file.write(left) :]

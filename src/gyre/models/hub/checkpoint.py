@@ -15,16 +15,10 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import InputError
+from gyre.core.files import read_json
 from gyre.core.rounding import ceil_div
-from gyre.models.hub.files import (
-    CONFIG_FILE,
-    StoredTensor,
-    find_folder,
-    is_float,
-    listed,
-    open_tensors,
-    read_json,
-)
+from gyre.models.hub.files import StoredTensor, is_float, listed, open_tensors
+from gyre.models.hub.folders import CONFIG_FILE, find_folder
 from gyre.models.names import HubEntry, hub_entries
 from gyre.models.spec import ModelSpec, spec_from_hub_config
 
@@ -100,31 +94,26 @@ def check_names_and_shapes(
     wanted = {entry.hub_name: entry.shape for entry in entries}
     if spec.tied and HEAD in tensors:
         wanted[HEAD] = wanted[EMBEDDING]
-    faults = []
-    missing = [name for name in wanted if name not in tensors]
-    if missing:
-        faults.append(f"missing: {listed(missing)}")
-    extra = sorted(
-        name for name in tensors if name not in wanted and not name.endswith("rotary_emb.inv_freq")
-    )
-    if extra:
-        faults.append(f"not part of a {spec.family} model of this config: {listed(extra)}")
-    numbers = [
-        f"{name} is {tensors[name].dtype}"
-        for name in wanted
-        if name in tensors and not is_float(tensors[name])
-    ]
-    if numbers:
-        faults.append(f"no floating-point weights, as quantised models have: {listed(numbers)}")
-    wrong = [
-        f"{name} is {list(tensors[name].shape)}, config.json says {list(shape)}"
-        for name, shape in wanted.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    if wrong:
-        faults.append(f"of another shape: {listed(wrong)}")
-    if faults:
+    ours = {name: tensors[name] for name in wanted if name in tensors}
+    faults = {
+        "missing": [name for name in wanted if name not in tensors],
+        f"not part of a {spec.family} model of this config": sorted(
+            name
+            for name in tensors
+            if name not in wanted and not name.endswith("rotary_emb.inv_freq")
+        ),
+        "no floating-point weights, as quantised models have": [
+            f"{name} is {stored.dtype}" for name, stored in ours.items() if not is_float(stored)
+        ],
+        "of another shape": [
+            f"{name} is {list(stored.shape)}, config.json says {list(wanted[name])}"
+            for name, stored in ours.items()
+            if stored.shape != wanted[name]
+        ],
+    }
+    found = [f"{what}: {listed(names)}" for what, names in faults.items() if names]
+    if found:
         raise InputError(
-            f"checkpoint {origin} does not fit its config.json. " + ". ".join(faults),
+            f"checkpoint {origin} does not fit its config.json. " + ". ".join(found),
             hint="config.json and the weights must be of the same model; copy both again",
         )

@@ -23,14 +23,8 @@ from gyre.core.errors import InputError, SnapshotError
 from gyre.core.files import replacing_folder
 from gyre.distributed.layout import BoxRun
 from gyre.models.decoder import Decoder
-from gyre.models.hub.files import (
-    CHECKSUMS_FILE,
-    CONFIG_FILE,
-    INDEX_FILE,
-    SCALAR_HEAD_FILE,
-    SCALAR_HEAD_TENSOR,
-    WEIGHTS_FILE,
-)
+from gyre.models.hub.files import CHECKSUMS_FILE, SCALAR_HEAD_FILE, SCALAR_HEAD_TENSOR
+from gyre.models.hub.folders import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from gyre.models.hub.tensors import HubTensors, plan_shards
 from gyre.models.names import HubEntry, hub_entries
 from gyre.models.scalar_head import ScalarHead
@@ -111,7 +105,6 @@ def export_runs(
 
 
 def save_scalar_head(head: ScalarHead, folder: Path) -> None:
-    """Write the head next to the hub files."""
     weight_1E = head.weight.detach().float().cpu().contiguous()
     save_file({SCALAR_HEAD_TENSOR: weight_1E}, folder / SCALAR_HEAD_FILE, metadata={"format": "pt"})
 

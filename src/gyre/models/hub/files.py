@@ -13,19 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gyre.core.errors import InputError
-from gyre.core.files import read_json
-from gyre.models.hub.folders import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, find_folder
+from gyre.models.hub.folders import INDEX_FILE, WEIGHTS_FILE
 from gyre.models.hub.schema import read_weight_map
-
-__all__ = [
-    "CONFIG_FILE",
-    "INDEX_FILE",
-    "WEIGHTS_FILE",
-    "find_folder",
-    "open_file",
-    "open_tensors",
-    "read_json",
-]
 
 SCALAR_HEAD_FILE = "scalar_head.safetensors"
 SCALAR_HEAD_TENSOR = "scalar_head.weight"

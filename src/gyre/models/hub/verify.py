@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 
 from gyre.core.errors import GyreError, SnapshotError
+from gyre.core.files import read_json
 from gyre.models.hub.export import Run
-from gyre.models.hub.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, open_tensors, read_json
+from gyre.models.hub.files import open_tensors
+from gyre.models.hub.folders import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from gyre.models.hub.schema import read_weight_map
 from gyre.models.hub.tensors import HubTensors
 from gyre.models.names import HubEntry, hub_entries
@@ -47,8 +49,7 @@ def verify_runs(folder: str | Path, spec: ModelSpec, runs: Iterable[Run]) -> Non
     if changed:
         raise SnapshotError(
             f"export {folder}: content of {', '.join(list(changed)[:4])} is not that of the model "
-            f"({len(changed)} "
-            "tensors)",
+            f"({len(changed)} tensors)",
             hint="the folder holds another version or is damaged; export again",
         )
 

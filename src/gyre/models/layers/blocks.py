@@ -14,6 +14,7 @@ the activation are recomputed. `float8` names the projections with 8-bit operand
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def attention_inputs(
     """Return (x_TE itself, q_THD, k_TKD, v_TKD); `heads` is (H, K). `recompute_qk` receives the
     function that recomputes q and k."""
     tensors = x_TE, norm_E, qkv_RE, bias_R, q_norm_D, k_norm_D, cos_T1D, sin_T1D
-    return AttentionInputs.apply(*tensors, heads, eps, recompute_qk, float8)
+    return AttentionInputs.apply(heads, eps, recompute_qk, float8, *tensors)
 
 
 def layer_output(
@@ -65,86 +66,44 @@ def layer_output(
 ) -> Tensor:
     """Return the residual stream after the layer. `recompute` marks a recomputation: only saved
     tensors matter, so the result is not computed."""
-    return LayerOutput.apply(
-        x_TE, attended_TA, out_EA, norm_E, gate_up_2ME, down_EM, eps, selective, recompute, float8
-    )
+    tensors = x_TE, attended_TA, out_EA, norm_E, gate_up_2ME, down_EM
+    return LayerOutput.apply(eps, selective, recompute, float8, *tensors)
 
 
 class AttentionInputs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x_TE: Tensor,
-        norm_E: Tensor,
-        qkv_RE: Tensor,
-        bias_R: Tensor | None,
-        q_norm_D: Tensor | None,
-        k_norm_D: Tensor | None,
-        cos_T1D: Tensor,
-        sin_T1D: Tensor,
         heads: tuple[int, int],
         eps: float,
         recompute_qk: RecomputeQK | None,
         float8: frozenset[Projection],
+        *tensors: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x_TE, norm_E, qkv_RE, bias_R, *norms_and_tables = tensors
         amax = Amax() if "qkv" in float8 else None
         normed_TE, rstd_T1 = rms_norm_forward(x_TE, norm_E, eps, amax)
         qkv_TR, amaxes = linear(normed_TE, qkv_RE, bias_R, float8="qkv" in float8, amax=amax)
-        norms_and_tables = q_norm_D, k_norm_D, cos_T1D, sin_T1D
-        q_THD, k_TKD, v_TKD, rstd_TJ1 = turn_heads(qkv_TR, *norms_and_tables, heads=heads, eps=eps)
+        turn = partial(turn_heads, qkv_TR, *norms_and_tables, heads=heads, eps=eps)
+        q_THD, k_TKD, v_TKD, rstd_TJ1 = turn()
         if recompute_qk is not None:
             normed_TE = None
-            recompute_qk.make = lambda: turn_heads(qkv_TR, *norms_and_tables, heads=heads, eps=eps)[
-                :2
-            ]
+            recompute_qk.make = lambda: turn()[:2]
         ctx.heads, ctx.eps = heads, eps
-        ctx.save_for_backward(
-            x_TE,
-            norm_E,
-            qkv_RE,
-            bias_R,
-            q_norm_D,
-            k_norm_D,
-            cos_T1D,
-            sin_T1D,
-            normed_TE,
-            rstd_T1,
-            qkv_TR,
-            rstd_TJ1,
-            *amaxes,
-        )
+        ctx.save_for_backward(*tensors, normed_TE, rstd_T1, qkv_TR, rstd_TJ1, *amaxes)
         return x_TE, q_THD, k_TKD, v_TKD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x_TE, grad_q_THD, grad_k_TKD, grad_v_TKD = grads
-        (
-            x_TE,
-            norm_E,
-            qkv_RE,
-            bias_R,
-            q_norm_D,
-            k_norm_D,
-            cos_T1D,
-            sin_T1D,
-            normed_TE,
-            rstd_T1,
-            qkv_TR,
-            rstd_TJ1,
-            *amaxes,
-        ) = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: hooks make them
+        x_TE, norm_E, qkv_RE, bias_R, *norms_and_tables = saved[:8]
+        normed_TE, rstd_T1, qkv_TR, rstd_TJ1, *amaxes = saved[8:]
         amax = Amax() if amaxes[0] is not None else None
-        grad_qkv_TR, grad_q_norm_D, grad_k_norm_D = turn_heads_backward(
-            (grad_q_THD, grad_k_TKD, grad_v_TKD),
-            qkv_TR,
-            rstd_TJ1,
-            q_norm_D,
-            k_norm_D,
-            cos_T1D,
-            sin_T1D,
-            heads=ctx.heads,
-            amax=amax,
+        grads_of_heads = grad_q_THD, grad_k_TKD, grad_v_TKD
+        grad_qkv_TR, *grads_of_norms = turn_heads_backward(
+            grads_of_heads, qkv_TR, rstd_TJ1, *norms_and_tables, heads=ctx.heads, amax=amax
         )
         if normed_TE is None:
             normed_TE, _ = rms_norm_forward(x_TE, norm_E, ctx.eps)
@@ -154,32 +113,21 @@ class AttentionInputs(torch.autograd.Function):
         grad_TE, grad_norm_E = rms_norm_backward(
             through_qkv.of_input(qkv_RE), x_TE, rstd_T1, norm_E, grad_x_TE
         )
-        return (
-            grad_TE,
-            grad_norm_E,
-            grad_qkv_RE,
-            grad_bias_R,
-            grad_q_norm_D,
-            grad_k_norm_D,
-            *[None] * 6,
-        )
+        grads_of_weights = grad_norm_E, grad_qkv_RE, grad_bias_R, *grads_of_norms
+        return *[None] * 4, grad_TE, *grads_of_weights, None, None
 
 
 class LayerOutput(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x_TE: Tensor,
-        attended_TA: Tensor,
-        out_EA: Tensor,
-        norm_E: Tensor,
-        gate_up_2ME: Tensor,
-        down_EM: Tensor,
         eps: float,
         selective: bool,
         recompute: bool,
         float8: frozenset[Projection],
+        *tensors: Tensor,
     ) -> Tensor:
+        x_TE, attended_TA, out_EA, norm_E, gate_up_2ME, down_EM = tensors
         middle_TE, of_out = linear(attended_TA, out_EA, onto_TO=x_TE, float8="out" in float8)
         amax = Amax() if "gate_up" in float8 else None
         normed_TE, rstd_T1 = rms_norm_forward(middle_TE, norm_E, eps, amax)
@@ -196,18 +144,9 @@ class LayerOutput(torch.autograd.Function):
                 product_TM, down_EM, onto_TO=middle_TE, float8="down" in float8, amax=amax
             )
         ctx.eps, ctx.selective = eps, selective
+        kept = () if selective else (normed_TE, gate_up_T2M, *kept)
         ctx.save_for_backward(
-            attended_TA,
-            out_EA,
-            norm_E,
-            gate_up_2ME,
-            down_EM,
-            middle_TE,
-            rstd_T1,
-            *of_out,
-            *of_gate_up,
-            *of_down,
-            *(() if selective else (normed_TE, gate_up_T2M, *kept)),
+            *tensors[1:], middle_TE, rstd_T1, *of_out, *of_gate_up, *of_down, *kept
         )
         return result_TE
 
@@ -246,4 +185,4 @@ class LayerOutput(torch.autograd.Function):
             grad_gate_up_2ME,
             grad_down_EM,
         )
-        return grad_middle_TE, through_out.of_input(out_EA), *grads_of_weights, *[None] * 4
+        return *[None] * 4, grad_middle_TE, through_out.of_input(out_EA), *grads_of_weights

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -96,16 +96,10 @@ def update_spans(spans: Sequence[Span], numbers: Numbers) -> None:
 def _by_kernel(
     fused: Callable[..., Tensor | None], spans: Sequence[Span], numbers: Numbers
 ) -> None:
-    """Update all spans in one kernel launch."""
     largest_P = fused(
         [(span.weight_N, span.grad_N, span.exp_avg_N, span.exp_avg_sq_N) for span in spans],
         [span.decays for span in spans],
-        learning_rate=numbers.learning_rate,
-        grad_scale=numbers.grad_scale,
-        betas=numbers.betas,
-        eps=numbers.eps,
-        weight_decay=numbers.weight_decay,
-        num_updates=numbers.num_updates,
+        **asdict(numbers),
         find_largest=any(span.amax is not None for span in spans),
     )
     for span, largest in zip(
@@ -119,12 +113,8 @@ def update_block(span: Span, numbers: Numbers) -> None:
     """Update one block in the operation order of torch.optim.AdamW. Uses the gradient as scratch
     and leaves it zero."""
     (beta1, beta2), rate, count = numbers.betas, numbers.learning_rate, numbers.num_updates
-    weight_N, grad_N, exp_avg_N, exp_avg_sq_N = (
-        span.weight_N,
-        span.grad_N,
-        span.exp_avg_N,
-        span.exp_avg_sq_N,
-    )
+    weight_N, grad_N = span.weight_N, span.grad_N
+    exp_avg_N, exp_avg_sq_N = span.exp_avg_N, span.exp_avg_sq_N
     if numbers.grad_scale != 1.0:
         grad_N.mul_(numbers.grad_scale)
     if numbers.weight_decay and span.decays:

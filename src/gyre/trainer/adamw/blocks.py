@@ -50,7 +50,6 @@ def block_layout(layout: ShardLayout) -> ShardLayout:
 
 
 def coded_first(shapes: Mapping[str, Shape], coded: frozenset[str]) -> dict[str, Shape]:
-    """Return the shapes with coded tensors first."""
     return dict(sorted(shapes.items(), key=lambda item: item[0] not in coded))
 
 

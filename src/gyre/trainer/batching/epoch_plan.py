@@ -8,14 +8,15 @@ Sequences without a target are dropped here: they contribute to no gradient and 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from gyre.core.events import Emit
 from gyre.core.records import TrainSequence
 from gyre.core.seeds import derive_seed
-from gyre.objectives.api import AnyObjective, denominator, is_pairwise
+from gyre.objectives.api import denominator
+from gyre.objectives.config import AnyObjective, is_pairwise
 from gyre.trainer.batching.microbatch import (
     MicroBatch,
     blank_chunk,
@@ -29,8 +30,6 @@ from gyre.trainer.config import TrainerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One optimizer update."""
-
     # of this rank; as many as on every other rank, blank ones where there is no work
     chunks: tuple[MicroBatch, ...]
     denominator: float  # of the loss summed over all ranks; > 0
@@ -64,26 +63,22 @@ class EpochPlan:
         return replace(self, updates=updates)
 
 
+@dataclass(slots=True, kw_only=True)
 class BatchPlanner:
     """Plans epochs. On a CPU the last plan is cached, so that the passes and the step of one batch
     share it."""
 
-    def __init__(
-        self,
-        *,
-        objective: AnyObjective,
-        config: TrainerConfig,
-        seed: int,
-        vocab_size: int,
-        device: torch.device,
-        emit: Emit,
-        rank: int = 0,
-        num_ranks: int = 1,
-    ) -> None:
-        self._rank, self._num_ranks = rank, num_ranks
-        self._objective, self._config, self._seed = objective, config, seed
-        self._vocab_size, self._device, self._emit = vocab_size, device, emit
-        self._last: tuple[tuple[int, int], tuple[TrainSequence, ...], EpochPlan] | None = None
+    objective: AnyObjective
+    config: TrainerConfig
+    seed: int
+    vocab_size: int
+    device: torch.device
+    emit: Emit
+    rank: int = 0
+    num_ranks: int = 1
+    _last: tuple[tuple[int, int], tuple[TrainSequence, ...], EpochPlan] | None = field(
+        default=None, init=False
+    )
 
     def plan(self, sequences: Sequence[TrainSequence], step: int, epoch: int) -> EpochPlan:
         """Split into updates, pack each and build index tensors. Depends only on the batch, the
@@ -94,20 +89,20 @@ class BatchPlanner:
             and _same_layout(self._last[1], sequences)
         ):
             return self._last[2]
-        plan = self._fresh(sequences, derive_seed(self._seed, "updates", step, epoch))
+        plan = self._fresh(sequences, derive_seed(self.seed, "updates", step, epoch))
         if plan.num_oversized:
-            limit = self._config.tokens_per_chunk
-            self._emit(
+            limit = self.config.tokens_per_chunk
+            self.emit(
                 "trainer.oversized_chunks",
                 step=step,
                 chunks=plan.num_oversized,
                 tokens_per_chunk=limit,
             )
-        if plan.updates and plan.fewest_atoms < self._num_ranks:
-            self._emit(
-                "trainer.idle_ranks", step=step, items=plan.fewest_atoms, ranks=self._num_ranks
+        if plan.updates and plan.fewest_atoms < self.num_ranks:
+            self.emit(
+                "trainer.idle_ranks", step=step, items=plan.fewest_atoms, ranks=self.num_ranks
             )
-        if self._device.type == "cpu":  # on a GPU these bytes would belong to no component
+        if self.device.type == "cpu":  # on a GPU these bytes would belong to no component
             self._last = ((step, epoch), tuple(sequences), plan)
         return plan
 
@@ -122,7 +117,7 @@ class BatchPlanner:
 
     def _fresh(self, sequences: Sequence[TrainSequence], seed: int) -> EpochPlan:
         # Online DPO asks for reference log-probs of whole groups, before any of it is paired.
-        pairwise = is_pairwise(self._objective) and any(
+        pairwise = is_pairwise(self.objective) and any(
             sequence.pair_id >= 0 for sequence in sequences
         )
         targets = [int(target_mask(sequence).sum()) for sequence in sequences]
@@ -132,13 +127,13 @@ class BatchPlanner:
         )
         useful = [atom for atom in atoms if pairwise or targets[atom.members[0]] > 0]
         updates, oversized, room = [], 0, 0
-        splits = split_updates(useful, self._config.sequences_per_update, seed)
+        splits = split_updates(useful, self.config.sequences_per_update, seed)
         for members in splits:
             chunks, plan = self._chunks(
-                sequences, members, pairwise=pairwise, vocab_size=self._vocab_size
+                sequences, members, pairwise=pairwise, vocab_size=self.vocab_size
             )
             counts = [targets[index] for atom in members for index in atom.members]
-            updates.append(Update(chunks=chunks, denominator=denominator(self._objective, counts)))
+            updates.append(Update(chunks=chunks, denominator=denominator(self.objective, counts)))
             oversized += plan.num_oversized
             room += _room(plan, sequences)
         num_tokens = sum(atom.num_tokens for atom in useful)
@@ -161,16 +156,14 @@ class BatchPlanner:
         vocab_size: int,
     ) -> tuple[tuple[MicroBatch, ...], PackPlan]:
         """Return this rank's micro-batches and the packing of all ranks."""
-        plan = pack(
-            atoms, num_ranks=self._num_ranks, tokens_per_chunk=self._config.tokens_per_chunk
-        )
+        plan = pack(atoms, num_ranks=self.num_ranks, tokens_per_chunk=self.config.tokens_per_chunk)
         chunks = tuple(
             build_chunk(
-                sequences, members, pairwise=pairwise, vocab_size=vocab_size, device=self._device
+                sequences, members, pairwise=pairwise, vocab_size=vocab_size, device=self.device
             )
             if members
-            else blank_chunk(self._device)
-            for members in plan.ranks[self._rank]
+            else blank_chunk(self.device)
+            for members in plan.ranks[self.rank]
         )
         return chunks, plan
 

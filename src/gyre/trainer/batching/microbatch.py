@@ -130,24 +130,9 @@ def build_chunk(
 def blank_chunk(device: torch.device) -> MicroBatch:
     """Build a dummy micro-batch of two tokens and one target. A rank without work runs it, since
     per-layer weight gathers are collective. Its results are discarded."""
-
-    def put(*numbers: int) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
-
-    return MicroBatch(
-        members=(),
-        layout=PackedLayout.of([2], device),
-        tokens_T=put(0, 0),
-        rows_N=put(0),
-        targets_N=put(0),
-        temperature_N=torch.ones(1, device=device),
-        inverse_temperature_N=torch.ones(1, device=device),
-        support=None,
-        sequence_index_N=put(0),
-        target_counts_S=put(1),
-        last_row_S=put(1),
-        pairs=None,
-    )
+    blank = TrainSequence(tokens=np.zeros(2, dtype=np.int32), columns={})
+    chunk = build_chunk((blank,), (0,), pairwise=False, vocab_size=1, device=device)
+    return replace(chunk, members=())
 
 
 def gather_columns(

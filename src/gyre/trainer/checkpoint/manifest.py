@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from gyre.distributed.layout import BoxRun, find_gap
@@ -112,7 +112,7 @@ def to_text(manifest: SnapshotManifest) -> str:
         "step": manifest.step,
         "block_bytes": BLOCK_BYTES,
         "files": {
-            name: {"size_bytes": file.size_bytes, "head": _extent_body(file.head)}
+            name: {"size_bytes": file.size_bytes, "head": asdict(file.head)}
             for name, file in manifest.files.items()
         },
         "tensors": {
@@ -120,7 +120,7 @@ def to_text(manifest: SnapshotManifest) -> str:
                 "dtype": DTYPE_NAMES[tensor.kind.dtype],
                 "shape": list(tensor.kind.shape),
                 "runs": [
-                    {"file": saved.file, **_run_body(saved.run), **_extent_body(saved.extent)}
+                    {"file": saved.file, **_run_body(saved.run), **asdict(saved.extent)}
                     for saved in tensor.runs
                 ],
             }
@@ -178,10 +178,6 @@ def _run_body(run: BoxRun) -> dict[str, Any]:
 def _run(body: Mapping[str, Any]) -> BoxRun:
     columns = tuple(body["columns"]) if "columns" in body else None
     return BoxRun(start=body["start"], stop=body["stop"], columns=columns)
-
-
-def _extent_body(extent: Extent) -> dict[str, Any]:
-    return {"at": extent.at, "size_bytes": extent.size_bytes, "crc32": list(extent.crc32)}
 
 
 def _extent(body: Mapping[str, Any]) -> Extent:

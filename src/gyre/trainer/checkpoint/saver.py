@@ -280,9 +280,8 @@ class Saver:
                     f"the snapshot of step {step} is not copied to the host{by} after "
                     f"{time.monotonic() - began:.3g} s{why}",
                     hint="the host is short of memory or busy: snapshot less often, or set "
-                    "snapshot.background = "
-                    "false; where ranks wait for each other, raise parallel.timeout_s if it is "
-                    "only slow",
+                    "snapshot.background = false; where ranks wait for each other, raise "
+                    "parallel.timeout_s if it is only slow",
                 )
         self._emit(
             "snapshot.held", step=step, rank=self._group.rank, seconds=time.monotonic() - began
@@ -291,20 +290,13 @@ class Saver:
     def _agree(self, failure: BaseException | None, value: Any = None) -> list[Any]:
         """Return every rank's value, or raise the first failure on all ranks."""
         mine = None
-        # a fault of ours: the others must not wait
-        if failure is not None and not isinstance(failure, GyreError):
-            text = f"{type(failure).__name__}: {failure}"
-            mine = {
-                "message": f"rank {self._group.rank} broke in a snapshot: {text}",
-                "hint": "",
-                "late": False,
-            }
-        elif failure is not None:
-            mine = {
-                "message": failure.message,
-                "hint": failure.hint,
-                "late": isinstance(failure, DeadlineError),
-            }
+        if failure is not None:
+            # a fault of ours is shared too: the others must not wait
+            text, hint = f"{type(failure).__name__}: {failure}", ""
+            text = f"rank {self._group.rank} broke in a snapshot: {text}"
+            if isinstance(failure, GyreError):
+                text, hint = failure.message, failure.hint
+            mine = {"message": text, "hint": hint, "late": isinstance(failure, DeadlineError)}
         answers = self._group.share({"failure": mine, "value": value})
         for answer in answers:
             if (first := answer["failure"]) is not None:
@@ -352,7 +344,6 @@ class Saver:
             raise SnapshotError(**json.loads(outcome))
 
     def _copy(self, job: _Job) -> None:
-        """Copy the parts from the live state to the staging buffer."""
         began = time.monotonic()
         try:
             if job.placed is not None:

@@ -125,7 +125,6 @@ class Holding:
     converts: bool = False
 
     def kinds(self) -> dict[str, Kind]:
-        """Return the kinds of the whole tensors."""
         shapes = self.layout.model.shapes
         return {
             self.prefix + name: Kind(dtype=self.dtype, shape=tuple(shape))

@@ -146,12 +146,10 @@ class StagingBuffer:
 
 
 def padded(size_bytes: int) -> int:
-    """Return the staged size of a part in bytes."""
     return round_up(size_bytes, LINE_BYTES)
 
 
 def _batches(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Copies]:
-    """Group the copies by launch."""
     batches: list[Copies] = []
     size_bytes = BATCH_BYTES
     for source_N, into_N in _blocks(pairs, BATCH_BYTES):

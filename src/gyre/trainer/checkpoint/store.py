@@ -53,8 +53,6 @@ READ_AGAIN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A fault of a snapshot."""
-
     file: str
     tensor: str  # empty where it is none of a tensor's bytes
     reason: str
@@ -139,15 +137,6 @@ class SnapshotStore:
         self._emit(
             "snapshot.skipped", path=path.name, file=first.file, tensor=first.tensor, reason=reason
         )
-
-    def load_latest(self) -> Snapshot | None:
-        """Load the newest intact snapshot, verified by this process alone."""
-        for path in reversed(self.paths()):
-            faults = find_faults(path)
-            if not faults:
-                return load(path)
-            self.skip(path, faults)
-        return None
 
     def remove_leftovers(self) -> None:
         """Remove the leftovers of an interrupted save. Raises SnapshotError for files that no save

@@ -11,7 +11,7 @@ import contextlib
 import gzip
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,29 +40,23 @@ class Work:
         return self.name.lower().startswith(COMMUNICATION)
 
 
+@dataclass(frozen=True, slots=True)
 class Tracer:
-    """Traces the selected loop steps of one rank. `folder` None disables it."""
+    """Traces the selected loop steps of one rank."""
 
-    def __init__(
-        self,
-        folder: Path | None,
-        steps: Collection[int],
-        *,
-        device: torch.device,
-        emit: Emit,
-        progress: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Bind the folder and options. `progress` is called between the stages of processing a
-        trace: each may take long."""
-        self._folder, self._steps, self._device, self._emit = folder, frozenset(steps), device, emit
-        self._progress = progress
+    folder: Path | None  # None disables it
+    steps: Collection[int]
+    _: KW_ONLY
+    device: torch.device
+    emit: Emit
+    # called between the stages of processing a trace: each may take long
+    progress: Callable[[], None] = lambda: None
 
     def traces(self, step: int) -> bool:
-        return self._folder is not None and step in self._steps
+        return self.folder is not None and step in self.steps
 
     @contextlib.contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Trace the block if its step was selected."""
         profiler = self._start(step) if self.traces(step) else None
         if profiler is None:
             yield
@@ -75,7 +69,7 @@ class Tracer:
 
     def _start(self, step: int) -> Any:
         kinds = [ProfilerActivity.CPU] + (
-            [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
+            [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
         )
         profiler = profile(activities=kinds)
         try:
@@ -86,31 +80,29 @@ class Tracer:
         return profiler
 
     def _finish(self, profiler: Any, step: int, wall_s: float) -> None:
-        assert self._folder is not None
+        assert self.folder is not None
         name = f"step-{step}.trace.json.gz"
         try:
             profiler.stop()
-            self._progress()
+            self.progress()
             size_bytes = write_trace(
-                profiler.export_chrome_trace, self._folder / name, self._progress
+                profiler.export_chrome_trace, self.folder / name, self.progress
             )
-            on_cuda = self._device.type == "cuda"
+            on_cuda = self.device.type == "cuda"
             summary = summarize(works_of(profiler.events(), on_cuda=on_cuda), wall_s=wall_s)
-            self._progress()
+            self.progress()
             top = longest(profiler.key_averages(), on_cuda=on_cuda)
         except (OSError, RuntimeError, ValueError) as error:
             self._fail(step, error)
             return
-        where = f"{self._folder.name}/{name}"
-        self._emit(
-            "trace.written", step=step, file=where, size_bytes=size_bytes, **summary, top=top
-        )
+        where = f"{self.folder.name}/{name}"
+        self.emit("trace.written", step=step, file=where, size_bytes=size_bytes, **summary, top=top)
 
     def _fail(self, step: int, error: Exception) -> None:
-        self._emit(
+        self.emit(
             "trace.failed",
             step=step,
-            folder=str(self._folder),
+            folder=str(self.folder),
             error=f"{type(error).__name__}: {error}"[:500],
         )
 

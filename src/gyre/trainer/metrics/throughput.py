@@ -24,11 +24,10 @@ SENT = "sent_bytes/"  # metric prefix, before the kind of collective
 
 
 class ThroughputMeter:
-    """Meter of one rank. `peak_flops`: FLOPs per second of one device in the compute dtype; None
-    without a data sheet."""
+    """Meter of one rank."""
 
-    def __init__(self, group: RankGroup, *, peak_flops: float | None) -> None:
-        self._group, self._peak_flops = group, peak_flops
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
         self._flops = self._seconds = 0.0
         self._wait_s = 0.0
         self._sent: dict[str, int] = {}
@@ -78,16 +77,13 @@ class ThroughputMeter:
         self._flops, self._seconds, self._wait_s, self._sent = 0.0, 0.0, 0.0, {}
         return own
 
-    def join(self, ranks: Sequence[Mapping[str, Any]], *, num_tokens: int) -> dict[str, float]:
-        """Join the ranks' `take` results to metrics of a step that trained on `num_tokens`."""
-        return join(ranks, num_tokens=num_tokens, peak_flops=self._peak_flops)
-
 
 def join(
     ranks: Sequence[Mapping[str, Any]], *, num_tokens: int, peak_flops: float | None
 ) -> dict[str, float]:
-    """Join the ranks' measurements to one step's metrics. Pure. Bytes and FLOPs are sums; seconds
-    and waits are the slowest rank's. MFU is omitted without a data sheet."""
+    """Join the ranks' `take` results to metrics of a step that trained on `num_tokens`. Pure. Bytes
+    and FLOPs are sums; seconds and waits are the slowest rank's. `peak_flops` of one device, per
+    second in the compute dtype; None without a data sheet, which omits MFU."""
     step_s, seconds = (max(rank[key] for rank in ranks) for key in ("step_s", "s"))
     metrics = (
         {"train_tokens_per_second_per_device": num_tokens / step_s / len(ranks)}

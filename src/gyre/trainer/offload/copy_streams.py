@@ -52,11 +52,9 @@ def make_lane(device: torch.device) -> CopyStream:
 
 def compute_lane(device: torch.device) -> CopyStream:
     """Return the stream of the calling thread's computation."""
-    return (
-        CudaCopyStream(torch.cuda.current_stream(device))
-        if device.type == "cuda"
-        else HostCopyStream()
-    )
+    if device.type != "cuda":
+        return HostCopyStream()
+    return CudaCopyStream(torch.cuda.current_stream(device))
 
 
 def make_thread(name: str, device: torch.device) -> ThreadPoolExecutor:

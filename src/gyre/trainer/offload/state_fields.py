@@ -53,23 +53,19 @@ class StateField:
 def state_fields(size: int, *, num_coded: int | None, keeps_master: bool) -> tuple[StateField, ...]:
     """Return the fields of a state of `size` numbers. `num_coded` is None where no rank has codes.
     A rank without any, among ranks that have some, gets empty fields."""
-    wide = num_coded or 0
+    moments, wide = ("exp_avg", "exp_avg_sq"), torch.float32
+    rows = [("master", "weight_N", 0)] if keeps_master else []
+    rows += [(moment, f"{moment}_N", num_coded or 0) for moment in moments]
     fields = [
-        StateField(name="exp_avg", serves="exp_avg_N", dtype=torch.float32, first=wide, last=size),
-        StateField(
-            name="exp_avg_sq", serves="exp_avg_sq_N", dtype=torch.float32, first=wide, last=size
-        ),
+        StateField(name=name, serves=serves, dtype=wide, first=first, last=size)
+        for name, serves, first in rows
     ]
-    if keeps_master:
-        fields.insert(
-            0, StateField(name="master", serves="weight_N", dtype=torch.float32, first=0, last=size)
-        )
     if num_coded is None:
         return tuple(fields)
-    for moment in ("exp_avg", "exp_avg_sq"):
+    for moment in moments:
         for kind, serves, dtype, block in (
             ("codes", f"{moment}_N", torch.uint8, 1),
-            ("scale", f"{moment}_scale_B", torch.float32, BLOCK),
+            ("scale", f"{moment}_scale_B", wide, BLOCK),
         ):
             fields.append(
                 StateField(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,33 +36,22 @@ class StatePlacement:
         self,
         name: str,
         device: torch.device,
+        config: TrainerConfig = TrainerConfig(),
         *,
-        state: Literal["none", "host", "disk"] = "none",
-        gradients: bool = False,
-        weights: bool = False,
-        cut_bytes: int = 1 << 27,
-        deadline_s: float = 300.0,
         folder: Path | None = None,
-        emit: Emit | None = None,
+        emit: Emit = lambda kind, **fields: None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """Choose where `state`, `gradients` and `weights` are stored. `progress` is called during
-        an update, which may take minutes. Raises ConfigError for a disk without a folder."""
-        assert state != "none" or not weights, "the config refuses it"
-        if state == "disk" and folder is None:
+        """Choose where state, gradients and weights are stored. `progress` is called during an
+        update, which may take minutes. Raises ConfigError for a disk without a folder."""
+        self.name, self.device, self.state = name, device, config.offload_optimizer
+        self.gradients, self.weights = config.offload_gradients, name in config.offload_parameters
+        if self.state == "disk" and folder is None:
             raise ConfigError(
                 'trainer.offload_optimizer = "disk" has no folder for its file',
                 hint="set memory.disk_folder",
             )
-        self.name, self.device, self.state, self.gradients, self.weights = (
-            name,
-            device,
-            state,
-            gradients,
-            weights,
-        )
-        self._cut_bytes, self._deadline_s, self._folder = cut_bytes, deadline_s, folder
-        self._emit, self.progress = emit or (lambda kind, **fields: None), progress
+        self._config, self._folder, self._emit, self.progress = config, folder, emit, progress
         self._host: dict[str, list[HostBuffer]] = {}  # by component
         self._file: StateFile | None = None
         self._carrier: HostCarrier | FileCarrier | None = None
@@ -72,29 +60,6 @@ class StatePlacement:
         self.staging_X: Tensor | None = None
         self.stream: Stream | None = None
         self.sums: HostGradients | None = None
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        device: torch.device,
-        config: TrainerConfig,
-        folder: Path | None,
-        emit: Emit,
-        progress: Callable[[], None],
-    ) -> StatePlacement:
-        return cls(
-            name,
-            device,
-            state=config.offload_optimizer,
-            gradients=config.offload_gradients,
-            weights=name in config.offload_parameters,
-            cut_bytes=config.offload_cut_bytes,
-            deadline_s=config.offload_deadline_s,
-            folder=folder,
-            emit=emit,
-            progress=progress,
-        )
 
     def make(
         self, size: int, *, gradient_size: int, keeps_master: bool, num_coded: int | None = None
@@ -212,16 +177,20 @@ class StatePlacement:
         return buffer.bytes.view(dtype)[:size]
 
     def _make_sums(self, grad_N: Tensor) -> None:
-        size_bytes = min(self._cut_bytes, FLOAT_BYTES * len(grad_N))
+        size_bytes = min(self._config.offload_cut_bytes, FLOAT_BYTES * len(grad_N))
         buffers = [
             self._on_host("staging_host", size_bytes, torch.uint8) for _ in range(GRADIENT_BUFFERS)
         ]
-        self.sums = HostGradients(grad_N, buffers, self.device, self._deadline_s)
+        deadline_s = self._config.offload_deadline_s
+        self.sums = HostGradients(grad_N, buffers, self.device, deadline_s)
 
     def _make_stream(self, size: int, away: Sequence[StateField]) -> None:
         fields = [*away, *([gradient_field(size)] if self.gradients else [])]
         block_bytes = sum(BLOCK // field.block * field.dtype.itemsize for field in fields)
-        numbers = numbers_per_cut(self._cut_bytes, block_bytes=block_bytes, size=size)
+        deadline_s = self._config.offload_deadline_s
+        numbers = numbers_per_cut(
+            self._config.offload_cut_bytes, block_bytes=block_bytes, size=size
+        )
         # small items last, so that the others lie on whole lines
         fields.sort(key=lambda field: field.block)
         spaces = [SLOTS * numbers // field.block * field.dtype.itemsize for field in fields]
@@ -235,18 +204,16 @@ class StatePlacement:
         if self._file is not None:
             for slot in slots:
                 slot.host = {field.name: self._beside(slot.device[field.name]) for field in away}
-            self._carrier = FileCarrier(
-                self._file, away, self.device, self._deadline_s, self.progress
-            )
+            self._carrier = FileCarrier(self._file, away, self.device, deadline_s, self.progress)
         elif away:
-            self._carrier = HostCarrier(self.buffers, away, self.device, self._deadline_s)
+            self._carrier = HostCarrier(self.buffers, away, self.device, deadline_s)
         self.stream = Stream(
-            slots,
-            self._carrier,
+            slots=slots,
+            carrier=self._carrier,
             fields=fields,
             numbers=numbers,
             device=self.device,
-            deadline_s=self._deadline_s,
+            deadline_s=deadline_s,
             where=str(self._file.path) if self._file is not None else "host memory",
             progress=self.progress,
         )

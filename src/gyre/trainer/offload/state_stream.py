@@ -91,18 +91,17 @@ class Carrier(Protocol):
         ...
 
 
+@dataclass
 class HostCarrier:
     """Transfers between the device and host memory."""
 
-    def __init__(
-        self,
-        buffers: Mapping[str, Tensor],
-        fields: Sequence[StateField],
-        device: torch.device,
-        deadline_s: float,
-    ) -> None:
-        self._buffers, self._fields, self._deadline_s = buffers, fields, deadline_s
-        self._in, self._out = make_lane(device), make_lane(device)
+    buffers: Mapping[str, Tensor]
+    fields: Sequence[StateField]
+    device: torch.device
+    deadline_s: float
+
+    def __post_init__(self) -> None:
+        self._in, self._out = make_lane(self.device), make_lane(self.device)
 
     def settle(self) -> None:
         """Do nothing: `drain` has waited for the copies."""
@@ -110,8 +109,8 @@ class HostCarrier:
     def fetch(self, cut: StateSlice, slot: Slot) -> None:
         self._in.after(slot.computed)
         self._in.after(slot.stored or Reached())
-        for name, here, there in _in_cut(self._fields, cut):
-            self._in.copy(slot.device[name][here], self._buffers[name][there])
+        for name, here, there in _in_cut(self.fields, cut):
+            self._in.copy(slot.device[name][here], self.buffers[name][there])
         slot.fetched = self._in.mark()
 
     def fetched(self, slot: Slot) -> DeviceEvent:
@@ -121,44 +120,34 @@ class HostCarrier:
         self._out.after(slot.computed)
         for target_N, source_N in beside:
             self._out.copy(target_N, source_N)
-        for name, here, there in _in_cut(self._fields, cut):
-            self._out.copy(self._buffers[name][there], slot.device[name][here])
+        for name, here, there in _in_cut(self.fields, cut):
+            self._out.copy(self.buffers[name][there], slot.device[name][here])
         slot.stored = self._out.mark()
 
     def drain(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
             if slot.stored is not None:
-                wait_for(slot.stored, _describe_store, self._deadline_s)
+                wait_for(slot.stored, _describe_store, self.deadline_s)
 
     def first_lost(self, slots: Sequence[Slot]) -> BaseException | None:
         return None  # a copy that a device refuses breaks the device
 
 
+@dataclass
 class FileCarrier:
     """Transfers between the device and a file. Close it before the file."""
 
-    def __init__(
-        self,
-        file: StateFile,
-        fields: Sequence[StateField],
-        device: torch.device,
-        deadline_s: float,
-        progress: Callable[[], None],
-    ) -> None:
-        """Bind the file. `progress` is called while waiting for the disk, which has its own
-        timeout."""
-        self._file, self._fields, self._deadline_s, self._progress = (
-            file,
-            fields,
-            deadline_s,
-            progress,
-        )
-        self._in, self._out = make_lane(device), make_lane(device)
-        self._reader, self._writer = (
-            make_thread("offload-read", device),
-            make_thread("offload-write", device),
-        )
-        self._flushed: Future[None] | None = None
+    file: StateFile
+    fields: Sequence[StateField]
+    device: torch.device
+    deadline_s: float
+    progress: Callable[[], None]  # called while waiting for the disk, which has its own timeout
+    _flushed: Future[None] | None = None
+
+    def __post_init__(self) -> None:
+        self._in, self._out = make_lane(self.device), make_lane(self.device)
+        self._reader = make_thread("offload-read", self.device)
+        self._writer = make_thread("offload-write", self.device)
 
     def settle(self) -> None:
         """Flush to the disk. Deferred write errors appear only here, and later reads would return
@@ -177,7 +166,7 @@ class FileCarrier:
         self._out.after(slot.computed)
         for target_N, source_N in beside:
             self._out.copy(target_N, source_N)
-        for name, here, _ in _in_cut(self._fields, cut):
+        for name, here, _ in _in_cut(self.fields, cut):
             if slot.host[name] is not slot.device[name]:
                 self._out.copy(slot.host[name][here], slot.device[name][here])
         slot.stored = self._writer.submit(self._write, cut, slot, self._out.mark())
@@ -186,19 +175,19 @@ class FileCarrier:
         for slot in slots:
             if slot.stored is not None:
                 self._result(slot.stored, "write")
-        self._flushed = self._writer.submit(self._file.flush)
+        self._flushed = self._writer.submit(self.file.flush)
 
     def first_lost(self, slots: Sequence[Slot]) -> BaseException | None:
         stores = [slot.stored for slot in slots if slot.stored is not None]
         fetches = [slot.fetched for slot in slots if slot.fetched is not None]
-        wait([*stores, *fetches], self._deadline_s)
+        wait([*stores, *fetches], self.deadline_s)
         return next(
             (error for one in stores if one.done() and (error := one.exception()) is not None), None
         )
 
     def close(self) -> None:
         pending = [self._flushed] if self._flushed is not None else []
-        wait(pending, self._deadline_s)  # whatever it says: the state is thrown away
+        wait(pending, self.deadline_s)  # whatever it says: the state is thrown away
         for threads in (self._reader, self._writer):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -206,61 +195,54 @@ class FileCarrier:
         if stored is not None:
             self._result(stored, "write")
         self._in.after(slot.computed)
-        for name, here, there in _in_cut(self._fields, cut):
-            self._file.read(name, there.start, slot.host[name][here])
+        for name, here, there in _in_cut(self.fields, cut):
+            self.file.read(name, there.start, slot.host[name][here])
             if slot.host[name] is not slot.device[name]:
                 self._in.copy(slot.device[name][here], slot.host[name][here])
         return self._in.mark()
 
     def _write(self, cut: StateSlice, slot: Slot, copied: DeviceEvent) -> None:
-        wait_for(copied, _describe_store, self._deadline_s)
-        for name, here, there in _in_cut(self._fields, cut):
-            self._file.write(name, there.start, slot.host[name][here])
+        wait_for(copied, _describe_store, self.deadline_s)
+        for name, here, there in _in_cut(self.fields, cut):
+            self.file.write(name, there.start, slot.host[name][here])
 
     def _result(self, work: Future[Any], what: str) -> Any:
-        ends = time.monotonic() + self._deadline_s
+        ends = time.monotonic() + self.deadline_s
         while not work.done() and (left_s := ends - time.monotonic()) > 0:
             wait([work], min(LOOK_S, left_s))
-            self._progress()
+            self.progress()
         if work.done():
             return work.result()
         raise DeadlineError(
-            f"a {what} of offloaded optimizer state in {self._file.path} did not end within "
-            f"{self._deadline_s:g} s",
+            f"a {what} of offloaded optimizer state in {self.file.path} did not end within "
+            f"{self.deadline_s:g} s",
             hint="the disk is slow or stuck: raise trainer.offload_deadline_s, or check it",
         )
 
 
+@dataclass(kw_only=True)
 class Stream:
     """Updates spans slice by slice. Not thread-safe: runs on the compute thread."""
 
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        carrier: Carrier | None,
-        *,
-        fields: Sequence[StateField],
-        numbers: int,
-        device: torch.device,
-        deadline_s: float,
-        where: str,
-        progress: Callable[[], None],
-    ) -> None:
-        """Bind the fields that visit the device. `numbers`: capacity of a slot. Without a carrier
-        the state is resident and only the gradient is fetched. `where` appears in error messages.
-        `progress` is called after each slice."""
-        self._slots, self._carrier, self._numbers, self._device = slots, carrier, numbers, device
-        self._fields = tuple(fields)
-        self._deadline_s, self._where, self._progress = deadline_s, where, progress
-        self._gradients = make_lane(device)
-        self._torn: BaseException | None = None
-        self.traffic = OffloadTraffic()
+    slots: Sequence[Slot]
+    carrier: Carrier | None  # without one the state is resident, and only the gradient is fetched
+    fields: Sequence[StateField]  # that visit the device
+    numbers: int  # capacity of a slot
+    device: torch.device
+    deadline_s: float
+    where: str  # the state is, in error messages
+    progress: Callable[[], None]  # called after each slice
+    traffic: OffloadTraffic = field(default_factory=OffloadTraffic)
+    _torn: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self._gradients = make_lane(self.device)
 
     def check(self) -> None:
         """Raise SnapshotError when an update was interrupted: some numbers are new, others old."""
         if self._torn is not None:
             raise SnapshotError(
-                f"an update of the optimizer state in {self._where} was cut short: {self._torn}",
+                f"an update of the optimizer state in {self.where} was cut short: {self._torn}",
                 hint="resume the run from its last snapshot",
             ) from self._torn
 
@@ -274,15 +256,15 @@ class Stream:
         `beside` returns (destination, source) copies of an updated part to the host, cast where
         dtypes differ."""
         self.check()
-        cuts = plan_cuts([(span.first, span.last) for span in spans], numbers=self._numbers)
+        cuts = plan_cuts([(span.first, span.last) for span in spans], numbers=self.numbers)
         try:
-            if self._carrier is not None:
+            if self.carrier is not None:
                 began = time.perf_counter()
-                self._carrier.settle()
+                self.carrier.settle()
                 self.traffic.waited_s += time.perf_counter() - began
             self._run(cuts, spans, update, beside)
         except BaseException as error:
-            lost = self._carrier.first_lost(self._slots) if self._carrier is not None else None
+            lost = self.carrier.first_lost(self.slots) if self.carrier is not None else None
             self._torn = lost or error
             if isinstance(lost, GyreError) and lost is not error:
                 # a write that failed comes before whatever failed because of it
@@ -296,18 +278,18 @@ class Stream:
         update: Callable[[Span], None],
         beside: Callable[[Span], Sequence[Sent]],
     ) -> None:
-        compute = compute_lane(self._device)
+        compute = compute_lane(self.device)
         before, gaps = compute.mark(), []
-        for slot in self._slots:
+        for slot in self.slots:
             slot.computed = before  # whatever was done to its memory since the last update
         if cuts:
-            self._fetch(cuts[0], spans, self._slots[0])
+            self._fetch(cuts[0], spans, self.slots[0])
         for index, cut in enumerate(cuts):
             if index + 1 < len(cuts):
-                self._fetch(cuts[index + 1], spans, self._slots[(index + 1) % len(self._slots)])
-            slot = self._slots[index % len(self._slots)]
-            if self._carrier is not None:
-                compute.after(self._carrier.fetched(slot))
+                self._fetch(cuts[index + 1], spans, self.slots[(index + 1) % len(self.slots)])
+            slot = self.slots[index % len(self.slots)]
+            if self.carrier is not None:
+                compute.after(self.carrier.fetched(slot))
             compute.after(slot.gradient)
             gaps.append((before, compute.mark()))
             parts = [
@@ -318,18 +300,18 @@ class Stream:
                 update(part)
             before = slot.computed = compute.mark()
             self._store(cut, slot, [sent for part in parts for sent in beside(part)])
-            self._progress()
+            self.progress()
         began = time.perf_counter()
-        if self._carrier is not None:
-            self._carrier.drain(self._slots)
-        wait_for(before, lambda: "an update of optimizer state", self._deadline_s)
+        if self.carrier is not None:
+            self.carrier.drain(self.slots)
+        wait_for(before, lambda: "an update of optimizer state", self.deadline_s)
         self.traffic.waited_s += (
             time.perf_counter() - began + sum(seconds_between(*gap) for gap in gaps)
         )
 
     def _fetch(self, cut: StateSlice, spans: Sequence[Span], slot: Slot) -> None:
-        if self._carrier is not None:
-            self._carrier.fetch(cut, slot)
+        if self.carrier is not None:
+            self.carrier.fetch(cut, slot)
         if "grad" in slot.device:
             self._gradients.after(slot.computed)
             for piece in cut.pieces:
@@ -338,15 +320,15 @@ class Stream:
                     slot.device["grad"][at], spans[piece.span].part(piece.first, piece.last).grad_N
                 )
             slot.gradient = self._gradients.mark()
-        self.traffic.in_bytes += self._bytes_of(cut, self._fields)
+        self.traffic.in_bytes += self._bytes_of(cut, self.fields)
 
     def _store(self, cut: StateSlice, slot: Slot, beside: Sequence[Sent]) -> None:
-        if self._carrier is None:
+        if self.carrier is None:
             assert not beside, "what goes with the state goes where the state is away"
             return
-        self._carrier.store(cut, slot, beside)
+        self.carrier.store(cut, slot, beside)
         self.traffic.out_bytes += self._bytes_of(
-            cut, [one for one in self._fields if one.name != "grad"]
+            cut, [one for one in self.fields if one.name != "grad"]
         )
         self.traffic.out_bytes += sum(target_N.nbytes for target_N, _ in beside)
 
@@ -354,7 +336,7 @@ class Stream:
         """Return a piece with its tensors in the slot, where the slot has them."""
         there = {
             one.serves: slot.device[one.name][one.within(cut.first, part.first, part.last)]
-            for one in self._fields
+            for one in self.fields
             if one.covers(part.first, part.last)
         }
         return replace(part, **there)

@@ -56,6 +56,8 @@ class AdamW(ABC):
     grad_N: Tensor
     fields: tuple[StateField, ...]  # of the moments
     moments: dict[str, Tensor]  # by field
+    master_is_compute: bool  # or the masters lie apart, in `master_N`
+    master_N: Tensor
 
     def __init__(
         self,
@@ -170,10 +172,10 @@ class AdamW(ABC):
         """Update the compute weights from the master weights, on all ranks."""
         ...
 
-    @abstractmethod
+    @torch.no_grad()
     def round_masters(self, first: int, master_N: Tensor) -> None:
         """Round master weights at `first` of the flat state into this rank's compute weights."""
-        ...
+        copy_all(self.rounded(first, master_N))
 
     @abstractmethod
     def rounded(self, first: int, master_N: Tensor) -> list[Sent]:
@@ -192,10 +194,9 @@ class AdamW(ABC):
         another."""
         ...
 
-    @abstractmethod
     def master_tensors(self) -> dict[str, Tensor]:
         """Return master weights with a separate storage."""
-        ...
+        return {} if self.master_is_compute else {"master": self.master_N}
 
     @abstractmethod
     def squared_norm(self) -> Tensor:
@@ -370,9 +371,6 @@ class FlatOptimizer(AdamW):
             }
         return tensors
 
-    def master_tensors(self) -> dict[str, Tensor]:
-        return {} if self.master_is_compute else {"master": self.master_N}
-
     @torch.no_grad()
     def refresh_compute(self) -> None:
         """Round the master weights into the parameters, in place."""
@@ -387,10 +385,6 @@ class FlatOptimizer(AdamW):
         parameters = list(self.parameters.values())
         rooms = carve(self.home.room_for_weights(room_bytes(parameters)), parameters)
         return dict(zip(self.parameters, rooms, strict=True))
-
-    @torch.no_grad()
-    def round_masters(self, first: int, master_N: Tensor) -> None:
-        copy_all(self.rounded(first, master_N))
 
     def rounded(self, first: int, master_N: Tensor) -> list[Sent]:
         return overlaps(self.parameters, self.starts, first, master_N)

@@ -20,7 +20,7 @@ from gyre.trainer.adamw.adamw import Span
 from gyre.trainer.adamw.blocks import BLOCK, coded_first
 from gyre.trainer.offload.state_stream import Sent
 from gyre.trainer.offload.weight_stream import carve, room_bytes
-from gyre.trainer.optim.flat import AdamW, copy_all, move_in, overlaps, squared_norm_of, views
+from gyre.trainer.optim.flat import AdamW, move_in, overlaps, squared_norm_of, views
 from gyre.trainer.parallelize.float8_gather import begin_amax
 from gyre.trainer.parallelize.sharded_module import is_shard, local_part
 from gyre.weights.shards import ALIGN, align, row_layout, slice_layout
@@ -140,13 +140,9 @@ class SlicedOptimizer(AdamW):
         if not self.reduces_by_parts:
             shard.reduce_scatter(self.grad_N[: self._whole])
             return
-        slices_SN = self.grad_N[: self._whole].view(shard.size, self._slice)
-        step = max(1, self.reduce_numbers // shard.size)
-        for first in range(0, self._slice, step):
-            part_SN = slices_SN[:, first : first + step]
+        for part_SN in self._parts(self.grad_N[: self._whole]):
             there_N = shard.reduce_scatter(part_SN.to(shard.device).reshape(-1))
             part_SN[shard.rank].copy_(there_N)
-            self.home.progress()
 
     def squared_norm(self) -> Tensor:
         own_N, tail_N = self.grad_N[self._low : self._low + self._slice], self.grad_N[self._whole :]
@@ -162,10 +158,6 @@ class SlicedOptimizer(AdamW):
         for name in self._apart:
             self.parameters[name].copy_(self.masters()[name].view(self.shapes[name]))
         self.share_compute()
-
-    @torch.no_grad()
-    def round_masters(self, first: int, master_N: Tensor) -> None:
-        copy_all(self.rounded(first, master_N))
 
     def rounded(self, first: int, master_N: Tensor) -> list[Sent]:
         # of the numbers; what is apart follows
@@ -189,13 +181,17 @@ class SlicedOptimizer(AdamW):
     def _gather_parts(self) -> None:
         """Gather compute weights in host memory through the GPU, in parts."""
         shard = self.mesh.shard
-        slices_SN = self.compute_N.view(shard.size, self._slice)
-        step = max(1, self.reduce_numbers // shard.size)
-        for first in range(0, self._slice, step):
-            part_SN = slices_SN[:, first : first + step]
+        for part_SN in self._parts(self.compute_N):
             there_SN = torch.empty(part_SN.shape, dtype=part_SN.dtype, device=shard.device)
             shard.all_gather(there_SN.view(-1), part_SN[shard.rank].to(shard.device))
             part_SN.copy_(there_SN)
+
+    def _parts(self, whole_N: Tensor) -> Iterator[Tensor]:
+        """Yield some numbers of every rank's slice at a time."""
+        slices_SN = whole_N.view(self.mesh.shard.size, self._slice)
+        step = max(1, self.reduce_numbers // self.mesh.shard.size)
+        for first in range(0, self._slice, step):
+            yield slices_SN[:, first : first + step]
             self.home.progress()
 
     def compute_tensors(self) -> dict[str, Tensor]:
@@ -203,9 +199,6 @@ class SlicedOptimizer(AdamW):
         if self.master_is_compute:
             tensors |= {f"master.{name}": view for name, view in self._masters.items()}
         return tensors
-
-    def master_tensors(self) -> dict[str, Tensor]:
-        return {} if self.master_is_compute else {"master": self.master_N}
 
 
 class RowOptimizer(AdamW):
@@ -215,6 +208,7 @@ class RowOptimizer(AdamW):
     def __init__(self, parameters: Mapping[str, nn.Parameter], **settings) -> None:
         super().__init__(parameters, **settings)
         self._apart = [name for name, p in self.parameters.items() if not is_shard(p)]
+        self.master_is_compute = True
         shard = self.mesh.shard
         shapes = coded_first(self.shapes, self.coded)
         self.layout = row_layout(shapes, num_ranks=shard.size, replicated=frozenset(self._apart))
@@ -260,9 +254,6 @@ class RowOptimizer(AdamW):
     def refresh_compute(self) -> None:
         """Do nothing: weights are gathered from the masters."""
 
-    def round_masters(self, first: int, master_N: Tensor) -> None:
-        """Do nothing: the masters are the weights."""
-
     def rounded(self, first: int, master_N: Tensor) -> list[Sent]:
         assert not self.home.weights, "shards are not offloaded"
         return []
@@ -272,6 +263,3 @@ class RowOptimizer(AdamW):
 
     def compute_tensors(self) -> dict[str, Tensor]:
         return {name: local_part(parameter) for name, parameter in self.parameters.items()}
-
-    def master_tensors(self) -> dict[str, Tensor]:
-        return {}

@@ -11,6 +11,7 @@ embedding's gradient and its sum.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,16 +22,14 @@ from gyre.kernels.device_wait import DeviceEvent
 from gyre.trainer.offload.copy_streams import CopyStream
 
 
+@dataclass
 class Exposed:
-    """Recorder of one model. `computing` is the compute stream; `beside` returns the stream of a
-    collective."""
+    """Recorder of one model."""
 
-    def __init__(
-        self, traffic: Traffic, computing: CopyStream, beside: Callable[[], CopyStream]
-    ) -> None:
-        self.traffic, self.computing, self.beside = traffic, computing, beside
-        # the newest sum of gradients that nothing has waited for
-        self.summed: DeviceEvent | None = None
+    traffic: Traffic
+    computing: CopyStream  # the compute stream
+    beside: Callable[[], CopyStream]  # returns the stream of a collective
+    summed: DeviceEvent | None = None  # the newest sum of gradients that nothing has waited for
 
     def before_sum(self) -> None:
         """Record that a group's gradients are complete: FSDP2 waits for the previous group's sum,

@@ -94,7 +94,8 @@ class _Counted:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _run(self, kind: Kind, whole: Tensor, start: Callable[[], Any]) -> Any:
+    def run(self, kind: Kind, whole: Tensor, start: Callable[[], Any]) -> Any:
+        """Start the collective; counted where it moves `whole` on a GPU."""
         if self._watch is not None:
             self._ranks.traffic.count(kind, whole.numel() * whole.element_size(), self._ranks.size)
         return start()
@@ -112,14 +113,14 @@ class CountedGather(_Counted):
     ) -> dist.Work | None:
         assert not async_op, "a mark behind the call would not be behind the collective"
         if self._watch is None:
-            return self._run(
+            return self.run(
                 "all_gather",
                 output_tensor,
                 lambda: self._ranks.all_gather(output_tensor, input_tensor),
             )
         self._watch.gathering()
         start = partial(dist.all_gather_into_tensor, output_tensor, input_tensor, group=group)
-        work = self._run("all_gather", output_tensor, start)
+        work = self.run("all_gather", output_tensor, start)
         self._watch.gathered()
         return work
 
@@ -178,10 +179,10 @@ class CountedScatter(_Counted):
             add_up(parts_RN, output_tensor)
 
         if self._watch is None:
-            self._run("reduce_scatter", input_tensor, wait_here)
+            self.run("reduce_scatter", input_tensor, wait_here)
             return
         since = self._watch.summing(last=self._last)
-        self._run("reduce_scatter", input_tensor, queue)
+        self.run("reduce_scatter", input_tensor, queue)
         self._watch.summed(since)
 
 

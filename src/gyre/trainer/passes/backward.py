@@ -16,14 +16,9 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import DivergedError
-from gyre.objectives.api import (
-    AnyObjective,
-    LossInputs,
-    add_sums,
-    finish_sums,
-    loss_sum,
-    trains_scores,
-)
+from gyre.objectives.api import add_sums, finish_sums, loss_sum
+from gyre.objectives.config import AnyObjective, trains_scores
+from gyre.objectives.inputs import LossInputs
 from gyre.trainer.batching.microbatch import MicroBatch
 from gyre.trainer.parallelize.sharded_module import is_sharded
 from gyre.trainer.passes.forward import ChunkLogprobs, chunk_logprobs, chunk_scores, chunk_values
@@ -102,8 +97,7 @@ def refuse_divergence(lost_steps: int, rates: Mapping[str, float], *, step: int)
     told = " and ".join(f"{rate:g} of the {name}" for name, rate in rates.items())
     raise DivergedError(
         f"no update of the last {lost_steps} steps, up to step {step}, had a finite gradient: "
-        "training has diverged, "
-        f"with a learning rate of {told}",
+        f"training has diverged, with a learning rate of {told}",
         hint="lower trainer.learning_rate (of a cold start: cold_start.learning_rate), and begin "
         "anew or resume from "
         "a snapshot before it; events.jsonl has the first trainer.update_skipped",

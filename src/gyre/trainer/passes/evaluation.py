@@ -4,7 +4,7 @@ log-probs, values or scores of the whole batch, on every rank. Runs on the compu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from gyre.core.errors import ConfigError
 from gyre.core.records import Evaluation, TrainBatch, TrainSequence, Which
 from gyre.distributed.process_group import RankGroup
 from gyre.models.decoder import NOTHING
-from gyre.objectives.api import AnyObjective, needs_old_logprobs, required_columns
+from gyre.objectives.config import AnyObjective, needs_old_logprobs, required_columns
 from gyre.trainer.batching.epoch_plan import BatchPlanner, EpochPlan
 from gyre.trainer.batching.microbatch import check_columns
 from gyre.trainer.config import TrainerConfig
@@ -23,28 +23,19 @@ from gyre.trainer.roles.memory_components import MemoryComponents, ScoredModel
 from gyre.trainer.roles.reference_model import Reference
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
     """Runs forward passes over batches, dealt to the ranks as in a step."""
 
-    def __init__(
-        self,
-        *,
-        objective: AnyObjective,
-        config: TrainerConfig,
-        models: Models,
-        reference: Reference | None,
-        reward_model: ScoredModel | None,
-        planner: BatchPlanner,
-        tenancy: MemoryComponents,
-        data: RankGroup,
-        meter: ThroughputMeter,
-    ) -> None:
-        self._objective, self._config, self._models = objective, config, models
-        self._reference, self._reward_model = reference, reward_model
-        self._planner = planner
-        self._tenancy = tenancy
-        self._data = data  # the ranks that computed the other sequences
-        self._meter = meter
+    objective: AnyObjective
+    config: TrainerConfig
+    models: Models
+    reference: Reference | None
+    reward_model: ScoredModel | None
+    planner: BatchPlanner
+    memory: MemoryComponents
+    data: RankGroup  # the ranks that computed the other sequences
+    meter: ThroughputMeter
 
     def evaluate(self, batch: TrainBatch, which: Which) -> Evaluation:
         """Run one model over the batch. Log-probs and values are packed as in a step's first epoch,
@@ -52,17 +43,17 @@ class Evaluator:
         sequences = batch.sequences
         if which == "reward":
             return Evaluation(which=which, per_sequence=self._scores(sequences))
-        plan = self._planner.plan(sequences, batch.step, 0)
+        plan = self.planner.plan(sequences, batch.step, 0)
         if which != "critic":
             return Evaluation(which=which, per_token=self._logprobs(which, sequences, plan))
-        critic = self._models.critic
+        critic = self.models.critic
         assert critic is not None and critic.head is not None, (
-            f"objective {self._objective.kind} has no critic"
+            f"objective {self.objective.kind} has no critic"
         )
-        self._tenancy.need("critic.params")
-        self._meter.count(critic.decoder.spec, plan.chunks, scalar=True, backward=False)
-        given = sequences, plan.chunks, self._data, critic.float8
-        with self._tenancy.visiting("critic"):
+        self.memory.need("critic.params")
+        self.meter.count(critic.decoder.spec, plan.chunks, scalar=True, backward=False)
+        given = sequences, plan.chunks, self.data, critic.float8
+        with self.memory.visiting("critic"):
             values, last_values = values_of(critic.decoder, critic.head, *given)
         return Evaluation(which=which, per_token=values, per_sequence=last_values)
 
@@ -70,33 +61,33 @@ class Evaluator:
         """Compute the columns that the objective needs, the batch lacks and the models can
         provide."""
         sequences = batch.sequences
-        plan = self._planner.plan(sequences, batch.step, 0)
-        required = required_columns(self._objective)
+        plan = self.planner.plan(sequences, batch.step, 0)
+        required = required_columns(self.objective)
         wanted: dict[str, Which] = (
             {"reference_logprobs": "reference"} if "reference_logprobs" in required else {}
         )
-        updates_per_batch = len(plan.updates) * self._config.epochs_per_batch
-        if needs_old_logprobs(self._objective, updates_per_batch=updates_per_batch):
+        updates_per_batch = len(plan.updates) * self.config.epochs_per_batch
+        if needs_old_logprobs(self.objective, updates_per_batch=updates_per_batch):
             sequences = tuple(_with_old_logprobs(sequence) for sequence in sequences)
             wanted["old_logprobs"] = "policy"
         for column, which in wanted.items():
             if any(column not in sequence.columns for sequence in sequences):
-                prefix = "reference" if which == "reference" and self._reference else "actor.params"
+                prefix = "reference" if which == "reference" and self.reference else "actor.params"
                 # with its rooms, which take no place in the passes to come
-                with self._tenancy.all_on_device(prefix):
+                with self.memory.all_on_device(prefix):
                     per_token = self._logprobs(which, sequences, plan)
                 sequences = tuple(
                     replace(sequence, columns={**sequence.columns, column: values})
                     for sequence, values in zip(sequences, per_token, strict=True)
                 )
-        check_columns(sequences, required, self._objective.kind)
+        check_columns(sequences, required, self.objective.kind)
         return sequences, plan.with_columns(sequences, self.columns(sequences))
 
     def columns(self, sequences: Sequence[TrainSequence]) -> list[str]:
         """Return the columns of the micro-batches: those the objective requires, and old log-probs
         if present."""
         has_old = all("old_logprobs" in sequence.columns for sequence in sequences)
-        return sorted(required_columns(self._objective) - {"loss_mask"}) + (
+        return sorted(required_columns(self.objective) - {"loss_mask"}) + (
             ["old_logprobs"] if has_old else []
         )
 
@@ -104,37 +95,33 @@ class Evaluator:
         self, which: Which, sequences: Sequence[TrainSequence], plan: EpochPlan
     ) -> tuple[np.ndarray, ...]:
         if which == "policy":
-            self._tenancy.need("actor.params")
-            self._meter.count(
-                self._models.actor.decoder.spec, plan.chunks, scalar=False, backward=False
-            )
-            given = sequences, plan.chunks, self._data, self._models.logprobs
-            with self._tenancy.visiting("actor"):
-                return logprobs_of(self._models.actor.decoder, *given)
-        if self._reference is None:
+            owner, component, decoder = "actor", "actor.params", self.models.actor.decoder
+        elif self.reference is not None:
+            owner = component = "reference"
+            decoder = self.reference.decoder
+        else:
             raise ConfigError(
-                f"objective '{self._objective.kind}' has no reference model (trainer.reference = "
-                f"'{self._config.reference}'), and its log-probs were asked for",
+                f"objective '{self.objective.kind}' has no reference model (trainer.reference = "
+                f"'{self.config.reference}'), and its log-probs were asked for",
                 hint="set trainer.reference = 'initial', or give each sequence a column "
                 "reference_logprobs",
             )
-        self._tenancy.need("reference")
-        self._meter.count(self._reference.decoder.spec, plan.chunks, scalar=False, backward=False)
-        given = sequences, plan.chunks, self._data, self._models.logprobs
-        with self._tenancy.visiting("reference"):
-            return logprobs_of(self._reference.decoder, *given)
+        self.memory.need(component)
+        self.meter.count(decoder.spec, plan.chunks, scalar=False, backward=False)
+        with self.memory.visiting(owner):
+            return logprobs_of(decoder, sequences, plan.chunks, self.data, self.models.logprobs)
 
     def _scores(self, sequences: Sequence[TrainSequence]) -> np.ndarray:
         """Run the given reward model, or else the one in training."""
-        actor = self._models.actor
-        decoder, head = self._reward_model or (actor.decoder, actor.head)
-        float8 = NOTHING if self._reward_model else actor.float8
+        actor = self.models.actor
+        decoder, head = self.reward_model or (actor.decoder, actor.head)
+        float8 = NOTHING if self.reward_model else actor.float8
         assert head is not None, "this trainer was given no reward model"
-        self._tenancy.need("reward" if self._reward_model else "actor.params")
-        chunks = self._planner.whole(sequences, decoder.spec.vocab_size)
-        self._meter.count(decoder.spec, chunks, scalar=True, backward=False)
-        with self._tenancy.visiting("reward" if self._reward_model else "actor"):
-            return scores_of(decoder, head, len(sequences), chunks, self._data, float8)
+        self.memory.need("reward" if self.reward_model else "actor.params")
+        chunks = self.planner.whole(sequences, decoder.spec.vocab_size)
+        self.meter.count(decoder.spec, chunks, scalar=True, backward=False)
+        with self.memory.visiting("reward" if self.reward_model else "actor"):
+            return scores_of(decoder, head, len(sequences), chunks, self.data, float8)
 
 
 def _with_old_logprobs(sequence: TrainSequence) -> TrainSequence:

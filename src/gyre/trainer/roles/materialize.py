@@ -19,13 +19,13 @@ from gyre.distributed.mesh import ModelSharding
 from gyre.kernels.rope import rope_frequencies
 from gyre.memory.pools.host_buffer import HostBuffer
 from gyre.models.decoder import NOTHING, Decoder
-from gyre.trainer.config import refuse_cut
+from gyre.trainer.config import TrainerConfig, refuse_cut
 from gyre.trainer.offload.weight_stream import WeightStream, carve, room_bytes
 from gyre.trainer.optim.flat import move_in
 from gyre.trainer.parallelize.sharded_module import local_tensors
 from gyre.weights.boxes import local_source
 from gyre.weights.shards import ShardLayout, row_layout
-from gyre.weights.tensor_source import TensorSource, fill, whole_places
+from gyre.weights.tensor_source import TensorSource, fill
 
 
 def is_blank(decoder: Decoder) -> bool:
@@ -65,21 +65,6 @@ def place_constants(decoder: Decoder, device: torch.device) -> None:
     decoder.inv_freq_F = rope_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling, device)
 
 
-def start_frozen(decoder: Decoder, split: ModelSharding, weights: TensorSource | None) -> None:
-    """Prepare a model that is not trained. One with storage keeps its weights and takes no
-    source."""
-    assert weights is None or is_blank(decoder)
-    blank, dtype, layout = is_blank(decoder), decoder.dtype, frozen_layout(decoder, split)
-    decoder.requires_grad_(False)
-    if split.shards_weights:
-        cut_weights(decoder, split, trains=False)
-    elif blank:
-        make_storage(decoder, split.mesh.device)
-    if weights is not None:
-        source = local_source(weights, layout.model, split.mesh.tensor.rank)
-        fill(local_tensors(decoder), layout.ranks[split.rank], source, dtype=dtype)
-
-
 @dataclass(frozen=True, slots=True)
 class Away:
     """A frozen model in host memory, and the stream that brings it to the device."""
@@ -88,38 +73,40 @@ class Away:
     stream: WeightStream
 
 
-def start_away(
+def start_frozen(
     name: str,
     decoder: Decoder,
     head: nn.Module | None,
+    config: TrainerConfig,
     split: ModelSharding,
     weights: TensorSource | None,
-) -> Away:
-    """Prepare a frozen model with every weight in host memory. `head` is already filled."""
-    refuse_cut(name, zero=split.zero, ranks=split.mesh.shard.size)
+) -> Away | None:
+    """Prepare a model that is not trained; with `offload_parameters` every weight stays in host
+    memory. A model with storage keeps its weights and takes no source. `head` is already filled."""
     assert weights is None or is_blank(decoder)
-    device = split.mesh.device
+    blank, dtype, layout = is_blank(decoder), decoder.dtype, frozen_layout(decoder, split)
+    buffer, device = None, split.mesh.device
     decoder.requires_grad_(False)
-    parameters = [*decoder.parameters(), *([] if head is None else head.parameters())]
-    buffer = HostBuffer(
-        room_bytes(parameters), pin=device.type == "cuda", owner=f"component {name}"
-    )
-    for parameter, room in zip(parameters, carve(buffer.bytes, parameters), strict=True):
-        move_in(parameter, room)
-    place_constants(decoder, device)
+    if name in config.offload_parameters:
+        refuse_cut(name, zero=split.zero, ranks=split.mesh.shard.size)
+        parameters = [*decoder.parameters(), *([] if head is None else head.parameters())]
+        buffer = HostBuffer(
+            room_bytes(parameters), pin=device.type == "cuda", owner=f"component {name}"
+        )
+        for parameter, room in zip(parameters, carve(buffer.bytes, parameters), strict=True):
+            move_in(parameter, room)
+        place_constants(decoder, device)
+    elif split.shards_weights:
+        cut_weights(decoder, split, trains=False)
+    elif blank:
+        make_storage(decoder, device)
     if weights is not None:
-        layout = frozen_layout(decoder, split)
-        fill_whole(decoder, local_source(weights, layout.model, split.mesh.tensor.rank))
-    return Away(buffer, WeightStream(decoder, head, device))
+        source = local_source(weights, layout.model, split.mesh.tensor.rank)
+        fill(local_tensors(decoder), layout.ranks[split.rank], source, dtype=dtype)
+    return None if buffer is None else Away(buffer, WeightStream(decoder, head, device))
 
 
 def frozen_layout(decoder: Decoder, split: ModelSharding) -> ShardLayout:
     """Return the layout of a model that is not trained. Call it before sharding."""
     shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
     return row_layout(shapes, num_ranks=split.mesh.shard.size if split.shards_weights else 1)
-
-
-def fill_whole(decoder: Decoder, weights: TensorSource) -> None:
-    """Fill a whole decoder, tensor by tensor."""
-    own = local_tensors(decoder)
-    fill(own, whole_places(weights.shapes), weights, dtype=decoder.dtype)

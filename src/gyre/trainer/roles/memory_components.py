@@ -8,18 +8,19 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from gyre.core.records import Tier
+from gyre.distributed.mesh import ModelSharding
 from gyre.memory.pools.fixed import FixedPool
 from gyre.memory.pools.storage import PoolTenant, StoragePool
 from gyre.models.decoder import Decoder
 from gyre.models.scalar_head import ScalarHead
+from gyre.trainer.config import TrainerConfig
 from gyre.trainer.offload.weight_stream import WeightStream
 from gyre.trainer.parallelize.sharded_module import local_tensors
-from gyre.trainer.roles.materialize import Away
+from gyre.trainer.roles.materialize import start_frozen
 from gyre.trainer.roles.reference_model import Reference, frozen_pools
 from gyre.trainer.roles.trained_model import TrainedModel
+from gyre.weights.tensor_source import TensorSource
 
 ScoredModel = tuple[Decoder, ScalarHead]
 # of the owners in the ledger, as the planner has them
@@ -51,11 +52,18 @@ class MemoryComponents(PoolTenant):
             self.streams["reference"] = reference.away.stream
         return reference
 
-    def take_reward(self, model: ScoredModel, device: torch.device, away: Away | None) -> None:
+    def take_reward(
+        self,
+        model: ScoredModel,
+        config: TrainerConfig,
+        split: ModelSharding,
+        weights: TensorSource | None,
+    ) -> None:
+        away = start_frozen("reward", *model, config, split, weights)
         decoder, head = model
         tensors = local_tensors(decoder)
         tensors["scalar_head"] = head.weight.detach()
-        self._take(frozen_pools("reward", tensors, device, self.folder, away))
+        self._take(frozen_pools("reward", tensors, split.mesh.device, self.folder, away))
         if away is not None:
             self.streams["reward"] = away.stream
 

@@ -22,7 +22,7 @@ from gyre.trainer.checkpoint.shards import Holding, PartSource, sharers
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.optim.flat import AdamW
 from gyre.trainer.parallelize.sharded_module import local_tensors
-from gyre.trainer.roles.materialize import Away, frozen_layout, start_away, start_frozen
+from gyre.trainer.roles.materialize import Away, frozen_layout, start_frozen
 from gyre.weights.gather import gather_runs, local_runs
 from gyre.weights.tensor_source import TensorSource
 
@@ -43,11 +43,7 @@ class Reference:
         self._config, self._split = config, split
         self.decoder, self._dtype = decoder, decoder.dtype
         self._layout = frozen_layout(decoder, split)
-        self.away: Away | None = None
-        if "reference" in config.offload_parameters:
-            self.away = start_away("reference", decoder, None, split, weights)
-        else:
-            start_frozen(decoder, split, weights)
+        self.away = start_frozen("reference", decoder, None, config, split, weights)
         self._average: dict[str, Tensor] = {}
         if config.reference_moving_average:
             self._average = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from gyre.memory.pools.fixed import FixedPool
 from gyre.memory.pools.storage import StoragePool
 from gyre.models.decoder import Decoder
 from gyre.models.scalar_head import ScalarHead
+from gyre.trainer.adamw.adamw import update_spans
 from gyre.trainer.adamw.adamw_8bit import CodedUpdate
 from gyre.trainer.adamw.blocks import check_codes
 from gyre.trainer.checkpoint.shards import Holding, PartSource, sharers
@@ -30,9 +30,9 @@ from gyre.trainer.optim.flat import AdamW, FlatOptimizer
 from gyre.trainer.optim.sharded import RowOptimizer, SlicedOptimizer
 from gyre.trainer.parallelize.float8_gather import float8_projections, float8_shard, share_amaxes
 from gyre.trainer.parallelize.sharded_module import begin_chunk, is_sharded, local_tensors, reshard
-from gyre.trainer.roles.materialize import cut_weights, fill_whole, is_blank, place_constants
+from gyre.trainer.roles.materialize import cut_weights, is_blank, place_constants
 from gyre.weights.boxes import local_source
-from gyre.weights.tensor_source import TensorSource, fill
+from gyre.weights.tensor_source import TensorSource, fill, whole_places
 
 HEAD_PREFIX = "scalar_head."
 
@@ -64,7 +64,8 @@ class TrainedModel:
         assert weights is None or is_blank(decoder)
         if name in config.offload_parameters:
             refuse_cut(name, zero=split.zero, ranks=split.mesh.shard.size)
-        if config.moments == "8_bit":
+        coded = config.moments == "8_bit"
+        if coded:
             check_codes(name, [tuple(parameter.shape) for parameter in decoder.parameters()])
         if split.shards_weights:
             cut_weights(decoder, split, trains=True, float8=self.float8)
@@ -79,7 +80,9 @@ class TrainedModel:
         # than on the device that it computes on
         elsewhere = is_blank(decoder) or name in config.offload_parameters
         device = split.mesh.device if elsewhere else decoder.device
-        self.home = StatePlacement.of(name, device, config, folder, emit, progress)
+        self.home = StatePlacement(
+            name, device, config, folder=folder, emit=emit, progress=progress
+        )
         self.optimizer = kind(
             parameters,
             betas=config.betas,
@@ -87,7 +90,8 @@ class TrainedModel:
             weight_decay=config.weight_decay,
             mesh=split.mesh,
             home=self.home,
-            **_update_of(config, device),
+            codes=coded,
+            update_spans=CodedUpdate(device) if coded else update_spans,
         )  # which gives a blank decoder that is not cut the storage that it computes with
         place_constants(decoder, split.mesh.device)
         if weights is not None:
@@ -97,10 +101,9 @@ class TrainedModel:
 
     def _fill(self, weights: TensorSource) -> None:
         weights = local_source(weights, self.optimizer.layout.model, self.split.mesh.tensor.rank)
-        if self.split.shards_weights:
-            fill(local_tensors(self.decoder), self.optimizer.places, weights, dtype=self.dtype)
-        else:
-            fill_whole(self.decoder, weights)
+        cut = self.split.shards_weights
+        places = self.optimizer.places if cut else whole_places(weights.shapes)
+        fill(local_tensors(self.decoder), places, weights, dtype=self.dtype)
         self.optimizer.take_masters()
 
     def begin_chunk(self, *, last: bool) -> None:
@@ -207,8 +210,3 @@ class TrainedModel:
         self.optimizer.num_updates = num_updates
         self.optimizer.refresh_compute()
         self.weights_changed()
-
-
-def _update_of(config: TrainerConfig, device: torch.device) -> dict[str, Any]:
-    """Return the optimizer arguments for 8-bit moments."""
-    return {"codes": True, "update_spans": CodedUpdate(device)} if config.moments == "8_bit" else {}

@@ -164,7 +164,7 @@ def test_a_loss_that_several_notice_is_one_loss() -> None:
         first.die()
         await bench.until(lambda: bench.count("engine.rejoined"))
         for call in polls:
-            call.future.set_exception(first._lost())
+            call.future.set_exception(first.lost_error())
         await bench.settle()
         assert bench.count("engine.lost") == 1 and len(bench.sim.lives[A]) == 2
         await finish(bench, [task])
@@ -323,7 +323,7 @@ def test_an_engine_that_ends_requests_by_itself_is_lost_and_they_go_on() -> None
         engine = bench.sim.newest(A)
         await bench.until(lambda: "r" in engine.running)
         await step(bench, engine, 3)
-        engine._end("r", "abort")
+        engine.end_request("r", "abort")
         await bench.reach(engine, "engine.poll")
         engine.perform()
         await bench.until(lambda: bench.count("retry.request_requeued"))

@@ -149,8 +149,7 @@ def test_a_lost_engine_costs_its_own_requests_and_they_go_on(chunk_tokens: int) 
         requests = [ask("a" * (i + 1), chunk_tokens=chunk_tokens) for i in range(6)]
         streams = [pool.submit(request) for request in requests]
         reads = [asyncio.create_task(read(stream)) for stream in streams]
-        lives = pool._router._live
-        while lives and min(live.book.num_tokens for live in lives.values()) < 8:
+        while (lives := pool.router.all()) and min(live.book.num_tokens for live in lives) < 8:
             await asyncio.sleep(0.002)
         bench.kill("engine-0")
         for request, task in zip(requests, reads, strict=True):

@@ -251,7 +251,7 @@ def test_a_commit_whose_event_cannot_be_written_leaves_the_last_version_answerin
         await bench.engine.start(dummy=False)
         expected = tokens_of(await bench.ask())
         await bench.engine.prepare(offer_of(1, tensors_of(make_decoder(2))))
-        honest = bench.engine.worker._emit
+        honest = bench.engine.worker.emit
 
         def emit(kind: str, **fields) -> None:
             if kind == "engine.committed":
@@ -259,7 +259,7 @@ def test_a_commit_whose_event_cannot_be_written_leaves_the_last_version_answerin
             honest(kind, **fields)
 
         with monkeypatch.context() as patch:
-            patch.setattr(bench.engine.worker, "_emit", emit)
+            patch.setattr(bench.engine.worker, "emit", emit)
             with pytest.raises(OSError, match="No space left"):
                 await bench.engine.commit(1, policy="drain")
         assert (await bench.engine.stats()).version == 0

@@ -140,7 +140,7 @@ def test_the_accounts_find_another_page_cached_than_the_cache_knows() -> None:
     held = pages.take(2)
     pages.remember([b"a"], held[:1], version=0)
     pages.check([held])
-    pages._cached[held] = [False, True]
+    pages.is_cached_P[held] = [False, True]
     with pytest.raises(AssertionError):
         pages.check([held])
 

@@ -276,7 +276,7 @@ def test_a_prompt_whose_logits_break_ends_only_its_request(qwen3) -> None:
 
     async def use(engine):
         with torch.no_grad():
-            engine.worker._decoder.embed.weight[bad] = float("nan")
+            engine.worker.decoder.embed.weight[bad] = float("nan")
         return await answer_all(
             engine,
             [ask("good", good, None), ask("broken", broken, 2, n=3), ask("next", good, None)],
@@ -304,7 +304,7 @@ def test_unsound_entries_end_a_request_even_when_its_own_token_is_sound(qwen3, m
         results = await answer_all(engine, requests)
         assert all(
             np.isfinite(s.logprobs).all()
-            for s in engine.core.state.pages.prefix.scores._scores.values()
+            for s in engine.core.state.pages.prefix.scores.blocks.values()
         )
         return results
 

@@ -82,7 +82,7 @@ def test_a_step_is_named_by_its_work() -> None:
     )
     arrival = ResultEvent(step, 1e-9)
     arrival.wait()  # nothing is marked, nothing waited for
-    arrival._event = World(float("inf"))  # type: ignore[assignment]
+    arrival.event = World(float("inf"))  # type: ignore[assignment]
     with pytest.raises(
         DeadlineError, match="a step of 3 decoding completions and 42 prompt tokens"
     ):

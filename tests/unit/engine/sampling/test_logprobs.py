@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -32,25 +33,26 @@ class Peak(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.most = 0
-        self._seen: set[int] = set()
+        self._seen: set[StorageWeakRef] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         given = {
-            leaf.untyped_storage()._cdata
+            StorageWeakRef(leaf.untyped_storage())
             for leaf in tree_leaves((args, kwargs))
             if isinstance(leaf, torch.Tensor)
         }
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self._seen:
-                    self._made(storage)
+                key = StorageWeakRef(storage)
+                if key not in given and key not in self._seen:
+                    self._made(storage, key)
         self.most = max(self.most, self.now)
         return result
 
-    def _made(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+    def _made(self, storage: torch.UntypedStorage, key: StorageWeakRef) -> None:
+        size = storage.nbytes()
         self._seen.add(key)
         self.now += size
 

@@ -24,8 +24,8 @@ class TellingDevice(FakeDevice):
         super().__init__(None)
         self.breaks_at = breaks_at
 
-    def _choose(self, step, rows, past):
-        sampled = super()._choose(step, rows, past)
+    def choose(self, step, rows, past):
+        sampled = super().choose(step, rows, past)
         positions = step.sample_positions.tolist()
         told = {
             place: (position * 10 + np.arange(TOLD), -position - np.arange(TOLD) / 10)

@@ -128,7 +128,7 @@ def test_the_choice_is_an_event_and_the_doctors(instructions: InstructionSet) ->
     assert events == [("engine.c_kernels", {"instructions": instructions.name})]
     best = load_decoder(torch.float32)
     assert isinstance(best, DecoderLibrary)
-    finding = doctor._c_kernels()
+    finding = doctor.find_c_kernels()
     assert finding.verdict == "ok" and f"for {best.instructions.name} by" in finding.detail
 
 

@@ -130,8 +130,8 @@ class Case:
             if count
         ]
         step = make_step(decode, chunks)
-        self.step._scratch.fill_(255)  # NaN in either dtype
-        self.step._logits.fill_(float("nan"))
+        self.step.scratch.fill_(255)  # NaN in either dtype
+        self.step.logits_buffer.fill_(float("nan"))
         logits_NV = self.step.logits(self.rows, step).clone()
         self.rows.computed_R[decode] += 1
         for chunk in chunks:

@@ -87,9 +87,9 @@ def test_a_worker_that_hangs_while_snapshots_are_looked_through_is_a_lost_rank()
         _handles=[handle],
         _emit=lambda kind, **fields: None,
         _settings=SimpleNamespace(call_deadline_s=0.5, hang_s=60.0),
-        _stall_limit=StallLimit(key="snapshot.deadline_s", seconds=0.5),
+        stall_limit=StallLimit(key="snapshot.deadline_s", seconds=0.5),
     )
-    spread._make_group = lambda: RayPlacement._make_group(spread)
+    spread.make_group = lambda: RayPlacement.make_group(spread)
     with pytest.raises(
         RankError, match="looking through step-00000003 hangs: no progress on worker-0"
     ) as hung:
@@ -134,7 +134,7 @@ def test_an_engine_that_cannot_begin_its_stage_does_not_keep_its_device(monkeypa
         _emit=lambda kind, **fields: None,
     )
     with pytest.raises(WorkerFault, match="out of memory"):
-        asyncio.run(RayPlacement._start_engine(spread, "engine-0"))
+        asyncio.run(RayPlacement.start_engine(spread, "engine-0"))
     assert stopped == [handle]
 
 
@@ -150,6 +150,6 @@ def test_the_longer_of_two_limits_is_in_force_with_its_name(calls_s, snapshots_s
         _settings=SimpleNamespace(call_deadline_s=calls_s),
         _config=SimpleNamespace(snapshot=SimpleNamespace(deadline_s=snapshots_s)),
     )
-    assert RayPlacement._stall_limit.fget(spread) == StallLimit(
+    assert RayPlacement.stall_limit.fget(spread) == StallLimit(
         key=key, seconds=max(calls_s, snapshots_s)
     )  # type: ignore[attr-defined]

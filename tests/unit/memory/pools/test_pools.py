@@ -235,14 +235,14 @@ def test_damage_on_disk_is_found_and_named(tmp_path: Path, damage: str, target) 
 def test_a_bad_write_is_noticed_while_the_source_exists(tmp_path: Path, monkeypatch) -> None:
     """A disk that stores something else than it was given: found by reading back, before anything
     is freed."""
-    real = disk_file._write_all
+    real = disk_file.write_all
 
     def lie(file, host: torch.Tensor) -> None:
         other = host.clone()
         other[:1] ^= 1
         real(file, other)
 
-    monkeypatch.setattr(disk_file, "_write_all", lie)
+    monkeypatch.setattr(disk_file, "write_all", lie)
     pool = make_pool(tmp_path)
     with pytest.raises(SnapshotError, match="read back"):
         pool.move("disk")

@@ -29,7 +29,7 @@ from gyre.trainer.adamw.blocks import BLOCK, block_layout, coded_first, is_coded
 from gyre.trainer.optim.flat import FlatOptimizer, lay_out
 from gyre.weights.shards import ShardLayout, align, row_layout, slice_layout
 from planner_cases import assert_planned
-from saver_cases import saver_on
+from saver_cases import load_latest, saver_on
 from trainer_cases import (
     CPU,
     assert_bits_equal,
@@ -457,7 +457,7 @@ def test_a_snapshot_in_files_comes_back_to_the_bit(tmp_path):
     given = {"trained": 1, "reference": False, "average": False, "ranks": 1}
     planned = staging_bytes(model_numbers(BLOCKS), "float32", moments="8_bit", **given)
     assert planned <= staged < planned + 64 * (len(saved_tensors(first)) + 1)
-    found = store.load_latest()
+    found = load_latest(store)
     assert found is not None
     second.restore_now({"tensors": found.tensors, "state": found.state["trainer"]})
     assert_bits_equal(saved_tensors(first), saved_tensors(second))

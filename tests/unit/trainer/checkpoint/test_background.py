@@ -21,7 +21,7 @@ from gyre.planner.model_zoo import model_numbers
 from gyre.trainer.checkpoint import staging
 from gyre.trainer.checkpoint.staging import StagingBuffer
 from gyre.trainer.checkpoint.store import SnapshotStore
-from saver_cases import SlowDisk, SlowStaging, parts_of, saver_on
+from saver_cases import SlowDisk, SlowStaging, load_latest, parts_of, saver_on
 from trainer_cases import SPEC, make_batch, make_trainer
 
 
@@ -54,7 +54,7 @@ class Case:
 
 
 def weights_in(store: SnapshotStore) -> torch.Tensor:
-    found = store.load_latest()
+    found = load_latest(store)
     assert found is not None
     read = torch.empty(1000)
     found.tensors.read("weights", BoxRun(start=0, stop=len(read)), read)
@@ -70,7 +70,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
     case.go.set()
     case.saver.finish()
     assert weights_in(case.store).eq(7.0).all()
-    found = case.store.load_latest()
+    found = load_latest(case.store)
     assert found.state == {"loop": {"loop_step": 1}, "trainer": {"version": 7}} and found.blobs == {
         "b": b"12"
     }
@@ -172,7 +172,7 @@ def test_training_goes_on_while_the_state_is_copied_until_it_changes_it(tmp_path
     step.join(60)
     case.saver.finish()
     assert case.trainer.version == 2 and "snapshot.held" in [kind for kind, _ in case.events]
-    found = case.store.load_latest()
+    found = load_latest(case.store)
     for part in before.values():
         read = torch.empty_like(part.values_N)
         found.tensors.read(part.name, part.run, read)

@@ -13,7 +13,7 @@ from gyre.core.errors import SnapshotError
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.trainer.checkpoint.store import SnapshotStore
-from saver_cases import load_and_save, save_trained
+from saver_cases import load_and_save, load_latest, save_trained
 from trainer_cases import SPEC, assert_same, make_trainer
 
 
@@ -27,7 +27,7 @@ from trainer_cases import SPEC, assert_same, make_trainer
 )
 def test_a_snapshot_of_another_model_is_refused_by_name(change, says, tmp_path):
     save_trained(None, str(tmp_path), "sft", steps=range(1))
-    found = SnapshotStore(tmp_path, keep=1, emit=lambda *_, **__: None).load_latest()
+    found = load_latest(SnapshotStore(tmp_path, keep=1, emit=lambda *_, **__: None))
     decoder = Decoder(replace(SPEC, **change), device=torch.device("cpu"), dtype=torch.float32)
     init_weights(decoder, 0)
     trainer = make_trainer("sft", decoder=decoder)

@@ -26,6 +26,7 @@ from saver_cases import (
     die_in_a_save,
     fail_on,
     load_and_save,
+    load_latest,
     parts_of,
     save_behind_a_stuck_disk,
     save_trained,
@@ -69,7 +70,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def test_everything_comes_back_to_the_bit(tmp_path):
     store, events = save(tmp_path, 7)
-    found = store.load_latest()
+    found = load_latest(store)
     assert found.step == 7 and found.blobs == BLOBS
     assert found.state == {"loop": {**STATE, "step": 7}, "trainer": {"version": 7}}
     read = tensors_in(found)
@@ -107,7 +108,7 @@ def test_any_run_is_read_through_blocks_that_are_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "BLOCK_BYTES", 64)
     whole = torch.arange(200, dtype=torch.float32)
     store, _ = save(tmp_path, 1, tensors={"w": whole})
-    found = store.load_latest()
+    found = load_latest(store)
     for start, stop in ((0, 200), (3, 4), (15, 17), (16, 32), (150, 200)):
         out_N = torch.zeros(stop - start)
         found.tensors.read("w", BoxRun(start=start, stop=stop), out_N)
@@ -151,7 +152,7 @@ def test_only_the_newest_are_kept(tmp_path):
     for step in (1, 2, 30):
         store, _ = save(tmp_path, step)
     assert store.steps() == (2, 30)
-    assert store.load_latest().step == 30
+    assert load_latest(store).step == 30
 
 
 @pytest.mark.parametrize("resumed_step", [None, 0])
@@ -163,9 +164,9 @@ def test_what_an_attempt_left_ahead_takes_no_place(tmp_path, resumed_step):
     saver, store, events = saver_on(None, tmp_path, keep=2, resumed_step=resumed_step)
     for step, left in ((1, (1, 9, 11)), (2, (1, 2, 9, 11)), (3, (2, 3, 9, 11)), (9, (3, 9, 11))):
         saver.save(step, parts=lambda _: parts_of(TENSORS), state=STATE, blobs=BLOBS)
-        assert store.steps() == left and store.load_latest().step == step
+        assert store.steps() == left and load_latest(store).step == step
     saver.save(12, parts=lambda _: parts_of(TENSORS), state=STATE, blobs=BLOBS)
-    assert store.load_latest().step == 12
+    assert load_latest(store).step == 12
     told = [
         (kind, fields["path"])
         for kind, fields in events
@@ -180,7 +181,7 @@ def test_what_an_attempt_left_ahead_takes_no_place(tmp_path, resumed_step):
 
 
 def test_no_snapshot_yet(tmp_path):
-    assert saver_on(None, tmp_path / "none")[1].load_latest() is None
+    assert load_latest(saver_on(None, tmp_path / "none")[1]) is None
 
 
 def damage_cut(path: Path) -> None:
@@ -244,7 +245,7 @@ def test_a_torn_snapshot_is_passed_over_with_its_reason(damage, reason, tmp_path
     save(tmp_path, 1)
     store, events = save(tmp_path, 2)
     damage(tmp_path / "step-00000002")
-    assert store.load_latest().step == 1
+    assert load_latest(store).step == 1
     name, fields = events[-1]
     assert (
         name == "snapshot.skipped"
@@ -253,7 +254,7 @@ def test_a_torn_snapshot_is_passed_over_with_its_reason(damage, reason, tmp_path
     )
     assert fields["file"] in reason or fields["file"] == "manifest.json"
     store, events = save(tmp_path, 2)  # the resumed run comes to step 2 again
-    assert store.load_latest().step == 2
+    assert load_latest(store).step == 2
     assert "snapshot.replaced" in [name for name, _ in events]
 
 
@@ -294,9 +295,9 @@ def test_a_kill_while_writing_leaves_the_one_before(moment, tmp_path):
         [sys.executable, "-c", SAVER + KILLED, str(tmp_path), str(moment)], check=False
     )
     assert done.returncode == -9
-    assert store.load_latest().step in (1, 2)
+    assert load_latest(store).step in (1, 2)
     save(tmp_path, 3)
-    assert store.load_latest().step == 3
+    assert load_latest(store).step == 3
     assert not list(tmp_path.glob("writing-*"))
 
 
@@ -495,7 +496,7 @@ def test_a_rank_killed_in_a_save_is_named_and_the_one_before_is_whole(tmp_path, 
     finally:
         pool.close()
     store = saver_on(None, tmp_path)[1]
-    assert store.load_latest().step == 1 and store.steps() == (1,)
+    assert load_latest(store).step == 1 and store.steps() == (1,)
     assert len(list(tmp_path.glob("writing-*"))) == 1
     store.remove_leftovers()
     assert not list(tmp_path.glob("writing-*"))

@@ -92,7 +92,7 @@ def test_what_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         group.traffic, "take", lambda: asked.append(None) or Sent(bytes_by_kind={"all_reduce": 3})
     )
-    meter = ThroughputMeter(group, peak_flops=None)
+    meter = ThroughputMeter(group)
     with pytest.raises(ValueError, match="lost"), meter.working():
         raise ValueError("a rank was lost")
     assert len(asked) == 1

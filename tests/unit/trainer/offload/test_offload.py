@@ -28,6 +28,7 @@ from gyre.memory.phases import default_needs
 from gyre.planner.model_zoo import model_numbers
 from gyre.planner.plan import PlanInputs
 from gyre.trainer.adamw.adamw import Span
+from gyre.trainer.config import TrainerConfig
 from gyre.trainer.offload import host_gradients, state_file, state_stream
 from gyre.trainer.offload.host_gradients import HostGradients
 from gyre.trainer.offload.slices import BLOCK, numbers_per_cut, plan_cuts, staging_bytes
@@ -359,9 +360,10 @@ def test_the_next_cut_comes_and_the_last_one_goes_while_one_is_updated(
 ) -> None:
     """Each update of a cut waits until the read of the next has begun, and the write of the one
     before has; and never is a cut read that would have no place."""
-    home = StatePlacement(
-        "actor", CPU, state="disk", cut_bytes=4096, deadline_s=60.0, folder=tmp_path
+    config = TrainerConfig(
+        offload_optimizer="disk", offload_cut_bytes=4096, offload_deadline_s=60.0
     )
+    home = StatePlacement("actor", CPU, config, folder=tmp_path)
     size = 8 * 512
     made = home.make(size, gradient_size=size, keeps_master=False)
     begun: dict[tuple[str, int], threading.Event] = {

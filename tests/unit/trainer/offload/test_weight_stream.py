@@ -105,7 +105,7 @@ def test_a_pass_holds_two_layers_and_the_next_one_is_on_its_way() -> None:
     """At each layer, forward and backward: what is on the device when it computes."""
     trainer = deep_trainer(offload_parameters=("actor",), tokens_per_chunk=10_000)
     actor, seen = trainer.models.actor, []
-    stream = trainer.weight_streams["actor"]
+    stream = trainer.memory.streams["actor"]
 
     def note(index: int) -> None:
         seen.append((index, places_of(stream, actor.decoder)))
@@ -137,7 +137,7 @@ def test_what_rooms_hold_between_visits_is_never_read() -> None:
     for poison in (False, True):
         trainer = deep_trainer(offload_parameters=ALL)
         for step in range(3):
-            for stream in trainer.weight_streams.values() if poison else ():
+            for stream in trainer.memory.streams.values() if poison else ():
                 stream.rooms_B.fill_(255)  # every bfloat16 of it a NaN
             trainer.step_now(batch_for(8, seed=step))
         found.append(saved_tensors(trainer))
@@ -146,7 +146,7 @@ def test_what_rooms_hold_between_visits_is_never_read() -> None:
 
 def test_a_pass_outside_a_visit_is_refused_and_a_failed_one_leaves_all_at_rest() -> None:
     trainer = deep_trainer(offload_parameters=ALL)
-    stream, before = trainer.weight_streams["actor"], saved_tensors(trainer)
+    stream, before = trainer.memory.streams["actor"], saved_tensors(trainer)
     batch = batch_for(8, seed=0)
     (update,) = trainer.plan(batch).updates
     with pytest.raises(AssertionError, match="outside a visit"):

@@ -12,7 +12,7 @@ from gyre.distributed.process_group import alone
 from gyre.trainer.adamw import adamw
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.optim.flat import FlatOptimizer
-from gyre.trainer.optim.lr_schedule import learning_rate_factor
+from gyre.trainer.optim.schedule import learning_rate_factor
 
 SHAPES = {
     "a.weight": (7, 5),
