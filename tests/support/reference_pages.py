@@ -42,6 +42,7 @@ GROUPS = (
     ("Cluster", ("cluster", "rank")),
     ("Rewards and sandboxes", ("reward", "sandbox")),
     ("Snapshots", ("snapshot",)),
+    ("Serving", ("serve",)),
     ("Trainer", ("trainer", "trace")),
     ("Drops, fallbacks, retries and warnings", ("drop", "fallback", "retry", "warn")),
 )
