@@ -40,11 +40,11 @@ class ClusterConfig(Section):
     signs of progress."""
     hang_s: float = Field(default=45.0, gt=0.0)
     """Seconds without progress after which a rank or an engine with work counts as hung. So does a
-    rank whose process does not answer. Progress is a layer's forward pass, a piece of offloaded
-    state updated or waited for (trainer.offload_deadline_s), a part of a trace written, a look
-    whether a snapshot is copied (snapshot.deadline_s), or a block of a snapshot written between two
-    steps. Long steps are fine; each of these, and an update of state on the device, must be
-    shorter."""
+    rank whose process does not answer. Five things are progress. They are a layer's forward pass, a
+    piece of offloaded state updated or waited for (trainer.offload_deadline_s), and a part of a
+    trace written. The others are a look whether a snapshot is copied (snapshot.deadline_s), and a
+    block of a snapshot written between two steps. Long steps are fine; each of these, and an update
+    of state on the device, must be shorter."""
     progress_tokens: int = Field(default=64, ge=0)
     """Tokens between an engine's reports of a rollout, from which another engine resumes it if the
     first is lost; 0 reports at its end only."""

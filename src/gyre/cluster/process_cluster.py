@@ -1,8 +1,8 @@
 """Process cluster: workers as processes of this host, each behind a unix socket. In: RoleSpecs.
 Out: handles. Implements Cluster.
 
-What crosses the socket is plain values, arrays and records (`worker/frames.py`), so a worker can
-neither run code here nor be made to by what it is sent. A worker that crashes takes nobody with it;
+What crosses the socket is plain values, arrays and records (`worker/frames.py`). So neither side
+can make the other run code. A worker that crashes takes nobody with it;
 one whose starter is gone ends by itself.
 """
 

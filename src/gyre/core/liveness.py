@@ -1,4 +1,4 @@
-"""Failure detector: decides who makes no progress. In: marks that change while work is done, by
+"""Liveness: decides who makes no progress. In: marks that change while work is done, by
 source, the time, a limit. Out: a decision. Pure; a shell around it looks at the sources.
 """
 

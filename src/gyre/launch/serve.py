@@ -38,7 +38,7 @@ from gyre.text.render import render_prompt
 from gyre.text.tokenizer import Tokenizer, load_tokenizer
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-BUILDER = "gyre.launch.placement.served_engine:build_served_engine"
+BUILDER = "gyre.launch.placement.worker:build_served_engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,11 @@ the part's `options` in the TOML. A parameter named `prompt`, `finish` or `num_t
 prompt's text, how the completion ended, or its length. The module is looked for as Python does it,
 the working folder included.
 
-Before anything expensive, `check_reward_function` runs it on samples in a process of its own and
-refuses it with the case that fails. During a run a raise is a score with outcome "error". NaN, ±inf
-or no number is one with "invalid". Either is a failed part and an event, never a crash. A reason
-has the exception, file and line before its first ": ", and what differs from completion to
-completion behind it. So equal failures are counted together.
+Before anything expensive, `rewards.pool.validate.check_reward_function` runs it on samples in a
+process of its own and refuses it with the case that fails. During a run a raise is a score with
+outcome "error". NaN, ±inf or no number is one with "invalid". Either is a failed part and an event,
+never a crash. A reason has the exception, file and line before its first ": ", and what differs
+from completion to completion behind it. So equal failures are counted together.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from gyre.server.generation import Piece, Usage, chat_logprobs, completion_logprobs
+from gyre.server.generation import TextDelta, TokenUsage, chat_logprobs, completion_logprobs
 from gyre.text.tokenizer import Tokenizer
 
 
@@ -27,7 +27,7 @@ class ChatAnswer:
             for index in range(n)
         ]
 
-    def event(self, piece: Piece, usage: Usage) -> dict[str, Any]:
+    def event(self, piece: TextDelta, usage: TokenUsage) -> dict[str, Any]:
         """Return the event of a piece."""
         delta = {"content": piece.text} if piece.text or piece.finish is None else {}
         body: dict[str, Any] = {"delta": delta}
@@ -38,11 +38,11 @@ class ChatAnswer:
             "system_fingerprint": fingerprint
         }
 
-    def last(self, usage: Usage) -> dict[str, Any]:
+    def last(self, usage: TokenUsage) -> dict[str, Any]:
         """Return the event with the usage, after all pieces."""
         return self._event([]) | {"usage": usage.as_dict()}
 
-    def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
+    def whole(self, pieces: list[TextDelta], usage: TokenUsage) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
         choices = []
         for index, parts in _by_index(pieces).items():
@@ -84,16 +84,16 @@ class TextAnswer:
             return []
         return [self._event([_choice(index, {"text": self._echo}, None)]) for index in range(n)]
 
-    def event(self, piece: Piece, usage: Usage) -> dict[str, Any]:
+    def event(self, piece: TextDelta, usage: TokenUsage) -> dict[str, Any]:
         """Return the event of a piece."""
         choice = self._choice([piece], piece.text)
         return self._event([choice]) | {"system_fingerprint": usage.fingerprint}
 
-    def last(self, usage: Usage) -> dict[str, Any]:
+    def last(self, usage: TokenUsage) -> dict[str, Any]:
         """Return the event with the usage, after all pieces."""
         return self._event([]) | {"usage": usage.as_dict()}
 
-    def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
+    def whole(self, pieces: list[TextDelta], usage: TokenUsage) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
         choices = [
             self._choice(parts, self._echo + "".join(part.text for part in parts))
@@ -104,7 +104,7 @@ class TextAnswer:
             "system_fingerprint": usage.fingerprint,
         }
 
-    def _choice(self, parts: list[Piece], text: str) -> dict[str, Any]:
+    def _choice(self, parts: list[TextDelta], text: str) -> dict[str, Any]:
         index = parts[0].index
         body: dict[str, Any] = {"text": text}
         if self._logprobs:
@@ -134,8 +134,8 @@ def _choice(index: int, body: dict[str, Any], finish: str | None) -> dict[str, A
     return {"index": index, "logprobs": None, **body, "finish_reason": finish}
 
 
-def _by_index(pieces: list[Piece]) -> dict[int, list[Piece]]:
-    found: dict[int, list[Piece]] = {}
+def _by_index(pieces: list[TextDelta]) -> dict[int, list[TextDelta]]:
+    found: dict[int, list[TextDelta]] = {}
     for piece in sorted(pieces, key=lambda piece: piece.index):
         found.setdefault(piece.index, []).append(piece)
     return found

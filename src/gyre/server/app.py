@@ -30,9 +30,16 @@ from gyre.core.errors import GyreError
 from gyre.core.events import Emit
 from gyre.core.records import Request
 from gyre.server.answers import Answer, ChatAnswer, TextAnswer
-from gyre.server.errors import ApiError
-from gyre.server.generation import Engine, Piece, ServedModel, Usage, make_request, pieces
+from gyre.server.generation import (
+    EngineClient,
+    ServedModel,
+    TextDelta,
+    TokenUsage,
+    make_request,
+    pieces,
+)
 from gyre.server.schema import (
+    ApiError,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -49,7 +56,7 @@ Body = TypeVar("Body", bound=BaseModel)
 class Api:
     """The handlers, over one engine and one model."""
 
-    def __init__(self, engine: Engine, model: ServedModel, *, emit: Emit) -> None:
+    def __init__(self, engine: EngineClient, model: ServedModel, *, emit: Emit) -> None:
         self._engine, self._model, self._emit = engine, model, emit
         self._started_s = int(time.time())
 
@@ -147,21 +154,23 @@ class Api:
     def _respond(
         self, request: Request, answer: Answer, body: ChatBody | CompletionBody
     ) -> Response:
-        usage = Usage(prompt_tokens=len(request.tokens))
-        work = Generation(self._engine, request, self._model, usage)
+        usage = TokenUsage(prompt_tokens=len(request.tokens))
+        work = ActiveRequest(self._engine, request, self._model, usage)
         if body.stream:
             return EventStream(work, answer, includes_usage=body.includes_usage, emit=self._emit)
         return WholeAnswer(work, answer)
 
 
-class Generation:
+class ActiveRequest:
     """One request in the engine, from its first piece to its end or abort."""
 
-    def __init__(self, engine: Engine, request: Request, model: ServedModel, usage: Usage) -> None:
+    def __init__(
+        self, engine: EngineClient, request: Request, model: ServedModel, usage: TokenUsage
+    ) -> None:
         self._engine, self.request, self._model, self.usage = engine, request, model, usage
 
     @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[AsyncIterator[Piece]]:
+    async def open(self) -> AsyncIterator[AsyncIterator[TextDelta]]:
         """Submit it. Whoever leaves before the end aborts it, which frees its KV pages."""
         stream = self._engine.submit(self.request)
         try:
@@ -173,12 +182,12 @@ class Generation:
 class WholeAnswer(Response):
     """An answer in one body. The request is aborted when the client hangs up before."""
 
-    def __init__(self, work: Generation, answer: Answer) -> None:
+    def __init__(self, work: ActiveRequest, answer: Answer) -> None:
         self._work, self._answer = work, answer
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def collect() -> list[Piece]:
+        async def collect() -> list[TextDelta]:
             async with self._work.open() as found:
                 return [piece async for piece in found]
 
@@ -197,7 +206,7 @@ class EventStream(Response):
     engine refuses has its status."""
 
     def __init__(
-        self, work: Generation, answer: Answer, *, includes_usage: bool, emit: Emit
+        self, work: ActiveRequest, answer: Answer, *, includes_usage: bool, emit: Emit
     ) -> None:
         self._work, self._answer, self._emit = work, answer, emit
         self._includes_usage = includes_usage
@@ -306,7 +315,7 @@ def check_top(number: int, name: str) -> int:
     return number
 
 
-def make_app(engine: Engine, model: ServedModel, *, emit: Emit) -> Starlette:
+def make_app(engine: EngineClient, model: ServedModel, *, emit: Emit) -> Starlette:
     """Return the ASGI application."""
     api = Api(engine, model, emit=emit)
 

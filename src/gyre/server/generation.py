@@ -1,5 +1,6 @@
 """Generation: a request of the API to one of the engine, and its chunks to answers. In: a parsed
-body, prompt tokens. Out: a Request; pieces of text with their log-probs and the count of tokens.
+body, prompt tokens. Out: a Request; pieces of text with their log-probs and the count of tokens. A
+piece never changes once sent: it has whole characters, and nothing of a stop string.
 
 C tokens of a completion, c of one chunk, K alternatives of each.
 """
@@ -16,13 +17,12 @@ import numpy as np
 
 from gyre.core.errors import RankError
 from gyre.core.records import EngineStats, Health, Request, Sampling, TokenChunk
-from gyre.server.answer_text import AnswerText
-from gyre.server.errors import ApiError
-from gyre.server.schema import ChatBody, CompletionBody
+from gyre.server.schema import ApiError, ChatBody, CompletionBody
+from gyre.text.detokenizer import Detokenizer
 from gyre.text.tokenizer import Tokenizer
 
 
-class Engine(Protocol):
+class EngineClient(Protocol):
     """What the server needs of a RolloutEngine."""
 
     def submit(self, request: Request) -> Any: ...
@@ -45,7 +45,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TextDelta:
     """New text of one completion."""
 
     index: int
@@ -58,7 +58,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Usage:
+class TokenUsage:
     """Tokens that were read and chosen."""
 
     prompt_tokens: int
@@ -131,8 +131,8 @@ def read_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
 
 
 async def pieces(
-    stream: AsyncIterator[TokenChunk], request: Request, tokenizer: Tokenizer, usage: Usage
-) -> AsyncIterator[Piece]:
+    stream: AsyncIterator[TokenChunk], request: Request, tokenizer: Tokenizer, usage: TokenUsage
+) -> AsyncIterator[TextDelta]:
     """Yield the text of the completions as it can be sent, and count into `usage`. ApiError where
     the engine ends one without an answer."""
     texts: dict[int, AnswerText] = {}
@@ -144,7 +144,7 @@ async def pieces(
             text = texts[chunk.index] = AnswerText(tokenizer, request.sampling.stop)
         usage.completion_tokens += len(chunk.tokens)
         usage.versions.update(chunk.versions.tolist())
-        yield Piece(
+        yield TextDelta(
             index=chunk.index,
             text=text.push(chunk.tokens, chunk.finish),
             tokens=chunk.tokens,
@@ -170,7 +170,7 @@ def _end_error(chunk: TokenChunk) -> ApiError:
     return ApiError(status, chunk.reason or f"the engine ended the request with '{chunk.finish}'")
 
 
-def chat_logprobs(piece: Piece, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def chat_logprobs(piece: TextDelta, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Return the entries of `logprobs.content` of a chat answer, one for each token."""
     entries = []
     for place, (token, logprob) in enumerate(zip(piece.tokens, piece.logprobs, strict=True)):
@@ -182,7 +182,7 @@ def chat_logprobs(piece: Piece, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     return entries
 
 
-def completion_logprobs(piece: Piece, tokenizer: Tokenizer, start: int) -> dict[str, Any]:
+def completion_logprobs(piece: TextDelta, tokenizer: Tokenizer, start: int) -> dict[str, Any]:
     """Return `logprobs` of a text completion; `start` is the place of the piece's text."""
     words = [_text_of(int(token), tokenizer) for token in piece.tokens]
     offsets = list(itertools.accumulate(map(len, words), initial=start))[: len(words)]
@@ -197,7 +197,7 @@ def completion_logprobs(piece: Piece, tokenizer: Tokenizer, start: int) -> dict[
     }
 
 
-def _best(piece: Piece, place: int) -> list[tuple[int, float]]:
+def _best(piece: TextDelta, place: int) -> list[tuple[int, float]]:
     if piece.top_ids is None or piece.top_logprobs is None:
         return []
     return list(zip(piece.top_ids[place].tolist(), piece.top_logprobs[place].tolist(), strict=True))
@@ -211,3 +211,37 @@ def _token_entry(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, 
     text = _text_of(token, tokenizer)
     data = tokenizer.piece_bytes(token) if tokenizer.is_byte_level else text.encode()
     return {"token": text, "logprob": logprob, "bytes": list(data)}
+
+
+class AnswerText:
+    """Text of one completion, incrementally."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self._words = Detokenizer(tokenizer, skip_special=True)
+        self._stops = tuple(stops)
+        self._held = ""  # may be the beginning of a stop string
+
+    def push(self, tokens: np.ndarray, finish: str | None) -> str:
+        """Add tokens int32 [c]; return the text that can be sent now. With `finish`, all of it."""
+        text = self._held + self._words.push(tokens)
+        if finish is not None:
+            text += self._words.flush()
+            return cut_at_stop(text, self._stops) if finish == "stop" else text
+        kept = held_chars(text, self._stops)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """Return the text before the first stop string in it. Pure."""
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(places)] if places else text
+
+
+def held_chars(text: str, stops: Sequence[str]) -> int:
+    """Return the length of the longest end of `text` that begins a stop string. Pure."""
+    longest = max((len(stop) for stop in stops), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(stop.startswith(text[-length:]) for stop in stops):
+            return length
+    return 0

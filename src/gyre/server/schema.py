@@ -1,7 +1,8 @@
-"""Schema: the bodies of the API's requests. In: JSON. Out: typed models; what they refuse is named.
+"""Schema: the bodies of the API's requests, and of its refusals. In: JSON; a status and a message.
+Out: typed models; responses in the shape of OpenAI's API.
 
 The field names are OpenAI's. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`,
-`priority` and `deadline_s` are extensions.
+`priority` and `deadline_s` are extensions. docs/serving.md lists the refusals.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from starlette.responses import JSONResponse
 
 MOST_MESSAGES = 4096
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -124,3 +126,38 @@ UNSUPPORTED: dict[str, str] = {
 def find_unsupported(body: dict[str, Any]) -> tuple[str, str] | None:
     """Return the first field that the API of OpenAI has and this one does not, and what to do."""
     return next(((name, UNSUPPORTED[name]) for name in body if name in UNSUPPORTED), None)
+
+
+RETRY_S = 1  # what Retry-After says
+
+_CODES = {
+    400: "invalid_value",
+    404: "model_not_found",
+    405: "method_not_allowed",
+    413: "body_too_large",
+    429: "queue_full",
+    500: "server_fault",
+    503: "engine_unavailable",
+    504: "deadline_exceeded",
+}
+
+
+class ApiError(Exception):
+    """A refusal on its way to the client."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+        self.code = code or _CODES[status]
+
+    def as_dict(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        headers = {"retry-after": str(RETRY_S)} if self.status in (429, 503) else None
+        return JSONResponse(self.as_dict(), status_code=self.status, headers=headers)

@@ -22,7 +22,7 @@ OWNED = {
     ("cluster/phase_barrier.py", "enter"): "nothing: the calls are done",
     ("cluster/process_cluster.py", "_lost"): "nothing: it asks whether the future is done",
     ("cluster/worker/frames.py", "_read"): "the other process, or its end",
-    ("launch/placement/served_engine.py", "build_served_engine"): "cluster.start_deadline_s",
+    ("launch/placement/worker.py", "build_served_engine"): "cluster.start_deadline_s",
     ("launch/serve.py", "_serve"): "a signal; the parts before it have deadlines",
     ("server/app.py", "unless_gone"): "the engine's answer, or the client, who hangs up",
     ("cluster/ray_cluster.py", "_turn"): "`skip`, which takes the number of a lost call",

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre.core.errors import SnapshotError
-from gyre.weights.buckets import plan_buckets
 from gyre.weights.manifest import checksum, find_faults, make_manifest, verify_manifest
-from gyre.weights.swap import Exchange, shares_storage, stage
+from gyre.weights.swap import Exchange, plan_buckets, shares_storage, stage
 
 CPU = torch.device("cpu")
 

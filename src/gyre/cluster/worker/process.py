@@ -1,8 +1,8 @@
 """Worker process: the program that a process of ProcessCluster runs. In: the number of its socket,
 then calls as frames. Out: a frame for each answer. It ends when the starter hangs up.
 
-    starter ── ("build", spec) ("ask", method, args) ("look", what) ──▶ reader thread
-            ◀── ("reply", value, failure, events) ("looked", value) ─── event loop
+The starter sends ("build", spec), ("ask", method, args) and ("look", what). The worker answers with
+("reply", value, failure, events) and ("looked", value).
 
 The main thread runs the event loop and calls the object, in the order of the frames. The reader
 thread answers `look` itself, so that a busy object can be looked at.

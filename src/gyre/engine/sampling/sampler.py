@@ -11,7 +11,7 @@ for their definitions.
 Every choice is an inverse-CDF draw in token order. Truncation that removes nothing thus changes
 nothing, and a row's token does not depend on the rows beside it. Greedy rows (temperature 0) take
 the first best token with certainty, so their processed log-prob is 0. A row without finite logits
-gets a log-prob that is not finite; settle ends it.
+gets a log-prob that is not finite; `postprocess.commit_tokens` ends it.
 """
 
 # N rows, V vocabulary, M truncating rows, A rows that ask for alternatives

@@ -4,7 +4,7 @@ when nothing can run. Pure: no torch, no clock.
 Decoding rows come first, one token each; then prompts in progress, then the queue's head as long as
 budget, rows and pages last. When a decoding row finds no page, the running sequence of lowest
 priority, then least lost work, then latest arrival is preempted; what is swapped to host memory
-loses no work. The queue's head blocks those behind it, so nothing starves.
+loses no work. The queue's head blocks those behind it, so requests of one priority never starve.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from gyre.engine.scheduler.step import PrefillChunk, Step
 
 
 def schedule(state: SchedulerState, *, token_budget: int, version: int) -> Step | None:
-    """Decide the next step. Rows and pages it needs are taken; a launch and `settle.advance` must
-    follow. With steps in flight, ask `must_preempt` first: who is preempted is decided on what the
-    host knows."""
+    """Decide the next step. Rows and pages it needs are taken; a launch and `postprocess.advance`
+    must follow. With steps in flight, ask `must_preempt` first: who is preempted is decided on what
+    the host knows."""
     decode_rows = _provide_decode_pages(state, version)
     assert len(decode_rows) <= token_budget
     chunks = _continue_prefills(state, token_budget - len(decode_rows))

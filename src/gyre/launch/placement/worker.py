@@ -1,7 +1,9 @@
-"""Rank worker: the object in a worker of a training run. In: the run's config, which rank it is,
-then stages. Out: endpoints for a trainer rank and an engine. Every rank gets every call but those
-for one engine. Started by launch.placement.ray_placement, by the name
-"gyre.launch.placement.worker:build_rank".
+"""Workers: the objects in worker processes. In: a config, then calls. Out: endpoints.
+
+RankWorker has a trainer rank and an engine of a training run. Every rank gets every call but those
+for one engine. launch.placement.ray_placement starts it, by the name
+"gyre.launch.placement.worker:build_rank". ServedEngine has one engine over the weights of a folder.
+launch.serve starts it, by the name "gyre.launch.placement.worker:build_served_engine".
 """
 
 from __future__ import annotations
@@ -22,8 +24,16 @@ from gyre.cluster.worker.server import Context
 from gyre.core.records import Phase
 from gyre.distributed.init import RankSpec, join
 from gyre.distributed.process_group import RankGroup
+from gyre.engine.frontend.admission import RequestLimits
 from gyre.launch.export import export_policy, export_shards
-from gyre.launch.factories import Machine, Policy, make_machine, make_policy
+from gyre.launch.factories import (
+    Machine,
+    Policy,
+    load_policy,
+    make_engine,
+    make_machine,
+    make_policy,
+)
 from gyre.launch.placement.stage_runtime import StageRuntime
 from gyre.launch.stages import plan_stages
 from gyre.models.scalar_head import ScalarHead
@@ -182,3 +192,29 @@ class RankWorker:
 
     async def _on_compute(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._machine.compute, work)
+
+
+class ServedEngine:
+    """One engine over the weights of a folder."""
+
+    def __init__(self, engine: EngineEndpoint, limits: RequestLimits) -> None:
+        self.engine, self._limits = engine, limits
+
+    def limits(self) -> RequestLimits:
+        """Return what bounds a request."""
+        return self._limits
+
+
+async def build_served_engine(context: Context, *, folder: str, config_json: str) -> ServedEngine:
+    """Load the weights and make the engine; `start` allocates its KV cache."""
+    config = RunConfig.model_validate_json(config_json)
+    machine = make_machine(config)
+    policy = await asyncio.get_running_loop().run_in_executor(
+        machine.compute,
+        lambda: load_policy(Path(folder), machine, end_token=config.tokenizer.end_token),
+    )
+    # one for each layer that runs
+    register_module_forward_pre_hook(lambda module, args: context.tick())
+    engine = make_engine(config.engine, policy, machine, context.emit)
+    endpoint = EngineEndpoint(engine, ticks=lambda: context.ticks)
+    return ServedEngine(endpoint, engine.limits)
