@@ -177,6 +177,20 @@ def test_a_call_whose_arguments_cannot_be_sent_or_read_holds_up_no_other(cluster
     go(main)
 
 
+def test_an_answer_that_cannot_be_sent_is_the_callers_error(cluster) -> None:
+    if isinstance(cluster, LocalCluster):
+        pytest.skip("threads send nothing")
+
+    async def main() -> None:
+        handle = await cluster.start(spec("keeper"))
+        with pytest.raises(WorkerFault, match="keeper"):
+            await ask(handle, "lock", deadline_s=20)
+        assert await ask(handle, "echo", 1, deadline_s=20) == 1
+        await cluster.stop(handle)
+
+    go(main)
+
+
 def test_a_worker_that_does_not_move_is_stopped_all_the_same(cluster) -> None:
     """A process that was stopped by a signal, or hangs in a driver, keeps its device until it is
     gone."""
@@ -187,8 +201,12 @@ def test_a_worker_that_does_not_move_is_stopped_all_the_same(cluster) -> None:
         handle = await cluster.start(spec("frozen"))
         process = psutil.Process(await_pid(handle))
         process.suspend()
+        # more than a socket holds: the caller does not wait for one that does not read
+        unread = handle.begin("note", 0, np.zeros(2_000_000))
         await cluster.stop(handle)
         assert not process.is_running()
+        with pytest.raises(WorkerLost, match="frozen"):
+            await arrive(unread, handle, "note", 20)
         assert not [kind for worker, kind, _ in EVENTS if worker == "frozen"]
 
     go(main)

@@ -107,6 +107,9 @@ class Odd:
         self._context.emit("engine.prefix_cleared", pages=len(str(value)), reason="echo")
         return value
 
+    def lock(self) -> Any:
+        return threading.Lock()  # which no cluster of processes can send
+
     def refuse(self) -> None:
         raise InputError("not this", hint="something else")
 

@@ -2,14 +2,17 @@
 Out: handles. Implements Cluster.
 
 What crosses the socket is plain values, arrays and records (`worker/frames.py`). So neither side
-can make the other run code. A worker that crashes takes nobody with it;
-one whose starter is gone ends by itself.
+can make the other run code. A worker that crashes takes nobody with it; one whose starter is gone
+ends by itself. Two threads of the starter serve each worker, so that a call never waits for one
+that does not read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -37,7 +40,6 @@ class ProcessHandle:
     def __init__(self, spec: RoleSpec, devices: str, on_event: OnEvent) -> None:
         """Start the process, which sees the GPUs that `devices` lists."""
         self.name, self._on_event = spec.name, on_event
-        self.devices = devices
         self._link, theirs = socket.socketpair()
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices, **spec.environment}
         self._process = subprocess.Popen(
@@ -54,9 +56,11 @@ class ProcessHandle:
         self._stopped = ""
         self._number = 0
         self._waiting: dict[int, Future[Any]] = {}
-        # over the three above and what is sent: frames go out in the order of their numbers
+        self._outbox: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        # over the four above: frames go out in the order of their numbers
         self._lock = threading.Lock()
-        threading.Thread(target=self._read, name=f"{spec.name}-reader", daemon=True).start()
+        for work in (self._read, self._write):
+            threading.Thread(target=work, name=f"{spec.name}{work.__name__}", daemon=True).start()
         self.built = self._send("build", spec)
 
     def begin(self, method: str, *args: Any) -> Future[Any]:
@@ -69,8 +73,8 @@ class ProcessHandle:
         """End the process, and return whether it is gone. Blocks."""
         with self._lock:
             self._stopped = self._stopped or "it was stopped"
-            with suppress(OSError):  # hung up already
-                self._link.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # hung up already
+            self._link.shutdown(socket.SHUT_RDWR)  # ends a write to a worker that does not read
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(LEAVE_S)
             return True
@@ -90,9 +94,14 @@ class ProcessHandle:
                 return out
             self._number += 1
             self._waiting[self._number] = out
-            with suppress(OSError):  # the reader sees the end, and fails what waits
-                frames.send(self._link, self._number, payload)
+            self._outbox.put((self._number, payload))
         return out
+
+    def _write(self) -> None:
+        """Send what is in the outbox, until `_read` says that the worker has hung up."""
+        while (frame := self._outbox.get()) is not None:
+            with suppress(OSError):  # the reader sees the end, and fails what waits
+                frames.send(self._link, *frame)
 
     def _read(self) -> None:
         """Give each answer to who waits for it, until the worker hangs up."""
@@ -108,6 +117,7 @@ class ProcessHandle:
         with self._lock:
             self.gone.set_result(cause)
             waiting, self._waiting = self._waiting, {}
+        self._outbox.put(None)
         for out in waiting.values():
             with suppress(InvalidStateError):
                 out.set_exception(self._lost())
@@ -115,14 +125,13 @@ class ProcessHandle:
 
     def _settle(self, out: Future[Any], payload: bytes) -> None:
         try:
-            kind, *rest = frames.decode(payload)
-        except Exception as error:  # noqa: BLE001  it belongs to whoever waits
+            kind, value, failed, events = frames.decode(payload)
+        except frames.FrameError as error:
             out.set_exception(WorkerFault(f"worker {self.name} ({self.place}): {error}"))
             return
         if kind == "looked":
-            out.set_result(*rest)
+            out.set_result(value)
             return
-        value, failed, events = rest
         failure = None
         if failed is not None:
             error, text, trace = failed
@@ -157,22 +166,23 @@ class ProcessCluster:
     """Processes of this host as workers."""
 
     def __init__(self, *, gpus: int, on_event: OnEvent) -> None:
+        """Give the first `gpus` devices that this process sees to workers that ask for them."""
         self._on_event = on_event
-        self._num_gpus, self._free_gpus = gpus, set(range(gpus))
-        self._handles: set[ProcessHandle] = set()
+        self._gpus = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus)
+        self._taken: dict[ProcessHandle, tuple[str, ...]] = {}
 
     async def start(self, spec: RoleSpec) -> WorkerHandle:
-        wanted = int(spec.gpus)
-        if wanted > len(self._free_gpus):
+        wanted = math.ceil(spec.gpus)
+        taken = {gpu for gpus in self._taken.values() for gpu in gpus}
+        free = [gpu for gpu in self._gpus if gpu not in taken]
+        if wanted > len(free):
             raise ConfigError(
-                f"worker {spec.name} needs {wanted} of {self._num_gpus} GPUs, and "
-                f"{len(self._free_gpus)} are free",
+                f"worker {spec.name} needs {wanted} of {len(self._gpus)} GPUs, and "
+                f"{len(free)} are free",
                 hint="start fewer workers, or on a host with more GPUs",
             )
-        taken = sorted(self._free_gpus)[:wanted]
-        self._free_gpus -= set(taken)
-        handle = ProcessHandle(spec, ",".join(map(str, taken)), self._on_event)
-        self._handles.add(handle)
+        handle = ProcessHandle(spec, ",".join(free[:wanted]), self._on_event)
+        self._taken[handle] = tuple(free[:wanted])
         try:
             await arrive(handle.built, handle, "build", spec.deadline_s, key=STARTS)
         except BaseException:
@@ -182,12 +192,11 @@ class ProcessCluster:
 
     async def stop(self, handle: WorkerHandle) -> None:
         assert isinstance(handle, ProcessHandle)
-        if handle not in self._handles:
+        if handle not in self._taken:
             return
-        self._handles.discard(handle)
         if await asyncio.to_thread(handle.stop):
-            self._free_gpus |= {int(gpu) for gpu in handle.devices.split(",") if gpu}
-        else:
+            self._taken.pop(handle, None)
+        else:  # it keeps its devices
             self._on_event(handle.name, "warn.worker_not_gone", place=handle.place, waited_s=STOP_S)
 
     async def watch(self, handle: WorkerHandle) -> str:
@@ -198,4 +207,11 @@ class ProcessCluster:
         return value
 
     async def close(self) -> None:
-        await asyncio.gather(*(self.stop(handle) for handle in list(self._handles)))
+        await asyncio.gather(*(self.stop(handle) for handle in list(self._taken)))
+
+
+def visible_devices(given: str | None, count: int) -> tuple[str, ...]:
+    """Return the names of the first `count` devices, as CUDA_VISIBLE_DEVICES = `given` lists them.
+    Pure."""
+    names = [str(number) for number in range(count)] if given is None else given.split(",")
+    return tuple(name.strip() for name in names[:count])

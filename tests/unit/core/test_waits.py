@@ -20,6 +20,7 @@ OWNED = {
     ("cluster/driver_guard.py", "_follow"): "the driver's end, or that of the process before it",
     ("cluster/watchdog.py", "settle"): "nothing: the task is done",
     ("cluster/phase_barrier.py", "enter"): "nothing: the calls are done",
+    ("cluster/process_cluster.py", "_write"): "`_read`, at the worker's end",
     ("cluster/process_cluster.py", "_lost"): "nothing: it asks whether the future is done",
     ("cluster/worker/frames.py", "_read"): "the other process, or its end",
     ("launch/placement/worker.py", "build_served_engine"): "cluster.start_deadline_s",

@@ -2,7 +2,7 @@
 then calls as frames. Out: a frame for each answer. It ends when the starter hangs up.
 
 The starter sends ("build", spec), ("ask", method, args) and ("look", what). The worker answers with
-("reply", value, failure, events) and ("looked", value).
+(kind, value, failure, events), of kind "reply" or "looked".
 
 The main thread runs the event loop and calls the object, in the order of the frames. The reader
 thread answers `look` itself, so that a busy object can be looked at.
@@ -15,11 +15,14 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from gyre.cluster.worker import frames
 from gyre.cluster.worker.server import Reply, WorkerServer, describe_failure
 from gyre.core.errors import WorkerLost
+
+Work = Callable[..., Awaitable[Reply]]
 
 
 class WorkerProcess:
@@ -47,28 +50,26 @@ class WorkerProcess:
                 os._exit(0)
             try:
                 kind, *rest = frames.decode(payload)
-            except Exception as error:  # noqa: BLE001  whatever it was, the caller hears of it
+            except frames.FrameError as error:
                 self._reply(number, Reply(value=None, failure=describe_failure(error), events=()))
                 continue
+            if kind == "build":  # made here, so that a builder that hangs can be looked at
+                self._server = WorkerServer(*rest)
+            assert self._server is not None, "the first frame is the build"
             if kind == "look":
-                self._send(
-                    number, "looked", None if self._server is None else self._server.look(*rest)
-                )
+                self._send(number, "looked", self._server.look(*rest), None, ())
             else:
-                self._loop.call_soon_threadsafe(self._begin, number, kind, rest)
+                work = self._server.build if kind == "build" else self._server.ask
+                args = () if kind == "build" else rest
+                self._loop.call_soon_threadsafe(self._begin, number, work, args)
 
-    def _begin(self, number: int, kind: str, rest: list[Any]) -> None:
-        task = self._loop.create_task(self._answer(number, kind, rest))
+    def _begin(self, number: int, work: Work, args: Sequence[Any]) -> None:
+        task = self._loop.create_task(self._answer(number, work, args))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, number: int, kind: str, rest: list[Any]) -> None:
-        if kind == "build":
-            self._server = WorkerServer(*rest)
-            reply = await self._server.build()
-        else:
-            assert self._server is not None, "the first frame is the build"
-            reply = await self._server.ask(*rest)
+    async def _answer(self, number: int, work: Work, args: Sequence[Any]) -> None:
+        reply = await work(*args)
         try:
             self._reply(number, reply)
         except TypeError as error:  # what the method returned cannot be written
