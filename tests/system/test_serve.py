@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -257,6 +258,25 @@ def test_a_replica_that_dies_costs_no_token(folder, tmp_path) -> None:
     while left := [one for one in tree if is_alive(one)]:
         assert time.monotonic() < ends, left
         time.sleep(0.1)
+
+
+def test_answers_under_way_end_after_a_signal_to_stop(folder, tmp_path) -> None:
+    with (
+        serving(folder, tmp_path / "log", "--set", "run.threads=1") as served,
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        stream = client.chat.completions.create(
+            model="qwen",
+            messages=ASKED,
+            max_tokens=200,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(stream)
+        served.process.send_signal(signal.SIGTERM)
+        finish = [event.choices[0].finish_reason for event in stream][-1]
+        assert finish == "length"
+        assert served.process.wait(30) == 0
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -237,8 +237,8 @@ def serve(
         bool, typer.Option("--insecure", help="Listen beyond this machine without keys.")
     ] = False,
     drain_s: Annotated[
-        float, typer.Option(min=0.0, help="For answers under way, after a signal to stop.")
-    ] = 30.0,
+        int, typer.Option(min=0, help="Seconds for answers under way, after a signal to stop.")
+    ] = 30,
     json: AsJson = False,
 ) -> None:
     """Serve a model by OpenAI's API, until Ctrl-C."""

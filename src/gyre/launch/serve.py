@@ -52,7 +52,7 @@ class ServeArgs:
     port: int  # 0 takes a free one
     replicas: int
     insecure: bool  # listen beyond loopback, though nobody needs a key
-    drain_s: float  # for the answers under way after a signal
+    drain_s: int  # for the answers under way after a signal
 
 
 def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def http_config(app: Any, args: ServeArgs) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(args.drain_s),
+        timeout_graceful_shutdown=args.drain_s,
         timeout_keep_alive=65,
         h11_max_incomplete_event_size=64 << 10,
         lifespan="off",

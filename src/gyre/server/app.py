@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from gyre.core.errors import GyreError
 from gyre.core.events import Emit
-from gyre.core.records import Request
+from gyre.core.records import Health, Request
 from gyre.server.answers import Answer, ChatAnswer, TextAnswer
 from gyre.server.generation import (
     EngineClient,
@@ -48,7 +48,10 @@ from gyre.server.schema import (
 )
 
 MOST_BODY_BYTES = 8 << 20
+READY_S = 5.0  # longest wait for the engines' answer about their health
 MOST_LOGPROBS = 20  # alternatives that a request may ask for at each token, as in OpenAI's API
+
+FAULT = "a fault of the server; its log has the details"
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -74,7 +77,10 @@ class Api:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, http: HttpRequest) -> Response:
-        health = await self._engine.health()
+        try:
+            health = await asyncio.wait_for(self._engine.health(), READY_S)
+        except TimeoutError:
+            health = Health(ok=False, reason=f"the engines had not answered after {READY_S:g} s")
         status = 200 if health.ok else 503
         return JSONResponse({"ready": health.ok, "reason": health.reason}, status_code=status)
 
@@ -233,11 +239,19 @@ class EventStream(Response):
         try:
             await unless_gone(go(), receive)
         except ApiError as error:
+            refusal = error
+        except Exception as error:
             if not started:
-                await error.response()(scope, receive, send)
-                return
-            # the status is sent already: the stream ends with the error as its last event
-            await send(as_event(error.as_dict()) | {"more_body": False})
+                raise
+            trace = "".join(traceback.format_exception(error))
+            self._emit("serve.request_failed", path=scope["path"], error=trace)
+            refusal = ApiError(500, FAULT)
+        else:
+            return
+        if started:  # the status is sent already: the stream ends with the error as its last event
+            await send(as_event(refusal.as_dict()) | {"more_body": False})
+        else:
+            await refusal.response()(scope, receive, send)
 
 
 START = {
@@ -337,7 +351,7 @@ def make_app(engine: EngineClient, model: ServedModel, *, emit: Emit) -> Starlet
     async def fail(http: HttpRequest, error: Exception) -> Response:
         trace = "".join(traceback.format_exception(error))
         emit("serve.request_failed", path=http.url.path, error=trace)
-        return ApiError(500, "a fault of the server; its log has the details").response()
+        return ApiError(500, FAULT).response()
 
     get, post = ["GET"], ["POST"]
     routes = [

@@ -1,0 +1,169 @@
+"""The failure table of docs/serving.md, over an engine that ends as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from gyre.core.chunks import TokenStream
+from gyre.core.errors import InputError, RankError
+from gyre.core.records import EngineStats, Health, Request, TokenChunk
+from gyre.server import app as server
+from gyre.server.app import make_app
+from gyre.server.generation import ServedModel
+from gyre.text.tokenizer import train_tokenizer
+
+TOKENIZER = train_tokenizer(["what is one and one"], vocab_size=300, min_share=0.0)
+End = Callable[[TokenStream, str], None]
+
+
+class OneToken:
+    """Answers each request with as many tokens as were asked for, then ends it as it was told."""
+
+    def __init__(self, end: End, tokens: int) -> None:
+        self._end, self._tokens = end, tokens
+        self.aborted: list[str] = []
+        self.is_hung = False
+
+    def submit(self, request: Request) -> AsyncIterator[TokenChunk]:
+        stream = TokenStream(request, 8, self.abort)
+        for _ in range(self._tokens):
+            stream.push(
+                TokenChunk(
+                    request_id=request.request_id,
+                    index=0,
+                    tokens=TOKENIZER.encode("o"),
+                    logprobs=np.zeros(1, np.float32),
+                    raw_logprobs=np.zeros(1, np.float32),
+                    versions=np.zeros(1, np.int32),
+                )
+            )
+        self._end(stream, request.request_id)
+        return stream
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    async def health(self) -> Health:
+        if self.is_hung:
+            await asyncio.Event().wait()
+        return Health(ok=True)
+
+    async def stats(self) -> EngineStats:
+        raise NotImplementedError
+
+
+def finish(kind: Any, reason: str = "") -> End:
+    return lambda stream, name: stream.push(TokenChunk.end(name, 0, kind, reason))
+
+
+def fail(error: Exception) -> End:
+    return lambda stream, name: stream.end(error)
+
+
+def render(messages: Any) -> np.ndarray:
+    if messages[0]["role"] != "user":
+        raise InputError("the first message is the system's", hint="begin with a question")
+    return TOKENIZER.encode(messages[0]["content"])
+
+
+def ask(engine: OneToken, path: str, body: Any = None) -> tuple[httpx.Response, list[Any]]:
+    events: list[Any] = []
+    model = ServedModel(
+        name="m",
+        tokenizer=TOKENIZER,
+        context_tokens=64,
+        render=render,
+        find_refusal=lambda request: None,
+    )
+    app = make_app(engine, model, emit=lambda kind, **fields: events.append((kind, fields)))
+
+    async def go() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://m") as client:
+            return await (client.get(path) if body is None else client.post(path, json=body))
+
+    return asyncio.run(asyncio.wait_for(go(), 30)), events
+
+
+def chat(engine: OneToken, **fields: Any) -> tuple[httpx.Response, list[Any]]:
+    messages = [{"role": "user", "content": "what is one"}]
+    body = {"model": "m", "messages": messages} | fields
+    return ask(engine, "/v1/chat/completions", body)
+
+
+ENDS = {
+    "full queue": (finish("refused", "the queue is full"), 429, "queue_full"),
+    "deadline": (finish("deadline", "1 s have passed"), 504, "deadline_exceeded"),
+    "aborted": (finish("abort", "the engine was terminated"), 503, "engine_unavailable"),
+    "no engine": (fail(RankError("every engine is lost")), 503, "engine_unavailable"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_before_its_first_token_a_request_ends_with_a_status(name, stream) -> None:
+    end, status, code = ENDS[name]
+    answer, events = chat(OneToken(end, 0), stream=stream)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert ("retry-after" in answer.headers) == (status in (429, 503))
+    assert not events
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_in_mid_stream_it_ends_with_an_error_event(name) -> None:
+    end, _, code = ENDS[name]
+    answer, events = chat(OneToken(end, 2), stream=True)
+    rows = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
+    assert answer.status_code == 200 and rows[-1]["error"]["code"] == code
+    assert "".join(row["choices"][0]["delta"]["content"] for row in rows[:-1]) == "oo"
+    assert not events
+
+
+@pytest.mark.parametrize(("stream", "tokens"), [(False, 1), (True, 0), (True, 1)])
+def test_a_fault_of_ours_is_an_event_and_tells_the_client_nothing_of_it(stream, tokens) -> None:
+    answer, events = chat(OneToken(fail(ValueError("a secret")), tokens), stream=stream)
+    text = answer.text if not (stream and tokens) else answer.text.splitlines()[-2][6:]
+    assert answer.status_code == (200 if stream and tokens else 500)
+    assert json.loads(text)["error"]["code"] == "server_fault" and "secret" not in answer.text
+    ((kind, fields),) = events
+    assert kind == "serve.request_failed" and fields["path"] == "/v1/chat/completions"
+    assert "ValueError: a secret" in fields["error"]
+
+
+def test_an_answer_that_is_whole_aborts_nothing() -> None:
+    engine = OneToken(finish("length"), 3)
+    answer, _ = chat(engine)
+    assert answer.json()["choices"][0]["message"]["content"] == "ooo" and not engine.aborted
+
+
+def test_what_a_template_refuses_is_the_clients_to_mend() -> None:
+    engine = OneToken(finish("length"), 1)
+    answer, _ = chat(engine, messages=[{"role": "system", "content": "be brief"}])
+    assert answer.status_code == 400
+    assert "begin with a question" in answer.json()["error"]["message"]
+
+
+def test_engines_that_do_not_answer_are_not_ready(monkeypatch) -> None:
+    engine = OneToken(finish("length"), 1)
+    assert ask(engine, "/health/ready")[0].status_code == 200
+    engine.is_hung = True
+    monkeypatch.setattr(server, "READY_S", 0.05)
+    answer, _ = ask(engine, "/health")
+    assert answer.status_code == 503 and "had not answered" in answer.json()["reason"]
+    assert ask(engine, "/health/live")[0].status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "code"),
+    [("/v1/nothing", 404, "route_not_found"), ("/v1/completions", 405, "method_not_allowed")],
+)
+def test_other_routes_are_refused_in_the_same_shape(path, status, code) -> None:
+    answer, _ = ask(OneToken(finish("length"), 1), path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
