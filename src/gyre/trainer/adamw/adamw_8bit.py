@@ -59,6 +59,7 @@ class CodedUpdate:
             self._try_kernel(device)
 
     def __call__(self, spans: Sequence[Span], numbers: Numbers) -> None:
+        """Update weights and moments once and zero the gradients."""
         for span in spans:
             if span.exp_avg_scale_B is not None:
                 self._update(span, numbers)
@@ -200,6 +201,7 @@ class Codec:
         self._borders = torch.cat([middles, middles.new_full((1,), torch.inf)])
 
     def decode(self, codes_N: Tensor, scale_B: Tensor) -> Tensor:
+        """Decode to float32."""
         values_BK = torch.index_select(self._map, 0, codes_N.int()).view(-1, BLOCK)
         return values_BK.mul_(scale_B.unsqueeze(1)).view(-1)
 
