@@ -26,12 +26,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from gyre.core.contracts import RolloutEngine
 from gyre.core.errors import GyreError
 from gyre.core.events import Emit
 from gyre.core.records import Health, Request
 from gyre.server.answers import Answer, ChatAnswer, TextAnswer
 from gyre.server.generation import (
-    EngineClient,
     ServedModel,
     TextDelta,
     TokenUsage,
@@ -59,7 +59,7 @@ Body = TypeVar("Body", bound=BaseModel)
 class Api:
     """The handlers, over one engine and one model."""
 
-    def __init__(self, engine: EngineClient, model: ServedModel, *, emit: Emit) -> None:
+    def __init__(self, engine: RolloutEngine, model: ServedModel, *, emit: Emit) -> None:
         self._engine, self._model, self._emit = engine, model, emit
         self._started_s = int(time.time())
 
@@ -171,18 +171,19 @@ class ActiveRequest:
     """One request in the engine, from its first piece to its end or abort."""
 
     def __init__(
-        self, engine: EngineClient, request: Request, model: ServedModel, usage: TokenUsage
+        self, engine: RolloutEngine, request: Request, model: ServedModel, usage: TokenUsage
     ) -> None:
         self._engine, self.request, self._model, self.usage = engine, request, model, usage
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[AsyncIterator[TextDelta]]:
-        """Submit it. Whoever leaves before the end aborts it, which frees its KV pages."""
+        """Submit it. An error or a cancellation aborts it, which frees its KV pages."""
         stream = self._engine.submit(self.request)
         try:
             yield pieces(stream, self.request, self._model.tokenizer, self.usage)
-        finally:
-            await stream.aclose()
+        except BaseException:
+            await self._engine.abort(self.request.request_id)
+            raise
 
 
 class WholeAnswer(Response):
@@ -329,7 +330,7 @@ def check_top(number: int, name: str) -> int:
     return number
 
 
-def make_app(engine: EngineClient, model: ServedModel, *, emit: Emit) -> Starlette:
+def make_app(engine: RolloutEngine, model: ServedModel, *, emit: Emit) -> Starlette:
     """Return the ASGI application."""
     api = Api(engine, model, emit=emit)
 

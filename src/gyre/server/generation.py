@@ -11,25 +11,15 @@ import itertools
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from gyre.core.errors import RankError
-from gyre.core.records import EngineStats, Health, Request, Sampling, TokenChunk
+from gyre.core.records import Request, Sampling, TokenChunk
 from gyre.server.schema import ApiError, ChatBody, CompletionBody
 from gyre.text.detokenizer import Detokenizer
 from gyre.text.tokenizer import Tokenizer
-
-
-class EngineClient(Protocol):
-    """What the server needs of a RolloutEngine."""
-
-    def submit(self, request: Request) -> Any: ...
-
-    async def health(self) -> Health: ...
-
-    async def stats(self) -> EngineStats: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,12 @@ class OneToken:
     async def stats(self) -> EngineStats:
         raise NotImplementedError
 
+    async def interrupt(self, *, deadline_s: float) -> Any:
+        raise NotImplementedError
+
+    async def drain(self, *, deadline_s: float) -> None:
+        raise NotImplementedError
+
 
 def finish(kind: Any, reason: str = "") -> End:
     return lambda stream, name: stream.push(TokenChunk.end(name, 0, kind, reason))
@@ -119,7 +125,9 @@ def test_before_its_first_token_a_request_ends_with_a_status(name, stream) -> No
 @pytest.mark.parametrize("name", ENDS)
 def test_in_mid_stream_it_ends_with_an_error_event(name) -> None:
     end, _, code = ENDS[name]
-    answer, events = chat(OneToken(end, 2), stream=True)
+    engine = OneToken(end, 2)
+    answer, events = chat(engine, stream=True)
+    assert len(engine.aborted) == 1  # where other completions would go on
     rows = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
     assert answer.status_code == 200 and rows[-1]["error"]["code"] == code
     assert "".join(row["choices"][0]["delta"]["content"] for row in rows[:-1]) == "oo"
