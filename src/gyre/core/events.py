@@ -1,5 +1,5 @@
-"""Event schema: every kind of event, its fields with type, unit and meaning. In: a kind and fields.
-Out: an assertion where they do not fit.
+"""Event schema: every kind of event, its fields with type, unit and meaning. Past 500 lines: it is
+one table. In: a kind and fields. Out: an assertion where they do not fit.
 
 A field name means the same in every event that has it; `own` holds the few that differ.
 docs/events.md is made from this table (`make docs`) and adds the modules that emit each kind.
