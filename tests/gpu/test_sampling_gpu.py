@@ -21,7 +21,7 @@ from gyre.engine.sampling.logits_processors import Past, make_shaping
 from gyre.engine.sampling.logprobs import find_best, score_targets
 from gyre.engine.sampling.sampler import Rules, choose, make_rules
 from gyre.engine.sampling.truncation import keep_by_bisection, keep_by_candidates, make_cut
-from gyre.planner.memory_model.components import engine_bytes
+from gyre.planner.memory_model.engine import engine_bytes
 from gyre.planner.plan import ModelNumbers
 
 pytestmark = [

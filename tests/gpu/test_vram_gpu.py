@@ -23,8 +23,8 @@ from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import spec_from_shape
 from gyre.planner.hardware import saving_on_cuda
-from gyre.planner.memory_model.components import activation_bytes
 from gyre.planner.plan import ModelNumbers
+from planner_cases import activation_bytes
 
 pytestmark = [
     pytest.mark.gpu,

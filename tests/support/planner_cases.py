@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,17 +13,28 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gyre.core.records import Component
+from gyre.core.records import Checkpointing, Component, Matmul, Phase
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.logprobs import token_logprobs
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import ModelSpec, spec_from_shape
-from gyre.planner.memory_model.components import predict_components
-from gyre.planner.memory_model.peaks import TrainingJob
+from gyre.planner.memory_model import components, peaks
+from gyre.planner.memory_model import job as jobs
+from gyre.planner.memory_model.engine import make_engine
+from gyre.planner.memory_model.job import TrainingJob, layout_of
+from gyre.planner.memory_model.peaks import PeakInstant, phase_moments
+from gyre.planner.memory_model.states import Layout
 from gyre.planner.model_zoo import find_shape, model_numbers
-from gyre.planner.plan import Dtype, PlanInputs
+from gyre.planner.plan import (
+    ComponentPlan,
+    DeviceKind,
+    Dtype,
+    ModelNumbers,
+    PlanInputs,
+    Saving,
+)
 
 CPU = torch.device("cpu")
 PAGE_BYTES = 4096  # of host memory, of which a component takes whole ones
@@ -59,6 +71,99 @@ def make_job(
         "most_tokens_per_update": update,
     }
     return TrainingJob(**{**base, **changes})
+
+
+def job_of(
+    inputs: PlanInputs,
+    dtype: Dtype,
+    *,
+    saving: Saving = "torch_cpu",
+    page_tokens: int = 16,
+    max_running: int = 8,
+) -> TrainingJob:
+    engine = make_engine(
+        inputs,
+        dtype=dtype,
+        saving=saving,
+        page_tokens=page_tokens,
+        max_running=max_running,
+        running=max_running,
+    )
+    return jobs.make_job(
+        inputs, dtype=dtype, saving=saving, engine=engine if inputs.online else None
+    )
+
+
+def predict_components(
+    inputs: PlanInputs,
+    *,
+    dtype: Dtype,
+    page_tokens: int,
+    kv_pages: int,
+    device: DeviceKind = "cpu",
+) -> tuple[ComponentPlan, ...]:
+    """What a run with these settings keeps."""
+    return components.predict_components(
+        job_of(inputs, dtype, page_tokens=page_tokens),
+        layout_of(inputs, 0),
+        kv_pages=kv_pages,
+        device=device,
+        disk_tier=inputs.disk_tier,
+    )
+
+
+def working_bytes(
+    inputs: PlanInputs,
+    *,
+    dtype: Dtype,
+    saving: Saving,
+    tokens_per_chunk: int,
+    page_tokens: int,
+    max_running: int,
+) -> dict[Phase, int]:
+    """What a run with these settings has beside the components."""
+    job = job_of(inputs, dtype, saving=saving, page_tokens=page_tokens, max_running=max_running)
+    return peaks.working_bytes(job, layout_of(inputs, tokens_per_chunk))
+
+
+def train_moments(job: TrainingJob, layout: Layout) -> tuple[PeakInstant, ...]:
+    """The four instants of a training step, of the models that are trained alone."""
+    alone = replace(job, engine=None, reference=False, reward_model=None)
+    return phase_moments(alone, layout, "resident", 0)[1:]
+
+
+def activation_bytes(
+    model: ModelNumbers,
+    dtype: Dtype,
+    tokens: int,
+    *,
+    longest: int,
+    saving: Saving,
+    checkpointing: Checkpointing = "none",
+    matmul: Matmul = "same",
+) -> int:
+    """What one chunk on one rank keeps for its backward pass, and the largest temporaries of that
+    pass."""
+    job = TrainingJob(
+        model=model,
+        dtype=dtype,
+        saving=saving,
+        longest=longest,
+        mean_tokens=longest,
+        tokens_per_update=tokens,
+        most_tokens_per_update=tokens,
+        matmul=matmul,
+    )
+    layout = Layout(
+        gpus=1,
+        zero=0,
+        shard_ranks=1,
+        checkpointing=checkpointing,
+        tokens_per_chunk=tokens,
+        offload_optimizer="none",
+        offload_gradients=False,
+    )
+    return peaks.working_bytes(job, layout)["train"]
 
 
 class Storages(TorchDispatchMode):

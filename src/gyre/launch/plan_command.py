@@ -19,10 +19,10 @@ from gyre.engine.config import PAGE_TOKENS, EngineConfig, plan_engine
 from gyre.launch.factories import find_spec, make_tokenizer
 from gyre.launch.stages import Stage, StageData, load_stage_data, plan_stages, read_inputs
 from gyre.models.spec import ModelSpec
-from gyre.planner.batch_sizes import check_lengths, longest_sequence
+from gyre.planner.batch_sizes import check_lengths
 from gyre.planner.gpus import Gpu, find_gpu
-from gyre.planner.memory_model.components import ITEM_BYTES, engine_buffer_bytes, engine_bytes
-from gyre.planner.memory_model.peaks import MIB, Engine, TrainingJob
+from gyre.planner.memory_model.engine import make_engine
+from gyre.planner.memory_model.job import TrainingJob, make_job
 from gyre.planner.model_zoo import SHAPES, find_shape, model_numbers
 from gyre.planner.plan import Dtype, PlanInputs, Saving, best_dtype
 from gyre.planner.report.checklist import Settings, inference_lines, training_lines
@@ -36,7 +36,6 @@ from gyre.trainer.config import SnapshotConfig
 
 # times the published context: what the Qwen3 model cards state for YaRN (arXiv 2309.00071)
 STRETCH = 4
-GRAPH_BYTES = 256 * MIB  # private pools of the engine's graphs; an estimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +130,7 @@ def plan_stages_for(
         check_lengths(inputs)
         check_matmul(inputs, cluster.gpu)
         fixed = fixed_by(config, request)
-        found[stage.name] = choose(make_job(inputs, dtype, cluster), cluster, fixed), settings
+        found[stage.name] = choose(job_for(inputs, dtype, cluster), cluster, fixed), settings
     return _answer(found, spec, request.columns)
 
 
@@ -155,54 +154,21 @@ def fixed_by(config: RunConfig, request: PlanRequest) -> Fixed:
     )
 
 
-def make_job(inputs: PlanInputs, dtype: Dtype, cluster: GpuCluster) -> TrainingJob:
-    """Return a stage as the search sees it. Completions are taken to be half as long as they may
-    be."""
-    longest = longest_sequence(inputs)
-    sequences = inputs.prompts_per_step * inputs.completions_per_prompt
-    per_update = inputs.sequences_per_update or sequences
-    mean = inputs.max_prompt_tokens + inputs.max_completion_tokens // 2
-    generated = inputs.max_completion_tokens // 2
-    engine = None
+def job_for(inputs: PlanInputs, dtype: Dtype, cluster: GpuCluster) -> TrainingJob:
+    """Return a stage as the search sees it: a GPU runs its part of the completions."""
+    engine, saving = None, _saving(dtype, cluster.gpu)
     if inputs.online:
+        sequences = inputs.prompts_per_step * inputs.completions_per_prompt
         most = inputs.max_running or sequences
-        running = min(most, ceil_div(sequences, cluster.gpus))
-        model, tokens = inputs.model, inputs.engine_tokens_per_step
-        engine = Engine(
-            running=running,
-            longest=longest,
-            kv_bytes_per_token=2 * model.num_layers * model.kv_size * ITEM_BYTES[dtype],
-            working_bytes=engine_bytes(model, dtype, tokens=tokens, running=running, longest=0),
-            graph_bytes=GRAPH_BYTES,
-            buffer_bytes=engine_buffer_bytes(
-                inputs,
-                dtype=dtype,
-                page_tokens=inputs.page_tokens or PAGE_TOKENS["cuda"],
-                max_running=most,
-            ),
+        engine = make_engine(
+            inputs,
+            dtype=dtype,
+            saving=saving,
+            page_tokens=inputs.page_tokens or PAGE_TOKENS["cuda"],
+            max_running=most,
+            running=min(most, ceil_div(sequences, cluster.gpus)),
         )
-    return TrainingJob(
-        model=inputs.model,
-        dtype=dtype,
-        saving=_saving(dtype, cluster.gpu),
-        longest=longest,
-        mean_tokens=mean,
-        tokens_per_update=per_update * mean,
-        most_tokens_per_update=per_update * longest,
-        updates_per_step=ceil_div(sequences, per_update) * inputs.epochs_per_batch,
-        target_share=generated / mean if generated else 1.0,
-        matmul=inputs.matmul,
-        moments=inputs.moments,
-        critic=inputs.critic,
-        reference=inputs.reference,
-        reward_model=inputs.reward_model,
-        engine=engine,
-        snapshot_background=inputs.snapshot_background,
-        reference_average=inputs.reference_average,
-        offload_parameters=inputs.offload_parameters,
-        offload_cut_bytes=inputs.offload_cut_bytes,
-        sum_gradients=inputs.sum_gradients,
-    )
+    return make_job(inputs, dtype=dtype, saving=saving, engine=engine)
 
 
 def check_matmul(inputs: PlanInputs, gpu: Gpu) -> None:

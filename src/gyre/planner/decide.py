@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gyre.core.errors import ConfigError, MemoryBudgetError
 from gyre.core.records import Phase
@@ -16,16 +17,13 @@ from gyre.core.rounding import ceil_div
 from gyre.engine.config import PAGE_TOKENS
 from gyre.memory.config import Residency
 from gyre.memory.errors import advise_device, words
-from gyre.memory.phases import RING
 from gyre.memory.records import STAGING_BYTES, Budgets
 from gyre.planner.batch_sizes import check_lengths, derive, longest_sequence
 from gyre.planner.lighter import lighter
-from gyre.planner.memory_model.components import (
-    kv_bytes_per_page,
-    predict_components,
-    staging_bytes,
-    working_bytes,
-)
+from gyre.planner.memory_model.components import predict_components, snapshot_bytes
+from gyre.planner.memory_model.engine import make_engine
+from gyre.planner.memory_model.job import TrainingJob, layout_of, make_job
+from gyre.planner.memory_model.peaks import phase_order, start_moment, working_bytes
 from gyre.planner.memory_model.phases import walk_ring, walk_start
 from gyre.planner.plan import (
     ComponentPlan,
@@ -197,7 +195,8 @@ def _budgets(
         else:
             sizes[tier], reasons[key] = int(share * there), f"{share:.0%} of {words(there)} {what}"
     if inputs.snapshot_background:
-        sizes["host"] -= (snapshots := _snapshot_bytes(inputs, dtype))
+        job = make_job(inputs, dtype=dtype, saving=hardware.saving, engine=None)
+        sizes["host"] -= (snapshots := snapshot_bytes(job, layout_of(inputs, 0)))
         reasons["host_budget_bytes"] += f", less {words(snapshots)} that snapshots are staged in"
         if sizes["host"] < 0:
             raise MemoryBudgetError(
@@ -218,16 +217,18 @@ def _budgets(
     )
 
 
-def _snapshot_bytes(inputs: PlanInputs, dtype: Dtype) -> int:
-    return staging_bytes(
-        inputs.model,
-        dtype,
-        trained=2 if inputs.critic else 1,
-        reference=inputs.reference,
-        average=inputs.reference_average,
-        ranks=inputs.ranks,
-        moments=inputs.moments,
-    )
+def _job(inputs: PlanInputs, base: _Base) -> TrainingJob:
+    engine = None
+    if inputs.online:
+        engine = make_engine(
+            inputs,
+            dtype=base.dtype,
+            saving=base.saving,
+            page_tokens=base.page_tokens,
+            max_running=base.max_running,
+            running=base.max_running,
+        )
+    return make_job(inputs, dtype=base.dtype, saving=base.saving, engine=engine)
 
 
 def _fit_or_refuse(inputs: PlanInputs, base: _Base, per_update: int) -> _Trial:
@@ -292,44 +293,36 @@ def _try(
     inputs: PlanInputs, base: _Base, residency: Residency, tokens: int, *, whole_kv: bool
 ) -> _Trial:
     """Return the phases under these sizes. MemoryBudgetError if they don't fit."""
-    working = working_bytes(
-        inputs,
-        dtype=base.dtype,
-        saving=base.saving,
-        tokens_per_chunk=tokens,
-        page_tokens=base.page_tokens,
-        max_running=base.max_running,
-    )
-    pages = _kv_pages(inputs, base, residency, working["rollout"], whole=whole_kv)
-    components = predict_components(
-        inputs, dtype=base.dtype, page_tokens=base.page_tokens, kv_pages=pages, device=base.device
-    )
-    order: tuple[Phase, ...] = RING if inputs.online else ("score", "train", "evaluate")
+    job, layout = _job(inputs, base), layout_of(inputs, tokens)
+    working = working_bytes(job, layout)
+    there: dict[str, Any] = {"device": base.device, "disk_tier": inputs.disk_tier}
+    bare = predict_components(job, layout, kv_pages=0, **there)
+    pages = _kv_pages(inputs, base, job, residency, working["rollout"], bare, whole=whole_kv)
+    components = predict_components(job, layout, kv_pages=pages, **there)
     cuda = base.device == "cuda"
-    phases = walk_ring(components, working, base.budgets, residency, order, keeps_pages=cuda)
+    phases = walk_ring(
+        components, working, base.budgets, residency, phase_order(job), keeps_pages=cuda
+    )
+    start = start_moment(job, layout, components, phases[0].device)
+    _check_start(start.allocated_bytes, base.budgets)
     return _Trial(
         residency=residency,
         tokens_per_chunk=tokens,
         kv_pages=pages,
         components=components,
         working=working,
-        start=_start_that_fits(components, phases[0], base.budgets),
+        start=walk_start(components, phases[0], start.allocated_bytes),
         phases=phases,
     )
 
 
-def _start_that_fits(
-    components: Sequence[ComponentPlan], first: PhasePlan, budgets: Budgets
-) -> PhasePlan:
-    start = walk_start(components, first)
-    if start.peak_device_bytes > budgets.device_bytes:
+def _check_start(peak_bytes: int, budgets: Budgets) -> None:
+    if peak_bytes > budgets.device_bytes:
         raise MemoryBudgetError(
             f"a stage cannot begin in {words(budgets.device_bytes)} of the device: its models need "
-            f"{words(start.peak_device_bytes)} while they are made, one after the other",
-            hint=f"{advise_device(budgets, start.peak_device_bytes)}, or set memory.residency = "
-            "'phase'",
+            f"{words(peak_bytes)} while they are made, one after the other",
+            hint=f"{advise_device(budgets, peak_bytes)}, or set memory.residency = 'phase'",
         )
-    return start
 
 
 def _pages_wanted(inputs: PlanInputs, base: _Base) -> tuple[int, int]:
@@ -339,29 +332,32 @@ def _pages_wanted(inputs: PlanInputs, base: _Base) -> tuple[int, int]:
 
 
 def _kv_pages(
-    inputs: PlanInputs, base: _Base, residency: Residency, working: int, *, whole: bool
+    inputs: PlanInputs,
+    base: _Base,
+    job: TrainingJob,
+    residency: Residency,
+    working: int,
+    bare: Sequence[ComponentPlan],
+    *,
+    whole: bool,
 ) -> int:
-    """Return as many as can be used; fewer where the device does not hold them, but enough for one
-    sequence."""
-    if not inputs.online:
+    """Return as many as can be used; fewer where the device does not hold them beside the `bare`
+    components, which have none, but enough for one sequence."""
+    if job.engine is None:
         return 0
     if inputs.kv_pages is not None:
         return inputs.kv_pages
     each, wanted = _pages_wanted(inputs, base)
     if whole:
         return wanted
-    page_bytes = kv_bytes_per_page(inputs.model, base.dtype, base.page_tokens)
-    others = predict_components(
-        inputs, dtype=base.dtype, page_tokens=base.page_tokens, kv_pages=0, device=base.device
-    )
     beside = sum(
         component.size_bytes
-        for component in others
+        for component in bare
         if component.name != "engine.kv"
         and "device" in component.tiers
         and (residency == "resident" or "rollout" in component.phases or not component.leave)
     )
-    room = (base.budgets.device_bytes - working - beside) // page_bytes - 1
+    room = (base.budgets.device_bytes - working - beside) // job.engine.page_bytes - 1
     return max(each, min(wanted, room))
 
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from gyre.distributed.config import Zero
 from gyre.planner.batch_sizes import longest_sequence
+from gyre.planner.memory_model.job import MODELS
 from gyre.planner.memory_model.states import Offload
 from gyre.planner.plan import PlanInputs, Shards
 from gyre.planner.search.candidates import CHECKPOINTING
@@ -19,7 +20,6 @@ from gyre.planner.ways import CHEAPEST_FIRST, Way
 
 Found = TypeVar("Found")
 Change = tuple[str, PlanInputs]  # words, what is asked with it
-MODELS = ("actor", "critic", "reference", "reward")
 STAGES: tuple[Zero, ...] = (1, 2, 3)
 
 

@@ -20,6 +20,7 @@ from gyre.planner.batch_sizes import (
     longest_sequence,
 )
 from gyre.planner.decide import make_plan
+from gyre.planner.memory_model.peaks import start_moment
 from gyre.planner.memory_model.phases import place_at_start, walk_ring, walk_start
 from gyre.planner.plan import (
     ComponentPlan,
@@ -32,7 +33,8 @@ from gyre.planner.plan import (
     Sizes,
     best_dtype,
 )
-from unit.planner.memory_model.test_exact_bytes import TOY, P, make_inputs
+from unit.planner.memory_model.test_exact_bytes import FLAT, TOY, P, make_inputs
+from unit.planner.search.test_exact_search import make_job
 
 HOST = Hardware(
     device="cpu",
@@ -202,21 +204,22 @@ def test_a_stage_makes_its_models_one_after_the_other() -> None:
         disk={"critic.params": 50},
         **PLACE,
     )
-    found = walk_start(parts, first)
-    assert found == PhasePlan(
+    assert walk_start(parts, first, 100) == PhasePlan(
         phase="idle", device=first.device, host=first.host, disk=first.disk,
         working_bytes=0, peak_device_bytes=100, peak_host_bytes=167, moved_bytes=100 + 50 + 60,
     )  # fmt: skip
-    larger = [replace(one, size_bytes=200) if one.name == "engine.kv" else one for one in parts]
-    assert walk_start(larger, first).peak_device_bytes == 30 + 200, (
-        "the engine comes to what stayed"
-    )
     stays = replace(first, device={**first.device, "reference": 100}, host={})
-    assert walk_start(parts, stays).peak_device_bytes == 100 + 30 + 60 + 5
-    assert walk_start(parts, stays).moved_bytes == 50
+    assert walk_start(parts, stays, 0).moved_bytes == 50
+
+    def peak(parts: list[ComponentPlan], first: PhasePlan) -> int:
+        return start_moment(make_job(), FLAT, parts, first.device).allocated_bytes
+
+    assert peak(parts, first) == 100
+    larger = [replace(one, size_bytes=200) if one.name == "engine.kv" else one for one in parts]
+    assert peak(larger, first) == 30 + 200, "the engine comes to what stayed"
+    assert peak(parts, stays) == 100 + 30 + 60 + 5
     parked = replace(first, device={}, host={}, disk={"reference": 100})
-    assert walk_start(parts, parked).peak_device_bytes == 100
-    assert walk_start([], first).peak_device_bytes == 0
+    assert peak(parts, parked) == 100
 
 
 def budgets(device: int, host: int = 0, disk: int = 0, **more: Any) -> Budgets:

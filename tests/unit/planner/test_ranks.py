@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 
 from fsdp_cases import held_between_chunks
-from gyre.planner.memory_model.components import predict_components
 from gyre.planner.memory_model.states import Layout, frozen_bytes, state_bytes, unsummed_bytes
 from gyre.planner.model_zoo import model_numbers
 from gyre.planner.plan import PlanInputs, Shards
 from gyre.planner.search.speed import chunks_per_update, sent_bytes
-from planner_cases import make_job
+from planner_cases import make_job, predict_components
 from trainer_cases import SPEC
 from zero_cases import LAYOUTS, alive_bytes, held_bytes, measures
 

@@ -1,21 +1,22 @@
-"""Peaks: the device bytes of one rank at each instant that may be its peak. In: a TrainingJob, a
-Layout. Out: PeakInstants with their parts; the peak is the largest. Pure arithmetic over
-`activations` and `states`.
+"""Peaks: the device bytes of one rank at each instant that may be its peak. Pure arithmetic.
 
-A training step has four such instants: the loss, the deepest layer, the end of the backward pass
-and the optimizer step. Others are between steps, while the engine has the GPU, and the begin of a
+In: a TrainingJob, a Layout. Out: PeakInstants with their parts; the working bytes of each phase. A
+training step has four such instants: the loss, the deepest layer, the end of the backward pass and
+the optimizer step. Others are between steps, while the engine has the GPU, and the begin of a
 stage.
+
+What a run's plan and the search for a layout say of memory comes from here and from `components`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from gyre.core.records import Matmul, Moments
+from gyre.core.records import Phase
 from gyre.core.rounding import ceil_div
-from gyre.distributed.config import SumGradients
 from gyre.memory.config import Residency
+from gyre.memory.phases import RING
 from gyre.planner.memory_model.activations import (
     ITEM_BYTES,
     again_bytes,
@@ -25,26 +26,18 @@ from gyre.planner.memory_model.activations import (
     layer_backward_bytes,
     saved_bytes,
 )
-from gyre.planner.memory_model.components import staging_bytes
+from gyre.planner.memory_model.components import predict_components, snapshot_bytes
+from gyre.planner.memory_model.job import TrainingJob
 from gyre.planner.memory_model.states import (
     FLOAT,
     Layout,
-    away_bytes,
-    device_staging_bytes,
-    disk_state_bytes,
-    frozen_bytes,
     gathered_bytes,
     head_parameters,
-    host_staging_bytes,
-    host_state_bytes,
     layer_group_bytes,
-    most_chunks,
-    room_bytes,
     root_parameters,
-    state_bytes,
     unsummed_bytes,
 )
-from gyre.planner.plan import Dtype, ModelNumbers, Saving
+from gyre.planner.plan import ComponentPlan, Dtype, ModelNumbers, Saving
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -60,59 +53,9 @@ FRAGMENT_SHARE = 0.10
 WORKSPACE_BYTES = 96 * MIB
 KEPT = "kept activations"
 UNSUMMED = "gradients not yet summed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
-    """What generation needs on each GPU beside the trainer."""
-
-    running: int  # completions of full length that should hold pages at the same time, per GPU
-    longest: int  # tokens of a sequence
-    kv_bytes_per_token: int
-    working_bytes: int  # a step's temporaries and logits
-    graph_bytes: int  # private pools of CUDA graphs
-    buffer_bytes: int = 0  # scratch, staging and logits with fixed addresses, which the graphs have
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingJob:
-    """What is trained, whatever it runs on."""
-
-    model: ModelNumbers
-    dtype: Dtype
-    saving: Saving
-    longest: int  # tokens of the longest sequence; a chunk holds at least one
-    mean_tokens: int  # of a sequence: attention's share of the work
-    tokens_per_update: int  # over all ranks, expected
-    most_tokens_per_update: int  # when every sequence is as long as it may be
-    updates_per_step: int = 1  # between two hand-overs to the engine
-    target_share: float = 1.0  # of the tokens that have a loss
-    matmul: Matmul = "same"
-    moments: Moments = "float32"
-    critic: bool = False
-    reference: bool = False
-    reward_model: ModelNumbers | None = None
-    engine: Engine | None = None  # None: nothing is generated
-    snapshot_background: bool = False  # snapshots are staged in host memory, which stays taken
-    reference_average: bool = False
-    offload_parameters: tuple[str, ...] = ()  # models whose weights live in host memory
-    offload_cut_bytes: int = 128 * MIB  # of offloaded state that visits the device at a time
-    sum_gradients: SumGradients = "chunk"  # when ranks that hold shards sum their gradients
-
-    @property
-    def copies(self) -> int:
-        """Models that are trained."""
-        return 2 if self.critic else 1
-
-    def chunk_tokens(self, layout: Layout) -> int:
-        """Return the tokens of a rank's fullest chunk: an update may be too small to fill one."""
-        share = max(self.longest, ceil_div(self.most_tokens_per_update, layout.gpus))
-        return min(layout.tokens_per_chunk, share)
-
-    def most_chunks(self, layout: Layout) -> int:
-        """Return the most chunks that a rank has in an update."""
-        tokens, room = self.most_tokens_per_update, layout.tokens_per_chunk
-        return most_chunks(tokens, longest=self.longest, ranks=layout.gpus, tokens_per_chunk=room)
+# two buckets, as in weights.gather, and what one rank of two sends of them
+HANDOVER_BYTES = 3 * (256 << 20)
+MADE_IN_TURN = ("reference", "critic", "actor", "reward", "engine")  # owners, as stages make them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,63 +71,19 @@ class PeakInstant:
         return sum(self.parts.values())
 
 
-def train_moments(
-    job: TrainingJob, layout: Layout, beside: Mapping[str, int] | None = None
-) -> tuple[PeakInstant, ...]:
-    """Return the four instants of a training step. `beside`: what else stays on the device
-    meanwhile."""
-    base = _resident(job, layout) | dict(beside or {})
-    tokens, m, dtype = job.chunk_tokens(layout), job.model, job.dtype
-    item = ITEM_BYTES[dtype]
-    targets = min(tokens - 1, max(1, round(tokens * job.target_share)))
-    kept = saved_bytes(
-        m,
-        dtype,
-        job.saving,
-        layout.checkpointing,
-        tokens=tokens,
-        targets=targets,
-        longest=job.longest,
-    )
-    gathered = {"gathered weights": gathered_bytes(m, dtype, layout, job.matmul)}
-    head = item * m.embedding_parameters if m.tied else 0  # waits for the embedding's gradient
-    whole_head, summed = (
-        (item * head_parameters(m), FLOAT * head_parameters(m)) if layout.zero >= 2 else (0, 0)
-    )
-    chunks = job.most_chunks(layout)
-    waiting = {UNSUMMED: job.copies * unsummed_bytes(m, layout, chunks)}
-    # what stays from one chunk to the next
-    between = waiting | (gathered if layout.zero == 2 and chunks > 1 else {})
-    loss = max(
-        head_forward_bytes(m, job.saving, targets),
-        head_backward_bytes(m, dtype, job.saving, targets),
-    )
-    layer = layer_backward_bytes(m, dtype, tokens, job.matmul) + layer_group_bytes(
-        m, dtype, layout, job.matmul
-    )
-    embedding = item * m.embedding_parameters + head
-    if waiting[UNSUMMED]:  # what is reduced leaves its place among these
-        layer, summed = max(layer, summed), 0
-    elif layout.zero >= 2:  # the root group is reduced as one, when its last gradient is there
-        embedding = max(embedding, (item + FLOAT) * root_parameters(m))
-    again = again_bytes(m, dtype, job.saving, layout.checkpointing, tokens, longest=job.longest)
-    during = {**base, **gathered, **waiting, KEPT: kept}
-    let_go = {
-        "gathered weights": gathered["gathered weights"] - (whole_head if layout.zero == 3 else 0)
+def phase_order(job: TrainingJob) -> tuple[Phase, ...]:
+    """Return the phases of an iteration."""
+    return RING if job.engine is not None else ("score", "train", "evaluate")
+
+
+def working_bytes(job: TrainingJob, layout: Layout) -> dict[Phase, int]:
+    """Return the device bytes beside the components, by phase; on a GPU with the engine's buffers,
+    which stay in all of them."""
+    kept = sum(_fixed(job).values())
+    return {
+        phase: kept + max((instant.allocated_bytes for instant in instants), default=0)
+        for phase, instants in _passing(job, layout).items()
     }
-    deepest = let_go | {
-        "computed again": again,
-        "layer's gradients": layer,
-        "head's gradient": head + summed,
-    }
-    return (
-        _moment("loss", during | {"log-probs": loss}),
-        _moment("deepest layer", during | deepest),
-        _moment(
-            "end of backward", base | between | {"embedding's and head's gradients": embedding}
-        ),
-        _moment("optimizer step", base),
-    )
 
 
 def phase_moments(
@@ -193,70 +92,163 @@ def phase_moments(
     """Return every instant of an iteration. "resident": nothing leaves the device. "phase": what a
     phase does not need is on the host, or destroyed. `running` completions of full length hold
     pages."""
-    frozen, engine = _frozen(job, layout), _engine(job, layout, running)
-    stays, always = residency == "resident", _fixed(job)
-    moments = [
-        _start_moment(job, layout, engine if stays else None),
-        *train_moments(job, layout, frozen | engine if stays else always),
-    ]
-    if job.engine is not None or frozen:
-        states = _resident(job, layout)
-        parked = {
-            name: size for name, size in states.items() if name.endswith((".params", ".rooms"))
-        }
-        beside = states | engine if stays else parked | always
-        moments.append(_score_moment(job, layout, beside | frozen))
-    if job.engine is not None:
-        parts = (_resident(job, layout) | frozen if stays else {}) | engine
-        if layout.zero < 2:  # the engine reads the trainer's whole compute weights
-            parts["actor.params"] = _states(job, layout)["actor.params"]
-        moments.append(_moment("rollout", parts | {"engine's step": job.engine.working_bytes}))
+    pages = running * job.engine.pages_per_sequence if job.engine is not None else 0
+    components, passing = predict_components(job, layout, kv_pages=pages), _passing(job, layout)
+    order = phase_order(job)
+    first = {c.name for c in components if _is_held(c, order[0], residency)}
+    moments = [start_moment(job, layout, components, first)]
+    # An evaluation needs no more than a rollout or a training step.
+    phases: tuple[Phase, ...] = ("train", "score", "handover", "rollout")
+    for phase in phases:
+        held = {c.name: c.size_bytes for c in components if _is_held(c, phase, residency)}
+        held |= _fixed(job)
+        moments += [_moment(one.name, {**held, **one.parts}) for one in passing[phase]]
     return tuple(moments)
 
 
-def _start_moment(
-    job: TrainingJob, layout: Layout, engine: Mapping[str, int] | None
+def _is_held(component: ComponentPlan, phase: Phase, residency: Residency) -> bool:
+    """Return whether a component is on the device: the rule of memory.ledger where nothing, or all
+    that can, leaves."""
+    if "device" not in component.tiers:
+        return False
+    return residency == "resident" or phase in component.phases or not component.leave
+
+
+def start_moment(
+    job: TrainingJob, layout: Layout, components: Sequence[ComponentPlan], first: Collection[str]
 ) -> PeakInstant:
-    """Return the instant when a stage begins: a rank makes its part of each model and reads its own
-    runs. Master weights are rounded to the compute dtype on the way, a run at a time. Without
-    `engine`, phases take turns: what the first one does not need is parked when its model is
-    made."""
-    models, item = (job.model, *_frozen_models(job).values()), ITEM_BYTES[job.dtype]
-    # of a tensor
-    largest = max(max(m.embedding_parameters, 2 * m.mlp_size * m.hidden_size) for m in models)
-    run = (
-        item * ceil_div(largest, layout.shard_ranks)
-        if layout.zero >= 2 and job.dtype != "float32"
-        else 0
-    )
-    states, frozen, reading = _resident(job, layout), _frozen(job, layout), {"run being read": run}
-    if engine is not None:
-        return _moment("start", {**states, **frozen, **engine, **reading})
-    actor = {name: size for name, size in states.items() if name.startswith("actor.")}
-    kept = {} if job.engine is not None else frozen  # the first phase is a rollout, or else a score
-    first = _moment("start", {**actor, **kept, **reading})
-    last = _moment("start", {"actor.params": actor.get("actor.params", 0), **frozen, **reading})
-    return max(first, last, key=lambda moment: moment.allocated_bytes)
-
-
-def _score_moment(job: TrainingJob, layout: Layout, beside: Mapping[str, int]) -> PeakInstant:
-    """Log-probs without a gradient, of the policy and of the frozen models; the one of them that
-    takes most."""
-    tokens = job.chunk_tokens(layout)
-    passes = []
-    for model in (job.model, *_frozen_models(job).values()):
-        one_layer = forward_layer_bytes(model, job.dtype, job.saving, tokens, longest=job.longest)
-        forward = {
-            "gathered weights": gathered_bytes(model, job.dtype, layout, job.matmul),
-            "forward pass": one_layer + head_forward_bytes(model, job.saving, tokens),
+    """Return the fullest instant while a stage begins. Owners are made one after the other; what
+    the `first` phase does not hold on the device leaves as soon as its owner is there. A rank reads
+    its own runs of each model; weights in shards are rounded to the compute dtype on the way."""
+    held: dict[str, int] = {}
+    moments = []
+    for owner in MADE_IN_TURN:
+        own = {
+            c.name: c.size_bytes
+            for c in components
+            if c.name.partition(".")[0] == owner and "device" in c.tiers
         }
-        passes.append(_moment("score", {**beside, **forward}))
+        if own:
+            beside = (
+                _fixed(job) if owner == "engine" else {"run being read": _run_bytes(job, layout)}
+            )
+            moments.append(_moment("start", held | own | beside))
+        held |= {name: size for name, size in own.items() if name in first}
+    return max(moments, key=lambda moment: moment.allocated_bytes)
+
+
+def _run_bytes(job: TrainingJob, layout: Layout) -> int:
+    """Return a rank's run of the largest tensor, where it is rounded as it is read."""
+    if layout.zero < 2 or job.dtype == "float32":
+        return 0
+    models = (job.model, *job.frozen.values())
+    largest = max(max(m.embedding_parameters, 2 * m.mlp_size * m.hidden_size) for m in models)
+    return ITEM_BYTES[job.dtype] * ceil_div(largest, layout.shard_ranks)
+
+
+def _passing(job: TrainingJob, layout: Layout) -> dict[Phase, tuple[PeakInstant, ...]]:
+    """Return the instants of each phase, with what they hold beside the components and the engine's
+    fixed buffers."""
+    score = _score(job, layout)
+    asks = job.engine is not None or bool(job.frozen)
+    found: dict[Phase, tuple[PeakInstant, ...]] = {
+        "score": (score,) if asks else (),
+        "train": _train(job, layout),
+        "evaluate": (score,),
+        "rollout": (),
+        "handover": (),
+    }
+    if job.engine is not None:
+        step = _moment("rollout", {"engine's step": job.engine.working_bytes})
+        found |= {"rollout": (step,), "evaluate": (step,)}
+        if coming := _handover_bytes(job, layout):
+            found["handover"] = (_moment("handover", {"weights on their way": coming}),)
+    return found
+
+
+def _handover_bytes(job: TrainingJob, layout: Layout) -> int:
+    """Return the buckets of a gather, and what it overwrites, which is kept until it is whole."""
+    own = ITEM_BYTES[job.dtype] * job.model.num_parameters if job.own_weights(layout) else 0
+    return min(HANDOVER_BYTES, 2 * own) + own
+
+
+def _train(job: TrainingJob, layout: Layout) -> tuple[PeakInstant, ...]:
+    """Return the four instants of a training step."""
+    m, dtype, layouts = job.model, job.dtype, [layout.of(owner) for owner in job.trained]
+    item, tokens, chunks = ITEM_BYTES[dtype], job.chunk_tokens(layout), job.most_chunks(layout)
+    targets = min(tokens - 1, max(1, round(tokens * job.target_share)))
+    waiting = sum(unsummed_bytes(m, one, chunks) for one in layouts)
+    gathered = {
+        one: sum(gathered_bytes(m, dtype, here, job.matmul) for here in layouts if here.zero == one)
+        for one in (2, 3)
+    }
+    whole = {"gathered weights": sum(gathered.values()), UNSUMMED: waiting}
+    # what stays from one chunk to the next
+    between = {"gathered weights": gathered[2] if chunks > 1 else 0, UNSUMMED: waiting}
+    head = item * m.embedding_parameters if m.tied else 0  # waits for the embedding's gradient
+    lets_go = item * head_parameters(m) if layout.zero == 3 else 0  # by the deepest layer
+    summed = FLOAT * head_parameters(m) if layout.zero >= 2 else 0
+    layer = max(layer_group_bytes(m, dtype, one, job.matmul) for one in layouts)
+    layer += layer_backward_bytes(m, dtype, tokens, job.matmul)
+    embedding = item * m.embedding_parameters + head
+    if waiting:  # what is reduced leaves its place among these
+        layer, summed = max(layer, summed), 0
+    elif layout.zero >= 2:  # the root group is reduced as one, when its last gradient is there
+        embedding = max(embedding, (item + FLOAT) * root_parameters(m))
+    kept = _kept_bytes(job, layout, tokens, targets)
+    again = again_bytes(m, dtype, job.saving, layout.checkpointing, tokens, longest=job.longest)
+    loss = max(
+        head_forward_bytes(m, job.saving, targets),
+        head_backward_bytes(m, dtype, job.saving, targets),
+    )
+    deepest = {
+        KEPT: kept,
+        "gathered weights": whole["gathered weights"] - lets_go,
+        "computed again": again,
+        "layer's gradients": layer,
+        "head's gradient": head + summed,
+    }
+    return (
+        _moment("loss", whole | {KEPT: kept, "log-probs": loss}),
+        _moment("deepest layer", whole | deepest),
+        _moment("end of backward", between | {"embedding's and head's gradients": embedding}),
+        _moment("optimizer step", {}),
+    )
+
+
+def _kept_bytes(job: TrainingJob, layout: Layout, tokens: int, targets: int) -> int:
+    """Return the activations of a chunk that its backward pass wants."""
+    return saved_bytes(
+        job.model,
+        job.dtype,
+        job.saving,
+        layout.checkpointing,
+        tokens=tokens,
+        targets=targets,
+        longest=job.longest,
+    )
+
+
+def _score(job: TrainingJob, layout: Layout) -> PeakInstant:
+    """Log-probs without a gradient, of the policy and of the frozen models; the one of them that
+    takes most. In shards it has what is outside the layers whole, and two layers."""
+    tokens, passes = job.chunk_tokens(layout), []
+    models = dict.fromkeys(job.trained, job.model) | job.frozen
+    for owner, model in models.items():
+        one, layers = layout.of(owner), 2 * ITEM_BYTES[job.dtype] * model.layer_parameters
+        gathered = gathered_bytes(model, job.dtype, one, job.matmul)
+        forward = forward_bytes(model, job.dtype, tokens, longest=job.longest, saving=job.saving)
+        weights = gathered + layers if one.zero >= 2 else 0
+        passes.append(_moment("score", {"gathered weights": weights, "forward pass": forward}))
     return max(passes, key=lambda moment: moment.allocated_bytes)
 
 
-def page_bytes(job: TrainingJob) -> int:
-    """KV pages of one completion of full length."""
-    return job.engine.longest * job.engine.kv_bytes_per_token if job.engine is not None else 0
+def forward_bytes(
+    model: ModelNumbers, dtype: Dtype, tokens: int, *, longest: int, saving: Saving
+) -> int:
+    """Return a forward pass without a backward: one layer's temporaries at a time."""
+    layer = forward_layer_bytes(model, dtype, saving, tokens, longest=longest)
+    return layer + head_forward_bytes(model, saving, tokens)
 
 
 def device_bytes_of(moment: PeakInstant, layout: Layout) -> int:
@@ -270,109 +262,21 @@ def device_bytes_of(moment: PeakInstant, layout: Layout) -> int:
 
 def host_bytes_of(job: TrainingJob, layout: Layout, residency: Residency) -> int:
     """Pinned host memory per rank: what is offloaded, what snapshots are staged in, and under
-    "phase" everything that leaves and is not destroyed."""
-    states = _states(job, layout)
-    away = host_state_bytes(states, layout) | _host_staging(job, layout) | _frozen_away(job, layout)
-    if job.snapshot_background:
-        away["snapshots"] = staging_bytes(
-            job.model,
-            job.dtype,
-            trained=job.copies,
-            reference=job.reference,
-            average=job.reference_average,
-            ranks=layout.gpus,
-            moments=layout.moments,
-        )
-    if residency == "resident":
-        return sum(away.values())
-    on_disk = disk_state_bytes(states, layout)
-    shared = job.engine is not None and layout.zero < 2
-    leaves = {
-        name: size
-        for name, size in states.items()
-        if job.engine is not None
-        and not name.endswith(".grads")
-        and not (shared and name == "actor.params")
-        and name not in on_disk
-    }
-    frozen = {
-        name: size for name, size in _frozen(job, layout).items() if not name.endswith(".rooms")
-    }
-    return sum((away | leaves | frozen).values())
+    "phase" everything that leaves and is not destroyed. Pages that were pinned once stay so."""
+    order, found = phase_order(job), snapshot_bytes(job, layout)
+    for component in predict_components(job, layout, kv_pages=0):
+        if "device" not in component.tiers:
+            found += component.size_bytes if component.tiers[0] == "host" else 0
+        elif component.leave[:1] == ("host",):
+            stays = all(_is_held(component, phase, residency) for phase in order)
+            found += 0 if stays else component.size_bytes
+    return found
 
 
 def disk_bytes_of(job: TrainingJob, layout: Layout) -> int:
     """Return the bytes of a rank's file of offloaded state."""
-    return sum(disk_state_bytes(_states(job, layout), layout).values())
-
-
-def _states(job: TrainingJob, layout: Layout) -> dict[str, int]:
-    states = state_bytes(job.model, job.dtype, layout)
-    if job.critic:
-        states |= state_bytes(job.model, job.dtype, layout, "critic")
-    return states
-
-
-def _resident(job: TrainingJob, layout: Layout) -> dict[str, int]:
-    states = _states(job, layout)
-    away = away_bytes(states, layout)
-    places = {}
-    for owner in _owners(job):
-        given = job.model, job.dtype, layout, job.offload_cut_bytes
-        places[f"{owner}.staging"] = device_staging_bytes(*given, owner=owner)
-        places[f"{owner}.rooms"] = (
-            0 if layout.holds_weights(owner) else room_bytes(job.model, job.dtype)
-        )
-    kept = {name: size for name, size in states.items() if name not in away}
-    return kept | {name: size for name, size in places.items() if size}
-
-
-def _host_staging(job: TrainingJob, layout: Layout) -> dict[str, int]:
-    given = job.model, job.dtype, layout, job.offload_cut_bytes
-    sizes = {
-        f"{owner}.staging_host": host_staging_bytes(*given, owner=owner) for owner in _owners(job)
-    }
-    return {name: size for name, size in sizes.items() if size}
-
-
-def _owners(job: TrainingJob) -> tuple[str, ...]:
-    return ("actor", "critic") if job.critic else ("actor",)
-
-
-def _frozen(job: TrainingJob, layout: Layout) -> dict[str, int]:
-    """Return the bytes on the device of models that are not trained, while they run."""
-    sizes = {
-        owner: frozen_bytes(
-            model, job.dtype, layout, average=owner == "reference" and job.reference_average
-        )
-        for owner, model in _frozen_models(job).items()
-    }
-    there = {owner: size for owner, size in sizes.items() if layout.holds_weights(owner)}
-    away = {owner: model for owner, model in _frozen_models(job).items() if owner not in there}
-    return there | {f"{owner}.rooms": room_bytes(model, job.dtype) for owner, model in away.items()}
-
-
-def _frozen_away(job: TrainingJob, layout: Layout) -> dict[str, int]:
-    models = {
-        owner: model
-        for owner, model in _frozen_models(job).items()
-        if not layout.holds_weights(owner)
-    }
-    return {owner: frozen_bytes(model, job.dtype, layout) for owner, model in models.items()}
-
-
-def _frozen_models(job: TrainingJob) -> dict[str, ModelNumbers]:
-    found = {"reference": job.model} if job.reference else {}
-    return found | ({"reward": job.reward_model} if job.reward_model is not None else {})
-
-
-def _engine(job: TrainingJob, layout: Layout, running: int) -> dict[str, int]:
-    """Return what generation has on the device: weights of its own where the trainer's are in
-    shards, pages, what is fixed."""
-    if job.engine is None:
-        return {}
-    own = 0 if layout.zero < 2 else ITEM_BYTES[job.dtype] * job.model.num_parameters
-    return {"engine.weights": own, "engine.kv": running * page_bytes(job)} | _fixed(job)
+    components = predict_components(job, layout, kv_pages=0)
+    return sum(c.size_bytes for c in components if c.tiers == ("disk",))
 
 
 def _fixed(job: TrainingJob) -> dict[str, int]:

@@ -18,41 +18,25 @@ from gyre.memory.phases import Need, default_needs, match_name
 from gyre.memory.records import Budgets, Entry, Ledger, MovePlan
 from gyre.planner.plan import ComponentPlan, PhasePlan
 
-MADE_IN_TURN = (
-    "reference",
-    "critic",
-    "actor",
-    "reward",
-    "engine",
-)  # owners, as the trainer and launch.placement.stage_runtime make them
 
-
-def walk_start(components: Sequence[ComponentPlan], first: PhasePlan) -> PhasePlan:
+def walk_start(components: Sequence[ComponentPlan], first: PhasePlan, peak_bytes: int) -> PhasePlan:
     """Return how a stage comes to its `first` phase. Owners are made one after the other, each on
-    the device; what that phase keeps elsewhere leaves as soon as its owner is there. Weights are
-    read straight into their storage."""
-    tiers: dict[str, Tier] = {c.name: _tier_in(first, c) for c in components}
+    the device, with `peak_bytes` at most; what that phase keeps elsewhere leaves as soon as its
+    owner is there."""
     held: dict[Tier, dict[str, int]] = {"device": {}, "host": {}, "disk": {}, "none": {}}
-    peak, moved = 0, 0
-    for owner in MADE_IN_TURN:
-        own = [c for c in components if c.name.partition(".")[0] == owner]
-        made = sum(c.size_bytes for c in own if "device" in c.tiers)
-        peak = max(peak, sum(held["device"].values()) + made)
-        for component in own:
-            tier = tiers[component.name]
-            held[tier][component.name] = component.size_bytes
-            moved += (
-                component.size_bytes
-                if tier in ("host", "disk") and "device" in component.tiers
-                else 0
-            )
+    moved = 0
+    for component in components:
+        tier = _tier_in(first, component)
+        held[tier][component.name] = component.size_bytes
+        if tier in ("host", "disk") and "device" in component.tiers:
+            moved += component.size_bytes
     return PhasePlan(
         phase="idle",
         device=held["device"],
         host=held["host"],
         disk=held["disk"],
         working_bytes=0,
-        peak_device_bytes=peak,
+        peak_device_bytes=peak_bytes,
         peak_host_bytes=sum(held["host"].values()),
         moved_bytes=moved,
     )

@@ -11,14 +11,15 @@ group and repeated by each.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gyre.core.records import Checkpointing, Matmul, Moments
 from gyre.core.rounding import ceil_div
 from gyre.distributed.config import SumGradients, Zero
 from gyre.planner.memory_model.activations import ITEM_BYTES
-from gyre.planner.plan import DeviceKind, Dtype, ModelNumbers
+from gyre.planner.plan import DeviceKind, Dtype, ModelNumbers, Shards
 from gyre.trainer.adamw.blocks import BLOCK, is_coded
 from gyre.trainer.offload.slices import (
     GRADIENT_BUFFERS,
@@ -49,6 +50,14 @@ class Layout:
     moments: Moments = "float32"
     offload_parameters: tuple[str, ...] = ()  # models whose compute weights live in host memory
     sum_gradients: SumGradients = "chunk"  # when ZeRO-2 and 3 sum them over ranks
+    apart: Mapping[str, Shards] = field(default_factory=dict)  # models unlike the actor
+
+    def of(self, owner: str) -> Layout:
+        """Return the layout of one model."""
+        if owner not in self.apart:
+            return self
+        one = self.apart[owner]
+        return replace(self, zero=one.zero, shard_ranks=one.ranks)
 
     @property
     def sums_once(self) -> bool:
@@ -94,8 +103,7 @@ class Layout:
 def state_bytes(
     model: ModelNumbers, dtype: Dtype, layout: Layout, owner: str = "actor"
 ) -> dict[str, int]:
-    """Bytes per rank of one trained model, by component, all of it wherever it is. With one rank
-    they are those of `planner.memory_model.components.predict_components`."""
+    """Bytes per rank of one trained model, by component, all of it wherever it is."""
     count, shard = model.num_parameters, _shard(model.num_parameters, layout)
     if layout.zero >= 2:
         sizes = {"params": FLOAT * shard, "grads": FLOAT * shard}

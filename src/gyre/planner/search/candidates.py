@@ -14,14 +14,13 @@ from gyre.core.rounding import ceil_div
 from gyre.distributed.config import Zero
 from gyre.memory.config import Residency
 from gyre.planner.gpus import Gpu
+from gyre.planner.memory_model.job import TrainingJob
 from gyre.planner.memory_model.peaks import (
     USABLE_SHARE,
     PeakInstant,
-    TrainingJob,
     device_bytes_of,
     disk_bytes_of,
     host_bytes_of,
-    page_bytes,
     phase_moments,
 )
 from gyre.planner.memory_model.states import Layout, Offload
@@ -131,17 +130,18 @@ def judge(
     """Return a layout's memory and time. Where `residency` leaves it open, everything stays
     resident if that fits with every completion that should run; else phases take turns, with as
     many completions as fit."""
-    wanted = job.engine.running if job.engine is not None else 0
+    engine, wanted = job.engine, job.engine.running if job.engine is not None else 0
     if residency != "phase":
         resident = _judge_as(job, cluster, layout, "resident", wanted)
-        alone = job.engine is None and not job.reference and job.reward_model is None
+        alone = engine is None and not job.frozen
         if resident.fits or residency == "resident" or alone:
             return resident
     least = _judge_as(job, cluster, layout, "phase", min(1, wanted))
-    if not least.fits or wanted <= 1:
+    if engine is None or not least.fits or wanted <= 1:
         return least
     rollout = next(moment for moment in least.moments if moment.name == "rollout")
-    room = (cluster.device_budget_bytes - device_bytes_of(rollout, layout)) // page_bytes(job)
+    each = engine.pages_per_sequence * engine.page_bytes
+    room = (cluster.device_budget_bytes - device_bytes_of(rollout, layout)) // each
     return _judge_as(job, cluster, layout, "phase", min(wanted, 1 + room))
 
 

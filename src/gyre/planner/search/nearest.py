@@ -12,7 +12,7 @@ from dataclasses import replace
 from gyre.core.errors import MemoryBudgetError
 from gyre.memory.errors import words
 from gyre.planner.gpus import GPUS
-from gyre.planner.memory_model.peaks import TrainingJob
+from gyre.planner.memory_model.job import TrainingJob
 from gyre.planner.search.candidates import Candidate, Fixed, GpuCluster, in_order, judge, layouts
 from gyre.planner.ways import CHEAPEST_FIRST, Way, join_ways, ways_out
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gyre.core.errors import ConfigError
-from gyre.planner.memory_model.peaks import TrainingJob
+from gyre.planner.memory_model.job import TrainingJob
 from gyre.planner.search.candidates import Candidate, Fixed, GpuCluster, in_order, judge, layouts
 from gyre.planner.search.nearest import refusal_of
 

@@ -14,7 +14,8 @@ from gyre.core.rounding import ceil_div
 from gyre.memory.config import Residency
 from gyre.planner.gpus import DISK_BYTES_PER_S, NETWORK_BYTES_PER_S, Gpu
 from gyre.planner.memory_model.activations import ITEM_BYTES, block_columns
-from gyre.planner.memory_model.peaks import TrainingJob, host_bytes_of
+from gyre.planner.memory_model.job import TrainingJob
+from gyre.planner.memory_model.peaks import host_bytes_of
 from gyre.planner.memory_model.states import (
     FLOAT,
     Layout,

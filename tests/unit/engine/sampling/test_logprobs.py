@@ -22,7 +22,7 @@ from gyre.engine.sampling.logits_processors import Past, make_shaping, penalise
 from gyre.engine.sampling.logprobs import find_best, score_targets
 from gyre.engine.sampling.sampler import Rules, choose, make_rules
 from gyre.engine.sampling.truncation import BYTES_EACH, ROWS_AT_ONCE, keep_by_bisection, make_cut
-from gyre.planner.memory_model.components import TRUNCATION_BYTES, TRUNCATION_ROWS
+from gyre.planner.memory_model.engine import TRUNCATION_BYTES, TRUNCATION_ROWS
 
 CPU, VOCAB = torch.device("cpu"), 5000
 

@@ -29,7 +29,7 @@ from gyre.kernels.cpu.build import (
 from gyre.kernels.cpu.library import CModel, DecoderLibrary, load_decoder
 from gyre.models.decoder import Decoder
 from gyre.models.spec import ModelSpec
-from gyre.planner.memory_model.components import engine_bytes
+from gyre.planner.memory_model.engine import engine_bytes
 from gyre.planner.plan import Dtype, ModelNumbers
 
 CPU = torch.device("cpu")

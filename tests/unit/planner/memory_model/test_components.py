@@ -13,16 +13,15 @@ from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
 from gyre.models.spec import ModelSpec
 from gyre.planner.hardware import saving_on_cpu
-from gyre.planner.memory_model.components import (
-    activation_bytes,
+from gyre.planner.memory_model.engine import (
+    GRAPH_BYTES,
     engine_buffer_bytes,
     engine_bytes,
-    forward_bytes,
     kv_bytes_per_page,
-    predict_components,
-    working_bytes,
 )
+from gyre.planner.memory_model.peaks import forward_bytes
 from gyre.planner.plan import ModelNumbers, PlanInputs
+from planner_cases import activation_bytes, predict_components, working_bytes
 
 CPU = torch.device("cpu")
 SAVING = saving_on_cpu()
@@ -182,8 +181,8 @@ def test_an_engine_on_a_gpu_keeps_its_buffers_in_every_phase() -> None:
         for saving in ("c_cpu", "torch_cuda")
     )
     kept = engine_buffer_bytes(make_inputs(spec), dtype="bfloat16", page_tokens=64, max_running=32)
-    assert gpu["handover"] == kept > 2 * 32 * 5000
-    assert here["handover"] == 0 and gpu["rollout"] == here["rollout"] + kept
+    assert gpu["handover"] == kept + GRAPH_BYTES and kept > 2 * 32 * 5000
+    assert here["handover"] == 0 and gpu["rollout"] == here["rollout"] + kept + GRAPH_BYTES
     assert (
         working_bytes(make_inputs(spec, online=False), saving="torch_cuda", **size)["handover"] == 0
     )

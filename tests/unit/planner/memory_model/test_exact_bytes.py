@@ -22,16 +22,14 @@ from gyre.planner.memory_model.activations import (
     layer_bytes,
     saved_bytes,
 )
-from gyre.planner.memory_model.components import (
-    activation_bytes,
+from gyre.planner.memory_model.components import staging_bytes
+from gyre.planner.memory_model.engine import (
+    GRAPH_BYTES,
     engine_buffer_bytes,
     engine_bytes,
-    forward_bytes,
     kv_bytes_per_page,
-    predict_components,
-    staging_bytes,
-    working_bytes,
 )
+from gyre.planner.memory_model.peaks import forward_bytes
 from gyre.planner.memory_model.states import (
     Layout,
     away_bytes,
@@ -53,6 +51,7 @@ from gyre.planner.memory_model.states import (
     unsummed_bytes,
 )
 from gyre.planner.plan import ModelNumbers, PlanInputs, Shards
+from planner_cases import activation_bytes, predict_components, working_bytes
 
 # Per layer: q|k|v 64 rows, output 20 × 32, MLP 3 × 20 × 50, norms 2 × 20 + 2 × 8: 1,280 + 640 + 3,000 + 56 = 4,976.
 # Around: embedding 100 × 20 and the final norm, 2,020.
@@ -426,19 +425,20 @@ def test_chunks_of_a_rank() -> None:
 
 def test_working_memory_of_a_pass() -> None:
     assert kv_bytes_per_page(TOY, "bfloat16", 16) == 2 * 3 * 2 * 8 * 16 * 2
-    kept = 10 * (3 * 696 + 40 + 304)
-    layer = 2 * (10 * (2 * 20 + 2 * 50 + 32) + 3 * 20 * 50 + 20 * 32)
+    kept = 10 * (3 * 696 + 40) - 284 + 9 * (64 + 8 + 304)  # nine of ten tokens are targets
+    head = 2 * 2000  # its gradient waits for the embedding's
+    layer = head + 2 * (10 * (2 * 20 + 2 * 50 + 32) + 3 * 20 * 50 + 20 * 32)
     given: dict[str, Any] = {"longest": 300, "saving": "triton"}
     assert activation_bytes(TOY, "bfloat16", 10, **given) == kept + layer
     again = 10 * 656
     assert activation_bytes(TOY, "bfloat16", 10, checkpointing="full", **given) == (
-        10 * (3 * 40 + 40 + 304) + again + layer
+        10 * (3 * 40 + 40) + 9 * 304 + again + layer
     )
     rounded = 10 * 220 + 2000
     assert activation_bytes(TOY, "bfloat16", 10, matmul="fp8", **given) == kept + layer + rounded
     words = replace(TOY, vocab_size=1000)  # a head that is larger than a layer
-    head = 2 * 20_000 + 10 * 20 * 10 + 4 * 10 * 1000
-    assert activation_bytes(words, "bfloat16", 10, **given) == kept + 10 * 2 * 900 + head
+    head = 2 * 20_000 + 9 * 20 * 10 + 4 * 9 * 1000
+    assert activation_bytes(words, "bfloat16", 10, **given) == kept + 9 * 2 * 900 + head
     assert forward_bytes(TOY, "bfloat16", 10, **given) == 10 * 696 + 4 * 10 * 100
 
 
@@ -470,10 +470,13 @@ BUFFERS: dict[str, Any] = {
 def test_working_memory_of_each_phase() -> None:
     """Of a chunk of 12 tokens on a GPU; sequences have 156 + 100 tokens."""
     inputs = make_inputs(max_prompt_tokens=156, max_completion_tokens=100)
-    kept = buffer_bytes(**BUFFERS)
     asked: dict[str, Any] = {"page_tokens": 64, "max_running": 16}
-    assert engine_buffer_bytes(inputs, dtype="bfloat16", **asked) == kept
-    generate = engine_bytes(TOY, "bfloat16", tokens=7, running=16, longest=256)
+    assert engine_buffer_bytes(inputs, dtype="bfloat16", **asked) == buffer_bytes(**BUFFERS)
+    kept = buffer_bytes(**BUFFERS) + GRAPH_BYTES
+    gathered, generate = (
+        engine_bytes(TOY, "bfloat16", tokens=7, running=16, longest=longest)
+        for longest in (256, 0)  # Triton's kernels read keys and values where they are
+    )
     score, train = (
         12 * 696 + 4 * 12 * 100,
         activation_bytes(TOY, "bfloat16", 12, longest=256, saving="triton"),
@@ -504,7 +507,7 @@ def test_working_memory_of_each_phase() -> None:
     larger = working(online=False, reference=True, reward_model=replace(TOY, mlp_size=60))
     assert larger["score"] == score + 12 * 2 * 2 * 10
     by_torch = working(saving="c_cpu")
-    assert (by_torch["rollout"], by_torch["handover"]) == (generate, 0), (
+    assert (by_torch["rollout"], by_torch["handover"]) == (gathered, 0), (
         "a CPU's engine has no fixed buffers"
     )
     shown = working(checkpointing="full", matmul="fp8")

@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 
+from gyre.planner.memory_model.engine import Engine
+from gyre.planner.memory_model.job import TrainingJob
 from gyre.planner.memory_model.peaks import (
-    Engine,
     PeakInstant,
-    TrainingJob,
     device_bytes_of,
     disk_bytes_of,
     host_bytes_of,
-    page_bytes,
     phase_moments,
-    train_moments,
 )
 from gyre.planner.memory_model.states import Layout
 from gyre.planner.search.candidates import GpuCluster
@@ -28,6 +26,7 @@ from gyre.planner.search.speed import (
     sent_bytes,
     step_time,
 )
+from planner_cases import train_moments
 from unit.planner.memory_model.test_exact_bytes import FLAT, ONE, TOY, UNTIED, P, make_layout
 from unit.planner.search.test_exact_search import ENGINE, make_gpu, make_job
 
@@ -49,10 +48,8 @@ WHOLE = {
 }
 
 
-def parts_of(
-    job: TrainingJob, layout: Layout, beside: dict[str, int] | None = None
-) -> dict[str, dict[str, int]]:
-    return {moment.name: dict(moment.parts) for moment in train_moments(job, layout, beside)}
+def parts_of(job: TrainingJob, layout: Layout) -> dict[str, dict[str, int]]:
+    return {moment.name: dict(moment.parts) for moment in train_moments(job, layout)}
 
 
 def test_chunks_of_a_job() -> None:
@@ -85,8 +82,6 @@ def test_a_training_step_of_flat_buffers() -> None:
     assert zero1["end of backward"]["embedding's and head's gradients"] == 4000
     full = parts_of(JOB, replace(FLAT, checkpointing="full"))["deepest layer"]
     assert full["computed again"] == 10 * 656
-    beside = parts_of(JOB, FLAT, {"other": 7})
-    assert all(parts["other"] == 7 for parts in beside.values())
     some = {0.5: 5, 0.01: 1, 1.0: 9}
     for share, targets in some.items():
         found = parts_of(replace(JOB, target_share=share), FLAT)["loss"]
@@ -183,10 +178,12 @@ def test_offloaded_state_leaves_places_behind() -> None:
     asks = replace(job, reference=True)
     frozen = replace(FLAT, offload_parameters=("reference",))
     assert host_bytes_of(asks, frozen, "resident") == 2 * P
-    assert host_bytes_of(asks, frozen, "phase") == 2 * P, "its places on the device are no copy"
+    assert host_bytes_of(asks, frozen, "phase") == (8 + 4 + 2) * P, (
+        "its places on the device are no copy; the actor's state leaves when it is asked"
+    )
 
 
-PAGES = {"engine.kv": 8 * 10_000, "engine.graphs": 700, "engine.buffers": 90}
+PAGES = {"engine.kv": 8 * 10_000 + 1000, "engine.graphs": 700, "engine.buffers": 90}
 FIXED = {"engine.graphs": 700, "engine.buffers": 90}
 FORWARD = 10 * 696 + 4 * 10 * 100
 
@@ -213,8 +210,8 @@ def test_phases_of_whole_models() -> None:
     weights = {"actor.params": 2 * P}
     assert turn["score"] == weights | asks | FIXED | {"forward pass": FORWARD}
     assert turn["rollout"] == weights | PAGES | {"engine's step": 5000}
-    assert phases_of(job, FLAT, "phase", 3)["rollout"]["engine.kv"] == 30_000
-    assert page_bytes(job) == 10_000 and page_bytes(JOB) == 0
+    assert phases_of(job, FLAT, "phase", 3)["rollout"]["engine.kv"] == 31_000, "a page is spare"
+    assert (ENGINE.page_bytes, ENGINE.pages_per_sequence) == (1000, 10)
     assert list(phases_of(JOB, FLAT, "resident", 0)) == [
         "start", "loss", "deepest layer", "end of backward", "optimizer step"
     ]  # fmt: skip
@@ -234,8 +231,10 @@ def test_phases_of_models_in_shards() -> None:
     asks, own = {"reference": 2 * SHARD}, {"engine.weights": 2 * P}
     run = {"run being read": 2 * 250}  # of 2,000 numbers, a part on each of 8 ranks
     stay, turn = phases_of(job, layout, "resident"), phases_of(job, layout, "phase")
-    assert stay["start"] == SHARDS | asks | own | PAGES | run
-    around = {"gathered weights": 2 * 2020, "forward pass": FORWARD}
+    assert stay["start"] == SHARDS | asks | own | PAGES, "the engine comes last"
+    alone = replace(job, engine=None)
+    assert phases_of(alone, layout, "resident", 0)["start"] == SHARDS | asks | run
+    around = {"gathered weights": 2 * 2020 + 2 * 2 * 4976, "forward pass": FORWARD}
     assert stay["score"] == SHARDS | asks | own | PAGES | around
     assert stay["rollout"] == SHARDS | asks | own | PAGES | {"engine's step": 5000}
     for zero, whole in ((1, True), (2, False)):
@@ -244,7 +243,13 @@ def test_phases_of_models_in_shards() -> None:
             assert rollout.get("engine.weights", 0) == (0 if whole else 2 * P)
             if residency == "phase":
                 assert rollout.get("actor.params", 0) == (2 * P if whole else 0)
-    assert turn["start"] == SHARDS | run
+    assert turn["start"] == own | PAGES, "more than a rank's shards"
+    assert phases_of(alone, layout, "phase", 0)["start"] == SHARDS | asks | run
+    assert stay["handover"] == SHARDS | asks | own | PAGES | {"weights on their way": 6 * P}
+    assert turn["handover"] == own | FIXED | {
+        "actor.params": 4 * SHARD,
+        "weights on their way": 6 * P,
+    }
     assert turn["rollout"] == own | PAGES | {"engine's step": 5000}
 
     def run_of(layout: Layout, **changes: Any) -> int:
@@ -258,9 +263,8 @@ def test_phases_of_models_in_shards() -> None:
     assert run_of(layout, reward_model=replace(TOY, mlp_size=80)) == 2 * 400
     large = replace(TOY, num_parameters=100 * P)
     parked = phases_of(replace(job, reward_model=large), layout, "phase")["start"]
-    asks_both = {"reference": 2 * SHARD, "reward": 2 * -(-100 * P // 8)}
-    assert parked == {"actor.params": 4 * SHARD, **asks_both, **run}, (
-        "what is asked is larger than what is trained"
+    assert parked == {"reward": 2 * -(-100 * P // 8), **run}, (
+        "what is asked is larger than what is trained, which has left"
     )
 
 
@@ -298,14 +302,15 @@ def test_host_memory_of_phases_that_take_turns() -> None:
     assert host_bytes_of(job, FLAT, "phase") == (8 + 4 + 2) * P
     assert host_bytes_of(replace(job, critic=True), FLAT, "phase") == (8 + 4 + 2 + 2 + 8 + 4) * P
     for zero in (2, 3):
-        assert host_bytes_of(job, make_layout(zero=zero), "phase") == (4 + 8 + 2) * SHARD
+        in_shards = host_bytes_of(job, make_layout(zero=zero), "phase")
+        assert in_shards == (4 + 8 + 2) * SHARD + 2 * P, "the engine's own weights leave too"
     assert host_bytes_of(job, make_layout(zero=1), "phase") == (8 + 4) * SHARD + 2 * P
     assert host_bytes_of(replace(job, reference_average=True), FLAT, "phase") == (8 + 4 + 2 + 4) * P
     disk = replace(FLAT, offload_optimizer="disk")
     between = host_bytes_of(job, disk, "resident")
     assert host_bytes_of(job, disk, "phase") == between + 2 * P
-    assert host_bytes_of(replace(job, engine=None), FLAT, "phase") == 2 * P, (
-        "nothing makes the actor leave"
+    assert host_bytes_of(replace(job, engine=None), FLAT, "phase") == (8 + 4 + 2) * P, (
+        "the reference makes the actor's state leave"
     )
     staged = replace(JOB, snapshot_background=True, reference=True, critic=True)
     assert host_bytes_of(staged, FLAT, "resident") == -(-(24 + 2) * P // 8)

@@ -14,13 +14,9 @@ from gyre.core.errors import ConfigError, MemoryBudgetError
 from gyre.memory.errors import words
 from gyre.planner.gpus import GPUS, Gpu
 from gyre.planner.lighter import lighter
-from gyre.planner.memory_model.peaks import (
-    Engine,
-    TrainingJob,
-    device_bytes_of,
-    host_bytes_of,
-    phase_moments,
-)
+from gyre.planner.memory_model.engine import Engine
+from gyre.planner.memory_model.job import TrainingJob
+from gyre.planner.memory_model.peaks import device_bytes_of, host_bytes_of, phase_moments
 from gyre.planner.memory_model.states import Layout
 from gyre.planner.plan import PlanInputs, Shards
 from gyre.planner.search.candidates import Candidate, Fixed, GpuCluster, judge, layouts

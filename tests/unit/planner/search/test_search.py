@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from gyre.core.errors import ConfigError, MemoryBudgetError
 from gyre.models.flops import forward_flops as model_flops
 from gyre.planner.gpus import GPUS, find_gpu
-from gyre.planner.memory_model.peaks import Engine, host_bytes_of
+from gyre.planner.memory_model.engine import Engine
+from gyre.planner.memory_model.peaks import host_bytes_of
 from gyre.planner.model_zoo import SHAPES, find_shape
 from gyre.planner.report.checklist import strategy_for, tree_for
 from gyre.planner.report.describe import as_mapping, describe, reasons

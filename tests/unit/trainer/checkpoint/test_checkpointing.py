@@ -14,10 +14,10 @@ from gyre.kernels.logprobs import token_logprobs
 from gyre.kernels.recompute import RecomputeLayer
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
-from gyre.planner.memory_model.components import activation_bytes
 from gyre.planner.plan import Saving
 from gyre.trainer.batching.microbatch import MicroBatch
 from gyre.trainer.passes.forward import chunk_logprobs
+from planner_cases import activation_bytes
 from trainer_cases import CPU, OBJECTIVES, make_batch, make_decoder, make_trainer, with_column
 from unit.planner.memory_model.test_components import make_spec, numbers
 
