@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from gyre.launch.commands import train
-from gyre.launch.train_args import read_order
+from gyre.launch.train_args import read_train_args
 from gyre.observability.events import read_events
 from record import circumstances, parser, say
 
@@ -78,7 +78,7 @@ def run(args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         sets = [f"run.folder={folder}", "observe.report=false", *args.set]
-        order = read_order(args.config, sets, resume=None, stage="all")
+        order = read_train_args(args.config, sets, resume=None, stage="all")
         result = train(order, plain=True, say_stopped=print)
         detail = read_run(Path(result["run"]), args.warm_up)
     evals = {name: numbers for name, numbers in result["evals"].items() if name == "accuracy"}

@@ -123,12 +123,12 @@ def test_weights_in_host_memory_compute_as_on_the_device(mode) -> None:
         streams, values = trainer.memory.streams.values(), []
         for which in ("policy", "reference", "reward"):
             for stream in streams:
-                stream.rooms_B.fill_(255)  # every bfloat16 of it a NaN
+                stream.buffers_B.fill_(255)  # every bfloat16 of it a NaN
             told = trainer.evaluate_now(batch_for(12, seed=3), which)
             values += [*told.per_token, *([] if told.per_sequence is None else [told.per_sequence])]
         for step in range(3):
             for stream in streams:
-                stream.rooms_B.fill_(255)
+                stream.buffers_B.fill_(255)
             report = trainer.step_now(batch_for(12, seed=step))
             assert report.num_updates == 1
         places = {parameter.device.type for parameter in trainer.models.actor.decoder.parameters()}
@@ -180,8 +180,8 @@ def test_a_frozen_model_in_host_memory_takes_two_layers_of_the_device(allocated)
     torch.cuda.reset_peak_memory_stats()
     compute()
     computing = torch.cuda.max_memory_allocated() - before
-    assert held["rooms_bytes"] < held["size_bytes"] / 8
-    room = held["rooms_bytes"] + held["size_bytes"] / 8
+    assert held["layer_buffer_bytes"] < held["size_bytes"] / 8
+    room = held["layer_buffer_bytes"] + held["size_bytes"] / 8
     assert standing + computing < room, "activations of four short sequences are small"
     assert stream.take_traffic().in_bytes >= 2 * held["size_bytes"]
 

@@ -12,7 +12,7 @@ from gyre.cli.answer import loading, say_stopped
 from gyre.cluster.driver_guard import guard_driver
 from gyre.core.errors import ConfigError
 from gyre.launch.names import refuse_missing_names
-from gyre.launch.train_args import STAGES, read_order
+from gyre.launch.train_args import STAGES, read_train_args
 
 
 def run_train(
@@ -40,21 +40,21 @@ def run_train(
             f"--stage {stage}: --resume goes on with the stages that the run was begun with",
             hint="leave out --stage",
         )
-    order = read_order(config, overrides, resume=resume, stage=stage, check_goal=check_goal)
-    refuse_missing_names(order.config)  # before torch is loaded
+    args = read_train_args(config, overrides, resume=resume, stage=stage, check_goal=check_goal)
+    refuse_missing_names(args.config)  # before torch is loaded
     guarded = None
-    if order.config.cluster.kind == "ray":
-        guarded = guard_driver(order.config.cluster.max_restarts)
+    if args.config.cluster.kind == "ray":
+        guarded = guard_driver(args.config.cluster.max_restarts)
         # Ray ended a driver that had made the folder or noted its changes there: read them anew
         if guarded.folder is not None:
             given = overrides if resume is not None else []
-            order = read_order(None, given, resume=guarded.folder, stage="all")
+            args = read_train_args(None, given, resume=guarded.folder, stage="all")
     try:
         with loading():
             from gyre.launch.commands import train
 
         say = partial(say_stopped, as_json=quiet)
-        result = train(order, plain=plain, say_stopped=say, guarded=guarded)
+        result = train(args, plain=plain, say_stopped=say, guarded=guarded)
     finally:
         if guarded is not None:
             guarded.tell_end()

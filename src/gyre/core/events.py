@@ -604,10 +604,10 @@ EVENTS = {
     ),
     "trainer.offload_parameters": EventKind(
         "A model's weights live in host memory.",
-        "model size_bytes rooms_bytes",
+        "model size_bytes layer_buffer_bytes",
         own={
             "model": Field("str", "", "model whose weights they are"),
-            "rooms_bytes": Field("int", "bytes", "layer buffers on the device"),
+            "layer_buffer_bytes": Field("int", "bytes", "layer buffers on the device"),
         },
     ),
     "trainer.offload_leftover_removed": EventKind(

@@ -27,13 +27,8 @@ from gyre.launch.plan_command import PlanRequest, plan_shape, plan_stages_for, r
 from gyre.launch.run import Run
 from gyre.launch.run_folder.run_folder import make_run_folder, refuse_unusable
 from gyre.launch.signals import StopSignals
-from gyre.launch.stages import (
-    check_answers_fit,
-    expected_ranks,
-    load_problems,
-    plan_run,
-    take_held_out,
-)
+from gyre.launch.stage_plan import expected_ranks, plan_run
+from gyre.launch.stages import check_answers_fit, load_problems, take_held_out
 from gyre.launch.train_args import TrainArgs
 from gyre.loop.evaluate import Outcome
 from gyre.loop.stopping import StopRequest
@@ -43,7 +38,7 @@ from gyre.runconfig import RunConfig
 
 
 def train(
-    order: TrainArgs,
+    args: TrainArgs,
     *,
     plain: bool,
     say_stopped: Callable[[RunStopped], None],
@@ -53,21 +48,21 @@ def train(
     from the newest snapshot, as often as `cluster.max_restarts` says. RunStopped when a signal
     ended it; `say_stopped` prints that where the process ends at once. `guarded`: the guard of a
     driver on Ray."""
-    signals = StopSignals(StopRequest(deadline_s=order.config.run.stop_deadline_s), say=say_stopped)
+    signals = StopSignals(StopRequest(deadline_s=args.config.run.stop_deadline_s), say=say_stopped)
     signals.install()
-    fleet, folder = None, order.resume
+    fleet, folder = None, args.resume
     try:
-        fleet = RayWorkers(order.config) if order.config.cluster.kind == "ray" else None
+        fleet = RayWorkers(args.config) if args.config.cluster.kind == "ray" else None
         signals.install()  # Ray has put a handler in place
         if folder is None:
-            folder = _make_folder(order)
+            folder = _make_folder(args)
         signals.hint = f"go on with: gyre train --resume {folder}"
         ended = None
         if guarded is not None:
             guarded.tell_folder(folder)
             ended = RankError(RAY_ENDED) if guarded.number else None
-        for number in range(order.config.cluster.max_restarts + 1):
-            run = Run(order, folder, plain=plain, fleet=fleet, signals=signals)
+        for number in range(args.config.cluster.max_restarts + 1):
+            run = Run(args, folder, plain=plain, fleet=fleet, signals=signals)
             try:
                 if ended is not None:
                     run.note_restart(ended, max(1, number))
@@ -91,12 +86,12 @@ def train(
         signals.uninstall()
 
 
-def _make_folder(order: TrainArgs) -> Path:
+def _make_folder(args: TrainArgs) -> Path:
     try:
-        return make_run_folder(order.config, order.config_path, list(order.overrides), order.stage)
+        return make_run_folder(args.config, args.config_path, list(args.overrides), args.stage)
     except OSError as error:
         raise InputError(
-            f"no run folder can be made under {order.config.run.folder}: {error.strerror or error}",
+            f"no run folder can be made under {args.config.run.folder}: {error.strerror or error}",
             hint="free space there, or set run.folder to a folder that can be written",
         ) from error
 

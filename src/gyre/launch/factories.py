@@ -1,7 +1,7 @@
 """Factories: one object each from the config. In: a RunConfig. Out: machine, policy, engine,
 scorer, judge, sinks.
 
-With launch.stage, the only place that names concrete classes.
+With launch.loop, the only place that names concrete classes.
 """
 
 from __future__ import annotations

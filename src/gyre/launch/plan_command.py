@@ -17,7 +17,8 @@ from gyre.core.rounding import ceil_div
 from gyre.distributed.config import Zero
 from gyre.engine.config import PAGE_TOKENS, EngineConfig, plan_engine
 from gyre.launch.factories import find_spec, make_tokenizer
-from gyre.launch.stages import Stage, StageData, load_stage_data, plan_stages, read_inputs
+from gyre.launch.stage_plan import read_inputs
+from gyre.launch.stages import Stage, StageData, load_stage_data, plan_stages
 from gyre.models.spec import ModelSpec
 from gyre.planner.batch_sizes import check_lengths
 from gyre.planner.gpus import Gpu, find_gpu

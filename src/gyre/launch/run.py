@@ -38,21 +38,15 @@ from gyre.launch.factories import (
     try_rewards,
 )
 from gyre.launch.goal import accuracy_metric, judge_goal
+from gyre.launch.loop import StageInputs
 from gyre.launch.placement.inline import Inline, Placement
 from gyre.launch.placement.ray_placement import RayPlacement, RayWorkers
 from gyre.launch.placement.snapshots import stage_store
 from gyre.launch.run_folder.attempts import write_changes
 from gyre.launch.run_folder.run_folder import hold, read_all_overrides, refuse_damaged
 from gyre.launch.signals import StopSignals
-from gyre.launch.stage import StageInputs
-from gyre.launch.stages import (
-    Stage,
-    StageData,
-    load_stage_data,
-    plan_run,
-    plan_stages,
-    rate_remarks,
-)
+from gyre.launch.stage_plan import plan_run, rate_remarks
+from gyre.launch.stages import Stage, StageData, load_stage_data, plan_stages
 from gyre.launch.train_args import MAIN, TrainArgs
 from gyre.loop.ports import Observers
 from gyre.loop.resume import StageProgress, from_snapshot
@@ -93,7 +87,7 @@ class Run:
 
     def __init__(
         self,
-        order: TrainArgs,
+        args: TrainArgs,
         folder: Path,
         *,
         plain: bool,
@@ -101,8 +95,8 @@ class Run:
         fleet: RayWorkers | None = None,
     ) -> None:
         """Make the run. With a `fleet` the trainer and the engines are its workers."""
-        config = order.config
-        self._order, self._config, self._folder, self._stage = order, config, folder, order.stage
+        config = args.config
+        self._args, self._config, self._folder, self._stage = args, config, folder, args.stage
         self._signals = signals
         refuse_damaged(folder)
         self._lock = hold(folder)
@@ -227,7 +221,7 @@ class Run:
     ) -> None:
         """Begin another attempt, and report what it repeats and what it changes. `position` is the
         row of the log that it resumes from; None if nothing was saved."""
-        order, log = self._order, self._folder / "events.jsonl"
+        args, log = self._args, self._folder / "events.jsonl"
         if progress.step > stage.trainer.steps:
             raise ConfigError(
                 f"trainer.steps = {stage.trainer.steps}: the run has done {progress.step} steps "
@@ -249,7 +243,7 @@ class Run:
                 position["attempt"], position["seq"], step=progress.step, stage=progress.stage
             )
         lost = done - count_steps(read_events(log))
-        changed = {key: list(pair) for key, pair in order.changed.items()}
+        changed = {key: list(pair) for key, pair in args.changed.items()}
         self._emit(
             "run.resumed",
             stage=progress.stage,
@@ -261,10 +255,10 @@ class Run:
             self._emit(
                 "warn.steps_lost", count=lost, stage=progress.stage, resumed_step=progress.step
             )
-        if changed and tuple(read_all_overrides(self._folder)) != order.overrides:
-            write_changes(self._folder, self._events.attempt, order.given, changed, order.config)
-        if order.before is not None and stage.name == MAIN:
-            before = learning_rate_factor(order.before.trainer, progress.step)
+        if changed and tuple(read_all_overrides(self._folder)) != args.overrides:
+            write_changes(self._folder, self._events.attempt, args.given, changed, args.config)
+        if args.before is not None and stage.name == MAIN:
+            before = learning_rate_factor(args.before.trainer, progress.step)
             after = learning_rate_factor(stage.trainer, progress.step)
             if before != after:
                 peak = stage.trainer.learning_rate

@@ -1,57 +1,37 @@
-"""Stages: which stages a run has, what each one learns from, and its plan. In: RunConfig. Out:
-Stage, StageData, Plan."""
+"""Stages: which stages a run has, and what each one learns from. In: RunConfig. Out: Stage,
+StageData."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from gyre.core.contracts import PromptSource
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
-from gyre.core.files import read_json
 from gyre.core.records import Prompt, TrainBatch, TrainSequence
 from gyre.core.seeds import derive_seed
 from gyre.data.config import DataConfig
 from gyre.data.examples import load_examples
 from gyre.data.pairs import load_pairs
 from gyre.data.sources import PairSource, PromptSet, ShuffledSource, load_prompts
-from gyre.distributed.config import ParallelConfig
-from gyre.distributed.mesh import shard_size
-from gyre.launch.goal import accuracy_metric
 from gyre.launch.train_args import COLD_START, MAIN
 from gyre.loop.config import ColdStartConfig
-from gyre.loop.refill import drops_equal, filter_metric, why_filtered_by_score
-from gyre.models.hub.folders import CONFIG_FILE, find_folder
-from gyre.models.spec import ModelSpec, spec_from_hub_config
+from gyre.models.hub.folders import find_folder
 from gyre.objectives.config import (
     AnyObjective,
     SftConfig,
     is_pairwise,
-    needs_critic,
-    needs_reference,
     needs_rollouts,
     trains_scores,
 )
-from gyre.planner.decide import make_plan
-from gyre.planner.hardware import read_hardware
-from gyre.planner.memory_model.states import matrix_shapes
-from gyre.planner.model_zoo import model_numbers
-from gyre.planner.plan import Dtype, Hardware, ModelNumbers, Plan, PlanInputs, Shards
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
-from gyre.trainer.adamw.blocks import check_codes
-from gyre.trainer.config import HIGH_RATE, TrainerConfig, refuse_cut
+from gyre.trainer.config import TrainerConfig
 
 Record = TypeVar("Record")
-MODELS: tuple[Literal["actor", "critic", "reference", "reward"], ...] = (
-    "actor",
-    "critic",
-    "reference",
-    "reward",
-)
 # trainer keys that a cold start leaves at their defaults; every other one holds for both stages
 MAIN_STAGE_ONLY = (
     "critic_learning_rate",
@@ -89,7 +69,7 @@ def plan_stages(config: RunConfig, wanted: str) -> list[Stage]:
         records_per_step=config.rollout.prompts_per_step,
     )
     cold = config.cold_start
-    assert cold is not None or wanted != COLD_START, "wire.order refuses it"
+    assert cold is not None or wanted != COLD_START, "read_train_args refuses it"
     if cold is None or wanted == MAIN:
         return [main]
     supervised = Stage(
@@ -251,224 +231,7 @@ def _longest(
     return max(max(len(sequence.tokens) for sequence in sequences), generated if prompts else 0)
 
 
-def plan_run(
-    config: RunConfig,
-    stage: Stage,
-    spec: ModelSpec,
-    data: StageData,
-    *,
-    dtype: Dtype,
-    folder: Path,
-    share: int = 1,
-    ranks: int = 1,
-) -> Plan:
-    """Decide what the config left open, for one stage. After it nothing is "auto". `share` devices
-    share this machine, and the plan is for each of them; `ranks` train together, each with its part
-    of the states."""
-    disk = folder / config.memory.disk_folder if config.memory.disk_folder else None
-    inputs = read_inputs(config, stage, model_numbers(spec), data, dtype=dtype)
-    shards = lie_over(config.parallel, ranks)
-    for model in stage.trainer.offload_parameters:
-        refuse_cut(model, zero=shards[model].zero, ranks=shards[model].ranks)
-    shared, alone = shards["actor"].zero < 2, config.cluster.engine_workers > 0
-    apart = tuple(
-        model
-        for model in ("critic", "reference", "reward")
-        if getattr(config.parallel, model).zero is not None
-    )
-    inputs = replace(
-        inputs,
-        ranks=ranks,
-        shards=shards,
-        shared_weights=shared,
-        engines_alone=alone,
-        lie_apart=apart,
-    )
-    inputs = replace(inputs, engines=ranks + config.cluster.engine_workers)
-    return make_plan(inputs, cut_hardware(read_hardware(disk), share))
-
-
-def expected_ranks(config: RunConfig) -> int:
-    """Return how many ranks will train together, as far as the config says. Without a number, as
-    few as its shards ask for."""
-    if config.cluster.kind == "inline":
-        return 1
-    return config.cluster.num_workers or max(1, *(config.parallel.of(model)[1] for model in MODELS))
-
-
-def lie_over(parallel: ParallelConfig, ranks: int) -> dict[str, Shards]:
-    """Return the sharding of each model over the ranks. ConfigError if copies would not be
-    whole."""
-    found = {}
-    for model in MODELS:
-        zero, shard_ranks = parallel.of(model)
-        size = shard_size(ranks, shard_ranks) if zero else 1
-        found[model] = Shards(zero=zero, ranks=size) if size > 1 else Shards()
-    return found
-
-
-def read_inputs(
-    config: RunConfig, stage: Stage, model: ModelNumbers, data: StageData, *, dtype: Dtype | None
-) -> PlanInputs:
-    """Return the planner's inputs for one stage."""
-    online, with_engine = (
-        needs_rollouts(stage.objective),
-        stage.name == MAIN and uses_engine(config, stage.objective),
-    )
-    memory = config.memory
-    if with_engine and "actor" in stage.trainer.offload_parameters:
-        raise ConfigError(
-            f"trainer.offload_parameters = {list(stage.trainer.offload_parameters)} in a stage "
-            "with an engine, which "
-            "computes with the actor's own weights",
-            hint="take 'actor' off the list; for an offline stage set eval.num_problems = 0, or "
-            "leave the rewards out",
-        )
-    if stage.trainer.moments == "8_bit":
-        check_codes("model", matrix_shapes(model))
-    return PlanInputs(
-        model=model,
-        objective=stage.objective.kind,
-        online=with_engine,
-        prompts_per_step=stage.records_per_step,
-        completions_per_prompt=_sequences_per_record(config, stage),
-        max_prompt_tokens=data.longest_prompt_tokens,
-        max_completion_tokens=config.rollout.max_tokens if online else 0,
-        sequences_per_update=stage.trainer.sequences_per_update or None,
-        tokens_per_chunk=stage.trainer.tokens_per_chunk,
-        checkpointing=stage.trainer.checkpointing,
-        matmul=stage.trainer.matmul,
-        moments=stage.trainer.moments,
-        offload_optimizer=stage.trainer.offload_optimizer,
-        offload_gradients=stage.trainer.offload_gradients,
-        offload_parameters=stage.trainer.offload_parameters,
-        offload_cut_bytes=stage.trainer.offload_cut_bytes,
-        epochs_per_batch=stage.trainer.epochs_per_batch,
-        critic=needs_critic(stage.objective),
-        reference=needs_reference(stage.objective) and stage.trainer.reference == "initial",
-        reward_model=reward_numbers(config) if stage.name == MAIN else None,
-        device=None if config.run.device == "auto" else config.run.device,
-        dtype=dtype,
-        threads=config.run.threads or None,
-        page_tokens=config.engine.page_tokens or None,
-        kv_pages=config.engine.num_pages or None,
-        kv_host_bytes=config.engine.kv_host_bytes,
-        max_running=config.engine.max_running,
-        max_queued=config.engine.max_queued,
-        max_queued_tokens=config.engine.max_queued_tokens,
-        max_refills=config.rollout.max_refills if drops_equal(stage.objective) else 0,
-        not_given=not_given(config, stage),
-        remarks=(*filter_remarks(config, stage.objective), *rate_remarks(stage)),
-        engine_tokens_per_step=config.engine.token_budget,
-        batch_invariant=config.engine.batch_invariant,
-        residency=None if memory.residency == "auto" else memory.residency,
-        device_budget_bytes=None
-        if memory.device_budget_bytes == "auto"
-        else memory.device_budget_bytes,
-        host_budget_bytes=None if memory.host_budget_bytes == "auto" else memory.host_budget_bytes,
-        disk_budget_bytes=None if memory.disk_budget_bytes == "auto" else memory.disk_budget_bytes,
-        disk_tier=bool(memory.disk_folder),
-        leave=memory.leave,
-        snapshot_background=config.snapshot.background,
-        reference_average=bool(stage.trainer.reference_moving_average),
-        sum_gradients=config.parallel.sum_gradients,
-    )
-
-
-def not_given(config: RunConfig, stage: Stage) -> dict[str, str]:
-    """Names of the plan that neither the file nor --set gave a value for, and where their values
-    come from."""
-    cold = stage.name != MAIN and config.cold_start is not None
-    generated = needs_rollouts(stage.objective)
-    given = {
-        "objective": not cold and "kind" in config.objective.model_fields_set,
-        "prompts_per_step": "examples_per_step" in config.cold_start.model_fields_set
-        if cold and config.cold_start is not None
-        else "prompts_per_step" in config.rollout.model_fields_set,
-        "completions_per_prompt": generated
-        and "completions_per_prompt" in config.rollout.model_fields_set,
-        "tokens_per_chunk": "tokens_per_chunk" in config.trainer.model_fields_set,
-        "max_running": "max_running" in config.engine.model_fields_set,
-        "dtype": config.run.dtype != "auto",
-    }
-    words = {
-        "objective": "a cold start is supervised" if cold else "default",
-        "completions_per_prompt": "default"
-        if generated
-        else f"sequences of one row for {stage.objective.kind}",
-    }
-    return {name: words.get(name, "default") for name, is_given in given.items() if not is_given}
-
-
-def rate_remarks(stage: Stage) -> tuple[str, ...]:
-    """Learning rates that leave nothing of what a model has learnt, with the keys that set them."""
-    cold, trainer = stage.name == COLD_START, stage.trainer
-    rates = {"cold_start.learning_rate" if cold else "trainer.learning_rate": trainer.learning_rate}
-    if needs_critic(stage.objective) and trainer.critic_learning_rate is not None:
-        rates["trainer.critic_learning_rate"] = trainer.critic_learning_rate
-    return tuple(
-        f"{key} = {rate:g}: AdamW moves each weight by about as much in one update, and weights "
-        "begin at about "
-        f"{HIGH_RATE:g}; 1e-6 to 3e-3 is usual"
-        for key, rate in rates.items()
-        if rate > HIGH_RATE
-    )
-
-
-def filter_remarks(config: RunConfig, objective: AnyObjective) -> tuple[str, ...]:
-    """Return the plan's remarks on what dynamic sampling compares."""
-    if not drops_equal(objective):
-        return ()
-    accuracy = accuracy_metric(config)
-    metric = filter_metric(objective, accuracy)
-    what = (
-        f"'{metric.part}' is at least {metric.threshold:g} in none or all"
-        if metric
-        else "all scores are equal"
-    )
-    refills = config.rollout.max_refills
-    if metric is None and config.rewards.model_part() is not None:
-        then = "none is replaced, because the learnt reward comes after the rollouts"
-    else:
-        then = (
-            f"further prompts replace them, {refills} times a step at most"
-            if refills
-            else "none is replaced"
-        )
-    reason = why_filtered_by_score(objective, accuracy)
-    return (f"groups are dropped in which {what}; {then}" + (f" ({reason})" if reason else ""),)
-
-
-def reward_numbers(config: RunConfig) -> ModelNumbers | None:
-    """Return the numbers of the reward model, from its own folder. It reads the policy's tokens and
-    may be of any size."""
-    part = config.rewards.model_part()
-    if part is None:
-        return None
-    return model_numbers(spec_from_hub_config(read_json(reward_folder(part.path) / CONFIG_FILE)))
-
-
 def reward_folder(path: str) -> Path:
     """Return the export of a run that trained a reward model, or the folder of the model itself."""
     exported = Path(path) / "export"
     return find_folder(exported if exported.is_dir() else path)
-
-
-def cut_hardware(hardware: Hardware, share: int) -> Hardware:
-    """Return one of `share` equal parts of a machine. A GPU is whole: each device has its own."""
-    on_cpu = hardware.device == "cpu"
-    return replace(
-        hardware,
-        device_total_bytes=hardware.device_total_bytes // (share if on_cpu else 1),
-        device_free_bytes=hardware.device_free_bytes // (share if on_cpu else 1),
-        host_total_bytes=hardware.host_total_bytes // share,
-        host_available_bytes=hardware.host_available_bytes // share,
-        disk_free_bytes=hardware.disk_free_bytes // share,
-        cores=max(1, hardware.cores // share),
-    )
-
-
-def _sequences_per_record(config: RunConfig, stage: Stage) -> int:
-    if needs_rollouts(stage.objective):
-        return config.rollout.completions_per_prompt
-    return 2 if is_pairwise(stage.objective) else 1

@@ -35,7 +35,7 @@ class TrainArgs:
     changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # key: (before, now)
 
 
-def read_order(
+def read_train_args(
     config_path: Path | None,
     overrides: list[str],
     *,
@@ -44,17 +44,19 @@ def read_order(
     check_goal: bool = False,
 ) -> TrainArgs:
     """Read the config and refuse what can be refused by it alone. A resumed run keeps its own
-    overrides and stage, and `overrides` come on top, of keys that it may change."""
+    overrides and stage, and `overrides` come on top, of keys that it may change; what was not
+    changed is not read again."""
     given, before, changed = tuple(overrides), None, {}
     if resume is not None:
         config_path, own = resume / "config.toml", read_overrides(resume)
         stage = read_stage(resume, STAGES)
-        refuse_edited(resume, load_run_config(config_path, own))
-        overrides = [*own, *read_changes(resume)]
-        before = load_run_config(config_path, overrides)
-        overrides = [*overrides, *given]
+        begun = load_run_config(config_path, own)
+        refuse_edited(resume, begun)
+        changes = read_changes(resume)
+        before = load_run_config(config_path, [*own, *changes]) if changes else begun
+        overrides = [*own, *changes, *given]
     assert config_path is not None
-    config = load_run_config(config_path, overrides)
+    config = load_run_config(config_path, overrides) if given or before is None else before
     if resume is not None and before is not None:
         changed = find_changes(before, config, resume)
     if config.cluster.kind == "ray":

@@ -48,10 +48,10 @@ def default_needs(*, shared_weights: bool) -> dict[str, Need]:
         "engine.graphs": Need(phases=("rollout", "evaluate"), wake=WAKE_GRAPHS),
         "actor": Need(phases=("train",), wake=WAKE_STATE),
         "actor.params": Need(phases=RING if shared_weights else actor),
-        "actor.rooms": Need(phases=("score", "train")),
+        "actor.layer_buffers": Need(phases=("score", "train")),
         "critic": Need(phases=("train",), wake=WAKE_STATE),
         "critic.params": Need(phases=("score", "train")),
-        "critic.rooms": Need(phases=("score", "train")),
+        "critic.layer_buffers": Need(phases=("score", "train")),
         "reference": Need(phases=("score",)),
         "reward": Need(phases=("score",)),
     }

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from gyre.cli.main import app
 from gyre.core.errors import ConfigError, SnapshotError
 from gyre.launch.goal import judge_goal, main_metrics, why_unjudged
-from gyre.launch.train_args import read_order
+from gyre.launch.train_args import read_train_args
 from gyre.runconfig import RunConfig, parse_run_config
 
 MODEL = {"model": {"path": "somewhere"}}
@@ -99,14 +99,14 @@ def test_a_run_folder_that_lacks_a_part_is_no_run_folder(tmp_path):
     (tmp_path / "config.toml").write_text('[model]\npath = "x"\n')
     (tmp_path / "overrides.json").write_text("[]")
     with pytest.raises(SnapshotError, match=r"no stage\.txt"):
-        read_order(None, [], resume=tmp_path, stage="all")
+        read_train_args(None, [], resume=tmp_path, stage="all")
 
 
 def test_a_resumed_run_keeps_its_stage_and_overrides(tmp_path):
     (tmp_path / "config.toml").write_text('[model]\npath = "x"\n[cold_start]\nsteps = 3\n')
     (tmp_path / "overrides.json").write_text('["trainer.steps=7"]')
     (tmp_path / "stage.txt").write_text("cold_start")
-    order = read_order(None, [], resume=tmp_path, stage="all")
+    order = read_train_args(None, [], resume=tmp_path, stage="all")
     assert order.stage == "cold_start" and order.config.trainer.steps == 7
     assert order.overrides == ("trainer.steps=7",)
 
@@ -189,8 +189,8 @@ def test_check_goal_without_one_says_so_before_the_run(tmp_path, text, stage, wo
     path = tmp_path / "run.toml"
     path.write_text('[model]\npath = "x"\n' + text)
     with pytest.raises(ConfigError, match=words) as caught:
-        read_order(path, [], resume=None, stage=stage, check_goal=True)
+        read_train_args(path, [], resume=None, stage=stage, check_goal=True)
     assert caught.value.message.startswith("--check-goal") and caught.value.hint
-    assert read_order(path, [], resume=None, stage=stage).stage == stage, (
+    assert read_train_args(path, [], resume=None, stage=stage).stage == stage, (
         "without it the run may go on"
     )

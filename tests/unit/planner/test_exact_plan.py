@@ -271,7 +271,7 @@ def test_no_room_at_the_start(there: Budgets, choices: str, hint: str) -> None:
 
 
 def test_no_more_is_asked_of_a_device_than_it_has() -> None:
-    stuck = [part("engine.graphs", 10, ("device",)), part("actor.rooms", 30, ("device",))]
+    stuck = [part("engine.graphs", 10, ("device",)), part("actor.layer_buffers", 30, ("device",))]
     for total, larger in ((40, True), (39, False), (None, True)):
         with pytest.raises(MemoryBudgetError) as caught:
             place_at_start(stuck, budgets(20, 5, 6, device_total_bytes=total))

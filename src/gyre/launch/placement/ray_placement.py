@@ -270,7 +270,7 @@ class RayPlacement:
 
     def _spec(self, name: str, rank: int | None) -> RoleSpec:
         fleet = self._fleet
-        order = WorkerSpec(
+        spec = WorkerSpec(
             config=self._config,
             folder=self._folder.absolute(),
             directory=Path.cwd(),
@@ -283,7 +283,7 @@ class RayPlacement:
         return RoleSpec(
             name=name,
             builder="gyre.launch.placement.worker:build_rank",
-            arguments={"order": order},
+            arguments={"spec": spec},
             environment=self._environment(),
             gpus=1.0 if fleet.on_gpus else 0.0,
             cpus=self._settings.cpus_per_worker,

@@ -60,31 +60,31 @@ class WorkerSpec:
     round_id: str  # differs at every start of the ranks
 
 
-async def build_rank(context: Context, *, order: WorkerSpec) -> RankWorker:
+async def build_rank(context: Context, *, spec: WorkerSpec) -> RankWorker:
     """Make the model, without its weights, and become a rank; returns when all ranks are there."""
-    os.chdir(order.directory)
-    machine = make_machine(order.config)
-    tokenizer = load_tokenizer(order.folder / "tokenizer")
+    os.chdir(spec.directory)
+    machine = make_machine(spec.config)
+    tokenizer = load_tokenizer(spec.folder / "tokenizer")
     loop = asyncio.get_running_loop()
     policy = await loop.run_in_executor(
-        machine.compute, make_policy, order.config, tokenizer, machine
+        machine.compute, make_policy, spec.config, tokenizer, machine
     )
     group = None
-    if order.rank is not None:
+    if spec.rank is not None:
         seat = RankSpec(
-            rank=order.rank,
-            world_size=order.world_size,
-            store_host=order.store_host,
-            store_port=order.store_port,
-            round_id=order.round_id,
+            rank=spec.rank,
+            world_size=spec.world_size,
+            store_host=spec.store_host,
+            store_port=spec.store_port,
+            round_id=spec.round_id,
             backend="nccl" if machine.device.type == "cuda" else "gloo",
             device=torch.device("cuda", 0) if machine.device.type == "cuda" else machine.device,
-            timeout_s=order.config.parallel.timeout_s,
+            timeout_s=spec.config.parallel.timeout_s,
         )
         group = await loop.run_in_executor(machine.compute, join, seat)
     # one for each layer that runs
     register_module_forward_pre_hook(lambda module, args: context.tick())
-    return RankWorker(context, order, machine, policy, group)
+    return RankWorker(context, spec, machine, policy, group)
 
 
 class RankWorker:
@@ -93,13 +93,13 @@ class RankWorker:
     def __init__(
         self,
         context: Context,
-        order: WorkerSpec,
+        spec: WorkerSpec,
         machine: Machine,
         policy: Policy,
         group: RankGroup | None,
     ) -> None:
-        self._context, self._order, self._machine = context, order, machine
-        self._config, self._policy, self._group = order.config, policy, group
+        self._context, self._spec, self._machine = context, spec, machine
+        self._config, self._policy, self._group = spec.config, policy, group
         self._device: StageRuntime | None = None
         self._head: ScalarHead | None = None
         self._shards: ShardSource | None = None  # of the trained model, where no rank has it whole
@@ -116,7 +116,7 @@ class RankWorker:
         device = self._device = StageRuntime(
             self._config,
             plan,
-            self._order.folder,
+            self._spec.folder,
             self._machine,
             self._context.emit,
             group=self._group,
@@ -127,12 +127,12 @@ class RankWorker:
             self._policy,
             version=version,
             found=partial(load, Path(snapshot)) if snapshot else None,
-            trains=self._order.rank is not None,
+            trains=self._spec.rank is not None,
         )
         if device.trainer is not None:
-            assert self._order.rank is not None
+            assert self._spec.rank is not None
             self.trainer = TrainerEndpoint(
-                device.trainer, rank=self._order.rank, compute=self._machine.compute
+                device.trainer, rank=self._spec.rank, compute=self._machine.compute
             )
             version = device.trainer.version
         if device.engine is not None:
@@ -169,7 +169,7 @@ class RankWorker:
 
     async def look_through(self, path: str) -> list[Fault]:
         """Return what is wrong with this rank's share of a snapshot's bytes."""
-        share, shares = self._order.rank, self._order.world_size
+        share, shares = self._spec.rank, self._spec.world_size
         assert share is not None
         return await self._on_compute(
             lambda: find_faults(Path(path), share=share, num_shares=shares)
@@ -185,7 +185,7 @@ class RankWorker:
                 export_shards, spec, self._head, shards, group, where, self._machine, files, **given
             )
             await self._on_compute(work)
-        elif self._order.rank == 0:
+        elif self._spec.rank == 0:
             await self._on_compute(
                 lambda: export_policy(self._policy, self._head, where, self._machine, files)
             )

@@ -21,16 +21,18 @@ from gyre.planner.memory_model.states import (
     device_staging_bytes,
     frozen_bytes,
     host_staging_bytes,
-    room_bytes,
+    layer_buffer_bytes,
     state_bytes,
 )
 from gyre.planner.plan import ComponentPlan, DeviceKind, Dtype, ModelNumbers
 from gyre.trainer.adamw.blocks import BLOCK
-from gyre.trainer.offload.slices import LAYER_ROOMS, SLOTS
+from gyre.trainer.offload.slices import LAYER_BUFFERS, SLOTS
 
 BRIEF: tuple[Tier, ...] = ("device", "none")  # nothing to keep between steps
 PARKED: tuple[Tier, ...] = ("device", "host")
-ROOMS = f"embedding, head and {LAYER_ROOMS} layers of weights on the host, on the device"
+LAYERS_ON_DEVICE = (
+    f"embedding, head and {LAYER_BUFFERS} layers of weights on the host, on the device"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,7 @@ def _trained(
             _Row(name=name, size_bytes=size_bytes, tiers=tiers.get(kind, state), formula=formula)
         )
     if not layout.holds_weights(owner):
-        rows.append(_rooms(owner, model, dtype))
+        rows.append(_layer_buffers(owner, model, dtype))
     if places := device_staging_bytes(model, dtype, layout, cut_bytes, owner=owner):
         what = f"{SLOTS} cuts of offloaded state, on the device"
         rows.append(_Row(name=f"{owner}.staging", size_bytes=places, tiers=BRIEF, formula=what))
@@ -156,12 +158,14 @@ def _frozen(
         tiers=("host",) if away else keeping,
         formula=f"{model.num_parameters} × {each} bytes{split}",
     )
-    return [row, _rooms(owner, model, job.dtype)] if away else [row]
+    return [row, _layer_buffers(owner, model, job.dtype)] if away else [row]
 
 
-def _rooms(owner: str, model: ModelNumbers, dtype: Dtype) -> _Row:
-    size_bytes = room_bytes(model, dtype)
-    return _Row(name=f"{owner}.rooms", size_bytes=size_bytes, tiers=BRIEF, formula=ROOMS)
+def _layer_buffers(owner: str, model: ModelNumbers, dtype: Dtype) -> _Row:
+    size_bytes = layer_buffer_bytes(model, dtype)
+    return _Row(
+        name=f"{owner}.layer_buffers", size_bytes=size_bytes, tiers=BRIEF, formula=LAYERS_ON_DEVICE
+    )
 
 
 def _engine(

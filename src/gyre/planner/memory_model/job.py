@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from gyre.core.records import Matmul, Moments
 from gyre.core.rounding import ceil_div
@@ -17,7 +18,8 @@ from gyre.planner.memory_model.engine import Engine
 from gyre.planner.memory_model.states import Layout, most_chunks
 from gyre.planner.plan import Dtype, ModelNumbers, PlanInputs, Saving, Shards
 
-MODELS = ("actor", "critic", "reference", "reward")
+ModelName = Literal["actor", "critic", "reference", "reward"]
+MODELS: tuple[ModelName, ...] = ("actor", "critic", "reference", "reward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from gyre.planner.plan import DeviceKind, Dtype, ModelNumbers, Shards
 from gyre.trainer.adamw.blocks import BLOCK, is_coded
 from gyre.trainer.offload.slices import (
     GRADIENT_BUFFERS,
-    LAYER_ROOMS,
+    LAYER_BUFFERS,
     SLOTS,
     numbers_per_cut,
     staging_bytes,
@@ -170,11 +170,11 @@ def disk_state_bytes(states: dict[str, int], layout: Layout) -> dict[str, int]:
     return _of_kinds(states, ("optimizer", "master") if layout.offload_optimizer == "disk" else ())
 
 
-def room_bytes(model: ModelNumbers, dtype: Dtype) -> int:
+def layer_buffer_bytes(model: ModelNumbers, dtype: Dtype) -> int:
     """Places on the device of a model whose weights live in host memory: for what is outside the
     layers, and for the layers in turn."""
     around = model.num_parameters - model.num_layers * model.layer_parameters
-    return ITEM_BYTES[dtype] * (around + LAYER_ROOMS * model.layer_parameters)
+    return ITEM_BYTES[dtype] * (around + LAYER_BUFFERS * model.layer_parameters)
 
 
 def device_staging_bytes(

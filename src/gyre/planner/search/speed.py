@@ -26,7 +26,7 @@ from gyre.planner.memory_model.states import (
     root_parameters,
     state_bytes,
 )
-from gyre.trainer.offload.slices import LAYER_ROOMS
+from gyre.trainer.offload.slices import LAYER_BUFFERS
 
 HIDDEN_SHARE = 0.8  # of the compute time under which FSDP2's traffic can hide
 # of one layer's forward and backward kernels, about 60 of 10 µs: small chunks wait for these
@@ -208,7 +208,9 @@ def _weights_seconds(
         [owner for owner in ("actor", "critic")[: job.copies] if not layout.holds_weights(owner)],
         job.model,
     )
-    layers = ITEM_BYTES[job.dtype] * m.layer_parameters * (m.num_layers - LAYER_ROOMS) * 2 * chunks
+    layers = (
+        ITEM_BYTES[job.dtype] * m.layer_parameters * (m.num_layers - LAYER_BUFFERS) * 2 * chunks
+    )
     rate = gpu.host_copy_bytes_per_s(layout.gpus)
     around = ITEM_BYTES[job.dtype] * (root_parameters(m) + head_parameters(m)) / rate
     return len(away) * around + max(0.0, len(away) * layers / rate - compute_s)

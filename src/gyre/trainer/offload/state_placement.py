@@ -91,7 +91,7 @@ class StatePlacement:
             self._tell(away)
         return self.buffers
 
-    def room_for_weights(self, size_bytes: int) -> Tensor:
+    def weights_buffer(self, size_bytes: int) -> Tensor:
         """Allocate zeroed uint8 host memory for the compute weights. Called once."""
         assert self.weights and "params" not in self._host
         return self._on_host("params", size_bytes, torch.uint8)

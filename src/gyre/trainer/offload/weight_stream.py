@@ -25,10 +25,10 @@ from gyre.core.rounding import round_up
 from gyre.kernels.device_wait import DeviceEvent
 from gyre.models.decoder import Decoder
 from gyre.trainer.offload.copy_streams import Reached, compute_lane, make_lane, seconds_between
-from gyre.trainer.offload.slices import LAYER_ROOMS
+from gyre.trainer.offload.slices import LAYER_BUFFERS
 from gyre.trainer.offload.state_stream import OffloadTraffic
 
-ALIGN_BYTES = 256  # of a tensor in a room, as torch's own allocator aligns
+ALIGN_BYTES = 256  # of a tensor in a buffer, as torch's own allocator aligns
 
 
 @dataclass(slots=True)
@@ -55,11 +55,11 @@ class WeightStream:
             [(parameter, parameter.detach()) for parameter in layer] for layer in layers
         ]
         self._root = [(parameter, parameter.detach()) for parameter in root]
-        sizes = [room_bytes(root), *[room_bytes(layers[0])] * LAYER_ROOMS]
-        self.rooms_B = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-        first_B, *rest_B = self.rooms_B.split(sizes)
-        self._root_room = carve(first_B, root)
-        self._rooms = [LayerBuffer(tensors=carve(room_B, layers[0])) for room_B in rest_B]
+        sizes = [carved_bytes(root), *[carved_bytes(layers[0])] * LAYER_BUFFERS]
+        self.buffers_B = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        first_B, *rest_B = self.buffers_B.split(sizes)
+        self._root_buffer = carve(first_B, root)
+        self._buffers = [LayerBuffer(tensors=carve(buffer_B, layers[0])) for buffer_B in rest_B]
         self._visiting, self._backward_at = False, -1
         # in which the computation waited for weights
         self._gaps: list[tuple[DeviceEvent, DeviceEvent]] = []
@@ -78,14 +78,14 @@ class WeightStream:
         try:
             compute = compute_lane(self._device)
             before = compute.mark()
-            fetched = self._fetch(self._root, self._root_room, before)
+            fetched = self._fetch(self._root, self._root_buffer, before)
             compute.after(fetched)
             self._gaps.append((before, compute.mark()))
             yield
         finally:
             self._rest(self._root)
-            for room in self._rooms:
-                self._empty(room)
+            for buffer in self._buffers:
+                self._empty(buffer)
             self._visiting = False
 
     def sizes(self) -> dict[str, int]:
@@ -93,7 +93,7 @@ class WeightStream:
         weights = [host for part in (self._root, *self._layers) for _, host in part]
         return {
             "size_bytes": sum(host.nbytes for host in weights),
-            "rooms_bytes": self.rooms_B.nbytes,
+            "layer_buffer_bytes": self.buffers_B.nbytes,
         }
 
     def take_traffic(self) -> OffloadTraffic:
@@ -135,56 +135,59 @@ class WeightStream:
         """Make the layer resident and prefetch `follower`, if there is one."""
         compute = compute_lane(self._device)
         before = compute.mark()
-        room = self._room_of(index) or self._bring(index, follower, before)
-        compute.after(room.fetched)
+        buffer = self._buffer_of(index) or self._bring(index, follower, before)
+        compute.after(buffer.fetched)
         self._gaps.append((before, compute.mark()))
-        if 0 <= follower < len(self._layers) and self._room_of(follower) is None:
+        if 0 <= follower < len(self._layers) and self._buffer_of(follower) is None:
             self._bring(follower, index, before)
 
-    def _room_of(self, index: int) -> LayerBuffer | None:
-        return next((room for room in self._rooms if room.layer == index), None)
+    def _buffer_of(self, index: int) -> LayerBuffer | None:
+        return next((buffer for buffer in self._buffers if buffer.layer == index), None)
 
     def _bring(self, index: int, keep: int, computed: DeviceEvent) -> LayerBuffer:
         """Fetch into the buffer that does not hold `keep`, after computations on its old
         contents."""
-        room = next(room for room in self._rooms if room.layer is None or room.layer != keep)
-        self._empty(room)
-        room.layer, room.fetched = index, self._fetch(self._layers[index], room.tensors, computed)
-        return room
+        buffer = next(
+            buffer for buffer in self._buffers if buffer.layer is None or buffer.layer != keep
+        )
+        self._empty(buffer)
+        buffer.fetched = self._fetch(self._layers[index], buffer.tensors, computed)
+        buffer.layer = index
+        return buffer
 
     def _fetch(
         self,
         weights: Sequence[tuple[Tensor, Tensor]],
-        room: Sequence[Tensor],
+        buffer: Sequence[Tensor],
         computed: DeviceEvent,
     ) -> DeviceEvent:
         self._lane.after(computed)
-        for (parameter, host), there in zip(weights, room, strict=True):
+        for (parameter, host), there in zip(weights, buffer, strict=True):
             self._lane.copy(there, host)
             parameter.data = there
             self._in_bytes += host.nbytes
         return self._lane.mark()
 
-    def _empty(self, room: LayerBuffer) -> None:
-        if room.layer is not None:
-            self._rest(self._layers[room.layer])
-        room.layer = None
+    def _empty(self, buffer: LayerBuffer) -> None:
+        if buffer.layer is not None:
+            self._rest(self._layers[buffer.layer])
+        buffer.layer = None
 
     def _rest(self, weights: Sequence[tuple[Tensor, Tensor]]) -> None:
         for parameter, host in weights:
             parameter.data = host
 
 
-def room_bytes(tensors: Sequence[Tensor]) -> int:
+def carved_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of memory that holds all of them."""
     return sum(_aligned(tensor) for tensor in tensors)
 
 
-def carve(room_B: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def carve(buffer_B: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors of the same shapes and dtypes as views of one buffer."""
     found, first = [], 0
     for tensor in tensors:
-        flat_N = room_B[first : first + tensor.numel() * tensor.element_size()].view(tensor.dtype)
+        flat_N = buffer_B[first : first + tensor.numel() * tensor.element_size()].view(tensor.dtype)
         found.append(flat_N.view(tensor.shape))
         first += _aligned(tensor)
     return found

@@ -33,7 +33,7 @@ from gyre.trainer.offload.host_gradients import HostGradients
 from gyre.trainer.offload.state_fields import StateField
 from gyre.trainer.offload.state_placement import StatePlacement
 from gyre.trainer.offload.state_stream import Sent
-from gyre.trainer.offload.weight_stream import carve, room_bytes
+from gyre.trainer.offload.weight_stream import carve, carved_bytes
 from gyre.trainer.parallelize.sharded_module import local_part
 from gyre.weights.shards import Place, Shape, ShardLayout, align, whole_layout
 
@@ -318,10 +318,10 @@ class FlatOptimizer(AdamW):
         self._masters = views(self.master_N, self.starts, self.shapes)
         self._grads = views(self.grad_N, self.starts, self.shapes)
         blank = any(parameter.is_meta for parameter in self.parameters.values())
-        rooms = self._host_rooms()
+        buffers = self._host_weights()
         for name, parameter in self.parameters.items():
             if self.home.weights:
-                move_in(parameter, rooms[name])
+                move_in(parameter, buffers[name])
             elif self.master_is_compute:
                 move_in(parameter, self._masters[name])
             elif parameter.is_meta:
@@ -379,12 +379,12 @@ class FlatOptimizer(AdamW):
                 list(self.parameters.values()), [self._masters[name] for name in self.parameters]
             )
 
-    def _host_rooms(self) -> dict[str, Tensor]:
+    def _host_weights(self) -> dict[str, Tensor]:
         if not self.home.weights:
             return {}
         parameters = list(self.parameters.values())
-        rooms = carve(self.home.room_for_weights(room_bytes(parameters)), parameters)
-        return dict(zip(self.parameters, rooms, strict=True))
+        buffers = carve(self.home.weights_buffer(carved_bytes(parameters)), parameters)
+        return dict(zip(self.parameters, buffers, strict=True))
 
     def rounded(self, first: int, master_N: Tensor) -> list[Sent]:
         return overlaps(self.parameters, self.starts, first, master_N)

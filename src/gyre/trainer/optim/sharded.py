@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gyre.trainer.adamw.adamw import Span
 from gyre.trainer.adamw.blocks import BLOCK, coded_first
 from gyre.trainer.offload.state_stream import Sent
-from gyre.trainer.offload.weight_stream import carve, room_bytes
+from gyre.trainer.offload.weight_stream import carve, carved_bytes
 from gyre.trainer.optim.flat import AdamW, move_in, overlaps, squared_norm_of, views
 from gyre.trainer.parallelize.float8_gather import begin_amax
 from gyre.trainer.parallelize.sharded_module import is_shard, local_part
@@ -62,15 +62,15 @@ class SlicedOptimizer(AdamW):
             keeps_master=not self.master_is_compute,
             num_coded=self._num_coded,
         )
-        rooms = self._make_compute()
+        buffers = self._make_compute()
         self.master_N = self.compute_N if own_N is None else own_N
         self._masters = self.runs(self._own_master_N())
         blank = any(parameter.is_meta for parameter in self.parameters.values())
         trunk = {name: shape for name, shape in self.shapes.items() if name not in apart}
         for name, home in views(self.compute_N, self.starts, trunk).items():
             move_in(self.parameters[name], home)
-        for name, room in rooms.items():
-            move_in(self.parameters[name], room)
+        for name, buffer in buffers.items():
+            move_in(self.parameters[name], buffer)
         if not blank:
             self.take_masters()
         at = dict(self.starts) | {name: self._whole + self._tail_of(name) for name in apart}
@@ -84,8 +84,8 @@ class SlicedOptimizer(AdamW):
             return {}
         flat_N = torch.empty(self._whole, dtype=self.dtype, device="meta")
         like = [flat_N, *(self.parameters[name] for name in self._apart)]
-        self.compute_N, *rooms = carve(self.home.room_for_weights(room_bytes(like)), like)
-        return dict(zip(self._apart, rooms, strict=True))
+        self.compute_N, *buffers = carve(self.home.weights_buffer(carved_bytes(like)), like)
+        return dict(zip(self._apart, buffers, strict=True))
 
     @torch.no_grad()
     def take_masters(self) -> None:

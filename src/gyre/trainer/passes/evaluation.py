@@ -73,7 +73,7 @@ class Evaluator:
         for column, which in wanted.items():
             if any(column not in sequence.columns for sequence in sequences):
                 prefix = "reference" if which == "reference" and self.reference else "actor.params"
-                # with its rooms, which take no place in the passes to come
+                # with its layer buffers, which take no place in the passes to come
                 with self.memory.all_on_device(prefix):
                     per_token = self._logprobs(which, sequences, plan)
                 sequences = tuple(

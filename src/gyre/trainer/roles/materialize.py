@@ -20,7 +20,7 @@ from gyre.kernels.rope import rope_frequencies
 from gyre.memory.pools.host_buffer import HostBuffer
 from gyre.models.decoder import NOTHING, Decoder
 from gyre.trainer.config import TrainerConfig, refuse_cut
-from gyre.trainer.offload.weight_stream import WeightStream, carve, room_bytes
+from gyre.trainer.offload.weight_stream import WeightStream, carve, carved_bytes
 from gyre.trainer.optim.flat import move_in
 from gyre.trainer.parallelize.sharded_module import local_tensors
 from gyre.weights.boxes import local_source
@@ -91,10 +91,10 @@ def start_frozen(
         refuse_cut(name, zero=split.zero, ranks=split.mesh.shard.size)
         parameters = [*decoder.parameters(), *([] if head is None else head.parameters())]
         buffer = HostBuffer(
-            room_bytes(parameters), pin=device.type == "cuda", owner=f"component {name}"
+            carved_bytes(parameters), pin=device.type == "cuda", owner=f"component {name}"
         )
-        for parameter, room in zip(parameters, carve(buffer.bytes, parameters), strict=True):
-            move_in(parameter, room)
+        for parameter, into in zip(parameters, carve(buffer.bytes, parameters), strict=True):
+            move_in(parameter, into)
         place_constants(decoder, device)
     elif split.shards_weights:
         cut_weights(decoder, split, trains=False)

@@ -116,7 +116,7 @@ class MemoryComponents(PoolTenant):
         with contextlib.ExitStack() as stack:
             for owner in owners:
                 if owner in self.streams:
-                    self.need(f"{owner}.rooms")
+                    self.need(f"{owner}.layer_buffers")
                     stack.enter_context(self.streams[owner].visit())
             yield
 

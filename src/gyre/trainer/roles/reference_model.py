@@ -140,12 +140,12 @@ def frozen_pools(
                 name, tensors, tiers=("device", "host", "disk"), folder=folder, device=device
             )
         ]
-    pages, rooms = away.buffer.watch(), {"rooms": away.stream.rooms_B}
+    pages, buffers = away.buffer.watch(), {"layer_buffers": away.stream.buffers_B}
 
     def held_bytes() -> int:
         return len(held) if (held := pages()) is not None else 0
 
     return [
         FixedPool(name, "host", size_bytes=away.buffer.size_bytes, held_bytes=held_bytes),
-        StoragePool(f"{name}.rooms", rooms, tiers=("device", "none"), device=device),
+        StoragePool(f"{name}.layer_buffers", buffers, tiers=("device", "none"), device=device),
     ]

@@ -143,7 +143,7 @@ class TrainedModel:
         if self.stream is None:
             contents["params"] = optimizer.compute_tensors()
         else:
-            contents["rooms"] = {"rooms": self.stream.rooms_B}
+            contents["layer_buffers"] = {"layer_buffers": self.stream.buffers_B}
         if not self.home.gradients:
             contents["grads"] = {"grad": optimizer.grad_N}
         if self.home.state == "none":
@@ -154,7 +154,7 @@ class TrainedModel:
             contents["staging"] = {"slots": self.home.staging_X}
         # zero, or of no meaning, between steps: nothing to keep
         brief: tuple[Tier, ...] = ("device", "none")
-        tiers = {"grads": brief, "staging": brief, "rooms": brief}
+        tiers = {"grads": brief, "staging": brief, "layer_buffers": brief}
         keeps_addresses = not is_sharded(self.decoder)
         return [
             StoragePool(

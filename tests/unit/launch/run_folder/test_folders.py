@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gyre.core.errors import SnapshotError
 from gyre.launch.run_folder.run_folder import find_model, hold, make_run_folder, read_overrides
-from gyre.launch.train_args import read_order
+from gyre.launch.train_args import read_train_args
 from gyre.runconfig import RunConfig, apply_overrides, load_run_config
 
 BASE = '[model]\npath = "x"\n'
@@ -43,7 +43,7 @@ def test_a_value_with_line_breaks_is_the_same_when_the_run_goes_on(
     assert config.data.template == text
     folder = make_run_folder(config, path, overrides, "all")
     assert read_overrides(folder) == overrides
-    again = read_order(None, [], resume=folder, stage="all").config
+    again = read_train_args(None, [], resume=folder, stage="all").config
     assert (again.data.template, again.trainer.steps) == (text, 3)
     (folder / "events.jsonl").touch()
     (folder / "export").mkdir()

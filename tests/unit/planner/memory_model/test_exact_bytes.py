@@ -41,11 +41,11 @@ from gyre.planner.memory_model.states import (
     head_parameters,
     host_staging_bytes,
     host_state_bytes,
+    layer_buffer_bytes,
     layer_group_bytes,
     matrix_shapes,
     most_chunks,
     on_one_gpu,
-    room_bytes,
     root_parameters,
     state_bytes,
     unsummed_bytes,
@@ -342,7 +342,7 @@ def test_where_offloaded_state_lives() -> None:
         {},
     )
     assert away(offload_parameters=("critic",)) == ({}, {})
-    assert room_bytes(TOY, "bfloat16") == 2 * (2020 + 2 * 4976)
+    assert layer_buffer_bytes(TOY, "bfloat16") == 2 * (2020 + 2 * 4976)
 
 
 @pytest.mark.parametrize(
@@ -639,14 +639,16 @@ def test_components_of_offloaded_state() -> None:
     places = {"actor.staging": (3 * 2 * 4096, BRIEF), "actor.staging_host": (20_000, ("host",))}
     assert told(offload_optimizer="host", offload_gradients=True, **cut) == grads | places
     rooms = 2 * (2020 + 2 * 4976)
-    weights = owned("actor", **state, params=(2 * P, ("host",))) | {"actor.rooms": (rooms, BRIEF)}
+    weights = owned("actor", **state, params=(2 * P, ("host",))) | {
+        "actor.layer_buffers": (rooms, BRIEF)
+    }
     places = {"actor.staging": (3 * 3 * 3072, BRIEF)}
     asked = {
         "offload_optimizer": "host",
         "offload_parameters": ("actor", "reference"),
         "reference": True,
     }
-    frozen = {"reference": (2 * P, ("host",)), "reference.rooms": (rooms, BRIEF)}
+    frozen = {"reference": (2 * P, ("host",)), "reference.layer_buffers": (rooms, BRIEF)}
     assert told(**asked, **cut) == weights | places | frozen
 
 

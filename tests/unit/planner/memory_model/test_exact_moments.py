@@ -157,14 +157,14 @@ def test_offloaded_state_leaves_places_behind() -> None:
     away = replace(
         FLAT, offload_optimizer="host", offload_gradients=True, offload_parameters=("actor",)
     )
-    base = {"actor.staging": 3 * 2 * 4096, "actor.rooms": 2 * (2020 + 2 * 4976)}
+    base = {"actor.staging": 3 * 2 * 4096, "actor.layer_buffers": 2 * (2020 + 2 * 4976)}
     assert parts_of(job, away)["optimizer step"] == base
     kept = parts_of(replace(job, critic=True), replace(away, offload_parameters=("critic",)))[
         "optimizer step"
     ]
     assert kept == {
         "actor.params": 2 * P, "actor.staging": 3 * 2 * 4096, "critic.staging": 3 * 2 * 4096,
-        "critic.rooms": 2 * (2020 + 2 * 4976),
+        "critic.layer_buffers": 2 * (2020 + 2 * 4976),
     }  # fmt: skip
     assert host_bytes_of(job, away, "resident") == 18 * P + 2 * 10_000
     assert (

@@ -293,7 +293,7 @@ def test_weights_in_host_memory_need_whole_models_and_room_for_two_layers() -> N
     assert layout.offload_optimizer == "host" and layout.offload_parameters == ("actor",)
     assert "weights of actor on the host" in layout.words()
     item, m = 2, away.model
-    assert "actor.params" not in parts and parts["actor.rooms"] == item * (
+    assert "actor.params" not in parts and parts["actor.layer_buffers"] == item * (
         2 * m.layer_parameters + m.num_parameters - m.num_layers * m.layer_parameters
     )
     bare = replace(layout, offload_parameters=())
@@ -319,8 +319,10 @@ def test_weights_in_host_memory_need_whole_models_and_room_for_two_layers() -> N
         for moment in judge(frozen, there, layout).moments
         for name, size in moment.parts.items()
     }
-    assert "reference" in kept and "reference.rooms" not in kept
+    assert "reference" in kept and "reference.layer_buffers" not in kept
     kept = (
         judge(frozen, there, replace(layout, offload_parameters=("reference",))).moments[-1].parts
     )
-    assert "reference" not in kept and kept["reference.rooms"] == parts["actor.rooms"]
+    assert (
+        "reference" not in kept and kept["reference.layer_buffers"] == parts["actor.layer_buffers"]
+    )

@@ -91,8 +91,8 @@ def deep_trainer(**settings) -> NativeTrainer:
 
 def places_of(stream: WeightStream, decoder: Decoder) -> set[int]:
     """Layers that are in a room now, by where their parameters point."""
-    low = stream.rooms_B.data_ptr()
-    high = low + stream.rooms_B.nbytes
+    low = stream.buffers_B.data_ptr()
+    high = low + stream.buffers_B.nbytes
     pointed = [
         {low <= parameter.data_ptr() < high for parameter in layer.parameters()}
         for layer in decoder.layers
@@ -132,13 +132,13 @@ def test_a_pass_holds_two_layers_and_the_next_one_is_on_its_way() -> None:
     assert places_of(stream, actor.decoder) == set()
 
 
-def test_what_rooms_hold_between_visits_is_never_read() -> None:
+def test_what_layer_buffers_hold_between_visits_is_never_read() -> None:
     found = []
     for poison in (False, True):
         trainer = deep_trainer(offload_parameters=ALL)
         for step in range(3):
             for stream in trainer.memory.streams.values() if poison else ():
-                stream.rooms_B.fill_(255)  # every bfloat16 of it a NaN
+                stream.buffers_B.fill_(255)  # every bfloat16 of it a NaN
             trainer.step_now(batch_for(8, seed=step))
         found.append(saved_tensors(trainer))
     assert_bits_equal(*found)
@@ -207,7 +207,7 @@ def test_the_planner_knows_what_is_where(models, dtype) -> None:
     assert_planned(trainer.components(), inputs, dtype, relative=0.05, pages=2)
 
 
-def test_phases_keep_rooms_only_and_bytes_are_counted_once() -> None:
+def test_phases_keep_layer_buffers_only_and_bytes_are_counted_once() -> None:
     """Through the memory manager, which measures after each phase change and refuses what is not
     where it says."""
     trainer, whole = deep_trainer(offload_parameters=ALL), deep_trainer(offload_parameters=())
@@ -221,12 +221,14 @@ def test_phases_keep_rooms_only_and_bytes_are_counted_once() -> None:
     manager = MemoryManager([trainer], budgets, CPU, lambda *_, **__: None, needs=needs)
     sizes = {component.name: component.size_bytes for component in trainer.components()}
     on_host = sum(
-        size for name, size in sizes.items() if not name.endswith((".rooms", ".staging", ".grads"))
+        size
+        for name, size in sizes.items()
+        if not name.endswith((".layer_buffers", ".staging", ".grads"))
     )
     for step in range(2):
         manager.enter("score")
         assert manager.ledger.usage().device_bytes == sum(
-            sizes[f"{n}.rooms"] for n in ("actor", "reference", "reward")
+            sizes[f"{n}.layer_buffers"] for n in ("actor", "reference", "reward")
         )
         scores = [
             one.evaluate_now(batch_for(8, seed=step), "reward").per_sequence
@@ -235,7 +237,7 @@ def test_phases_keep_rooms_only_and_bytes_are_counted_once() -> None:
         assert scores[0] is not None and scores[1] is not None and (scores[0] == scores[1]).all()
         manager.enter("train")
         assert manager.ledger.usage().device_bytes == sum(
-            sizes[f"actor.{part}"] for part in ("rooms", "staging", "grads")
+            sizes[f"actor.{part}"] for part in ("layer_buffers", "staging", "grads")
         )
         for one in (trainer, whole):
             one.step_now(batch_for(8, seed=step))
@@ -247,15 +249,15 @@ def test_phases_keep_rooms_only_and_bytes_are_counted_once() -> None:
     assert_bits_equal(weights_of(trainer), weights_of(whole))
 
 
-def test_rooms_of_a_reference_leave_before_a_step_trains(monkeypatch) -> None:
+def test_layer_buffers_of_a_reference_leave_before_a_step_trains(monkeypatch) -> None:
     """A step that asks the reference itself: its rooms are not there in the passes with a backward
     one."""
     trainer = trainer_on(None, "dpo", spec="deep", **SMALL, offload_parameters=("reference",))
-    trainer.move(["reference.rooms"], "none")
+    trainer.move(["reference.layer_buffers"], "none")
     seen, visiting = [], MemoryComponents.visiting
 
     def watch(tenancy, *owners):
-        seen.append((owners, tenancy.tiers()["reference.rooms"]))
+        seen.append((owners, tenancy.tiers()["reference.layer_buffers"]))
         return visiting(tenancy, *owners)
 
     monkeypatch.setattr(MemoryComponents, "visiting", watch)

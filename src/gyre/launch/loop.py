@@ -1,4 +1,4 @@
-"""Stage: the loop of one stage, over whatever holds its trainer and engine. In: Stage, data, plan,
+"""Loop: the loop of one stage, over whatever holds its trainer and engine. In: Stage, data, plan,
 placed objects. Out: a loop, and what is to be closed after it.
 """
 

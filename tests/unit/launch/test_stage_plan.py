@@ -1,0 +1,223 @@
+"""What a stage is planned with: its own sizes, its ranks, its part of the machine; and what a plan
+says of where numbers come from."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+import trainer_cases
+from gyre.core.errors import ConfigError, InputError
+from gyre.distributed.config import ParallelConfig
+from gyre.launch.plan_command import PlanRequest, plan_stages_for
+from gyre.launch.stage_plan import cut_hardware, expected_ranks, lie_over, plan_run, rate_remarks
+from gyre.launch.stages import load_stage_data, plan_stages
+from gyre.models.spec import hub_config_from_spec, spec_from_shape
+from gyre.planner.plan import Hardware, Shards
+from gyre.planner.report.explain import explain
+from gyre.runconfig import apply_overrides, parse_run_config
+from unit.data.test_examples import TOKENIZER
+from unit.data.test_sources import Events, write_jsonl
+from unit.launch.test_stages import CONTEXT_TOKENS, GRADED, SHAPE, load_online, online
+
+LABELS = {
+    "objective": "objective.kind='grpo'",
+    "prompts_per_step": "rollout.prompts_per_step=16",
+    "completions_per_prompt": "rollout.completions_per_prompt=4",
+    "max_running": "engine.max_running=32",
+    "page_tokens": "engine.page_tokens=16",
+    "threads": "run.threads=1",
+    "dtype": "run.dtype='float32'",
+    "device": "run.device='cpu'",
+    "tokens_per_chunk": "trainer.tokens_per_chunk=4096",
+    "sequences_per_update": "trainer.sequences_per_update=4",
+    "residency": "memory.residency='resident'",
+    "host_budget_bytes": "memory.host_budget_bytes=1_000_000_000",
+}
+
+
+def test_each_rank_is_planned_for_with_its_part_of_the_states(tmp_path):
+    """The engine beside shards has weights of its own; whole ones are shared with it."""
+    components = {}
+    for zero in (1, 3):
+        config = online(tmp_path, parallel={"zero": zero}, run={"device": "cpu"})
+        (stage,), data, spec = plan_stages(config, "all"), load_online(config), trainer_cases.SPEC
+        plan = plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path, ranks=4)
+        components[zero] = {component.name: component.size_bytes for component in plan.components}
+    count = trainer_cases.SPEC.num_parameters
+    assert (
+        components[1].get("engine.weights") is None and components[1]["actor.params"] == 4 * count
+    )
+    assert (
+        components[3]["engine.weights"] == 4 * count
+        and components[3]["actor.params"] == -(-count // 4) * 4
+    )
+    assert (
+        components[1]["actor.optimizer"] == components[3]["actor.optimizer"] == -(-count // 4) * 8
+    )
+    lie = lie_over(
+        ParallelConfig.model_validate({"zero": 3, "shard_ranks": 2, "critic": {"zero": 0}}), 4
+    )
+    assert (lie["actor"], lie["critic"]) == (Shards(zero=3, ranks=2), Shards())
+    assert lie_over(ParallelConfig(zero=3), 1)["actor"] == Shards()
+    told = {"kind": "ray", "num_workers": 8}
+    for cluster, ranks in ((told, 8), ({"kind": "ray"}, 2), ({}, 1)):
+        assert (
+            expected_ranks(
+                online(tmp_path, cluster=cluster, parallel={"zero": 3, "shard_ranks": 2})
+            )
+            == ranks
+        )
+
+
+@pytest.mark.parametrize("inner", ["", "export"])
+def test_a_reward_model_is_planned_for_with_its_own_size(tmp_path, inner):
+    """It shares the policy's tokenizer and nothing else. On the machine that is here and on GPUs
+    that are not."""
+    own = replace(trainer_cases.SPEC, num_layers=5, hidden_size=256, mlp_size=512)
+    folder = tmp_path / "scores"
+    (folder / inner).mkdir(parents=True)
+    (folder / inner / "config.json").write_text(
+        json.dumps(hub_config_from_spec(own)), encoding="utf-8"
+    )
+    config = online(
+        tmp_path, rewards={"parts": [{"kind": "model", "path": str(folder)}]}, run={"device": "cpu"}
+    )
+    (stage,), data, spec = plan_stages(config, "all"), load_online(config), trainer_cases.SPEC
+    plan = plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path)
+    sizes = {component.name: component.size_bytes for component in plan.components}
+    assert (
+        sizes["reward"] == 4 * own.num_parameters > sizes["actor.params"] == 4 * spec.num_parameters
+    )
+    there = plan_stages_for(config, spec, [(stage, data)], PlanRequest(gpus=1, gpu="h200"))
+    moments = there["stages"]["main"]["best"]["moments"]
+    assert moments["score"]["parts"]["reward"] == 2 * own.num_parameters
+    gone = online(
+        tmp_path, rewards={"parts": [{"kind": "model", "path": str(tmp_path / "nowhere")}]}
+    )
+    with pytest.raises(InputError, match="nowhere does not exist"):
+        plan_run(gone, stage, spec, data, dtype="float32", folder=tmp_path)
+
+
+def test_moments_in_8_bits_are_planned_for_a_model_that_can_have_them(tmp_path):
+    config = online(tmp_path, trainer={"moments": "8_bit"}, run={"device": "cpu"})
+    (stage,), data, given = (
+        plan_stages(config, "all"),
+        load_online(config),
+        {"dtype": "float32", "folder": tmp_path},
+    )
+    with pytest.raises(ConfigError, match="no matrix of the model has rows of whole blocks"):
+        plan_run(config, stage, trainer_cases.SPEC, data, **given)
+    plan_run(config, stage, replace(trainer_cases.SPEC, hidden_size=256), data, **given)
+
+
+def test_weights_in_host_memory_are_refused_beside_an_engine_and_in_shards(tmp_path):
+    away = {"offload_parameters": ["actor"], "offload_optimizer": "host"}
+    config = online(tmp_path, trainer=away)
+    (stage,), data, spec = plan_stages(config, "all"), load_online(config), trainer_cases.SPEC
+    with pytest.raises(ConfigError, match=r"'actor'\] in a stage with an engine") as caught:
+        plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path)
+    assert "take 'actor' off the list" in caught.value.hint
+    compares = {
+        "objective": {"kind": "grpo", "kl_coef": 0.1},
+        "trainer": {"offload_parameters": ["reference"]},
+    }
+    config = online(tmp_path, **compares, parallel={"zero": 3})
+    (stage,) = plan_stages(config, "all")
+    with pytest.raises(
+        ConfigError, match=r"names 'reference', whose weights parallel\.zero = 3 cuts over 2 ranks"
+    ):
+        plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path, ranks=2)
+    config = online(tmp_path, **compares)
+    (stage,) = plan_stages(config, "all")
+    plan = plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path, ranks=2)
+    tiers = {component.name: component.tiers for component in plan.components}
+    assert tiers["reference"] == ("host",) and tiers["reference.layer_buffers"] == (
+        "device",
+        "none",
+    )
+
+
+@pytest.mark.parametrize(("device", "whole"), [("cpu", 1), ("cuda", 2)])
+def test_devices_that_share_a_machine_share_its_memory(device, whole):
+    machine = Hardware(
+        device=device,
+        device_name="",
+        device_total_bytes=64,
+        device_free_bytes=32,
+        host_total_bytes=80,
+        host_available_bytes=40,
+        disk_free_bytes=20,
+        cores=8,
+        bf16=True,
+        saving="c_cpu",
+    )
+    part = cut_hardware(machine, 2)
+    assert (part.device_total_bytes, part.device_free_bytes) == (32 * whole, 16 * whole), (
+        "a GPU is not shared"
+    )
+    assert (part.host_total_bytes, part.host_available_bytes, part.disk_free_bytes, part.cores) == (
+        40,
+        20,
+        10,
+        4,
+    )
+
+
+@pytest.mark.parametrize(
+    "key", ["trainer.learning_rate", "trainer.critic_learning_rate", "cold_start.learning_rate"]
+)
+def test_a_learning_rate_that_destroys_the_model_is_named(tmp_path, key):
+    tree = {
+        "model": {"shape": SHAPE},
+        "data": {
+            "source": "jsonl",
+            "path": str(write_jsonl(tmp_path / "graded.jsonl", GRADED)),
+            "overlong": "drop",
+        },
+        "rewards": {"parts": [{"kind": "answer"}]},
+        "objective": {"kind": "ppo"},
+        "cold_start": {},
+    }
+
+    def remarks(value: str) -> list[str]:
+        config = parse_run_config(apply_overrides(tree, [f"{key}={value}"]), where="run.toml")
+        return [remark for stage in plan_stages(config, "all") for remark in rate_remarks(stage)]
+
+    for value in ("1e9", "1.5"):
+        with pytest.raises(ConfigError, match=re.escape(key)) as caught:
+            remarks(value)
+        assert value in caught.value.message or str(float(value)) in caught.value.message
+    (remark,) = remarks("0.5")
+    assert remark.startswith(f"{key} = 0.5: ")
+    assert remarks("3e-3") == []
+
+
+@pytest.mark.parametrize("given", [[], *([name] for name in LABELS), list(LABELS)])
+def test_a_plan_calls_given_what_was_given_and_nothing_else(tmp_path, given):
+    tree = {
+        "model": {"shape": SHAPE},
+        "data": {
+            "source": "jsonl",
+            "path": str(write_jsonl(tmp_path / "graded.jsonl", GRADED)),
+            "overlong": "drop",
+        },
+        "rewards": {"parts": [{"kind": "answer"}]},
+        "rollout": {"max_tokens": 24},
+    }
+    config = parse_run_config(
+        apply_overrides(tree, [LABELS[name] for name in given]), where="run.toml"
+    )
+    stage = plan_stages(config, "main")[0]
+    data = load_stage_data(config, stage, TOKENIZER, CONTEXT_TOKENS, Events())
+    assert config.model.shape is not None
+    spec = spec_from_shape(
+        config.model.shape, vocab_size=TOKENIZER.vocab_size, bos_id=None, eos_ids=(1,)
+    )
+    plan = plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path)
+    assert {name for name, reason in plan.reasons.items() if reason == "given"} == set(given)
+    rows = [line.split() for line in explain(plan).splitlines()]
+    assert {row[0] for row in rows if row and row[-1] == "given"} == set(given)
