@@ -16,10 +16,12 @@ from __future__ import annotations
 import argparse
 import functools
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gyre.core.offers import SharedStorage
 from gyre.distributed.process_group import RankGroup
@@ -135,6 +137,15 @@ def measure(group: RankGroup, tell: Tell, row: Row) -> dict[str, Any]:
         return found
     source = trainer.shards()
     compare(group, source, weights)
+    # The two parts of a commit, alone: the gather, and what it overwrites kept beside it.
+    parts = {
+        "gather_ms": lambda: source.gather_into(weights.tensors),
+        "kept_ms": lambda: copy_whole(weights.tensors),
+    }
+    for name, part in parts.items():
+        runs_s = sorted(timed(group, part) for _ in range(WARM_UP + TRIES))
+        found[name] = round(runs_s[TRIES // 2] * 1e3, 2)
+    tell({"zero": row.zero, **found})
     link_s = sorted(
         timed(group, lambda: gather_plainly(group, size_bytes)) for _ in range(WARM_UP + TRIES)
     )[TRIES // 2]
@@ -150,6 +161,13 @@ def measure(group: RankGroup, tell: Tell, row: Row) -> dict[str, Any]:
         gather = functools.partial(source.gather_into, weights.tensors, bucket_bytes=mib << 20)
         by_bucket[str(mib)] = round(min(timed(group, gather) for _ in range(TRIES)) * 1e3, 2)
     return found | {"gather_ms_by_bucket_mib": by_bucket}
+
+
+@torch.no_grad()
+def copy_whole(tensors: Mapping[str, Tensor]) -> None:
+    """Copy every tensor to memory that is taken for it."""
+    kept = [torch.empty_like(tensor) for tensor in tensors.values()]
+    torch._foreach_copy_(kept, list(tensors.values()))
 
 
 def gather_plainly(group: RankGroup, size_bytes: int) -> None:

@@ -70,6 +70,8 @@ def run_line(line: str, tree: Path, turn_s: float) -> dict[str, Any]:
     if ran.returncode or not found:
         raise RuntimeError(f"{line} in {tree} ended with {ran.returncode}:\n{ran.stderr[-3000:]}")
     result = json.loads(found[-1])
+    if "ours" not in result:
+        raise RuntimeError(f"{line} in {tree} has no result; it said: {found[-1][:3000]}")
     return {key: result[key] for key in ("name", "unit", "ours", "limit", "settings", "detail")}
 
 
@@ -97,6 +99,7 @@ def compare(line: str, sides: dict[str, list[dict[str, Any]]]) -> dict[str, Any]
         "new": new,
         "new_by_old": statistics.median(new) / statistics.median(old),
         "settings": some["settings"],
+        "detail": {side: results[-1]["detail"] for side, results in sides.items()},
     }
 
 
