@@ -39,8 +39,10 @@ _ISOLATION = {
     "this machine",
 }
 _START_S = 20.0  # until a server has answered
-# beyond the wall limit, until a server that does not answer is replaced; weak mode clears a disk
-_SLACK_S = 20.0
+_END_S = 20.0  # until a server that is told to has ended
+# beyond the wall limit, until a server that does not answer is replaced. Weak mode removes what a
+# program left, which may be tens of thousands of folders on a slow disk.
+_ANSWER_S = 60.0
 _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE: nobody changes the file any more
 
 
@@ -135,7 +137,7 @@ class Cell:
         os.set_blocking(out_fd, False)
         os.set_blocking(err_fd, False)
         end: Ended | None = None
-        give_up_s = time.monotonic() + limits.wall_s + _SLACK_S
+        give_up_s = time.monotonic() + limits.wall_s + _ANSWER_S
         flooded = False
         while end is None:
             ready = {fd for fd, _ in poll.poll(max(give_up_s - time.monotonic(), 0.0) * 1000 + 1)}
@@ -145,7 +147,7 @@ class Cell:
                     raise ConnectionResetError("it closed its socket")
                 end = received[0]
             elif not ready and time.monotonic() >= give_up_s:
-                raise TimeoutError(f"no answer {_SLACK_S:g} s after the wall limit")
+                raise TimeoutError(f"no answer {_ANSWER_S:g} s after the wall limit")
             for fd in collected.keys() & ready:
                 if not _take(fd, collected[fd]):
                     poll.unregister(fd)
@@ -167,7 +169,7 @@ class Cell:
         """End the server and whatever it runs."""
         server, self._server = self._server, None
         if server is not None:
-            server.end(_SLACK_S)
+            server.end(_END_S)
 
 
 class Cells:

@@ -8,6 +8,7 @@ they are removed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 
@@ -81,16 +82,28 @@ def remove(folder: str) -> int:
                     size_bytes += 512 * found.st_blocks // found.st_nlink
                     os.unlink(name, dir_fd=top)
                     continue
-                inner = _open(name, within=top)
-                try:
-                    number = _move_up(inner, top, number)
-                finally:
-                    os.close(inner)
-                os.rmdir(name, dir_fd=top)
+                if not _remove_empty(name, top):
+                    inner = _open(name, within=top)
+                    try:
+                        number = _move_up(inner, top, number)
+                    finally:
+                        os.close(inner)
+                    os.rmdir(name, dir_fd=top)
     finally:
         os.close(top)
     os.rmdir(folder)
     return size_bytes
+
+
+def _remove_empty(name: str, within: int) -> bool:
+    """Remove a folder if nothing is in it, and return whether it was so."""
+    try:
+        os.rmdir(name, dir_fd=within)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # POSIX allows either
+            return False
+        raise
+    return True
 
 
 def _move_up(inner: int, top: int, number: int) -> int:
