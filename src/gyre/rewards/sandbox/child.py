@@ -12,8 +12,7 @@ import select
 import signal
 import socket
 import time
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from gyre.rewards.fork_server import kernel, processes
 from gyre.rewards.fork_server.connection import Ended
@@ -26,9 +25,9 @@ _FILES_SHARE = 4  # a weak folder of many files is looked at for a fifth of the 
 _PAYLOAD_FD = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Isolation:
-    """How programs are isolated; the same for all of one server."""
+class Isolation(NamedTuple):
+    """How programs are isolated; the same for all of one server. No dataclass: each module that the
+    server imports makes every fork slower."""
 
     mode: str  # "strong", "bubblewrap" or "weak"
     bwrap: str  # path, for bubblewrap
