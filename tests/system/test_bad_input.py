@@ -300,8 +300,8 @@ def test_reward_that_breaks_stops_the_run_and_says_where(
     for said in (error["message"], answer.err, *page):
         assert all(word in said for word in words), said[-3000:]
     told = [line for line in answer.err.splitlines() if line.startswith("reward failed: function")]
-    assert len(told) == 1 and "16 of 16 completions at step" in told[0]
+    assert len(told) == 1 and f"{failed[1]} of 16 completions at step" in told[0]
     (event,) = events_of(run, "warn.reward_failed")
-    assert event["count"] == event["checks"] == 16
+    assert event["count"] == int(failed[1]) and event["checks"] == 16
     assert "this reward prints" in (run / "rewards.log").read_text(encoding="utf-8")
     assert "this reward prints" not in answer.err + answer.out
