@@ -232,7 +232,8 @@ def say_ready(url: str, args: ServeArgs, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"url": url, "model": args.name}), flush=True)
         return
-    body = json.dumps({"model": args.name, "messages": [{"role": "user", "content": "…"}]})
+    question = {"role": "user", "content": "…"}
+    body = json.dumps({"model": args.name, "messages": [question]}, ensure_ascii=False)
     print(
         f"serving {args.name} on {url}/v1\n"
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
