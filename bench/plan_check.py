@@ -27,7 +27,7 @@ from gyre.objectives.config import SftConfig
 from gyre.planner.hardware import saving_on_cpu, saving_on_cuda
 from gyre.planner.memory_model.activations import Checkpointing
 from gyre.planner.memory_model.job import TrainingJob
-from gyre.planner.memory_model.peaks import phase_moments
+from gyre.planner.memory_model.peaks import train_moments
 from gyre.planner.memory_model.states import Layout, state_bytes
 from gyre.planner.model_zoo import find_shape, model_numbers
 from gyre.trainer.config import TrainerConfig
@@ -173,8 +173,7 @@ def report(
         most_tokens_per_update=tokens,
         target_share=1 - 1 / args.sequence,
     )
-    instants = phase_moments(job, layout, "resident", 0)[1:]  # without the begin of a stage
-    moments = {moment.name: moment.allocated_bytes for moment in instants}
+    moments = {moment.name: moment.allocated_bytes for moment in train_moments(job, layout)}
     assert set(measured) == set(moments), measured
     rows = {
         name: f"predicted {size / MIB:,.0f} MiB, measured {measured[name] / MIB:,.0f} MiB"

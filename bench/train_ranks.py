@@ -46,7 +46,7 @@ from gyre.models.spec import ModelSpec
 from gyre.objectives.config import AnyObjective, GrpoConfig, SftConfig
 from gyre.planner.hardware import saving_on_cpu, saving_on_cuda
 from gyre.planner.memory_model.job import TrainingJob
-from gyre.planner.memory_model.peaks import phase_moments
+from gyre.planner.memory_model.peaks import train_moments
 from gyre.planner.memory_model.states import Layout
 from gyre.planner.model_zoo import model_numbers
 from gyre.trainer.config import TrainerConfig
@@ -392,7 +392,7 @@ def predicted_gib(row: Row, group: RankGroup) -> dict[str, float]:
     )
     return {
         moment.name: round(moment.allocated_bytes / 2**30, 2)
-        for moment in phase_moments(job, layout, "resident", 0)[1:]  # without the begin of a stage
+        for moment in train_moments(job, layout)
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from gyre.planner.memory_model import components, peaks
 from gyre.planner.memory_model import job as jobs
 from gyre.planner.memory_model.engine import make_engine
 from gyre.planner.memory_model.job import TrainingJob, layout_of
-from gyre.planner.memory_model.peaks import PeakInstant, phase_moments
 from gyre.planner.memory_model.states import Layout
 from gyre.planner.model_zoo import find_shape, model_numbers
 from gyre.planner.plan import (
@@ -124,12 +122,6 @@ def working_bytes(
     """What a run with these settings has beside the components."""
     job = job_of(inputs, dtype, saving=saving, page_tokens=page_tokens, max_running=max_running)
     return peaks.working_bytes(job, layout_of(inputs, tokens_per_chunk))
-
-
-def train_moments(job: TrainingJob, layout: Layout) -> tuple[PeakInstant, ...]:
-    """The four instants of a training step, of the models that are trained alone."""
-    alone = replace(job, engine=None, reference=False, reward_model=None)
-    return phase_moments(alone, layout, "resident", 0)[1:]
 
 
 def activation_bytes(

@@ -11,7 +11,7 @@ What a run's plan and the search for a layout say of memory comes from here and 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gyre.core.records import Phase
 from gyre.core.rounding import ceil_div
@@ -97,13 +97,22 @@ def phase_moments(
     order = phase_order(job)
     first = {c.name for c in components if _is_held(c, order[0], residency)}
     moments = [start_moment(job, layout, components, first)]
-    # An evaluation needs no more than a rollout or a training step.
     phases: tuple[Phase, ...] = ("train", "score", "handover", "rollout")
-    for phase in phases:
+    # an evaluation by the engine is a rollout
+    for phase in phases if job.engine is not None else ("train", "score", "evaluate"):
         held = {c.name: c.size_bytes for c in components if _is_held(c, phase, residency)}
         held |= _fixed(job)
         moments += [_moment(one.name, {**held, **one.parts}) for one in passing[phase]]
     return tuple(moments)
+
+
+def train_moments(job: TrainingJob, layout: Layout) -> tuple[PeakInstant, ...]:
+    """Return the four instants of a training step, with the models that are trained alone on the
+    device."""
+    alone = replace(job, engine=None, reference=False, reward_model=None)
+    components = predict_components(alone, layout, kv_pages=0)
+    held = {c.name: c.size_bytes for c in components if "train" in c.phases}
+    return tuple(_moment(one.name, {**held, **one.parts}) for one in _train(job, layout))
 
 
 def _is_held(component: ComponentPlan, phase: Phase, residency: Residency) -> bool:
@@ -150,11 +159,12 @@ def _passing(job: TrainingJob, layout: Layout) -> dict[Phase, tuple[PeakInstant,
     """Return the instants of each phase, with what they hold beside the components and the engine's
     fixed buffers."""
     score = _score(job, layout)
+    evaluation = _moment("evaluate", score.parts)
     asks = job.engine is not None or bool(job.frozen)
     found: dict[Phase, tuple[PeakInstant, ...]] = {
         "score": (score,) if asks else (),
         "train": _train(job, layout),
-        "evaluate": (score,),
+        "evaluate": (evaluation,),
         "rollout": (),
         "handover": (),
     }
@@ -231,8 +241,9 @@ def _kept_bytes(job: TrainingJob, layout: Layout, tokens: int, targets: int) -> 
 
 def _score(job: TrainingJob, layout: Layout) -> PeakInstant:
     """Log-probs without a gradient, of the policy and of the frozen models; the one of them that
-    takes most. In shards it has what is outside the layers whole, and two layers."""
-    tokens, passes = job.chunk_tokens(layout), []
+    takes most. In shards it has what is outside the layers whole, and two layers. Chunks are of a
+    whole step, so an update that fills none bounds nothing here."""
+    tokens, passes = layout.tokens_per_chunk, []
     models = dict.fromkeys(job.trained, job.model) | job.frozen
     for owner, model in models.items():
         one, layers = layout.of(owner), 2 * ITEM_BYTES[job.dtype] * model.layer_parameters

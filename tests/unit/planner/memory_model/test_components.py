@@ -190,3 +190,20 @@ def test_an_engine_on_a_gpu_keeps_its_buffers_in_every_phase() -> None:
     assert (
         engine_buffer_bytes(invariant, dtype="bfloat16", page_tokens=64, max_running=32) > 2 * kept
     )
+
+
+def test_a_score_fills_its_chunk_however_small_an_update_is() -> None:
+    """Log-probs are found of a whole step's sequences, which are packed without regard to updates;
+    a training chunk has an update's at most."""
+    size = {
+        "dtype": "float32",
+        "saving": "torch_cpu",
+        "tokens_per_chunk": 1024,
+        "page_tokens": 16,
+        "max_running": 32,
+    }
+    whole, small = (
+        working_bytes(make_inputs(make_spec(), sequences_per_update=count), **size)
+        for count in (32, 2)
+    )
+    assert small["score"] == whole["score"] and small["train"] < whole["train"]

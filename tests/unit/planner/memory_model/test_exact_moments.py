@@ -16,6 +16,7 @@ from gyre.planner.memory_model.peaks import (
     disk_bytes_of,
     host_bytes_of,
     phase_moments,
+    train_moments,
 )
 from gyre.planner.memory_model.states import Layout
 from gyre.planner.search.candidates import GpuCluster
@@ -26,7 +27,6 @@ from gyre.planner.search.speed import (
     sent_bytes,
     step_time,
 )
-from planner_cases import train_moments
 from unit.planner.memory_model.test_exact_bytes import FLAT, ONE, TOY, UNTIED, P, make_layout
 from unit.planner.search.test_exact_search import ENGINE, make_gpu, make_job
 
@@ -213,8 +213,10 @@ def test_phases_of_whole_models() -> None:
     assert phases_of(job, FLAT, "phase", 3)["rollout"]["engine.kv"] == 31_000, "a page is spare"
     assert (ENGINE.page_bytes, ENGINE.pages_per_sequence) == (1000, 10)
     assert list(phases_of(JOB, FLAT, "resident", 0)) == [
-        "start", "loss", "deepest layer", "end of backward", "optimizer step"
+        "start", "loss", "deepest layer", "end of backward", "optimizer step", "evaluate"
     ]  # fmt: skip
+    alone = phases_of(JOB, FLAT, "resident", 0)
+    assert alone["evaluate"] == WHOLE | {"forward pass": FORWARD}
     offline = phases_of(replace(JOB, reference=True), FLAT, "phase", 0)
     assert offline["start"] == WHOLE | asks, "the first phase is a score"
     assert (

@@ -19,12 +19,13 @@ from gyre.planner.memory_model.peaks import (
     disk_bytes_of,
     host_bytes_of,
     phase_moments,
+    train_moments,
 )
 from gyre.planner.memory_model.states import Layout, away_bytes, gathered_bytes, state_bytes
 from gyre.planner.model_zoo import find_shape, model_numbers
 from gyre.planner.plan import PlanInputs
 from gyre.trainer.optim.flat import FlatOptimizer
-from planner_cases import make_job, predict_components, train_moments
+from planner_cases import make_job, predict_components
 
 GIB = 1 << 30
 LLAMA = model_numbers(find_shape("llama-3-8b"))
