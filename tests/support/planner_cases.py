@@ -87,9 +87,7 @@ def job_of(
         max_running=max_running,
         running=max_running,
     )
-    return jobs.make_job(
-        inputs, dtype=dtype, saving=saving, engine=engine if inputs.online else None
-    )
+    return jobs.make_job(inputs, dtype=dtype, saving=saving, engine=engine)
 
 
 def predict_components(

@@ -157,18 +157,17 @@ def fixed_by(config: RunConfig, request: PlanRequest) -> Fixed:
 
 def job_for(inputs: PlanInputs, dtype: Dtype, cluster: GpuCluster) -> TrainingJob:
     """Return a stage as the search sees it: a GPU runs its part of the completions."""
-    engine, saving = None, _saving(dtype, cluster.gpu)
-    if inputs.online:
-        sequences = inputs.prompts_per_step * inputs.completions_per_prompt
-        most = inputs.max_running or sequences
-        engine = make_engine(
-            inputs,
-            dtype=dtype,
-            saving=saving,
-            page_tokens=inputs.page_tokens or PAGE_TOKENS["cuda"],
-            max_running=most,
-            running=min(most, ceil_div(sequences, cluster.gpus)),
-        )
+    saving = _saving(dtype, cluster.gpu)
+    sequences = inputs.prompts_per_step * inputs.completions_per_prompt
+    most = inputs.max_running or sequences
+    engine = make_engine(
+        inputs,
+        dtype=dtype,
+        saving=saving,
+        page_tokens=inputs.page_tokens or PAGE_TOKENS["cuda"],
+        max_running=most,
+        running=min(most, ceil_div(sequences, cluster.gpus)),
+    )
     return make_job(inputs, dtype=dtype, saving=saving, engine=engine)
 
 

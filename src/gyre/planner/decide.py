@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from gyre.core.errors import ConfigError, MemoryBudgetError
 from gyre.core.records import Phase
@@ -23,7 +23,7 @@ from gyre.planner.lighter import lighter
 from gyre.planner.memory_model.components import predict_components, snapshot_bytes
 from gyre.planner.memory_model.engine import make_engine
 from gyre.planner.memory_model.job import TrainingJob, layout_of, make_job
-from gyre.planner.memory_model.peaks import phase_order, start_moment, working_bytes
+from gyre.planner.memory_model.peaks import is_held, phase_order, start_moment, working_bytes
 from gyre.planner.memory_model.phases import walk_ring, walk_start
 from gyre.planner.plan import (
     ComponentPlan,
@@ -218,16 +218,14 @@ def _budgets(
 
 
 def _job(inputs: PlanInputs, base: _Base) -> TrainingJob:
-    engine = None
-    if inputs.online:
-        engine = make_engine(
-            inputs,
-            dtype=base.dtype,
-            saving=base.saving,
-            page_tokens=base.page_tokens,
-            max_running=base.max_running,
-            running=base.max_running,
-        )
+    engine = make_engine(
+        inputs,
+        dtype=base.dtype,
+        saving=base.saving,
+        page_tokens=base.page_tokens,
+        max_running=base.max_running,
+        running=base.max_running,
+    )
     return make_job(inputs, dtype=base.dtype, saving=base.saving, engine=engine)
 
 
@@ -295,10 +293,12 @@ def _try(
     """Return the phases under these sizes. MemoryBudgetError if they don't fit."""
     job, layout = _job(inputs, base), layout_of(inputs, tokens)
     working = working_bytes(job, layout)
-    there: dict[str, Any] = {"device": base.device, "disk_tier": inputs.disk_tier}
-    bare = predict_components(job, layout, kv_pages=0, **there)
+    predict = partial(
+        predict_components, job, layout, device=base.device, disk_tier=inputs.disk_tier
+    )
+    bare = predict(kv_pages=0)
     pages = _kv_pages(inputs, base, job, residency, working["rollout"], bare, whole=whole_kv)
-    components = predict_components(job, layout, kv_pages=pages, **there)
+    components = predict(kv_pages=pages)
     cuda = base.device == "cuda"
     phases = walk_ring(
         components, working, base.budgets, residency, phase_order(job), keeps_pages=cuda
@@ -353,9 +353,7 @@ def _kv_pages(
     beside = sum(
         component.size_bytes
         for component in bare
-        if component.name != "engine.kv"
-        and "device" in component.tiers
-        and (residency == "resident" or "rollout" in component.phases or not component.leave)
+        if component.name != "engine.kv" and is_held(component, "rollout", residency)
     )
     room = (base.budgets.device_bytes - working - beside) // job.engine.page_bytes - 1
     return max(each, min(wanted, room))

@@ -51,17 +51,17 @@ def make_engine(
     page_tokens: int,
     max_running: int,
     running: int,
-) -> Engine:
-    """Return what generation needs. `running` of the `max_running` completions are of one GPU.
+) -> Engine | None:
+    """Return what generation needs, or None where nothing is generated. `running` of the
+    `max_running` completions are of one GPU.
 
     Triton's kernels read keys and values where they are; others gather them. Graphs and buffers
     with fixed addresses are a GPU's.
     """
-    model, longest, on_gpu = (
-        inputs.model,
-        longest_sequence(inputs),
-        saving in ("triton", "torch_cuda"),
-    )
+    if not inputs.online:
+        return None
+    model, longest = inputs.model, longest_sequence(inputs)
+    on_gpu = saving in ("triton", "torch_cuda")
     gathered = 0 if saving == "triton" else longest
     page = kv_bytes_per_page(model, dtype, page_tokens)
     fixed = engine_buffer_bytes(
@@ -111,11 +111,11 @@ def engine_buffer_bytes(
 ) -> int:
     """Return what an engine on a GPU keeps from its start to its end, beside weights, pages and
     graphs. It stays in every phase: graphs have its addresses."""
-    model, longest = inputs.model, inputs.max_prompt_tokens + inputs.max_completion_tokens
+    model = inputs.model
     return buffer_bytes(
         max_running=max_running,
         token_budget=inputs.engine_tokens_per_step,
-        pool_tokens=max_running * longest,
+        pool_tokens=max_running * longest_sequence(inputs),
         page_tokens=page_tokens,
         context_tokens=model.context_tokens,
         num_heads=model.num_heads,

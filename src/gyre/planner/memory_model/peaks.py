@@ -95,12 +95,12 @@ def phase_moments(
     pages = running * job.engine.pages_per_sequence if job.engine is not None else 0
     components, passing = predict_components(job, layout, kv_pages=pages), _passing(job, layout)
     order = phase_order(job)
-    first = {c.name for c in components if _is_held(c, order[0], residency)}
+    first = {c.name for c in components if is_held(c, order[0], residency)}
     moments = [start_moment(job, layout, components, first)]
     phases: tuple[Phase, ...] = ("train", "score", "handover", "rollout")
     # an evaluation by the engine is a rollout
     for phase in phases if job.engine is not None else ("train", "score", "evaluate"):
-        held = {c.name: c.size_bytes for c in components if _is_held(c, phase, residency)}
+        held = {c.name: c.size_bytes for c in components if is_held(c, phase, residency)}
         held |= _fixed(job)
         moments += [_moment(one.name, {**held, **one.parts}) for one in passing[phase]]
     return tuple(moments)
@@ -115,7 +115,7 @@ def train_moments(job: TrainingJob, layout: Layout) -> tuple[PeakInstant, ...]:
     return tuple(_moment(one.name, {**held, **one.parts}) for one in _train(job, layout))
 
 
-def _is_held(component: ComponentPlan, phase: Phase, residency: Residency) -> bool:
+def is_held(component: ComponentPlan, phase: Phase, residency: Residency) -> bool:
     """Return whether a component is on the device: the rule of memory.ledger where nothing, or all
     that can, leaves."""
     if "device" not in component.tiers:
@@ -279,7 +279,7 @@ def host_bytes_of(job: TrainingJob, layout: Layout, residency: Residency) -> int
         if "device" not in component.tiers:
             found += component.size_bytes if component.tiers[0] == "host" else 0
         elif component.leave[:1] == ("host",):
-            stays = all(_is_held(component, phase, residency) for phase in order)
+            stays = all(is_held(component, phase, residency) for phase in order)
             found += 0 if stays else component.size_bytes
     return found
 
