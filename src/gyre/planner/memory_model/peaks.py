@@ -2,8 +2,7 @@
 
 In: a TrainingJob, a Layout. Out: PeakInstants with their parts; the working bytes of each phase. A
 training step has four such instants: the loss, the deepest layer, the end of the backward pass and
-the optimizer step. Others are between steps, while the engine has the GPU, and the begin of a
-stage.
+the optimizer step. Others are between steps, while the engine has the GPU, and as a stage begins.
 
 What a run's plan and the search for a layout say of memory comes from here and from `components`.
 """
