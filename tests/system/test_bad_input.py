@@ -300,8 +300,10 @@ def test_reward_that_breaks_stops_the_run_and_says_where(
     for said in (error["message"], answer.err, *page):
         assert all(word in said for word in words), said[-3000:]
     told = [line for line in answer.err.splitlines() if line.startswith("reward failed: function")]
-    assert len(told) == 1 and f"{failed[1]} of 16 completions at step" in told[0]
-    (event,) = events_of(run, "warn.reward_failed")
-    assert event["count"] == int(failed[1]) and event["checks"] == 16
+    # a step that the flag fell into may have failed too little to end the run, and be told first
+    *earlier, last = counts = [event["count"] for event in events_of(run, "warn.reward_failed")]
+    assert last == int(failed[1]) and len(earlier) <= 1 and all(n <= 0.2 * 16 for n in earlier)
+    assert all(event["checks"] == 16 for event in events_of(run, "warn.reward_failed"))
+    assert len(told) == 1 and f"{counts[0]} of 16 completions at step" in told[0]
     assert "this reward prints" in (run / "rewards.log").read_text(encoding="utf-8")
     assert "this reward prints" not in answer.err + answer.out
