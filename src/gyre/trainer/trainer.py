@@ -131,7 +131,8 @@ class NativeTrainer:
             f"objective {self.objective.kind} trains no scalar head"
         )
         self._steps_done = 0
-        # of shards; the same in each version
+        # made once, since planning takes longer than a hand-over may
+        self._shards: ShardSource | None = None
         self._shard_entries: tuple[TensorEntry, ...] | None = None
         self._has_gradients = False  # that no update has taken
         self._lost_steps = 0  # in a row, without a finite gradient
@@ -270,13 +271,15 @@ class NativeTrainer:
         """Return this rank's runs of the actor's weights, which are in shards."""
         actor = self.models.actor
         assert actor.split.shards_weights, "every rank holds the weights whole"
-        names = [name for name in actor.optimizer.shapes if not name.startswith(HEAD_PREFIX)]
-        return ShardSource(
-            actor.optimizer.layout.of(names),
-            actor.optimizer.masters(),
-            group=actor.split.mesh.shard,
-            dtype=actor.dtype,
-        )
+        if self._shards is None:
+            names = [name for name in actor.optimizer.shapes if not name.startswith(HEAD_PREFIX)]
+            self._shards = ShardSource(
+                actor.optimizer.layout.of(names),
+                actor.optimizer.masters(),
+                group=actor.split.mesh.shard,
+                dtype=actor.dtype,
+            )
+        return self._shards
 
     def snapshot_now(self) -> Mapping[str, Any]:
         """Return {"tensors": copies of this rank's Parts by key, "state": JSON-able}. The parts of

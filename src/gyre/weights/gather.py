@@ -3,7 +3,8 @@ runs, the group that holds the shards. Out: runs of whole tensors, on every rank
 given storage.
 
 While the runs of one bucket are written where they belong, the next one travels. Never more than
-these two exist beside the shards and the destination.
+these two exist beside the shards and the destination. A fast link outruns the host: what it does
+for each run counts, and plans are kept.
 """
 
 # N numbers of a run, S ranks
@@ -19,7 +20,7 @@ from torch import Tensor
 from gyre.distributed.layout import BoxRun
 from gyre.distributed.process_group import RankGroup
 from gyre.weights.boxes import views
-from gyre.weights.shards import GatherBucket, Shape, ShardLayout, plan_gather
+from gyre.weights.shards import GatherBucket, Place, Shape, ShardLayout, plan_gather
 
 BUCKET_BYTES = 256 << 20
 
@@ -43,72 +44,46 @@ def gather_runs(
     """Yield every number of every tensor once, as `dtype`, on every rank of `group`, in buckets of
     about `bucket_bytes`. `local` has this rank's run of each tensor, on any device; values come on
     the group's device. Every rank must iterate to the end."""
-    for runs in _gather_lists(layout, local, group, dtype, bucket_bytes):
-        yield from runs
-
-
-def _gather_lists(
-    layout: ShardLayout,
-    local: Mapping[str, Tensor],
-    group: RankGroup,
-    dtype: torch.dtype,
-    bucket_bytes: int,
-) -> Iterator[list[TensorRun]]:
-    """Yield the runs of each bucket in turn, valid until the next one is asked for."""
-    assert layout.num_holders == group.size, (
-        f"{layout.num_holders} shards in a group of {group.size}"
-    )
-    if group.size == 1:
-        for run in local_runs(layout, local, rank=0, dtype=dtype):
-            yield [run]
-        return
-    buckets = plan_gather(layout, numbers_per_bucket=max(1, bucket_bytes // dtype.itemsize))
-    longest = max((bucket.size for bucket in buckets), default=0)
-    slots = [_Slot(longest, group, dtype) for _ in buckets[:2]]
-    for index in range(len(buckets) + 1):
-        if index < len(buckets):
-            slots[index % 2].begin(buckets[index], layout, local)
-        if index:
-            yield slots[(index - 1) % 2].end(buckets[index - 1])
+    source = ShardSource(layout, local, group=group, dtype=dtype)
+    yield from source.gather_buckets(bucket_bytes=bucket_bytes)
 
 
 class _Slot:
-    """Room for a bucket: what this rank sends of it, and what all ranks sent."""
+    """Room for a bucket. What this rank sends of it lies where it arrives."""
 
     def __init__(self, longest: int, group: RankGroup, dtype: torch.dtype) -> None:
         self._group = group
-        self._sent_N = torch.empty(longest, dtype=dtype, device=group.device)
         self._joined_SN = torch.empty(longest * group.size, dtype=dtype, device=group.device)
         self._wait: Callable[[], None] = lambda: None
 
     @torch.no_grad()
-    def begin(self, bucket: GatherBucket, layout: ShardLayout, local: Mapping[str, Tensor]) -> None:
-        """Round this rank's numbers and begin to all-gather them."""
+    def begin(
+        self, bucket: GatherBucket, own: Mapping[str, Place], local: Mapping[str, Tensor]
+    ) -> None:
+        """Round this rank's numbers and begin to all-gather them. `own`: its places."""
         rank = self._group.rank
-        own = layout.ranks[rank * len(layout.ranks) // layout.num_holders]
+        joined_SN = self._joined_SN[: bucket.size * self._group.size]
+        sent_N = joined_SN[rank * bucket.size : (rank + 1) * bucket.size]
         homes, runs = [], []
         for landing in bucket.landings:
             if landing.rank == rank:
                 count, first = landing.run.stop - landing.run.start, own[landing.name].at
-                homes.append(self._sent_N[landing.offset : landing.offset + count])
-                held_N = local[landing.name].reshape(-1)
+                homes.append(sent_N[landing.offset : landing.offset + count])
+                held_N = local[landing.name].view(-1)
                 runs.append(held_N[landing.at - first : landing.at - first + count])
         if homes:
             torch._foreach_copy_(homes, runs)
-        self._wait = self._group.begin_all_gather(self._joined(bucket), self._sent_N[: bucket.size])
+        self._wait = self._group.begin_all_gather(joined_SN, sent_N)
 
     def end(self, bucket: GatherBucket) -> list[TensorRun]:
         """Wait for the bucket and return its runs, valid until the slot's next `begin`."""
         self._wait()
-        joined_SN, found = self._joined(bucket), []
+        found = []
         for landing in bucket.landings:
             at = landing.rank * bucket.size + landing.offset
-            values_N = joined_SN[at : at + landing.run.stop - landing.run.start]
+            values_N = self._joined_SN[at : at + landing.run.stop - landing.run.start]
             found.append(TensorRun(landing.name, landing.run, values_N))
         return found
-
-    def _joined(self, bucket: GatherBucket) -> Tensor:
-        return self._joined_SN[: bucket.size * self._group.size]
 
 
 def local_runs(
@@ -121,15 +96,21 @@ def local_runs(
             yield TensorRun(name, run, local[name].detach().reshape(-1).to(dtype))
 
 
-def write_runs(tensors: Mapping[str, Tensor], runs: Iterable[TensorRun]) -> None:
-    """Write runs into contiguous whole tensors."""
+def homes_of(
+    tensors: Mapping[str, Tensor], runs: Iterable[TensorRun]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return views of contiguous whole tensors, and what belongs there, shaped alike."""
     homes, values = [], []
     for name, run, values_N in runs:
-        for home in views(tensors[name].detach(), run):
+        if run.columns is None:  # at once, since nearly all runs are
+            homes.append(tensors[name].view(-1)[run.start : run.stop])
+            values.append(values_N)
+            continue
+        for home in views(tensors[name], run):
             homes.append(home)
             values.append(values_N[: home.numel()].view(home.shape))
             values_N = values_N[home.numel() :]
-    torch._foreach_copy_(homes, values)
+    return homes, values
 
 
 class ShardSource(Mapping[str, Tensor]):
@@ -147,6 +128,7 @@ class ShardSource(Mapping[str, Tensor]):
     ) -> None:
         self.layout, self.dtype = layout, dtype
         self._local, self._group = local, group
+        self._plans: dict[int, tuple[GatherBucket, ...]] = {}  # by the bytes of a bucket
 
     def __getitem__(self, name: str) -> Tensor:
         return self._local[name]
@@ -172,29 +154,55 @@ class ShardSource(Mapping[str, Tensor]):
 
     def gather_buckets(self, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[TensorRun]:
         """Yield every number once on every rank, as `gather_runs` does."""
-        return gather_runs(
-            self.layout, self._local, group=self._group, dtype=self.dtype, bucket_bytes=bucket_bytes
-        )
+        for runs in self._gather_lists(bucket_bytes):
+            yield from runs
 
+    @torch.no_grad()
     def gather_into(
         self,
         destination: Mapping[str, Tensor],
         *,
         bucket_bytes: int = BUCKET_BYTES,
-        before_write: Callable[[list[TensorRun]], None] = lambda runs: None,
+        before_write: Callable[[list[Tensor]], None] = lambda homes: None,
     ) -> int:
         """Write the whole version into contiguous tensors of any dtype and device, and return the
         bytes written. All ranks of the group take part; one that wants nothing gives an empty
-        mapping. `before_write` gets the runs of each bucket before they overwrite anything."""
+        mapping. `before_write` gets views of what each bucket is about to overwrite."""
+        shapes = self.layout.model.shapes
         for name, tensor in destination.items():
-            assert tuple(tensor.shape) == tuple(self.layout.model.shapes[name]), (
-                f"{name}: {tuple(tensor.shape)}"
-            )
+            assert tuple(tensor.shape) == tuple(shapes[name]), f"{name}: {tuple(tensor.shape)}"
         assert not destination or destination.keys() == self.layout.shapes.keys(), sorted(
             destination.keys() ^ self.layout.shapes.keys()
         )
-        for runs in _gather_lists(self.layout, self._local, self._group, self.dtype, bucket_bytes):
+        for runs in self._gather_lists(bucket_bytes):
             if destination:
-                before_write(runs)
-                write_runs(destination, runs)
+                homes, values = homes_of(destination, runs)
+                before_write(homes)
+                torch._foreach_copy_(homes, values)
         return sum(tensor.numel() * tensor.element_size() for tensor in destination.values())
+
+    def _gather_lists(self, bucket_bytes: int) -> Iterator[list[TensorRun]]:
+        """Yield the runs of each bucket in turn, valid until the next one is asked for."""
+        layout, local, group = self.layout, self._local, self._group
+        assert layout.num_holders == group.size, (
+            f"{layout.num_holders} shards in a group of {group.size}"
+        )
+        if group.size == 1:
+            for run in local_runs(layout, local, rank=0, dtype=self.dtype):
+                yield [run]
+            return
+        buckets = self._plan(bucket_bytes)
+        longest = max((bucket.size for bucket in buckets), default=0)
+        slots = [_Slot(longest, group, self.dtype) for _ in buckets[:2]]
+        own = layout.ranks[group.rank * len(layout.ranks) // layout.num_holders]
+        for index in range(len(buckets) + 1):
+            if index < len(buckets):
+                slots[index % 2].begin(buckets[index], own, local)
+            if index:
+                yield slots[(index - 1) % 2].end(buckets[index - 1])
+
+    def _plan(self, bucket_bytes: int) -> tuple[GatherBucket, ...]:
+        if bucket_bytes not in self._plans:
+            numbers = max(1, bucket_bytes // self.dtype.itemsize)
+            self._plans[bucket_bytes] = plan_gather(self.layout, numbers_per_bucket=numbers)
+        return self._plans[bucket_bytes]

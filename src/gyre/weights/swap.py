@@ -3,8 +3,8 @@ In: tensors beside the engine's own, or shards of them. Out: the engine's tensor
 or as they were.
 
 Addresses stay, so the numbers move and the tensors do not. A swap checks names, shapes and dtypes
-and takes all its memory before it writes its first byte. What it overwrites is kept until it is
-settled, so a step that fails later is undone from memory of the same device.
+before it writes its first byte. What it overwrites is kept until it is settled, so a step that
+fails is undone from memory of the same device.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from torch import Tensor
 
 from gyre.core.events import Emit
 from gyre.core.records import Manifest
-from gyre.distributed.layout import BoxRun
-from gyre.weights.boxes import views
-from gyre.weights.gather import ShardSource, TensorRun
+from gyre.weights.gather import ShardSource
 from gyre.weights.manifest import dtype_name, verify_manifest
 
 BUCKET_BYTES = 64 << 20
@@ -201,16 +199,13 @@ class GatherOver:
         self, version: int, shards: ShardSource, own: Mapping[str, Tensor], *, emit: Emit
     ) -> None:
         self._version, self._shards, self._own, self._emit = version, shards, own, emit
-        self._kept: dict[str, Tensor] = {}
-        self._written: list[tuple[str, BoxRun]] = []
+        # what has been overwritten, and the bytes that were there
+        self._homes: list[Tensor] = []
+        self._kept: list[Tensor] = []
 
     @torch.no_grad()
     def run(self) -> None:
-        assert not self._written, "this swap has run already"
-        self._kept = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            for name, tensor in self._own.items()
-        }
+        assert not self._homes, "this swap has run already"
         size_bytes = self._shards.gather_into(self._own, before_write=self._keep)
         for device in {tensor.device for tensor in self._own.values() if tensor.is_cuda}:
             # a copy that fails does so here, while it can be undone
@@ -219,21 +214,19 @@ class GatherOver:
 
     @torch.no_grad()
     def undo(self) -> None:
-        for name, run in self._written:
-            homes = views(self._own[name], run)
-            for own, kept in zip(homes, views(self._kept[name], run), strict=True):
-                own.copy_(kept)
+        if self._homes:
+            torch._foreach_copy_(self._homes, self._kept)
         self.settle()
 
     def settle(self) -> None:
-        self._written.clear()
+        self._homes.clear()
         self._kept.clear()
 
-    def _keep(self, runs: list[TensorRun]) -> None:
-        kept = [view for name, run, _ in runs for view in views(self._kept[name], run)]
-        own = [view for name, run, _ in runs for view in views(self._own[name], run)]
-        torch._foreach_copy_(kept, own)
-        self._written += [(name, run) for name, run, _ in runs]
+    def _keep(self, homes: list[Tensor]) -> None:
+        kept = [torch.empty_like(home) for home in homes]
+        torch._foreach_copy_(kept, homes)
+        self._homes += homes
+        self._kept += kept
 
 
 def _check_alike(staged: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:

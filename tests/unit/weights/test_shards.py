@@ -23,7 +23,7 @@ from gyre.distributed.mesh import Splitter, shard_size
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.models.layout import model_layout
 from gyre.weights.boxes import local_source, views
-from gyre.weights.gather import ShardSource, TensorRun, write_runs
+from gyre.weights.gather import ShardSource, TensorRun, homes_of
 from gyre.weights.manifest import checksum, find_faults, shard_entries
 from gyre.weights.shards import (
     ALIGN,
@@ -154,7 +154,9 @@ class Wire:
             self.began += [{} for _ in range(index + 1 - len(self.began))]
             self.began[index][rank] = own_N
         self.log += [("begin", index)] if rank == 0 else []
+        sent_N = own_N.clone()  # may be a slice of x_SN
         x_SN.fill_(float("nan"))
+        own_N.copy_(sent_N)
 
         def wait() -> None:
             self.log += [("end", index)] if rank == 0 else []
@@ -268,8 +270,10 @@ def test_whole_tensors_come_back_from_tensor_ranks(family, num_tensor_ranks, num
             assert landing.at == at + landing.offset
             count = landing.run.stop - landing.run.start
             values_N = flat[landing.rank][landing.at : landing.at + count]
+            named = (landing.name, landing.run)
             assert not any(view.isfinite().any() for view in views(back[landing.name], landing.run))
-            write_runs(back, [TensorRun(landing.name, landing.run, values_N)])
+            for home, value in zip(*homes_of(back, [TensorRun(*named, values_N)]), strict=True):
+                home.copy_(value)
     assert all(torch.equal(back[name], tensor) for name, tensor in whole.items())
 
 

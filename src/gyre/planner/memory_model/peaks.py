@@ -52,8 +52,7 @@ FRAGMENT_SHARE = 0.10
 WORKSPACE_BYTES = 96 * MIB
 KEPT = "kept activations"
 UNSUMMED = "gradients not yet summed"
-# two buckets, as in weights.gather, and what one rank of two sends of them
-HANDOVER_BYTES = 3 * (256 << 20)
+HANDOVER_BYTES = 2 * (256 << 20)  # two buckets, as in weights.gather
 MADE_IN_TURN = ("reference", "critic", "actor", "reward", "engine")  # owners, as stages make them
 
 

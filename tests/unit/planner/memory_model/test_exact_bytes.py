@@ -499,7 +499,7 @@ def test_working_memory_of_each_phase() -> None:
     assert working(shared_weights=False) == online | {"handover": apart + kept}
     large = replace(TOY, num_parameters=10**9)
     assert working(shared_weights=False, model=large)["handover"] == (
-        3 * (256 << 20) + 2 * 10**9 + kept
+        2 * (256 << 20) + 2 * 10**9 + kept
     )
     offline = {"rollout": 0, "score": 0, "train": train, "handover": 0, "evaluate": score}
     assert working(online=False) == offline
