@@ -129,6 +129,7 @@ def find_unsupported(body: dict[str, Any]) -> tuple[str, str] | None:
 
 
 RETRY_S = 1  # what Retry-After says
+FAULT = "a fault of the server; its log has the details"
 
 _CODES = {
     400: "invalid_value",
