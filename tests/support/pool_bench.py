@@ -11,6 +11,7 @@ import numpy as np
 
 from cluster_sim import SimCluster, SimEngine
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
+from gyre.cluster.engine_pool.restarts import RestartPolicy
 from gyre.core.offers import LocalTensors, Offer
 from gyre.core.records import Manifest, Request, Sampling, TokenChunk
 
@@ -37,7 +38,7 @@ class Bench:
                     "call_deadline_s": 60.0,
                     "hang_s": 60.0,
                     "progress_tokens": 2,
-                    "max_restarts": 3,
+                    "restarts": RestartPolicy(max_restarts=3),
                     **settings,
                 }
             ),

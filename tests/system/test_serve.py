@@ -241,7 +241,7 @@ def test_a_replica_that_dies_costs_no_token(folder, tmp_path) -> None:
         openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
     ):
         tree = psutil.Process(served.process.pid).children(recursive=True)
-        engines = [one for one in tree if "gyre.cluster.worker.process" in one.cmdline()]
+        engines = engines_of(served)
         assert len(engines) == 2
         undisturbed = [text_of(event) for event in client.chat.completions.create(**asked)]
         before = [sum(one.cpu_times()[:2]) for one in engines]
@@ -253,14 +253,45 @@ def test_a_replica_that_dies_costs_no_token(folder, tmp_path) -> None:
                 busy = max((0, 1), key=lambda place: used[place] - before[place])
                 engines[busy].kill()
         assert "".join(texts) == "".join(undisturbed)
-        health = httpx.get(f"{served.url}/health/ready", timeout=30)
-        assert health.status_code == 200 and "lost" in health.json()["reason"]
+        assert httpx.get(f"{served.url}/health/ready", timeout=30).status_code == 200
         assert '"retry.request_requeued"' in served.log.read_text()
     assert served.process.returncode == 0
     ends = time.monotonic() + 30  # those of the killed engine notice by themselves that it is gone
     while left := [one for one in tree if is_alive(one)]:
         assert time.monotonic() < ends, left
         time.sleep(0.1)
+
+
+def test_the_last_engine_is_started_again_within_an_answer(folder, tmp_path) -> None:
+    """The stream waits for the new process, and goes on as if nothing had been."""
+    asked: dict[str, Any] = {
+        "model": "qwen",
+        "messages": ASKED,
+        "max_tokens": 200,
+        "seed": 5,
+        "stream": True,
+        "extra_body": {"ignore_eos": True},
+    }
+    with (
+        serving(folder, tmp_path / "log", "--set", "run.threads=1") as served,
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        (engine,) = engines_of(served)
+        undisturbed = [text_of(event) for event in client.chat.completions.create(**asked)]
+        texts: list[str] = []
+        for event in client.chat.completions.create(**asked):
+            texts.append(text_of(event))
+            if len(texts) == 20:
+                engine.kill()
+        assert "".join(texts) == "".join(undisturbed)
+        log = served.log.read_text()
+        assert log.count('"retry.request_requeued"') == 1, "it was killed too late"
+        assert log.count('"engine.restarted"') == 1 and log.count('"engine.rejoined"') == 1
+        health = httpx.get(f"{served.url}/health/ready", timeout=30)
+        assert health.status_code == 200 and health.json()["reason"] == ""
+        (again,) = engines_of(served)
+        assert again.pid != engine.pid
+    assert served.process.returncode == 0
 
 
 def test_answers_under_way_end_after_a_signal_to_stop(folder, tmp_path) -> None:
@@ -280,6 +311,12 @@ def test_answers_under_way_end_after_a_signal_to_stop(folder, tmp_path) -> None:
         finish = [event.choices[0].finish_reason for event in stream][-1]
         assert finish == "length"
         assert served.process.wait(30) == 0
+
+
+def engines_of(served: Served) -> list[psutil.Process]:
+    """The worker processes that are there."""
+    tree = psutil.Process(served.process.pid).children(recursive=True)
+    return [one for one in tree if "gyre.cluster.worker.process" in one.cmdline()]
 
 
 def is_alive(process: psutil.Process) -> bool:

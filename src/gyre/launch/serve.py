@@ -24,6 +24,7 @@ import torch
 import uvicorn
 
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
+from gyre.cluster.engine_pool.restarts import RestartPolicy
 from gyre.cluster.process_cluster import ProcessCluster
 from gyre.cluster.worker.rpc import ask
 from gyre.core.contracts import WorkerHandle
@@ -39,6 +40,8 @@ from gyre.text.tokenizer import Tokenizer, load_tokenizer
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BUILDER = "gyre.launch.placement.worker:build_served_engine"
+# one that dies more often is not brought back: its host or its model is at fault
+RESTARTS = RestartPolicy(max_restarts=5, window_s=600.0, first_wait_s=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +80,7 @@ async def _serve(
     try:
         specs = [engine_spec(args, number, gpus=gpus) for number in range(args.replicas)]
         handles = await asyncio.gather(*(cluster.start(spec) for spec in specs))
-        pool = make_pool(cluster, handles, args.config)
+        pool = make_pool(cluster, specs, handles, args.config)
         try:
             await pool.start(dummy=False)
             limits = await ask(handles[0], "limits", deadline_s=60.0)
@@ -130,10 +133,13 @@ def engine_spec(args: ServeArgs, number: int, *, gpus: int) -> RoleSpec:
 
 
 def make_pool(
-    cluster: ProcessCluster, handles: Sequence[WorkerHandle], config: RunConfig
+    cluster: ProcessCluster,
+    specs: Sequence[RoleSpec],
+    handles: Sequence[WorkerHandle],
+    config: RunConfig,
 ) -> EnginePool:
-    """Return the replicas as one engine."""
-    settings = config.cluster
+    """Return the replicas as one engine. One that is lost is started again from its spec."""
+    settings, by_name = config.cluster, {spec.name: spec for spec in specs}
     return EnginePool(
         cluster,
         handles,
@@ -141,8 +147,12 @@ def make_pool(
             call_deadline_s=settings.call_deadline_s,
             hang_s=settings.hang_s,
             progress_tokens=settings.progress_tokens,
+            restarts=RESTARTS,
+            max_waiting=config.engine.max_queued,
         ),
         emit=write_server_event,
+        revive=lambda name: cluster.start(by_name[name]),
+        starts_with_weights=True,
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from cluster_sim import SimCluster, SimEngine, token_at
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
+from gyre.cluster.engine_pool.restarts import RestartPolicy
 from gyre.core.errors import RankError
 from gyre.core.records import Request, Sampling, TokenChunk
 from pool_bench import empty_offer
@@ -33,7 +34,10 @@ class World:
             self.sim,  # type: ignore[arg-type]
             [self.sim.make(name) for name in NAMES],
             settings=PoolSettings(
-                call_deadline_s=60.0, hang_s=60.0, progress_tokens=2, max_restarts=MAX_RESTARTS
+                call_deadline_s=60.0,
+                hang_s=60.0,
+                progress_tokens=2,
+                restarts=RestartPolicy(max_restarts=MAX_RESTARTS),
             ),
             emit=lambda kind, **fields: self.events.append((kind, fields)),
             revive=self.sim.revive,

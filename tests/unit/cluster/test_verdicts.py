@@ -10,6 +10,7 @@ import pytest
 from gyre.cluster import watchdog
 from gyre.cluster.engine_pool import pool
 from gyre.cluster.engine_pool.pool import find_first
+from gyre.cluster.engine_pool.restarts import RestartPolicy
 from gyre.cluster.worker import rpc
 from gyre.core.errors import GyreError, MemoryBudgetError, RankError
 from pool_bench import A, B, Bench, go
@@ -128,7 +129,7 @@ def test_an_engine_alone_that_hangs_in_prepare_is_lost_and_its_stacks_are_told()
         )
         assert "stacks of engine-0" in lost["cause"]
 
-    go(work, call_deadline_s=0.5, max_restarts=0)
+    go(work, call_deadline_s=0.5, restarts=RestartPolicy())
 
 
 def test_what_began_it_is_an_engines_own_error_before_that_of_the_pool() -> None:

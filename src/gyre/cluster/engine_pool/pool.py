@@ -16,12 +16,14 @@ stream with that fault.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from gyre.cluster.engine_pool.replica import EngineReplica
+from gyre.cluster.engine_pool.restarts import RestartPolicy, restart_wait_s
 from gyre.cluster.engine_pool.router import RequestRouter
 from gyre.cluster.trainer_group import GRACE_S, find_cause
 from gyre.cluster.watchdog import Watchdog
@@ -49,14 +51,17 @@ class PoolSettings:
     call_deadline_s: float
     hang_s: float
     progress_tokens: int
-    max_restarts: int = 0  # of each engine
+    restarts: RestartPolicy = field(default_factory=RestartPolicy)
+    # completions that wait while no engine takes work; None sets no limit
+    max_waiting: int | None = None
 
 
 class EnginePool:
     """Route requests over `engines`: workers whose object has an EngineEndpoint as `engine`.
 
     Those in `vital` hold a trainer rank too. `revive(name)` starts a lost engine's worker again;
-    without it a lost engine stays lost.
+    without it a lost engine stays lost. `starts_with_weights`: such a worker has the weights of
+    the first version by itself, as one that reads them from a folder.
     """
 
     def __init__(
@@ -68,9 +73,11 @@ class EnginePool:
         emit: Emit,
         vital: frozenset[str] = frozenset(),
         revive: Revive | None = None,
+        starts_with_weights: bool = False,
         version: int = 0,
     ) -> None:
         self._cluster, self._settings, self._emit, self._revive = cluster, settings, emit, revive
+        self._starts_with_weights = starts_with_weights
         self._vital = vital
         ranks = [handle for handle in engines if handle.name in vital]
         self._watchdog = Watchdog(ranks, emit=emit, hang_s=settings.hang_s)
@@ -80,11 +87,12 @@ class EnginePool:
             call_or_break=self._call_or_break,
             on_broken=self._lose,
             progress_tokens=settings.progress_tokens,
+            max_waiting=settings.max_waiting,
             emit=emit,
         )
         # the newest process of each engine
         self.members = {handle.name: self._make_member(handle, "up") for handle in engines}
-        self._restarts: Counter[str] = Counter()
+        self._restarts: defaultdict[str, list[float]] = defaultdict(list)  # when each began
         self._state = ReceiverState(version=version)  # of the engines together
         self._offered: Offer | None = None
         self._published: Offer | None = None
@@ -351,33 +359,45 @@ class EnginePool:
     async def _restart(self, lost: EngineReplica) -> None:
         """Start a lost engine's worker again, as often as is allowed, and bring it to the current
         weights."""
-        name = lost.name
+        name, began_s = lost.name, self._restarts[lost.name]
         await lost.close()
         await self._cluster.stop(lost.handle)
-        while self._revive is not None and self._restarts[name] < self._settings.max_restarts:
-            self._restarts[name] += 1
-            number = self._restarts[name]
+        policy = self._settings.restarts
+        while (revive := self._revive) is not None:
+            if (wait_s := restart_wait_s(began_s, time.monotonic(), policy)) is None:
+                break
+            await asyncio.sleep(wait_s)
+            began_s.append(time.monotonic())
+            number = len(began_s)
             try:
-                member = await self._start_again(self._revive, name)
+                member = await self._start_again(revive, name)
             except (GyreError, WorkerFault) as error:
                 self._emit("engine.restart_failed", engine=name, number=number, error=str(error))
                 continue
             self.members[name] = member
             self._emit("engine.restarted", engine=name, number=number, place=member.handle.place)
             self._watch_all()
-            await self._catch_up(member)
+            if self._has_weights:
+                self._join(member, self.version)
+            else:
+                await self._catch_up(member)
             return
-        self._emit("engine.restarts_exhausted", engine=name, restarts=self._restarts[name])
+        self._emit("engine.restarts_exhausted", engine=name, restarts=len(began_s))
 
     async def _start_again(self, revive: Revive, name: str) -> EngineReplica:
-        """Return a new life, on dummy weights: it refuses work until a commit."""
+        """Return a new life. On dummy weights it refuses work until a commit."""
         member = self._make_member(await revive(name), "fresh")
         try:
-            await member.ask("engine.start", True)
+            await member.ask("engine.start", not self._has_weights)
         except BaseException:
             await self._cluster.stop(member.handle)
             raise
         return member
+
+    @property
+    def _has_weights(self) -> bool:
+        """Return whether a worker that starts has the weights of the others."""
+        return self._starts_with_weights and self._published is None
 
     async def _catch_up(self, member: EngineReplica) -> None:
         """Give a fresh engine the version that the others answer with. One whose tensors are gone

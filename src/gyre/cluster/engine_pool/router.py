@@ -55,15 +55,16 @@ class RequestRouter:
         call_or_break: Callable[..., None],
         on_broken: Callable[[EngineReplica, str], None],
         progress_tokens: int,
+        max_waiting: int | None,
         emit: Emit,
     ) -> None:
         """`find_engines`: an empty sequence refuses, an error is raised to the readers, None lets
-        requests wait. `call_or_break(work, *args)` runs what the event loop calls, and breaks the
-        pool where that raises. `on_broken` takes an engine that ended requests which nobody asked
-        to end."""
+        requests wait, at most `max_waiting` completions. `call_or_break(work, *args)` runs what the
+        event loop calls, and breaks the pool where that raises. `on_broken` takes an engine that
+        ended requests which nobody asked to end."""
         self._find_engines, self._abort, self._emit = find_engines, abort, emit
         self._call_or_break, self._on_broken = call_or_break, on_broken
-        self._progress_tokens = progress_tokens
+        self._progress_tokens, self._max_waiting = progress_tokens, max_waiting
         self._live: dict[str, Live] = {}
         self._incoming: list[Live] = []
         self._refusals = Refusals(
@@ -253,4 +254,7 @@ class RequestRouter:
             isinstance(deadline_s, int | float) and math.isfinite(deadline_s)
         ):
             return f"deadline_s = {deadline_s!r}: need None or a finite number"
+        most = self._max_waiting
+        if most is not None and self._find_engines() is None and self.num_waiting + n > most:
+            return f"{self.num_waiting} completions wait for an engine to start: at most {most} may"
         return ""

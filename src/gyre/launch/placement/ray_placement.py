@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
+from gyre.cluster.engine_pool.restarts import RestartPolicy
 from gyre.cluster.phase_barrier import ClusterGate
 from gyre.cluster.ray_cluster import RayCluster
 from gyre.cluster.trainer_group import GRACE_S, TrainerGroup, find_cause
@@ -246,7 +247,7 @@ class RayPlacement:
                 call_deadline_s=settings.call_deadline_s,
                 hang_s=settings.hang_s,
                 progress_tokens=settings.progress_tokens,
-                max_restarts=settings.max_restarts,
+                restarts=RestartPolicy(max_restarts=settings.max_restarts),
             ),
             emit=self._emit,
             vital=frozenset(handle.name for handle in self._handles),

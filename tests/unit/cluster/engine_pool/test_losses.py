@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cluster_sim import SimEngine, token_at
+from gyre.cluster.engine_pool.restarts import RestartPolicy
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.errors import InputError, RankError
 from pool_bench import A, B, Bench, ask, drive, finish, finishes, go, read, step, tokens_of
@@ -427,7 +428,7 @@ def test_a_revived_engine_that_does_not_start_is_stopped_and_counted() -> None:
         await bench.until(lambda: bench.count("engine.restarts_exhausted"))
         assert len(bench.sim.lives[A]) == 3 and bench.count("engine.restart_failed") == 2
 
-    go(work, max_restarts=2)
+    go(work, restarts=RestartPolicy(max_restarts=2))
 
 
 def test_two_who_wait_for_the_queue_to_drain_both_hear_of_it() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from cluster_roles import VOCAB, recite
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
+from gyre.cluster.engine_pool.restarts import RestartPolicy
 from gyre.core.errors import RankError
 from gyre.core.records import Request, RoleSpec, Sampling, TokenChunk
 from local_cluster import LocalCluster
@@ -35,7 +36,7 @@ class Bench:
                 "call_deadline_s": 20.0,
                 "hang_s": 20.0,
                 "progress_tokens": 2,
-                "max_restarts": 1,
+                "restarts": RestartPolicy(max_restarts=1),
                 **settings,
             }
         )
@@ -228,6 +229,70 @@ def test_an_engine_is_restarted_as_often_as_is_allowed() -> None:
     go(work)
 
 
+def test_an_engine_that_reads_its_weights_answers_again_without_a_version() -> None:
+    """The only engine is lost twice: its requests wait, and go on from what had come."""
+
+    async def work(bench: Bench) -> None:
+        pool = EnginePool(
+            bench.cluster,
+            [await bench.start("engine-0")],
+            settings=bench.settings,
+            emit=bench.note,
+            revive=bench.start,
+            starts_with_weights=True,
+            version=0,
+        )
+        await pool.start(dummy=False)
+        request = ask("held", chunk_tokens=1)
+        reading = asyncio.create_task(read(pool.submit(request)))
+        for number in (1, 2):
+            while pool.router.find("held").book.num_tokens < 20 * number:
+                await asyncio.sleep(0.002)
+            bench.kill("engine-0")
+            while len(bench.kinds("engine.rejoined")) < number:
+                await asyncio.sleep(0.002)
+        found = await reading
+        for index, chunks in found.items():
+            tokens = np.concatenate([chunk.tokens for chunk in chunks])
+            assert tokens.tolist() == recite(request, index, 0)[: request.sampling.max_tokens]
+        assert len(bench.kinds("engine.restarted")) == 2 and pool.version == 0
+        assert all(fields["kept_tokens"] >= 20 for fields in bench.kinds("retry.request_requeued"))
+        await pool.close()
+
+    go(work, restarts=RestartPolicy(max_restarts=2))
+
+
+def test_no_more_wait_for_an_engine_than_may() -> None:
+    async def work(bench: Bench) -> None:
+        may_start = asyncio.Event()
+
+        async def start_later(name: str) -> Any:
+            await may_start.wait()
+            return await bench.start(name)
+
+        pool = EnginePool(
+            bench.cluster,
+            [await bench.start("engine-0")],
+            settings=bench.settings,
+            emit=bench.note,
+            revive=start_later,
+            starts_with_weights=True,
+        )
+        await pool.start(dummy=False)
+        bench.kill("engine-0")
+        await bench.until("engine.lost")
+        waiting = [asyncio.create_task(read(pool.submit(ask(f"w{i}")))) for i in range(2)]
+        await asyncio.sleep(0)
+        (chunk,) = (await read(pool.submit(ask("over", n=1))))[0]
+        assert chunk.finish == "refused" and "at most 4 may" in chunk.reason
+        may_start.set()
+        for task in waiting:
+            assert [chunks[-1].finish for chunks in (await task).values()] == ["length"] * 2
+        await pool.close()
+
+    go(work, max_waiting=4)
+
+
 def test_without_any_engine_a_request_ends_with_an_error() -> None:
     async def work(bench: Bench) -> None:
         pool = await bench.pool(1, revive=False)
@@ -273,7 +338,7 @@ def test_an_engine_that_hangs_is_lost_with_its_stacks() -> None:
         )
         await pool.close()
 
-    go(work, hang_s=0.3, max_restarts=0)
+    go(work, hang_s=0.3, restarts=RestartPolicy())
 
 
 def test_a_request_that_the_books_cannot_hold_is_refused() -> None:
