@@ -45,6 +45,9 @@ class ClusterConfig(Section):
     trace written. The others are a look whether a snapshot is copied (snapshot.deadline_s), and a
     block of a snapshot written between two steps. Long steps are fine; each of these, and an update
     of state on the device, must be shorter."""
+    stall_s: float = Field(default=10.0, gt=0.0)
+    """Seconds without progress after which a served engine with work is not ready; at
+    cluster.hang_s it is lost."""
     progress_tokens: int = Field(default=64, ge=0)
     """Tokens between an engine's reports of a rollout, from which another engine resumes it if the
     first is lost; 0 reports at its end only."""

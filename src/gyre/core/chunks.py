@@ -36,6 +36,7 @@ def join_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
         prompt_logprobs=next(
             (chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None
         ),
+        timing=next((chunk.timing for chunk in chunks if chunk.timing is not None), None),
     )
 
 

@@ -727,6 +727,18 @@ EVENTS = {
         own={"family": Field("str", "", "model family")},
     ),
     # Serving
+    "serve.access": EventKind(
+        "A request of a client ended. Told with --access-log only.",
+        "method path status seconds request_id tokens",
+        own={
+            "method": Field("str", "", "HTTP method"),
+            "path": Field("str", "", "path of the URL"),
+            "status": Field("int", "", "HTTP status; 499: the client hung up before it was sent"),
+            "seconds": Field("float", "s", "from its head to the end of its answer"),
+            "request_id": Field("str | null", "", "id of the answer, of a completion"),
+            "tokens": Field("int | null", "", "tokens chosen, of a completion"),
+        },
+    ),
     "serve.request_failed": EventKind(
         "A fault of the server broke a request, which was answered with status 500.",
         "path error",

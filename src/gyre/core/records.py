@@ -128,6 +128,15 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """When a completion began, by CLOCK_MONOTONIC of the engine's host. Processes of that host may
+    compare it with their own."""
+
+    started_s: float  # a step first computed it: it waited before
+    first_token_s: float  # its first token was on the host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
     """New tokens of a completion. Its last chunk carries `finish`."""
 
@@ -146,6 +155,7 @@ class TokenChunk:
     top_logprobs: np.ndarray | None = None  # float32 [c, K], raw
     # when asked for, in a completion's first chunk with a token
     prompt_logprobs: PromptLogprobs | None = None
+    timing: Timing | None = None  # in a completion's first chunk with a token
 
     @staticmethod
     def end(request_id: str, index: int, finish: Finish, reason: str) -> TokenChunk:
@@ -360,6 +370,17 @@ class EngineStats:
     recomputed_tokens: int = 0  # computed a second time after a preemption
     host_pages_used: int = 0
     host_pages_total: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    """One engine behind a server, as far as it can be told by a deadline."""
+
+    name: str
+    state: Literal["ready", "starting", "unwell", "lost"]
+    reason: str = ""  # why it is not ready
+    stats: EngineStats | None = None  # None: it has not answered
+    outstanding_tokens: int = 0  # of its requests, still to be computed at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ from gyre.launch.factories import refuse_reward_model
 from gyre.runconfig import RunConfig
 from gyre.server.app import make_app
 from gyre.server.generation import ServedModel
+from gyre.server.metrics import ServerMetrics
 from gyre.text.render import render_prompt
 from gyre.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -56,6 +57,7 @@ class ServeArgs:
     replicas: int
     insecure: bool  # listen beyond loopback, though nobody needs a key
     drain_s: int  # for the answers under way after a signal
+    access_log: bool = False  # an event for each HTTP request
 
 
 def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
@@ -84,7 +86,16 @@ async def _serve(
         try:
             await pool.start(dummy=False)
             limits = await ask(handles[0], "limits", deadline_s=60.0)
-            app = make_app(pool, served_model(args, limits), emit=write_server_event)
+            model = served_model(args, limits)
+            app = make_app(
+                pool,
+                model,
+                emit=write_server_event,
+                metrics=ServerMetrics(
+                    model.name, context_tokens=model.context_tokens, inspect=pool.inspect
+                ),
+                logs_access=args.access_log,
+            )
             host, port = listener.getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             say_ready(url, args, as_json=as_json)
@@ -146,6 +157,7 @@ def make_pool(
         settings=PoolSettings(
             call_deadline_s=settings.call_deadline_s,
             hang_s=settings.hang_s,
+            stall_s=settings.stall_s,
             progress_tokens=settings.progress_tokens,
             restarts=RESTARTS,
             max_waiting=config.engine.max_queued,

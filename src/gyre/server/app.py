@@ -16,9 +16,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import numpy as np
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -30,6 +32,8 @@ from gyre.core.events import Emit
 from gyre.core.records import Health, Request
 from gyre.server.answers import Answer, ChatAnswer, TextAnswer
 from gyre.server.generation import ServedModel, TokenUsage, make_request
+from gyre.server.measured import MeasuredApp
+from gyre.server.metrics import ServerMetrics, inspect_one
 from gyre.server.respond import ActiveRequest, EventStream, WholeAnswer
 from gyre.server.schema import (
     FAULT,
@@ -51,8 +55,10 @@ Body = TypeVar("Body", bound=BaseModel)
 class Api:
     """The handlers, over one engine and one model."""
 
-    def __init__(self, engine: RolloutEngine, model: ServedModel, *, emit: Emit) -> None:
-        self._engine, self._model, self._emit = engine, model, emit
+    def __init__(
+        self, engine: RolloutEngine, model: ServedModel, *, emit: Emit, metrics: ServerMetrics
+    ) -> None:
+        self._engine, self._model, self._emit, self._metrics = engine, model, emit, metrics
         self._started_s = int(time.time())
 
     async def models(self, http: HttpRequest) -> Response:
@@ -79,6 +85,9 @@ class Api:
     async def load(self, http: HttpRequest) -> Response:
         stats = await self._engine.stats()
         return JSONResponse({"running": stats.running, "waiting": stats.waiting})
+
+    async def metrics(self, http: HttpRequest) -> Response:
+        return Response(await self._metrics.expose(), media_type=CONTENT_TYPE_LATEST)
 
     async def tokenize(self, http: HttpRequest) -> Response:
         body = await read_body(http, TokenizeBody)
@@ -153,7 +162,7 @@ class Api:
         self, request: Request, answer: Answer, body: ChatBody | CompletionBody
     ) -> Response:
         usage = TokenUsage(prompt_tokens=len(request.tokens))
-        work = ActiveRequest(self._engine, request, self._model, usage)
+        work = ActiveRequest(self._engine, request, self._model, usage, self._metrics)
         if body.stream:
             return EventStream(work, answer, includes_usage=body.includes_usage, emit=self._emit)
         return WholeAnswer(work, answer)
@@ -193,29 +202,43 @@ def check_top(number: int, name: str) -> int:
     return number
 
 
-def make_app(engine: RolloutEngine, model: ServedModel, *, emit: Emit) -> Starlette:
-    """Return the ASGI application."""
-    api = Api(engine, model, emit=emit)
+def make_app(
+    engine: RolloutEngine,
+    model: ServedModel,
+    *,
+    emit: Emit,
+    metrics: ServerMetrics | None = None,
+    logs_access: bool = False,
+) -> Starlette:
+    """Return the ASGI application. Without `metrics`, those of one engine in this process."""
+    metrics = metrics or ServerMetrics(
+        model.name, context_tokens=model.context_tokens, inspect=inspect_one(engine)
+    )
+    api = Api(engine, model, emit=emit, metrics=metrics)
+
+    def answer(error: ApiError) -> Response:
+        metrics.count_error(error.code)
+        return error.response()
 
     async def refuse(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response()
+        return answer(error)
 
     async def refuse_input(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, GyreError)
-        return ApiError(400, f"{error.message}. {error.hint}".strip(". ") + ".").response()
+        return answer(ApiError(400, f"{error.message}. {error.hint}".strip(". ") + "."))
 
     async def refuse_route(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         status = error.status_code if error.status_code in (404, 405) else 400
         code = "route_not_found" if status == 404 else ""
         message = f"{http.method} {http.url.path}: {error.detail}"
-        return ApiError(status, message, code=code).response()
+        return answer(ApiError(status, message, code=code))
 
     async def fail(http: HttpRequest, error: Exception) -> Response:
         trace = "".join(traceback.format_exception(error))
         emit("serve.request_failed", path=http.url.path, error=trace)
-        return ApiError(500, FAULT).response()
+        return answer(ApiError(500, FAULT))
 
     get, post = ["GET"], ["POST"]
     routes = [
@@ -228,6 +251,7 @@ def make_app(engine: RolloutEngine, model: ServedModel, *, emit: Emit) -> Starle
         Route("/health/ready", api.ready, methods=get),
         Route("/health/load", api.load, methods=get),
         Route("/health", api.ready, methods=get),
+        Route("/metrics", api.metrics, methods=get),
     ]
     handlers: dict[Any, Callable[[HttpRequest, Exception], Awaitable[Response]]] = {
         ApiError: refuse,
@@ -235,4 +259,7 @@ def make_app(engine: RolloutEngine, model: ServedModel, *, emit: Emit) -> Starle
         HTTPException: refuse_route,
         Exception: fail,
     }
-    return Starlette(routes=routes, exception_handlers=handlers)
+    measured = Middleware(
+        MeasuredApp, routes=routes, metrics=metrics, emit=emit if logs_access else None
+    )
+    return Starlette(routes=routes, exception_handlers=handlers, middleware=[measured])

@@ -20,6 +20,8 @@ from gyre.core.events import Emit
 from gyre.core.records import Request
 from gyre.server.answers import Answer
 from gyre.server.generation import ServedModel, TextDelta, TokenUsage, pieces
+from gyre.server.measured import WORK
+from gyre.server.metrics import ServerMetrics
 from gyre.server.schema import FAULT, ApiError
 
 
@@ -27,19 +29,26 @@ class ActiveRequest:
     """One request in the engine, from its first piece to its end or abort."""
 
     def __init__(
-        self, engine: RolloutEngine, request: Request, model: ServedModel, usage: TokenUsage
+        self,
+        engine: RolloutEngine,
+        request: Request,
+        model: ServedModel,
+        usage: TokenUsage,
+        metrics: ServerMetrics,
     ) -> None:
         self._engine, self.request, self._model, self.usage = engine, request, model, usage
+        self.metrics = metrics
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[AsyncIterator[TextDelta]]:
         """Submit it. An error or a cancellation aborts it, which frees its KV pages."""
-        stream = self._engine.submit(self.request)
-        try:
-            yield pieces(stream, self.request, self._model.tokenizer, self.usage)
-        except BaseException:
-            await self._engine.abort(self.request.request_id)
-            raise
+        with self.metrics.follow(self.request) as followed:
+            stream = followed.watch(self._engine.submit(self.request))
+            try:
+                yield pieces(stream, self.request, self._model.tokenizer, self.usage)
+            except BaseException:
+                await self._engine.abort(self.request.request_id)
+                raise
 
 
 class WholeAnswer(Response):
@@ -50,6 +59,8 @@ class WholeAnswer(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[WORK] = self._work
+
         async def collect() -> list[TextDelta]:
             async with self._work.open() as found:
                 return [piece async for piece in found]
@@ -76,6 +87,7 @@ class EventStream(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[WORK] = self._work
         started = False
 
         async def go() -> bool:
@@ -102,6 +114,7 @@ class EventStream(Response):
                 raise
             trace = "".join(traceback.format_exception(error))
             self._emit("serve.request_failed", path=scope["path"], error=trace)
+            self._work.metrics.count_error("server_fault")
             refusal = ApiError(500, FAULT)
         else:
             return

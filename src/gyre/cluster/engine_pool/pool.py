@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from gyre.cluster.engine_pool.probe import find_status
 from gyre.cluster.engine_pool.replica import EngineReplica
 from gyre.cluster.engine_pool.restarts import RestartPolicy, restart_wait_s
 from gyre.cluster.engine_pool.router import RequestRouter
@@ -36,7 +37,7 @@ from gyre.core.errors import GyreError, RankError
 from gyre.core.events import Emit
 from gyre.core.liveness import StallLimit
 from gyre.core.offers import Offer
-from gyre.core.records import EngineStats, Health, Partial, Request
+from gyre.core.records import EngineStats, Health, Partial, ReplicaStatus, Request
 from gyre.weights.protocol import Prepared, ReceiverState, RolledBack, SwapBegan, SwapDone
 from gyre.weights.receive import carry
 
@@ -54,6 +55,8 @@ class PoolSettings:
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
     # completions that wait while no engine takes work; None sets no limit
     max_waiting: int | None = None
+    stall_s: float = 10.0  # without progress of its requests, after which an engine is not ready
+    probe_s: float = 2.0  # longest wait for an engine's answer about itself
 
 
 class EnginePool:
@@ -173,10 +176,41 @@ class EnginePool:
         """Well as long as one engine is; the reason names those that are not."""
         if self._broken is not None:
             return Health(ok=False, reason=str(self._broken))
-        found = await self._each("engine.health")
-        reasons = {name: found[name].reason if name in found else "lost" for name in self.members}
-        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
-        return Health(ok=any(health.ok for health in found.values()), reason=why)
+        found = await self.inspect()
+        why = "; ".join(f"{one.name}: {one.reason}" for one in found if one.reason)
+        return Health(ok=any(one.state == "ready" for one in found), reason=why)
+
+    async def inspect(self) -> tuple[ReplicaStatus, ...]:
+        """Return what each engine says of itself within probe_s. One that is late is not lost."""
+        members = list(self.members.values())
+        answers = await asyncio.gather(*(self._probe(member) for member in members))
+        load = self.router.outstanding_tokens(self.members)
+        return tuple(
+            find_status(
+                member.name,
+                member.state,
+                health,
+                stats,
+                still_s=member.still_s,
+                stall_s=self._settings.stall_s,
+                probe_s=self._settings.probe_s,
+                num_requests=len(member.unanswered),
+                outstanding_tokens=load[member.name],
+            )
+            for member, (health, stats) in zip(members, answers, strict=True)
+        )
+
+    async def _probe(self, member: EngineReplica) -> tuple[Health | None, EngineStats | None]:
+        if member.state == "lost":
+            return None, None
+        try:
+            health, stats = await asyncio.gather(
+                *(probe.ask(self._settings.probe_s) for probe in member.probes)
+            )
+        except LOSSES as error:
+            self._lose(member, str(error))
+            return None, None
+        return health, stats
 
     async def drain(self, *, deadline_s: float) -> None:
         await self.router.drain(deadline_s)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
+from gyre.cluster.engine_pool.probe import Probe
 from gyre.cluster.worker.endpoints import POLL_S, News
 from gyre.cluster.worker.rpc import CALLS, HANGS, arrive, ask, read_stacks
 from gyre.core.contracts import WorkerHandle
@@ -42,6 +43,8 @@ class EngineReplica:
         self.prepared: int | None = None  # the version that waits for its commit
         self.catching_up = False  # somebody brings it to the current weights
         self.watched = False
+        self.probes = (Probe(handle, "engine.health"), Probe(handle, "engine.stats"))
+        self._progress = LastProgress([self.name], time.monotonic())
         self._deadline_s, self._hang_s = deadline_s, hang_s
         self._on_news, self._on_lost = on_news, on_lost
         self._pump: asyncio.Task[None] | None = None
@@ -50,6 +53,8 @@ class EngineReplica:
     def send(self, requests: Sequence[Request]) -> None:
         """Give requests to the engine, together and at once: what is asked later finds them
         there."""
+        if not self.unanswered:  # an idle engine makes no progress, and need not
+            self._progress = LastProgress([self.name], time.monotonic())
         self.unanswered |= {request.request_id for request in requests}
         sent = self.handle.begin("engine.submit", tuple(requests))
         task = asyncio.create_task(self._confirm(sent))
@@ -60,6 +65,11 @@ class EngineReplica:
         limits = {"deadline_s": deadline_s or self._deadline_s, "key": "" if deadline_s else CALLS}
         return await ask(self.handle, method, *args, **limits, stacks=True)
 
+    @property
+    def still_s(self) -> float:
+        """Return how long its requests have made no progress; 0 while it has none."""
+        return time.monotonic() - self._progress.changed_s[self.name] if self.unanswered else 0.0
+
     def lose(self) -> None:
         """Expect nothing of it from here on."""
         self.state, self.prepared = "lost", None
@@ -67,7 +77,7 @@ class EngineReplica:
 
     async def close(self) -> None:
         tasks = [*self._tasks, *([self._pump] if self._pump is not None else [])]
-        for task in tasks:
+        for task in (*tasks, *self.probes):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -84,7 +94,7 @@ class EngineReplica:
     async def _poll(self) -> None:
         """Wait for the engine's news, each time by a deadline. Ends when every request is
         answered."""
-        progress, limit_s = LastProgress([self.name], time.monotonic()), POLL_S + self._hang_s
+        limit_s = POLL_S + self._hang_s
         while self.unanswered and self.state != "lost":
             try:
                 news = await ask(
@@ -96,8 +106,8 @@ class EngineReplica:
                 return
             self._on_news(self, news)
             now_s = time.monotonic()
-            progress.observe({self.name: news.progress}, now_s)
-            if self.unanswered and decide(now_s, progress.changed_s, self._hang_s).has_failed:
+            self._progress.observe({self.name: news.progress}, now_s)
+            if self.unanswered and decide(now_s, self._progress.changed_s, self._hang_s).has_failed:
                 self._on_lost(
                     self,
                     f"no progress of the engine for {self._hang_s:g} "

@@ -123,7 +123,7 @@ class RequestRouter:
         up = {member.name: member for member in engines}
         now_s = asyncio.get_running_loop().time()
         requests = [live.book.for_engine(waited_s=now_s - live.submitted_s) for live in waiting]
-        chosen = assign([cost_tokens(request) for request in requests], self._outstanding(up))
+        chosen = assign([cost_tokens(request) for request in requests], self.outstanding_tokens(up))
         sends: dict[str, list[Request]] = {}
         for live, request, name in zip(waiting, requests, chosen, strict=True):
             live.member = up[name]
@@ -227,7 +227,8 @@ class RequestRouter:
                 f"past its deadline of {live.book.request.deadline_s:g} s: no engine took it",
             )
 
-    def _outstanding(self, up: Mapping[str, EngineReplica]) -> dict[str, int]:
+    def outstanding_tokens(self, up: Mapping[str, EngineReplica]) -> dict[str, int]:
+        """Return the tokens that each engine has still to compute at most."""
         outstanding = dict.fromkeys(up, 0)
         for live in self._live.values():
             if live.member is not None and up.get(live.member.name) is live.member:

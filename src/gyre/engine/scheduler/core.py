@@ -1,7 +1,7 @@
 """EngineCore: schedule, launch, advance; fetch and commit tokens up to `depth` launches later. In:
 journal entries. Out: TokenChunks. Everything here runs on the compute thread, and nothing else
-touches the scheduler state between two steps. The core reads no clock: its decisions follow from
-its entries alone.
+touches the scheduler state between two steps. Decisions follow from entries alone: a clock is read
+only to tell when completions began.
 
 With depth 0 each step is committed at once. With depth 1 step n+1 is scheduled and launched before
 the host reads what step n chose. The device runs launches in order. So a page that a commit frees

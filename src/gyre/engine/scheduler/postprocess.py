@@ -1,5 +1,5 @@
 """Postprocess: accounts for a step in two parts. In: the state, the Step, its sampled tokens. Out:
-TokenChunks to deliver. Pure.
+TokenChunks to deliver. Pure but for the times of first tokens.
 
 `advance`, as soon as the step is launched, counts what needs no token values. `commit_tokens`, when
 the values are on the host, writes them where the step said and finds finished sequences. Steps may
@@ -52,6 +52,7 @@ def commit_tokens(
     rows_N = step.sample_rows[places_N]
     state.counters.generated_tokens += len(rows_N)
     _write(state, rows_N, step.sample_positions[places_N], sampled, step.version)
+    _time_first_tokens(state, rows_N[places_N >= len(step.decode_rows)])
     chunks = _hand_out(state, rows_N, sampled, step.version, text_stop)
     state.give_unseen(rows_N[state.rows.decoding_R[rows_N]])
     return chunks
@@ -63,6 +64,15 @@ def _remember_prompts(state: SchedulerState, step: Step, live_N: np.ndarray) -> 
     leaders = np.unique(step.sample_chunks, return_index=True)[1] + len(step.decode_rows)
     for place in leaders[live_N[leaders]].tolist():
         state.remember(int(step.sample_rows[place]), step.version)
+
+
+def _time_first_tokens(state: SchedulerState, rows: np.ndarray) -> None:
+    """Note the time for rows whose prompt was finished by the step."""
+    now_s = state.clock() if len(rows) else 0.0
+    for row in rows.tolist():
+        sequence = state.rows.sequence_at(row)
+        if sequence.first_token_s is None:  # not one that goes on after a preemption
+            sequence.first_token_s = now_s
 
 
 def _select(sampled: SampledTokens, places: np.ndarray) -> SampledTokens:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gyre.core.records import Finish, Partial, Request, Support, TokenChunk
+from gyre.core.records import Finish, Partial, Request, Support, Timing, TokenChunk
 from gyre.engine.kv_cache.prefix_cache import BlockKey
 from gyre.engine.kv_cache.prompt_logprobs import PromptLogprobStore
 from gyre.engine.scheduler.random import draw_key
@@ -72,6 +72,7 @@ class Sequence:
         "arrival",
         "chosen",
         "emitted",
+        "first_token_s",
         "followers",
         "hits_given_up",
         "index",
@@ -82,6 +83,7 @@ class Sequence:
         "prompt_store",
         "request",
         "row",
+        "started_s",
         "state",
         "stop_ids",
         "supports",
@@ -112,6 +114,8 @@ class Sequence:
         self.keys_root: BlockKey = b""
         self.swapped: Swapped | None = None  # its KV in host memory, while its state is SWAPPED
         self.lost_tokens = 0  # whose KV was given up when it was preempted
+        self.started_s: float | None = None  # when it first had a row
+        self.first_token_s: float | None = None
         # siblings that wait for this one to prefill their prompt
         self.followers: list[Sequence] = []
 
@@ -189,6 +193,9 @@ def make_chunk(
 ) -> TokenChunk:
     """Cut what has not gone out yet, and count it as out."""
     start, sequence.emitted = sequence.emitted, len(chosen.tokens)
+    timing = None
+    if start == 0 and sequence.started_s is not None and sequence.first_token_s is not None:
+        timing = Timing(started_s=sequence.started_s, first_token_s=sequence.first_token_s)
     top_ids, top_logprobs = _cut_top(sequence, start)
     prompt_logprobs = None
     if sequence.prompt_store is not None and len(chosen.tokens):
@@ -212,6 +219,7 @@ def make_chunk(
         top_ids=top_ids,
         top_logprobs=top_logprobs,
         prompt_logprobs=prompt_logprobs,
+        timing=timing,
     )
 
 

@@ -1,11 +1,12 @@
 """SchedulerState: who waits, who runs, who holds which page; the moves between them keep the
-accounts. In: sequences. Out: rows and pages given and taken back. Pure but for `emit`.
+accounts. In: sequences. Out: rows and pages given and taken back. Pure but for `emit` and `clock`.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +50,9 @@ class SchedulerState:
         rates: SwapRates = NO_SWAP,
         score_bytes: int = 0,
         window: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.clock = clock  # tells when a completion began; nothing is decided by it
         # tokens that the widest layer looks back at; None: some layer looks at all
         self.window = window
         self.page_tokens, self.prefix_cache, self.emit, self.rates = (
@@ -155,6 +158,7 @@ class SchedulerState:
                 0, sequence.lost_tokens - len(hits) * self.page_tokens
             )
         else:
+            sequence.started_s = self.clock()
             self.counters.prompt_tokens += len(sequence.request.tokens)
             self.counters.prefix_hit_tokens += len(hits) * self.page_tokens
         return row
@@ -178,6 +182,7 @@ class SchedulerState:
         rows.computed_R[row] = prompt
         sequence.prompt_store = rows.sequence_at(leader).prompt_store  # of one prompt
         rows.kv_version_R[row] = rows.kv_version_R[leader]
+        sequence.started_s = self.clock()
         self.counters.prompt_tokens += prompt
         self.counters.prefix_hit_tokens += prompt
         return row, copy

@@ -66,6 +66,7 @@ class Player:
             prefix_cache=True,
             emit=lambda kind, **fields: self.events.append((kind, fields)),
             num_slots=num_slots,
+            clock=lambda: 0.0,  # a time is not part of what they must agree on
             rates=SwapRates(page_bytes=1, swap_bytes_per_s=2.0, prefill_tokens_per_s=1.5),
         )
         self.core: EngineCore = make_core(state, self.device, budget=10, depth=depth)

@@ -1,0 +1,136 @@
+"""gyre serve with an engine that hangs: readiness, metrics and requests while it stands still and
+after."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from system_models import save_checkpoint
+
+from scraped import counts_changed, read_samples
+from served import Served, serving
+
+ASKED = {
+    "model": "qwen",
+    "messages": [{"role": "user", "content": "How many apples are left?"}],
+    "max_tokens": 200,
+    "seed": 3,
+    "ignore_eos": True,
+    "stream": True,
+}
+LONGEST_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("model") / "qwen", "qwen3")
+
+
+def engine_of(served: Served) -> psutil.Process:
+    tree = psutil.Process(served.process.pid).children(recursive=True)
+    (engine,) = [one for one in tree if "gyre.cluster.worker.process" in one.cmdline()]
+    return engine
+
+
+def stop(engine: psutil.Process) -> None:
+    engine.send_signal(signal.SIGSTOP)
+    until(lambda: engine.status() == psutil.STATUS_STOPPED)
+
+
+def until(true: Callable[[], Any]) -> None:
+    ends = time.monotonic() + LONGEST_S
+    while not true():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
+def ready(served: Served) -> httpx.Response:
+    return httpx.get(f"{served.url}/health/ready", timeout=LONGEST_S)
+
+
+def scrape(served: Served) -> dict[tuple[str, ...], float]:
+    answer = httpx.get(f"{served.url}/metrics", timeout=LONGEST_S)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    return read_samples(answer.text)
+
+
+def rows(lines: Iterator[str]) -> Iterator[Any]:
+    for line in lines:
+        if line.startswith("data: {"):
+            yield json.loads(line[6:])
+
+
+def test_an_engine_that_stands_still_is_not_ready_until_it_goes_on(folder, tmp_path) -> None:
+    """Nobody loses anything, since it goes on before cluster.hang_s: 45 s."""
+    with serving(folder, tmp_path / "log", "--set", "run.threads=1", "--access-log") as served:
+        engine = engine_of(served)
+        assert ready(served).json() == {"ready": True, "reason": ""}
+        stop(engine)  # idle
+        assert ready(served).status_code == 503
+        engine.send_signal(signal.SIGCONT)
+        until(lambda: ready(served).status_code == 200)
+        before = scrape(served)
+        url = f"{served.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=ASKED, timeout=LONGEST_S) as answer:
+            events = rows(answer.iter_lines())
+            first = [next(events) for _ in range(5)]
+            stop(engine)  # with a request under way
+            health = ready(served)
+            assert health.status_code == 503
+            assert health.json()["reason"] == "engine-0: it had not answered after 2 s"
+            still = scrape(served)
+            assert still["gyre_engine_up", "engine=0"] == 0
+            assert still["gyre_replicas", "state=unwell"] == 1
+            assert still["gyre_requests_in_flight",] == 1
+            assert still["gyre_engine_stats_age_seconds", "engine=0"] > 1
+            assert httpx.get(f"{served.url}/health/live").status_code == 200
+            engine.send_signal(signal.SIGCONT)
+            until(lambda: ready(served).status_code == 200)
+            last = [*first, *events][-1]
+        assert last["choices"][0]["finish_reason"] == "length"
+        changed = counts_changed(before, scrape(served))
+        assert changed["vllm:generation_tokens_total", "engine=0"] == 200
+        assert changed["vllm:request_success_total", "finished_reason=length"] == 1
+        assert changed["vllm:time_to_first_token_seconds_count",] == 1
+        assert changed["vllm:inter_token_latency_seconds_count",] == 199
+        assert not [key for key in changed if "errors" in key[0] or "disconnects" in key[0]]
+        logged = [json.loads(line) for line in served.log.read_text().splitlines()]
+        (row,) = [
+            row for row in logged if row["kind"] == "serve.access" and "completions" in row["path"]
+        ]
+        assert (row["status"], row["tokens"], row["method"]) == (200, 200, "POST")
+        assert row["request_id"] == last["id"] and "apples" not in served.log.read_text()
+
+
+def test_an_engine_that_stands_still_for_long_is_started_again(folder, tmp_path) -> None:
+    """After cluster.hang_s its process is killed, and its request goes on in a new one."""
+    options = "--set", "run.threads=1", "--set", "cluster.hang_s=6"
+    with serving(folder, tmp_path / "log", *options) as served:
+        engine = engine_of(served)
+        url = f"{served.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=ASKED, timeout=LONGEST_S) as answer:
+            events = rows(answer.iter_lines())
+            next(events)
+            stop(engine)
+            until(lambda: ready(served).json()["reason"] == "engine-0: lost")
+            found = scrape(served)
+            assert found["gyre_replicas", "state=lost"] == 1
+            assert found["gyre_engine_up", "engine=0"] == 0
+            last = list(events)[-1]
+        assert last["choices"][0]["finish_reason"] == "length"
+        until(lambda: not engine.is_running())
+        assert ready(served).json() == {"ready": True, "reason": ""}
+        found = scrape(served)
+        assert found["gyre_replicas", "state=ready"] == 1
+        assert found["vllm:request_success_total", "finished_reason=length"] == 1
+        log = served.log.read_text()
+        assert log.count('"engine.lost"') == log.count('"engine.restarted"') == 1

@@ -1,0 +1,118 @@
+"""The alert rules, the dashboard and the page: each names only metrics that a server has."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from gyre.core.records import EngineStats, ReplicaStatus
+from gyre.server.metrics import FINISHED_REASONS, ServerMetrics
+
+ROOT = Path(__file__).parents[3]
+RULES = ROOT / "deploy/prometheus/gyre.rules.yml"
+DASHBOARD = ROOT / "deploy/grafana/gyre.json"
+KEYWORDS = {"and", "or", "unless", "by", "without", "on", "ignoring", "bool", "offset"}
+STATS = EngineStats(
+    running=0, waiting=0, prompt_tokens=0, prefix_hit_tokens=0, generated_tokens=0, preemptions=0,
+    refused=0, steps=0, pages_used=0, pages_total=8, version=0,
+)  # fmt: skip
+
+
+def families() -> dict[str, Any]:
+    """All that a scrape has, by name."""
+
+    async def inspect() -> list[ReplicaStatus]:
+        return [ReplicaStatus(name="engine-0", state="ready", stats=STATS)]
+
+    metrics = ServerMetrics("m", context_tokens=64, inspect=inspect)
+    metrics.count_response("/v1/completions", 200)
+    metrics.count_error("queue_full")
+    text = asyncio.run(metrics.expose()).decode()
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def series() -> dict[str, set[str]]:
+    """The labels of each series name that a query may ask for."""
+    found: dict[str, set[str]] = {}
+    for family in families().values():
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def asked_for(query: str) -> list[tuple[str, set[str]]]:
+    """The metrics that a query names, and the labels by which it chooses of each."""
+    query = re.sub(r"\b(by|without)\s*\([^)]*\)", "", query)
+    query = re.sub(r"\[[^\]]*\]", "", query)
+    found = re.findall(r"([A-Za-z_:][\w:]*)\s*(\{[^}]*\}|\()?", re.sub(r'"[^"]*"', '""', query))
+    return [
+        (name, set(re.findall(r"(\w+)\s*[=!]", chosen)))
+        for name, chosen in found
+        if chosen != "(" and name not in KEYWORDS
+    ]
+
+
+def rule_queries() -> list[str]:
+    (group,) = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    return [rule["expr"] for rule in group["rules"]]
+
+
+def panel_queries() -> list[str]:
+    board = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    variables = [one["definition"] for one in board["templating"]["list"] if "definition" in one]
+    names = [re.sub(r"label_values\((\w+), \w+\)", r"\1", text) for text in variables]
+    return names + [
+        target["expr"] for panel in board["panels"] for target in panel.get("targets", ())
+    ]
+
+
+@pytest.mark.parametrize("query", [*rule_queries(), *panel_queries()])
+def test_a_query_asks_for_what_a_scrape_has(query: str) -> None:
+    has, names = series(), asked_for(query)
+    assert names, query
+    for name, labels in names:
+        assert name in has, f"{name} is no metric of /metrics"
+        assert labels <= has[name] | {"le"}, (name, labels)
+
+
+def test_a_name_that_no_scrape_has_is_found() -> None:
+    query = 'sum by (le) (rate(vllm:gone_bucket{a="up{x}", le!="1"}[5m])) > 0 and gyre_replicas'
+    assert asked_for(query) == [("vllm:gone_bucket", {"a", "le"}), ("gyre_replicas", set())]
+
+
+def test_each_rule_says_how_bad_it_is_and_what_to_do() -> None:
+    (group,) = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    names = [rule["alert"] for rule in group["rules"]]
+    assert len(set(names)) == len(names)
+    for rule in group["rules"]:
+        assert rule["labels"]["severity"] in ("page", "ticket") and rule["for"]
+        assert rule["annotations"]["summary"] and rule["annotations"]["action"]
+
+
+def test_each_panel_has_a_place_of_its_own() -> None:
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in panels)
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24
+
+
+def test_the_page_lists_each_metric_and_no_other() -> None:
+    text = (ROOT / "docs/serving.md").read_text(encoding="utf-8").split("## Metrics and health")[1]
+    told = set(re.findall(r"`((?:vllm:|gyre_)\w+)[`{]", text.split("\n## ")[0]))
+    has = {
+        name + "_total" if family.type == "counter" else name for name, family in families().items()
+    }
+    assert told == has
+    assert all(f"`{reason}`" in text for reason in FINISHED_REASONS)
