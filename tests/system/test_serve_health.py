@@ -80,6 +80,8 @@ def test_an_engine_that_stands_still_is_not_ready_until_it_goes_on(folder, tmp_p
         until(lambda: ready(served).status_code == 200)
         before = scrape(served)
         url = f"{served.url}/v1/chat/completions"
+        whole = httpx.post(url, json=ASKED | {"stream": False}, timeout=LONGEST_S)
+        assert whole.json()["usage"]["completion_tokens"] == 200
         with httpx.stream("POST", url, json=ASKED, timeout=LONGEST_S) as answer:
             events = rows(answer.iter_lines())
             first = [next(events) for _ in range(5)]
@@ -98,13 +100,13 @@ def test_an_engine_that_stands_still_is_not_ready_until_it_goes_on(folder, tmp_p
             last = [*first, *events][-1]
         assert last["choices"][0]["finish_reason"] == "length"
         changed = counts_changed(before, scrape(served))
-        assert changed["vllm:generation_tokens_total", "engine=0"] == 200
-        assert changed["vllm:request_success_total", "finished_reason=length"] == 1
-        assert changed["vllm:time_to_first_token_seconds_count",] == 1
+        assert changed["vllm:generation_tokens_total", "engine=0"] == 400
+        assert changed["vllm:request_success_total", "finished_reason=length"] == 2
+        assert changed["vllm:time_to_first_token_seconds_count",] == 2
         assert changed["vllm:inter_token_latency_seconds_count",] == 199
         assert not [key for key in changed if "errors" in key[0] or "disconnects" in key[0]]
         logged = [json.loads(line) for line in served.log.read_text().splitlines()]
-        (row,) = [
+        *_, row = [
             row for row in logged if row["kind"] == "serve.access" and "completions" in row["path"]
         ]
         assert (row["status"], row["tokens"], row["method"]) == (200, 200, "POST")

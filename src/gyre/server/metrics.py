@@ -58,11 +58,13 @@ class ServerMetrics:
         self.registry, self._inspect, self.clock = CollectorRegistry(), inspect, clock
         self._model = {"model_name": model_name}
         tokens = token_buckets(context_tokens)
-        self.success = self._counter(
+        success = self._counter(
             "vllm:request_success", "Completions that ended, by why.", "finished_reason"
         )
-        for reason in FINISHED_REASONS:
-            self.success.labels(**self._model, finished_reason=reason)
+        self.success = {
+            reason: success.labels(**self._model, finished_reason=reason)
+            for reason in FINISHED_REASONS
+        }
         self.first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "Seconds to the first token.", FIRST_TOKEN_S
         )
@@ -103,7 +105,7 @@ class ServerMetrics:
 
     def follow(self, request: Request) -> FollowedRequest:
         """Return what counts and times the request, as a context that lasts as long as it."""
-        return FollowedRequest(self, request, self._model)
+        return FollowedRequest(self, request)
 
     def count_error(self, code: str) -> None:
         self.errors.labels(**self._model, code=code).inc()
@@ -123,16 +125,16 @@ class ServerMetrics:
         return Counter(name, text, ["model_name", *labels.split()], registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        histogram = Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
-        histogram.labels(**self._model)
-        return histogram
+        labels = ["model_name"]
+        histogram = Histogram(name, text, labels, registry=self.registry, buckets=buckets)
+        return histogram.labels(**self._model)
 
 
 class FollowedRequest:
     """One request, from its submit to its end."""
 
-    def __init__(self, metrics: ServerMetrics, request: Request, model: dict[str, str]) -> None:
-        self._metrics, self._request, self._model = metrics, request, model
+    def __init__(self, metrics: ServerMetrics, request: Request) -> None:
+        self._metrics, self._request = metrics, request
         self._open = set(range(request.sampling.n))
         self._tokens = dict.fromkeys(self._open, 0)
         self._last_s: dict[int, float] = {}  # of each completion's newest chunk
@@ -160,8 +162,7 @@ class FollowedRequest:
             metrics.count_error(error.code)
         if isinstance(error, ApiError) and error.status == 429 and not self._last_s:
             return  # no engine took it
-        reason = "abort" if has_left else "error"
-        metrics.success.labels(**self._model, finished_reason=reason).inc(len(self._open))
+        metrics.success["abort" if has_left else "error"].inc(len(self._open))
 
     async def watch(self, stream: AsyncIterator[TokenChunk]) -> AsyncIterator[TokenChunk]:
         """Pass the chunks on."""
@@ -170,21 +171,21 @@ class FollowedRequest:
             yield chunk
 
     def _observe(self, chunk: TokenChunk) -> None:
-        metrics, model, now_s = self._metrics, self._model, self._metrics.clock()
+        metrics, now_s = self._metrics, self._metrics.clock()
         if len(chunk.tokens):
             self._tokens[chunk.index] += len(chunk.tokens)
             if (last_s := self._last_s.get(chunk.index)) is not None:
-                metrics.between_tokens.labels(**model).observe(now_s - last_s)
+                metrics.between_tokens.observe(now_s - last_s)
             self._last_s[chunk.index] = now_s
         if (timing := chunk.timing) is not None:
-            metrics.queue_time.labels(**model).observe(timing.started_s - self._submitted_s)
-            metrics.first_token.labels(**model).observe(timing.first_token_s - self._submitted_s)
+            metrics.queue_time.observe(timing.started_s - self._submitted_s)
+            metrics.first_token.observe(timing.first_token_s - self._submitted_s)
         if chunk.finish in ANSWERED:
             self._open.remove(chunk.index)
-            metrics.success.labels(**model, finished_reason=chunk.finish).inc()
-            metrics.latency.labels(**model).observe(now_s - self._submitted_s)
-            metrics.prompt_tokens.labels(**model).observe(len(self._request.tokens))
-            metrics.generation_tokens.labels(**model).observe(self._tokens[chunk.index])
+            metrics.success[chunk.finish].inc()
+            metrics.latency.observe(now_s - self._submitted_s)
+            metrics.prompt_tokens.observe(len(self._request.tokens))
+            metrics.generation_tokens.observe(self._tokens[chunk.index])
 
 
 class _WithoutCreated(Collector):

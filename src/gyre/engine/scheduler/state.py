@@ -182,7 +182,7 @@ class SchedulerState:
         rows.computed_R[row] = prompt
         sequence.prompt_store = rows.sequence_at(leader).prompt_store  # of one prompt
         rows.kv_version_R[row] = rows.kv_version_R[leader]
-        sequence.started_s = self.clock()
+        sequence.started_s = rows.sequence_at(leader).started_s  # when their prompt began
         self.counters.prompt_tokens += prompt
         self.counters.prefix_hit_tokens += prompt
         return row, copy
