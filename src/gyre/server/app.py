@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-import numpy as np
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,10 +26,12 @@ from starlette.routing import Route
 from gyre.core.contracts import RolloutEngine
 from gyre.core.errors import GyreError
 from gyre.core.events import Emit
-from gyre.core.records import Health, Request
-from gyre.server.answers import Answer, ChatAnswer, TextAnswer
-from gyre.server.generation import ServedModel, TokenUsage, make_request
-from gyre.server.respond import ActiveRequest, EventStream, WholeAnswer
+from gyre.core.records import Health
+from gyre.server.answers import Answer, ChatAnswer
+from gyre.server.completions import open_completion
+from gyre.server.generate import GenerateBody, open_generation
+from gyre.server.generation import ServedModel, TokenUsage, check_top, make_request
+from gyre.server.respond import ActiveRequest, EventStream, WholeAnswer, Work
 from gyre.server.schema import (
     FAULT,
     ApiError,
@@ -43,7 +44,6 @@ from gyre.server.schema import (
 
 MOST_BODY_BYTES = 8 << 20
 READY_S = 5.0  # longest wait for the engines' answer about their health
-MOST_LOGPROBS = 20  # alternatives that a request may ask for at each token, as in OpenAI's API
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -101,6 +101,8 @@ class Api:
             tokens,
             self._model,
             request_id=f"{ChatAnswer.prefix}-{uuid.uuid4().hex}",
+            stream=body.stream,
+            n=body.n,
             most_tokens=body.most_tokens,
             top_logprobs=check_top(body.top_logprobs or 0, "top_logprobs"),
         )
@@ -110,38 +112,21 @@ class Api:
             self._model.tokenizer,
             logprobs=body.logprobs,
         )
-        return self._respond(request, answer, body)
+        work = ActiveRequest(
+            self._engine, request, self._model, TokenUsage(prompt_tokens=len(tokens))
+        )
+        return self._respond(work, answer, body.stream, body.includes_usage)
 
     async def complete(self, http: HttpRequest) -> Response:
         body = await read_body(http, CompletionBody)
         self._check_model(body.model)
-        tokenizer, prompt = self._model.tokenizer, body.prompt
-        if isinstance(prompt, str):
-            prefix = np.asarray(tokenizer.prefix_ids, np.int32)
-            tokens = np.concatenate([prefix, tokenizer.encode(prompt)]).astype(np.int32)
-        else:
-            tokens = np.asarray(prompt, np.int32)
-        if body.echo and body.logprobs is not None:
-            raise ApiError(
-                400, "echo with logprobs is not supported yet; leave one out", param="echo"
-            )
-        request = make_request(
-            body,
-            tokens,
-            self._model,
-            request_id=f"{TextAnswer.prefix}-{uuid.uuid4().hex}",
-            most_tokens=body.max_tokens,
-            top_logprobs=check_top(body.logprobs or 0, "logprobs"),
-        )
-        echo = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-        answer = TextAnswer(
-            request.request_id,
-            self._model.name,
-            tokenizer,
-            logprobs=body.logprobs is not None,
-            echo=echo if body.echo else "",
-        )
-        return self._respond(request, answer, body)
+        work, answer = open_completion(body, self._engine, self._model)
+        return self._respond(work, answer, body.stream, body.includes_usage)
+
+    async def generate(self, http: HttpRequest) -> Response:
+        body = await read_body(http, GenerateBody)
+        work, answer = open_generation(body, self._engine, self._model)
+        return self._respond(work, answer, body.stream, False)
 
     def _check_model(self, name: str) -> None:
         if name != self._model.name:
@@ -149,13 +134,9 @@ class Api:
                 404, f"model {name[:80]!r}: this server has {self._model.name!r}", param="model"
             )
 
-    def _respond(
-        self, request: Request, answer: Answer, body: ChatBody | CompletionBody
-    ) -> Response:
-        usage = TokenUsage(prompt_tokens=len(request.tokens))
-        work = ActiveRequest(self._engine, request, self._model, usage)
-        if body.stream:
-            return EventStream(work, answer, includes_usage=body.includes_usage, emit=self._emit)
+    def _respond(self, work: Work, answer: Answer, stream: bool, includes_usage: bool) -> Response:
+        if stream:
+            return EventStream(work, answer, includes_usage=includes_usage, emit=self._emit)
         return WholeAnswer(work, answer)
 
 
@@ -184,13 +165,6 @@ async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise ApiError(400, f"{place}: {first['msg']}", param=place or None) from None
-
-
-def check_top(number: int, name: str) -> int:
-    """Return how many alternatives to tell. ApiError outside 0 to MOST_LOGPROBS."""
-    if not 0 <= number <= MOST_LOGPROBS:
-        raise ApiError(400, f"{name} = {number}: need 0 to {MOST_LOGPROBS}", param=name)
-    return number
 
 
 def make_app(engine: RolloutEngine, model: ServedModel, *, emit: Emit) -> Starlette:
@@ -222,6 +196,7 @@ def make_app(engine: RolloutEngine, model: ServedModel, *, emit: Emit) -> Starle
         Route("/v1/models", api.models, methods=get),
         Route("/v1/chat/completions", api.chat, methods=post),
         Route("/v1/completions", api.complete, methods=post),
+        Route("/generate", api.generate, methods=post),
         Route("/tokenize", api.tokenize, methods=post),
         Route("/detokenize", api.detokenize, methods=post),
         Route("/health/live", api.live, methods=get),

@@ -10,7 +10,7 @@ import contextlib
 import json
 import traceback
 from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -23,20 +23,48 @@ from gyre.server.generation import ServedModel, TextDelta, TokenUsage, pieces
 from gyre.server.schema import FAULT, ApiError
 
 
+class Work(Protocol):
+    """What an answer is made of: one request in the engine, or several."""
+
+    usage: TokenUsage
+
+    @property
+    def num_choices(self) -> int: ...
+
+    def open(self) -> contextlib.AbstractAsyncContextManager[AsyncIterator[TextDelta]]: ...
+
+
 class ActiveRequest:
     """One request in the engine, from its first piece to its end or abort."""
 
     def __init__(
-        self, engine: RolloutEngine, request: Request, model: ServedModel, usage: TokenUsage
+        self,
+        engine: RolloutEngine,
+        request: Request,
+        model: ServedModel,
+        usage: TokenUsage,
+        *,
+        prompt_only: bool = False,
     ) -> None:
         self._engine, self.request, self._model, self.usage = engine, request, model, usage
+        self._prompt_only = prompt_only
+
+    @property
+    def num_choices(self) -> int:
+        return self.request.sampling.n
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[AsyncIterator[TextDelta]]:
         """Submit it. An error or a cancellation aborts it, which frees its KV pages."""
         stream = self._engine.submit(self.request)
         try:
-            yield pieces(stream, self.request, self._model.tokenizer, self.usage)
+            yield pieces(
+                stream,
+                self.request,
+                self._model.tokenizer,
+                self.usage,
+                prompt_only=self._prompt_only,
+            )
         except BaseException:
             await self._engine.abort(self.request.request_id)
             raise
@@ -45,7 +73,7 @@ class ActiveRequest:
 class WholeAnswer(Response):
     """An answer in one body. The request is aborted when the client hangs up before."""
 
-    def __init__(self, work: ActiveRequest, answer: Answer) -> None:
+    def __init__(self, work: Work, answer: Answer) -> None:
         self._work, self._answer = work, answer
         self.background = None
 
@@ -68,9 +96,7 @@ class EventStream(Response):
     """An answer as server-sent events. The headers wait for the first piece, so that what the
     engine refuses has its status."""
 
-    def __init__(
-        self, work: ActiveRequest, answer: Answer, *, includes_usage: bool, emit: Emit
-    ) -> None:
+    def __init__(self, work: Work, answer: Answer, *, includes_usage: bool, emit: Emit) -> None:
         self._work, self._answer, self._emit = work, answer, emit
         self._includes_usage = includes_usage
         self.background = None
@@ -85,7 +111,7 @@ class EventStream(Response):
                     if not started:
                         started = True
                         await send(START)
-                        for event in self._answer.first(self._work.request.sampling.n):
+                        for event in self._answer.first(self._work.num_choices):
                             await send(as_event(event))
                     await send(as_event(self._answer.event(piece, self._work.usage)))
             if self._includes_usage:
