@@ -31,6 +31,7 @@ from gyre.server.answers import Answer, ChatAnswer
 from gyre.server.completions import open_completion
 from gyre.server.generate import GenerateBody, open_generation
 from gyre.server.generation import ServedModel, TokenUsage, check_top, make_request
+from gyre.server.openapi import make_document
 from gyre.server.respond import ActiveRequest, EventStream, WholeAnswer, Work
 from gyre.server.schema import (
     FAULT,
@@ -191,6 +192,11 @@ def make_app(engine: RolloutEngine, model: ServedModel, *, emit: Emit) -> Starle
         emit("serve.request_failed", path=http.url.path, error=trace)
         return ApiError(500, FAULT).response()
 
+    document = make_document()
+
+    async def describe(http: HttpRequest) -> Response:
+        return JSONResponse(document)
+
     get, post = ["GET"], ["POST"]
     routes = [
         Route("/v1/models", api.models, methods=get),
@@ -199,6 +205,7 @@ def make_app(engine: RolloutEngine, model: ServedModel, *, emit: Emit) -> Starle
         Route("/generate", api.generate, methods=post),
         Route("/tokenize", api.tokenize, methods=post),
         Route("/detokenize", api.detokenize, methods=post),
+        Route("/openapi.json", describe, methods=get),
         Route("/health/live", api.live, methods=get),
         Route("/health/ready", api.ready, methods=get),
         Route("/health/load", api.load, methods=get),

@@ -23,11 +23,15 @@ class Body(BaseModel):
 
 
 class TextPart(Body):
+    """A part of a message."""
+
     type: Literal["text"]
     text: str
 
 
 class Message(Body):
+    """A turn of a conversation."""
+
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     content: str | list[TextPart]
 
@@ -39,7 +43,10 @@ class Message(Body):
 
 
 class StreamOptions(Body):
+    """Settings of a stream."""
+
     include_usage: bool = False
+    """One more event with the usage, at the end."""
 
 
 class SamplingFields(Body):
@@ -56,7 +63,7 @@ class SamplingFields(Body):
     presence_penalty: Number = 0.0
     """Off the logit of each token chosen before."""
     frequency_penalty: Number = 0.0
-    """Off it once for each time it was chosen."""
+    """Off it for each time the token was chosen."""
     logit_bias: dict[str, Number] | None = None
     """Token id to what its logit gains."""
     top_k: int = 0
@@ -88,6 +95,7 @@ class _Generation(SamplingFields):
     stream: bool = False
     """Answer with server-sent events."""
     stream_options: StreamOptions | None = None
+    """What a stream tells besides."""
     n: int = 1
     """Completions of each prompt."""
     user: str | None = None
@@ -102,10 +110,15 @@ class ChatBody(_Generation):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    """The conversation so far."""
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None  # OpenAI's newer name of the same
+    """Tokens chosen at most; null fills the context."""
+    max_completion_tokens: int | None = None
+    """OpenAI's newer name of max_tokens."""
     logprobs: bool = False
+    """Tell each token's log-prob."""
     top_logprobs: int | None = None
+    """Tell so many alternatives at each token, at most 20; needs logprobs."""
 
     @property
     def most_tokens(self) -> int | None:
@@ -154,7 +167,7 @@ class CompletionBody(_Generation):
     echo: bool = False
     """Put the prompt before its completions, with its log-probs where they are asked for."""
     logprobs: int | None = None
-    """Tell each token's log-prob, and so many alternatives."""
+    """Tell each token's log-prob, and so many alternatives, at most 20."""
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -167,14 +180,18 @@ class TokenizeBody(Body):
     """POST /tokenize."""
 
     model: str | None = None
+    """Accepted; nothing depends on it."""
     prompt: str
+    """The text."""
 
 
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
+    """Accepted; nothing depends on it."""
     tokens: list[TokenId]
+    """Their ids."""
 
 
 # Fields of OpenAI's API that are refused by name, with what to do instead.
