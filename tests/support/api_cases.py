@@ -18,11 +18,20 @@ from fakes.engine import Faults, ScriptedEngine
 from fakes.script import Script, byte_tokenizer
 from gyre.core.chunks import TokenStream
 from gyre.core.records import Request
+from gyre.engine.frontend.admission import RequestLimits, find_refusal
 from gyre.server.app import make_app
 from gyre.server.generation import ServedModel
 
 TOKENIZER = byte_tokenizer()
 CONTEXT = 256
+LIMITS = RequestLimits(
+    vocab_size=TOKENIZER.vocab_size,
+    context_tokens=CONTEXT,
+    cache_tokens=4 * CONTEXT,
+    can_decode=True,
+    most_completions=512,
+    eos_ids=TOKENIZER.eos_ids,
+)
 
 
 class HeardEngine(ScriptedEngine):
@@ -92,15 +101,12 @@ async def api(script: Script = reverse, *, faults: Faults | None = None) -> Asyn
     )
     await engine.start(dummy=False)
 
-    def find_refusal(request: Request) -> str | None:
-        return engine._find_refusal(request) or None
-
     model = ServedModel(
         name="m",
         tokenizer=TOKENIZER,
         context_tokens=CONTEXT,
         render=render,
-        find_refusal=find_refusal,
+        find_refusal=lambda request: find_refusal(request, LIMITS),
     )
     app = make_app(engine, model, emit=emit)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)

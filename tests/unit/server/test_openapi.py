@@ -116,16 +116,7 @@ def test_tokens_and_text_fit_it() -> None:
 )
 def test_refusals_fit_it(path: str, body: dict[str, Any], status: int, reason: str) -> None:
     async def go() -> None:
-        # the engine is full only when it is asked to run: the refusal before it knows nothing of it
-        faults = iter([Faults(), Faults(refuse=lambda request: reason)])
-        async with api() as on:
-            find = on.engine._find_refusal
-
-            def find_refusal(request: Any) -> str:
-                on.engine.faults = next(faults)
-                return find(request)
-
-            on.engine._find_refusal = find_refusal  # type: ignore[method-assign]
+        async with api(faults=Faults(refuse=lambda request: reason)) as on:
             answer = await on.post(path, **body)
         assert answer.status_code == status
         check(answer.json(), schema_name(path, "post", status))
