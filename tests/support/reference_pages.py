@@ -1,4 +1,4 @@
-"""Reference pages made from the code: docs/events.md, docs/config.md. Run by `make docs`.
+"""Reference pages made from the code: docs/api.md, docs/events.md, docs/config.md. Run by `make docs`.
 
 A test compares the pages with the code.
 """
@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 import gyre
+from api_page import api_page
 from gyre.core.config import Section
 from gyre.core.events import ANYWHERE, EVENTS, FIELDS, Field
 from gyre.objectives.config import VARIANTS, GrpoConfig
@@ -326,7 +327,7 @@ def one_line(text: str | None) -> str:
     return " ".join((text or "").replace("|", "\\|").replace("<", "\\<").split())
 
 
-PAGES = {"config.md": config_page, "events.md": events_page}
+PAGES = {"api.md": api_page, "config.md": config_page, "events.md": events_page}
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ answer, or the events of a stream. The same class forms both, so that they say t
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+from gyre.server.echo import Echo, TokenOffsets
 from gyre.server.generation import TextDelta, TokenUsage, chat_logprobs, completion_logprobs
 from gyre.text.tokenizer import Tokenizer
 
@@ -67,27 +69,33 @@ class ChatAnswer:
 
 
 class TextAnswer:
-    """A text completion. `echo` is the prompt's text, put before each completion."""
+    """A text completion. With `echoes`, one of each prompt, a completion's text begins with its
+    prompt's. The n completions of prompt i have the indices from i × n on."""
 
     kind, prefix = "text_completion", "cmpl"
 
     def __init__(
-        self, request_id: str, model: str, tokenizer: Tokenizer, *, logprobs: bool, echo: str
-    ):
+        self,
+        request_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        logprobs: bool,
+        echoes: Sequence[Echo] = (),
+        n: int = 1,
+    ) -> None:
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
-        self._tokenizer, self._logprobs, self._echo = tokenizer, logprobs, echo
-        self._places: dict[int, int] = {}  # characters of each completion so far
+        self._tokenizer, self._logprobs = tokenizer, logprobs
+        self._echoes, self._n = echoes, n
+        self._places: dict[int, TokenOffsets] = {}  # of completions that have begun
 
     def first(self, n: int) -> list[dict[str, Any]]:
-        """Return the events before any token: the prompt, where it was asked for."""
-        if not self._echo:
-            return []
-        return [self._event([_choice(index, {"text": self._echo}, None)]) for index in range(n)]
+        """Return the events before any token: none."""
+        return []
 
     def event(self, piece: TextDelta, usage: TokenUsage) -> dict[str, Any]:
         """Return the event of a piece."""
-        choice = self._choice([piece], piece.text)
-        return self._event([choice]) | {"system_fingerprint": usage.fingerprint}
+        return self._event([self._choice([piece])]) | {"system_fingerprint": usage.fingerprint}
 
     def last(self, usage: TokenUsage) -> dict[str, Any]:
         """Return the event with the usage, after all pieces."""
@@ -95,39 +103,45 @@ class TextAnswer:
 
     def whole(self, pieces: list[TextDelta], usage: TokenUsage) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
-        choices = [
-            self._choice(parts, self._echo + "".join(part.text for part in parts))
-            for parts in _by_index(pieces).values()
-        ]
+        choices = [self._choice(parts) for parts in _by_index(pieces).values()]
         return self._event(choices) | {
             "usage": usage.as_dict(),
             "system_fingerprint": usage.fingerprint,
         }
 
-    def _choice(self, parts: list[TextDelta], text: str) -> dict[str, Any]:
+    def _choice(self, parts: list[TextDelta]) -> dict[str, Any]:
         index = parts[0].index
-        body: dict[str, Any] = {"text": text}
+        is_first, echo = index not in self._places, self._echo(index)
+        if is_first:
+            start = len(echo.text) if echo else 0
+            self._places[index] = TokenOffsets(self._tokenizer, start, skip_special=True)
+        text = "".join(part.text for part in parts)
+        body: dict[str, Any] = {"text": echo.text + text if echo and is_first else text}
         if self._logprobs:
-            told: dict[str, Any] = {
-                "tokens": [],
-                "token_logprobs": [],
-                "top_logprobs": [],
-                "text_offset": [],
-            }
-            for part in parts:
-                start = self._places.get(index, len(self._echo))
-                found = completion_logprobs(part, self._tokenizer, start)
-                self._places[index] = start + sum(map(len, found["tokens"]))
-                for name, values in found.items():
-                    told[name] += values
-            body["logprobs"] = told
+            columns = [
+                completion_logprobs(part, self._tokenizer, self._places[index].push(part.tokens))
+                for part in parts
+            ]
+            if echo and is_first:
+                columns.insert(0, echo.logprobs(parts[0].prompt_logprobs, self._tokenizer))
+            names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+            body["logprobs"] = {name: [x for one in columns for x in one[name]] for name in names}
         return _choice(index, body, parts[-1].finish)
+
+    def _echo(self, index: int) -> Echo | None:
+        return self._echoes[index // self._n] if self._echoes else None
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "object": self.kind, "choices": choices}
 
 
-Answer = ChatAnswer | TextAnswer
+class Answer(Protocol):
+    """What forms the JSON of one kind of answer."""
+
+    def first(self, n: int) -> list[dict[str, Any]]: ...
+    def event(self, piece: TextDelta, usage: TokenUsage) -> dict[str, Any]: ...
+    def last(self, usage: TokenUsage) -> dict[str, Any]: ...
+    def whole(self, pieces: list[TextDelta], usage: TokenUsage) -> dict[str, Any]: ...
 
 
 def _choice(index: int, body: dict[str, Any], finish: str | None) -> dict[str, Any]:

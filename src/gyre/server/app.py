@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-import numpy as np
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
@@ -29,12 +28,15 @@ from starlette.routing import Route
 from gyre.core.contracts import RolloutEngine
 from gyre.core.errors import GyreError
 from gyre.core.events import Emit
-from gyre.core.records import Health, Request
-from gyre.server.answers import Answer, ChatAnswer, TextAnswer
-from gyre.server.generation import ServedModel, TokenUsage, make_request
+from gyre.core.records import Health
+from gyre.server.answers import Answer, ChatAnswer
+from gyre.server.completions import open_completion
+from gyre.server.generate import GenerateBody, open_generation
+from gyre.server.generation import ServedModel, TokenUsage, check_top, make_request
 from gyre.server.measured import MeasuredApp
 from gyre.server.metrics import ServerMetrics, inspect_one
-from gyre.server.respond import ActiveRequest, EventStream, WholeAnswer
+from gyre.server.openapi import make_document
+from gyre.server.respond import ActiveRequest, EventStream, Service, WholeAnswer, Work
 from gyre.server.schema import (
     FAULT,
     ApiError,
@@ -47,7 +49,6 @@ from gyre.server.schema import (
 
 MOST_BODY_BYTES = 8 << 20
 READY_S = 5.0  # longest wait for the engines' answer about their health
-MOST_LOGPROBS = 20  # alternatives that a request may ask for at each token, as in OpenAI's API
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -55,10 +56,8 @@ Body = TypeVar("Body", bound=BaseModel)
 class Api:
     """The handlers, over one engine and one model."""
 
-    def __init__(
-        self, engine: RolloutEngine, model: ServedModel, *, emit: Emit, metrics: ServerMetrics
-    ) -> None:
-        self._engine, self._model, self._emit, self._metrics = engine, model, emit, metrics
+    def __init__(self, service: Service, *, emit: Emit) -> None:
+        self._service, self._model, self._emit = service, service.model, emit
         self._started_s = int(time.time())
 
     async def models(self, http: HttpRequest) -> Response:
@@ -76,18 +75,18 @@ class Api:
 
     async def ready(self, http: HttpRequest) -> Response:
         try:
-            health = await asyncio.wait_for(self._engine.health(), READY_S)
+            health = await asyncio.wait_for(self._service.engine.health(), READY_S)
         except TimeoutError:
             health = Health(ok=False, reason=f"the engines had not answered after {READY_S:g} s")
         status = 200 if health.ok else 503
         return JSONResponse({"ready": health.ok, "reason": health.reason}, status_code=status)
 
     async def load(self, http: HttpRequest) -> Response:
-        stats = await self._engine.stats()
+        stats = await self._service.engine.stats()
         return JSONResponse({"running": stats.running, "waiting": stats.waiting})
 
     async def metrics(self, http: HttpRequest) -> Response:
-        return Response(await self._metrics.expose(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await self._service.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
 
     async def tokenize(self, http: HttpRequest) -> Response:
         body = await read_body(http, TokenizeBody)
@@ -110,6 +109,8 @@ class Api:
             tokens,
             self._model,
             request_id=f"{ChatAnswer.prefix}-{uuid.uuid4().hex}",
+            stream=body.stream,
+            n=body.n,
             most_tokens=body.most_tokens,
             top_logprobs=check_top(body.top_logprobs or 0, "top_logprobs"),
         )
@@ -119,38 +120,19 @@ class Api:
             self._model.tokenizer,
             logprobs=body.logprobs,
         )
-        return self._respond(request, answer, body)
+        work = ActiveRequest(self._service, request, TokenUsage(prompt_tokens=len(tokens)))
+        return self._respond(work, answer, body.stream, body.includes_usage)
 
     async def complete(self, http: HttpRequest) -> Response:
         body = await read_body(http, CompletionBody)
         self._check_model(body.model)
-        tokenizer, prompt = self._model.tokenizer, body.prompt
-        if isinstance(prompt, str):
-            prefix = np.asarray(tokenizer.prefix_ids, np.int32)
-            tokens = np.concatenate([prefix, tokenizer.encode(prompt)]).astype(np.int32)
-        else:
-            tokens = np.asarray(prompt, np.int32)
-        if body.echo and body.logprobs is not None:
-            raise ApiError(
-                400, "echo with logprobs is not supported yet; leave one out", param="echo"
-            )
-        request = make_request(
-            body,
-            tokens,
-            self._model,
-            request_id=f"{TextAnswer.prefix}-{uuid.uuid4().hex}",
-            most_tokens=body.max_tokens,
-            top_logprobs=check_top(body.logprobs or 0, "logprobs"),
-        )
-        echo = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-        answer = TextAnswer(
-            request.request_id,
-            self._model.name,
-            tokenizer,
-            logprobs=body.logprobs is not None,
-            echo=echo if body.echo else "",
-        )
-        return self._respond(request, answer, body)
+        work, answer = open_completion(body, self._service)
+        return self._respond(work, answer, body.stream, body.includes_usage)
+
+    async def generate(self, http: HttpRequest) -> Response:
+        body = await read_body(http, GenerateBody)
+        work, answer = open_generation(body, self._service)
+        return self._respond(work, answer, body.stream, False)
 
     def _check_model(self, name: str) -> None:
         if name != self._model.name:
@@ -158,13 +140,9 @@ class Api:
                 404, f"model {name[:80]!r}: this server has {self._model.name!r}", param="model"
             )
 
-    def _respond(
-        self, request: Request, answer: Answer, body: ChatBody | CompletionBody
-    ) -> Response:
-        usage = TokenUsage(prompt_tokens=len(request.tokens))
-        work = ActiveRequest(self._engine, request, self._model, usage, self._metrics)
-        if body.stream:
-            return EventStream(work, answer, includes_usage=body.includes_usage, emit=self._emit)
+    def _respond(self, work: Work, answer: Answer, stream: bool, includes_usage: bool) -> Response:
+        if stream:
+            return EventStream(work, answer, includes_usage=includes_usage, emit=self._emit)
         return WholeAnswer(work, answer)
 
 
@@ -195,13 +173,6 @@ async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
         raise ApiError(400, f"{place}: {first['msg']}", param=place or None) from None
 
 
-def check_top(number: int, name: str) -> int:
-    """Return how many alternatives to tell. ApiError outside 0 to MOST_LOGPROBS."""
-    if not 0 <= number <= MOST_LOGPROBS:
-        raise ApiError(400, f"{name} = {number}: need 0 to {MOST_LOGPROBS}", param=name)
-    return number
-
-
 def make_app(
     engine: RolloutEngine,
     model: ServedModel,
@@ -214,7 +185,7 @@ def make_app(
     metrics = metrics or ServerMetrics(
         model.name, context_tokens=model.context_tokens, inspect=inspect_one(engine)
     )
-    api = Api(engine, model, emit=emit, metrics=metrics)
+    api = Api(Service(engine, model, metrics), emit=emit)
 
     def answer(error: ApiError) -> Response:
         metrics.count_error(error.code)
@@ -240,13 +211,20 @@ def make_app(
         emit("serve.request_failed", path=http.url.path, error=trace)
         return answer(ApiError(500, FAULT))
 
+    document = make_document()
+
+    async def describe(http: HttpRequest) -> Response:
+        return JSONResponse(document)
+
     get, post = ["GET"], ["POST"]
     routes = [
         Route("/v1/models", api.models, methods=get),
         Route("/v1/chat/completions", api.chat, methods=post),
         Route("/v1/completions", api.complete, methods=post),
+        Route("/generate", api.generate, methods=post),
         Route("/tokenize", api.tokenize, methods=post),
         Route("/detokenize", api.detokenize, methods=post),
+        Route("/openapi.json", describe, methods=get),
         Route("/health/live", api.live, methods=get),
         Route("/health/ready", api.ready, methods=get),
         Route("/health/load", api.load, methods=get),

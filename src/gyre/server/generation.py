@@ -7,19 +7,20 @@ C tokens of a completion, c of one chunk, K alternatives of each.
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from gyre.core.errors import RankError
-from gyre.core.records import Request, Sampling, TokenChunk
-from gyre.server.schema import ApiError, ChatBody, CompletionBody
+from gyre.core.records import PromptLogprobs, Request, Sampling, TokenChunk
+from gyre.server.schema import ApiError, SamplingFields
 from gyre.text.detokenizer import Detokenizer
 from gyre.text.tokenizer import Tokenizer
+
+MOST_LOGPROBS = 20  # alternatives that a request may ask for at each token, as in OpenAI's API
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class TextDelta:
     top_ids: np.ndarray | None  # int32 [c, K]
     top_logprobs: np.ndarray | None  # float32 [c, K]
     finish: str | None  # "stop" or "length"
+    prompt_logprobs: PromptLogprobs | None = None  # in the first piece, where asked for
 
 
 @dataclass(slots=True)
@@ -68,14 +70,25 @@ class TokenUsage:
         return "version-" + ",".join(str(version) for version in sorted(self.versions))
 
 
+def read_prompt(prompt: str | list[int], tokenizer: Tokenizer) -> np.ndarray:
+    """Return int32 ids of a prompt that is no conversation; a text begins as the model's do."""
+    if not isinstance(prompt, str):
+        return np.asarray(prompt, np.int32)
+    prefix = np.asarray(tokenizer.prefix_ids, np.int32)
+    return np.concatenate([prefix, tokenizer.encode(prompt)]).astype(np.int32)
+
+
 def make_request(
-    body: ChatBody | CompletionBody,
+    body: SamplingFields,
     tokens: np.ndarray,
     model: ServedModel,
     *,
     request_id: str,
+    stream: bool,
     most_tokens: int | None,
-    top_logprobs: int,
+    n: int = 1,
+    top_logprobs: int = 0,
+    prompt_logprobs: int | None = None,
 ) -> Request:
     """Return the engine's request. ApiError where the engine would refuse it."""
     room = max(1, model.context_tokens - len(tokens))
@@ -87,13 +100,14 @@ def make_request(
         max_tokens=room if most_tokens is None else most_tokens,
         stop=body.stops,
         ignore_eos=body.ignore_eos,
-        n=body.n,
+        n=n,
         repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         logit_bias=read_bias(body.logit_bias or {}),
         min_tokens=body.min_tokens,
         top_logprobs=top_logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
     request = Request(
         request_id=request_id,
@@ -102,12 +116,19 @@ def make_request(
         seed=secrets.randbits(62) if body.seed is None else body.seed,
         priority=body.priority,
         deadline_s=body.deadline_s,
-        chunk_tokens=1 if body.stream else 0,
+        chunk_tokens=1 if stream else 0,
     )
     if (reason := model.find_refusal(request)) is not None:
         is_long = len(tokens) + (most_tokens or 1) > model.context_tokens
         raise ApiError(400, reason, code="context_length_exceeded" if is_long else "")
     return request
+
+
+def check_top(number: int, name: str) -> int:
+    """Return how many alternatives to tell. ApiError outside 0 to MOST_LOGPROBS."""
+    if not 0 <= number <= MOST_LOGPROBS:
+        raise ApiError(400, f"{name} = {number}: need 0 to {MOST_LOGPROBS}", param=name)
+    return number
 
 
 def read_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
@@ -121,10 +142,15 @@ def read_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
 
 
 async def pieces(
-    stream: AsyncIterator[TokenChunk], request: Request, tokenizer: Tokenizer, usage: TokenUsage
+    stream: AsyncIterator[TokenChunk],
+    request: Request,
+    tokenizer: Tokenizer,
+    usage: TokenUsage,
+    *,
+    prompt_only: bool = False,
 ) -> AsyncIterator[TextDelta]:
     """Yield the text of the completions as it can be sent, and count into `usage`. ApiError where
-    the engine ends one without an answer."""
+    the engine ends one without an answer. With `prompt_only` the chosen tokens are left out."""
     texts: dict[int, AnswerText] = {}
     async for chunk in _unless_lost(stream):
         if chunk.finish not in (None, "stop", "length"):
@@ -132,8 +158,10 @@ async def pieces(
         text = texts.get(chunk.index)
         if text is None:
             text = texts[chunk.index] = AnswerText(tokenizer, request.sampling.stop)
-        usage.completion_tokens += len(chunk.tokens)
         usage.versions.update(chunk.versions.tolist())
+        if prompt_only:
+            chunk = _without_tokens(chunk)
+        usage.completion_tokens += len(chunk.tokens)
         yield TextDelta(
             index=chunk.index,
             text=text.push(chunk.tokens, chunk.finish),
@@ -142,7 +170,23 @@ async def pieces(
             top_ids=chunk.top_ids,
             top_logprobs=chunk.top_logprobs,
             finish=chunk.finish,
+            prompt_logprobs=chunk.prompt_logprobs,
         )
+
+
+def _without_tokens(chunk: TokenChunk) -> TokenChunk:
+    """Return the chunk as if no token had been allowed."""
+    return replace(
+        chunk,
+        tokens=chunk.tokens[:0],
+        logprobs=chunk.logprobs[:0],
+        raw_logprobs=chunk.raw_logprobs[:0],
+        versions=chunk.versions[:0],
+        support=None,
+        top_ids=None,
+        top_logprobs=None,
+        finish=chunk.finish and "length",
+    )
 
 
 async def _unless_lost(stream: AsyncIterator[TokenChunk]) -> AsyncIterator[TokenChunk]:
@@ -172,19 +216,33 @@ def chat_logprobs(piece: TextDelta, tokenizer: Tokenizer) -> list[dict[str, Any]
     return entries
 
 
-def completion_logprobs(piece: TextDelta, tokenizer: Tokenizer, start: int) -> dict[str, Any]:
-    """Return `logprobs` of a text completion; `start` is the place of the piece's text."""
+def completion_logprobs(
+    piece: TextDelta, tokenizer: Tokenizer, offsets: Sequence[int]
+) -> dict[str, Any]:
+    """Return `logprobs` of a text completion; `offsets` are where its tokens' texts begin."""
     words = [_text_of(int(token), tokenizer) for token in piece.tokens]
-    offsets = list(itertools.accumulate(map(len, words), initial=start))[: len(words)]
+    values = [float(value) for value in piece.logprobs]
     return {
         "tokens": words,
-        "token_logprobs": [float(value) for value in piece.logprobs],
+        "token_logprobs": values,
         "top_logprobs": [
-            {_text_of(token, tokenizer): value for token, value in _best(piece, place)}
+            as_alternatives(
+                [(_text_of(token, tokenizer), value) for token, value in _best(piece, place)],
+                (words[place], values[place]),
+            )
             for place in range(len(words))
         ],
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
+
+
+def as_alternatives(best: Sequence[tuple[str, float]], own: tuple[str, float]) -> dict[str, float]:
+    """Return `top_logprobs` of one token: the best texts and its own. Tokens that say the same text
+    share an entry, which has the best of their values. Pure."""
+    found: dict[str, float] = {}
+    for text, value in (*best, own):
+        found.setdefault(text, value)
+    return found
 
 
 def _best(piece: TextDelta, place: int) -> list[tuple[int, float]]:

@@ -14,7 +14,7 @@ from gyre.server.metrics import ServerMetrics
 
 HUNG_UP = 499  # status of a request whose client was gone before an answer began
 LONGEST_PATH = 200  # characters of a path in the log
-WORK = "gyre.work"  # key of the scope under which a response puts its ActiveRequest
+WORK = "gyre.work"  # key of the scope under which a response puts its Work
 
 
 class MeasuredApp:
@@ -60,7 +60,7 @@ class MeasuredApp:
             path=scope["path"][:LONGEST_PATH],
             status=status,
             seconds=round(seconds, 6),
-            request_id=None if work is None else work.request.request_id,
+            request_id=None if work is None else work.name,
             tokens=None if work is None else work.usage.completion_tokens,
         )
 

@@ -10,7 +10,8 @@ import contextlib
 import json
 import traceback
 from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -25,36 +26,66 @@ from gyre.server.metrics import ServerMetrics
 from gyre.server.schema import FAULT, ApiError
 
 
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What answers: the engines as one, their model, and what counts requests."""
+
+    engine: RolloutEngine
+    model: ServedModel
+    metrics: ServerMetrics
+
+
+class Work(Protocol):
+    """What an answer is made of: one request in the engine, or several."""
+
+    name: str  # of the answer, as clients see it
+    usage: TokenUsage
+    metrics: ServerMetrics
+
+    @property
+    def num_choices(self) -> int: ...
+
+    def open(self) -> contextlib.AbstractAsyncContextManager[AsyncIterator[TextDelta]]: ...
+
+
 class ActiveRequest:
     """One request in the engine, from its first piece to its end or abort."""
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        service: Service,
         request: Request,
-        model: ServedModel,
         usage: TokenUsage,
-        metrics: ServerMetrics,
+        *,
+        prompt_only: bool = False,
     ) -> None:
-        self._engine, self.request, self._model, self.usage = engine, request, model, usage
-        self.metrics = metrics
+        self._service, self.request, self.usage = service, request, usage
+        self.name, self.metrics = request.request_id, service.metrics
+        self._prompt_only = prompt_only
+
+    @property
+    def num_choices(self) -> int:
+        return self.request.sampling.n
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[AsyncIterator[TextDelta]]:
         """Submit it. An error or a cancellation aborts it, which frees its KV pages."""
+        engine, tokenizer = self._service.engine, self._service.model.tokenizer
         with self.metrics.follow(self.request) as followed:
-            stream = followed.watch(self._engine.submit(self.request))
+            stream = followed.watch(engine.submit(self.request))
             try:
-                yield pieces(stream, self.request, self._model.tokenizer, self.usage)
+                yield pieces(
+                    stream, self.request, tokenizer, self.usage, prompt_only=self._prompt_only
+                )
             except BaseException:
-                await self._engine.abort(self.request.request_id)
+                await engine.abort(self.request.request_id)
                 raise
 
 
 class WholeAnswer(Response):
     """An answer in one body. The request is aborted when the client hangs up before."""
 
-    def __init__(self, work: ActiveRequest, answer: Answer) -> None:
+    def __init__(self, work: Work, answer: Answer) -> None:
         self._work, self._answer = work, answer
         self.background = None
 
@@ -79,9 +110,7 @@ class EventStream(Response):
     """An answer as server-sent events. The headers wait for the first piece, so that what the
     engine refuses has its status."""
 
-    def __init__(
-        self, work: ActiveRequest, answer: Answer, *, includes_usage: bool, emit: Emit
-    ) -> None:
+    def __init__(self, work: Work, answer: Answer, *, includes_usage: bool, emit: Emit) -> None:
         self._work, self._answer, self._emit = work, answer, emit
         self._includes_usage = includes_usage
         self.background = None
@@ -97,7 +126,7 @@ class EventStream(Response):
                     if not started:
                         started = True
                         await send(START)
-                        for event in self._answer.first(self._work.request.sampling.n):
+                        for event in self._answer.first(self._work.num_choices):
                             await send(as_event(event))
                     await send(as_event(self._answer.event(piece, self._work.usage)))
             if self._includes_usage:

@@ -9,24 +9,29 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
 from starlette.responses import JSONResponse
 
 MOST_MESSAGES = 4096
+MOST_PROMPTS = 256  # of one request
 Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
-class TextPart(_Body):
+class TextPart(Body):
+    """A part of a message."""
+
     type: Literal["text"]
     text: str
 
 
-class Message(_Body):
+class Message(Body):
+    """A turn of a conversation."""
+
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     content: str | list[TextPart]
 
@@ -37,37 +42,64 @@ class Message(_Body):
         return {"role": self.role, "content": text}
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
+    """Settings of a stream."""
+
     include_usage: bool = False
+    """One more event with the usage, at the end."""
 
 
-class _Generation(_Body):
-    """What both ways to ask have in common."""
+class SamplingFields(Body):
+    """How tokens are chosen, and when a request is over."""
 
-    model: str
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     temperature: Number = 1.0
+    """0 chooses the best token."""
     top_p: Number = 1.0
-    n: int = 1
+    """Keep the smallest set with this mass."""
     stop: str | list[str] | None = None
+    """The text ends before any of these."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """Equal seeds draw equally."""
     presence_penalty: Number = 0.0
+    """Off the logit of each token chosen before."""
     frequency_penalty: Number = 0.0
+    """Off it for each time the token was chosen."""
     logit_bias: dict[str, Number] | None = None
-    user: str | None = None  # accepted for clients that send it; nothing depends on it
+    """Token id to what its logit gains."""
     top_k: int = 0
+    """Keep so many best tokens; 0 keeps all."""
     min_p: Number = 0.0
+    """Keep tokens with this share of the best probability."""
     repetition_penalty: Number = 1.0
+    """Divides the logits of tokens seen before."""
     min_tokens: int = 0
+    """No end before so many tokens."""
     ignore_eos: bool = False
+    """Go on after the end token."""
     priority: int = 0
+    """Larger runs earlier."""
     deadline_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Seconds until the request is given up."""
 
     @property
     def stops(self) -> tuple[str, ...]:
         """Return the stop strings, however they were given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class _Generation(SamplingFields):
+    """What both ways of OpenAI's API have in common."""
+
+    model: str
+    """The served model's name."""
+    stream: bool = False
+    """Answer with server-sent events."""
+    stream_options: StreamOptions | None = None
+    """What a stream tells besides."""
+    n: int = 1
+    """Completions of each prompt."""
+    user: str | None = None
+    """Accepted; nothing depends on it."""
 
     @property
     def includes_usage(self) -> bool:
@@ -78,10 +110,15 @@ class ChatBody(_Generation):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    """The conversation so far."""
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None  # OpenAI's newer name of the same
+    """Tokens chosen at most; null fills the context."""
+    max_completion_tokens: int | None = None
+    """OpenAI's newer name of max_tokens."""
     logprobs: bool = False
+    """Tell each token's log-prob."""
     top_logprobs: int | None = None
+    """Tell so many alternatives at each token, at most 20; needs logprobs."""
 
     @property
     def most_tokens(self) -> int | None:
@@ -89,27 +126,72 @@ class ChatBody(_Generation):
         return self.max_tokens if newer is None else newer
 
 
+def _prompt_kind(value: Any) -> str | None:
+    """Return how a prompt is given: by its type, and that of its first item. Pure."""
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else 0
+    return {str: "texts", list: "token lists"}.get(type(first), "tokens")
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[TokenId], Tag("tokens")],
+    Discriminator(
+        lambda value: found if (found := _prompt_kind(value)) in ("text", "tokens") else None,
+        custom_error_type="prompt",
+        custom_error_message="need a text or a list of token ids",
+    ),
+]
+Prompts = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[TokenId], Tag("tokens")]
+    | Annotated[list[str], Field(max_length=MOST_PROMPTS), Tag("texts")]
+    | Annotated[list[list[TokenId]], Field(max_length=MOST_PROMPTS), Tag("token lists")],
+    Discriminator(
+        _prompt_kind,
+        custom_error_type="prompt",
+        custom_error_message="need a text, a list of token ids, or a list of either",
+    ),
+]
+
+
 class CompletionBody(_Generation):
     """POST /v1/completions."""
 
-    prompt: str | list[TokenId]
+    prompt: Prompts
+    """One or several, each as text or as token ids."""
     max_tokens: int | None = 16
+    """Tokens chosen at most; 0 goes with echo."""
     echo: bool = False
+    """Put the prompt before its completions, with its log-probs where they are asked for."""
     logprobs: int | None = None
+    """Tell each token's log-prob, and so many alternatives, at most 20."""
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts, however they were given."""
+        is_list = _prompt_kind(self.prompt) in ("texts", "token lists")
+        return list(self.prompt) if is_list else [self.prompt]  # type: ignore[list-item]
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(Body):
     """POST /tokenize."""
 
     model: str | None = None
+    """Accepted; nothing depends on it."""
     prompt: str
+    """The text."""
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
+    """Accepted; nothing depends on it."""
     tokens: list[TokenId]
+    """Their ids."""
 
 
 # Fields of OpenAI's API that are refused by name, with what to do instead.

@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gyre.core.records import Finish, Partial, Request, Support, TokenChunk
+from gyre.core.records import (
+    Finish,
+    Partial,
+    PromptLogprobs,
+    Request,
+    Support,
+    TokenChunk,
+)
 
 
 class Recital:
@@ -39,6 +46,7 @@ class Recital:
         self._raw_logprobs: list[float] = [] if begun is None else begun.raw_logprobs.tolist()
         self._versions: list[int] = [] if begun is None else begun.versions.tolist()
         self._sent = len(self._tokens)
+        self._tells_prompt = s.prompt_logprobs is not None
 
     def advance(
         self, version: int, eos_ids: frozenset[int], decode: Callable[[Sequence[int]], str] | None
@@ -89,7 +97,28 @@ class Recital:
             support=self._support(start),
             finish=finish,
             reason=reason,
+            prompt_logprobs=self._prompt_logprobs(start),
+            **self._best(self._sent - start, self.request.sampling.top_logprobs or None),
         )
+
+    def _prompt_logprobs(self, start: int) -> PromptLogprobs | None:
+        """Once, with the first token: every prompt token is as likely as the chosen ones."""
+        if not (self._tells_prompt and self._sent > start):
+            return None
+        self._tells_prompt = False
+        size = len(self.request.tokens)
+        logprobs = np.full(size, self._raw_logprob, np.float32)
+        versions = np.full(size, self._versions[start], np.int32)
+        logprobs[0], versions[0] = 0.0, -1
+        best = self._best(size, self.request.sampling.prompt_logprobs)
+        return PromptLogprobs(logprobs=logprobs, versions=versions, **best)
+
+    def _best(self, count: int, width: int | None) -> dict[str, np.ndarray]:
+        """The lowest ids, with falling log-probs, at each place."""
+        if width is None:
+            return {}
+        ids = np.tile(np.arange(width, dtype=np.int32), (count, 1))
+        return {"top_ids": ids, "top_logprobs": (self._raw_logprob - ids).astype(np.float32)}
 
     def partial(self) -> Partial:
         """Everything chosen so far."""

@@ -10,7 +10,7 @@ from gyre.cluster.engine_pool.request_log import RequestLog
 from gyre.cluster.engine_pool.routing import assign, choose, cost_tokens
 from gyre.cluster.trainer_group import find_cause
 from gyre.core.errors import InputError, RankError, WorkerLost
-from gyre.core.records import Partial, Request, Sampling, TokenChunk
+from gyre.core.records import Partial, PromptLogprobs, Request, Sampling, TokenChunk
 
 LOADS = st.dictionaries(
     st.text("abcdef", min_size=1, max_size=3), st.integers(0, 5000), min_size=1, max_size=6
@@ -77,9 +77,23 @@ def partial(index: int, start: int, stop: int) -> Partial:
     return Partial(index=index, **numbers(index, start, stop))
 
 
-def chunk(index: int, start: int, stop: int, *, end: bool) -> TokenChunk:
+PROMPT = PromptLogprobs(
+    logprobs=np.zeros(5, np.float32),
+    versions=np.zeros(5, np.int32),
+    top_ids=np.zeros((5, 0), np.int32),
+    top_logprobs=np.zeros((5, 0), np.float32),
+)
+
+
+def chunk(
+    index: int, start: int, stop: int, *, end: bool, prompt: PromptLogprobs | None = None
+) -> TokenChunk:
     return TokenChunk(
-        request_id="r", index=index, **numbers(index, start, stop), finish="length" if end else None
+        request_id="r",
+        index=index,
+        **numbers(index, start, stop),
+        finish="length" if end else None,
+        prompt_logprobs=prompt,
     )
 
 
@@ -94,7 +108,9 @@ def test_a_request_that_moves_between_engines_is_told_whole_once(
     engines, chunk_tokens, begun
 ) -> None:
     """Engines come and go in the middle of it; each begins where the books say. The caller gets
-    every token after its own beginnings exactly once, in order, and one end for each completion."""
+    every token after its own beginnings exactly once, in order, and one end for each completion.
+    Each engine tells a completion's prompt log-probs with its first chunk; the caller gets them
+    with the very first."""
     book = RequestLog(request(chunk_tokens, dict(enumerate(begun))), progress_tokens=2)
     told: list[TokenChunk] = []
     for moves in [*engines, REST]:
@@ -107,13 +123,16 @@ def test_a_request_that_moves_between_engines_is_told_whole_once(
         for p in asked.partials:
             np.testing.assert_array_equal(p.tokens, numbers(p.index, 0, at[p.index])["tokens"])
             np.testing.assert_array_equal(p.logprobs, numbers(p.index, 0, at[p.index])["logprobs"])
+        silent = set(range(N))  # of which this engine has not told the prompt's log-probs
         for index, count in moves:
             # an engine that was given a whole completion says so, and that is nothing new
             if index not in book.open:
                 assert book.take(chunk(index, MAX, MAX, end=True)) == []
                 continue
             stop = min(MAX, at[index] + count)
-            told += book.take(chunk(index, at[index], stop, end=stop == MAX))
+            prompt = PROMPT if index in silent else None
+            silent.discard(index)
+            told += book.take(chunk(index, at[index], stop, end=stop == MAX, prompt=prompt))
             at[index] = stop
     assert not book.open
     for index in range(N):
@@ -123,6 +142,7 @@ def test_a_request_that_moves_between_engines_is_told_whole_once(
         assert [one.finish for one in mine][-1] == "length" and all(
             one.finish is None for one in mine[:-1]
         )
+        assert [one.prompt_logprobs is PROMPT for one in mine] == [True] + [False] * (len(mine) - 1)
         if chunk_tokens == 0:
             assert len(mine) == 1
     assert book.outstanding_tokens == 0

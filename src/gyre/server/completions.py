@@ -1,0 +1,81 @@
+"""Completions: POST /v1/completions, of one prompt or several. In: the body. Out: requests in the
+engine, and what forms their answer. Each prompt is a request of its own.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+from gyre.core.records import Request
+from gyre.server.answers import TextAnswer
+from gyre.server.batch import RequestBatch
+from gyre.server.echo import Echo
+from gyre.server.generation import (
+    ServedModel,
+    TokenUsage,
+    check_top,
+    make_request,
+    read_prompt,
+)
+from gyre.server.respond import ActiveRequest, Service, Work
+from gyre.server.schema import ApiError, CompletionBody
+from gyre.text.tokenizer import Tokenizer
+
+
+def open_completion(body: CompletionBody, service: Service) -> tuple[Work, TextAnswer]:
+    """Return the requests and their answer. ApiError where one of the prompts would be refused."""
+    model = service.model
+    prompt_only = body.echo and body.max_tokens == 0
+    if body.max_tokens == 0 and not (prompt_only and body.min_tokens == 0):
+        raise ApiError(
+            400, "max_tokens = 0: need echo = true and no min_tokens with it", param="max_tokens"
+        )
+    name = f"{TextAnswer.prefix}-{uuid.uuid4().hex}"
+    requests = _make_requests(body, model, name)
+    answer = TextAnswer(
+        name,
+        model.name,
+        model.tokenizer,
+        logprobs=body.logprobs is not None,
+        echoes=_make_echoes(body, requests, model.tokenizer) if body.echo else (),
+        n=body.n,
+    )
+    usage = TokenUsage(prompt_tokens=sum(len(request.tokens) for request in requests))
+    parts = [
+        ActiveRequest(service, request, usage, prompt_only=prompt_only) for request in requests
+    ]
+    return (parts[0] if len(parts) == 1 else RequestBatch(name, parts, usage)), answer
+
+
+def _make_requests(body: CompletionBody, model: ServedModel, name: str) -> list[Request]:
+    """Return one request of each prompt. Log-probs of a prompt come with the first token after it:
+    where none is allowed one is chosen all the same, and left out of the answer."""
+    best, prompts = check_top(body.logprobs or 0, "logprobs"), body.prompts
+    return [
+        make_request(
+            body,
+            read_prompt(prompt, model.tokenizer),
+            model,
+            request_id=name if len(prompts) == 1 else f"{name}-{number}",
+            stream=body.stream,
+            n=body.n,
+            most_tokens=1 if body.max_tokens == 0 else body.max_tokens,
+            top_logprobs=best,
+            prompt_logprobs=best if body.echo and body.logprobs is not None else None,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def _make_echoes(
+    body: CompletionBody, requests: Sequence[Request], tokenizer: Tokenizer
+) -> list[Echo]:
+    return [
+        Echo(
+            text=prompt if isinstance(prompt, str) else tokenizer.decode(prompt),
+            tokens=request.tokens,
+            prefix_tokens=len(tokenizer.prefix_ids) if isinstance(prompt, str) else 0,
+        )
+        for prompt, request in zip(body.prompts, requests, strict=True)
+    ]
