@@ -31,7 +31,7 @@ from gyre.core.events import Emit
 from gyre.core.records import Health
 from gyre.server.answers import Answer, ChatAnswer
 from gyre.server.completions import open_completion
-from gyre.server.generate import GenerateBody, open_generation
+from gyre.server.generate import open_generation
 from gyre.server.generation import ServedModel, TokenUsage, check_top, make_request
 from gyre.server.measured import MeasuredApp
 from gyre.server.metrics import ServerMetrics, inspect_one
@@ -43,6 +43,7 @@ from gyre.server.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    GenerateBody,
     TokenizeBody,
     find_unsupported,
 )
@@ -121,18 +122,18 @@ class Api:
             logprobs=body.logprobs,
         )
         work = ActiveRequest(self._service, request, TokenUsage(prompt_tokens=len(tokens)))
-        return self._respond(work, answer, body.stream, body.includes_usage)
+        return self._respond(work, answer, stream=body.stream, includes_usage=body.includes_usage)
 
     async def complete(self, http: HttpRequest) -> Response:
         body = await read_body(http, CompletionBody)
         self._check_model(body.model)
         work, answer = open_completion(body, self._service)
-        return self._respond(work, answer, body.stream, body.includes_usage)
+        return self._respond(work, answer, stream=body.stream, includes_usage=body.includes_usage)
 
     async def generate(self, http: HttpRequest) -> Response:
         body = await read_body(http, GenerateBody)
         work, answer = open_generation(body, self._service)
-        return self._respond(work, answer, body.stream, False)
+        return self._respond(work, answer, stream=body.stream)
 
     def _check_model(self, name: str) -> None:
         if name != self._model.name:
@@ -140,7 +141,9 @@ class Api:
                 404, f"model {name[:80]!r}: this server has {self._model.name!r}", param="model"
             )
 
-    def _respond(self, work: Work, answer: Answer, stream: bool, includes_usage: bool) -> Response:
+    def _respond(
+        self, work: Work, answer: Answer, *, stream: bool, includes_usage: bool = False
+    ) -> Response:
         if stream:
             return EventStream(work, answer, includes_usage=includes_usage, emit=self._emit)
         return WholeAnswer(work, answer)

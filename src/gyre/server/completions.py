@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gyre.core.records import Request
 from gyre.server.answers import TextAnswer
@@ -52,7 +53,7 @@ def _make_requests(body: CompletionBody, model: ServedModel, name: str) -> list[
     """Return one request of each prompt. Log-probs of a prompt come with the first token after it:
     where none is allowed one is chosen all the same, and left out of the answer."""
     best, prompts = check_top(body.logprobs or 0, "logprobs"), body.prompts
-    return [
+    requests = [
         make_request(
             body,
             read_prompt(prompt, model.tokenizer),
@@ -66,6 +67,17 @@ def _make_requests(body: CompletionBody, model: ServedModel, name: str) -> list[
         )
         for number, prompt in enumerate(prompts)
     ]
+    if len(requests) > 1:
+        _refuse_too_many(requests, model)
+    return requests
+
+
+def _refuse_too_many(requests: Sequence[Request], model: ServedModel) -> None:
+    """ApiError for more completions than any queue holds: asking again later would not help."""
+    first, n = requests[0], requests[0].sampling.n
+    as_one = replace(first, sampling=replace(first.sampling, n=len(requests) * n))
+    if (reason := model.find_refusal(as_one)) is not None:
+        raise ApiError(400, f"{len(requests)} prompts with n = {n}: {reason}", param="prompt")
 
 
 def _make_echoes(

@@ -8,30 +8,9 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from pydantic import Field
-
-from gyre.core.records import Sampling
 from gyre.server.generation import TextDelta, TokenUsage, make_request, read_prompt
 from gyre.server.respond import ActiveRequest, Service
-from gyre.server.schema import Body, Prompt, SamplingFields
-
-
-class GenerateParams(SamplingFields):
-    """`params` of POST /generate."""
-
-    max_tokens: int | None = Sampling().max_tokens
-    """Tokens chosen at most; null fills the context."""
-
-
-class GenerateBody(Body):
-    """POST /generate."""
-
-    prompt: Prompt
-    """As text or as token ids."""
-    params: GenerateParams = Field(default_factory=GenerateParams)
-    """How tokens are chosen."""
-    stream: bool = False
-    """Answer with server-sent events."""
+from gyre.server.schema import GenerateBody
 
 
 def open_generation(body: GenerateBody, service: Service) -> tuple[ActiveRequest, GenerateAnswer]:

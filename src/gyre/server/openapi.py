@@ -26,8 +26,13 @@ from gyre.server.answer_schema import (
     TextCompletion,
     TokenList,
 )
-from gyre.server.generate import GenerateBody
-from gyre.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gyre.server.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    TokenizeBody,
+)
 
 FAILURES: Mapping[int, str] = {
     400: "A value or field that is not accepted.",

@@ -163,11 +163,13 @@ START = {
     ],
 }
 END = {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False}
+# clients that split lines wherever Unicode ends one would cut an event there
+LINE_ENDS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 
 
 def as_event(value: dict[str, Any]) -> dict[str, Any]:
     """Return the ASGI message of one server-sent event."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
     return {"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True}
 
 

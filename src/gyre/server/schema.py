@@ -12,24 +12,26 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
 from starlette.responses import JSONResponse
 
+from gyre.core.records import Sampling
+
 MOST_MESSAGES = 4096
 MOST_PROMPTS = 256  # of one request
 Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
-class Body(BaseModel):
+class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
-class TextPart(Body):
+class TextPart(_Body):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(Body):
+class Message(_Body):
     """A turn of a conversation."""
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
@@ -42,14 +44,14 @@ class Message(Body):
         return {"role": self.role, "content": text}
 
 
-class StreamOptions(Body):
+class StreamOptions(_Body):
     """Settings of a stream."""
 
     include_usage: bool = False
     """One more event with the usage, at the end."""
 
 
-class SamplingFields(Body):
+class SamplingFields(_Body):
     """How tokens are chosen, and when a request is over."""
 
     temperature: Number = 1.0
@@ -176,7 +178,25 @@ class CompletionBody(_Generation):
         return list(self.prompt) if is_list else [self.prompt]  # type: ignore[list-item]
 
 
-class TokenizeBody(Body):
+class GenerateParams(SamplingFields):
+    """`params` of POST /generate."""
+
+    max_tokens: int | None = Sampling().max_tokens
+    """Tokens chosen at most; null fills the context."""
+
+
+class GenerateBody(_Body):
+    """POST /generate."""
+
+    prompt: Prompt
+    """As text or as token ids."""
+    params: GenerateParams = Field(default_factory=GenerateParams)
+    """How tokens are chosen."""
+    stream: bool = False
+    """Answer with server-sent events."""
+
+
+class TokenizeBody(_Body):
     """POST /tokenize."""
 
     model: str | None = None
@@ -185,7 +205,7 @@ class TokenizeBody(Body):
     """The text."""
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(_Body):
     """POST /detokenize."""
 
     model: str | None = None

@@ -82,6 +82,12 @@ def test_as_many_prompts_as_are_allowed_are_answered() -> None:
     assert [choice["text"] for choice in found["choices"]] == ["a"] * MOST_PROMPTS
 
 
+def test_more_completions_than_any_queue_holds_are_refused_for_good() -> None:
+    error = run(prompt=["a"] * MOST_PROMPTS, n=3)["error"]
+    assert error["code"] == "invalid_value" and error["param"] == "prompt"
+    assert "256 prompts with n = 3" in error["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_prompt_that_the_engine_refuses_ends_the_others(stream: bool) -> None:
     async def go() -> None:

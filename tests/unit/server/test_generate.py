@@ -92,3 +92,14 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     given = params | {"stop": ("x",), "logit_bias": ((7, 1.5),)}
     assert {name: getattr(asked.sampling, name) for name in given} == given
     assert (asked.seed, asked.priority, asked.deadline_s) == (9, 2, 60)
+
+
+def test_no_character_of_an_answer_ends_a_line_of_the_stream() -> None:
+    """Clients of Python often split lines as str does, at more places than the format's."""
+    text = "a\x85b\u2028c\u2029d\ve\x1cf\rg\n漢"
+
+    async def go() -> list[dict[str, Any]]:
+        async with api(lambda *_: TOKENIZER.encode(text).tolist()) as on:
+            return await on.rows("/generate", prompt="a")
+
+    assert "".join(row["text"] for row in asyncio.run(go())) == text
