@@ -76,6 +76,20 @@ def test_requests_without_progress_make_an_engine_unwell_until_it_goes_on() -> N
     go(work, stall_s=5.0)
 
 
+def test_of_a_broken_pool_no_engine_is_ready() -> None:
+    async def work(bench: Bench) -> None:
+        await bench.publish(1)
+        bench.full_disk_at = "engine.lost"
+        bench.sim.newest(A).die()
+        await bench.settle()
+        found = await bench.pool.inspect()
+        assert [one.state for one in found] == ["lost", "unwell"]
+        assert all("No space left" in one.reason for one in found)
+        assert not (await bench.pool.health()).ok
+
+    go(work)
+
+
 @given(
     state=st.sampled_from(["up", "fresh", "lost"]),
     health=st.sampled_from([None, Health(ok=True), Health(ok=False, reason="on dummies")]),
