@@ -83,7 +83,10 @@ class Api:
         return JSONResponse({"ready": health.ok, "reason": health.reason}, status_code=status)
 
     async def load(self, http: HttpRequest) -> Response:
-        stats = await self._service.engine.stats()
+        try:
+            stats = await asyncio.wait_for(self._service.engine.stats(), READY_S)
+        except TimeoutError:
+            raise ApiError(503, f"the engines had not answered after {READY_S:g} s") from None
         return JSONResponse({"running": stats.running, "waiting": stats.waiting})
 
     async def metrics(self, http: HttpRequest) -> Response:

@@ -31,7 +31,7 @@ class Number:
 COUNTERS = (
     Number(
         name="vllm:prefix_cache_queries",
-        text="Prompt tokens that were looked up in the prefix cache.",
+        text="Prompt tokens of completions that began, of which hits are a part.",
         value=lambda stats: stats.prompt_tokens,
     ),
     Number(

@@ -88,6 +88,7 @@ ORDINARY = {
     "rollouts.refilled": "the groups that were replaced are counted",
     "run.resumed": "asked for; warn.steps_lost counts the steps that are done again",
     "run.stopped": "asked for, by a signal",
+    "serve.access": "asked for, by --access-log",
     "snapshot.begun": "planned, with how long it took",
     "snapshot.copied": "likewise",
     "snapshot.held": "how long an update or a move waited for the copy, a reading",

@@ -56,7 +56,8 @@ class OneToken:
         return Health(ok=True)
 
     async def stats(self) -> EngineStats:
-        raise NotImplementedError
+        await asyncio.Event().wait()
+        raise AssertionError("it never answers")
 
     async def interrupt(self, *, deadline_s: float) -> Any:
         raise NotImplementedError
@@ -166,6 +167,8 @@ def test_engines_that_do_not_answer_are_not_ready(monkeypatch) -> None:
     answer, _ = ask(engine, "/health")
     assert answer.status_code == 503 and "had not answered" in answer.json()["reason"]
     assert ask(engine, "/health/live")[0].status_code == 200
+    answer, _ = ask(engine, "/health/load")
+    assert answer.status_code == 503 and "had not answered" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

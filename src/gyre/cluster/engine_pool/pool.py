@@ -181,8 +181,18 @@ class EnginePool:
         return Health(ok=any(one.state == "ready" for one in found), reason=why)
 
     async def inspect(self) -> tuple[ReplicaStatus, ...]:
-        """Return what each engine says of itself within probe_s. One that is late is not lost."""
+        """Return what each engine says of itself within probe_s. One that is late is not lost. Of a
+        broken pool none is ready, whatever it would say."""
         members = list(self.members.values())
+        if (broken := self._broken) is not None:
+            return tuple(
+                ReplicaStatus(
+                    name=member.name,
+                    state="lost" if member.state == "lost" else "unwell",
+                    reason=str(broken),
+                )
+                for member in members
+            )
         answers = await asyncio.gather(*(self._probe(member) for member in members))
         load = self.router.outstanding_tokens(self.members)
         return tuple(

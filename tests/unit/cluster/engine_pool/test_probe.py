@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from gyre.cluster.engine_pool.probe import Probe, find_status
 from gyre.core.records import EngineStats, Health
 from pool_bench import A, B, Bench, ask, finish, go, step
 
+STALL_S = 0.2
 STATS = EngineStats(
     running=0, waiting=0, prompt_tokens=0, prefix_hit_tokens=0, generated_tokens=0, preemptions=0,
     refused=0, steps=0, pages_used=0, pages_total=8, version=1,
@@ -67,24 +69,41 @@ def test_an_engine_that_does_not_answer_is_not_lost_and_the_other_one_is_ready()
 
 
 def test_requests_without_progress_make_an_engine_unwell_until_it_goes_on() -> None:
+    """Its event loop answers all along: its steps alone stand still."""
+
     async def work(bench: Bench) -> None:
         await bench.publish(1)
-        member = bench.pool.members[A]
-        member._progress.changed_s[A] -= 1000
+        await asyncio.sleep(2 * STALL_S)
         assert (await bench.pool.health()) == Health(ok=True), "an idle engine is ready"
-        task = bench.read(ask("r"))
-        await bench.until(lambda: bench.sim.newest(A).running)
-        assert (await bench.pool.health()) == Health(ok=True), "its time runs from the request"
-        member._progress.changed_s[A] -= 10
+        task, engine = bench.read(ask("r", max_tokens=200)), bench.sim.newest(A)
+        await bench.reach(engine, "engine.poll")
+        ends = asyncio.get_running_loop().time() + 2 * STALL_S
+        while asyncio.get_running_loop().time() < ends:
+            await bench.reach(engine, "engine.poll")
+            engine.perform()
+            await bench.settle()
         health = await bench.pool.health()
-        assert health.ok and "engine-0: no progress for 1" in health.reason
-        await bench.reach(bench.sim.newest(A), "engine.poll")
-        await step(bench, bench.sim.newest(A), 1)
-        await bench.until(lambda: member.still_s < 5)
-        assert (await bench.pool.health()) == Health(ok=True)
+        assert health.ok, "the other one is ready"
+        assert re.search(f"{A}: no progress for .* s with 1 requests under way", health.reason)
+        while (await bench.pool.health()) != Health(ok=True):
+            await step(bench, engine, 1)
         await finish(bench, [task])
 
-    go(work, stall_s=5.0)
+    go(work, stall_s=STALL_S)
+
+
+def test_of_a_broken_pool_no_engine_is_ready() -> None:
+    async def work(bench: Bench) -> None:
+        await bench.publish(1)
+        bench.full_disk_at = "engine.lost"
+        bench.sim.newest(A).die()
+        await bench.settle()
+        found = await bench.pool.inspect()
+        assert [one.state for one in found] == ["lost", "unwell"]
+        assert all("No space left" in one.reason for one in found)
+        assert not (await bench.pool.health()).ok
+
+    go(work)
 
 
 @given(
