@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -29,6 +30,7 @@ from gyre.core.errors import GyreError
 from gyre.core.events import Emit
 from gyre.core.records import Health, Request
 from gyre.server.answers import Answer, ChatAnswer, TextAnswer
+from gyre.server.gateway.gate import Gate, OpenGate
 from gyre.server.generation import ServedModel, TokenUsage, make_request
 from gyre.server.respond import ActiveRequest, EventStream, WholeAnswer
 from gyre.server.schema import (
@@ -51,8 +53,10 @@ Body = TypeVar("Body", bound=BaseModel)
 class Api:
     """The handlers, over one engine and one model."""
 
-    def __init__(self, engine: RolloutEngine, model: ServedModel, *, emit: Emit) -> None:
-        self._engine, self._model, self._emit = engine, model, emit
+    def __init__(
+        self, engine: RolloutEngine, model: ServedModel, *, gate: Gate, emit: Emit
+    ) -> None:
+        self._engine, self._model, self._gate, self._emit = engine, model, gate, emit
         self._started_s = int(time.time())
 
     async def models(self, http: HttpRequest) -> Response:
@@ -110,7 +114,7 @@ class Api:
             self._model.tokenizer,
             logprobs=body.logprobs,
         )
-        return self._respond(request, answer, body)
+        return self._respond(http, request, answer, body)
 
     async def complete(self, http: HttpRequest) -> Response:
         body = await read_body(http, CompletionBody)
@@ -141,7 +145,7 @@ class Api:
             logprobs=body.logprobs is not None,
             echo=echo if body.echo else "",
         )
-        return self._respond(request, answer, body)
+        return self._respond(http, request, answer, body)
 
     def _check_model(self, name: str) -> None:
         if name != self._model.name:
@@ -150,10 +154,17 @@ class Api:
             )
 
     def _respond(
-        self, request: Request, answer: Answer, body: ChatBody | CompletionBody
+        self, http: HttpRequest, request: Request, answer: Answer, body: ChatBody | CompletionBody
     ) -> Response:
         usage = TokenUsage(prompt_tokens=len(request.tokens))
-        work = ActiveRequest(self._engine, request, self._model, usage)
+        work = ActiveRequest(
+            self._engine,
+            request,
+            self._model,
+            usage,
+            reservation=self._gate.reserve(http.scope, request, usage),
+            emit=self._emit,
+        )
         if body.stream:
             return EventStream(work, answer, includes_usage=body.includes_usage, emit=self._emit)
         return WholeAnswer(work, answer)
@@ -193,9 +204,12 @@ def check_top(number: int, name: str) -> int:
     return number
 
 
-def make_app(engine: RolloutEngine, model: ServedModel, *, emit: Emit) -> Starlette:
-    """Return the ASGI application."""
-    api = Api(engine, model, emit=emit)
+def make_app(
+    engine: RolloutEngine, model: ServedModel, *, emit: Emit, gate: Gate | None = None
+) -> Starlette:
+    """Return the ASGI application. Without a gate nobody needs a key."""
+    gate = gate or OpenGate()
+    api = Api(engine, model, gate=gate, emit=emit)
 
     async def refuse(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -235,4 +249,6 @@ def make_app(engine: RolloutEngine, model: ServedModel, *, emit: Emit) -> Starle
         HTTPException: refuse_route,
         Exception: fail,
     }
-    return Starlette(routes=routes, exception_handlers=handlers)
+    return Starlette(
+        routes=routes, exception_handlers=handlers, middleware=[Middleware(gate.guard)]
+    )

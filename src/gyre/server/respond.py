@@ -10,36 +10,64 @@ import contextlib
 import json
 import traceback
 from collections.abc import AsyncIterator, Awaitable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from gyre.core.contracts import RolloutEngine
+from gyre.core.errors import RankError
 from gyre.core.events import Emit
-from gyre.core.records import Request
+from gyre.core.records import Request, TokenChunk
 from gyre.server.answers import Answer
 from gyre.server.generation import ServedModel, TextDelta, TokenUsage, pieces
 from gyre.server.schema import FAULT, ApiError
+
+COUNT_S = 5.0  # longest wait for the last tokens of an aborted request
 
 
 class ActiveRequest:
     """One request in the engine, from its first piece to its end or abort."""
 
     def __init__(
-        self, engine: RolloutEngine, request: Request, model: ServedModel, usage: TokenUsage
+        self,
+        engine: RolloutEngine,
+        request: Request,
+        model: ServedModel,
+        usage: TokenUsage,
+        *,
+        reservation: AbstractContextManager[None],
+        emit: Emit,
     ) -> None:
+        """`reservation` holds the key's limits while the request runs, and reads `usage` then."""
         self._engine, self.request, self._model, self.usage = engine, request, model, usage
+        self._reservation, self._emit = reservation, emit
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[AsyncIterator[TextDelta]]:
-        """Submit it. An error or a cancellation aborts it, which frees its KV pages."""
-        stream = self._engine.submit(self.request)
+        """Submit it. An error or a cancellation aborts it, which frees its KV pages. ApiError where
+        the key's limits do not admit it."""
+        with self._reservation:
+            stream = self._engine.submit(self.request)
+            try:
+                yield pieces(stream, self.request, self._model.tokenizer, self.usage)
+            except BaseException as error:
+                await self._engine.abort(self.request.request_id)
+                if isinstance(error, asyncio.CancelledError | ApiError):
+                    await self._count_rest(stream)
+                raise
+
+    async def _count_rest(self, stream: AsyncIterator[TokenChunk]) -> None:
+        """Count what the engine chose before the abort reached it: the client's key pays for it."""
         try:
-            yield pieces(stream, self.request, self._model.tokenizer, self.usage)
-        except BaseException:
-            await self._engine.abort(self.request.request_id)
-            raise
+            async with asyncio.timeout(COUNT_S):
+                async for chunk in stream:
+                    self.usage.completion_tokens += len(chunk.tokens)
+        except TimeoutError:
+            self._emit("serve.usage_incomplete", request_id=self.request.request_id)
+        except RankError:
+            return  # no engine is left to tell more; the client is told so, or gone
 
 
 class WholeAnswer(Response):

@@ -25,7 +25,7 @@ OWNED = {
     ("cluster/worker/frames.py", "_read"): "the other process, or its end",
     ("launch/placement/worker.py", "build_served_engine"): "cluster.start_deadline_s",
     ("launch/serve.py", "_serve"): "a signal; the parts before it have deadlines",
-    ("server/app.py", "unless_gone"): "the engine's answer, or the client, who hangs up",
+    ("server/respond.py", "unless_gone"): "the engine's answer, or the client, who hangs up",
     ("cluster/ray_cluster.py", "_turn"): "`skip`, which takes the number of a lost call",
     ("cluster/ray_cluster.py", "until_end"): "the actor's end, which is what it waits for",
     ("cluster/ray_cluster.py", "done"): "nothing: a callback of a future that is done",
