@@ -205,7 +205,6 @@ def test_https_with_a_certificate_of_ones_own(folder, tmp_path) -> None:
     [
         (["--keys", "nothing.json"], "gyre keys create --file nothing.json"),
         (["--tls-cert", "nothing.pem"], "--tls-cert is given alone"),
-        (["--tls-cert", "no.pem", "--tls-key", "no.pem"], "--tls-cert no.pem cannot be read"),
     ],
 )
 def test_what_cannot_serve_is_said_before_an_engine_starts(folder, tmp_path, options, said) -> None:

@@ -34,7 +34,7 @@ from gyre.engine.frontend.admission import RequestLimits, find_refusal
 from gyre.launch.factories import refuse_reward_model
 from gyre.runconfig import RunConfig
 from gyre.server.app import make_app
-from gyre.server.gateway.bounded_http import ArrivalLimits, BoundedHttp
+from gyre.server.gateway.bounded_http import BoundedHttp, ConnectionLimits
 from gyre.server.gateway.gate import Gate, KeyGate, OpenGate
 from gyre.server.gateway.key_store import KeyStore
 from gyre.server.gateway.tls import check_tls_files
@@ -232,7 +232,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def http_config(app: Any, args: ServeArgs) -> uvicorn.Config:
     """Return the settings of the HTTP server."""
-    protocol: Any = partial(BoundedHttp, limits=ArrivalLimits(receive_s=args.receive_s))
+    protocol: Any = partial(BoundedHttp, limits=ConnectionLimits(receive_s=args.receive_s))
     return uvicorn.Config(
         app,
         http=protocol,

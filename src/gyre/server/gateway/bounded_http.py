@@ -1,11 +1,12 @@
-"""Bounded HTTP: uvicorn's httptools protocol, with limits on how a request arrives. In: bytes of a
-client. Out: requests to the application; 408 or 431, or a closed connection, for the others.
+"""Bounded HTTP: uvicorn's httptools protocol, with limits on how a request arrives and its answer
+leaves. In: bytes of a client. Out: requests to the application; 408 or 431, or a closed connection,
+for the others.
 
 httptools bounds neither the size of headers nor the time that a client takes to send them: it would
 keep a header of any length, and a connection that sends one byte now and then, for ever.
 
     first byte ─▶ head: at most max_head_bytes ─▶ body: the routes bound its size ─▶ answer
-        └──────────── at most receive_s for all of it ───────────────┘
+        └──────────── at most receive_s for all of it ───────────────┘   read within send_s ┘
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ LINE_BYTES = 4  # ": " and the line end of a header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArrivalLimits:
-    """How a request may arrive."""
+class ConnectionLimits:
+    """How a request may arrive, and its answer leave."""
 
     receive_s: float = 30.0  # from its first byte to its last; the first one from the connection on
     max_head_bytes: int = 64 << 10  # of its target and headers
+    send_s: float = 60.0  # in which a client must read what has gathered for it, 64 KiB or more
     # how long a refused client may go on sending: to close at once would cost it the answer
     linger_s: float = 1.0
 
@@ -45,11 +47,12 @@ class BoundedHttp(HttpToolsProtocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        limits: ArrivalLimits,
+        limits: ConnectionLimits,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
         self._in_head = self._in_message = self._is_refused = False
         self._head_bytes = 0  # parsed, of this request
         self._bytes_between = 0  # received since the last part of a body: head, frame, trailer
@@ -62,6 +65,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_send_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -73,6 +77,17 @@ class BoundedHttp(HttpToolsProtocol):
         # what the parser holds of a header that has not ended is in no callback
         if self._bytes_between > self._limits.max_head_bytes:
             self._refuse(self._head_error())
+
+    def pause_writing(self) -> None:
+        """Begin the time in which the client must read. The abort ends the request like a client
+        that hangs up."""
+        super().pause_writing()
+        self._stop_send_timer()
+        self._send_timer = self.loop.call_later(self._limits.send_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_send_timer()
+        super().resume_writing()
 
     # -- from the parser
 
@@ -136,6 +151,11 @@ class BoundedHttp(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
 
     def _expire(self) -> None:
         """Refuse what has not arrived whole. While an earlier request is answered, the next one may

@@ -17,9 +17,10 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from gyre.server.gateway.bounded_http import ArrivalLimits, BoundedHttp
+from gyre.server.gateway.bounded_http import BoundedHttp, ConnectionLimits
 
-LIMITS = ArrivalLimits(receive_s=0.5, max_head_bytes=16 << 10, linger_s=20)
+LIMITS = ConnectionLimits(receive_s=0.5, max_head_bytes=16 << 10, send_s=1.5, linger_s=20)
+PATIENT = ConnectionLimits(max_head_bytes=16 << 10)  # for what must pass on a busy machine, too
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\n"
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n"
 
@@ -28,7 +29,7 @@ class Told:
     """An application that answers with the headers and the size of the body that it got."""
 
     def __init__(self) -> None:
-        self.disconnects = 0
+        self.disconnects = self.sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         size_bytes, more = 0, True
@@ -39,6 +40,13 @@ class Told:
                 return
             size_bytes += len(message["body"])
             more = message["more_body"]
+        if scope["path"] == "/large":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for left in range(63, -1, -1):
+                part = {"type": "http.response.body", "body": b"a" * (1 << 20)}
+                await send(part | {"more_body": left > 0})
+            self.sent += 1
+            return
         if scope["path"] == "/slow":
             await asyncio.sleep(3 * LIMITS.receive_s)
         names = [name.decode() for name, _ in scope["headers"]]
@@ -48,10 +56,11 @@ class Told:
         await send({"type": "http.response.body", "body": body})
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[int, Told]]:
+@contextlib.contextmanager
+def running_server(limits: ConnectionLimits) -> Iterator[tuple[int, Told]]:
+    """A server's port and application."""
     app = Told()
-    protocol: Any = partial(BoundedHttp, limits=LIMITS)
+    protocol: Any = partial(BoundedHttp, limits=limits)
     config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
     running = uvicorn.Server(config)
     with socket.socket() as listener:
@@ -65,6 +74,21 @@ def server() -> Iterator[tuple[int, Told]]:
         running.should_exit = True
         thread.join(30)
         assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[int, Told]]:
+    with running_server(LIMITS) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def patient_link() -> Iterator[socket.socket]:
+    with (
+        running_server(PATIENT) as (port, _),
+        socket.create_connection(("127.0.0.1", port), timeout=30) as made,
+    ):
+        yield made
 
 
 @pytest.fixture
@@ -133,7 +157,8 @@ def test_a_head_that_is_too_long_is_answered_431(link, case) -> None:
     assert_over(link)
 
 
-def test_a_head_within_the_limit_and_a_long_body_pass(link) -> None:
+def test_a_head_within_the_limit_and_a_long_body_pass(patient_link) -> None:
+    link = patient_link
     body = b"a" * (4 << 20)
     long = b"X: " + b"a" * (15 << 10) + b"\r\n"
     for _ in range(2):
@@ -142,7 +167,8 @@ def test_a_head_within_the_limit_and_a_long_body_pass(link) -> None:
         assert status == 200 and found["size"] == len(body)
 
 
-def test_chunks_of_one_byte_are_a_body(link) -> None:
+def test_chunks_of_one_byte_are_a_body(patient_link) -> None:
+    link = patient_link
     send_all(link, HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
     send_all(link, b"1;extension=a\r\na\r\n" * 20_000 + b"0\r\nX-Late: a\r\n\r\n")
     status, found = read_answer(link)
@@ -206,6 +232,27 @@ def test_a_request_that_waits_for_the_one_before_it_does_not_end_that_one(link, 
     assert status == 200 and found["path"] == "/slow"
     assert read_answer(link)[0] == 408
     assert_over(link)
+
+
+def test_a_client_that_reads_nothing_holds_no_answer(link, server) -> None:
+    before = server[1].sent
+    link.sendall(GET.replace(b"/", b"/large", 1) + b"\r\n")
+    ends = time.monotonic() + 30
+    while server[1].sent == before:
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    assert len(read_all(link)) < 64 << 20
+
+
+def test_a_client_that_reads_slowly_gets_the_whole_answer(link) -> None:
+    link.sendall(GET.replace(b"/", b"/large", 1) + b"Connection: close\r\n\r\n")
+    size_bytes, pauses = 0, 0
+    while part := link.recv(1 << 20):
+        size_bytes += len(part)
+        if size_bytes > (pauses + 1) << 23:
+            pauses += 1
+            time.sleep(0.25)
+    assert size_bytes > 64 << 20 and pauses == 8
 
 
 @pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"no HTTP\r\n"])
