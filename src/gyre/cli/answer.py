@@ -12,9 +12,15 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from gyre.core.errors import GyreError, RunStopped
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")
+]
 
 
 def answer(body: Callable[[], Mapping[str, Any]], *, as_json: bool) -> None:

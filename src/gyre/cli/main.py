@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from gyre.cli.answer import answer, say_stopped
+from gyre.cli import keys
+from gyre.cli.answer import AsJson, answer, say_stopped
 from gyre.core.errors import RunStopped
 
 
@@ -36,6 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(keys.app, name="keys")
 
 Target = Annotated[
     Path, typer.Argument(metavar="RUN|MODEL", help="A run folder, or a model folder in hub layout.")
@@ -43,9 +45,6 @@ Target = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a key, as in --set trainer.steps=10."),
-]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")
 ]
 
 
@@ -236,6 +235,19 @@ def serve(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen beyond this machine without keys.")
     ] = False,
+    keys: Annotated[
+        Path | None,
+        typer.Option(metavar="KEYS", help="File of API keys; gyre keys create makes it."),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(metavar="PEM", help="Certificate chain, for https.")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(metavar="PEM", help="Private key of the certificate.")
+    ] = None,
+    receive_s: Annotated[
+        int, typer.Option(min=1, help="Seconds that a request may take to arrive.")
+    ] = 30,
     drain_s: Annotated[
         int, typer.Option(min=0, help="Seconds for answers under way, after a signal to stop.")
     ] = 30,
@@ -253,6 +265,10 @@ def serve(
         "name": name,
         "replicas": replicas,
         "insecure": insecure,
+        "keys": keys,
+        "tls_cert": tls_cert,
+        "tls_key": tls_key,
+        "receive_s": receive_s,
         "drain_s": drain_s,
         "access_log": access_log,
     }

@@ -745,6 +745,24 @@ EVENTS = {
         counted=True,
         own={"path": Field("str", "", "path of the URL")},
     ),
+    "serve.keys_loaded": EventKind(
+        "The key file had changed, and was read again.",
+        "path keys usable",
+        own={
+            "keys": Field("int", "keys", "keys in the file"),
+            "usable": Field("int", "keys", "keys that are not revoked"),
+        },
+    ),
+    "serve.keys_unreadable": EventKind(
+        "The changed key file is not whole; the server goes on with the keys from before.",
+        "path error",
+        counted=True,
+    ),
+    "serve.usage_incomplete": EventKind(
+        "The engine had not said in time what an aborted request had cost; its key pays for less.",
+        "request_id",
+        counted=True,
+    ),
     "warn.worker_not_gone": EventKind(
         "A worker did not end when it was stopped.",
         "place waited_s",

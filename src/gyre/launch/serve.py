@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ from gyre.engine.frontend.admission import RequestLimits, find_refusal
 from gyre.launch.factories import refuse_reward_model
 from gyre.runconfig import RunConfig
 from gyre.server.app import make_app
+from gyre.server.gateway.bounded_http import BoundedHttp, ConnectionLimits
+from gyre.server.gateway.gate import Gate, KeyGate, OpenGate
+from gyre.server.gateway.key_store import KeyStore
+from gyre.server.gateway.tls import check_tls_files
 from gyre.server.generation import ServedModel
 from gyre.server.metrics import ServerMetrics
 from gyre.text.render import render_prompt
@@ -56,6 +61,10 @@ class ServeArgs:
     port: int  # 0 takes a free one
     replicas: int
     insecure: bool  # listen beyond loopback, though nobody needs a key
+    keys: Path | None  # file of API keys; None lets everybody ask
+    tls_cert: Path | None  # with `tls_key`; None is plain HTTP
+    tls_key: Path | None
+    receive_s: int  # for a request to arrive
     drain_s: int  # for the answers under way after a signal
     access_log: bool = False  # an event for each HTTP request
 
@@ -64,7 +73,9 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
     """Serve until SIGINT or SIGTERM. Requests under way have `drain_s`; a second signal ends at
     once."""
     refuse_reward_model(args.folder)
-    refuse_open_bind(args.host, insecure=args.insecure)
+    refuse_open_bind(args.host, insecure=args.insecure, has_keys=args.keys is not None)
+    check_tls_files(args.tls_cert, args.tls_key)
+    gate = make_gate(args.keys)
     gpus = torch.cuda.device_count() if args.config.run.device != "cpu" else 0
     if gpus and args.replicas > gpus:
         raise ConfigError(
@@ -72,11 +83,11 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
             hint="a replica has a GPU of its own; start at most as many",
         )
     with bind(args.host, args.port) as listener:
-        return asyncio.run(_serve(args, listener, gpus=gpus, as_json=as_json))
+        return asyncio.run(_serve(args, listener, gate, gpus=gpus, as_json=as_json))
 
 
 async def _serve(
-    args: ServeArgs, listener: socket.socket, *, gpus: int, as_json: bool
+    args: ServeArgs, listener: socket.socket, gate: Gate, *, gpus: int, as_json: bool
 ) -> dict[str, Any]:
     cluster = ProcessCluster(gpus=gpus, on_event=write_event)
     try:
@@ -94,10 +105,12 @@ async def _serve(
                 metrics=ServerMetrics(
                     model.name, context_tokens=model.context_tokens, inspect=pool.inspect
                 ),
+                gate=gate,
                 logs_access=args.access_log,
             )
             host, port = listener.getsockname()[:2]
-            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            scheme = "http" if args.tls_cert is None else "https"
+            url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
             say_ready(url, args, as_json=as_json)
             await HttpServer(http_config(app, args)).serve(sockets=[listener])
         finally:
@@ -205,15 +218,20 @@ def render_messages(
     return tokens
 
 
-def refuse_open_bind(host: str, *, insecure: bool) -> None:
+def make_gate(keys: Path | None) -> Gate:
+    """Return who may ask. ConfigError for a key file that is not whole."""
+    return OpenGate() if keys is None else KeyGate(KeyStore(keys, emit=write_server_event))
+
+
+def refuse_open_bind(host: str, *, insecure: bool, has_keys: bool) -> None:
     """ConfigError for an address that others can reach, while nobody needs a key."""
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_loopback:
             return
-    if host != "localhost" and not insecure:
+    if host != "localhost" and not (insecure or has_keys):
         raise ConfigError(
             f"--host {host}: others could use the model, and no key is asked for",
-            hint="listen on 127.0.0.1, or give --insecure where the network is trusted",
+            hint="listen on 127.0.0.1, give --keys, or --insecure where the network is trusted",
         )
 
 
@@ -237,14 +255,18 @@ def bind(host: str, port: int) -> socket.socket:
 
 def http_config(app: Any, args: ServeArgs) -> uvicorn.Config:
     """Return the settings of the HTTP server."""
+    protocol: Any = partial(BoundedHttp, limits=ConnectionLimits(receive_s=args.receive_s))
     return uvicorn.Config(
         app,
+        http=protocol,
+        ws="none",
+        ssl_certfile=args.tls_cert,
+        ssl_keyfile=args.tls_key,
         log_level="warning",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=args.drain_s,
         timeout_keep_alive=65,
-        h11_max_incomplete_event_size=64 << 10,
         lifespan="off",
     )
 

@@ -31,12 +31,13 @@ from gyre.core.events import Emit
 from gyre.core.records import Health
 from gyre.server.answers import Answer, ChatAnswer
 from gyre.server.completions import open_completion
+from gyre.server.gateway.gate import Gate, OpenGate
 from gyre.server.generate import open_generation
 from gyre.server.generation import ServedModel, TokenUsage, check_top, make_request
 from gyre.server.measured import MeasuredApp
 from gyre.server.metrics import ServerMetrics, inspect_one
 from gyre.server.openapi import make_document
-from gyre.server.respond import ActiveRequest, EventStream, Service, WholeAnswer, Work
+from gyre.server.respond import ActiveRequest, EventStream, ReservedWork, Service, WholeAnswer, Work
 from gyre.server.schema import (
     FAULT,
     ApiError,
@@ -57,8 +58,9 @@ Body = TypeVar("Body", bound=BaseModel)
 class Api:
     """The handlers, over one engine and one model."""
 
-    def __init__(self, service: Service, *, emit: Emit) -> None:
-        self._service, self._model, self._emit = service, service.model, emit
+    def __init__(self, service: Service, *, gate: Gate, emit: Emit) -> None:
+        self._service, self._model, self._gate = service, service.model, gate
+        self._emit = emit
         self._started_s = int(time.time())
 
     async def models(self, http: HttpRequest) -> Response:
@@ -125,18 +127,22 @@ class Api:
             logprobs=body.logprobs,
         )
         work = ActiveRequest(self._service, request, TokenUsage(prompt_tokens=len(tokens)))
-        return self._respond(work, answer, stream=body.stream, includes_usage=body.includes_usage)
+        return self._respond(
+            http, work, answer, stream=body.stream, includes_usage=body.includes_usage
+        )
 
     async def complete(self, http: HttpRequest) -> Response:
         body = await read_body(http, CompletionBody)
         self._check_model(body.model)
         work, answer = open_completion(body, self._service)
-        return self._respond(work, answer, stream=body.stream, includes_usage=body.includes_usage)
+        return self._respond(
+            http, work, answer, stream=body.stream, includes_usage=body.includes_usage
+        )
 
     async def generate(self, http: HttpRequest) -> Response:
         body = await read_body(http, GenerateBody)
         work, answer = open_generation(body, self._service)
-        return self._respond(work, answer, stream=body.stream)
+        return self._respond(http, work, answer, stream=body.stream)
 
     def _check_model(self, name: str) -> None:
         if name != self._model.name:
@@ -145,8 +151,17 @@ class Api:
             )
 
     def _respond(
-        self, work: Work, answer: Answer, *, stream: bool, includes_usage: bool = False
+        self,
+        http: HttpRequest,
+        work: Work,
+        answer: Answer,
+        *,
+        stream: bool,
+        includes_usage: bool = False,
     ) -> Response:
+        most_tokens = work.usage.prompt_tokens + work.most_tokens
+        reservation = self._gate.reserve(http.scope, most_tokens, work.usage)
+        work = ReservedWork(work, reservation)
         if stream:
             return EventStream(work, answer, includes_usage=includes_usage, emit=self._emit)
         return WholeAnswer(work, answer)
@@ -184,14 +199,17 @@ def make_app(
     model: ServedModel,
     *,
     emit: Emit,
+    gate: Gate | None = None,
     metrics: ServerMetrics | None = None,
     logs_access: bool = False,
 ) -> Starlette:
-    """Return the ASGI application. Without `metrics`, those of one engine in this process."""
+    """Return the ASGI application. Without a gate nobody needs a key; without `metrics` they are
+    those of one engine in this process."""
+    gate = gate or OpenGate()
     metrics = metrics or ServerMetrics(
         model.name, context_tokens=model.context_tokens, inspect=inspect_one(engine)
     )
-    api = Api(Service(engine, model, metrics), emit=emit)
+    api = Api(Service(engine, model, metrics, emit), gate=gate, emit=emit)
 
     def answer(error: ApiError) -> Response:
         metrics.count_error(error.code)
@@ -243,7 +261,12 @@ def make_app(
         HTTPException: refuse_route,
         Exception: fail,
     }
+    # outermost: a request without a key is counted too
     measured = Middleware(
         MeasuredApp, routes=routes, metrics=metrics, emit=emit if logs_access else None
     )
-    return Starlette(routes=routes, exception_handlers=handlers, middleware=[measured])
+    return Starlette(
+        routes=routes,
+        exception_handlers=handlers,
+        middleware=[measured, Middleware(gate.guard)],
+    )

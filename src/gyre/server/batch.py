@@ -25,6 +25,10 @@ class RequestBatch:
     def num_choices(self) -> int:
         return sum(part.num_choices for part in self._parts)
 
+    @property
+    def most_tokens(self) -> int:
+        return sum(part.most_tokens for part in self._parts)
+
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[AsyncIterator[TextDelta]]:
         """Submit them all. An error or a cancellation aborts each."""

@@ -36,15 +36,16 @@ from gyre.server.schema import (
 
 FAILURES: Mapping[int, str] = {
     400: "A value or field that is not accepted.",
+    401: "No valid key, where the server asks for one.",
     404: "Another model than the served one.",
     413: "The body is too large.",
-    429: "The queue is full; Retry-After says when to come again.",
+    429: "The queue is full, or a limit of the key is reached; Retry-After says when to try again.",
     500: "A fault of the server.",
     503: "No engine is there to answer.",
     504: "The request's deadline has passed.",
 }
-OF_BODIES = (400, 413, 500)
-OF_ENGINES = (400, 413, 429, 500, 503, 504)
+OF_BODIES = (400, 401, 413, 500)
+OF_ENGINES = (400, 401, 413, 429, 500, 503, 504)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import traceback
 from collections.abc import AsyncIterator, Awaitable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -17,13 +18,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from gyre.core.contracts import RolloutEngine
+from gyre.core.errors import RankError
 from gyre.core.events import Emit
-from gyre.core.records import Request
+from gyre.core.records import Request, TokenChunk
 from gyre.server.answers import Answer
 from gyre.server.generation import ServedModel, TextDelta, TokenUsage, pieces
 from gyre.server.measured import WORK
 from gyre.server.metrics import ServerMetrics
 from gyre.server.schema import FAULT, ApiError
+
+COUNT_S = 5.0  # longest wait for the last tokens of an aborted request
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class Service:
     engine: RolloutEngine
     model: ServedModel
     metrics: ServerMetrics
+    emit: Emit
 
 
 class Work(Protocol):
@@ -45,7 +50,12 @@ class Work(Protocol):
     @property
     def num_choices(self) -> int: ...
 
-    def open(self) -> contextlib.AbstractAsyncContextManager[AsyncIterator[TextDelta]]: ...
+    @property
+    def most_tokens(self) -> int:
+        """Return how many tokens its completions may have together."""
+        ...
+
+    def open(self) -> AbstractAsyncContextManager[AsyncIterator[TextDelta]]: ...
 
 
 class ActiveRequest:
@@ -67,19 +77,62 @@ class ActiveRequest:
     def num_choices(self) -> int:
         return self.request.sampling.n
 
+    @property
+    def most_tokens(self) -> int:
+        return self.request.sampling.n * self.request.sampling.max_tokens
+
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[AsyncIterator[TextDelta]]:
         """Submit it. An error or a cancellation aborts it, which frees its KV pages."""
         engine, tokenizer = self._service.engine, self._service.model.tokenizer
         with self.metrics.follow(self.request) as followed:
-            stream = followed.watch(engine.submit(self.request))
+            stream = engine.submit(self.request)
             try:
                 yield pieces(
-                    stream, self.request, tokenizer, self.usage, prompt_only=self._prompt_only
+                    followed.watch(stream),
+                    self.request,
+                    tokenizer,
+                    self.usage,
+                    prompt_only=self._prompt_only,
                 )
-            except BaseException:
+            except BaseException as error:
                 await engine.abort(self.request.request_id)
+                if isinstance(error, asyncio.CancelledError | ApiError):
+                    await self._count_rest(stream)
                 raise
+
+    async def _count_rest(self, stream: AsyncIterator[TokenChunk]) -> None:
+        """Count what the engine chose before the abort reached it: the client's key pays for it."""
+        try:
+            async with asyncio.timeout(COUNT_S):
+                async for chunk in stream:
+                    self.usage.completion_tokens += len(chunk.tokens)
+        except TimeoutError:
+            self._service.emit("serve.usage_incomplete", request_id=self.request.request_id)
+        except RankError:
+            return  # no engine is left to tell more; the client is told so, or gone
+
+
+class ReservedWork:
+    """Work that holds a part of its key's limits while it runs."""
+
+    def __init__(self, work: Work, reservation: AbstractContextManager[None]) -> None:
+        """`reservation` reads the work's usage at its end."""
+        self._work, self._reservation = work, reservation
+        self.name, self.usage, self.metrics = work.name, work.usage, work.metrics
+        self.num_choices, self.most_tokens = work.num_choices, work.most_tokens
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[AsyncIterator[TextDelta]]:
+        """Submit it. ApiError where the key's limits do not admit it."""
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(self._reservation)
+            except ApiError as error:
+                self.metrics.count_error(error.code)
+                raise
+            async with self._work.open() as found:
+                yield found
 
 
 class WholeAnswer(Response):

@@ -7,6 +7,7 @@ The field names are OpenAI's. `top_k`, `min_p`, `repetition_penalty`, `min_token
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
@@ -230,15 +231,19 @@ def find_unsupported(body: dict[str, Any]) -> tuple[str, str] | None:
     return next(((name, UNSUPPORTED[name]) for name in body if name in UNSUPPORTED), None)
 
 
-RETRY_S = 1  # what Retry-After says
+RETRY_S = 1  # what Retry-After says where nobody knows better
 FAULT = "a fault of the server; its log has the details"
 
 _CODES = {
     400: "invalid_value",
+    401: "invalid_api_key",
+    403: "admin_required",
     404: "model_not_found",
     405: "method_not_allowed",
+    408: "request_timeout",
     413: "body_too_large",
     429: "queue_full",
+    431: "headers_too_large",
     500: "server_fault",
     503: "engine_unavailable",
     504: "deadline_exceeded",
@@ -249,11 +254,19 @@ class ApiError(Exception):
     """A refusal on its way to the client."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str = ""
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str = "",
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
         self.code = code or _CODES[status]
+        self.headers = {"retry-after": str(RETRY_S)} if status in (429, 503) else {}
+        self.headers |= headers or {}
 
     def as_dict(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -262,5 +275,4 @@ class ApiError(Exception):
         return {"error": error}
 
     def response(self) -> JSONResponse:
-        headers = {"retry-after": str(RETRY_S)} if self.status in (429, 503) else None
-        return JSONResponse(self.as_dict(), status_code=self.status, headers=headers)
+        return JSONResponse(self.as_dict(), status_code=self.status, headers=self.headers)

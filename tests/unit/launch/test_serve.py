@@ -48,13 +48,14 @@ def test_a_conversation_brings_its_own_system_message_or_gets_that_of_the_run(tm
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
 def test_what_others_reach_is_refused_without_insecure(host) -> None:
     with pytest.raises(ConfigError, match="no key is asked for"):
-        refuse_open_bind(host, insecure=False)
-    refuse_open_bind(host, insecure=True)
+        refuse_open_bind(host, insecure=False, has_keys=False)
+    refuse_open_bind(host, insecure=True, has_keys=False)
+    refuse_open_bind(host, insecure=False, has_keys=True)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
 def test_loopback_is_not(host) -> None:
-    refuse_open_bind(host, insecure=False)
+    refuse_open_bind(host, insecure=False, has_keys=False)
 
 
 def test_a_taken_port_is_said() -> None:

@@ -1,0 +1,276 @@
+"""Raw sockets against a real server: heads of any size, and clients that take their time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from gyre.server.gateway.bounded_http import BoundedHttp, ConnectionLimits
+
+LIMITS = ConnectionLimits(receive_s=0.5, max_head_bytes=16 << 10, send_s=1.5, linger_s=20)
+PATIENT = ConnectionLimits(max_head_bytes=16 << 10)  # for what must pass on a busy machine, too
+HEAD = b"POST / HTTP/1.1\r\nHost: a\r\n"
+GET = b"GET / HTTP/1.1\r\nHost: a\r\n"
+
+
+class Told:
+    """An application that answers with the headers and the size of the body that it got."""
+
+    def __init__(self) -> None:
+        self.disconnects = self.sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        size_bytes, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.disconnects += 1
+                return
+            size_bytes += len(message["body"])
+            more = message["more_body"]
+        if scope["path"] == "/large":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for left in range(63, -1, -1):
+                part = {"type": "http.response.body", "body": b"a" * (1 << 20)}
+                await send(part | {"more_body": left > 0})
+            self.sent += 1
+            return
+        if scope["path"] == "/slow":
+            await asyncio.sleep(3 * LIMITS.receive_s)
+        names = [name.decode() for name, _ in scope["headers"]]
+        body = json.dumps({"path": scope["path"], "names": names, "size": size_bytes}).encode()
+        length = [(b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": length})
+        await send({"type": "http.response.body", "body": body})
+
+
+@contextlib.contextmanager
+def running_server(limits: ConnectionLimits) -> Iterator[tuple[int, Told]]:
+    """A server's port and application."""
+    app = Told()
+    protocol: Any = partial(BoundedHttp, limits=limits)
+    config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
+    running = uvicorn.Server(config)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        thread = threading.Thread(
+            target=lambda: asyncio.run(running.serve(sockets=[listener])), daemon=True
+        )
+        thread.start()
+        yield listener.getsockname()[1], app
+        running.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[int, Told]]:
+    with running_server(LIMITS) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def patient_link() -> Iterator[socket.socket]:
+    with (
+        running_server(PATIENT) as (port, _),
+        socket.create_connection(("127.0.0.1", port), timeout=30) as made,
+    ):
+        yield made
+
+
+@pytest.fixture
+def link(server) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", server[0]), timeout=30) as made:
+        yield made
+
+
+def assert_over(link: socket.socket) -> None:
+    """The server closes, without another answer, when the client sends no more."""
+    link.shutdown(socket.SHUT_WR)
+    assert read_all(link) == b""
+
+
+def read_all(link: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := link.recv(65536):
+            data += part
+    return data
+
+
+def read_answer(link: socket.socket) -> tuple[int, dict[str, Any]]:
+    """One answer; the connection stays."""
+    head, body = b"", b""
+    while not head.endswith(b"\r\n\r\n"):
+        part = link.recv(1)
+        assert part, head
+        head += part
+    (length,) = (
+        int(line.split(b":")[1])
+        for line in head.split(b"\r\n")
+        if line.lower().startswith(b"content-length")
+    )
+    while len(body) < length:
+        body += link.recv(length - len(body))
+    return int(head.split()[1]), json.loads(body)
+
+
+def send_all(link: socket.socket, data: bytes) -> None:
+    """Send as much as the server takes."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        link.sendall(data)
+
+
+LONG = {
+    "a header": GET + b"X: " + b"a" * (1 << 20) + b"\r\n\r\n",
+    "a header without an end": GET + b"X: " + b"a" * (1 << 20),
+    "a header's name": GET + b"a" * (1 << 20),
+    "many headers": GET + b"X: a\r\n" * 10_000 + b"\r\n",
+    "a target": b"GET /" + b"a" * (1 << 20) + b" HTTP/1.1\r\n\r\n",
+    "a little too much, at once": GET + b"X: " + b"a" * (16 << 10) + b"\r\n\r\n",
+    "trailers": HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n" + b"X: a\r\n" * 10_000,
+    "one trailer": HEAD
+    + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nX: "
+    + b"a" * (1 << 20),
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_a_head_that_is_too_long_is_answered_431(link, case) -> None:
+    send_all(link, LONG[case])
+    status, body = read_answer(link)
+    assert (status, body["error"]["code"]) == (431, "headers_too_large")
+    assert_over(link)
+
+
+def test_a_head_within_the_limit_and_a_long_body_pass(patient_link) -> None:
+    link = patient_link
+    body = b"a" * (4 << 20)
+    long = b"X: " + b"a" * (15 << 10) + b"\r\n"
+    for _ in range(2):
+        send_all(link, HEAD + long + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        status, found = read_answer(link)
+        assert status == 200 and found["size"] == len(body)
+
+
+def test_chunks_of_one_byte_are_a_body(patient_link) -> None:
+    link = patient_link
+    send_all(link, HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+    send_all(link, b"1;extension=a\r\na\r\n" * 20_000 + b"0\r\nX-Late: a\r\n\r\n")
+    status, found = read_answer(link)
+    assert status == 200 and found["size"] == 20_000
+    assert found["names"] == ["host", "transfer-encoding"]  # a trailer is no header
+
+
+SLOW = {
+    "in the head": (GET + b"X: ", b"a"),
+    "in the target": (b"GET /", b"a"),
+    "in the body": (HEAD + b"Content-Length: 1000000\r\n\r\n", b"a"),
+    "in chunks": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n"),
+}
+
+
+@pytest.mark.parametrize("case", SLOW)
+def test_a_client_that_sends_a_byte_now_and_then_is_answered_408(link, server, case) -> None:
+    begin, more = SLOW[case]
+    before = server[1].disconnects
+    link.sendall(begin)
+    for _ in range(600):
+        if select.select([link], [], [], 0.05)[0]:
+            break
+        send_all(link, more)
+    status, found = read_answer(link)
+    assert (status, found["error"]["code"]) == (408, "request_timeout")
+    assert_over(link)
+    if "Length" in begin.decode() or "chunked" in begin.decode():
+        ends = time.monotonic() + 30
+        while server[1].disconnects == before:  # the application waits for no body any more
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n"])
+def test_a_connection_that_asks_nothing_is_closed(link, sent) -> None:
+    link.sendall(sent)
+    assert read_all(link) == b""
+
+
+def test_after_an_answer_the_time_of_the_next_request_begins_with_it(link) -> None:
+    for _ in range(2):
+        link.sendall(GET + b"\r\n")
+        assert read_answer(link)[0] == 200
+        time.sleep(1.5 * LIMITS.receive_s)
+
+
+def test_after_an_answer_line_ends_alone_hold_no_connection(link) -> None:
+    link.sendall(GET + b"\r\n")
+    assert read_answer(link)[0] == 200
+    link.sendall(b"\r\n")
+    assert read_all(link) == b""
+
+
+@pytest.mark.parametrize(
+    "begun", [b"GET /next HT", HEAD.replace(b"/", b"/next", 1) + b"Content-Length: 2\r\n\r\na"]
+)
+def test_a_request_that_waits_for_the_one_before_it_does_not_end_that_one(link, begun) -> None:
+    link.sendall(GET.replace(b"/", b"/slow", 1) + b"\r\n" + begun)
+    status, found = read_answer(link)
+    assert status == 200 and found["path"] == "/slow"
+    assert read_answer(link)[0] == 408
+    assert_over(link)
+
+
+def test_a_client_that_reads_nothing_holds_no_answer(link, server) -> None:
+    before = server[1].sent
+    link.sendall(GET.replace(b"/", b"/large", 1) + b"\r\n")
+    ends = time.monotonic() + 30
+    while server[1].sent == before:
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    assert len(read_all(link)) < 64 << 20
+
+
+def test_a_client_that_reads_slowly_gets_the_whole_answer(link) -> None:
+    link.sendall(GET.replace(b"/", b"/large", 1) + b"Connection: close\r\n\r\n")
+    size_bytes, pauses = 0, 0
+    while part := link.recv(1 << 20):
+        size_bytes += len(part)
+        if size_bytes > (pauses + 1) << 23:
+            pauses += 1
+            time.sleep(0.25)
+    assert size_bytes > 64 << 20 and pauses == 8
+
+
+@pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"no HTTP\r\n"])
+def test_what_is_no_http_is_refused(link, sent) -> None:
+    link.sendall(sent)
+    link.shutdown(socket.SHUT_WR)
+    assert b"200 OK" not in read_all(link)
+
+
+def test_a_request_to_upgrade_is_answered_by_http(link) -> None:
+    link.sendall(GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
+    assert read_answer(link)[0] == 200
+
+
+def test_a_client_that_is_gone_leaves_nothing_behind(server) -> None:
+    for sent in (b"", b"GET", HEAD + b"Content-Length: 9\r\n\r\na"):
+        with socket.create_connection(("127.0.0.1", server[0]), timeout=30) as link:
+            link.sendall(sent)
+    with socket.create_connection(("127.0.0.1", server[0]), timeout=30) as link:
+        link.sendall(GET + b"\r\n")
+        assert read_answer(link)[0] == 200
