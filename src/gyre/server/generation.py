@@ -127,12 +127,12 @@ async def pieces(
     the engine ends one without an answer."""
     texts: dict[int, AnswerText] = {}
     async for chunk in _unless_lost(stream):
+        usage.completion_tokens += len(chunk.tokens)  # also of one that ends without an answer
         if chunk.finish not in (None, "stop", "length"):
             raise _end_error(chunk)
         text = texts.get(chunk.index)
         if text is None:
             text = texts[chunk.index] = AnswerText(tokenizer, request.sampling.stop)
-        usage.completion_tokens += len(chunk.tokens)
         usage.versions.update(chunk.versions.tolist())
         yield TextDelta(
             index=chunk.index,
