@@ -153,15 +153,15 @@ async def pieces(
     the engine ends one without an answer. With `prompt_only` the chosen tokens are left out."""
     texts: dict[int, AnswerText] = {}
     async for chunk in _unless_lost(stream):
+        usage.versions.update(chunk.versions.tolist())
+        if prompt_only:
+            chunk = _without_tokens(chunk)
+        usage.completion_tokens += len(chunk.tokens)  # also of one that ends without an answer
         if chunk.finish not in (None, "stop", "length"):
             raise _end_error(chunk)
         text = texts.get(chunk.index)
         if text is None:
             text = texts[chunk.index] = AnswerText(tokenizer, request.sampling.stop)
-        usage.versions.update(chunk.versions.tolist())
-        if prompt_only:
-            chunk = _without_tokens(chunk)
-        usage.completion_tokens += len(chunk.tokens)
         yield TextDelta(
             index=chunk.index,
             text=text.push(chunk.tokens, chunk.finish),
@@ -185,7 +185,7 @@ def _without_tokens(chunk: TokenChunk) -> TokenChunk:
         support=None,
         top_ids=None,
         top_logprobs=None,
-        finish=chunk.finish and "length",
+        finish="length" if chunk.finish == "stop" else chunk.finish,
     )
 
 

@@ -44,16 +44,18 @@ class ScriptedEngine:
 
     def __init__(self, *scripts: Script) -> None:
         self._scripts = iter(scripts)
+        self._streams: dict[str, TokenStream] = {}
         self.aborted = 0
         self.is_hung = False
 
     def submit(self, request: Request) -> AsyncIterator[TokenChunk]:
-        stream = TokenStream(request, 8, self.abort)
+        stream = self._streams[request.request_id] = TokenStream(request, 8, self.abort)
         next(self._scripts)(stream, request)
         return stream
 
     async def abort(self, request_id: str) -> None:
         self.aborted += 1
+        self._streams[request_id].end()
 
     async def health(self) -> Health:
         if self.is_hung:

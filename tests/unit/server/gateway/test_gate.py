@@ -268,7 +268,8 @@ ENDS: dict[str, tuple[Any, int | None]] = {
     "finished": (lambda engine, name: engine.tell(name, 4, "stop"), 4),
     "refused": (lambda engine, name: engine.streams[name].refuse("the queue is full"), None),
     "engine lost": (lambda engine, name: engine.streams[name].end(RankError("lost")), None),
-    "deadline": (lambda engine, name: engine.tell(name, 3, "deadline"), 0),
+    "deadline": (lambda engine, name: engine.tell(name, 3, "deadline"), 3),
+    "aborted": (lambda engine, name: engine.tell(name, 2, "abort"), 2),
     "fault": (lambda engine, name: engine.streams[name].end(ValueError("a fault")), 0),
 }
 
