@@ -81,7 +81,8 @@ async def _serve(
         try:
             await pool.start(dummy=False)
             limits = await ask(handles[0], "limits", deadline_s=60.0)
-            app = make_app(pool, served_model(args, limits), emit=write_server_event)
+            model = served_model(args.folder, args.config, args.name, limits)
+            app = make_app(pool, model, emit=write_server_event)
             host, port = listener.getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             say_ready(url, args, as_json=as_json)
@@ -146,14 +147,14 @@ def make_pool(
     )
 
 
-def served_model(args: ServeArgs, limits: RequestLimits) -> ServedModel:
+def served_model(folder: Path, config: RunConfig, name: str, limits: RequestLimits) -> ServedModel:
     """Return the model as the API sees it: prompts are rendered as the run's own were."""
-    tokenizer = load_tokenizer(args.folder, end_token=args.config.tokenizer.end_token)
+    tokenizer = load_tokenizer(folder, end_token=config.tokenizer.end_token)
     return ServedModel(
-        name=args.name,
+        name=name,
         tokenizer=tokenizer,
         context_tokens=min(limits.context_tokens, limits.cache_tokens + 1),
-        render=lambda messages: render_messages(tokenizer, messages, args.config),
+        render=lambda messages: render_messages(tokenizer, messages, config),
         find_refusal=lambda request: find_refusal(request, limits),
     )
 

@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-import numpy as np
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,7 +28,7 @@ from gyre.core.errors import GyreError
 from gyre.core.events import Emit
 from gyre.core.records import Health, Request
 from gyre.server.answers import Answer, ChatAnswer, TextAnswer
-from gyre.server.generation import ServedModel, TokenUsage, make_request
+from gyre.server.generation import ServedModel, TokenUsage, make_request, prompt_tokens
 from gyre.server.respond import ActiveRequest, EventStream, WholeAnswer
 from gyre.server.schema import (
     FAULT,
@@ -116,11 +115,7 @@ class Api:
         body = await read_body(http, CompletionBody)
         self._check_model(body.model)
         tokenizer, prompt = self._model.tokenizer, body.prompt
-        if isinstance(prompt, str):
-            prefix = np.asarray(tokenizer.prefix_ids, np.int32)
-            tokens = np.concatenate([prefix, tokenizer.encode(prompt)]).astype(np.int32)
-        else:
-            tokens = np.asarray(prompt, np.int32)
+        tokens = prompt_tokens(prompt, tokenizer)
         if body.echo and body.logprobs is not None:
             raise ApiError(
                 400, "echo with logprobs is not supported yet; leave one out", param="echo"

@@ -110,6 +110,15 @@ def make_request(
     return request
 
 
+def prompt_tokens(prompt: str | Sequence[int], tokenizer: Tokenizer) -> np.ndarray:
+    """Return int32 ids of a prompt: given ids as they are, a text behind what the vocabulary puts
+    before texts."""
+    if not isinstance(prompt, str):
+        return np.asarray(prompt, np.int32)
+    prefix = np.asarray(tokenizer.prefix_ids, np.int32)
+    return np.concatenate([prefix, tokenizer.encode(prompt)]).astype(np.int32)
+
+
 def read_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     """Return (token id, added to its logit) of each entry. ApiError for a key that is no id."""
     for key in bias:
