@@ -42,14 +42,14 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder) -> Iterator[gyre.Engine]:
-    with gyre.Engine(folder, threads=1) as made:
+    with gyre.Engine(folder, threads=1, dtype="float32") as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def served(folder, tmp_path_factory) -> Iterator[Served]:
     log = tmp_path_factory.mktemp("log") / "stderr"
-    with serving(folder, log, "--set", "run.threads=1") as found:
+    with serving(folder, log, "--set", "run.threads=1", "--set", "run.dtype=float32") as found:
         yield found
 
 

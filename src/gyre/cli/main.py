@@ -239,6 +239,9 @@ def serve(
     drain_s: Annotated[
         int, typer.Option(min=0, help="Seconds for answers under way, after a signal to stop.")
     ] = 30,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print memory and limits; start nothing.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Serve a model by OpenAI's API, until Ctrl-C."""
@@ -251,8 +254,12 @@ def serve(
         "replicas": replicas,
         "insecure": insecure,
         "drain_s": drain_s,
+        "dry_run": dry_run,
     }
-    answer(lambda: run_serve(target, config, set_ or [], as_json=json, **options), as_json=False)
+    answer(
+        lambda: run_serve(target, config, set_ or [], as_json=json, **options),
+        as_json=json and dry_run,
+    )
 
 
 @app.command()

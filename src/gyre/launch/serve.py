@@ -60,14 +60,20 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
     once."""
     refuse_reward_model(args.folder)
     refuse_open_bind(args.host, insecure=args.insecure)
-    gpus = torch.cuda.device_count() if args.config.run.device != "cpu" else 0
-    if gpus and args.replicas > gpus:
-        raise ConfigError(
-            f"--replicas {args.replicas}: this host has {gpus} GPUs",
-            hint="a replica has a GPU of its own; start at most as many",
-        )
+    gpus = count_gpus(args.config, args.replicas)
     with bind(args.host, args.port) as listener:
         return asyncio.run(_serve(args, listener, gpus=gpus, as_json=as_json))
+
+
+def count_gpus(config: RunConfig, replicas: int) -> int:
+    """Return the GPUs that replicas may have, 0 on a CPU. ConfigError where they are too few."""
+    gpus = torch.cuda.device_count() if config.run.device != "cpu" else 0
+    if gpus and replicas > gpus:
+        raise ConfigError(
+            f"--replicas {replicas}: this host has {gpus} GPUs",
+            hint="a replica has a GPU of its own; start at most as many",
+        )
+    return gpus
 
 
 async def _serve(
