@@ -10,6 +10,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -156,6 +158,9 @@ def test_lists_are_answered_in_order_whatever_their_length(folder) -> None:
         assert [[one.text for one in found] for found in both] == [alone, alone]
         assert engine.generate([]) == [] and engine.chat([]) == []
         assert engine.stats().refused == 0
+        with pytest.raises(DeadlineError):  # while further ones wait for room
+            engine.generate(texts, deadline_s=0.05, **LONG)
+        until_free(engine)
 
 
 def test_room_that_an_unread_stream_leaves_is_found(folder) -> None:
@@ -385,6 +390,21 @@ def test_an_engine_that_nobody_has_ends(folder) -> None:
     del stream
     gc.collect()
     until(lambda: set(threading.enumerate()) <= before, threading.enumerate)
+
+
+def test_a_program_that_closes_nothing_ends_well(folder) -> None:
+    code = f"""
+import gyre
+engine = gyre.Engine({str(folder)!r}, threads=1)
+stream = engine.stream("How many", max_tokens=200, ignore_eos=True)
+print(bool(next(stream)))
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    assert "Traceback" not in done.stderr and "never awaited" not in done.stderr
 
 
 def test_a_model_that_cannot_be_loaded_leaves_no_thread(folder, tmp_path) -> None:

@@ -86,7 +86,8 @@ class EngineThread:
     def __init__(self, folder: Path, config: RunConfig, *, name: str, emit: Emit) -> None:
         """Load the model and start the engine. Errors of either are raised here."""
         self._folder, self._config, self._name, self._emit = folder, config, name, emit
-        self._lock = threading.Lock()  # over the next two
+        # over the next three; the collector may drop a stream, and so spawn, while it is held
+        self._lock = threading.RLock()
         self._is_closed = False
         self._stop_now: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -4,6 +4,7 @@ Out: texts, on the caller's thread or its event loop. Whoever stops reading free
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import AsyncIterator, Iterator
 
 from gyre.core.chunks import TokenStream
@@ -64,14 +65,18 @@ class _Stream:
 
     def __init__(self, thread: EngineThread, work: OpenCompletion, owner: object) -> None:
         self._thread, self._work, self._owner = thread, work, owner
+        # not at the end of the program, where the loop may be gone
+        weakref.finalize(self, _abandon, thread, work).atexit = False
 
     @property
     def completion(self) -> Completion | None:
         """The whole answer, with its tokens and finish_reason, once the stream has ended."""
         return self._work.completion
 
-    def __del__(self) -> None:
-        self._thread.spawn(self._work.close())
+
+def _abandon(thread: EngineThread, work: OpenCompletion) -> None:
+    """Abort what nobody reads any more."""
+    thread.spawn(work.close())
 
 
 class TextStream(_Stream, Iterator[str]):
