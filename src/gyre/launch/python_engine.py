@@ -77,9 +77,9 @@ class Engine:
     ) -> None:
         """Load the model. `path` is a run, a model folder or a hub name. `config` is a run's TOML,
         for a model folder. `settings` are keys of [engine], or device, dtype, threads of [run]."""
-        folder, settings_of = find_served(path, config, settings)
+        folder, decided = find_served(path, config, settings)
         refuse_reward_model(folder)
-        self._thread = EngineThread(folder, settings_of, name=str(path), emit=emit)
+        self._thread = EngineThread(folder, decided, name=str(path), emit=emit)
         weakref.finalize(self, self._thread.stop).atexit = False  # a daemon thread ends by itself
 
     @property

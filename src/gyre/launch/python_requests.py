@@ -160,7 +160,7 @@ def chat_asked(messages: Messages, asked: Mapping[str, Any], *, stream: bool = F
 
 def refuse_unknown(asked: Mapping[str, Any], kind: type) -> None:
     """InputError for a name that is not in `kind`, with the nearest that is."""
-    accepted = sorted(_names(kind))
+    accepted = sorted(kind.__annotations__)  # a typed dict's hold what it inherits
     for name in asked:
         if name in accepted:
             continue
@@ -179,10 +179,6 @@ def as_gyre_error(error: ApiError) -> GyreError:
     if error.status < 500 and error.status != 429:
         return InputError(error.message)
     return EngineRefused(error.message)
-
-
-def _names(kind: type) -> set[str]:
-    return set(getattr(kind, "__required_keys__")) | set(getattr(kind, "__optional_keys__"))  # noqa: B009
 
 
 def _check(kind: type[Body], values: Mapping[str, Any]) -> Body:
