@@ -1,3 +1,29 @@
-"""Gyre: rollout, score, train, hand the weights back. Importing this package loads no torch."""
+"""Gyre: rollout, score, train, hand the weights back. Importing this package loads no torch: what
+it offers is imported when it is first named."""
 
-__version__ = "0.1.0"
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from gyre.core.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from gyre.launch.python_engine import Engine
+    from gyre.launch.python_results import Completion, Generation
+
+__all__ = ["Completion", "Engine", "Generation"]
+
+_PLACES = {
+    "Completion": "gyre.launch.python_results",
+    "Engine": "gyre.launch.python_engine",
+    "Generation": "gyre.launch.python_results",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLACES:
+        return getattr(importlib.import_module(_PLACES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PLACES])

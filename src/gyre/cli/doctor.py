@@ -7,12 +7,13 @@ import importlib.metadata
 import importlib.util
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict
+from typing import Any
 
+from gyre.cli.doctor_serving import find_serving
+from gyre.cli.finding import Finding
 from gyre.observability.hardware import describe_hardware
 
-Verdict = Literal["ok", "weaker", "missing"]
 MARKS = {"ok": "✓", "weaker": "~", "missing": "✗"}
 EXTRAS = {
     "tensorboard": ("track", "observe.tensorboard = true"),
@@ -24,16 +25,9 @@ EXTRAS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    what: str
-    verdict: Verdict
-    detail: str
-    advice: str = ""
-
-
 def run_doctor(*, quiet: bool) -> Mapping[str, Any]:
-    findings = [*_hardware(), *_torch(), *_tiles(), find_c_kernels(), _sandbox(), *_packages()]
+    found = [*_hardware(), *_torch(), *_tiles(), find_c_kernels(), *find_serving()]
+    findings = [*found, _sandbox(), *_packages()]
     if not quiet:
         width = max(len(finding.what) for finding in findings)
         for finding in findings:

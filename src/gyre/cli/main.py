@@ -254,6 +254,9 @@ def serve(
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Log each HTTP request, without its content.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print memory and limits; start nothing.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Serve a model by OpenAI's API, until Ctrl-C."""
@@ -271,8 +274,12 @@ def serve(
         "receive_s": receive_s,
         "drain_s": drain_s,
         "access_log": access_log,
+        "dry_run": dry_run,
     }
-    answer(lambda: run_serve(target, config, set_ or [], as_json=json, **options), as_json=False)
+    answer(
+        lambda: run_serve(target, config, set_ or [], as_json=json, **options),
+        as_json=json and dry_run,
+    )
 
 
 @app.command()

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from gyre import __version__
 from gyre.core.errors import (
     ConfigError,
     DivergedError,
@@ -25,6 +24,7 @@ from gyre.core.errors import (
 )
 from gyre.core.events import Emit
 from gyre.core.files import write_text
+from gyre.core.version import VERSION
 from gyre.launch.factories import (
     Facts,
     Policy,
@@ -282,7 +282,7 @@ class Run:
                 "num_parameters": policy.spec.num_parameters,
             },
             seed=config.run.seed,
-            gyre=__version__,
+            gyre=VERSION,
             hardware=describe_hardware(),
             device=str(self._machine.device),
             dtype=dtype_name(self._machine),

@@ -76,14 +76,20 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
     refuse_open_bind(args.host, insecure=args.insecure, has_keys=args.keys is not None)
     check_tls_files(args.tls_cert, args.tls_key)
     gate = make_gate(args.keys)
-    gpus = torch.cuda.device_count() if args.config.run.device != "cpu" else 0
-    if gpus and args.replicas > gpus:
-        raise ConfigError(
-            f"--replicas {args.replicas}: this host has {gpus} GPUs",
-            hint="a replica has a GPU of its own; start at most as many",
-        )
+    gpus = count_gpus(args.config, args.replicas)
     with bind(args.host, args.port) as listener:
         return asyncio.run(_serve(args, listener, gate, gpus=gpus, as_json=as_json))
+
+
+def count_gpus(config: RunConfig, replicas: int) -> int:
+    """Return the GPUs that replicas may have, 0 on a CPU. ConfigError where they are too few."""
+    gpus = torch.cuda.device_count() if config.run.device != "cpu" else 0
+    if gpus and replicas > gpus:
+        raise ConfigError(
+            f"--replicas {replicas}: this host has {gpus} GPUs",
+            hint="a replica has a GPU of its own; start at most as many",
+        )
+    return gpus
 
 
 async def _serve(
@@ -97,7 +103,7 @@ async def _serve(
         try:
             await pool.start(dummy=False)
             limits = await ask(handles[0], "limits", deadline_s=60.0)
-            model = served_model(args, limits)
+            model = served_model(args.folder, args.config, args.name, limits)
             app = make_app(
                 pool,
                 model,
@@ -181,14 +187,14 @@ def make_pool(
     )
 
 
-def served_model(args: ServeArgs, limits: RequestLimits) -> ServedModel:
+def served_model(folder: Path, config: RunConfig, name: str, limits: RequestLimits) -> ServedModel:
     """Return the model as the API sees it: prompts are rendered as the run's own were."""
-    tokenizer = load_tokenizer(args.folder, end_token=args.config.tokenizer.end_token)
+    tokenizer = load_tokenizer(folder, end_token=config.tokenizer.end_token)
     return ServedModel(
-        name=args.name,
+        name=name,
         tokenizer=tokenizer,
         context_tokens=min(limits.context_tokens, limits.cache_tokens + 1),
-        render=lambda messages: render_messages(tokenizer, messages, args.config),
+        render=lambda messages: render_messages(tokenizer, messages, config),
         find_refusal=lambda request: find_refusal(request, limits),
     )
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from gyre import __version__
+from gyre.core.version import VERSION
 from gyre.server.answer_schema import (
     ChatChunk,
     ChatCompletion,
@@ -140,7 +140,7 @@ def make_document() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "Gyre",
-            "version": __version__,
+            "version": VERSION,
             "description": "OpenAI's API, and more, over the engines of one host.",
         },
         "paths": paths,

@@ -34,19 +34,7 @@ def choose_runner(
     """Make the runner and emit its kind: the fused one on a CUDA device, with graphs captured on
     `capture`; the C kernels on a CPU; plain torch where neither serves."""
     on_gpu = decoder.device.type == "cuda"
-    if on_gpu:
-        reason = why_too_old(decoder.device) or why_not_fused(
-            decoder.spec, decoder.dtype, pool.page_tokens
-        )
-    else:
-        reason = why_not_kernels(decoder, config)
-    if config.batch_invariant and reason is not None:
-        raise InputError(
-            "engine.batch_invariant needs the engine's own kernels, which cannot run here: "
-            f"{reason}",
-            hint="run `gyre doctor` for what this machine lacks, or set engine.batch_invariant = "
-            "false",
-        )
+    reason = find_torch_reason(decoder, config, device=decoder.device, page_tokens=pool.page_tokens)
     if reason is not None:
         emit("engine.torch_kernels", reason=reason)
         return Runner(
@@ -82,6 +70,25 @@ def choose_runner(
         batch_invariant=config.batch_invariant,
     )
     return runner
+
+
+def find_torch_reason(
+    decoder: Decoder, config: EngineConfig, *, device: torch.device, page_tokens: int
+) -> str | None:
+    """Return why torch must serve a decoder on `device`, or None where our own kernels do.
+    InputError where it must, and engine.batch_invariant needs ours."""
+    if device.type == "cuda":
+        reason = why_too_old(device) or why_not_fused(decoder.spec, decoder.dtype, page_tokens)
+    else:
+        reason = why_not_kernels(decoder, config)
+    if config.batch_invariant and reason is not None:
+        raise InputError(
+            "engine.batch_invariant needs the engine's own kernels, which cannot run here: "
+            f"{reason}",
+            hint="run `gyre doctor` for what this machine lacks, or set engine.batch_invariant = "
+            "false",
+        )
+    return reason
 
 
 def why_not_kernels(decoder: Decoder, config: EngineConfig) -> str | None:

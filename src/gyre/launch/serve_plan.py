@@ -1,0 +1,62 @@
+"""Serve plan: what `gyre serve` would take and bear, without starting it. In: a model folder, its
+config. Out: text, and a JSON-able mapping. No weight is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gyre.core.files import read_json
+from gyre.engine.config import plan_engine
+from gyre.engine.memory import free_device_bytes
+from gyre.engine.runners.select import find_torch_reason
+from gyre.launch.factories import blank_decoder, dtype_name, make_machine, refuse_reward_model
+from gyre.launch.serve import count_gpus
+from gyre.models.hub.folders import CONFIG_FILE
+from gyre.models.spec import spec_from_hub_config
+from gyre.planner.model_zoo import model_numbers
+from gyre.planner.report.serving import describe_serving
+from gyre.planner.serving import plan_serving
+from gyre.runconfig import RunConfig
+
+
+def plan_serve(
+    folder: Path, config: RunConfig, *, name: str, replicas: int, columns: int
+) -> dict[str, Any]:
+    """Return the plan, by the rules that an engine starts by, and refuse what it would refuse."""
+    refuse_reward_model(folder)
+    count_gpus(config, replicas)
+    machine = make_machine(config)
+    machine.compute.shutdown()
+    on_gpu = machine.device.type == "cuda"
+    settings = plan_engine(config.engine, device_type=machine.device.type)
+    spec = spec_from_hub_config(read_json(folder / CONFIG_FILE))
+    decoder = blank_decoder(spec, machine)
+    reason = find_torch_reason(
+        decoder, settings, device=machine.device, page_tokens=settings.page_tokens
+    )
+    plan = plan_serving(
+        model_numbers(spec),
+        settings,
+        device="cuda" if on_gpu else "cpu",
+        dtype=dtype_name(machine),
+        weights_bytes=sum(each.numel() * each.element_size() for each in decoder.parameters()),
+        free_bytes=free_device_bytes(machine.device),
+        replicas=replicas,
+        own_kernels=reason is None,
+    )
+    ours = "the fused kernels" if on_gpu else "the C kernels"
+    kernels = ours if reason is None else f"torch's kernels ({reason})"
+    return {
+        "text": f"{name}: {spec.family}, {spec.num_parameters:,} parameters\n\n"
+        + describe_serving(plan, kernels, columns),
+        "model": {"name": name, "family": spec.family, "num_parameters": spec.num_parameters},
+        "kernels": kernels,
+        **asdict(plan),
+        "kv_tokens": plan.kv_tokens,
+        "full_sequences": plan.full_sequences,
+        "needed_bytes": plan.needed_bytes,
+        "fits": plan.fits,
+    }
