@@ -1,13 +1,14 @@
-"""Log-probs of prompts over HTTP, against transformers: prompts of several prefill chunks, hits of
-the prefix cache, several completions, streams. The model's own beginning (BOS) is part of a text
-prompt."""
+"""Log-probs over HTTP, against transformers: prompts of several prefill chunks, hits of the prefix
+cache, several completions, streams. The model's own beginning (BOS) is part of a text prompt."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -160,3 +161,26 @@ def test_likelihoods_as_evaluation_harnesses_ask_for_them(client, oracle) -> Non
         whole, table = context + rest, oracle(context + rest)
         expected = sum(table[place - 1, whole[place]] for place in range(20, 24))
         assert abs(found - expected) < 1e-4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_generate_tells_tokens_and_their_log_probs(client, oracle, stream) -> None:
+    prompt = some_ids(40, 9)
+    params = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    url = str(client.base_url).replace("/v1/", "/generate")
+    body = {"prompt": prompt, "params": params, "stream": stream}
+    answer = httpx.post(url, json=body, timeout=60)
+    rows = [answer.json()] if not stream else []
+    if stream:
+        *lines, last = [line[6:] for line in answer.text.splitlines() if line]
+        assert last == "[DONE]" and len(lines) > 1
+        rows = [json.loads(line) for line in lines]
+    tokens = [token for row in rows for token in row["tokens"]]
+    logprobs = [value for row in rows for value in row["logprobs"]]
+    for place in range(8):
+        expected = oracle([*prompt, *tokens[:place]])[-1]
+        assert tokens[place] == expected.argmax()
+        assert abs(logprobs[place] - expected.max()) < 2e-5
+    assert len(tokens) == 8 and rows[-1]["finish_reason"] == "length"
+    assert rows[-1]["weights_version"] == 0
+    assert rows[-1]["usage"]["completion_tokens"] == 8

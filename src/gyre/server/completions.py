@@ -23,6 +23,8 @@ from gyre.server.respond import ActiveRequest, Service, Work
 from gyre.server.schema import ApiError, CompletionBody
 from gyre.text.tokenizer import Tokenizer
 
+MOST_TOLD = 1 << 20  # log-probs of prompts in an answer, alternatives included
+
 
 def open_completion(body: CompletionBody, service: Service) -> tuple[Work, TextAnswer]:
     """Return the requests and their answer. ApiError where one of the prompts would be refused."""
@@ -69,6 +71,8 @@ def _make_requests(body: CompletionBody, model: ServedModel, name: str) -> list[
     ]
     if len(requests) > 1:
         _refuse_too_many(requests, model)
+    if body.echo and body.logprobs is not None:
+        _refuse_too_much(requests)
     return requests
 
 
@@ -78,6 +82,20 @@ def _refuse_too_many(requests: Sequence[Request], model: ServedModel) -> None:
     as_one = replace(first, sampling=replace(first.sampling, n=len(requests) * n))
     if (reason := model.find_refusal(as_one)) is not None:
         raise ApiError(400, f"{len(requests)} prompts with n = {n}: {reason}", param="prompt")
+
+
+def _refuse_too_much(requests: Sequence[Request]) -> None:
+    """ApiError for more log-probs of prompts than an answer may hold."""
+    sampling = requests[0].sampling
+    tokens = sum(len(request.tokens) for request in requests)
+    told = tokens * sampling.n * (1 + sampling.top_logprobs)
+    if told > MOST_TOLD:
+        raise ApiError(
+            400,
+            f"echo with logprobs = {sampling.top_logprobs}, n = {sampling.n} and {tokens} prompt "
+            f"tokens: {told} log-probs, at most {MOST_TOLD}; send fewer prompts at a time",
+            param="logprobs",
+        )
 
 
 def _make_echoes(

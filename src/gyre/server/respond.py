@@ -155,8 +155,12 @@ class WholeAnswer(Response):
             await error.response()(scope, receive, send)
             return
         if gathered is not None:
-            body = self._answer.whole(gathered, self._work.usage)
-            await JSONResponse(body)(scope, receive, send)
+            # a thread, since the log-probs of long prompts would hold up every other answer
+            response = await asyncio.to_thread(self._form, gathered)
+            await response(scope, receive, send)
+
+    def _form(self, gathered: list[TextDelta]) -> JSONResponse:
+        return JSONResponse(self._answer.whole(gathered, self._work.usage))
 
 
 class EventStream(Response):

@@ -33,6 +33,7 @@ OWNED = {
     ("launch/serve.py", "_serve"): "a signal; the parts before it have deadlines",
     ("cluster/engine_pool/probe.py", "ask"): "nothing: the call is done",
     ("server/batch.py", "interleave"): "the engine, which ends every stream, or the client",
+    ("server/respond.py", "__call__"): "arithmetic on a thread: an answer is formed",
     ("server/respond.py", "unless_gone"): "the engine's answer, or the client, who hangs up",
     ("cluster/ray_cluster.py", "_turn"): "`skip`, which takes the number of a lost call",
     ("cluster/ray_cluster.py", "until_end"): "the actor's end, which is what it waits for",

@@ -88,6 +88,13 @@ def test_more_completions_than_any_queue_holds_are_refused_for_good() -> None:
     assert "256 prompts with n = 3" in error["message"]
 
 
+def test_more_log_probs_of_prompts_than_an_answer_may_hold_are_refused() -> None:
+    asked: dict[str, Any] = {"prompt": ["a" * 200] * MOST_PROMPTS, "max_tokens": 1, "echo": True}
+    error = run(**asked, logprobs=20)["error"]
+    assert error["param"] == "logprobs" and "51200 prompt tokens" in error["message"]
+    assert len(run(**asked)["choices"]) == MOST_PROMPTS
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_prompt_that_the_engine_refuses_ends_the_others(stream: bool) -> None:
     async def go() -> None:
