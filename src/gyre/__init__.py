@@ -4,12 +4,13 @@ it offers is imported when it is first named."""
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from gyre.core.version import VERSION as __version__
+from gyre.core.version import VERSION
 
 if TYPE_CHECKING:
     from gyre.launch.python_engine import Engine
     from gyre.launch.python_results import Completion, Generation
 
+__version__ = VERSION
 __all__ = ["Completion", "Engine", "Generation"]
 
 _PLACES = {
