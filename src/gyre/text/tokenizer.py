@@ -22,8 +22,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from gyre.core.errors import ConfigError, InputError
 from gyre.core.files import read_json
 from gyre.core.hub import is_hub_name, near_folders
-from gyre.text.chat_template import ChatTemplate
+from gyre.text.chat_template import ChatTemplate, Messages
 from gyre.text.hub import load_hub_tokenizer
+from gyre.text.messages import Tool, as_turns
 
 PAD, END = "<|pad|>", "<|end|>"
 SPECIAL = (PAD, END, "<think>", "</think>", "<answer>", "</answer>")
@@ -122,6 +123,12 @@ class Tokenizer:
         Unknown ids yield nothing."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens by their text."""
+        added = self.backend.get_added_tokens_decoder()
+        return {added[i].content: i for i in sorted(self._special_ids)}
+
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
@@ -134,29 +141,50 @@ class Tokenizer:
             self._pieces[token_id] = b"" if token is None else _byte_level_bytes(token)
         return self._pieces[token_id]
 
+    @property
+    def template_source(self) -> str:
+        """The template that renders conversations; "" when there is none."""
+        return self.chat_template if self._template is None else self._template.source
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template shows tools: it reads the variable `tools`."""
+        return self._template is not None and self._template.uses("tools")
+
     def render_chat(
-        self, messages: Sequence[Mapping[str, str]], *, options: Mapping[str, Any] | None = None
+        self,
+        messages: Messages,
+        *,
+        options: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool] = (),
     ) -> str:
         """Return the text of a conversation up to the model's turn. `options` are passed to the
         chat template of a hub folder."""
-        return self.render_chats([messages], options=options)[0]
+        return self.render_chats([messages], options=options, tools=tools)[0]
 
     def render_chats(
         self,
-        conversations: Sequence[Sequence[Mapping[str, str]]],
+        conversations: Sequence[Messages],
         *,
         options: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool] = (),
     ) -> list[str]:
-        """Render several conversations at once, which is faster than `render_chat` on each."""
+        """Render several conversations at once, which is faster than `render_chat` on each.
+        InputError for tools that the chat template does not show."""
+        if tools and not self.takes_tools:
+            raise InputError(
+                "the model's chat template shows no tools",
+                hint="leave the tools out, or use a model whose chat template reads `tools`",
+            )
         if self._hub is None:
-            return [plain_chat(messages) for messages in conversations]
+            return [plain_chat(as_turns(messages)) for messages in conversations]
         if self._template is None:
             raise InputError(
                 "this tokenizer has no chat template",
                 hint='set data.template to a text with {prompt}, for example "{prompt}\\n", or '
                 "use an instruct model",
             )
-        return self._template.render(conversations, options or {})
+        return self._template.render(conversations, options or {}, tools=tools)
 
     def takes_system(
         self, options: Mapping[str, Any] | None = None, *, roles: Sequence[str] = ("system", "user")
