@@ -239,6 +239,12 @@ def serve(
     drain_s: Annotated[
         int, typer.Option(min=0, help="Seconds for answers under way, after a signal to stop.")
     ] = 30,
+    tool_parser: Annotated[
+        str, typer.Option(help="How tool calls are written: auto, hermes, llama3_json or none.")
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str, typer.Option(help="How reasoning is written: auto, think or none.")
+    ] = "auto",
     json: AsJson = False,
 ) -> None:
     """Serve a model by OpenAI's API, until Ctrl-C."""
@@ -251,6 +257,8 @@ def serve(
         "replicas": replicas,
         "insecure": insecure,
         "drain_s": drain_s,
+        "tool_parser": tool_parser,
+        "reasoning_parser": reasoning_parser,
     }
     answer(lambda: run_serve(target, config, set_ or [], as_json=json, **options), as_json=False)
 

@@ -14,7 +14,7 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from gyre.launch.factories import refuse_reward_model
 from gyre.runconfig import RunConfig
 from gyre.server.app import make_app
 from gyre.server.generation import ServedModel
+from gyre.server.parsers.choose import choose_format
+from gyre.text.messages import Message, Tool
 from gyre.text.render import render_prompt
 from gyre.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -51,6 +53,8 @@ class ServeArgs:
     host: str
     port: int  # 0 takes a free one
     replicas: int
+    tool_parser: str  # how calls are written; "auto" decides by the chat template
+    reasoning_parser: str
     insecure: bool  # listen beyond loopback, though nobody needs a key
     drain_s: int  # for the answers under way after a signal
 
@@ -149,36 +153,46 @@ def make_pool(
 def served_model(args: ServeArgs, limits: RequestLimits) -> ServedModel:
     """Return the model as the API sees it: prompts are rendered as the run's own were."""
     tokenizer = load_tokenizer(args.folder, end_token=args.config.tokenizer.end_token)
+    has_template = args.config.data.template == "chat"
+    answer_format = choose_format(
+        tokenizer.template_source if has_template else "",
+        takes_tools=has_template and tokenizer.takes_tools,
+        tool_parser=args.tool_parser,
+        reasoning_parser=args.reasoning_parser,
+        special_ids=tokenizer.special_ids,
+    )
     return ServedModel(
         name=args.name,
         tokenizer=tokenizer,
         context_tokens=min(limits.context_tokens, limits.cache_tokens + 1),
-        render=lambda messages: render_messages(tokenizer, messages, args.config),
+        render=lambda messages, tools: render_messages(tokenizer, messages, tools, args.config),
+        answer_format=answer_format,
         find_refusal=lambda request: find_refusal(request, limits),
     )
 
 
 def render_messages(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], config: RunConfig
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool], config: RunConfig
 ) -> np.ndarray:
     """Return int32 ids of a conversation up to the model's turn. InputError where the run's
     template holds one question and the conversation is longer."""
     data = config.data
     prompt: Any = messages
     if data.template != "chat":
-        if [message["role"] for message in messages] != ["user"]:
+        if [message.role for message in messages] != ["user"]:
             raise InputError(
                 "the run's data.template holds one question: need one message, of role user",
                 hint="send each question by itself",
             )
-        prompt = messages[0]["content"]
-    has_system = any(message["role"] == "system" for message in messages)
+        prompt = messages[0].content
+    has_system = any(message.role == "system" for message in messages)
     tokens, _ = render_prompt(
         tokenizer,
         prompt,
         template=data.template,
         system="" if has_system else data.system,
         options=data.template_options,
+        tools=tools,
     )
     return tokens
 

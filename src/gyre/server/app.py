@@ -8,6 +8,7 @@ request ─▶ body limit ─▶ schema ─▶ prompt tokens ─▶ refusal? ─
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
 import traceback
@@ -29,6 +30,7 @@ from gyre.core.errors import GyreError
 from gyre.core.events import Emit
 from gyre.core.records import Health, Request
 from gyre.server.answers import Answer, ChatAnswer, TextAnswer
+from gyre.server.conversation import read_messages, read_tools
 from gyre.server.generation import ServedModel, TokenUsage, make_request
 from gyre.server.respond import ActiveRequest, EventStream, WholeAnswer
 from gyre.server.schema import (
@@ -42,6 +44,7 @@ from gyre.server.schema import (
 )
 
 MOST_BODY_BYTES = 8 << 20
+PROMPT_END_TOKENS = 16  # enough for an opening tag and the white space after it
 READY_S = 5.0  # longest wait for the engines' answer about their health
 MOST_LOGPROBS = 20  # alternatives that a request may ask for at each token, as in OpenAI's API
 
@@ -95,7 +98,9 @@ class Api:
         self._check_model(body.model)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: need logprobs = true with it", param="top_logprobs")
-        tokens = self._model.render([message.as_text() for message in body.messages])
+        form = self._model.answer_format
+        messages, tools = read_messages(body), read_tools(body, form)
+        tokens = self._model.render(messages, tools)
         request = make_request(
             body,
             tokens,
@@ -109,6 +114,13 @@ class Api:
             self._model.name,
             self._model.tokenizer,
             logprobs=body.logprobs,
+            make_parser=functools.partial(
+                form.make_parser,
+                prompt_end=self._model.tokenizer.decode(tokens[-PROMPT_END_TOKENS:]),
+                with_tools=bool(tools),
+                most_calls=1 if body.parallel_tool_calls is False else None,
+            ),
+            kept_ids=form.kept_ids(with_tools=bool(tools)),
         )
         return self._respond(request, answer, body)
 
@@ -153,7 +165,7 @@ class Api:
         self, request: Request, answer: Answer, body: ChatBody | CompletionBody
     ) -> Response:
         usage = TokenUsage(prompt_tokens=len(request.tokens))
-        work = ActiveRequest(self._engine, request, self._model, usage)
+        work = ActiveRequest(self._engine, request, self._model, usage, kept_ids=answer.kept_ids)
         if body.stream:
             return EventStream(work, answer, includes_usage=body.includes_usage, emit=self._emit)
         return WholeAnswer(work, answer)

@@ -27,16 +27,29 @@ class ActiveRequest:
     """One request in the engine, from its first piece to its end or abort."""
 
     def __init__(
-        self, engine: RolloutEngine, request: Request, model: ServedModel, usage: TokenUsage
+        self,
+        engine: RolloutEngine,
+        request: Request,
+        model: ServedModel,
+        usage: TokenUsage,
+        *,
+        kept_ids: frozenset[int] = frozenset(),  # special tokens that the answer's text shows
     ) -> None:
         self._engine, self.request, self._model, self.usage = engine, request, model, usage
+        self._kept_ids = kept_ids
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[AsyncIterator[TextDelta]]:
         """Submit it. An error or a cancellation aborts it, which frees its KV pages."""
         stream = self._engine.submit(self.request)
         try:
-            yield pieces(stream, self.request, self._model.tokenizer, self.usage)
+            yield pieces(
+                stream,
+                self.request,
+                self._model.tokenizer,
+                self.usage,
+                kept_ids=self._kept_ids,
+            )
         except BaseException:
             await self._engine.abort(self.request.request_id)
             raise
