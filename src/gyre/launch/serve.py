@@ -34,7 +34,7 @@ from gyre.launch.factories import refuse_reward_model
 from gyre.runconfig import RunConfig
 from gyre.server.app import make_app
 from gyre.server.generation import ServedModel
-from gyre.server.parsers.choose import choose_format
+from gyre.server.parsers.choose import check_parsers, choose_format
 from gyre.text.messages import Message, Tool
 from gyre.text.render import render_prompt
 from gyre.text.tokenizer import Tokenizer, load_tokenizer
@@ -63,6 +63,7 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
     """Serve until SIGINT or SIGTERM. Requests under way have `drain_s`; a second signal ends at
     once."""
     refuse_reward_model(args.folder)
+    check_parsers(args.tool_parser, args.reasoning_parser)
     refuse_open_bind(args.host, insecure=args.insecure)
     gpus = torch.cuda.device_count() if args.config.run.device != "cpu" else 0
     if gpus and args.replicas > gpus:
@@ -155,7 +156,7 @@ def served_model(args: ServeArgs, limits: RequestLimits) -> ServedModel:
     tokenizer = load_tokenizer(args.folder, end_token=args.config.tokenizer.end_token)
     has_template = args.config.data.template == "chat"
     answer_format = choose_format(
-        tokenizer.template_source if has_template else "",
+        tokenizer.tool_template_source if has_template else "",
         takes_tools=has_template and tokenizer.takes_tools,
         tool_parser=args.tool_parser,
         reasoning_parser=args.reasoning_parser,

@@ -69,6 +69,7 @@ class Tokenizer:
         chat_template: str,
         hub: Any = None,
         template: ChatTemplate | None = None,
+        tool_template: ChatTemplate | None = None,
     ) -> None:
         assert eos_ids, "a tokenizer without an end token cannot end a response"
         self.backend = backend
@@ -78,6 +79,7 @@ class Tokenizer:
         self.chat_template = chat_template  # jinja; "" when the folder has none
         self._hub = hub  # transformers tokenizer of a folder that is not ours
         self._template = template  # what renders chat_template
+        self._tool_template = tool_template or template  # the same for conversations with tools
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.prefix_ids = _prefix_ids(backend)  # BOS, where used
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
@@ -142,14 +144,15 @@ class Tokenizer:
         return self._pieces[token_id]
 
     @property
-    def template_source(self) -> str:
-        """The template that renders conversations; "" when there is none."""
-        return self.chat_template if self._template is None else self._template.source
+    def tool_template_source(self) -> str:
+        """The template that renders conversations with tools; "" when there is none."""
+        template = self._tool_template
+        return self.chat_template if template is None else template.source
 
     @property
     def takes_tools(self) -> bool:
         """Whether the chat template shows tools: it reads the variable `tools`."""
-        return self._template is not None and self._template.uses("tools")
+        return self._tool_template is not None and self._tool_template.uses("tools")
 
     def render_chat(
         self,
@@ -178,13 +181,14 @@ class Tokenizer:
             )
         if self._hub is None:
             return [plain_chat(as_turns(messages)) for messages in conversations]
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise InputError(
                 "this tokenizer has no chat template",
                 hint='set data.template to a text with {prompt}, for example "{prompt}\\n", or '
                 "use an instruct model",
             )
-        return self._template.render(conversations, options or {}, tools=tools)
+        return template.render(conversations, options or {}, tools=tools)
 
     def takes_system(
         self, options: Mapping[str, Any] | None = None, *, roles: Sequence[str] = ("system", "user")
@@ -356,6 +360,7 @@ def _hub_tokenizer(folder_or_name: str, end_token: str) -> Tokenizer:
         else _all_templates(hub.chat_template),
         hub=hub,
         template=loaded.template,
+        tool_template=loaded.tool_template,
     )
 
 

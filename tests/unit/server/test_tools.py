@@ -100,7 +100,7 @@ class Server:
             render=render,
             find_refusal=lambda request: None,
             answer_format=choose_format(
-                tokenizer.template_source,
+                tokenizer.tool_template_source,
                 takes_tools=tokenizer.takes_tools,
                 tool_parser=tools,
                 reasoning_parser=reasoning,

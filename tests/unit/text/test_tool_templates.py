@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from gyre.text.chat_template import ChatTemplate
 from gyre.text.messages import Message, Tool, ToolCall, as_schemas, as_turns, count_chars
 from gyre.text.render import render_prompt
 from gyre.text.tokenizer import load_tokenizer, train_tokenizer
-from tool_templates import TEMPLATES
+from tool_templates import HERMES_TOOLS, TEMPLATES
 from unit.text.test_chat_template import folder_with
 from unit.text.test_hub import LLAMA_CHAT, QWEN_CHAT
 
@@ -128,6 +129,24 @@ def test_one_that_shows_none_is_known_too(template, tmp_path) -> None:
     assert not ours.takes_tools
     with pytest.raises(InputError, match="shows no tools"):
         render_prompt(ours, "1", tools=OUR_TOOLS)
+
+
+def test_a_template_of_its_own_for_tools_is_taken_where_there_are_any(tmp_path) -> None:
+    folder = folder_of(tmp_path, QWEN_CHAT)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    several = [
+        {"name": "default", "template": QWEN_CHAT},
+        {"name": "tool_use", "template": HERMES_TOOLS.replace("tools or []", "tools")},
+    ]
+    settings["chat_template"] = several
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert ours.takes_tools and "<tool_call>" in ours.tool_template_source
+    for tools, their_tools in (((), None), (OUR_TOOLS, THEIR_TOOLS)):
+        expected = theirs.apply_chat_template(
+            THEIRS[:4], tools=their_tools, add_generation_prompt=True, tokenize=False
+        )
+        assert render_prompt(ours, OURS[:4], tools=tools)[1] == expected
 
 
 def test_our_own_tokenizer_shows_none() -> None:

@@ -58,8 +58,7 @@ def choose_format(
 ) -> AnswerFormat:
     """Return the format. "auto" decides by the text of the chat template; `special_ids` are the
     tokenizer's special tokens."""
-    _check("--tool-parser", tool_parser, TOOL_PARSERS)
-    _check("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
+    check_parsers(tool_parser, reasoning_parser)
     name = find_call_format(template) if tool_parser == AUTO else tool_parser
     thinks = reasoning_parser == THINK
     if reasoning_parser == AUTO:
@@ -85,6 +84,12 @@ def find_call_format(template: str) -> str:
     if "<|python_tag|>" in template or any(quoted in template for quoted in quotes):
         return "llama3_json"
     return ""
+
+
+def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
+    """ConfigError for a name that the command line does not have."""
+    _check("--tool-parser", tool_parser, TOOL_PARSERS)
+    _check("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
 
 
 def _check(flag: str, value: str, accepted: Iterable[str]) -> None:
