@@ -23,7 +23,7 @@ from typing import Any
 
 from gyre.core.errors import ConfigError, InputError
 from gyre.text.chat_template_child import HEADER
-from gyre.text.messages import Tool, Turn, as_schemas, as_turns, count_chars
+from gyre.text.messages import AnyMessage, Tool, as_schemas, as_turns, count_chars
 
 # per call; templates of published models take below a millisecond for a conversation
 CPU_LIMIT_S = 1.5
@@ -43,7 +43,7 @@ ADVICE = (
     'broken can be avoided: data.template = "{prompt}", with tokenizer.end_token'
 )
 
-Messages = Sequence[Turn]
+Messages = Sequence[AnyMessage]
 
 
 class ChatTemplate:

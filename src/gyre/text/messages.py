@@ -65,10 +65,10 @@ class Message:
         return turn
 
 
-Turn = Message | Mapping[str, Any]  # a record, or a row of a data file
+AnyMessage = Message | Mapping[str, Any]  # a record, or a row of a data file
 
 
-def as_turns(messages: Iterable[Turn]) -> list[dict[str, Any]]:
+def as_turns(messages: Iterable[AnyMessage]) -> list[dict[str, Any]]:
     """Return the turns as templates take them."""
     return [one.as_template() if isinstance(one, Message) else dict(one) for one in messages]
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from gyre.core.errors import ConfigError, InputError
-from gyre.text.messages import Tool, Turn, as_turns
+from gyre.text.messages import AnyMessage, Tool, as_turns
 from gyre.text.tokenizer import Tokenizer
 
-Messages = Sequence[Turn]
+Messages = Sequence[AnyMessage]
 
 
 def render_prompt(

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from gyre.server.parsers.reasoning import ReasoningParser
-from gyre.server.parsers.spans import Span
+from gyre.server.parsers.spans import TextSpan
 from gyre.server.parsers.tool_calls import ToolCallParser
 
 
@@ -62,7 +62,7 @@ class AnswerParser:
             content, calls = _join(spans, "content"), self._find_calls(spans)
         return AnswerDelta(content=content, reasoning=reasoning, calls=tuple(calls))
 
-    def _find_calls(self, spans: Iterable[Span]) -> list[CallDelta]:
+    def _find_calls(self, spans: Iterable[TextSpan]) -> list[CallDelta]:
         """Return one delta for each call in the spans."""
         found: dict[int, CallDelta] = {}
         for span in spans:
@@ -78,5 +78,5 @@ class AnswerParser:
         return list(found.values())
 
 
-def _join(spans: Iterable[Span], kind: str) -> str:
+def _join(spans: Iterable[TextSpan], kind: str) -> str:
     return "".join(span.text for span in spans if span.kind == kind)

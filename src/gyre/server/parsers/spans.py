@@ -15,7 +15,7 @@ Kind = Literal["content", "reasoning", "name", "arguments", "markup"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TextSpan:
     """A run of an answer's text. "markup" is what only says where the others begin and end."""
 
     kind: Kind

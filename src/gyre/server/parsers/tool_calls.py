@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from gyre.server.parsers.call_scanner import CallScanner
-from gyre.server.parsers.spans import MOST_BLANK, Kind, Span, find_blank_end, held_chars
+from gyre.server.parsers.spans import MOST_BLANK, Kind, TextSpan, find_blank_end, held_chars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +62,17 @@ class ToolCallParser:
         self._scanned = 0  # end of the held text that the scanner has
         self._runs: list[Run] = []  # of the held object
 
-    def push(self, text: str) -> list[Span]:
+    def push(self, text: str) -> list[TextSpan]:
         """Add text; return the spans that are certain now."""
         return self._go(text, is_last=False)
 
-    def flush(self) -> list[Span]:
+    def flush(self) -> list[TextSpan]:
         """Return the spans of what was held back. Ends the text."""
         return self._go("", is_last=True)
 
-    def _go(self, text: str, *, is_last: bool) -> list[Span]:
+    def _go(self, text: str, *, is_last: bool) -> list[TextSpan]:
         self._text += text
-        spans: list[Span] = []
+        spans: list[TextSpan] = []
         while self._at < len(self._text) and self._step(spans, is_last):
             pass
         self._text, taken = self._text[self._at :], self._at
@@ -81,7 +81,7 @@ class ToolCallParser:
         self._runs = [(kind, place - taken) for kind, place in self._runs]
         return spans
 
-    def _seek(self, spans: list[Span], is_last: bool) -> bool:
+    def _seek(self, spans: list[TextSpan], is_last: bool) -> bool:
         """Look for the beginning of a call; return whether to go on."""
         end, lead = len(self._text), self._find_lead()
         if lead == end and not is_last:
@@ -118,7 +118,7 @@ class ToolCallParser:
         self._step = self._try
         return True
 
-    def _try(self, spans: list[Span], is_last: bool) -> bool:
+    def _try(self, spans: list[TextSpan], is_last: bool) -> bool:
         """Scan held text until it is a call, or is none."""
         while self._scanned < len(self._text):
             kind = self._scanner.push(self._text[self._scanned])
@@ -131,13 +131,13 @@ class ToolCallParser:
                 return self._begin_call(spans)
         return self._give_up(spans) if is_last else False
 
-    def _give_up(self, spans: list[Span]) -> bool:
+    def _give_up(self, spans: list[TextSpan]) -> bool:
         self._take(spans, "content", self._head)
         self._at_begin, self._step = False, self._seek
         return True
 
-    def _begin_call(self, spans: list[Span]) -> bool:
-        found: list[Span] = []
+    def _begin_call(self, spans: list[TextSpan]) -> bool:
+        found: list[TextSpan] = []
         ends = [*(place for _, place in self._runs[1:]), self._scanned]
         for (kind, place), end in zip(self._runs, ends, strict=True):
             self._take(found, "markup", place)
@@ -149,7 +149,7 @@ class ToolCallParser:
         self._step = self._end_call if self._scanner.is_done else self._go_on
         return True
 
-    def _go_on(self, spans: list[Span], is_last: bool) -> bool:
+    def _go_on(self, spans: list[TextSpan], is_last: bool) -> bool:
         """Give out a call's arguments as they come."""
         sent = self._at  # what stands after the arguments waits for the end of the object
         while self._scanned < len(self._text) and not self._scanner.is_done:
@@ -168,7 +168,7 @@ class ToolCallParser:
             self._step = self._seek
         return self._step != self._go_on
 
-    def _end_call(self, spans: list[Span], is_last: bool) -> bool:
+    def _end_call(self, spans: list[TextSpan], is_last: bool) -> bool:
         closer, blank = self._form.closer, find_blank_end(self._text, self._at)
         if closer and blank - self._at <= MOST_BLANK:
             if self._text.startswith(closer, blank):
@@ -178,9 +178,9 @@ class ToolCallParser:
         self._step = self._seek
         return True
 
-    def _take(self, spans: list[Span], kind: Kind, end: int) -> None:
+    def _take(self, spans: list[TextSpan], kind: Kind, end: int) -> None:
         """Make the text up to a place a span, where there is any."""
         if end > self._at:
             text, start = self._text[self._at : end], self._start + self._at
-            spans.append(Span(kind=kind, text=text, start=start))
+            spans.append(TextSpan(kind=kind, text=text, start=start))
             self._at = end

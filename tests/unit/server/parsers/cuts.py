@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gyre.server.parsers.answer import AnswerParser
 from gyre.server.parsers.reasoning import ReasoningParser
-from gyre.server.parsers.spans import Span
+from gyre.server.parsers.spans import TextSpan
 from gyre.server.parsers.tool_calls import ToolCallParser
 
 CUTS = st.lists(st.integers(0, 200), max_size=12)
@@ -48,14 +48,14 @@ def message_of(parser: AnswerParser, pieces: list[str]) -> Found:
     return found
 
 
-def spans_of(parser: ToolCallParser | ReasoningParser, pieces: list[str]) -> list[Span]:
+def spans_of(parser: ToolCallParser | ReasoningParser, pieces: list[str]) -> list[TextSpan]:
     """All spans in the order of the text; those of one kind that follow each other are joined."""
     spans = [span for piece in pieces for span in parser.push(piece)] + parser.flush()
-    joined: list[Span] = []
+    joined: list[TextSpan] = []
     for span in sorted(spans, key=lambda span: span.start):
         if joined and joined[-1].kind == span.kind:
             last = joined.pop()
-            span = Span(kind=last.kind, text=last.text + span.text, start=last.start)
+            span = TextSpan(kind=last.kind, text=last.text + span.text, start=last.start)
         joined.append(span)
     return joined
 
@@ -63,7 +63,7 @@ def spans_of(parser: ToolCallParser | ReasoningParser, pieces: list[str]) -> lis
 Make = Callable[[], ToolCallParser | ReasoningParser]
 
 
-def check_spans(make: Make, text: str, cuts: list[int]) -> list[Span]:
+def check_spans(make: Make, text: str, cuts: list[int]) -> list[TextSpan]:
     """Cut as it may be, the spans are those of the whole, and they are the whole text."""
     whole = spans_of(make(), [text])
     assert "".join(span.text for span in whole) == text
