@@ -129,6 +129,14 @@ HERMES = {
     '<tool_call>oops <tool_call>{"name": "a", "arguments": {}}</tool_call>': Found(
         "<tool_call>oops ", calls=[("a", "{}")]
     ),
+    '<tool_call>\n<tool_call>{"name": "a", "arguments": {}}</tool_call>': Found(
+        "<tool_call>\n", calls=[("a", "{}")]
+    ),
+    # white space before a call is left out, as long as it can be held back
+    "\n" * 256 + '<tool_call>{"name": "a", "arguments": {}}': Found(calls=[("a", "{}")]),
+    "\n" * 257 + '<tool_call>{"name": "a", "arguments": {}}': Found(
+        "\n" * 257, calls=[("a", "{}")]
+    ),
     # broken off or broken in mid arguments
     '<tool_call>{"name": "a", "arguments": {"x": "un': Found(calls=[("a", '{"x": "un')]),
     '<tool_call>{"name": "a", "arguments": {"x": oops}}</tool_call>': Found(
