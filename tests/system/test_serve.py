@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from served import Served, serving
 
+TOOLS = [{"type": "function", "function": {"name": "count"}}]
 ASKED = [{"role": "user", "content": "How many apples are left?"}]
 
 
@@ -135,6 +136,8 @@ def test_a_text_completion_with_ids_echo_and_bias(client) -> None:
         ({"messages": []}, 400, "invalid_value", "messages"),
         ({"response_format": {"type": "json_object"}}, 400, "invalid_value", "response_format"),
         ({"tools": []}, 400, "invalid_value", "tools"),
+        ({"tools": TOOLS}, 400, "invalid_value", "tools"),
+        ({"tools": TOOLS, "tool_choice": "required"}, 400, "invalid_value", "tool_choice"),
         ({"tempreature": 1}, 400, "invalid_value", "tempreature"),
     ],
 )

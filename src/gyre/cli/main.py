@@ -257,6 +257,12 @@ def serve(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print memory and limits; start nothing.")
     ] = False,
+    tool_parser: Annotated[
+        str, typer.Option(help="How tool calls are written: auto, hermes, llama3_json or none.")
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str, typer.Option(help="How reasoning is written: auto, think or none.")
+    ] = "auto",
     json: AsJson = False,
 ) -> None:
     """Serve a model by OpenAI's API, until Ctrl-C."""
@@ -275,6 +281,8 @@ def serve(
         "drain_s": drain_s,
         "access_log": access_log,
         "dry_run": dry_run,
+        "tool_parser": tool_parser,
+        "reasoning_parser": reasoning_parser,
     }
     answer(
         lambda: run_serve(target, config, set_ or [], as_json=json, **options),

@@ -26,6 +26,7 @@ from gyre.launch.factories import (
 )
 from gyre.runconfig import RunConfig
 from gyre.text.detokenizer import Detokenizer
+from gyre.text.messages import Message
 from gyre.text.render import render_prompt
 
 Write = Callable[[str], None]
@@ -98,7 +99,7 @@ class Conversation:
         self._engine, self._policy, self._data, self._write = engine, policy, config.data, write
         self._stop = config.rollout.stop
         self._max_tokens, self._temperature, self._seed = max_tokens, temperature, seed
-        self._messages: list[dict[str, str]] = []
+        self._messages: list[Message] = []
         self._notes: list[str] = []
         self._number = 0
 
@@ -116,7 +117,7 @@ class Conversation:
     async def answer(self, turn: str) -> str:
         """Write the answer while it is chosen, and return it. Of an answer that is cancelled the
         conversation keeps what was said."""
-        asked = [*self._messages, {"role": "user", "content": turn}]
+        asked = [*self._messages, Message(role="user", content=turn)]
         tokens = self._render(asked)
         sampling = Sampling(
             max_tokens=self._room(len(tokens)), temperature=self._temperature, stop=self._stop
@@ -143,12 +144,12 @@ class Conversation:
             await stream.aclose()
             said = "".join(pieces)
             if said and self._data.template == "chat":
-                self._messages = [*asked, {"role": "assistant", "content": said}]
+                self._messages = [*asked, Message(role="assistant", content=said)]
         return said
 
-    def _render(self, asked: list[dict[str, str]]) -> Any:
+    def _render(self, asked: list[Message]) -> Any:
         data = self._data
-        prompt = asked if data.template == "chat" else asked[-1]["content"]
+        prompt = asked if data.template == "chat" else asked[-1].content
         if data.template != "chat" and self._number == 1:
             self._notes.append("data.template holds one question: every turn stands alone")
         tokens, _ = render_prompt(

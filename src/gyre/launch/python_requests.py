@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from gyre.core.errors import DeadlineError, EngineRefused, GyreError, InputError
 from gyre.core.records import Request
 from gyre.launch.python_results import Completion, as_completions
+from gyre.server.conversation import read_messages
 from gyre.server.generation import ServedModel, TextDelta, make_request, read_prompt
 from gyre.server.schema import ApiError, ChatBody, CompletionBody
 
@@ -83,7 +84,7 @@ class Asked:
         """Return the engine's request. ApiError where the engine would refuse it."""
         body = self.body
         if isinstance(body, ChatBody):
-            tokens = model.render([message.as_text() for message in body.messages])
+            tokens = model.render(read_messages(body), ())
         else:
             (prompt,) = body.prompts  # each of a list is asked for by itself
             tokens = read_prompt(prompt, model.tokenizer)

@@ -14,7 +14,7 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,8 @@ from gyre.server.gateway.key_store import KeyStore
 from gyre.server.gateway.tls import check_tls_files
 from gyre.server.generation import ServedModel
 from gyre.server.metrics import ServerMetrics
+from gyre.server.parsers.choose import check_parsers, choose_format
+from gyre.text.messages import Message, Tool
 from gyre.text.render import render_prompt
 from gyre.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -60,6 +62,8 @@ class ServeArgs:
     host: str
     port: int  # 0 takes a free one
     replicas: int
+    tool_parser: str  # how calls are written; "auto" decides by the chat template
+    reasoning_parser: str
     insecure: bool  # listen beyond loopback, though nobody needs a key
     keys: Path | None  # file of API keys; None lets everybody ask
     tls_cert: Path | None  # with `tls_key`; None is plain HTTP
@@ -73,6 +77,7 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
     """Serve until SIGINT or SIGTERM. Requests under way have `drain_s`; a second signal ends at
     once."""
     refuse_reward_model(args.folder)
+    check_parsers(args.tool_parser, args.reasoning_parser)
     refuse_open_bind(args.host, insecure=args.insecure, has_keys=args.keys is not None)
     check_tls_files(args.tls_cert, args.tls_key)
     gate = make_gate(args.keys)
@@ -103,7 +108,14 @@ async def _serve(
         try:
             await pool.start(dummy=False)
             limits = await ask(handles[0], "limits", deadline_s=60.0)
-            model = served_model(args.folder, args.config, args.name, limits)
+            model = served_model(
+                args.folder,
+                args.config,
+                args.name,
+                limits,
+                tool_parser=args.tool_parser,
+                reasoning_parser=args.reasoning_parser,
+            )
             app = make_app(
                 pool,
                 model,
@@ -187,39 +199,57 @@ def make_pool(
     )
 
 
-def served_model(folder: Path, config: RunConfig, name: str, limits: RequestLimits) -> ServedModel:
+def served_model(
+    folder: Path,
+    config: RunConfig,
+    name: str,
+    limits: RequestLimits,
+    *,
+    tool_parser: str = "auto",
+    reasoning_parser: str = "auto",
+) -> ServedModel:
     """Return the model as the API sees it: prompts are rendered as the run's own were."""
     tokenizer = load_tokenizer(folder, end_token=config.tokenizer.end_token)
+    has_template = config.data.template == "chat"
+    answer_format = choose_format(
+        tokenizer.tool_template_source if has_template else "",
+        takes_tools=has_template and tokenizer.takes_tools,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+        special_ids=tokenizer.special_ids,
+    )
     return ServedModel(
         name=name,
         tokenizer=tokenizer,
         context_tokens=min(limits.context_tokens, limits.cache_tokens + 1),
-        render=lambda messages: render_messages(tokenizer, messages, config),
+        render=lambda messages, tools: render_messages(tokenizer, messages, tools, config),
+        answer_format=answer_format,
         find_refusal=lambda request: find_refusal(request, limits),
     )
 
 
 def render_messages(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], config: RunConfig
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool], config: RunConfig
 ) -> np.ndarray:
     """Return int32 ids of a conversation up to the model's turn. InputError where the run's
     template holds one question and the conversation is longer."""
     data = config.data
     prompt: Any = messages
     if data.template != "chat":
-        if [message["role"] for message in messages] != ["user"]:
+        if [message.role for message in messages] != ["user"]:
             raise InputError(
                 "the run's data.template holds one question: need one message, of role user",
                 hint="send each question by itself",
             )
-        prompt = messages[0]["content"]
-    has_system = any(message["role"] == "system" for message in messages)
+        prompt = messages[0].content
+    has_system = any(message.role == "system" for message in messages)
     tokens, _ = render_prompt(
         tokenizer,
         prompt,
         template=data.template,
         system="" if has_system else data.system,
         options=data.template_options,
+        tools=tools,
     )
     return tokens
 

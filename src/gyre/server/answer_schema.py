@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 Finish = Literal["stop", "length"]
+ChatFinish = Literal["stop", "length", "tool_calls"]
 
 
 class Shape(BaseModel):
@@ -63,11 +64,28 @@ class ChatLogprobs(Shape):
     content: list[ChosenToken]
 
 
+class FunctionOfCall(Shape):
+    """What a call asks for."""
+
+    name: str
+    arguments: str
+
+
+class MadeCall(Shape):
+    """A call that the model makes."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionOfCall
+
+
 class AssistantMessage(Shape):
     """What the model says."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[MadeCall] | None = None
 
 
 class ChatChoice(Shape):
@@ -76,7 +94,7 @@ class ChatChoice(Shape):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Finish
+    finish_reason: ChatFinish
 
 
 class ChatCompletion(Shape):
@@ -93,11 +111,29 @@ class ChatCompletion(Shape):
     """The versions of the weights that chose the tokens."""
 
 
+class FunctionDelta(Shape):
+    """What is new of a call's function."""
+
+    name: str | None = None
+    arguments: str
+
+
+class MadeCallDelta(Shape):
+    """What is new of a call; id, type and name come first, and once."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(Shape):
     """What is new of a message."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[MadeCallDelta] | None = None
 
 
 class ChatChunkChoice(Shape):
@@ -106,7 +142,7 @@ class ChatChunkChoice(Shape):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Finish | None
+    finish_reason: ChatFinish | None
 
 
 class ChatChunk(Shape):

@@ -8,6 +8,7 @@ request ─▶ body limit ─▶ schema ─▶ prompt tokens ─▶ refusal? ─
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
 import traceback
@@ -31,6 +32,7 @@ from gyre.core.events import Emit
 from gyre.core.records import Health
 from gyre.server.answers import Answer, ChatAnswer
 from gyre.server.completions import open_completion
+from gyre.server.conversation import read_messages, read_tools
 from gyre.server.gateway.gate import Gate, OpenGate
 from gyre.server.generate import open_generation
 from gyre.server.generation import ServedModel, TokenUsage, check_top, make_request
@@ -50,6 +52,7 @@ from gyre.server.schema import (
 )
 
 MOST_BODY_BYTES = 8 << 20
+PROMPT_END_TOKENS = 16  # enough for an opening tag and the white space after it
 READY_S = 5.0  # longest wait for the engines' answer about their health
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -109,7 +112,9 @@ class Api:
         self._check_model(body.model)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: need logprobs = true with it", param="top_logprobs")
-        tokens = self._model.render([message.as_text() for message in body.messages])
+        form = self._model.answer_format
+        messages, tools = read_messages(body), read_tools(body, form)
+        tokens = self._model.render(messages, tools)
         request = make_request(
             body,
             tokens,
@@ -125,8 +130,16 @@ class Api:
             self._model.name,
             self._model.tokenizer,
             logprobs=body.logprobs,
+            make_parser=functools.partial(
+                form.make_parser,
+                prompt_end=self._model.tokenizer.decode(tokens[-PROMPT_END_TOKENS:]),
+                with_tools=bool(tools),
+                most_calls=1 if body.parallel_tool_calls is False else None,
+            ),
+            kept_ids=form.kept_ids(with_tools=bool(tools)),
         )
-        work = ActiveRequest(self._service, request, TokenUsage(prompt_tokens=len(tokens)))
+        usage = TokenUsage(prompt_tokens=len(tokens))
+        work = ActiveRequest(self._service, request, usage, kept_ids=answer.kept_ids)
         return self._respond(
             http, work, answer, stream=body.stream, includes_usage=body.includes_usage
         )

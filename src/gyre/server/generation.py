@@ -8,7 +8,7 @@ C tokens of a completion, c of one chunk, K alternatives of each.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,8 +16,11 @@ import numpy as np
 
 from gyre.core.errors import RankError
 from gyre.core.records import PromptLogprobs, Request, Sampling, TokenChunk
+from gyre.server.parsers.choose import AnswerFormat
+from gyre.server.parsers.spans import held_chars
 from gyre.server.schema import ApiError, SamplingFields
 from gyre.text.detokenizer import Detokenizer
+from gyre.text.messages import Message, Tool
 from gyre.text.tokenizer import Tokenizer
 
 MOST_LOGPROBS = 20  # alternatives that a request may ask for at each token, as in OpenAI's API
@@ -31,8 +34,9 @@ class ServedModel:
     tokenizer: Tokenizer
     context_tokens: int
     # int32 ids of a conversation up to the model's turn; InputError or ConfigError
-    render: Callable[[Sequence[Mapping[str, str]]], np.ndarray]
+    render: Callable[[Sequence[Message], Sequence[Tool]], np.ndarray]
     find_refusal: Callable[[Request], str | None]  # why no engine runs the request
+    answer_format: AnswerFormat = field(default_factory=AnswerFormat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,9 +152,11 @@ async def pieces(
     usage: TokenUsage,
     *,
     prompt_only: bool = False,
+    kept_ids: Collection[int] = (),
 ) -> AsyncIterator[TextDelta]:
-    """Yield the text of the completions as it can be sent, and count into `usage`. ApiError where
-    the engine ends one without an answer. With `prompt_only` the chosen tokens are left out."""
+    """Yield the text of the completions as it can be sent, and count into `usage`. It has those
+    special tokens that are in `kept_ids`. ApiError where the engine ends one without an answer.
+    With `prompt_only` the chosen tokens are left out."""
     texts: dict[int, AnswerText] = {}
     async for chunk in _unless_lost(stream):
         usage.versions.update(chunk.versions.tolist())
@@ -161,7 +167,9 @@ async def pieces(
             raise _end_error(chunk)
         text = texts.get(chunk.index)
         if text is None:
-            text = texts[chunk.index] = AnswerText(tokenizer, request.sampling.stop)
+            text = texts[chunk.index] = AnswerText(
+                tokenizer, request.sampling.stop, kept_ids=kept_ids
+            )
         yield TextDelta(
             index=chunk.index,
             text=text.push(chunk.tokens, chunk.finish),
@@ -264,8 +272,10 @@ def _token_entry(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, 
 class AnswerText:
     """Text of one completion, incrementally."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self._words = Detokenizer(tokenizer, skip_special=True)
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str], *, kept_ids: Collection[int] = ()
+    ) -> None:
+        self._words = Detokenizer(tokenizer, skip_special=True, kept_ids=kept_ids)
         self._stops = tuple(stops)
         self._held = ""  # may be the beginning of a stop string
 
@@ -284,12 +294,3 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     """Return the text before the first stop string in it. Pure."""
     places = [place for stop in stops if (place := text.find(stop)) >= 0]
     return text[: min(places)] if places else text
-
-
-def held_chars(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the longest end of `text` that begins a stop string. Pure."""
-    longest = max((len(stop) for stop in stops), default=1) - 1
-    for length in range(min(longest, len(text)), 0, -1):
-        if any(stop.startswith(text[-length:]) for stop in stops):
-            return length
-    return 0

@@ -68,10 +68,11 @@ class ActiveRequest:
         usage: TokenUsage,
         *,
         prompt_only: bool = False,
+        kept_ids: frozenset[int] = frozenset(),  # special tokens that the answer's text shows
     ) -> None:
         self._service, self.request, self.usage = service, request, usage
         self.name, self.metrics = request.request_id, service.metrics
-        self._prompt_only = prompt_only
+        self._prompt_only, self._kept_ids = prompt_only, kept_ids
 
     @property
     def num_choices(self) -> int:
@@ -94,6 +95,7 @@ class ActiveRequest:
                     tokenizer,
                     self.usage,
                     prompt_only=self._prompt_only,
+                    kept_ids=self._kept_ids,
                 )
             except BaseException as error:
                 await engine.abort(self.request.request_id)

@@ -17,6 +17,7 @@ from gyre.core.records import Sampling
 
 MOST_MESSAGES = 4096
 MOST_PROMPTS = 256  # of one request
+MOST_TOOLS = 1024
 Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
@@ -32,17 +33,55 @@ class TextPart(_Body):
     text: str
 
 
-class Message(_Body):
-    """A turn of a conversation."""
+class CalledFunction(_Body):
+    """What a call asks for."""
+
+    name: Annotated[str, StringConstraints(min_length=1)]
+    arguments: str  # a JSON object
+
+
+class ToolCallBody(_Body):
+    """A call that an assistant's message made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class MessageBody(_Body):
+    """One message. server/conversation.py checks which fields go together."""
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    # what clients send back with an answer, and this server never fills
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
 
-    def as_text(self) -> dict[str, str]:
-        """Return the message with its parts joined, as chat templates take it."""
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": self.role, "content": text}
+    @property
+    def text(self) -> str:
+        """Return the content with its parts joined."""
+        content = self.content or ""
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class FunctionBody(_Body):
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(_Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionBody
 
 
 class StreamOptions(_Body):
@@ -112,8 +151,14 @@ class _Generation(SamplingFields):
 class ChatBody(_Generation):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MOST_MESSAGES)]
     """The conversation so far."""
+    tools: Annotated[list[ToolBody], Field(min_length=1, max_length=MOST_TOOLS)] | None = None
+    """Functions that the model may call."""
+    tool_choice: str | dict[str, Any] | None = None
+    """auto, or none: the model is shown no tools."""
+    parallel_tool_calls: bool | None = None
+    """With false, at most one call is told."""
     max_tokens: int | None = None
     """Tokens chosen at most; null fills the context."""
     max_completion_tokens: int | None = None
@@ -218,9 +263,8 @@ class DetokenizeBody(_Body):
 # Fields of OpenAI's API that are refused by name, with what to do instead.
 UNSUPPORTED: dict[str, str] = {
     "response_format": "grammars are not supported yet; ask for the format in the prompt",
-    "tools": "tools are not supported yet; describe them in the prompt",
-    "tool_choice": "tools are not supported yet; describe them in the prompt",
-    "functions": "tools are not supported yet; describe them in the prompt",
+    "functions": "the older form is not supported; give them as tools",
+    "function_call": "the older form is not supported; give tool_choice",
     "suffix": "text cannot be inserted before a suffix; put it into the prompt",
     "best_of": "every completion is returned; choose among n of them",
 }

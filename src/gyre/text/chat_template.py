@@ -1,5 +1,5 @@
 """Chat templates: programs from model folders, rendered in a separate process. In: a template,
-conversations. Out: their text, or an InputError that names the template's file.
+conversations, tools. Out: their text, or an InputError that names the template's file.
 
 A template is untrusted code. jinja2's sandbox denies files and processes, but bounds neither time
 nor memory. The process (`chat_template_child`) does, and is terminated when a template exceeds its
@@ -23,6 +23,7 @@ from typing import Any
 
 from gyre.core.errors import ConfigError, InputError
 from gyre.text.chat_template_child import HEADER
+from gyre.text.messages import AnyMessage, Tool, as_schemas, as_turns, count_chars
 
 # per call; templates of published models take below a millisecond for a conversation
 CPU_LIMIT_S = 1.5
@@ -42,7 +43,7 @@ ADVICE = (
     'broken can be avoided: data.template = "{prompt}", with tokenizer.end_token'
 )
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[AnyMessage]
 
 
 class ChatTemplate:
@@ -54,6 +55,7 @@ class ChatTemplate:
         self.source, self.where = source, where
         self._variables = dict(variables)
         self._lock = threading.Lock()
+        self._names: frozenset[str] = frozenset()  # that the template takes from outside
         self.child: _Child | None = None
 
     def render(
@@ -62,21 +64,23 @@ class ChatTemplate:
         options: Mapping[str, Any],
         *,
         generation_prompt: bool = True,
+        tools: Sequence[Tool] = (),
     ) -> list[str]:
         """Return the text of each conversation, ready for the model's turn with
-        `generation_prompt`. A batch costs less than single calls; the CPU limit covers the whole
-        batch."""
+        `generation_prompt`. All of them have the same tools. A batch costs less than single calls;
+        the CPU limit covers the whole batch."""
         for name in RESERVED:
             if name in options:
                 raise ConfigError(
                     f"data.template_options.{name}: gyre sets this itself",
                     hint="leave it out of data.template_options",
                 )
-        turns = [[dict(message) for message in messages] for messages in conversations]
-        num_chars = sum(
-            len(value) for messages in turns for message in messages for value in message.values()
-        )
+        turns, schemas = [as_turns(messages) for messages in conversations], as_schemas(tools)
+        # templates write the tools once in each conversation
+        num_chars = count_chars(turns) + len(turns) * count_chars(schemas or [])
         variables = {"tools": None, "documents": None, **self._variables, **options}
+        if schemas is not None:
+            variables["tools"] = schemas
         request = {
             "variables": variables | {"add_generation_prompt": generation_prompt},
             "conversations": turns,
@@ -88,6 +92,14 @@ class ChatTemplate:
                 self._start()
             return self._ask(request)
 
+    def uses(self, name: str) -> bool:
+        """Return whether the template reads the variable `name`. InputError when it cannot be
+        compiled."""
+        with self._lock:
+            if self.child is None:
+                self._start()
+            return name in self._names
+
     def close(self) -> None:
         """Terminate the process. The next `render` starts another one."""
         with self._lock:
@@ -98,13 +110,14 @@ class ChatTemplate:
     def _start(self) -> None:
         self.child = _Child()
         weakref.finalize(self, self.child.stop)
-        self._ask(
+        names = self._ask(
             {
                 "path": [path for path in sys.path if path],
                 "template": self.source,
                 "cpu_s": CPU_LIMIT_S,
             }
         )
+        self._names = frozenset(names)
 
     def _ask(self, request: Mapping[str, Any]) -> list[str]:
         assert self.child is not None

@@ -1,6 +1,6 @@
 """Template child: the process that renders untrusted chat templates. In: frames on a socket: the
-template once, then lists of conversations. Out: a frame for each, texts or an error. Started by
-`gyre.text.chat_template`.
+template once, then lists of conversations. Out: a frame for each: the names of the template's
+variables, then texts, or an error. Started by `gyre.text.chat_template`.
 
 Imports the standard library, and jinja2 once it knows the path. The kernel terminates it at its CPU
 limit (ITIMER_PROF); its address space is limited while a template runs (RLIMIT_AS).
@@ -37,7 +37,7 @@ def main(handle: int) -> None:
         import jinja2  # noqa: F401  before the limits are set
 
         made: list[Any] = []
-        send(link, bounded(lambda: made.append(compile_template(setup["template"])) or [], setup))
+        send(link, bounded(lambda: compile_into(made, setup["template"]), setup))
         while (request := receive(link)) is not None:
             send(link, bounded(lambda asked=request: render(made[0], asked), request))
 
@@ -80,10 +80,19 @@ def render(template: Any, request: dict[str, Any]) -> list[str]:
     return texts
 
 
-def compile_template(source: str) -> Any:
-    """Compile a template in the environment of transformers.apply_chat_template. It has block
-    trimming, loop controls, the generation tag, and the names tojson, raise_exception,
-    strftime_now, namespace and dict."""
+def compile_into(made: list[Any], source: str) -> list[str]:
+    """Append the compiled template to `made`; return the names that it takes from outside."""
+    import jinja2.meta
+
+    environment = make_environment()
+    made.append(environment.from_string(source))
+    return sorted(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+
+
+def make_environment() -> Any:
+    """Return the environment of transformers.apply_chat_template. It has block trimming, loop
+    controls, the generation tag, and the names tojson, raise_exception, strftime_now, namespace and
+    dict."""
     import jinja2.ext
     import jinja2.nodes
     import jinja2.sandbox
@@ -125,7 +134,7 @@ def compile_template(source: str) -> Any:
         "namespace": Namespace,
         "dict": make_dict,
     }
-    return environment.from_string(source)
+    return environment
 
 
 def receive(link: socket.socket) -> dict[str, Any] | None:

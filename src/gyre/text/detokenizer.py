@@ -7,7 +7,7 @@ including `flush`, join to exactly `Tokenizer.decode` of all ids.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from gyre.text.tokenizer import Tokenizer
 
@@ -17,9 +17,12 @@ _MAX_HELD_TOKENS = 4  # a UTF-8 character has at most 4 bytes, a byte token at l
 class Detokenizer:
     """Text of one completion, incrementally."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special: bool = False, kept_ids: Collection[int] = ()
+    ) -> None:
+        """Begin a text. `kept_ids` are special tokens that are not skipped."""
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._skip_special, self._kept_ids = skip_special, kept_ids
         # Byte-level vocabularies are exact by a table. Others (sentencepiece) decode a window of
         # recent tokens, since what a token adds may depend on the one before it.
         self._bytes = (
@@ -44,7 +47,8 @@ class Detokenizer:
         return self._bytes.decode(b"", final=True)
 
     def _skips(self, token_id: int) -> bool:
-        return self._skip_special and self._tokenizer.is_special(token_id)
+        skips = self._skip_special and self._tokenizer.is_special(token_id)
+        return skips and token_id not in self._kept_ids
 
     def _window(self, *, final: bool) -> str:
         given = self._tokenizer.decode(self._ids[self._start : self._given])

@@ -24,6 +24,7 @@ PROBE, QUESTION_PROBE = "Qz7answerprobe", "Qz7questionprobe"  # texts that no te
 class HubTokenizer:
     hub: Any  # the fast tokenizer of transformers
     template: ChatTemplate | None
+    tool_template: ChatTemplate | None  # of a folder that has another one for tools
     eos_ids: tuple[int, ...]  # the one that ends a turn first
 
 
@@ -35,7 +36,7 @@ def load_hub_tokenizer(folder_or_name: str, *, end_token: str = "") -> HubTokeni
         folder = hub_folder(folder_or_name, PATTERNS, what="tokenizer")
     settings = check_tokenizer_files(folder)
     hub = _load(folder)
-    template = _template_of(hub, folder)
+    template = _template_of(hub, folder, "default")
     eos_ids = tuple(settings.gyre_eos_ids or ())
     if end_token:
         eos_ids = tuple(
@@ -55,7 +56,12 @@ def load_hub_tokenizer(folder_or_name: str, *, end_token: str = "") -> HubTokeni
             f"the tokenizer of {folder} names no end token",
             hint='set "eos_token" in its tokenizer_config.json, or tokenizer.end_token',
         )
-    return HubTokenizer(hub=hub, template=template, eos_ids=eos_ids)
+    return HubTokenizer(
+        hub=hub,
+        template=template,
+        tool_template=_template_of(hub, folder, "tool_use"),
+        eos_ids=eos_ids,
+    )
 
 
 def _load(folder: Path) -> Any:
@@ -82,10 +88,10 @@ def _load(folder: Path) -> Any:
     return hub
 
 
-def _template_of(hub: Any, folder: Path) -> ChatTemplate | None:
-    """Return the template named "default", where a folder has several; None without any."""
+def _template_of(hub: Any, folder: Path, name: str) -> ChatTemplate | None:
+    """Return the template of that name, where a folder has several; a single one is "default"."""
     found = hub.chat_template
-    source = found.get("default") if isinstance(found, dict) else found
+    source = (found if isinstance(found, dict) else {"default": found}).get(name)
     if not source:
         return None
     file = folder / "chat_template.jinja"

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from gyre.core.errors import ConfigError, InputError
+from gyre.text.messages import AnyMessage, Tool, as_turns
 from gyre.text.tokenizer import Tokenizer
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[AnyMessage]
 
 
 def render_prompt(
@@ -24,21 +25,25 @@ def render_prompt(
     template: str = "chat",
     system: str = "",
     options: Mapping[str, Any] | None = None,
+    tools: Sequence[Tool] = (),
 ) -> tuple[np.ndarray, str]:
     """Return (int32 ids, text) up to the model's turn.
 
     `template` is "chat" (the tokenizer's own; ours writes the prompt and a newline) or a text with
     {prompt}, and {system} if `system` is given. A conversation needs "chat". `system` precedes the
-    prompt's messages. Raises ConfigError for a template without a placeholder for the prompt or the
-    system message. Raises InputError for `system` next to a system message of the prompt, or a
-    later system message that the chat template omits.
+    prompt's messages. `tools` need "chat". Raises ConfigError for a template without a placeholder
+    for the prompt or the system message. Raises InputError for `system` next to a system message of
+    the prompt, for a later system message that the chat template omits, and for tools that it
+    does not show.
     """
     check_template(template, system)
     if template == "chat" and (
         system or any(message["role"] == "system" for message in _messages(prompt))
     ):
         check_system(tokenizer, options)
-    (text,) = render_texts(tokenizer, [prompt], template=template, system=system, options=options)
+    (text,) = render_texts(
+        tokenizer, [prompt], template=template, system=system, options=options, tools=tools
+    )
     return encode_rendered(tokenizer, text, template=template), text
 
 
@@ -49,13 +54,19 @@ def render_texts(
     template: str,
     system: str,
     options: Mapping[str, Any] | None,
+    tools: Sequence[Tool] = (),
 ) -> list[str]:
     """Return the text of each prompt, as `render_prompt` does. Raises InputError for a system
     message that would not appear as given."""
     if template == "chat":
         conversations = [_conversation(prompt, system) for prompt in prompts]
         _check_later_systems(tokenizer, conversations, options)
-        return tokenizer.render_chats(conversations, options=options)
+        return tokenizer.render_chats(conversations, options=options, tools=tools)
+    if tools:
+        raise InputError(
+            f"data.template = {template!r} shows no tools",
+            hint='leave the tools out, or use data.template = "chat"',
+        )
     for prompt in prompts:
         if not isinstance(prompt, str):
             raise ConfigError(
@@ -108,7 +119,7 @@ def check_system(tokenizer: Tokenizer, options: Mapping[str, Any] | None) -> Non
         )
 
 
-def _conversation(prompt: str | Messages, system: str) -> list[Mapping[str, str]]:
+def _conversation(prompt: str | Messages, system: str) -> list[dict[str, Any]]:
     messages = _messages(prompt)
     if not system:
         return messages
@@ -122,7 +133,9 @@ def _conversation(prompt: str | Messages, system: str) -> list[Mapping[str, str]
 
 
 def _check_later_systems(
-    tokenizer: Tokenizer, conversations: Sequence[Messages], options: Mapping[str, Any] | None
+    tokenizer: Tokenizer,
+    conversations: Sequence[Sequence[Mapping[str, Any]]],
+    options: Mapping[str, Any] | None,
 ) -> None:
     """Check later system messages: many chat templates show only one in the first position."""
     every = {tuple(message["role"] for message in messages) for messages in conversations}
@@ -136,8 +149,8 @@ def _check_later_systems(
             )
 
 
-def _messages(prompt: str | Messages) -> list[Mapping[str, str]]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+def _messages(prompt: str | Messages) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else as_turns(prompt)
 
 
 def render_example(

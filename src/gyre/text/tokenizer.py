@@ -22,8 +22,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from gyre.core.errors import ConfigError, InputError
 from gyre.core.files import read_json
 from gyre.core.hub import is_hub_name, near_folders
-from gyre.text.chat_template import ChatTemplate
+from gyre.text.chat_template import ChatTemplate, Messages
 from gyre.text.hub import load_hub_tokenizer
+from gyre.text.messages import Tool, as_turns
 
 PAD, END = "<|pad|>", "<|end|>"
 SPECIAL = (PAD, END, "<think>", "</think>", "<answer>", "</answer>")
@@ -68,6 +69,7 @@ class Tokenizer:
         chat_template: str,
         hub: Any = None,
         template: ChatTemplate | None = None,
+        tool_template: ChatTemplate | None = None,
     ) -> None:
         assert eos_ids, "a tokenizer without an end token cannot end a response"
         self.backend = backend
@@ -77,6 +79,7 @@ class Tokenizer:
         self.chat_template = chat_template  # jinja; "" when the folder has none
         self._hub = hub  # transformers tokenizer of a folder that is not ours
         self._template = template  # what renders chat_template
+        self._tool_template = tool_template or template  # the same for conversations with tools
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.prefix_ids = _prefix_ids(backend)  # BOS, where used
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
@@ -122,6 +125,12 @@ class Tokenizer:
         Unknown ids yield nothing."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens by their text."""
+        added = self.backend.get_added_tokens_decoder()
+        return {added[i].content: i for i in sorted(self._special_ids)}
+
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
@@ -134,29 +143,52 @@ class Tokenizer:
             self._pieces[token_id] = b"" if token is None else _byte_level_bytes(token)
         return self._pieces[token_id]
 
+    @property
+    def tool_template_source(self) -> str:
+        """The template that renders conversations with tools; "" when there is none."""
+        template = self._tool_template
+        return self.chat_template if template is None else template.source
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template shows tools: it reads the variable `tools`."""
+        return self._tool_template is not None and self._tool_template.uses("tools")
+
     def render_chat(
-        self, messages: Sequence[Mapping[str, str]], *, options: Mapping[str, Any] | None = None
+        self,
+        messages: Messages,
+        *,
+        options: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool] = (),
     ) -> str:
         """Return the text of a conversation up to the model's turn. `options` are passed to the
         chat template of a hub folder."""
-        return self.render_chats([messages], options=options)[0]
+        return self.render_chats([messages], options=options, tools=tools)[0]
 
     def render_chats(
         self,
-        conversations: Sequence[Sequence[Mapping[str, str]]],
+        conversations: Sequence[Messages],
         *,
         options: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool] = (),
     ) -> list[str]:
-        """Render several conversations at once, which is faster than `render_chat` on each."""
+        """Render several conversations at once, which is faster than `render_chat` on each.
+        InputError for tools that the chat template does not show."""
+        if tools and not self.takes_tools:
+            raise InputError(
+                "the model's chat template shows no tools",
+                hint="leave the tools out, or use a model whose chat template reads `tools`",
+            )
         if self._hub is None:
-            return [plain_chat(messages) for messages in conversations]
-        if self._template is None:
+            return [plain_chat(as_turns(messages)) for messages in conversations]
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise InputError(
                 "this tokenizer has no chat template",
                 hint='set data.template to a text with {prompt}, for example "{prompt}\\n", or '
                 "use an instruct model",
             )
-        return self._template.render(conversations, options or {})
+        return template.render(conversations, options or {}, tools=tools)
 
     def takes_system(
         self, options: Mapping[str, Any] | None = None, *, roles: Sequence[str] = ("system", "user")
@@ -328,6 +360,7 @@ def _hub_tokenizer(folder_or_name: str, end_token: str) -> Tokenizer:
         else _all_templates(hub.chat_template),
         hub=hub,
         template=loaded.template,
+        tool_template=loaded.tool_template,
     )
 
 

@@ -11,10 +11,11 @@ import pytest
 from gyre.core.errors import ConfigError, InputError
 from gyre.launch.serve import bind, refuse_open_bind, render_messages
 from gyre.runconfig import RunConfig, load_run_config
+from gyre.text.messages import Message, Tool
 from gyre.text.tokenizer import train_tokenizer
 
 TOKENIZER = train_tokenizer(["question: what is one? be brief"], vocab_size=300, min_share=0.0)
-QUESTION = [{"role": "user", "content": "what is one?"}]
+QUESTION = [Message(role="user", content="what is one?")]
 
 
 def config(tmp_path: Path, **data: Any) -> RunConfig:
@@ -24,8 +25,8 @@ def config(tmp_path: Path, **data: Any) -> RunConfig:
     return load_run_config(path, [])
 
 
-def text_of(tmp_path: Path, messages: list[dict[str, str]], **data: Any) -> str:
-    return TOKENIZER.decode(render_messages(TOKENIZER, messages, config(tmp_path, **data)))
+def text_of(tmp_path: Path, messages: list[Message], **data: Any) -> str:
+    return TOKENIZER.decode(render_messages(TOKENIZER, messages, (), config(tmp_path, **data)))
 
 
 def test_a_run_is_asked_by_its_own_template_and_system_message(tmp_path) -> None:
@@ -34,15 +35,21 @@ def test_a_run_is_asked_by_its_own_template_and_system_message(tmp_path) -> None
 
 
 def test_a_template_of_one_question_takes_no_conversation(tmp_path) -> None:
-    for messages in (QUESTION * 2, [{"role": "system", "content": "be brief"}, *QUESTION]):
+    for messages in (QUESTION * 2, [Message(role="system", content="be brief"), *QUESTION]):
         with pytest.raises(InputError, match="one question"):
             text_of(tmp_path, messages, template="question: {prompt}")
 
 
 def test_a_conversation_brings_its_own_system_message_or_gets_that_of_the_run(tmp_path) -> None:
-    own = [{"role": "system", "content": "a b"}, *QUESTION]
+    own = [Message(role="system", content="a b"), *QUESTION]
     assert text_of(tmp_path, QUESTION, system="be brief") == "be brief\nwhat is one?\n"
     assert text_of(tmp_path, own, system="be brief") == "a b\nwhat is one?\n"
+
+
+@pytest.mark.parametrize("template", ["chat", "question: {prompt}"])
+def test_tools_that_no_template_shows_are_refused(template, tmp_path) -> None:
+    with pytest.raises(InputError, match="shows no tools"):
+        render_messages(TOKENIZER, QUESTION, [Tool(name="f")], config(tmp_path, template=template))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])

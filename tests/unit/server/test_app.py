@@ -74,10 +74,10 @@ def fail(error: Exception) -> End:
     return lambda stream, name: stream.end(error)
 
 
-def render(messages: Any) -> np.ndarray:
-    if messages[0]["role"] != "user":
+def render(messages: Any, tools: Any) -> np.ndarray:
+    if messages[0].role != "user":
         raise InputError("the first message is the system's", hint="begin with a question")
-    return TOKENIZER.encode(messages[0]["content"])
+    return TOKENIZER.encode(messages[0].content)
 
 
 def ask(engine: OneToken, path: str, body: Any = None) -> tuple[httpx.Response, list[Any]]:

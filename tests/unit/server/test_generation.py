@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gyre.server.generation import AnswerText, cut_at_stop, held_chars
+from gyre.server.generation import AnswerText, cut_at_stop
+from gyre.server.parsers.spans import held_chars
 from gyre.text.tokenizer import train_tokenizer
 
 TOKENIZER = train_tokenizer(["abcab cba ü 漢 bca"], vocab_size=300, min_share=0.0)

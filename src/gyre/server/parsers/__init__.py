@@ -1,0 +1,1 @@
+"""Parsers: an answer's text, as it comes, to content, reasoning and tool calls. All are pure."""
