@@ -79,8 +79,8 @@ def reverse(request: Request, index: int, version: int) -> Sequence[int]:
     ]
 
 
-def render(messages: Any) -> np.ndarray:
-    return TOKENIZER.encode("".join(message["content"] for message in messages))
+def render(messages: Any, tools: Any) -> np.ndarray:
+    return TOKENIZER.encode("".join(message.content or "" for message in messages))
 
 
 @contextlib.asynccontextmanager

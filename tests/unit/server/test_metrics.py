@@ -122,7 +122,7 @@ class Bench:
             name="m",
             tokenizer=TOKENIZER,
             context_tokens=64,
-            render=lambda messages: TOKENIZER.encode(messages[0]["content"]),
+            render=lambda messages, tools: TOKENIZER.encode(messages[0].content),
             find_refusal=lambda request: None,
         )
         ticks = itertools.count(1)

@@ -90,7 +90,7 @@ class Guarded:
             name="m",
             tokenizer=TOKENIZER,
             context_tokens=512,
-            render=lambda messages: PROMPT,
+            render=lambda messages, tools: PROMPT,
             find_refusal=lambda request: None,
         )
         app = make_app(self.engine, model, emit=self.emit, gate=self.gate)
