@@ -14,6 +14,7 @@ import typer
 import typer.core
 
 from gyre.cli.answer import answer, say_stopped
+from gyre.cli.bench import bench_app
 from gyre.core.errors import RunStopped
 
 
@@ -36,6 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(bench_app)
 
 Target = Annotated[
     Path, typer.Argument(metavar="RUN|MODEL", help="A run folder, or a model folder in hub layout.")
