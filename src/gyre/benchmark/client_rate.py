@@ -31,6 +31,7 @@ async def measure_client() -> float:
         "gyre.benchmark.null_server",
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C in a terminal is for this process, which then ends it
     )
     assert process.stdin is not None and process.stdout is not None
     try:

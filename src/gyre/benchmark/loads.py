@@ -1,5 +1,5 @@
 """Loads: what each request of a benchmark asks. In: lengths or a file's conversations, a seed, the
-request's place. Out: a `Drawn`, the same for the same place, whatever ran before.
+request's place. Out: a `DrawnRequest`, the same for the same place, whatever ran before.
 
 A prompt is drawn as units, numbers below NUM_UNITS. `prompts.py` makes token ids or words of them.
 Warm-up and each level draw apart, so that no prompt of one is in a prefix cache for another.
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gyre.benchmark.records import Drawn
+from gyre.benchmark.records import DrawnRequest
 from gyre.core.errors import ConfigError, InputError
 
 NUM_UNITS = 256
@@ -35,7 +35,7 @@ class Place:
 class Load(Protocol):
     """A source of requests."""
 
-    def draw(self, place: Place) -> Drawn: ...
+    def draw(self, place: Place) -> DrawnRequest: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +70,11 @@ class RandomLoad:
     lengths: Lengths
     seed: int
 
-    def draw(self, place: Place) -> Drawn:
+    def draw(self, place: Place) -> DrawnRequest:
         rng = _rng(self.seed, place)
         num_input, num_output = self.lengths.draw(rng)
         units = rng.integers(0, NUM_UNITS, num_input)
-        return Drawn(units=tuple(units.tolist()), max_tokens=num_output)
+        return DrawnRequest(units=tuple(units.tolist()), max_tokens=num_output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,20 +103,20 @@ class PrefixLoad:
         drawn = rng.integers(0, NUM_UNITS, (self.prefixes, self.prefix_tokens)).tolist()
         object.__setattr__(self, "_texts", tuple(map(tuple, drawn)))
 
-    def draw(self, place: Place) -> Drawn:
+    def draw(self, place: Place) -> DrawnRequest:
         rng = _rng(self.seed, place)
         number = int(np.searchsorted(self._ends, rng.random(), side="right"))
         prefix = self._texts[min(number, self.prefixes - 1)]
         num_suffix, num_output = self.lengths.draw(rng)
         suffix = rng.integers(0, NUM_UNITS, num_suffix).tolist()
-        return Drawn(prefix=prefix, units=tuple(suffix), max_tokens=num_output)
+        return DrawnRequest(prefix=prefix, units=tuple(suffix), max_tokens=num_output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextLoad:
     """Questions of a file, shuffled. They begin again where there are fewer than requests."""
 
-    drawn: Sequence[Drawn]
+    drawn: Sequence[DrawnRequest]
     seed: int
     per_level: int  # so that levels take different ones as long as there are some
     _order: np.ndarray = field(init=False)
@@ -125,7 +125,7 @@ class TextLoad:
         rng = np.random.default_rng((self.seed, _SHUFFLE))
         object.__setattr__(self, "_order", rng.permutation(len(self.drawn)))
 
-    def draw(self, place: Place) -> Drawn:
+    def draw(self, place: Place) -> DrawnRequest:
         at = (place.level - 1) * self.per_level + place.index
         if place.warm_up:  # from the end, where the levels come last
             at = -1 - at
@@ -164,17 +164,17 @@ def sharegpt_requests(
     *,
     max_tokens: int,
     count_tokens: Callable[[str], int] | None,
-) -> list[Drawn]:
+) -> list[DrawnRequest]:
     """Return the requests of a file. With `count_tokens` each answer is as long as the recorded
     one, and turns outside the usual bounds are left out; otherwise all may have `max_tokens`."""
     if count_tokens is None:
-        return [Drawn(text=question, max_tokens=max_tokens) for question, _ in turns]
+        return [DrawnRequest(text=question, max_tokens=max_tokens) for question, _ in turns]
     found = []
     for question, answer in turns:
         num_input, num_output = count_tokens(question), count_tokens(answer)
         is_long = num_input > MAX_PROMPT_TOKENS or num_input + num_output > MAX_TOTAL_TOKENS
         if min(num_input, num_output) >= MIN_TOKENS and not is_long:
-            found.append(Drawn(text=question, max_tokens=num_output))
+            found.append(DrawnRequest(text=question, max_tokens=num_output))
     if not found:
         raise InputError(
             f"none of {len(turns)} conversations has a question of {MIN_TOKENS} to "

@@ -1,4 +1,4 @@
-"""Prompts: a `Drawn` to the body of a request. In: what was drawn, how the server is asked. Out:
+"""Prompts: a `DrawnRequest` to a request's body. In: what was drawn, how the server is asked. Out:
 JSON bytes. Pure.
 
 On the completions endpoint units become token ids, so the prompt has exactly as many tokens. On the
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from gyre.benchmark.loads import NUM_UNITS
-from gyre.benchmark.records import Drawn, Endpoint
+from gyre.benchmark.records import DrawnRequest, Endpoint
 from gyre.core.errors import InputError
 
 FEW_WORDS, MORE_WORDS, MOST_WORDS = 8, 24, 256  # of the probes
@@ -50,7 +50,7 @@ class TextFit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
+class RequestTemplate:
     """How each request of a benchmark is put."""
 
     endpoint: Endpoint
@@ -64,7 +64,7 @@ class Asking:
         """Return the route, below the server's base URL."""
         return "/chat/completions" if self.endpoint == "chat" else "/completions"
 
-    def body(self, drawn: Drawn, fit: TextFit | None) -> bytes:
+    def body(self, drawn: DrawnRequest, fit: TextFit | None) -> bytes:
         """Return the JSON. `fit` is needed where units become words."""
         asked: dict[str, object] = {"model": self.model, "max_tokens": drawn.max_tokens}
         asked |= {"temperature": self.temperature, "stream": self.stream}
@@ -81,7 +81,7 @@ class Asking:
         return msgspec.json.encode(asked)
 
 
-def as_text(drawn: Drawn, fit: TextFit | None) -> str:
+def as_text(drawn: DrawnRequest, fit: TextFit | None) -> str:
     """Return words of about as many tokens as there are units. Prompts of one prefix begin with the
     same words."""
     per_word = 1.0 if fit is None else fit.tokens_per_word

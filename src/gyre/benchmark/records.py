@@ -14,7 +14,7 @@ Endpoint = Literal["chat", "completions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class DrawnRequest:
     """A request before it has words: `prefix` and `units` are numbers below `loads.NUM_UNITS`, and
     other prompts may begin with the same prefix. Or it has a `text` as it is."""
 

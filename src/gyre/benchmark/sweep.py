@@ -18,9 +18,9 @@ from gyre.benchmark.client import Client, ClientSettings, first_model
 from gyre.benchmark.client_rate import measure_client
 from gyre.benchmark.connection import ConnectionPool, Target
 from gyre.benchmark.loads import NUM_UNITS, Load, Place
-from gyre.benchmark.prompts import Asking, TextFit, fit_text, probe_words
+from gyre.benchmark.prompts import RequestTemplate, TextFit, fit_text, probe_words
 from gyre.benchmark.records import (
-    Drawn,
+    DrawnRequest,
     Endpoint,
     Level,
     LevelSummary,
@@ -103,7 +103,7 @@ class _Sweep:
         self, settings: SweepSettings, pool: ConnectionPool, model: str, on_progress: OnProgress
     ) -> None:
         self._settings, self._on_progress = settings, on_progress
-        self._asking = Asking(
+        self._template = RequestTemplate(
             endpoint=settings.endpoint,
             model=model,
             stream=settings.stream,
@@ -113,7 +113,7 @@ class _Sweep:
         self._client = Client(
             pool,
             ClientSettings(
-                path=self._asking.path,
+                path=self._template.path,
                 stream=settings.stream,
                 timeout_s=settings.timeout_s,
                 api_key=settings.api_key,
@@ -134,7 +134,7 @@ class _Sweep:
     async def _count(self, words: int) -> int:
         """Return the server's count of a prompt of so many words."""
         units = tuple(_PROBE_STEP * at % NUM_UNITS for at in range(words))  # of all kinds
-        body = self._asking.body(Drawn(units=units, max_tokens=1), None)
+        body = self._template.body(DrawnRequest(units=units, max_tokens=1), None)
         outcome = await self._client.ask(body, time.perf_counter())
         if outcome.failure or outcome.usage is None:
             raise InputError(
@@ -204,7 +204,7 @@ class _Sweep:
 
     def _body(self, number: int, index: int, fit: TextFit | None, warm_up: bool) -> bytes:
         place = Place(level=number, warm_up=warm_up, index=index)
-        return self._asking.body(self._settings.load.draw(place), fit)
+        return self._template.body(self._settings.load.draw(place), fit)
 
 
 async def _until_signal(work: Coroutine[Any, Any, None]) -> bool:

@@ -104,6 +104,7 @@ def _rows(levels: Sequence[LevelSummary]) -> Iterator[tuple[str, ...]]:
     yield "total tokens/s", *(f"{level.total_tokens_per_s:,.1f}" for level in levels)
     yield "prompt tokens", *(_mean(level.prompt_tokens, level) for level in levels)
     yield "answer tokens", *(_mean(level.completion_tokens, level) for level in levels)
+    yield "tokens per chunk", *(_per_chunk(level) for level in levels)
     for name, found in (
         ("TTFT", [level.ttft for level in levels]),
         ("ITL", [level.itl for level in levels]),
@@ -118,6 +119,10 @@ def _rows(levels: Sequence[LevelSummary]) -> Iterator[tuple[str, ...]]:
 def _mean(tokens: int, level: LevelSummary) -> str:
     counted = level.ok - level.without_usage
     return f"{tokens / counted:.1f}" if counted else "-"
+
+
+def _per_chunk(level: LevelSummary) -> str:
+    return f"{level.completion_tokens / level.chunks:.2f}" if level.chunks else "-"
 
 
 def _percentiles(found: Percentiles) -> str:

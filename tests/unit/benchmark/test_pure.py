@@ -24,8 +24,8 @@ from gyre.benchmark.loads import (
     sharegpt_requests,
     sharegpt_turns,
 )
-from gyre.benchmark.prompts import FIRST_TOKEN_ID, WORDS, Asking, as_text, fit_text
-from gyre.benchmark.records import Drawn, Level, Outcome, TokenCounts
+from gyre.benchmark.prompts import FIRST_TOKEN_ID, WORDS, RequestTemplate, as_text, fit_text
+from gyre.benchmark.records import DrawnRequest, Level, Outcome, TokenCounts
 from gyre.benchmark.summary import percentiles, summarize
 from gyre.core.errors import ConfigError, InputError
 
@@ -115,7 +115,7 @@ def test_prefixes_have_the_shares_of_zipf(zipf: float) -> None:
 
 def test_questions_are_taken_once_before_any_comes_again() -> None:
     load = TextLoad(
-        drawn=[Drawn(text=str(n), max_tokens=1) for n in range(30)], seed=1, per_level=10
+        drawn=[DrawnRequest(text=str(n), max_tokens=1) for n in range(30)], seed=1, per_level=10
     )
     found = [
         load.draw(Place(level=level, warm_up=False, index=index)).text
@@ -162,18 +162,20 @@ def test_lengths_that_are_none_are_refused(changed: dict) -> None:
         Lengths(**{"input_tokens": 5, "output_tokens": 5} | changed)
 
 
-def asking(endpoint: str, stream: bool = True) -> Asking:
-    return Asking(endpoint=endpoint, model="m", stream=stream, temperature=0.0, ignore_eos=True)
+def template(endpoint: str, stream: bool = True) -> RequestTemplate:
+    return RequestTemplate(
+        endpoint=endpoint, model="m", stream=stream, temperature=0.0, ignore_eos=True
+    )
 
 
 @given(st.lists(st.integers(0, NUM_UNITS - 1), min_size=1), st.integers(1, 99))
 def test_a_completion_is_asked_with_as_many_ids(units: list[int], max_tokens: int) -> None:
-    drawn = Drawn(prefix=tuple(units[:2]), units=tuple(units), max_tokens=max_tokens)
-    body = json.loads(asking("completions").body(drawn, None))
+    drawn = DrawnRequest(prefix=tuple(units[:2]), units=tuple(units), max_tokens=max_tokens)
+    body = json.loads(template("completions").body(drawn, None))
     assert body["prompt"] == [FIRST_TOKEN_ID + unit for unit in [*units[:2], *units]]
     assert body["max_tokens"] == max_tokens and body["ignore_eos"] is True
     assert body["stream_options"] == {"include_usage": True}
-    whole = json.loads(asking("completions", stream=False).body(drawn, None))
+    whole = json.loads(template("completions", stream=False).body(drawn, None))
     assert "stream_options" not in whole and whole["stream"] is False
 
 
@@ -190,11 +192,11 @@ def test_a_text_has_about_the_tokens_that_were_asked(
     """For a server whose words have `per_word` tokens each."""
     fit = fit_text((16, 64), (overhead + 16 * per_word, overhead + 64 * per_word))
     units = tuple((seed + at * 7) % NUM_UNITS for at in range(num_units))
-    drawn = Drawn(prefix=tuple(range(num_prefix % 200)), units=units, max_tokens=1)
+    drawn = DrawnRequest(prefix=tuple(range(num_prefix % 200)), units=units, max_tokens=1)
     text = as_text(drawn, fit)
     tokens = overhead + per_word * len(text.split())
     assert abs(tokens - len(drawn.prefix) - num_units) <= per_word
-    other = as_text(Drawn(prefix=drawn.prefix, units=units[::-1], max_tokens=1), fit)
+    other = as_text(DrawnRequest(prefix=drawn.prefix, units=units[::-1], max_tokens=1), fit)
     shared = round(len(drawn.prefix) / fit.tokens_per_word)
     assert text.split()[:shared] == other.split()[:shared]
     assert set(text.split()) <= {word.strip() for word in WORDS}

@@ -9,8 +9,8 @@ import pytest
 
 from gyre.benchmark.client_rate import measure_client
 from gyre.benchmark.connection import parse_url
-from gyre.benchmark.loads import Lengths, RandomLoad
-from gyre.benchmark.records import Level, Progress
+from gyre.benchmark.loads import Lengths, RandomLoad, TextLoad
+from gyre.benchmark.records import DrawnRequest, Level, Progress
 from gyre.benchmark.sweep import SweepResult, SweepSettings, run_sweep
 from gyre.core.errors import ConfigError, InputError
 from scripted_api import END, Api, event, part, scripted, stream, usage, whole
@@ -99,6 +99,21 @@ def test_words_of_a_chat_are_fitted_to_the_server() -> None:
     )
     assert result.levels[0].prompt_tokens == 10 * 21
     assert result.levels[0].ttft.count == 0 and result.levels[0].e2e.count == 10
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_questions_of_a_file_are_sent_as_they_are(endpoint: str) -> None:
+    questions = [DrawnRequest(text=f"question {n}?", max_tokens=n + 1) for n in range(4)]
+    load = TextLoad(drawn=questions, seed=0, per_level=4)
+    levels = [Level(concurrency=2, requests=4)]
+    result, api, _ = sweep(answer, endpoint=endpoint, model="m", load=load, levels=levels)
+    asked = [
+        (body["messages"][0]["content"] if endpoint == "chat" else body["prompt"])
+        for body in api.bodies
+    ]
+    assert sorted(asked) == [question.text for question in questions]
+    assert sorted(body["max_tokens"] for body in api.bodies) == [1, 2, 3, 4]
+    assert result.levels[0].ok == 4
 
 
 def test_a_chat_server_that_does_not_answer_ends_the_sweep() -> None:

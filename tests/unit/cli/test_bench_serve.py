@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from gyre.benchmark.loads import PrefixLoad, RandomLoad, TextLoad
+from gyre.benchmark.loads import Place, PrefixLoad, RandomLoad, TextLoad
 from gyre.cli.bench_serve import BenchServeArgs, make_settings
 from gyre.core.errors import GyreError
+from gyre.text.tokenizer import train_tokenizer
 
 
 def args(**changed: Any) -> BenchServeArgs:
@@ -67,6 +68,16 @@ def test_each_kind_of_load_is_made(tmp_path: Path) -> None:
     assert isinstance(text.load, TextLoad) and not text.ignore_eos
     assert text.load.per_level == 128
     assert make_settings(args()).ignore_eos
+
+
+def test_with_a_tokenizer_answers_are_as_long_as_the_recorded_ones(tmp_path: Path) -> None:
+    train_tokenizer(["one and two"], vocab_size=300).save(tmp_path)
+    turns = [{"from": "human", "value": "abcdefg"}, {"from": "gpt", "value": "vwxyz"}]
+    file = tmp_path / "f.json"
+    file.write_text(json.dumps([{"conversations": turns}]))
+    settings = make_settings(args(load="sharegpt", file=file, tokenizer=tmp_path))
+    drawn = settings.load.draw(Place(level=1, warm_up=False, index=0))
+    assert (drawn.text, drawn.max_tokens, settings.ignore_eos) == ("abcdefg", 5, True)
 
 
 def test_the_key_is_read_from_its_file_and_not_shown(tmp_path: Path) -> None:
