@@ -85,6 +85,7 @@ class LevelSummary:
     failed: int
     failures: Mapping[str, int]
     failure_details: Mapping[str, str]  # the first words heard of each kind
+    failed_warm_up: int  # requests before the level
     unfinished: int  # under way when the user stopped the run
     without_usage: int  # whole answers whose tokens the server did not count
     prompt_tokens: int

@@ -21,7 +21,12 @@ ITL_DEFINITION = (
 
 
 def summarize(
-    level: Level, outcomes: Sequence[Outcome], *, unfinished: int, client_cpu_s: float
+    level: Level,
+    outcomes: Sequence[Outcome],
+    *,
+    failed_warm_up: int,
+    unfinished: int,
+    client_cpu_s: float,
 ) -> LevelSummary:
     """Return a level's numbers. Latencies are of whole answers alone."""
     ok = [outcome for outcome in outcomes if not outcome.failure]
@@ -41,6 +46,7 @@ def summarize(
         failed=len(failed),
         failures=dict(Counter(outcome.failure for outcome in failed).most_common()),
         failure_details={outcome.failure: outcome.detail for outcome in reversed(failed)},
+        failed_warm_up=failed_warm_up,
         unfinished=unfinished,
         without_usage=len(ok) - len(counted),
         prompt_tokens=prompt_tokens,

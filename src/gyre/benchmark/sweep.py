@@ -85,7 +85,7 @@ async def run_sweep(settings: SweepSettings, on_progress: OnProgress) -> SweepRe
         sweep = _Sweep(settings, pool, model, on_progress)
         fit = await sweep.probe() if settings.endpoint == "chat" else None
         rate = await measure_client() if settings.measures_client and settings.stream else 0.0
-        is_whole = await _until_signal(sweep.play(fit))
+        is_whole = await _until_interrupt(sweep.play(fit))
     finally:
         pool.close()
     return SweepResult(
@@ -148,11 +148,11 @@ class _Sweep:
     async def play(self, fit: TextFit | None) -> None:
         """Play all levels. A cancellation leaves the summary of the level that it cut short."""
         for number, level in enumerate(self._settings.levels, 1):
-            if level.warm_up:
-                await self._warm_up(number, level, fit)
-            await self._level(number, level, fit)
+            failed_warm_up = await self._warm_up(number, level, fit) if level.warm_up else 0
+            await self._level(number, level, fit, failed_warm_up)
 
-    async def _warm_up(self, number: int, level: Level, fit: TextFit | None) -> None:
+    async def _warm_up(self, number: int, level: Level, fit: TextFit | None) -> int:
+        """Return how many requests failed."""
         warm_up = Level(
             concurrency=level.concurrency or min(level.warm_up, 8), requests=level.warm_up
         )
@@ -160,8 +160,11 @@ class _Sweep:
         await run_closed(
             self._client, lambda index: self._body(number, index, fit, True), warm_up, tally
         )
+        return sum(bool(outcome.failure) for outcome in tally.outcomes)
 
-    async def _level(self, number: int, level: Level, fit: TextFit | None) -> None:
+    async def _level(
+        self, number: int, level: Level, fit: TextFit | None, failed_warm_up: int
+    ) -> None:
         begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
         failed = 0
 
@@ -198,7 +201,13 @@ class _Sweep:
         finally:
             cpu_s = time.process_time() - begun_cpu_s
             self.summaries.append(
-                summarize(level, tally.outcomes, unfinished=tally.unfinished, client_cpu_s=cpu_s)
+                summarize(
+                    level,
+                    tally.outcomes,
+                    failed_warm_up=failed_warm_up,
+                    unfinished=tally.unfinished,
+                    client_cpu_s=cpu_s,
+                )
             )
             tell(True)
 
@@ -207,11 +216,10 @@ class _Sweep:
         return self._template.body(self._settings.load.draw(place), fit)
 
 
-async def _until_signal(work: Coroutine[Any, Any, None]) -> bool:
-    """Run it; return whether it came to its end. Ctrl-C and SIGTERM cut it short. Signals belong to
-    the main thread; elsewhere nothing is caught."""
+async def _until_interrupt(work: Coroutine[Any, Any, None]) -> bool:
+    """Run it; return whether it came to its end. Ctrl-C cuts it short. Signals belong to the main
+    thread; elsewhere nothing is caught."""
     task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
     is_main = threading.current_thread() is threading.main_thread()
     is_cut = False
 
@@ -220,14 +228,14 @@ async def _until_signal(work: Coroutine[Any, Any, None]) -> bool:
         is_cut = True
         task.cancel()
 
-    for number in signals if is_main else ():
-        loop.add_signal_handler(number, cut)
+    if is_main:
+        loop.add_signal_handler(signal.SIGINT, cut)
     try:
         await task
     except asyncio.CancelledError:
         if not is_cut:
             raise
     finally:
-        for number in signals if is_main else ():
-            loop.remove_signal_handler(number)
+        if is_main:
+            loop.remove_signal_handler(signal.SIGINT)
     return not is_cut

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from gyre.benchmark.records import LevelSummary, OnProgress, Percentiles
 from gyre.benchmark.records import Progress as Step
@@ -68,8 +69,12 @@ def _line(step: Step) -> str:
 
 def print_levels(result: SweepResult) -> None:
     """Print a column for each level, and what the numbers mean."""
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table(title=result.model, title_justify="left")
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
+    if result.is_interrupted:
+        console.print("stopped by Ctrl-C" + ("" if result.levels else ", before any level"))
+    if not result.levels:
+        return
+    table = Table(title=Text(_printable(result.model)), title_justify="left")
     table.add_column("")
     for level in result.levels:
         table.add_column(level.name, justify="right")
@@ -80,7 +85,9 @@ def print_levels(result: SweepResult) -> None:
         for failure, count in level.failures.items():
             detail = level.failure_details.get(failure, "")
             said = f"{level.name}: {count} failed: {failure}{detail and f' ({detail})'}"
-            console.print(_printable(said), markup=False, highlight=False)
+            console.print(_printable(said))
+        if level.failed_warm_up:
+            console.print(f"{level.name}: {level.failed_warm_up} requests of the warm-up failed")
         if level.unfinished:
             console.print(f"{level.name}: {level.unfinished} unfinished, not counted")
         if level.without_usage:

@@ -252,7 +252,9 @@ def test_a_level_worked_by_hand() -> None:
         Outcome(due_s=2.0, sent_s=2.0, ended_s=3.0, failure="timeout"),
         Outcome(due_s=2.0, sent_s=2.0, ended_s=4.0),
     ]
-    found = summarize(Level(concurrency=2), outcomes, unfinished=1, client_cpu_s=2.5)
+    found = summarize(
+        Level(concurrency=2), outcomes, failed_warm_up=2, unfinished=1, client_cpu_s=2.5
+    )
     assert (found.ok, found.failed, found.unfinished, found.without_usage) == (3, 3, 1, 1)
     assert found.failures == {"429 queue_full": 2, "timeout": 1}
     assert found.failure_details["429 queue_full"] == "first"
@@ -269,5 +271,5 @@ def test_a_level_worked_by_hand() -> None:
 
 
 def test_a_level_without_answers_has_zeros() -> None:
-    found = summarize(Level(concurrency=1), [], unfinished=3, client_cpu_s=0.1)
+    found = summarize(Level(concurrency=1), [], failed_warm_up=0, unfinished=3, client_cpu_s=0.1)
     assert (found.ok, found.wall_s, found.output_tokens_per_s, found.itl.count) == (0, 0.0, 0.0, 0)

@@ -73,10 +73,10 @@ def test_failures_are_counted_by_reason_beside_what_was_answered() -> None:
     result, *_ = sweep(
         lambda number, body: answers[number % 4],
         model="m",
-        levels=[Level(concurrency=1, requests=8)],
+        levels=[Level(concurrency=1, requests=8, warm_up=4)],
     )
     (level,) = result.levels
-    assert (level.ok, level.failed) == (2, 6)
+    assert (level.ok, level.failed, level.failed_warm_up) == (2, 6, 3)
     assert level.failures == {"429 queue_full": 4, "error event": 2}
     assert level.failure_details["429 queue_full"] == "too many"
     assert level.e2e.count == 2 and level.completion_tokens == 14
