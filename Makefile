@@ -107,6 +107,8 @@ bench: install
 	$(BIN)/python bench/sandbox.py
 	$(BIN)/python bench/engine_cpu.py
 	$(BIN)/python bench/grpo_step.py
+	$(BIN)/python bench/serve.py --peer-python .venvs/bench_vllm/bin/python
+	$(BIN)/python bench/serve.py --mode gateway
 
 clean:
 	rm -rf $(VENV) $(PEERS) runs

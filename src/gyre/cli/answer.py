@@ -42,7 +42,9 @@ def answer(body: Callable[[], Mapping[str, Any]], *, as_json: bool) -> None:
         raise SystemExit(130) from None
     if as_json:
         print(json.dumps(result))
-    if result.get("goal_missed"):
+    if result.get("interrupted"):  # Ctrl-C, with what there was until then
+        raise SystemExit(130)
+    if result.get("goal_missed") or result.get("all_failed"):
         raise SystemExit(1)
 
 

@@ -15,6 +15,7 @@ import typer.core
 
 from gyre.cli import keys
 from gyre.cli.answer import AsJson, answer, say_stopped
+from gyre.cli.bench import bench_app
 from gyre.core.errors import RunStopped
 
 
@@ -38,6 +39,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(keys.app, name="keys")
+app.add_typer(bench_app)
 
 Target = Annotated[
     Path, typer.Argument(metavar="RUN|MODEL", help="A run folder, or a model folder in hub layout.")

