@@ -239,6 +239,9 @@ def serve(
     drain_s: Annotated[
         int, typer.Option(min=0, help="Seconds for answers under way, after a signal to stop.")
     ] = 30,
+    admin_key_file: Annotated[
+        Path | None, typer.Option(help="File with the key for POST /admin/weights, of mode 600.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Serve a model by OpenAI's API, until Ctrl-C."""
@@ -251,6 +254,7 @@ def serve(
         "replicas": replicas,
         "insecure": insecure,
         "drain_s": drain_s,
+        "admin_key_file": admin_key_file,
     }
     answer(lambda: run_serve(target, config, set_ or [], as_json=json, **options), as_json=False)
 

@@ -727,6 +727,17 @@ EVENTS = {
         own={"family": Field("str", "", "model family")},
     ),
     # Serving
+    "serve.weights_updated": EventKind(
+        "The server answers with the weights of another folder.",
+        "folder version policy",
+        own={"policy": Field("str", "", "what became of the requests under way")},
+    ),
+    "serve.weights_refused": EventKind(
+        "A folder's weights were not taken; the last version goes on serving.",
+        "folder serving reason",
+        counted=True,
+        own={"serving": Field("int", "", "version that the engines serve")},
+    ),
     "serve.request_failed": EventKind(
         "A fault of the server broke a request, which was answered with status 500.",
         "path error",

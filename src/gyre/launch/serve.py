@@ -14,7 +14,7 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ from gyre.core.errors import ConfigError, InputError
 from gyre.core.records import RoleSpec
 from gyre.engine.frontend.admission import RequestLimits, find_refusal
 from gyre.launch.factories import refuse_reward_model
+from gyre.launch.served_weights import ServedFolder, ServedWeights
 from gyre.runconfig import RunConfig
+from gyre.server.admin import admin_routes, read_key_digest
 from gyre.server.app import make_app
 from gyre.server.generation import ServedModel
 from gyre.text.render import render_prompt
@@ -56,6 +58,7 @@ class ServeArgs:
     replicas: int
     insecure: bool  # listen beyond loopback, though nobody needs a key
     drain_s: int  # for the answers under way after a signal
+    admin_key_file: Path | None = None  # whoever has its key may change the weights
 
 
 def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
@@ -69,26 +72,39 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
             f"--replicas {args.replicas}: this host has {gpus} GPUs",
             hint="a replica has a GPU of its own; start at most as many",
         )
+    key = None if args.admin_key_file is None else read_key_digest(args.admin_key_file)
     with bind(args.host, args.port) as listener:
-        return asyncio.run(_serve(args, listener, gpus=gpus, as_json=as_json))
+        return asyncio.run(_serve(args, listener, key=key, gpus=gpus, as_json=as_json))
 
 
 async def _serve(
-    args: ServeArgs, listener: socket.socket, *, gpus: int, as_json: bool
+    args: ServeArgs, listener: socket.socket, *, key: bytes | None, gpus: int, as_json: bool
 ) -> dict[str, Any]:
     cluster = ProcessCluster(gpus=gpus, on_event=write_event)
     try:
-        specs = [engine_spec(args, number, gpus=gpus) for number in range(args.replicas)]
-        handles = await asyncio.gather(*(cluster.start(spec) for spec in specs))
-        pool = make_pool(cluster, specs, handles, args.config)
+        served = ServedFolder(args.folder)
+        names = [f"engine-{number}" for number in range(args.replicas)]
+
+        def start(name: str) -> Awaitable[WorkerHandle]:
+            served.refuse_changed()
+            return cluster.start(engine_spec(args, name, served, gpus=gpus))
+
+        handles = await asyncio.gather(*(start(name) for name in names))
+        pool = make_pool(cluster, start, handles, args.config)
         try:
             await pool.start(dummy=False)
             limits = await ask(handles[0], "limits", deadline_s=60.0)
-            app = make_app(pool, served_model(args, limits), emit=write_server_event)
+            model = served_model(args, limits, find_version=lambda: pool.version)
+            weights = ServedWeights(
+                pool, served, args.config, tokenizer=model.tokenizer, emit=write_server_event
+            )
+            routes = () if key is None else admin_routes(key, weights, args.name)
+            app = make_app(pool, model, emit=write_server_event, more_routes=routes)
             host, port = listener.getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             say_ready(url, args, as_json=as_json)
-            await HttpServer(http_config(app, args)).serve(sockets=[listener])
+            async with contextlib.aclosing(weights):
+                await HttpServer(http_config(app, args)).serve(sockets=[listener])
         finally:
             await pool.terminate()
             await pool.close()
@@ -118,13 +134,14 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
-def engine_spec(args: ServeArgs, number: int, *, gpus: int) -> RoleSpec:
-    """Return the worker of one replica."""
+def engine_spec(args: ServeArgs, name: str, served: ServedFolder, *, gpus: int) -> RoleSpec:
+    """Return the worker of one replica, with the weights that are served now."""
     return RoleSpec(
-        name=f"engine-{number}",
+        name=name,
         builder=BUILDER,
         arguments={
-            "folder": str(args.folder.resolve()),
+            "folder": str(served.folder),
+            "version": served.version,
             "config_json": args.config.model_dump_json(),
         },
         gpus=1.0 if gpus else 0.0,
@@ -134,12 +151,12 @@ def engine_spec(args: ServeArgs, number: int, *, gpus: int) -> RoleSpec:
 
 def make_pool(
     cluster: ProcessCluster,
-    specs: Sequence[RoleSpec],
+    start: Callable[[str], Awaitable[WorkerHandle]],
     handles: Sequence[WorkerHandle],
     config: RunConfig,
 ) -> EnginePool:
-    """Return the replicas as one engine. One that is lost is started again from its spec."""
-    settings, by_name = config.cluster, {spec.name: spec for spec in specs}
+    """Return the replicas as one engine. One that is lost is started again by its name."""
+    settings = config.cluster
     return EnginePool(
         cluster,
         handles,
@@ -151,12 +168,14 @@ def make_pool(
             max_waiting=config.engine.max_queued,
         ),
         emit=write_server_event,
-        revive=lambda name: cluster.start(by_name[name]),
+        revive=start,
         starts_with_weights=True,
     )
 
 
-def served_model(args: ServeArgs, limits: RequestLimits) -> ServedModel:
+def served_model(
+    args: ServeArgs, limits: RequestLimits, *, find_version: Callable[[], int]
+) -> ServedModel:
     """Return the model as the API sees it: prompts are rendered as the run's own were."""
     tokenizer = load_tokenizer(args.folder, end_token=args.config.tokenizer.end_token)
     return ServedModel(
@@ -165,6 +184,7 @@ def served_model(args: ServeArgs, limits: RequestLimits) -> ServedModel:
         context_tokens=min(limits.context_tokens, limits.cache_tokens + 1),
         render=lambda messages: render_messages(tokenizer, messages, args.config),
         find_refusal=lambda request: find_refusal(request, limits),
+        find_version=find_version,
     )
 
 

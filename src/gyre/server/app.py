@@ -12,7 +12,7 @@ import json
 import time
 import traceback
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -62,6 +62,7 @@ class Api:
             "created": self._started_s,
             "owned_by": "gyre",
             "max_model_len": self._model.context_tokens,
+            "version": self._model.find_version(),
         }
         return JSONResponse({"object": "list", "data": [entry]})
 
@@ -193,7 +194,9 @@ def check_top(number: int, name: str) -> int:
     return number
 
 
-def make_app(engine: RolloutEngine, model: ServedModel, *, emit: Emit) -> Starlette:
+def make_app(
+    engine: RolloutEngine, model: ServedModel, *, emit: Emit, more_routes: Sequence[Route] = ()
+) -> Starlette:
     """Return the ASGI application."""
     api = Api(engine, model, emit=emit)
 
@@ -228,6 +231,7 @@ def make_app(engine: RolloutEngine, model: ServedModel, *, emit: Emit) -> Starle
         Route("/health/ready", api.ready, methods=get),
         Route("/health/load", api.load, methods=get),
         Route("/health", api.ready, methods=get),
+        *more_routes,
     ]
     handlers: dict[Any, Callable[[HttpRequest, Exception], Awaitable[Response]]] = {
         ApiError: refuse,

@@ -32,6 +32,7 @@ class ServedModel:
     # int32 ids of a conversation up to the model's turn; InputError or ConfigError
     render: Callable[[Sequence[Mapping[str, str]]], np.ndarray]
     find_refusal: Callable[[Request], str | None]  # why no engine runs the request
+    find_version: Callable[[], int] = lambda: 0  # of the weights that answer now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,16 +17,18 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
-class _Body(BaseModel):
+class StrictBody(BaseModel):
+    """A body without unknown fields; values keep their JSON types."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class TextPart(_Body):
+class TextPart(StrictBody):
     type: Literal["text"]
     text: str
 
 
-class Message(_Body):
+class Message(StrictBody):
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     content: str | list[TextPart]
 
@@ -37,11 +39,11 @@ class Message(_Body):
         return {"role": self.role, "content": text}
 
 
-class StreamOptions(_Body):
+class StreamOptions(StrictBody):
     include_usage: bool = False
 
 
-class _Generation(_Body):
+class _Generation(StrictBody):
     """What both ways to ask have in common."""
 
     model: str
@@ -98,14 +100,14 @@ class CompletionBody(_Generation):
     logprobs: int | None = None
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(StrictBody):
     """POST /tokenize."""
 
     model: str | None = None
     prompt: str
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(StrictBody):
     """POST /detokenize."""
 
     model: str | None = None

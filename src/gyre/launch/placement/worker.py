@@ -205,8 +205,11 @@ class ServedEngine:
         return self._limits
 
 
-async def build_served_engine(context: Context, *, folder: str, config_json: str) -> ServedEngine:
-    """Load the weights and make the engine; `start` allocates its KV cache."""
+async def build_served_engine(
+    context: Context, *, folder: str, version: int, config_json: str
+) -> ServedEngine:
+    """Load the weights, which are of `version`, and make the engine; `start` allocates its KV
+    cache."""
     config = RunConfig.model_validate_json(config_json)
     machine = make_machine(config)
     policy = await asyncio.get_running_loop().run_in_executor(
@@ -215,6 +218,8 @@ async def build_served_engine(context: Context, *, folder: str, config_json: str
     )
     # one for each layer that runs
     register_module_forward_pre_hook(lambda module, args: context.tick())
-    engine = make_engine(config.engine, policy, machine, context.emit)
+    engine = make_engine(
+        config.engine, policy, machine, context.emit, shared_weights=False, version=version
+    )
     endpoint = EngineEndpoint(engine, ticks=lambda: context.ticks)
     return ServedEngine(endpoint, engine.limits)
