@@ -25,7 +25,7 @@ from gyre.core.records import Phase
 from gyre.distributed.init import RankSpec, join
 from gyre.distributed.process_group import RankGroup
 from gyre.engine.frontend.admission import RequestLimits
-from gyre.launch.export import export_policy, export_shards
+from gyre.launch.export import export_live, export_policy, export_shards
 from gyre.launch.factories import (
     Machine,
     Policy,
@@ -188,6 +188,32 @@ class RankWorker:
         elif self._spec.rank == 0:
             await self._on_compute(
                 lambda: export_policy(self._policy, self._head, where, self._machine, files)
+            )
+
+    async def export_live(self, folder: str, tokenizer_files: str) -> None:
+        """Write the model that is being trained, like `export`, within a stage."""
+        device, where, files = self._device, Path(folder), Path(tokenizer_files)
+        assert device is not None and device.trainer is not None
+        head = device.trainer.head
+        if device.cuts_weights:
+            assert self._group is not None
+            given = {"deadline_s": self._config.snapshot.deadline_s, "progress": self._context.tick}
+            shards = await self._on_compute(device.trained_shards)
+            work = partial(
+                export_shards,
+                self._policy.spec,
+                head,
+                shards,
+                self._group,
+                where,
+                self._machine,
+                files,
+                **given,
+            )
+            await self._on_compute(work)
+        elif self._spec.rank == 0:
+            await self._on_compute(
+                lambda: export_live(self._policy, head, where, self._machine, files)
             )
 
     async def _on_compute(self, work: Callable[[], Result]) -> Result:
