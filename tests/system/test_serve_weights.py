@@ -4,10 +4,11 @@ their own."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from system_models import save_checkpoint
+from system_runs import gyre, write_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gyre.text.tokenizer import load_tokenizer
 from served import Served, serving
 
 KEY = "a-key-for-the-tests"
@@ -80,31 +83,41 @@ def change(served: Served, folder: Path, **more: Any) -> httpx.Response:
 class Clients:
     """Ask without a pause until they are stopped. Every answer must come."""
 
-    def __init__(self, served: Served, count: int, expected: list[str]) -> None:
-        self._served, self._expected = served, expected
+    def __init__(self, ask: Callable[[], tuple[str, str]], count: int) -> None:
+        """`ask` gives an answer and the version that it names."""
+        self._ask = ask
         self._stop = threading.Event()
-        self.versions: list[str] = []
+        self.answers: list[tuple[str, str]] = []
         self.faults: list[str] = []
         self._threads = [threading.Thread(target=self._run) for _ in range(count)]
 
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                text, version = greedy(self._served.url, self._served.model)
+                self.answers.append(self._ask())
             except Exception as error:  # noqa: BLE001  whatever it is, the test names it
                 self.faults.append(repr(error))
                 return
-            self.versions.append(version)
-            # one that began on a version and ended on another has parts of both
-            if "," not in version and text != self._expected[int(version.rpartition("-")[2])]:
-                self.faults.append(f"{version}: {text!r}")
+
+    @property
+    def versions(self) -> list[str]:
+        return [version for _, version in list(self.answers)]
+
+    def find_wrong(self, expected: Mapping[str, str]) -> list[tuple[str, str]]:
+        """Answers of one version that are not those of a fresh model on it. One that began on a
+        version and ended on another has parts of both."""
+        return [
+            (text, version)
+            for text, version in self.answers
+            if "," not in version and text != expected[version]
+        ]
 
     @contextmanager
-    def asking(self) -> Iterator[Clients]:
+    def asking(self) -> Iterator[None]:
         for thread in self._threads:
             thread.start()
         try:
-            yield self
+            yield
         finally:
             self._stop.set()
             for thread in self._threads:
@@ -126,7 +139,8 @@ def test_weights_change_under_requests_and_none_fails(folders, expected, tmp_pat
     key.chmod(0o600)
     options = "--replicas", "2", *EXACT, "--admin-key-file", str(key)
     with serving(folders[0], tmp_path / "log", *options) as served:
-        with Clients(served, 3, expected).asking() as clients:
+        clients = Clients(lambda: greedy(served.url, served.model), 3)
+        with clients.asking():
             clients.until("version-0")
             for number, policy in ((1, "drain"), (2, "continue")):
                 assert not any("," in version for version in clients.versions)
@@ -150,11 +164,89 @@ def test_weights_change_under_requests_and_none_fails(folders, expected, tmp_pat
             engines[1].kill()  # so that only the one that came back can answer
             last = greedy(served.url, served.model)
         assert not clients.faults
+        assert not clients.find_wrong({f"version-{n}": text for n, text in enumerate(expected)})
         assert last == (expected[2], "version-2")
         refused, updated = events_of(served, "serve.weights_refused", "serve.weights_updated")
         assert [event["serving"] for event in refused] == [2]
         assert [event["version"] for event in updated] == [1, 2]
         assert KEY not in served.log.read_text()
+
+
+def test_a_server_follows_a_run_that_trains_on(tmp_path) -> None:
+    """Each export is taken while clients ask, and answers as a fresh model does. A bad one is
+    refused once."""
+    keys = {
+        "snapshot.export_every_steps": 1,
+        "snapshot.keep_exports": 20,
+        "trainer.steps": 1,
+        "cold_start.steps": 1,
+        "trainer.learning_rate": 0.05,  # so that versions answer differently
+    }
+    config = write_config(tmp_path, keys)
+    run = Path(train(tmp_path, config)["run"])
+    expected = {"version-0": complete_reference(run / "export")}
+    options = "--follow", "--poll-s", "0.2"
+    with serving(run, tmp_path / "log", *options) as served:
+        clients = Clients(lambda: complete(served), 2)
+        with clients.asking():
+            clients.until("version-0")
+            train(tmp_path, "--resume", run, "--set", "trainer.steps=3")
+            until(lambda: last_folder(served) == str(run / "export"))
+            bad = run / "exports" / ".bad"
+            shutil.copytree(run / "export", bad)
+            (bad / "model.safetensors").write_bytes(b"x" * 100)
+            for path in bad.iterdir():
+                os.utime(path)
+            bad.rename(run / "exports" / "version-00000099")
+            until(lambda: events_of(served, "serve.weights_refused")[0])
+            clients.until(f"version-{len(events_of(served, 'serve.weights_updated')[0])}")
+            time.sleep(1.0)  # five looks
+            last = complete(served)
+        assert not clients.faults
+        updated, refused = events_of(served, "serve.weights_updated", "serve.weights_refused")
+        assert len(refused) == 1 and "version-00000099" in refused[0]["folder"]
+        folders = {f"version-{event['version']}": Path(event["folder"]) for event in updated}
+        assert any(path.parent.name == "exports" for path in folders.values())
+        expected |= {version: complete_reference(path) for version, path in folders.items()}
+        assert len(set(expected.values())) > 1, "the versions cannot be told apart"
+        assert last == (expected[f"version-{len(updated)}"], f"version-{len(updated)}")
+        assert not clients.find_wrong(expected)
+
+
+def train(folder: Path, *argv: str | Path) -> dict[str, Any]:
+    answer = gyre("train", *argv, "--json", folder=folder)
+    assert answer.code == 0, answer.err
+    return answer.json
+
+
+PROMPT = [5, 9, 11, 7]  # ids
+
+
+def complete(served: Served) -> tuple[str, str]:
+    """The greedy completion, and the version that it names."""
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.completions.create(
+            model=served.model, prompt=PROMPT, temperature=0, max_tokens=12
+        )
+    return answer.choices[0].text, answer.system_fingerprint or ""
+
+
+def complete_reference(folder: Path) -> str:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    whole = model.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)
+    return load_tokenizer(folder).decode(whole[0, len(PROMPT) :].tolist(), skip_special=True)
+
+
+def last_folder(served: Served) -> str:
+    (updated,) = events_of(served, "serve.weights_updated")
+    return updated[-1]["folder"] if updated else ""
+
+
+def until(true: Callable[[], Any]) -> None:
+    ends = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
 
 
 def engines_of(served: Served) -> list[psutil.Process]:

@@ -239,6 +239,12 @@ def serve(
     drain_s: Annotated[
         int, typer.Option(min=0, help="Seconds for answers under way, after a signal to stop.")
     ] = 30,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Take each new export of the run, or of the folder.")
+    ] = False,
+    poll_s: Annotated[
+        float, typer.Option(min=0.05, help="Seconds between two looks, with --follow.")
+    ] = 2.0,
     admin_key_file: Annotated[
         Path | None, typer.Option(help="File with the key for POST /admin/weights, of mode 600.")
     ] = None,
@@ -255,6 +261,8 @@ def serve(
         "insecure": insecure,
         "drain_s": drain_s,
         "admin_key_file": admin_key_file,
+        "follow": target if follow else None,
+        "poll_s": poll_s,
     }
     answer(lambda: run_serve(target, config, set_ or [], as_json=json, **options), as_json=False)
 

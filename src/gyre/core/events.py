@@ -738,6 +738,11 @@ EVENTS = {
         counted=True,
         own={"serving": Field("int", "", "version that the engines serve")},
     ),
+    "serve.follow_ended": EventKind(
+        "A fault ended the look for new weights; the server goes on with those that it has.",
+        "error",
+        counted=True,
+    ),
     "serve.request_failed": EventKind(
         "A fault of the server broke a request, which was answered with status 500.",
         "path error",

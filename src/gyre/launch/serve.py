@@ -14,7 +14,8 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,11 @@ from gyre.cluster.process_cluster import ProcessCluster
 from gyre.cluster.worker.rpc import ask
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError, InputError
+from gyre.core.events import Emit
 from gyre.core.records import RoleSpec
 from gyre.engine.frontend.admission import RequestLimits, find_refusal
 from gyre.launch.factories import refuse_reward_model
+from gyre.launch.follow import Follower
 from gyre.launch.served_weights import ServedFolder, ServedWeights
 from gyre.runconfig import RunConfig
 from gyre.server.admin import admin_routes, read_key_digest
@@ -59,6 +62,8 @@ class ServeArgs:
     insecure: bool  # listen beyond loopback, though nobody needs a key
     drain_s: int  # for the answers under way after a signal
     admin_key_file: Path | None = None  # whoever has its key may change the weights
+    follow: Path | None = None  # run or model folder whose new weights are taken
+    poll_s: float = 2.0  # between two looks at it
 
 
 def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
@@ -103,7 +108,7 @@ async def _serve(
             host, port = listener.getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             say_ready(url, args, as_json=as_json)
-            async with contextlib.aclosing(weights):
+            async with contextlib.aclosing(weights), following(weights, args, write_server_event):
                 await HttpServer(http_config(app, args)).serve(sockets=[listener])
         finally:
             await pool.terminate()
@@ -111,6 +116,27 @@ async def _serve(
     finally:
         await cluster.close()
     return {"url": url, "model": args.name}
+
+
+@contextlib.asynccontextmanager
+async def following(weights: ServedWeights, args: ServeArgs, emit: Emit) -> AsyncIterator[None]:
+    """Take new weights meanwhile, where that is asked for. A fault of that is told, and the server
+    goes on."""
+    if args.follow is None:
+        yield
+        return
+
+    def note_end(ended: asyncio.Task[None]) -> None:
+        if not ended.cancelled() and (error := ended.exception()) is not None:
+            emit("serve.follow_ended", error="".join(traceback.format_exception(error)))
+
+    task = asyncio.create_task(Follower(weights, args.follow, poll_s=args.poll_s).run())
+    task.add_done_callback(note_end)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 class HttpServer(uvicorn.Server):

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Literal
 
 from gyre.cluster.engine_pool.pool import EnginePool
-from gyre.core.errors import RankError
+from gyre.core.errors import InputError, RankError
 from gyre.core.offers import Offer
 
 ChangePolicy = Literal["drain", "continue"]
@@ -29,7 +29,8 @@ async def change_weights(
 ) -> None:
     """Change all engines to the version. drain: requests under way end on the version that they
     began with, and new ones wait meanwhile. continue: they go on with the new weights.
-    DeadlineError where they have not ended in time, RankError for an engine that was lost."""
+    DeadlineError where they have not ended in time, RankError where no engine is up, InputError for
+    a version that an engine cannot take."""
     async with _unless_it_fails(pool, rollback_deadline_s):
         await _prepare_on_all(pool, offer)
     if policy == "continue":
@@ -50,9 +51,9 @@ async def _prepare_on_all(pool: EnginePool, offer: Offer) -> None:
     await pool.prepare(offer)
     lost = [member.name for member in members if member.prepared != offer.version]
     if lost:
-        raise RankError(
+        raise InputError(
             f"{', '.join(lost)} was lost while it read version {offer.version}",
-            hint="the log says why it ended (engine.lost); try again",
+            hint="the log says why it ended (engine.lost); if the files are whole, try again",
         )
 
 

@@ -193,10 +193,8 @@ def test_a_version_that_one_engine_cannot_take_is_on_none(loses: bool) -> None:
         else:
             fail(second, "engine.prepare", InputError("a shard is missing"))
         bench.release("engine.prepare")
-        with pytest.raises(
-            RankError if loses else InputError,
-            match="engine-1 was lost" if loses else "a shard is missing",
-        ):
+        reason = "engine-1 was lost" if loses else "a shard is missing"
+        with pytest.raises(InputError, match=reason):
             await changing
         await bench.until(lambda: bench.state(B) == "up")
         assert state_of(bench) == [(1, None)] * 2 and bench.pool.version == 1
