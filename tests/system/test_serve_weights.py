@@ -184,6 +184,9 @@ def test_a_server_follows_a_run_that_trains_on(tmp_path) -> None:
     }
     config = write_config(tmp_path, keys)
     run = Path(train(tmp_path, config)["run"])
+    *_, last_export = sorted((run / "exports").iterdir())
+    written = [path / "model.safetensors" for path in (last_export, run / "export")]
+    assert written[0].read_bytes() == written[1].read_bytes()
     expected = {"version-0": complete_reference(run / "export")}
     options = "--follow", "--poll-s", "0.2"
     with serving(run, tmp_path / "log", *options) as served:

@@ -81,6 +81,8 @@ class ServedWeights:
         if self.is_changing:
             raise ChangeRunning("another change of the weights is under way")
         self._change = asyncio.create_task(self._run(folder, policy))
+        # its caller may be gone by then; the event was written
+        self._change.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(self._change)
 
     async def aclose(self) -> None:

@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gyre.core.errors import ConfigError, DeadlineError, InputError, RankError
+from gyre.core.errors import ConfigError, DeadlineError, InputError, MemoryBudgetError, RankError
 from gyre.server.app import read_body
 from gyre.server.schema import ApiError, StrictBody
 
@@ -52,7 +52,7 @@ def admin_routes(key_digest: bytes, weights: WeightChanger, model_name: str) -> 
             raise ApiError(409, error.message, code="change_running") from None
         except DeadlineError as error:
             raise ApiError(504, error.message) from None
-        except RankError as error:
+        except (RankError, MemoryBudgetError) as error:
             raise ApiError(503, error.message) from None
         return JSONResponse({"version": version, "model": model_name})
 

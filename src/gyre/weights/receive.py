@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gyre.core.errors import InputError
+from gyre.core.errors import InputError, MemoryBudgetError
 from gyre.core.events import Emit
 from gyre.core.offers import (
     FolderTensors,
@@ -123,8 +123,15 @@ def join_offers(manifest: Manifest, parts: Iterable[Offer]) -> Offer:
 @torch.no_grad()
 def _read_beside(source: TensorSource, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Read every tensor of a source into new memory, rounded to the dtypes of `own` as at the
-    engine's start."""
-    staged = {name: torch.empty_like(tensor) for name, tensor in own.items()}
+    engine's start. MemoryBudgetError where the device has no room for it."""
+    try:
+        staged = {name: torch.empty_like(tensor) for name, tensor in own.items()}
+    except torch.OutOfMemoryError as error:
+        size_bytes = sum(tensor.nbytes for tensor in own.values())
+        raise MemoryBudgetError(
+            f"no room for {size_bytes} bytes of new weights beside the running ones",
+            hint="leave more to them: lower engine.num_pages",
+        ) from error
     for name, tensor in staged.items():
         source.read(name, 0, tensor.numel(), tensor.view(-1))
     return staged

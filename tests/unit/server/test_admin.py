@@ -11,7 +11,14 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from gyre.core.errors import ConfigError, DeadlineError, InputError, RankError, SnapshotError
+from gyre.core.errors import (
+    ConfigError,
+    DeadlineError,
+    InputError,
+    MemoryBudgetError,
+    RankError,
+    SnapshotError,
+)
 from gyre.server.admin import ChangeRunning, admin_routes, read_key_digest
 from gyre.server.app import make_app
 
@@ -92,6 +99,7 @@ def test_a_body_that_does_not_fit_is_refused(body) -> None:
         (SnapshotError("a shard is missing"), 400, "invalid_value"),
         (ChangeRunning("a shard is missing"), 409, "change_running"),
         (RankError("a shard is missing"), 503, "engine_unavailable"),
+        (MemoryBudgetError("a shard is missing"), 503, "engine_unavailable"),
         (DeadlineError("a shard is missing"), 504, "deadline_exceeded"),
         (RuntimeError("of ours"), 500, "server_fault"),
     ],
