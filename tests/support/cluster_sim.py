@@ -230,6 +230,7 @@ class SimCluster:
         self.held = set(held)
         self.lives: dict[str, list[SimEngine]] = {}
         self.pool_version: Callable[[], int] = lambda: 0
+        self.starts_at: int | None = None  # version of an engine that is started again
 
     def make(self, name: str) -> SimEngine:
         engine = SimEngine(
@@ -240,7 +241,9 @@ class SimCluster:
 
     async def revive(self, name: str) -> SimEngine:
         await asyncio.sleep(0)
-        return self.make(name)
+        engine = self.make(name)
+        engine.version = self.starts_at
+        return engine
 
     def newest(self, name: str) -> SimEngine:
         return self.lives[name][-1]

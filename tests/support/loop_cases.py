@@ -90,6 +90,17 @@ class Gate:
         self.seen.append((phase, step))
 
 
+class Exports:
+    """Notes (phase, version) of each export."""
+
+    def __init__(self, gate: Gate, trainer: CountingTrainer) -> None:
+        self._gate, self._trainer = gate, trainer
+        self.made: list[tuple[Phase, int]] = []
+
+    async def export(self) -> None:
+        self.made.append((self._gate.phase, self._trainer.register_now().version))
+
+
 class WatchedTrainer(CountingTrainer):
     """Notes (phase, what) of each call, and keeps the batches."""
 
@@ -176,6 +187,7 @@ class Bench:
         evaluation: EvalConfig | None = None,
         steps: int = 3,
         snapshot_every: int = 0,
+        export_every: int = 0,
         script: Script | None = None,
         table: Table = answer_table,
         delays_s: Mapping[str, float] | None = None,
@@ -219,11 +231,13 @@ class Bench:
         )
         self.source = ListSource(TRAIN, seed=5)
         self.shelf = Shelf(self.trainer)
+        self.exports = Exports(self.gate, self.trainer)
         parts = Parts(
             source=self.source,
             trainer=self.trainer,
             gate=self.gate,
             snapshots=self.shelf,
+            exports=self.exports,
             observers=Observers(
                 events=self.events,
                 samples=self.samples,
@@ -246,6 +260,7 @@ class Bench:
                 rollout=rollout,
                 evaluation=evaluation or EvalConfig(),
                 snapshot_every_steps=snapshot_every,
+                export_every_steps=export_every,
                 accuracy=accuracy,
                 window=window,
                 max_failed_share=max_failed_share,

@@ -25,6 +25,7 @@ class Bench:
         *,
         vital: tuple[str, ...] = (),
         revive: bool = True,
+        starts_with_weights: bool = False,
         **settings: Any,
     ) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -45,6 +46,7 @@ class Bench:
             emit=self.note,
             vital=frozenset(vital),
             revive=self.sim.revive if revive else None,
+            starts_with_weights=starts_with_weights,
         )
         self.sim.pool_version = lambda: self.pool.version
 

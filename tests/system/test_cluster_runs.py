@@ -111,6 +111,21 @@ def test_two_workers_learn(tmp_path: Path) -> None:
     assert before < 0.4 and after > before + 0.3, rewards
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_an_export_between_the_steps_is_the_model(tmp_path: Path, zero: int) -> None:
+    """The last one is the export at the end, to the bit, also of shards."""
+    sets = {**ON_RAY, "trainer.steps": 2, "parallel.zero": zero, "snapshot.export_every_steps": 1}
+    run(tmp_path, sets)
+    folder = tmp_path / "runs" / "tiny"
+    first, last = sorted((folder / "exports").iterdir())
+    assert (last / "model.safetensors").read_bytes() == (
+        folder / "export" / "model.safetensors"
+    ).read_bytes()
+    assert (first / "model.safetensors").read_bytes() != (last / "model.safetensors").read_bytes()
+    verified = [row["folder"] for row in events_of(folder, "export.verified")]
+    assert verified == [f"exports/{first.name}", f"exports/{last.name}", "export"]
+
+
 @pytest.mark.parametrize(("phase", "background"), [("train", True), ("snapshot", False)])
 def test_a_killed_worker_costs_a_restart_and_nothing_else(
     tmp_path: Path, undisturbed: Story, phase: str, background: bool

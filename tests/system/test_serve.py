@@ -49,7 +49,7 @@ def client(served) -> Iterator[openai.OpenAI]:
 def test_the_model_is_listed(client, served) -> None:
     (model,) = client.models.list().data
     assert model.id == served.model == "qwen"
-    assert model.model_dump()["max_model_len"] == 256
+    assert model.model_dump()["max_model_len"] == 256 and model.model_dump()["version"] == 0
 
 
 def test_a_greedy_answer_is_that_of_transformers(client, folder) -> None:

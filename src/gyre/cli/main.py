@@ -265,6 +265,15 @@ def serve(
     reasoning_parser: Annotated[
         str, typer.Option(help="How reasoning is written: auto, think or none.")
     ] = "auto",
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Take each new export of the run, or of the folder.")
+    ] = False,
+    poll_s: Annotated[
+        float, typer.Option(min=0.05, help="Seconds between two looks, with --follow.")
+    ] = 2.0,
+    admin_key_file: Annotated[
+        Path | None, typer.Option(help="File with the key for POST /admin/weights, of mode 600.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Serve a model by OpenAI's API, until Ctrl-C."""
@@ -285,6 +294,9 @@ def serve(
         "dry_run": dry_run,
         "tool_parser": tool_parser,
         "reasoning_parser": reasoning_parser,
+        "admin_key_file": admin_key_file,
+        "follow": target if follow else None,
+        "poll_s": poll_s,
     }
     answer(
         lambda: run_serve(target, config, set_ or [], as_json=json, **options),

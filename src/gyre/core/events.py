@@ -739,6 +739,22 @@ EVENTS = {
             "tokens": Field("int | null", "", "tokens chosen, of a completion"),
         },
     ),
+    "serve.weights_updated": EventKind(
+        "The server answers with the weights of another folder.",
+        "folder version policy",
+        own={"policy": Field("str", "", "what became of the requests under way")},
+    ),
+    "serve.weights_refused": EventKind(
+        "A folder's weights were not taken; the last version goes on serving.",
+        "folder serving reason",
+        counted=True,
+        own={"serving": Field("int", "", "version that the engines serve")},
+    ),
+    "serve.follow_ended": EventKind(
+        "A fault ended the look for new weights; the server goes on with those that it has.",
+        "error",
+        counted=True,
+    ),
     "serve.request_failed": EventKind(
         "A fault of the server broke a request, which was answered with status 500.",
         "path error",

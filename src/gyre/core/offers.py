@@ -1,5 +1,5 @@
 """Offers: a policy version that engines may have, and where its numbers are. In: a Manifest and one
-of four sources. Out: records that a trainer hands out and an engine takes.
+of five sources. Out: records that a trainer hands out and an engine takes.
 
 Only `weights.receive` distinguishes the sources. Tensors are borrowed: they are
 those of the version until the trainer's next step.
@@ -43,7 +43,14 @@ class RemoteTensors:
     fetch: Callable[[], Awaitable[Offer]]  # of LocalTensors
 
 
-WeightSource = SharedStorage | LocalTensors | LocalShards | RemoteTensors
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderTensors:
+    """Files in hub layout that each receiver reads by itself. No tensor crosses a process."""
+
+    folder: str  # absolute, on the receiver's host
+
+
+WeightSource = SharedStorage | LocalTensors | LocalShards | RemoteTensors | FolderTensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

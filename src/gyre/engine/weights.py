@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from gyre.core.events import Emit
 from gyre.core.offers import Offer
 from gyre.memory.pools.cuda_vmm import is_present
 from gyre.models.decoder import Decoder
+from gyre.models.hub.verified import open_verified
 from gyre.models.init import init_dummies
 from gyre.weights.protocol import (
     Lost,
@@ -85,7 +87,12 @@ class EngineWeights:
         # what waits is freed first: two staged versions would take memory that nobody planned
         self.rollback()
         self.swap = receive(
-            offer, self.tensors, shared=self.shared, device=self._device, emit=self.emit
+            offer,
+            self.tensors,
+            shared=self.shared,
+            device=self._device,
+            open_folder=partial(open_verified, spec=self.decoder.spec),
+            emit=self.emit,
         )
         self.state = self.state.after(prepared)
 

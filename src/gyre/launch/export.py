@@ -18,7 +18,7 @@ import torch
 from gyre.core.errors import DeadlineError
 from gyre.distributed.process_group import RankGroup
 from gyre.launch.factories import Machine, Policy
-from gyre.models.hub.export import export_hub, export_runs
+from gyre.models.hub.export import decoder_runs, export_hub, export_runs
 from gyre.models.hub.load import verify_export
 from gyre.models.hub.verify import verify_runs
 from gyre.models.scalar_head import ScalarHead
@@ -37,6 +37,21 @@ def export_policy(
         scalar_head=head,
     )
     verify_export(folder, policy.decoder)
+
+
+def export_live(
+    policy: Policy, head: ScalarHead | None, folder: Path, machine: Machine, tokenizer_files: Path
+) -> None:
+    """Export a model that is being trained, like `export_policy`. The files are compared with its
+    numbers a block at a time: a second model may not fit beside a trainer."""
+    export_hub(
+        policy.decoder,
+        folder,
+        dtype=machine.dtype,
+        tokenizer_files=tokenizer_files,
+        scalar_head=head,
+    )
+    verify_runs(folder, policy.spec, decoder_runs(policy.decoder))
 
 
 def export_shards(

@@ -270,6 +270,7 @@ def make_engine(
     emit: Emit,
     *,
     shared_weights: bool = True,
+    version: int = 0,
     journal_folder: Path | None = None,
 ) -> NativeEngine:
     """`journal_folder` takes the journal that `engine.journal` asks for; without a run there is
@@ -283,6 +284,7 @@ def make_engine(
         device=machine.device,
         dtype=machine.dtype,
         shared_weights=shared_weights,
+        version=version,
         journal_folder=journal_folder,
     )
 

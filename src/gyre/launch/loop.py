@@ -63,6 +63,7 @@ class StageInputs:
                 rollout=config.rollout,
                 evaluation=config.eval,
                 snapshot_every_steps=config.snapshot.every_steps,
+                export_every_steps=config.snapshot.export_every_steps,
                 accuracy=accuracy_metric(config),
                 max_failed_share=config.rewards.max_failed_share,
                 reward_model=(reward.name, reward.weight) if reward else None,
@@ -76,6 +77,7 @@ class StageInputs:
         offline = OfflineConfig(
             records_per_step=stage.records_per_step,
             snapshot_every_steps=config.snapshot.every_steps,
+            export_every_steps=config.snapshot.export_every_steps,
             eval_every_steps=config.eval.every_steps,
         )
         return OfflineLoop(spec, parts, offline, judge=judge)

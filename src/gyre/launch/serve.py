@@ -14,7 +14,8 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import uvicorn
+from starlette.requests import Request as HttpRequest
 
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
 from gyre.cluster.engine_pool.restarts import RestartPolicy
@@ -30,10 +32,14 @@ from gyre.cluster.process_cluster import ProcessCluster
 from gyre.cluster.worker.rpc import ask
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError, InputError
+from gyre.core.events import Emit
 from gyre.core.records import RoleSpec
 from gyre.engine.frontend.admission import RequestLimits, find_refusal
 from gyre.launch.factories import refuse_reward_model
+from gyre.launch.follow import Follower
+from gyre.launch.served_weights import ServedFolder, ServedWeights
 from gyre.runconfig import RunConfig
+from gyre.server.admin import admin_routes, check_key, read_key_digest
 from gyre.server.app import make_app
 from gyre.server.gateway.bounded_http import BoundedHttp, ConnectionLimits
 from gyre.server.gateway.gate import Gate, KeyGate, OpenGate
@@ -71,6 +77,9 @@ class ServeArgs:
     receive_s: int  # for a request to arrive
     drain_s: int  # for the answers under way after a signal
     access_log: bool = False  # an event for each HTTP request
+    admin_key_file: Path | None = None  # whoever has its key may change the weights
+    follow: Path | None = None  # run or model folder whose new weights are taken
+    poll_s: float = 2.0  # between two looks at it
 
 
 def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
@@ -80,10 +89,10 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
     check_parsers(args.tool_parser, args.reasoning_parser)
     refuse_open_bind(args.host, insecure=args.insecure, has_keys=args.keys is not None)
     check_tls_files(args.tls_cert, args.tls_key)
-    gate = make_gate(args.keys)
+    access = make_access(args.keys, args.admin_key_file)
     gpus = count_gpus(args.config, args.replicas)
     with bind(args.host, args.port) as listener:
-        return asyncio.run(_serve(args, listener, gate, gpus=gpus, as_json=as_json))
+        return asyncio.run(_serve(args, listener, access, gpus=gpus, as_json=as_json))
 
 
 def count_gpus(config: RunConfig, replicas: int) -> int:
@@ -98,13 +107,19 @@ def count_gpus(config: RunConfig, replicas: int) -> int:
 
 
 async def _serve(
-    args: ServeArgs, listener: socket.socket, gate: Gate, *, gpus: int, as_json: bool
+    args: ServeArgs, listener: socket.socket, access: Access, *, gpus: int, as_json: bool
 ) -> dict[str, Any]:
     cluster = ProcessCluster(gpus=gpus, on_event=write_event)
     try:
-        specs = [engine_spec(args, number, gpus=gpus) for number in range(args.replicas)]
-        handles = await asyncio.gather(*(cluster.start(spec) for spec in specs))
-        pool = make_pool(cluster, specs, handles, args.config)
+        served = ServedFolder(args.folder)
+        names = [f"engine-{number}" for number in range(args.replicas)]
+
+        def start(name: str) -> Awaitable[WorkerHandle]:
+            served.refuse_changed()
+            return cluster.start(engine_spec(args, name, served, gpus=gpus))
+
+        handles = await asyncio.gather(*(start(name) for name in names))
+        pool = make_pool(cluster, start, handles, args.config)
         try:
             await pool.start(dummy=False)
             limits = await ask(handles[0], "limits", deadline_s=60.0)
@@ -115,6 +130,10 @@ async def _serve(
                 limits,
                 tool_parser=args.tool_parser,
                 reasoning_parser=args.reasoning_parser,
+                find_version=lambda: pool.version,
+            )
+            weights = ServedWeights(
+                pool, served, args.config, tokenizer=model.tokenizer, emit=write_server_event
             )
             app = make_app(
                 pool,
@@ -123,20 +142,45 @@ async def _serve(
                 metrics=ServerMetrics(
                     model.name, context_tokens=model.context_tokens, inspect=pool.inspect
                 ),
-                gate=gate,
+                gate=access.gate,
                 logs_access=args.access_log,
+                more_routes=()
+                if access.check_admin is None
+                else admin_routes(access.check_admin, weights, args.name),
             )
             host, port = listener.getsockname()[:2]
             scheme = "http" if args.tls_cert is None else "https"
             url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
             say_ready(url, args, as_json=as_json)
-            await HttpServer(http_config(app, args)).serve(sockets=[listener])
+            async with contextlib.aclosing(weights), following(weights, args, write_server_event):
+                await HttpServer(http_config(app, args)).serve(sockets=[listener])
         finally:
             await pool.terminate()
             await pool.close()
     finally:
         await cluster.close()
     return {"url": url, "model": args.name}
+
+
+@contextlib.asynccontextmanager
+async def following(weights: ServedWeights, args: ServeArgs, emit: Emit) -> AsyncIterator[None]:
+    """Take new weights meanwhile, where that is asked for. A fault of that is told, and the server
+    goes on."""
+    if args.follow is None:
+        yield
+        return
+
+    def note_end(ended: asyncio.Task[None]) -> None:
+        if not ended.cancelled() and (error := ended.exception()) is not None:
+            emit("serve.follow_ended", error="".join(traceback.format_exception(error)))
+
+    task = asyncio.create_task(Follower(weights, args.follow, poll_s=args.poll_s).run())
+    task.add_done_callback(note_end)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 class HttpServer(uvicorn.Server):
@@ -160,13 +204,14 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
-def engine_spec(args: ServeArgs, number: int, *, gpus: int) -> RoleSpec:
-    """Return the worker of one replica."""
+def engine_spec(args: ServeArgs, name: str, served: ServedFolder, *, gpus: int) -> RoleSpec:
+    """Return the worker of one replica, with the weights that are served now."""
     return RoleSpec(
-        name=f"engine-{number}",
+        name=name,
         builder=BUILDER,
         arguments={
-            "folder": str(args.folder.resolve()),
+            "folder": str(served.folder),
+            "version": served.version,
             "config_json": args.config.model_dump_json(),
         },
         gpus=1.0 if gpus else 0.0,
@@ -176,12 +221,12 @@ def engine_spec(args: ServeArgs, number: int, *, gpus: int) -> RoleSpec:
 
 def make_pool(
     cluster: ProcessCluster,
-    specs: Sequence[RoleSpec],
+    start: Callable[[str], Awaitable[WorkerHandle]],
     handles: Sequence[WorkerHandle],
     config: RunConfig,
 ) -> EnginePool:
-    """Return the replicas as one engine. One that is lost is started again from its spec."""
-    settings, by_name = config.cluster, {spec.name: spec for spec in specs}
+    """Return the replicas as one engine. One that is lost is started again by its name."""
+    settings = config.cluster
     return EnginePool(
         cluster,
         handles,
@@ -194,7 +239,7 @@ def make_pool(
             max_waiting=config.engine.max_queued,
         ),
         emit=write_server_event,
-        revive=lambda name: cluster.start(by_name[name]),
+        revive=start,
         starts_with_weights=True,
     )
 
@@ -207,6 +252,7 @@ def served_model(
     *,
     tool_parser: str = "auto",
     reasoning_parser: str = "auto",
+    find_version: Callable[[], int] = lambda: 0,
 ) -> ServedModel:
     """Return the model as the API sees it: prompts are rendered as the run's own were."""
     tokenizer = load_tokenizer(folder, end_token=config.tokenizer.end_token)
@@ -225,6 +271,7 @@ def served_model(
         render=lambda messages, tools: render_messages(tokenizer, messages, tools, config),
         answer_format=answer_format,
         find_refusal=lambda request: find_refusal(request, limits),
+        find_version=find_version,
     )
 
 
@@ -254,9 +301,28 @@ def render_messages(
     return tokens
 
 
-def make_gate(keys: Path | None) -> Gate:
-    """Return who may ask. ConfigError for a key file that is not whole."""
-    return OpenGate() if keys is None else KeyGate(KeyStore(keys, emit=write_server_event))
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may ask, and who may change the server."""
+
+    gate: Gate
+    check_admin: Callable[[HttpRequest], None] | None  # None: nobody may
+
+
+def make_access(keys: Path | None, admin_key_file: Path | None) -> Access:
+    """Return who may do what. With keys, those of role admin are for administrators; without, the
+    key of a file is. ConfigError for a file that is not whole."""
+    if keys is not None:
+        if admin_key_file is not None:
+            raise ConfigError(
+                "--admin-key-file with --keys: a server with keys has administrators among them",
+                hint=f"leave it out, and make a key: gyre keys create --admin --file {keys}",
+            )
+        gate = KeyGate(KeyStore(keys, emit=write_server_event))
+        return Access(gate, lambda http: gate.require_admin(http.scope))
+    if admin_key_file is None:
+        return Access(OpenGate(), None)
+    return Access(OpenGate(), partial(check_key, key_digest=read_key_digest(admin_key_file)))
 
 
 def refuse_open_bind(host: str, *, insecure: bool, has_keys: bool) -> None:

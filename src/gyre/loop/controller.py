@@ -70,7 +70,7 @@ from gyre.loop.refill import (
     why_filtered_by_score,
 )
 from gyre.loop.resume import StageProgress, note_outcome
-from gyre.loop.schedule import Rhythm, Turn, run_steps, step_done
+from gyre.loop.schedule import Rhythm, Turn, export_if_due, run_steps, step_done
 from gyre.loop.scoring import Scoring
 from gyre.loop.stopping import StepUnfinished
 from gyre.objectives.config import needs_critic, needs_policy_logprobs, needs_reference
@@ -84,6 +84,7 @@ class RingConfig:
     rollout: RolloutConfig
     evaluation: EvalConfig
     snapshot_every_steps: int
+    export_every_steps: int = 0
     # what counts as right; None where no part compares with a right answer
     accuracy: AccuracyMetric | None
     max_failed_share: float  # of a reward part's checks in a step; past it the run stops
@@ -178,6 +179,7 @@ class Ring:
             report = await self._parts.trainer.step(assembled.batch)
         self.train_s = time.monotonic() - train_from_s
         await self.publish(step)
+        await export_if_due(step, self._config.export_every_steps, self._parts)
         self._report(step, report, collected, assembled, time.monotonic() - started_s)
         self._keep_samples(step, collected.sampled)
         for group in collected.in_flight:

@@ -18,7 +18,7 @@ from gyre.loop.evaluate import Outcome, Rollouts, held_out_loss, pair_accuracy, 
 from gyre.loop.handover import Handover
 from gyre.loop.ports import Parts, StageSpec
 from gyre.loop.resume import StageProgress, note_outcome
-from gyre.loop.schedule import Rhythm, Turn, run_steps, step_done
+from gyre.loop.schedule import Rhythm, Turn, export_if_due, run_steps, step_done
 
 Measure = Callable[[PolicyTrainer, TrainBatch], Awaitable[Outcome]]
 
@@ -33,6 +33,7 @@ class OfflineConfig:
 
     records_per_step: int  # examples, or pairs
     snapshot_every_steps: int
+    export_every_steps: int = 0
     eval_every_steps: int
 
 
@@ -78,6 +79,7 @@ class OfflineLoop:
         records = self._parts.source.take(self._config.records_per_step)
         with self._phase("train", step=step):
             report = await self._parts.trainer.step(TrainBatch(sequences=tuple(records), step=step))
+        await export_if_due(step, self._config.export_every_steps, self._parts)
         seconds = time.monotonic() - started_s
         self._emit("step.done", **step_done(self._stage, step, report, seconds, {}))
         return replace(progress, step=step, source=self._parts.source.state())

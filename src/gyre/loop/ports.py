@@ -34,6 +34,15 @@ class SnapshotPort(Protocol):
         ...
 
 
+class ExportPort(Protocol):
+    """Writes the model as others load it."""
+
+    async def export(self) -> None:
+        """Write the current version, verified, to a folder of its own. The weights are on their
+        devices."""
+        ...
+
+
 class TextPort(Protocol):
     """The tokenizer functions that the loop uses."""
 
@@ -69,6 +78,7 @@ class StageParts:
     snapshots: SnapshotPort
     engine: RolloutEngine | None = None
     lifecycle: EngineLifecycle | None = None
+    exports: ExportPort | None = None  # between the steps; None where none is asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

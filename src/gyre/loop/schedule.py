@@ -80,6 +80,14 @@ async def save_progress(progress: StageProgress, parts: Parts) -> None:
         await parts.snapshots.save(step=progress.step, state=state, blobs=blobs)
 
 
+async def export_if_due(step: int, every_steps: int, parts: Parts) -> None:
+    """Export the model after a step at each interval. Called where the weights are on their
+    devices."""
+    if parts.exports is not None and is_due(step, every_steps):
+        with parts.observers.spans.phase("export", step=step):
+            await parts.exports.export()
+
+
 def step_done(
     stage: StageSpec,
     step: int,

@@ -13,7 +13,7 @@ import json
 import time
 import traceback
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -73,6 +73,7 @@ class Api:
             "created": self._started_s,
             "owned_by": "gyre",
             "max_model_len": self._model.context_tokens,
+            "version": self._model.find_version(),
         }
         return JSONResponse({"object": "list", "data": [entry]})
 
@@ -215,6 +216,7 @@ def make_app(
     gate: Gate | None = None,
     metrics: ServerMetrics | None = None,
     logs_access: bool = False,
+    more_routes: Sequence[Route] = (),
 ) -> Starlette:
     """Return the ASGI application. Without a gate nobody needs a key; without `metrics` they are
     those of one engine in this process."""
@@ -267,6 +269,7 @@ def make_app(
         Route("/health/load", api.load, methods=get),
         Route("/health", api.ready, methods=get),
         Route("/metrics", api.metrics, methods=get),
+        *more_routes,
     ]
     handlers: dict[Any, Callable[[HttpRequest, Exception], Awaitable[Response]]] = {
         ApiError: refuse,

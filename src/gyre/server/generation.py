@@ -37,6 +37,7 @@ class ServedModel:
     render: Callable[[Sequence[Message], Sequence[Tool]], np.ndarray]
     find_refusal: Callable[[Request], str | None]  # why no engine runs the request
     answer_format: AnswerFormat = field(default_factory=AnswerFormat)
+    find_version: Callable[[], int] = lambda: 0  # of the weights that answer now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

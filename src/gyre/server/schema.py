@@ -22,25 +22,27 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
-class _Body(BaseModel):
+class StrictBody(BaseModel):
+    """A body without unknown fields; values keep their JSON types."""
+
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
-class TextPart(_Body):
+class TextPart(StrictBody):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(_Body):
+class CalledFunction(StrictBody):
     """What a call asks for."""
 
     name: Annotated[str, StringConstraints(min_length=1)]
     arguments: str  # a JSON object
 
 
-class ToolCallBody(_Body):
+class ToolCallBody(StrictBody):
     """A call that an assistant's message made."""
 
     id: str
@@ -48,7 +50,7 @@ class ToolCallBody(_Body):
     function: CalledFunction
 
 
-class MessageBody(_Body):
+class MessageBody(StrictBody):
     """One message. server/conversation.py checks which fields go together."""
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
@@ -70,28 +72,28 @@ class MessageBody(_Body):
         return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class FunctionBody(_Body):
+class FunctionBody(StrictBody):
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ToolBody(_Body):
+class ToolBody(StrictBody):
     """A function that the model may call."""
 
     type: Literal["function"]
     function: FunctionBody
 
 
-class StreamOptions(_Body):
+class StreamOptions(StrictBody):
     """Settings of a stream."""
 
     include_usage: bool = False
     """One more event with the usage, at the end."""
 
 
-class SamplingFields(_Body):
+class SamplingFields(StrictBody):
     """How tokens are chosen, and when a request is over."""
 
     temperature: Number = 1.0
@@ -231,7 +233,7 @@ class GenerateParams(SamplingFields):
     """Tokens chosen at most; null fills the context."""
 
 
-class GenerateBody(_Body):
+class GenerateBody(StrictBody):
     """POST /generate."""
 
     prompt: Prompt
@@ -242,7 +244,7 @@ class GenerateBody(_Body):
     """Answer with server-sent events."""
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(StrictBody):
     """POST /tokenize."""
 
     model: str | None = None
@@ -251,7 +253,7 @@ class TokenizeBody(_Body):
     """The text."""
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(StrictBody):
     """POST /detokenize."""
 
     model: str | None = None

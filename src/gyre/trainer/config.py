@@ -157,3 +157,8 @@ class SnapshotConfig(Section):
     `parallel.timeout_s` at most, since that rank may be in a collective."""
     keep: int = Field(default=2, ge=1)
     """Newest snapshots kept on disk."""
+    export_every_steps: int = Field(default=0, ge=0)
+    """Loop steps between exports of the model under exports/ in the run folder, for a server that
+    follows the run; 0 writes the export at the end alone."""
+    keep_exports: int = Field(default=2, ge=1)
+    """Newest of these exports kept on disk."""

@@ -5,22 +5,40 @@ or an Offer of host copies.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from gyre.core.errors import InputError
+from gyre.core.errors import InputError, MemoryBudgetError
 from gyre.core.events import Emit
-from gyre.core.offers import LocalShards, LocalTensors, Offer, RemoteTensors, SharedStorage
+from gyre.core.offers import (
+    FolderTensors,
+    LocalShards,
+    LocalTensors,
+    Offer,
+    RemoteTensors,
+    SharedStorage,
+)
 from gyre.core.records import Manifest, TensorEntry
 from gyre.weights.manifest import make_manifest
 from gyre.weights.swap import Exchange, GatherOver, Swap, VersionBump, shares_storage, stage
+from gyre.weights.tensor_source import TensorSource
+
+# opens a checkpoint folder and verifies its files; InputError or SnapshotError
+OpenFolder = Callable[[str], AbstractContextManager[TensorSource]]
 
 
 def receive(
-    offer: Offer, own: Mapping[str, Tensor], *, shared: bool, device: torch.device, emit: Emit
+    offer: Offer,
+    own: Mapping[str, Tensor],
+    *,
+    shared: bool,
+    device: torch.device,
+    open_folder: OpenFolder,
+    emit: Emit,
 ) -> Swap:
     """Receive a version beside the running one and verify it; nothing of `own` is written.
     `shared`: the engine was built on its trainer's tensors. InputError for a version that the
@@ -36,6 +54,15 @@ def receive(
         case LocalShards(shards=shards) if not shared:
             _check_shapes({name: tuple(shape) for name, shape in shards.shapes.items()}, own)
             return GatherOver(offer.version, shards, own, emit=emit)
+        case FolderTensors(folder=folder) if not shared:
+            with open_folder(folder) as source:
+                _check_shapes({name: tuple(shape) for name, shape in source.shapes.items()}, own)
+                staged = _read_beside(source, own)
+            size_bytes = sum(tensor.nbytes for tensor in staged.values())
+            emit(
+                "weights.staged", version=offer.version, size_bytes=size_bytes, buckets=len(staged)
+            )
+            return Exchange(staged, own)
         case RemoteTensors():
             raise InputError(
                 f"version {offer.version} is in another process",
@@ -59,7 +86,7 @@ async def carry(offer: Offer) -> Offer:
     match offer.source:
         case RemoteTensors(fetch=fetch):
             return await fetch()
-        case LocalTensors():
+        case LocalTensors() | FolderTensors():
             return offer
         case _:
             return copy_out(offer, [entry.name for entry in offer.manifest.entries])
@@ -91,6 +118,23 @@ def join_offers(manifest: Manifest, parts: Iterable[Offer]) -> Offer:
         entries += part.manifest.entries
     whole = replace(manifest, entries=tuple(entries), shared=False)
     return Offer(manifest=whole, source=LocalTensors(tensors=tensors))
+
+
+@torch.no_grad()
+def _read_beside(source: TensorSource, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read every tensor of a source into new memory, rounded to the dtypes of `own` as at the
+    engine's start. MemoryBudgetError where the device has no room for it."""
+    try:
+        staged = {name: torch.empty_like(tensor) for name, tensor in own.items()}
+    except torch.OutOfMemoryError as error:
+        size_bytes = sum(tensor.nbytes for tensor in own.values())
+        raise MemoryBudgetError(
+            f"no room for {size_bytes} bytes of new weights beside the running ones",
+            hint="leave more to them: lower engine.num_pages",
+        ) from error
+    for name, tensor in staged.items():
+        source.read(name, 0, tensor.numel(), tensor.view(-1))
+    return staged
 
 
 def _check_shapes(shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, Tensor]) -> None:

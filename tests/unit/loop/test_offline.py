@@ -28,6 +28,7 @@ from loop_cases import (
     GROUPS_OF_4,
     HELD_OUT,
     TOKENIZER,
+    Exports,
     Gate,
     Shelf,
     WatchedEngine,
@@ -61,6 +62,7 @@ class Offline:
         self.gate = Gate()
         emit = self.events.emit
         self.trainer = WatchedTrainer(self.gate, emit=emit)
+        self.exports = Exports(self.gate, self.trainer)
         self.engine = WatchedEngine(
             self.gate,
             learning_script(ENGINE, TOKENIZER),
@@ -88,6 +90,7 @@ class Offline:
             trainer=self.trainer,
             gate=self.gate,
             snapshots=self.shelf,
+            exports=self.exports,
             observers=Observers(
                 events=self.events,
                 samples=self.samples,
@@ -101,7 +104,9 @@ class Offline:
             eval_batch=eval_batch,
         )
         spec = StageSpec(name="cold_start", objective=objective or SftConfig(), steps=steps, seed=7)
-        config = OfflineConfig(records_per_step=3, snapshot_every_steps=2, eval_every_steps=3)
+        config = OfflineConfig(
+            records_per_step=3, snapshot_every_steps=2, export_every_steps=2, eval_every_steps=3
+        )
         self.loop = OfflineLoop(spec, parts, config, judge=judge)
 
     def go(self, progress: StageProgress | None = None) -> StageProgress:
@@ -133,6 +138,7 @@ def test_data_feeds_the_trainer_step_by_step(tmp_path):
         "score"
     }
     assert sorted(bench.shelf.kept) == [2, 4, 6]
+    assert bench.exports.made == [("train", 2), ("train", 4), ("train", 6)]
     assert (
         json.loads(bench.shelf.kept[6][0])["done"]
         and not json.loads(bench.shelf.kept[4][0])["done"]

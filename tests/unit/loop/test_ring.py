@@ -322,6 +322,16 @@ def test_published_versions_are_those_of_the_trainer(tmp_path):
     assert published == [(0, 0), *((row["step"], row["version"]) for row in bench.steps())]
 
 
+def test_the_model_is_exported_at_each_interval_while_its_weights_are_there(tmp_path):
+    bench = Bench(tmp_path, steps=5, export_every=2)
+    turn(bench)
+    assert bench.exports.made == [("handover", 2), ("handover", 4)]
+    (tmp_path / "none").mkdir()
+    none = Bench(tmp_path / "none", steps=2)
+    turn(none)
+    assert not none.exports.made
+
+
 def test_a_resumed_run_publishes_with_a_greater_epoch(tmp_path):
     first = Bench(tmp_path, steps=2)
     turn(first)

@@ -64,7 +64,8 @@ class EnginePool:
 
     Those in `vital` hold a trainer rank too. `revive(name)` starts a lost engine's worker again;
     without it a lost engine stays lost. `starts_with_weights`: such a worker has the weights of
-    the first version by itself, as one that reads them from a folder.
+    a version by itself, as one that reads them from a folder; it joins at once if that is the
+    pool's.
     """
 
     def __init__(
@@ -268,14 +269,24 @@ class EnginePool:
                 self._come_back(self._catch_up(member))
         self._call_or_break(self.router.route)
 
-    async def rollback(self) -> None:
+    async def rollback(self, *, deadline_s: float = STOP_S) -> None:
         self._offered, self._state = None, self._state.after(RolledBack())
         members = [member for member in self._present() if not member.catching_up]
         for member in members:
             member.prepared = None
         await self._gather(
-            {member: member.ask("engine.rollback", deadline_s=STOP_S) for member in members}
+            {member: member.ask("engine.rollback", deadline_s=deadline_s) for member in members}
         )
+
+    async def undo_commit(self, cause: str) -> None:
+        """Bring every engine back to the pool's version, after a commit that failed on some. Those
+        that have swapped already are started again: an engine does not go back by itself."""
+        # an engine rolls back after the commit that it may still be at
+        await self.rollback(deadline_s=self._settings.call_deadline_s)
+        found = await self._each("engine.stats")
+        for member in self._present():
+            if member.name in found and found[member.name].version != self.version:
+                self._lose(member, f"it has version {found[member.name].version}: {cause}")
 
     async def terminate(self) -> None:
         """There is no version any more that an engine which comes back could catch up with."""
@@ -414,34 +425,32 @@ class EnginePool:
             began_s.append(time.monotonic())
             number = len(began_s)
             try:
-                member = await self._start_again(revive, name)
+                member, version = await self._start_again(revive, name)
             except (GyreError, WorkerFault) as error:
                 self._emit("engine.restart_failed", engine=name, number=number, error=str(error))
                 continue
             self.members[name] = member
             self._emit("engine.restarted", engine=name, number=number, place=member.handle.place)
             self._watch_all()
-            if self._has_weights:
+            if version == self.version:
                 self._join(member, self.version)
             else:
                 await self._catch_up(member)
             return
         self._emit("engine.restarts_exhausted", engine=name, restarts=len(began_s))
 
-    async def _start_again(self, revive: Revive, name: str) -> EngineReplica:
-        """Return a new life. On dummy weights it refuses work until a commit."""
-        member = self._make_member(await revive(name), "fresh")
+    async def _start_again(self, revive: Revive, name: str) -> tuple[EngineReplica, int | None]:
+        """Return a new life, and which version it has. On dummy weights it has none, and refuses
+        work until a commit."""
+        member, version = self._make_member(await revive(name), "fresh"), None
         try:
-            await member.ask("engine.start", not self._has_weights)
+            await member.ask("engine.start", not self._starts_with_weights)
+            if self._starts_with_weights:
+                version = (await member.ask("engine.stats")).version
         except BaseException:
             await self._cluster.stop(member.handle)
             raise
-        return member
-
-    @property
-    def _has_weights(self) -> bool:
-        """Return whether a worker that starts has the weights of the others."""
-        return self._starts_with_weights and self._published is None
+        return member, version
 
     async def _catch_up(self, member: EngineReplica) -> None:
         """Give a fresh engine the version that the others answer with. One whose tensors are gone

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gyre.cluster.engine_pool.replica import EngineReplica
@@ -67,6 +68,8 @@ class RequestRouter:
         self._progress_tokens, self._max_waiting = progress_tokens, max_waiting
         self._live: dict[str, Live] = {}
         self._incoming: list[Live] = []
+        self._held: list[Live] = []  # came while `holding`; no engine has had them
+        self._holds = 0
         self._refusals = Refusals(
             lambda kind, **fields: call_or_break(lambda: emit(kind, **fields))
         )
@@ -79,7 +82,7 @@ class RequestRouter:
     @property
     def num_waiting(self) -> int:
         """Completions that no engine has."""
-        return sum(len(live.book.open) for live in self._incoming)
+        return sum(len(live.book.open) for live in [*self._incoming, *self._held])
 
     def find(self, request_id: str) -> Live | None:
         return self._live.get(request_id)
@@ -100,10 +103,26 @@ class RequestRouter:
             live.timer = loop.call_later(
                 request.deadline_s, self._call_or_break, self._expire, live
             )
+        if self._holds:
+            self._held.append(live)
+            return stream
         if not self._incoming:
             loop.call_soon(self._call_or_break, self.route)
         self._incoming.append(live)
         return stream
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Let requests that come wait, at most `max_waiting` completions, until the block ends.
+        Those that came before are still sent, also again when their engine is lost."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+            if not self._holds:
+                self._incoming, self._held = [*self._incoming, *self._held], []
+                self._call_or_break(self.route)
 
     def route(self) -> None:
         """Send what is waiting, each request to the engine with the least outstanding tokens."""
@@ -239,6 +258,8 @@ class RequestRouter:
         self._live.pop(live.request_id, None)
         if live in self._incoming:
             self._incoming.remove(live)
+        if live in self._held:
+            self._held.remove(live)
         if live.timer is not None:
             live.timer.cancel()
         live.gone.set()
@@ -256,6 +277,7 @@ class RequestRouter:
         ):
             return f"deadline_s = {deadline_s!r}: need None or a finite number"
         most = self._max_waiting
-        if most is not None and self._find_engines() is None and self.num_waiting + n > most:
-            return f"{self.num_waiting} completions wait for an engine to start: at most {most} may"
+        waits = self._holds > 0 or self._find_engines() is None
+        if most is not None and waits and self.num_waiting + n > most:
+            return f"{self.num_waiting} completions wait for an engine: at most {most} may"
         return ""

@@ -2,7 +2,7 @@
 values, arrays, records of gyre, errors. Out: a length and MessagePack; never pickle.
 
 Containers and arrays keep their types. A record is written by its class's name, and read by msgspec
-against the types of its fields.
+against the types of its fields. An Offer crosses if its weights are files in a folder.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ import numpy as np
 
 from gyre.core.codec import from_array, to_array
 from gyre.core.errors import GyreError, WorkerLost
+from gyre.core.offers import FolderTensors, Offer
+from gyre.core.records import Manifest
 
 _HEAD = struct.Struct("<QQ")  # the call's number, bytes that follow
 _PIECE_BYTES = 1 << 20  # read at most this much at a time
 _PACKAGE = "gyre."  # only its classes are looked up by name
-ARRAY, RECORD, TUPLE, MAP, ERROR, OS_ERROR = range(6)  # codes of MessagePack's extensions
+ARRAY, RECORD, TUPLE, MAP, ERROR, OS_ERROR, OFFER = range(7)  # codes of MessagePack's extensions
 _NAME = re.compile(r"gyre(\.\w+)+:\w+")
 
 
@@ -91,12 +93,29 @@ def _pack(value: Any) -> Any:
         return _tag(ERROR, [_name(type(value)), value.message, value.hint])
     if isinstance(value, OSError):
         return _tag(OS_ERROR, [value.errno, value.strerror, value.filename])
+    if isinstance(value, Offer):
+        return _tag(OFFER, _pack_offer(value))
     if is_dataclass(value) and type(value).__module__.startswith(_PACKAGE):
         data = msgspec.msgpack.encode(value, enc_hook=from_array)
         return _tag(RECORD, [_name(type(value)), msgspec.Raw(data)])
     raise TypeError(
         f"a worker's call carries plain values, arrays and records, got {type(value).__name__}"
     )
+
+
+def _pack_offer(offer: Offer) -> list[Any]:
+    if not isinstance(offer.source, FolderTensors):
+        raise TypeError(
+            f"weights cross to another process as a folder, got {type(offer.source).__name__}"
+        )
+    return [offer.manifest, offer.source, sorted(offer.homes)]
+
+
+def _unpack_offer(data: memoryview) -> Offer:
+    manifest, source, homes = msgspec.msgpack.decode(
+        data, type=tuple[Manifest, FolderTensors, frozenset[str]]
+    )
+    return Offer(manifest=manifest, source=source, homes=homes)
 
 
 def _tag(code: int, value: Any) -> msgspec.msgpack.Ext:
@@ -111,6 +130,8 @@ def _unpack(code: int, data: memoryview) -> Any:
     if code == RECORD:
         name, raw = msgspec.msgpack.decode(data, type=tuple[str, msgspec.Raw])
         return msgspec.msgpack.decode(raw, type=_find_class(name), dec_hook=to_array)
+    if code == OFFER:
+        return _unpack_offer(data)
     value = msgspec.msgpack.decode(data, ext_hook=_unpack)
     if code == TUPLE:
         return tuple(value)

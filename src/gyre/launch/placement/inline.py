@@ -6,13 +6,15 @@ other one.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from gyre.core.events import Emit
-from gyre.launch.export import export_policy
+from gyre.launch.export import export_live, export_policy
 from gyre.launch.factories import Facts, Machine, Policy, make_policy
 from gyre.launch.placement.stage_runtime import StageRuntime
+from gyre.launch.placement.step_exports import make_exports
 from gyre.launch.stages import Stage
 from gyre.loop.ports import StageParts
 from gyre.models.scalar_head import ScalarHead
@@ -104,7 +106,14 @@ class Inline:
         trainer, snapshots, engine = device.trainer, device.snapshots, device.engine
         assert trainer is not None and snapshots is not None
         return StageParts(
-            trainer=trainer, gate=device, snapshots=snapshots, engine=engine, lifecycle=engine
+            trainer=trainer,
+            gate=device,
+            snapshots=snapshots,
+            engine=engine,
+            lifecycle=engine,
+            exports=make_exports(
+                self._config, self._folder, self._export_live, lambda: self.version, self._emit
+            ),
         )
 
     async def end(self, *, failed: bool, last: bool) -> None:
@@ -118,6 +127,14 @@ class Inline:
     async def export(self, folder: Path, tokenizer_files: Path) -> None:
         assert self._policy is not None
         export_policy(self._policy, self._head, folder, self._machine, tokenizer_files)
+
+    async def _export_live(self, folder: Path, tokenizer_files: Path) -> None:
+        policy, device = self._policy, self._device
+        assert policy is not None and device is not None and device.trainer is not None
+        work = partial(
+            export_live, policy, device.trainer.head, folder, self._machine, tokenizer_files
+        )
+        await asyncio.get_running_loop().run_in_executor(self._machine.compute, work)
 
     async def close(self) -> None:
         self._policy = None

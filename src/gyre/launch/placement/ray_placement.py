@@ -30,6 +30,7 @@ from gyre.core.liveness import StallLimit
 from gyre.core.records import RoleSpec
 from gyre.distributed.init import child_environment, hold_store
 from gyre.launch.factories import Facts, Machine, make_facts
+from gyre.launch.placement.step_exports import make_exports
 from gyre.launch.placement.worker import WorkerSpec
 from gyre.launch.stages import Stage
 from gyre.loop.ports import StageParts
@@ -180,6 +181,9 @@ class RayPlacement:
             snapshots=SpreadSnapshots(group, stall_limit=self.stall_limit),
             engine=self._pool,
             lifecycle=self._pool,
+            exports=make_exports(
+                self._config, self._folder, self._export_live, lambda: self.version, self._emit
+            ),
         )
 
     @property
@@ -203,6 +207,11 @@ class RayPlacement:
         where = (str(folder.absolute()), str(tokenizer_files.absolute()))
         assert self._group is not None
         await self._group.run("export", "export", *where, stall_limit=self.stall_limit)
+
+    async def _export_live(self, folder: Path, tokenizer_files: Path) -> None:
+        where = (str(folder.absolute()), str(tokenizer_files.absolute()))
+        assert self._group is not None
+        await self._group.run("export", "export_live", *where, stall_limit=self.stall_limit)
 
     async def close(self) -> None:
         """End the workers of this attempt."""

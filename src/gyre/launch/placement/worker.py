@@ -25,7 +25,7 @@ from gyre.core.records import Phase
 from gyre.distributed.init import RankSpec, join
 from gyre.distributed.process_group import RankGroup
 from gyre.engine.frontend.admission import RequestLimits
-from gyre.launch.export import export_policy, export_shards
+from gyre.launch.export import export_live, export_policy, export_shards
 from gyre.launch.factories import (
     Machine,
     Policy,
@@ -190,6 +190,32 @@ class RankWorker:
                 lambda: export_policy(self._policy, self._head, where, self._machine, files)
             )
 
+    async def export_live(self, folder: str, tokenizer_files: str) -> None:
+        """Write the model that is being trained, like `export`, within a stage."""
+        device, where, files = self._device, Path(folder), Path(tokenizer_files)
+        assert device is not None and device.trainer is not None
+        head = device.trainer.head
+        if device.cuts_weights:
+            assert self._group is not None
+            given = {"deadline_s": self._config.snapshot.deadline_s, "progress": self._context.tick}
+            shards = await self._on_compute(device.trained_shards)
+            work = partial(
+                export_shards,
+                self._policy.spec,
+                head,
+                shards,
+                self._group,
+                where,
+                self._machine,
+                files,
+                **given,
+            )
+            await self._on_compute(work)
+        elif self._spec.rank == 0:
+            await self._on_compute(
+                lambda: export_live(self._policy, head, where, self._machine, files)
+            )
+
     async def _on_compute(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._machine.compute, work)
 
@@ -205,8 +231,11 @@ class ServedEngine:
         return self._limits
 
 
-async def build_served_engine(context: Context, *, folder: str, config_json: str) -> ServedEngine:
-    """Load the weights and make the engine; `start` allocates its KV cache."""
+async def build_served_engine(
+    context: Context, *, folder: str, version: int, config_json: str
+) -> ServedEngine:
+    """Load the weights, which are of `version`, and make the engine; `start` allocates its KV
+    cache."""
     config = RunConfig.model_validate_json(config_json)
     machine = make_machine(config)
     policy = await asyncio.get_running_loop().run_in_executor(
@@ -215,6 +244,8 @@ async def build_served_engine(context: Context, *, folder: str, config_json: str
     )
     # one for each layer that runs
     register_module_forward_pre_hook(lambda module, args: context.tick())
-    engine = make_engine(config.engine, policy, machine, context.emit)
+    engine = make_engine(
+        config.engine, policy, machine, context.emit, shared_weights=False, version=version
+    )
     endpoint = EngineEndpoint(engine, ticks=lambda: context.ticks)
     return ServedEngine(endpoint, engine.limits)

@@ -31,6 +31,8 @@ CHANGEABLE = (
     "eval.every_steps",
     "snapshot.every_steps",
     "snapshot.keep",
+    "snapshot.export_every_steps",
+    "snapshot.keep_exports",
     "snapshot.deadline_s",
     "run.stop_deadline_s",
     "cluster.max_restarts",

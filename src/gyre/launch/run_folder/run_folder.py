@@ -11,6 +11,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -30,6 +31,8 @@ from gyre.launch.run_folder.attempts import (
 )
 from gyre.runconfig import RunConfig, load_run_config
 
+EXPORT, EXPORTS = "export", "exports"  # the one at the end; those between the steps
+EXPORT_NAME = re.compile(r"version-(\d{8,})")
 # what renaming a folder onto something meets
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
@@ -159,12 +162,20 @@ def why_missing(folder: Path) -> str:
     return f": {'it is a file' if folder.exists() else 'it does not exist'}{near}"
 
 
+def export_paths(folder: Path) -> list[Path]:
+    """Return the exports between a run's steps, by their versions."""
+    named = [(EXPORT_NAME.fullmatch(path.name), path) for path in (folder / EXPORTS).glob("*")]
+    return [path for _, path in sorted((int(name[1]), path) for name, path in named if name)]
+
+
 def find_model(
     target: Path, config_path: Path | None, overrides: list[str]
 ) -> tuple[Path, RunConfig]:
     """(hub-layout folder, config) of a run folder or of a model folder."""
     if (target / "events.jsonl").is_file():
-        model = target / "export"
+        model = target / EXPORT
+        if not model.is_dir() and (between := export_paths(target)):
+            model = between[-1]
         if not model.is_dir():
             raise InputError(
                 f"{target} has no export yet", hint=f"finish it: gyre train --resume {target}"

@@ -47,6 +47,11 @@ class Checkpoint:
         self._files.close()
 
     @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Return the files' tensors by hub name."""
+        return self._tensors
+
+    @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self.spec.parameter_shapes()
 

@@ -46,21 +46,22 @@ def export_hub(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the decoder in hub layout. See `export_runs`."""
-
-    def runs() -> Iterable[Run]:
-        return (
-            (name, BoxRun(start=0, stop=p.numel()), p.detach().reshape(-1))
-            for name, p in decoder.named_parameters()
-        )
-
     export_runs(
         decoder.spec,
-        runs,
+        lambda: decoder_runs(decoder),
         folder,
         dtype=dtype,
         tokenizer_files=tokenizer_files,
         scalar_head=scalar_head,
         shard_bytes=shard_bytes,
+    )
+
+
+def decoder_runs(decoder: Decoder) -> Iterable[Run]:
+    """Return every parameter of a decoder as one run."""
+    return (
+        (name, BoxRun(start=0, stop=p.numel()), p.detach().reshape(-1))
+        for name, p in decoder.named_parameters()
     )
 
 

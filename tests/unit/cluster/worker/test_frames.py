@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from gyre.cluster.worker import frames
 from gyre.core.errors import InputError, WorkerLost
-from gyre.core.records import Health, Request, Sampling, Support, TokenChunk
+from gyre.core.offers import FolderTensors, LocalTensors, Offer
+from gyre.core.records import Health, Manifest, Request, Sampling, Support, TokenChunk
 
 PLAIN = st.recursive(
     st.none()
@@ -72,6 +73,19 @@ def test_errors_come_back_with_what_a_user_needs() -> None:
     assert type(refused) is InputError and (refused.message, refused.hint) == ("this", "that")
     full = there_and_back(OSError(errno.ENOSPC, "no space", "/full"))
     assert (full.errno, full.filename) == (errno.ENOSPC, "/full")
+
+
+def test_a_version_crosses_as_a_folder_and_never_as_tensors() -> None:
+    manifest = Manifest(version=3, entries=(), shared=False, epoch=1)
+    homes = frozenset({"engine-0"})
+    offer = Offer(manifest=manifest, source=FolderTensors(folder="/a/ü"), homes=homes)
+    (back,) = there_and_back((offer,))
+    assert (back.manifest, back.source, back.homes) == (manifest, offer.source, homes)
+    with pytest.raises(TypeError, match="as a folder, got LocalTensors"):
+        frames.encode(Offer(manifest=manifest, source=LocalTensors(tensors={})))
+    wrong = msgspec.msgpack.encode([manifest, {"folder": 3}, []])
+    with pytest.raises(frames.FrameError):
+        frames.decode(msgspec.msgpack.encode(msgspec.msgpack.Ext(frames.OFFER, wrong)))
 
 
 @pytest.mark.parametrize("value", [threading.Lock(), object, {1, 2}, lambda: 0])

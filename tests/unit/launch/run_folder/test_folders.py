@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.core.errors import SnapshotError
+from gyre.core.errors import InputError, SnapshotError
 from gyre.launch.run_folder.run_folder import find_model, hold, make_run_folder, read_overrides
 from gyre.launch.train_args import read_train_args
 from gyre.runconfig import RunConfig, apply_overrides, load_run_config
@@ -48,6 +48,19 @@ def test_a_value_with_line_breaks_is_the_same_when_the_run_goes_on(
     (folder / "events.jsonl").touch()
     (folder / "export").mkdir()
     assert find_model(folder, None, [])[1].data.template == text
+
+
+def test_a_run_that_has_not_ended_is_served_from_its_newest_export(tmp_path: Path) -> None:
+    config, path = config_at(tmp_path)
+    run = make_run_folder(config, path, [], "all")
+    (run / "events.jsonl").touch()
+    with pytest.raises(InputError, match="has no export yet"):
+        find_model(run, None, [])
+    for name in ("version-00000009", "version-100000000", ".version-200000000.unverified"):
+        (run / "exports" / name).mkdir(parents=True)
+    assert find_model(run, None, [])[0] == run / "exports" / "version-100000000"
+    (run / "export").mkdir()
+    assert find_model(run, None, [])[0] == run / "export"
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8")))
