@@ -245,6 +245,8 @@ class ModelEntry(Shape):
     owned_by: str
     max_model_len: int
     """Tokens of prompt and completion together at most."""
+    version: int
+    """Of the weights that answer now."""
 
 
 class ModelList(Shape):

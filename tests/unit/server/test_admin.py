@@ -22,6 +22,7 @@ from gyre.core.errors import (
 )
 from gyre.server.admin import ChangeRunning, admin_routes, check_key, read_key_digest
 from gyre.server.app import make_app
+from gyre.server.metrics import ServerMetrics
 
 KEY = "k" * 20
 
@@ -48,7 +49,8 @@ def make(changer: Changer | None, events: list[Any]) -> Starlette:
         () if changer is None else admin_routes(partial(check_key, key_digest=digest), changer, "m")
     )
     no: Any = None  # neither engine nor model is asked
-    return make_app(no, no, emit=emit, more_routes=routes)
+    metrics = ServerMetrics("m", context_tokens=8, inspect=no)
+    return make_app(no, no, emit=emit, metrics=metrics, more_routes=routes)
 
 
 def post(

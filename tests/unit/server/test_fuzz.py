@@ -72,7 +72,11 @@ def as_document(*, narrow: bool) -> dict[str, Any]:
         schemas["ChatBody"]["properties"]["logprobs"] = {"const": True}  # top_logprobs need it
         schemas["ChatBody"]["required"].append("logprobs")
         schemas["GenerateBody"]["properties"]["prompt"] = {"anyOf": [WORD, IDS]}
-        schemas["Message"]["properties"]["content"] = WORD
+        role = {"enum": ["system", "user", "assistant"]}
+        schemas["MessageBody"]["properties"] = {"role": role, "content": WORD}
+        schemas["MessageBody"]["required"] = ["role", "content"]
+        for field in ("tools", "tool_choice"):  # this model's template takes none
+            del schemas["ChatBody"]["properties"][field]
     return document
 
 
