@@ -95,9 +95,9 @@ async def build(context: Context, *, folder: str, config_json: str) -> ServedEng
 def main() -> None:
     """`gyre serve` with this engine in its worker."""
     from gyre.cli.main import main as gyre
-    from gyre.launch import serve
+    from gyre.launch.serving import server
 
-    serve.BUILDER = "scripted_engine:build"
+    server.BUILDER = "scripted_engine:build"
     sys.argv[0] = "gyre"
     gyre()
 

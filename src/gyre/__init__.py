@@ -4,19 +4,19 @@ it offers is imported when it is first named."""
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from gyre.core.version import VERSION
+from gyre.core import VERSION
 
 if TYPE_CHECKING:
-    from gyre.launch.python_engine import Engine
-    from gyre.launch.python_results import Completion, Generation
+    from gyre.launch.python.engine import Engine
+    from gyre.launch.python.results import CompletionOutput, RequestOutput
 
 __version__ = VERSION
-__all__ = ["Completion", "Engine", "Generation"]
+__all__ = ["CompletionOutput", "Engine", "RequestOutput"]
 
 _PLACES = {
-    "Completion": "gyre.launch.python_results",
-    "Engine": "gyre.launch.python_engine",
-    "Generation": "gyre.launch.python_results",
+    "CompletionOutput": "gyre.launch.python.results",
+    "Engine": "gyre.launch.python.engine",
+    "RequestOutput": "gyre.launch.python.results",
 }
 
 

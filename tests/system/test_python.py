@@ -442,7 +442,7 @@ def test_the_examples_of_the_page_run(example, folder, tmp_path, monkeypatch, ca
 
 
 def test_the_page_names_every_argument() -> None:
-    from gyre.launch.python_requests import ChatArgs, GenerateArgs
+    from gyre.launch.python.requests import ChatArgs, GenerateArgs
 
     page = (DOCS / "python.md").read_text()
     names = ChatArgs.__optional_keys__ | GenerateArgs.__optional_keys__

@@ -13,7 +13,7 @@ import msgspec
 
 from gyre.benchmark.answers import MOST_DETAIL_CHARS, AnswerReader, describe_error
 from gyre.benchmark.connection import ConnectionPool, ExchangeFailed
-from gyre.benchmark.records import Outcome
+from gyre.benchmark.records import RequestResult
 from gyre.core.errors import InputError
 
 MOST_ERROR_BYTES = 64 << 10
@@ -37,7 +37,7 @@ class Client:
         self._pool, self._settings = pool, settings
         self._post_head = _head(pool, "POST", settings.path, settings.api_key)
 
-    async def ask(self, body: bytes, due_s: float) -> Outcome:
+    async def ask(self, body: bytes, due_s: float) -> RequestResult:
         """Send one request and return what came of it."""
         reader, refusal = AnswerReader(stream=self._settings.stream), bytearray()
         sent_s = 0.0
@@ -69,7 +69,7 @@ class Client:
             failure, detail = "connect", str(error)[:MOST_DETAIL_CHARS]
         if reader.failure:  # what the server said goes before how the connection ended
             failure, detail = reader.failure, reader.detail
-        return Outcome(
+        return RequestResult(
             due_s=due_s,
             sent_s=sent_s,
             ended_s=time.perf_counter(),

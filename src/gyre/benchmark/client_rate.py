@@ -15,7 +15,7 @@ import time
 from gyre.benchmark.client import Client, ClientSettings
 from gyre.benchmark.connection import ConnectionPool, parse_url
 from gyre.benchmark.null_server import CHUNKS
-from gyre.benchmark.records import Outcome
+from gyre.benchmark.records import RequestResult
 from gyre.core.errors import InputError
 
 CONNECTIONS, ANSWERS = 32, 64
@@ -67,8 +67,8 @@ async def _rate(url: str) -> float:
     return ANSWERS * CHUNKS / cpu_s
 
 
-async def _ask_all(client: Client, count: int) -> list[Outcome]:
-    outcomes: list[Outcome] = []
+async def _ask_all(client: Client, count: int) -> list[RequestResult]:
+    outcomes: list[RequestResult] = []
 
     async def ask() -> None:
         outcomes.append(await client.ask(b"{}", time.perf_counter()))

@@ -61,7 +61,7 @@ class ExchangeFailed(Exception):
     """The connection ended before the answer did."""
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """One connection, kept between requests."""
 
     def __init__(self) -> None:
@@ -158,12 +158,12 @@ class ConnectionPool:
     def __init__(self, target: Target, *, most: int) -> None:
         self.target = target
         self._free = asyncio.Semaphore(most)
-        self._idle: list[Connection] = []
-        self._all: set[Connection] = set()
+        self._idle: list[HttpConnection] = []
+        self._all: set[HttpConnection] = set()
         self._tls = ssl.create_default_context() if target.is_tls else None
 
     @asynccontextmanager
-    async def take(self) -> AsyncIterator[Connection]:
+    async def take(self) -> AsyncIterator[HttpConnection]:
         """Yield an open connection, when one may be had; OSError where the server takes none. One
         whose exchange did not end is closed."""
         async with self._free:
@@ -184,7 +184,7 @@ class ConnectionPool:
         for connection in self._all:
             connection.close()
 
-    def _take_idle(self) -> Connection | None:
+    def _take_idle(self) -> HttpConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
@@ -192,9 +192,9 @@ class ConnectionPool:
             self._all.discard(connection)  # the server hung up meanwhile
         return None
 
-    async def _open(self) -> Connection:
+    async def _open(self) -> HttpConnection:
         _, connection = await asyncio.get_running_loop().create_connection(
-            Connection, self.target.host, self.target.port, ssl=self._tls
+            HttpConnection, self.target.host, self.target.port, ssl=self._tls
         )
         self._all.add(connection)
         return connection

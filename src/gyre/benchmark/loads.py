@@ -24,7 +24,7 @@ MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RequestPlace:
     """Which request of a benchmark."""
 
     level: int  # from 1
@@ -32,10 +32,10 @@ class Place:
     index: int
 
 
-class Load(Protocol):
+class Workload(Protocol):
     """A source of requests."""
 
-    def draw(self, place: Place) -> DrawnRequest: ...
+    def draw(self, place: RequestPlace) -> DrawnRequest: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class RandomLoad:
     lengths: Lengths
     seed: int
 
-    def draw(self, place: Place) -> DrawnRequest:
+    def draw(self, place: RequestPlace) -> DrawnRequest:
         rng = _rng(self.seed, place)
         num_input, num_output = self.lengths.draw(rng)
         units = rng.integers(0, NUM_UNITS, num_input)
@@ -103,7 +103,7 @@ class PrefixLoad:
         drawn = rng.integers(0, NUM_UNITS, (self.prefixes, self.prefix_tokens)).tolist()
         object.__setattr__(self, "_texts", tuple(map(tuple, drawn)))
 
-    def draw(self, place: Place) -> DrawnRequest:
+    def draw(self, place: RequestPlace) -> DrawnRequest:
         rng = _rng(self.seed, place)
         number = int(np.searchsorted(self._ends, rng.random(), side="right"))
         prefix = self._texts[min(number, self.prefixes - 1)]
@@ -125,7 +125,7 @@ class TextLoad:
         rng = np.random.default_rng((self.seed, _SHUFFLE))
         object.__setattr__(self, "_order", rng.permutation(len(self.drawn)))
 
-    def draw(self, place: Place) -> DrawnRequest:
+    def draw(self, place: RequestPlace) -> DrawnRequest:
         at = (place.level - 1) * self.per_level + place.index
         if place.warm_up:  # from the end, where the levels come last
             at = -1 - at
@@ -184,5 +184,5 @@ def sharegpt_requests(
     return found
 
 
-def _rng(seed: int, place: Place) -> np.random.Generator:
+def _rng(seed: int, place: RequestPlace) -> np.random.Generator:
     return np.random.default_rng((seed, _LENGTHS, place.level, int(place.warm_up), place.index))

@@ -2,7 +2,7 @@
 whatever kind. Out: its URL on stdout; for each request CHUNKS chunks, each in a write of its own.
 
 It is what a benchmark's client is measured against: all that it takes to read is the client's.
-Caller: `client_rate.py`, which ends it by closing its stdin.
+`client_rate.py` ends it by closing its stdin.
 """
 
 from __future__ import annotations

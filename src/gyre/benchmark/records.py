@@ -50,7 +50,7 @@ class TokenCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RequestResult:
     """One request, from when it was due to its end."""
 
     due_s: float  # when the load wanted it sent; latencies count from here
@@ -104,7 +104,7 @@ class LevelSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class LevelProgress:
     """How far a level is."""
 
     level: Level
@@ -116,4 +116,4 @@ class Progress:
     is_over: bool
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[LevelProgress], None]

@@ -16,12 +16,12 @@ from typing import Any
 
 from gyre.benchmark.arrivals import poisson_times_s
 from gyre.benchmark.client import Client
-from gyre.benchmark.records import Level, Outcome
+from gyre.benchmark.records import Level, RequestResult
 
 FAILED_PAUSE_S = 0.1  # of a client of a closed loop, so that a server that refuses is not flooded
 
 BodyAt = Callable[[int], bytes]
-OnOutcome = Callable[[Outcome], None]
+OnOutcome = Callable[[RequestResult], None]
 
 
 class Tally:
@@ -29,10 +29,10 @@ class Tally:
 
     def __init__(self, on_outcome: OnOutcome) -> None:
         self._on_outcome = on_outcome
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[RequestResult] = []
         self.begun = 0
 
-    async def ask(self, client: Client, body: bytes, due_s: float) -> Outcome:
+    async def ask(self, client: Client, body: bytes, due_s: float) -> RequestResult:
         self.begun += 1
         outcome = await client.ask(body, due_s)
         self.outcomes.append(outcome)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from gyre.benchmark.records import Level, LevelSummary, Outcome, Percentiles
+from gyre.benchmark.records import Level, LevelSummary, Percentiles, RequestResult
 
 ITL_DEFINITION = (
     "gap between consecutive chunks of a stream that carry text, all gaps pooled; a chunk of "
@@ -22,7 +22,7 @@ ITL_DEFINITION = (
 
 def summarize(
     level: Level,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RequestResult],
     *,
     failed_warm_up: int,
     unfinished: int,
@@ -78,7 +78,7 @@ def percentiles(values_s: Iterable[float]) -> Percentiles:
     return Percentiles(count=len(values), p50_ms=p50, p90_ms=p90, p99_ms=p99)
 
 
-def _tpot_s(outcome: Outcome) -> Iterable[float]:
+def _tpot_s(outcome: RequestResult) -> Iterable[float]:
     """Yield seconds per token after the first, where the answer has them."""
     if outcome.text_times_s and outcome.usage is not None and outcome.usage.completion_tokens > 1:
         after_first_s = outcome.ended_s - outcome.text_times_s[0]

@@ -17,16 +17,16 @@ from typing import Any
 from gyre.benchmark.client import Client, ClientSettings, first_model
 from gyre.benchmark.client_rate import measure_client
 from gyre.benchmark.connection import ConnectionPool, Target
-from gyre.benchmark.loads import NUM_UNITS, Load, Place
+from gyre.benchmark.loads import NUM_UNITS, RequestPlace, Workload
 from gyre.benchmark.prompts import RequestTemplate, TextFit, fit_text, probe_words
 from gyre.benchmark.records import (
     DrawnRequest,
     Endpoint,
     Level,
+    LevelProgress,
     LevelSummary,
     OnProgress,
-    Outcome,
-    Progress,
+    RequestResult,
 )
 from gyre.benchmark.runner import Tally, run_closed, run_open
 from gyre.benchmark.summary import summarize
@@ -41,7 +41,7 @@ class SweepSettings:
     """What the command line said."""
 
     target: Target
-    load: Load
+    load: Workload
     levels: Sequence[Level]
     endpoint: Endpoint
     stream: bool
@@ -124,7 +124,7 @@ class _Sweep:
     async def probe(self) -> TextFit | None:
         """Ask the server how many tokens words make, where the load has lengths. InputError where
         it does not answer."""
-        first = self._settings.load.draw(Place(level=1, warm_up=True, index=0))
+        first = self._settings.load.draw(RequestPlace(level=1, warm_up=True, index=0))
         if first.text:
             return None
         few, many = probe_words(len(first.prefix) + len(first.units))
@@ -170,7 +170,7 @@ class _Sweep:
 
         def tell(is_over: bool) -> None:
             self._on_progress(
-                Progress(
+                LevelProgress(
                     level=level,
                     number=number,
                     num_levels=len(self._settings.levels),
@@ -181,7 +181,7 @@ class _Sweep:
                 )
             )
 
-        def count(outcome: Outcome) -> None:
+        def count(outcome: RequestResult) -> None:
             nonlocal failed
             failed += bool(outcome.failure)
             tell(False)
@@ -212,7 +212,7 @@ class _Sweep:
             tell(True)
 
     def _body(self, number: int, index: int, fit: TextFit | None, warm_up: bool) -> bytes:
-        place = Place(level=number, warm_up=warm_up, index=index)
+        place = RequestPlace(level=number, warm_up=warm_up, index=index)
         return self._template.body(self._settings.load.draw(place), fit)
 
 

@@ -15,7 +15,7 @@ import typer.core
 
 from gyre.cli import keys
 from gyre.cli.answer import AsJson, answer, say_stopped
-from gyre.cli.bench import bench_app
+from gyre.cli.bench.command import bench_app
 from gyre.core.errors import RunStopped
 
 

@@ -29,7 +29,7 @@ def run_serve(
     if dry_run:
         return run_dry(target, model, config, as_json=as_json, **given)
     with loading():
-        from gyre.launch.serve import ServeArgs, serve
+        from gyre.launch.serving.server import ServeArgs, serve
 
     name = given.pop("name") or target.resolve().name
     args = ServeArgs(folder=model, config=config, name=name, **given)
@@ -41,7 +41,7 @@ def run_dry(
 ) -> Mapping[str, Any]:
     """Say what serving the model takes and bears. Nothing is started."""
     with loading():
-        from gyre.launch.serve_plan import plan_serve
+        from gyre.launch.serving.plan import plan_serve
 
     columns = max(FOLDED, shutil.get_terminal_size((UNFOLDED, 24)).columns)
     name = given["name"] or target.resolve().name

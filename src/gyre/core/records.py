@@ -374,7 +374,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStatus:
-    """One engine behind a server, as far as it can be told by a deadline."""
+    """One engine behind a server, as far as it is known by a deadline."""
 
     name: str
     state: Literal["ready", "starting", "unwell", "lost"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gyre.core import VERSION
 from gyre.core.errors import (
     ConfigError,
     DivergedError,
@@ -24,7 +25,6 @@ from gyre.core.errors import (
 )
 from gyre.core.events import Emit
 from gyre.core.files import write_text
-from gyre.core.version import VERSION
 from gyre.launch.factories import (
     Facts,
     Policy,

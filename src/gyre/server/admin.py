@@ -1,4 +1,4 @@
-"""Admin: the routes that change the server, for whoever has the admin key. In: the check of that
+"""Admin: the routes that change the server, for a client with the admin key. In: the check of that
 key, what changes the weights. Out: routes of the application.
 """
 

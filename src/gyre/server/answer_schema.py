@@ -35,7 +35,7 @@ class ErrorBody(Shape):
     error: ErrorDetail
 
 
-class Usage(Shape):
+class CompletionUsage(Shape):
     """Tokens read and chosen."""
 
     prompt_tokens: int
@@ -106,7 +106,7 @@ class ChatCompletion(Shape):
     """Unix time in seconds."""
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: CompletionUsage
     system_fingerprint: str
     """The versions of the weights that chose the tokens."""
 
@@ -155,7 +155,7 @@ class ChatChunk(Shape):
     model: str
     choices: list[ChatChunkChoice]
     """Empty in the event with the usage."""
-    usage: Usage | None = None
+    usage: CompletionUsage | None = None
     system_fingerprint: str | None = None
     """The versions of the weights that chose the tokens."""
 
@@ -191,7 +191,7 @@ class TextCompletion(Shape):
     """Unix time in seconds."""
     model: str
     choices: list[TextChoice]
-    usage: Usage
+    usage: CompletionUsage
     system_fingerprint: str
     """The versions of the weights that chose the tokens."""
 
@@ -215,7 +215,7 @@ class TextChunk(Shape):
     model: str
     choices: list[TextChunkChoice]
     """Empty in the event with the usage."""
-    usage: Usage | None = None
+    usage: CompletionUsage | None = None
     system_fingerprint: str | None = None
     """The versions of the weights that chose the tokens."""
 
@@ -230,7 +230,7 @@ class GenerateResult(Shape):
     """Of the plain softmax, one for each token."""
     finish_reason: Finish | None
     """null in events before the last."""
-    usage: Usage
+    usage: CompletionUsage
     weights_version: int | None
     """The newest version that chose one of the tokens."""
 

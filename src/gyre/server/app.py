@@ -36,10 +36,17 @@ from gyre.server.conversation import read_messages, read_tools
 from gyre.server.gateway.gate import Gate, OpenGate
 from gyre.server.generate import open_generation
 from gyre.server.generation import ServedModel, TokenUsage, check_top, make_request
-from gyre.server.measured import MeasuredApp
-from gyre.server.metrics import ServerMetrics, inspect_one
+from gyre.server.metrics.measured import MeasuredApp
+from gyre.server.metrics.server_metrics import ServerMetrics, inspect_one
 from gyre.server.openapi import make_document
-from gyre.server.respond import ActiveRequest, EventStream, ReservedWork, Service, WholeAnswer, Work
+from gyre.server.respond import (
+    ActiveRequest,
+    AnswerSource,
+    EventStream,
+    ReservedSource,
+    Service,
+    WholeAnswer,
+)
 from gyre.server.schema import (
     FAULT,
     ApiError,
@@ -167,7 +174,7 @@ class Api:
     def _respond(
         self,
         http: HttpRequest,
-        work: Work,
+        work: AnswerSource,
         answer: Answer,
         *,
         stream: bool,
@@ -175,7 +182,7 @@ class Api:
     ) -> Response:
         most_tokens = work.usage.prompt_tokens + work.most_tokens
         reservation = self._gate.reserve(http.scope, most_tokens, work.usage)
-        work = ReservedWork(work, reservation)
+        work = ReservedSource(work, reservation)
         if stream:
             return EventStream(work, answer, includes_usage=includes_usage, emit=self._emit)
         return WholeAnswer(work, answer)
@@ -218,7 +225,7 @@ def make_app(
     logs_access: bool = False,
     more_routes: Sequence[Route] = (),
 ) -> Starlette:
-    """Return the ASGI application. Without a gate nobody needs a key; without `metrics` they are
+    """Return the ASGI application. Without a gate no key is needed; without `metrics` they are
     those of one engine in this process."""
     gate = gate or OpenGate()
     metrics = metrics or ServerMetrics(

@@ -19,14 +19,14 @@ from gyre.server.generation import (
     make_request,
     read_prompt,
 )
-from gyre.server.respond import ActiveRequest, Service, Work
+from gyre.server.respond import ActiveRequest, AnswerSource, Service
 from gyre.server.schema import ApiError, CompletionBody
 from gyre.text.tokenizer import Tokenizer
 
 MOST_TOLD = 1 << 20  # log-probs of prompts in an answer, alternatives included
 
 
-def open_completion(body: CompletionBody, service: Service) -> tuple[Work, TextAnswer]:
+def open_completion(body: CompletionBody, service: Service) -> tuple[AnswerSource, TextAnswer]:
     """Return the requests and their answer. ApiError where one of the prompts would be refused."""
     model = service.model
     prompt_only = body.echo and body.max_tokens == 0

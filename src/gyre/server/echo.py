@@ -55,7 +55,7 @@ class Echo:
 
 
 class TokenOffsets:
-    """Where the text of each token begins, in characters. A token that goes on with a character
+    """Where the text of each token begins, in characters. A token that continues a character
     begins where the character does."""
 
     def __init__(self, tokenizer: Tokenizer, start: int, *, skip_special: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from gyre.core.version import VERSION
+from gyre.core import VERSION
 from gyre.server.answer_schema import (
     ChatChunk,
     ChatCompletion,

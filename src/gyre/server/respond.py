@@ -23,8 +23,8 @@ from gyre.core.events import Emit
 from gyre.core.records import Request, TokenChunk
 from gyre.server.answers import Answer
 from gyre.server.generation import ServedModel, TextDelta, TokenUsage, pieces
-from gyre.server.measured import WORK
-from gyre.server.metrics import ServerMetrics
+from gyre.server.metrics.measured import SOURCE
+from gyre.server.metrics.server_metrics import ServerMetrics
 from gyre.server.schema import FAULT, ApiError
 
 COUNT_S = 5.0  # longest wait for the last tokens of an aborted request
@@ -40,7 +40,7 @@ class Service:
     emit: Emit
 
 
-class Work(Protocol):
+class AnswerSource(Protocol):
     """What an answer is made of: one request in the engine, or several."""
 
     name: str  # of the answer, as clients see it
@@ -115,10 +115,10 @@ class ActiveRequest:
             return  # no engine is left to tell more; the client is told so, or gone
 
 
-class ReservedWork:
+class ReservedSource:
     """Work that holds a part of its key's limits while it runs."""
 
-    def __init__(self, work: Work, reservation: AbstractContextManager[None]) -> None:
+    def __init__(self, work: AnswerSource, reservation: AbstractContextManager[None]) -> None:
         """`reservation` reads the work's usage at its end."""
         self._work, self._reservation = work, reservation
         self.name, self.usage, self.metrics = work.name, work.usage, work.metrics
@@ -140,12 +140,12 @@ class ReservedWork:
 class WholeAnswer(Response):
     """An answer in one body. The request is aborted when the client hangs up before."""
 
-    def __init__(self, work: Work, answer: Answer) -> None:
+    def __init__(self, work: AnswerSource, answer: Answer) -> None:
         self._work, self._answer = work, answer
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[WORK] = self._work
+        scope[SOURCE] = self._work
 
         async def collect() -> list[TextDelta]:
             async with self._work.open() as found:
@@ -169,13 +169,15 @@ class EventStream(Response):
     """An answer as server-sent events. The headers wait for the first piece, so that what the
     engine refuses has its status."""
 
-    def __init__(self, work: Work, answer: Answer, *, includes_usage: bool, emit: Emit) -> None:
+    def __init__(
+        self, work: AnswerSource, answer: Answer, *, includes_usage: bool, emit: Emit
+    ) -> None:
         self._work, self._answer, self._emit = work, answer, emit
         self._includes_usage = includes_usage
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[WORK] = self._work
+        scope[SOURCE] = self._work
         started = False
 
         async def go() -> bool:

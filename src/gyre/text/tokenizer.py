@@ -151,7 +151,7 @@ class Tokenizer:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template shows tools: it reads the variable `tools`."""
+        """Return whether the chat template shows tools: it reads the variable `tools`."""
         return self._tool_template is not None and self._tool_template.uses("tools")
 
     def render_chat(

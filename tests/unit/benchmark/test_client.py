@@ -10,7 +10,7 @@ import pytest
 
 from gyre.benchmark.client import first_model
 from gyre.benchmark.connection import ConnectionPool, Target, parse_url
-from gyre.benchmark.records import Outcome
+from gyre.benchmark.records import RequestResult
 from gyre.core.errors import ConfigError, InputError
 from scripted_api import (
     CHUNKED,
@@ -30,8 +30,8 @@ from scripted_api import (
 )
 
 
-def ask(*steps: Step, **settings: Any) -> Outcome:
-    async def go() -> Outcome:
+def ask(*steps: Step, **settings: Any) -> RequestResult:
+    async def go() -> RequestResult:
         async with scripted(lambda number, body: steps) as api:
             with client_of(api, **settings) as client:
                 return await client.ask(b"{}", time.perf_counter())
@@ -106,7 +106,7 @@ def test_a_request_has_a_deadline_from_its_due_time() -> None:
 
 
 def test_a_server_that_is_not_there_is_a_failure() -> None:
-    async def go() -> Outcome:
+    async def go() -> RequestResult:
         async with scripted(lambda number, body: []) as api:
             pass
         with client_of(api) as client:

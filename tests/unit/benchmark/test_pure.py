@@ -17,20 +17,22 @@ from gyre.benchmark.arrivals import poisson_times_s
 from gyre.benchmark.loads import (
     NUM_UNITS,
     Lengths,
-    Place,
     PrefixLoad,
     RandomLoad,
+    RequestPlace,
     TextLoad,
     sharegpt_requests,
     sharegpt_turns,
 )
 from gyre.benchmark.prompts import FIRST_TOKEN_ID, WORDS, RequestTemplate, as_text, fit_text
-from gyre.benchmark.records import DrawnRequest, Level, Outcome, TokenCounts
+from gyre.benchmark.records import DrawnRequest, Level, RequestResult, TokenCounts
 from gyre.benchmark.summary import percentiles, summarize
 from gyre.core.errors import ConfigError, InputError
 
 seeds = st.integers(0, 2**32)
-places = st.builds(Place, level=st.integers(1, 9), warm_up=st.booleans(), index=st.integers(0, 999))
+places = st.builds(
+    RequestPlace, level=st.integers(1, 9), warm_up=st.booleans(), index=st.integers(0, 999)
+)
 lengths = st.builds(
     Lengths,
     input_tokens=st.integers(1, 300),
@@ -59,11 +61,11 @@ def test_arrivals_have_their_rate_and_the_spread_of_a_poisson_process() -> None:
 
 @given(lengths, seeds, places)
 def test_a_random_prompt_has_its_length_and_depends_on_its_place_alone(
-    lengths: Lengths, seed: int, place: Place
+    lengths: Lengths, seed: int, place: RequestPlace
 ) -> None:
     load = RandomLoad(lengths=lengths, seed=seed)
     drawn = load.draw(place)
-    load.draw(Place(level=3, warm_up=False, index=5))
+    load.draw(RequestPlace(level=3, warm_up=False, index=5))
     assert load.draw(place) == drawn == RandomLoad(lengths=lengths, seed=seed).draw(place)
     for count, mean in (
         (len(drawn.units), lengths.input_tokens),
@@ -76,7 +78,7 @@ def test_a_random_prompt_has_its_length_and_depends_on_its_place_alone(
 def test_prompts_of_levels_and_warm_up_share_nothing() -> None:
     load = RandomLoad(lengths=Lengths(input_tokens=16, output_tokens=1), seed=0)
     found = {
-        load.draw(Place(level=level, warm_up=warm_up, index=index)).units
+        load.draw(RequestPlace(level=level, warm_up=warm_up, index=index)).units
         for level in (1, 2)
         for warm_up in (True, False)
         for index in range(20)
@@ -86,7 +88,7 @@ def test_prompts_of_levels_and_warm_up_share_nothing() -> None:
 
 @given(lengths, seeds, st.integers(1, 8), st.integers(1, 50), st.floats(0, 3), places)
 def test_a_prompt_begins_with_one_of_the_prefixes(
-    lengths: Lengths, seed: int, prefixes: int, prefix_tokens: int, zipf: float, place: Place
+    lengths: Lengths, seed: int, prefixes: int, prefix_tokens: int, zipf: float, place: RequestPlace
 ) -> None:
     load = PrefixLoad(
         lengths=lengths, prefixes=prefixes, prefix_tokens=prefix_tokens, zipf=zipf, seed=seed
@@ -106,7 +108,7 @@ def test_prefixes_have_the_shares_of_zipf(zipf: float) -> None:
         seed=3,
     )
     count = 4000
-    drawn = (load.draw(Place(level=1, warm_up=False, index=index)) for index in range(count))
+    drawn = (load.draw(RequestPlace(level=1, warm_up=False, index=index)) for index in range(count))
     found = Counter(load._texts.index(one.prefix) for one in drawn)
     weights = [rank**-zipf for rank in range(1, 6)]
     for number, weight in enumerate(weights):
@@ -118,7 +120,7 @@ def test_questions_are_taken_once_before_any_comes_again() -> None:
         drawn=[DrawnRequest(text=str(n), max_tokens=1) for n in range(30)], seed=1, per_level=10
     )
     found = [
-        load.draw(Place(level=level, warm_up=False, index=index)).text
+        load.draw(RequestPlace(level=level, warm_up=False, index=index)).text
         for level in (1, 2, 3)
         for index in range(10)
     ]
@@ -236,9 +238,9 @@ def test_percentiles_lie_between_the_values_beside_them(values: list[float]) -> 
         assert value_ms / 1000 == pytest.approx(expected, abs=1e-9)
 
 
-def outcome(due_s: float, times_s: tuple[float, ...], ended_s: float, tokens: int) -> Outcome:
+def outcome(due_s: float, times_s: tuple[float, ...], ended_s: float, tokens: int) -> RequestResult:
     usage = TokenCounts(prompt_tokens=10, completion_tokens=tokens, cached_tokens=4)
-    return Outcome(
+    return RequestResult(
         due_s=due_s, sent_s=due_s + 0.5, ended_s=ended_s, text_times_s=times_s, usage=usage
     )
 
@@ -247,10 +249,14 @@ def test_a_level_worked_by_hand() -> None:
     outcomes = [
         outcome(0.0, (1.0, 2.0, 4.0), 5.0, tokens=9),
         outcome(1.0, (3.0, 3.0), 6.0, tokens=1),
-        Outcome(due_s=2.0, sent_s=2.0, ended_s=10.0, failure="429 queue_full", detail="first"),
-        Outcome(due_s=2.0, sent_s=0.0, ended_s=3.0, failure="429 queue_full", detail="second"),
-        Outcome(due_s=2.0, sent_s=2.0, ended_s=3.0, failure="timeout"),
-        Outcome(due_s=2.0, sent_s=2.0, ended_s=4.0),
+        RequestResult(
+            due_s=2.0, sent_s=2.0, ended_s=10.0, failure="429 queue_full", detail="first"
+        ),
+        RequestResult(
+            due_s=2.0, sent_s=0.0, ended_s=3.0, failure="429 queue_full", detail="second"
+        ),
+        RequestResult(due_s=2.0, sent_s=2.0, ended_s=3.0, failure="timeout"),
+        RequestResult(due_s=2.0, sent_s=2.0, ended_s=4.0),
     ]
     found = summarize(
         Level(concurrency=2), outcomes, failed_warm_up=2, unfinished=1, client_cpu_s=2.5

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 
-from gyre.benchmark.records import Level, Outcome
+from gyre.benchmark.records import Level, RequestResult
 from gyre.benchmark.runner import Tally, run_closed, run_open
 from scripted_api import Api, Script, client_of, scripted, stream
 
 
-def play(script: Script, level: Level, *, most: int = 64) -> tuple[list[Outcome], Api]:
-    async def go() -> tuple[list[Outcome], Api]:
+def play(script: Script, level: Level, *, most: int = 64) -> tuple[list[RequestResult], Api]:
+    async def go() -> tuple[list[RequestResult], Api]:
         tally = Tally(lambda outcome: None)
         async with scripted(script) as api:
             with client_of(api, most=most) as client:

@@ -10,7 +10,7 @@ import pytest
 from gyre.benchmark.client_rate import measure_client
 from gyre.benchmark.connection import parse_url
 from gyre.benchmark.loads import Lengths, RandomLoad, TextLoad
-from gyre.benchmark.records import DrawnRequest, Level, Progress
+from gyre.benchmark.records import DrawnRequest, Level, LevelProgress
 from gyre.benchmark.sweep import SweepResult, SweepSettings, run_sweep
 from gyre.core.errors import ConfigError, InputError
 from scripted_api import END, Api, event, part, scripted, stream, usage, whole
@@ -37,8 +37,8 @@ def settings(url: str, **changed: Any) -> SweepSettings:
     return SweepSettings(**(values | changed))
 
 
-def sweep(script: Any, **changed: Any) -> tuple[SweepResult, Api, list[Progress]]:
-    steps: list[Progress] = []
+def sweep(script: Any, **changed: Any) -> tuple[SweepResult, Api, list[LevelProgress]]:
+    steps: list[LevelProgress] = []
 
     async def go() -> tuple[SweepResult, Api]:
         async with scripted(script) as api:

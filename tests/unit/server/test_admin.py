@@ -22,7 +22,7 @@ from gyre.core.errors import (
 )
 from gyre.server.admin import ChangeRunning, admin_routes, check_key, read_key_digest
 from gyre.server.app import make_app
-from gyre.server.metrics import ServerMetrics
+from gyre.server.metrics.server_metrics import ServerMetrics
 
 KEY = "k" * 20
 

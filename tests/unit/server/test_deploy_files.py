@@ -13,7 +13,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from gyre.core.records import EngineStats, ReplicaStatus
-from gyre.server.metrics import FINISHED_REASONS, ServerMetrics
+from gyre.server.metrics.server_metrics import FINISHED_REASONS, ServerMetrics
 
 ROOT = Path(__file__).parents[3]
 RULES = ROOT / "deploy/prometheus/gyre.rules.yml"

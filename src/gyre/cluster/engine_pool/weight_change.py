@@ -1,5 +1,5 @@
-"""Weight change: one version after another on every engine of a pool, or on none. In: an offer,
-what becomes of the requests under way. Out: the pool's version; after an error it is the last one.
+"""Weight change: one version after another on every engine of a pool, or on none. In: an offer, a
+commit policy. Out: the pool's version; after an error it is the last one.
 
     prepared on all ──▶ [drain: requests under way end, new ones wait] ──▶ committed on all
          │ fails on one         │ past its deadline                           │ fails on one

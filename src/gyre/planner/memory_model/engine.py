@@ -20,7 +20,7 @@ TRUNCATION_ROWS, TRUNCATION_BYTES = 64, 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class EngineDemand:
     """What generation needs on each GPU beside the trainer."""
 
     running: int  # completions of full length that should hold pages at the same time, per GPU
@@ -51,7 +51,7 @@ def make_engine(
     page_tokens: int,
     max_running: int,
     running: int,
-) -> Engine | None:
+) -> EngineDemand | None:
     """Return what generation needs, or None where nothing is generated. `running` of the
     `max_running` completions are of one GPU.
 
@@ -67,7 +67,7 @@ def make_engine(
     fixed = engine_buffer_bytes(
         inputs, dtype=dtype, page_tokens=page_tokens, max_running=max_running
     )
-    return Engine(
+    return EngineDemand(
         running=running,
         longest=longest,
         kv_bytes_per_token=kv_bytes_per_page(model, dtype, 1),

@@ -14,7 +14,7 @@ from gyre.core.rounding import ceil_div
 from gyre.distributed.config import SumGradients
 from gyre.memory.config import Leave
 from gyre.planner.batch_sizes import longest_sequence
-from gyre.planner.memory_model.engine import Engine
+from gyre.planner.memory_model.engine import EngineDemand
 from gyre.planner.memory_model.states import Layout, most_chunks
 from gyre.planner.plan import Dtype, ModelNumbers, PlanInputs, Saving, Shards
 
@@ -40,7 +40,7 @@ class TrainingJob:
     critic: bool = False
     reference: bool = False
     reward_model: ModelNumbers | None = None
-    engine: Engine | None = None  # None: nothing is generated
+    engine: EngineDemand | None = None  # None: nothing is generated
     snapshot_background: bool = False  # snapshots are staged in host memory, which stays taken
     reference_average: bool = False
     offload_parameters: tuple[str, ...] = ()  # models whose weights live in host memory
@@ -79,7 +79,7 @@ class TrainingJob:
 
 
 def make_job(
-    inputs: PlanInputs, *, dtype: Dtype, saving: Saving, engine: Engine | None
+    inputs: PlanInputs, *, dtype: Dtype, saving: Saving, engine: EngineDemand | None
 ) -> TrainingJob:
     """Return a stage as a job. Completions are expected to be half as long as they may be."""
     longest = longest_sequence(inputs)

@@ -146,7 +146,7 @@ def key_error(message: str) -> ApiError:
 
 
 def refusal_error(refusal: LimitRefusal, limits: KeyLimits, most: int) -> ApiError:
-    """Return what the client is told of a limit."""
+    """Return the refusal of a request that a limit does not admit."""
     limit = getattr(limits, refusal.limit)
     if refusal.retry_ns is None:
         return ApiError(

@@ -1,7 +1,7 @@
 """Limits: whether a key's next request fits its limits. In: limits, the most that a request may
 cost, a monotonic clock's value. Out: a reservation, or a refusal with the seconds until it fits.
 
-A limit per minute is a token bucket: it begins full, and refills at its rate up to the limit of one
+A limit per minute is a token bucket. It begins full, and refills at its rate up to the limit of one
 minute. A request reserves the most that it may cost, and gets back at its end what it has not used.
 So the limit binds while requests run, and in any span of time at most
 
@@ -51,7 +51,7 @@ class LimitRefusal:
     retry_ns: int | None
 
 
-class Bucket:
+class TokenBucket:
     """A limit per minute: what is left of it, and what running requests may give back."""
 
     def __init__(self, per_minute: int, now_ns: int) -> None:
@@ -162,5 +162,5 @@ class KeyMeter:
         return requests, tokens
 
 
-def _bucket(per_minute: int, now_ns: int) -> Bucket | None:
-    return Bucket(per_minute, now_ns) if per_minute else None
+def _bucket(per_minute: int, now_ns: int) -> TokenBucket | None:
+    return TokenBucket(per_minute, now_ns) if per_minute else None

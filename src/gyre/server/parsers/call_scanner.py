@@ -33,7 +33,7 @@ class CallScanner:
 
     @property
     def is_call(self) -> bool:
-        """Whether the name is known and the arguments have begun: from here on it is a call."""
+        """Return whether it is a call: the name is known, and an argument has come."""
         return self._has_name and "arguments" in self._found
 
     @property

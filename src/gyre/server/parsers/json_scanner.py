@@ -54,7 +54,7 @@ class JsonScanner:
 
     @property
     def in_plain_text(self) -> bool:
-        """Whether a string is open, and no escape in it."""
+        """Return whether a string is open, and no escape in it."""
         return self.state == "in_text" and not self._part
 
     def push(self, character: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gyre.planner.memory_model.engine import Engine
+from gyre.planner.memory_model.engine import EngineDemand
 from gyre.planner.memory_model.job import TrainingJob
 from gyre.planner.memory_model.peaks import (
     PeakInstant,
@@ -222,7 +222,7 @@ def test_phases_of_whole_models() -> None:
     assert (
         offline["score"] == weights | asks | {"forward pass": FORWARD} and "rollout" not in offline
     )
-    bare = Engine(running=1, longest=10, kv_bytes_per_token=1, working_bytes=1, graph_bytes=0)
+    bare = EngineDemand(running=1, longest=10, kv_bytes_per_token=1, working_bytes=1, graph_bytes=0)
     assert bare.buffer_bytes == 0
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gyre.distributed.mesh import make_mesh
 from gyre.distributed.process_group import alone
-from gyre.planner.memory_model.engine import Engine
+from gyre.planner.memory_model.engine import EngineDemand
 from gyre.planner.memory_model.peaks import (
     PeakInstant,
     device_bytes_of,
@@ -202,7 +202,7 @@ def test_peaks_grow_and_shrink_with_what_they_depend_on(layout: Layout, shape: s
         assert device_bytes_of(moment, layout) > moment.allocated_bytes
 
 
-ENGINE = Engine(
+ENGINE = EngineDemand(
     running=32, longest=4096, kv_bytes_per_token=147_456, working_bytes=GIB, graph_bytes=GIB // 2
 )
 

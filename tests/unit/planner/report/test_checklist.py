@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from gyre.core.errors import ConfigError, MemoryBudgetError
 from gyre.launch.plan_command import PlanRequest, plan_shape
 from gyre.planner.gpus import find_gpu
-from gyre.planner.memory_model.engine import Engine
+from gyre.planner.memory_model.engine import EngineDemand
 from gyre.planner.model_zoo import find_shape, model_numbers
 from gyre.planner.report.checklist import Line, Settings, inference_lines, training_lines
 from gyre.planner.report.features import FEATURES, built_features
@@ -40,7 +40,7 @@ INFERENCE = [
     "Tensor parallelism",
     "Health checks",
 ]
-ENGINE = Engine(
+ENGINE = EngineDemand(
     running=32, longest=4096, kv_bytes_per_token=147_456, working_bytes=GIB, graph_bytes=GIB // 2
 )
 SETTINGS = Settings(

@@ -14,7 +14,7 @@ from gyre.core.errors import ConfigError, MemoryBudgetError
 from gyre.memory.errors import words
 from gyre.planner.gpus import GPUS, Gpu
 from gyre.planner.lighter import lighter
-from gyre.planner.memory_model.engine import Engine
+from gyre.planner.memory_model.engine import EngineDemand
 from gyre.planner.memory_model.job import TrainingJob
 from gyre.planner.memory_model.peaks import device_bytes_of, host_bytes_of, phase_moments
 from gyre.planner.memory_model.states import Layout
@@ -27,7 +27,7 @@ from unit.planner.memory_model.test_exact_bytes import TOY, make_inputs, make_la
 
 MIB = 1 << 20
 PLENTY = 1 << 40
-ENGINE = Engine(
+ENGINE = EngineDemand(
     running=8,
     longest=10,
     kv_bytes_per_token=1000,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gyre.core.errors import ConfigError, MemoryBudgetError
 from gyre.models.flops import forward_flops as model_flops
 from gyre.planner.gpus import GPUS, find_gpu
-from gyre.planner.memory_model.engine import Engine
+from gyre.planner.memory_model.engine import EngineDemand
 from gyre.planner.memory_model.peaks import host_bytes_of
 from gyre.planner.model_zoo import SHAPES, find_shape
 from gyre.planner.report.checklist import strategy_for, tree_for
@@ -64,7 +64,7 @@ def test_the_best_of_many_jobs_is_the_fastest_that_fits(
 
 
 def best_is_the_fastest(shape, gpus, gpu, longest, host, fixed, rollout) -> None:
-    engine = Engine(
+    engine = EngineDemand(
         running=16, longest=longest, kv_bytes_per_token=147_456, working_bytes=GIB, graph_bytes=GIB
     )
     job = make_job(shape, longest=longest, engine=engine if rollout else None, reference=rollout)
@@ -131,7 +131,7 @@ def test_a_refusal_names_the_setting_that_was_in_the_way() -> None:
 
 
 def test_a_refusal_names_the_residency_that_was_in_the_way() -> None:
-    engine = Engine(
+    engine = EngineDemand(
         running=256, longest=4096, kv_bytes_per_token=147_456, working_bytes=GIB, graph_bytes=GIB
     )
     job, layout = (

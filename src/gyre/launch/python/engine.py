@@ -1,7 +1,7 @@
 """Python engine: a model in this process, without a server. In: a run or model folder, prompts.
 Out: generations, on the caller's thread or its event loop.
 
-One class has both ways to call. Its event loop runs in a thread of its own, so that the blocking
+One class has both ways to call. Its event loop runs in a thread of its own. So the blocking
 methods work where a loop runs already, as in a notebook, and those with an `a` on any loop. The
 objects behind it are those of `gyre serve`, and so are the answers.
 """
@@ -19,9 +19,9 @@ from typing import Any, Unpack, overload
 from gyre.core.events import Emit
 from gyre.core.hub import is_hub_name
 from gyre.core.records import EngineStats, Request
-from gyre.launch.engine_thread import EngineThread
 from gyre.launch.factories import refuse_reward_model
-from gyre.launch.python_requests import (
+from gyre.launch.python.engine_thread import EngineThread
+from gyre.launch.python.requests import (
     Asked,
     ChatArgs,
     GenerateArgs,
@@ -32,8 +32,8 @@ from gyre.launch.python_requests import (
     stream_asked,
     texts_asked,
 )
-from gyre.launch.python_results import Generation
-from gyre.launch.python_streams import AsyncTextStream, OpenCompletion, TextStream
+from gyre.launch.python.results import RequestOutput
+from gyre.launch.python.streams import AsyncTextStream, OpenCompletion, TextStream
 from gyre.launch.run_folder.run_folder import find_model
 from gyre.models.hub.folders import find_folder
 from gyre.runconfig import RunConfig
@@ -90,19 +90,21 @@ class Engine:
     # -- blocking
 
     @overload
-    def generate(self, prompts: TextPrompt, **asked: Unpack[GenerateArgs]) -> Generation: ...
+    def generate(self, prompts: TextPrompt, **asked: Unpack[GenerateArgs]) -> RequestOutput: ...
     @overload
     def generate(
         self, prompts: Sequence[TextPrompt], **asked: Unpack[GenerateArgs]
-    ) -> list[Generation]: ...
+    ) -> list[RequestOutput]: ...
     def generate(self, prompts: Any, **asked: Any) -> Any:
         """Continue a prompt, or each of a list: texts or token ids."""
         return self._thread.run(self._answer(texts_asked(prompts, asked)))
 
     @overload
-    def chat(self, messages: Messages, **asked: Unpack[ChatArgs]) -> Generation: ...
+    def chat(self, messages: Messages, **asked: Unpack[ChatArgs]) -> RequestOutput: ...
     @overload
-    def chat(self, messages: Sequence[Messages], **asked: Unpack[ChatArgs]) -> list[Generation]: ...
+    def chat(
+        self, messages: Sequence[Messages], **asked: Unpack[ChatArgs]
+    ) -> list[RequestOutput]: ...
     def chat(self, messages: Any, **asked: Any) -> Any:
         """Answer a conversation, or each of a list."""
         return self._thread.run(self._answer(chats_asked(messages, asked)))
@@ -130,21 +132,23 @@ class Engine:
     # -- on the caller's event loop
 
     @overload
-    async def agenerate(self, prompts: TextPrompt, **asked: Unpack[GenerateArgs]) -> Generation: ...
+    async def agenerate(
+        self, prompts: TextPrompt, **asked: Unpack[GenerateArgs]
+    ) -> RequestOutput: ...
     @overload
     async def agenerate(
         self, prompts: Sequence[TextPrompt], **asked: Unpack[GenerateArgs]
-    ) -> list[Generation]: ...
+    ) -> list[RequestOutput]: ...
     async def agenerate(self, prompts: Any, **asked: Any) -> Any:
         """Await `generate`. Cancelling it aborts the requests."""
         return await self._thread.arun(self._answer(texts_asked(prompts, asked)))
 
     @overload
-    async def achat(self, messages: Messages, **asked: Unpack[ChatArgs]) -> Generation: ...
+    async def achat(self, messages: Messages, **asked: Unpack[ChatArgs]) -> RequestOutput: ...
     @overload
     async def achat(
         self, messages: Sequence[Messages], **asked: Unpack[ChatArgs]
-    ) -> list[Generation]: ...
+    ) -> list[RequestOutput]: ...
     async def achat(self, messages: Any, **asked: Any) -> Any:
         """Await `chat`. Cancelling it aborts the requests."""
         return await self._thread.arun(self._answer(chats_asked(messages, asked)))
@@ -175,7 +179,7 @@ class Engine:
         one = stream_asked(prompt, asked)
         return OpenCompletion(self._thread.local, one)
 
-    async def _answer(self, asked: Asked | list[Asked]) -> Generation | list[Generation]:
+    async def _answer(self, asked: Asked | list[Asked]) -> RequestOutput | list[RequestOutput]:
         """Answer on the engine's loop. All requests are checked before the first is submitted."""
         several = [asked] if isinstance(asked, Asked) else asked
         local = self._thread.local
@@ -188,7 +192,7 @@ class Engine:
         except ApiError as error:
             raise as_gyre_error(error) from None
         found = [
-            Generation(
+            RequestOutput(
                 prompt_tokens=tuple(request.tokens.tolist()), completions=one.completions(parts)
             )
             for one, request, parts in zip(several, requests, answers, strict=True)

@@ -11,7 +11,7 @@ from gyre.server.generation import TextDelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class CompletionOutput:
     """One answer of the model."""
 
     index: int  # which of the n
@@ -24,11 +24,11 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class RequestOutput:
     """The answers to one prompt."""
 
     prompt_tokens: tuple[int, ...]
-    completions: tuple[Completion, ...]  # n of them, by index
+    completions: tuple[CompletionOutput, ...]  # n of them, by index
 
     @property
     def text(self) -> str:
@@ -38,7 +38,7 @@ class Generation:
 
 def as_completions(
     parts: Sequence[TextDelta], *, logprobs: bool, alternatives: bool
-) -> tuple[Completion, ...]:
+) -> tuple[CompletionOutput, ...]:
     """Join pieces to completions, by index."""
     found: dict[int, list[TextDelta]] = {}
     for part in parts:
@@ -51,7 +51,7 @@ def as_completions(
 
 def _completion(
     index: int, parts: Sequence[TextDelta], *, logprobs: bool, alternatives: bool
-) -> Completion:
+) -> CompletionOutput:
     told = [
         dict(zip(ids.tolist(), values.tolist(), strict=True))
         for part in parts
@@ -59,7 +59,7 @@ def _completion(
         for ids, values in zip(part.top_ids, part.top_logprobs, strict=True)
     ]
     values = tuple(float(value) for part in parts for value in part.logprobs)
-    return Completion(
+    return CompletionOutput(
         index=index,
         text="".join(part.text for part in parts),
         tokens=tuple(int(token) for part in parts for token in part.tokens),

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from gyre.core.errors import DeadlineError, EngineRefused, GyreError, InputError
 from gyre.core.records import Request
-from gyre.launch.python_results import Completion, as_completions
+from gyre.launch.python.results import CompletionOutput, as_completions
 from gyre.server.conversation import read_messages
 from gyre.server.generation import ServedModel, TextDelta, make_request, read_prompt
 from gyre.server.schema import ApiError, ChatBody, CompletionBody
@@ -71,7 +71,7 @@ class Asked:
 
     @property
     def alternatives(self) -> int:
-        """Return how many are told at each token."""
+        """Return how many are returned at each token."""
         body = self.body
         return (body.top_logprobs if isinstance(body, ChatBody) else body.logprobs) or 0
 
@@ -99,7 +99,7 @@ class Asked:
             top_logprobs=self.alternatives,
         )
 
-    def completions(self, parts: Sequence[TextDelta]) -> tuple[Completion, ...]:
+    def completions(self, parts: Sequence[TextDelta]) -> tuple[CompletionOutput, ...]:
         """Return the answers that the pieces make."""
         return as_completions(
             parts, logprobs=self.tells_logprobs, alternatives=self.alternatives > 0

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre.core.errors import DeadlineError, EngineRefused, InputError
-from gyre.launch.python_requests import (
+from gyre.launch.python.requests import (
     ChatArgs,
     GenerateArgs,
     as_gyre_error,

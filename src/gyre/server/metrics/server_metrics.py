@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from gyre.core.contracts import RolloutEngine
 from gyre.core.records import ReplicaStatus, Request, TokenChunk
-from gyre.server.engine_metrics import EngineMetrics
+from gyre.server.metrics.engine_metrics import EngineMetrics
 from gyre.server.schema import ApiError
 
 Inspect = Callable[[], Awaitable[Sequence[ReplicaStatus]]]
@@ -45,7 +45,7 @@ FINISHED_REASONS = (*ANSWERED, "abort", "error")
 
 
 class ServerMetrics:
-    """All metrics of one server. `inspect` tells how each engine is, by a deadline of its own."""
+    """All metrics of one server. `inspect` returns the state of each engine by its deadline."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ def token_buckets(most: int) -> list[int]:
 
 
 def inspect_one(engine: RolloutEngine) -> Inspect:
-    """Return what tells of a single engine in this process."""
+    """Return the inspection of a single engine in this process."""
 
     async def inspect() -> Sequence[ReplicaStatus]:
         health, stats = await asyncio.gather(engine.health(), engine.stats())

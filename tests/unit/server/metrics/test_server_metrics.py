@@ -26,10 +26,10 @@ from gyre.core.records import (
     Timing,
     TokenChunk,
 )
-from gyre.server import metrics as server_metrics
 from gyre.server.app import make_app
 from gyre.server.generation import ServedModel
-from gyre.server.metrics import ServerMetrics, inspect_one, token_buckets
+from gyre.server.metrics import server_metrics
+from gyre.server.metrics.server_metrics import ServerMetrics, inspect_one, token_buckets
 from gyre.text.tokenizer import train_tokenizer
 from scraped import Samples, counts_changed, read_samples
 from served_cases import Place, served

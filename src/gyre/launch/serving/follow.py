@@ -15,7 +15,7 @@ from pathlib import Path
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.errors import DeadlineError, GyreError, RankError
 from gyre.launch.run_folder.run_folder import EXPORT, export_paths
-from gyre.launch.served_weights import ServedWeights, Signature, find_signature
+from gyre.launch.serving.served_weights import ServedWeights, Signature, find_signature
 from gyre.models.hub.files import CHECKSUMS_FILE
 from gyre.server.admin import ChangeRunning
 

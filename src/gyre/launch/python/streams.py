@@ -1,5 +1,5 @@
 """Python streams: one completion as it is chosen, for one reader. In: a request of the API's kind.
-Out: texts, on the caller's thread or its event loop. Whoever stops reading frees the KV pages.
+Out: texts, on the caller's thread or its event loop. A reader that stops frees the KV pages.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ import weakref
 from collections.abc import AsyncIterator, Iterator
 
 from gyre.core.chunks import TokenStream
-from gyre.launch.engine_thread import EngineThread, LocalEngine
-from gyre.launch.python_requests import Asked, as_gyre_error
-from gyre.launch.python_results import Completion
+from gyre.launch.python.engine_thread import EngineThread, LocalEngine
+from gyre.launch.python.requests import Asked, as_gyre_error
+from gyre.launch.python.results import CompletionOutput
 from gyre.server.generation import TextDelta, TokenUsage, pieces
 from gyre.server.schema import ApiError
 
@@ -19,7 +19,7 @@ class OpenCompletion:
     """A request with one completion. Its methods run on the engine's event loop."""
 
     def __init__(self, local: LocalEngine, asked: Asked) -> None:
-        self.completion: Completion | None = None  # once it has ended
+        self.completion: CompletionOutput | None = None  # once it has ended
         self._local, self._asked = local, asked
         self._parts: list[TextDelta] = []
         self._stream: TokenStream | None = None
@@ -69,13 +69,13 @@ class _Stream:
         weakref.finalize(self, _abandon, thread, work).atexit = False
 
     @property
-    def completion(self) -> Completion | None:
+    def completion(self) -> CompletionOutput | None:
         """The whole answer, with its tokens and finish_reason, once the stream has ended."""
         return self._work.completion
 
 
 def _abandon(thread: EngineThread, work: OpenCompletion) -> None:
-    """Abort what nobody reads any more."""
+    """Abort a completion that has lost its reader."""
     thread.spawn(work.close())
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gyre.benchmark.loads import Place, PrefixLoad, RandomLoad, TextLoad
-from gyre.cli.bench_serve import BenchServeArgs, make_settings
+from gyre.benchmark.loads import PrefixLoad, RandomLoad, RequestPlace, TextLoad
+from gyre.cli.bench.serve import BenchServeArgs, make_settings
 from gyre.core.errors import GyreError
 from gyre.text.tokenizer import train_tokenizer
 
@@ -76,7 +76,7 @@ def test_with_a_tokenizer_answers_are_as_long_as_the_recorded_ones(tmp_path: Pat
     file = tmp_path / "f.json"
     file.write_text(json.dumps([{"conversations": turns}]))
     settings = make_settings(args(load="sharegpt", file=file, tokenizer=tmp_path))
-    drawn = settings.load.draw(Place(level=1, warm_up=False, index=0))
+    drawn = settings.load.draw(RequestPlace(level=1, warm_up=False, index=0))
     assert (drawn.text, drawn.max_tokens, settings.ignore_eos) == ("abcdefg", 5, True)
 
 

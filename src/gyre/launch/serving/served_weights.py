@@ -24,7 +24,7 @@ Signature = tuple[tuple[str, int, int, int], ...]  # name, inode, bytes, ns of e
 
 
 def find_signature(folder: Path) -> Signature:
-    """Return what tells the contents of a folder from those of another; empty where it has none.
+    """Return what identifies the contents of a folder; empty where it has none.
     A file that goes away meanwhile is not part of it."""
     found: list[tuple[str, int, int, int]] = []
     for path in [folder / CONFIG_FILE, folder / CHECKSUMS_FILE, *folder.glob("*.safetensors*")]:

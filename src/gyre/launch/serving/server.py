@@ -36,8 +36,8 @@ from gyre.core.events import Emit
 from gyre.core.records import RoleSpec
 from gyre.engine.frontend.admission import RequestLimits, find_refusal
 from gyre.launch.factories import refuse_reward_model
-from gyre.launch.follow import Follower
-from gyre.launch.served_weights import ServedFolder, ServedWeights
+from gyre.launch.serving.follow import Follower
+from gyre.launch.serving.served_weights import ServedFolder, ServedWeights
 from gyre.runconfig import RunConfig
 from gyre.server.admin import admin_routes, check_key, read_key_digest
 from gyre.server.app import make_app
@@ -46,7 +46,7 @@ from gyre.server.gateway.gate import Gate, KeyGate, OpenGate
 from gyre.server.gateway.key_store import KeyStore
 from gyre.server.gateway.tls import check_tls_files
 from gyre.server.generation import ServedModel
-from gyre.server.metrics import ServerMetrics
+from gyre.server.metrics.server_metrics import ServerMetrics
 from gyre.server.parsers.choose import check_parsers, choose_format
 from gyre.text.messages import Message, Tool
 from gyre.text.render import render_prompt
@@ -164,8 +164,7 @@ async def _serve(
 
 @contextlib.asynccontextmanager
 async def following(weights: ServedWeights, args: ServeArgs, emit: Emit) -> AsyncIterator[None]:
-    """Take new weights meanwhile, where that is asked for. A fault of that is told, and the server
-    goes on."""
+    """Take new weights meanwhile, where that is asked for. A fault ends this alone."""
     if args.follow is None:
         yield
         return
@@ -326,7 +325,7 @@ def make_access(keys: Path | None, admin_key_file: Path | None) -> Access:
 
 
 def refuse_open_bind(host: str, *, insecure: bool, has_keys: bool) -> None:
-    """ConfigError for an address that others can reach, while nobody needs a key."""
+    """ConfigError for an address that others can reach, while no key is needed."""
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_loopback:
             return

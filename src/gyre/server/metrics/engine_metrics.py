@@ -1,7 +1,7 @@
 """Engine metrics: the engines' own counters and gauges. In: the status of each engine, before a
 scrape. Out: metric families. The label `engine` is an engine's place among the replicas.
 
-Of an engine that did not answer, its last numbers are told, with their age. Of a lost one its
+Of an engine that did not answer, its last numbers are exposed, with their age. Of a lost one its
 counters stay, and its gauges go.
 """
 
@@ -103,7 +103,7 @@ class EngineMetrics(Collector):
                 self._known[replica.name] = replica.stats, now_s
 
     def miss(self) -> None:
-        """Take note that nothing was told in time."""
+        """Note that no engine answered in time."""
         self._replicas = [
             ReplicaStatus(name=one.name, state="lost" if one.state == "lost" else "unwell")
             for one in self._replicas

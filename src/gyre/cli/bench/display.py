@@ -12,8 +12,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
+from gyre.benchmark.records import LevelProgress as Step
 from gyre.benchmark.records import LevelSummary, OnProgress, Percentiles
-from gyre.benchmark.records import Progress as Step
 from gyre.benchmark.summary import ITL_DEFINITION
 from gyre.benchmark.sweep import SweepResult
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gyre.core.errors import ConfigError, InputError
-from gyre.launch.serve import bind, refuse_open_bind, render_messages
+from gyre.launch.serving.server import bind, refuse_open_bind, render_messages
 from gyre.runconfig import RunConfig, load_run_config
 from gyre.text.messages import Message, Tool
 from gyre.text.tokenizer import train_tokenizer

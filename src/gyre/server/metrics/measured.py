@@ -10,11 +10,11 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gyre.core.events import Emit
-from gyre.server.metrics import ServerMetrics
+from gyre.server.metrics.server_metrics import ServerMetrics
 
 HUNG_UP = 499  # status of a request whose client was gone before an answer began
 LONGEST_PATH = 200  # characters of a path in the log
-WORK = "gyre.work"  # key of the scope under which a response puts its Work
+SOURCE = "gyre.work"  # key of the scope under which a response puts its Work
 
 
 class MeasuredApp:
@@ -53,7 +53,7 @@ class MeasuredApp:
                 self._log(self._emit, scope, status, time.monotonic() - began_s)
 
     def _log(self, emit: Emit, scope: Scope, status: int, seconds: float) -> None:
-        work = scope.get(WORK)
+        work = scope.get(SOURCE)
         emit(
             "serve.access",
             method=scope["method"],

@@ -13,17 +13,17 @@ from typing import Any, Literal, TypeVar, cast, get_args
 from gyre.benchmark.connection import parse_url
 from gyre.benchmark.loads import (
     Lengths,
-    Load,
     PrefixLoad,
     RandomLoad,
     TextLoad,
+    Workload,
     sharegpt_requests,
     sharegpt_turns,
 )
 from gyre.benchmark.records import Endpoint, Level
 from gyre.benchmark.summary import ITL_DEFINITION
 from gyre.benchmark.sweep import SweepResult, SweepSettings, run_sweep
-from gyre.cli.bench_display import print_levels, showing_progress
+from gyre.cli.bench.display import print_levels, showing_progress
 from gyre.core.errors import ConfigError, InputError
 from gyre.core.files import write_text
 
@@ -118,7 +118,7 @@ def make_levels(args: BenchServeArgs) -> list[Level]:
     ]
 
 
-def make_load(args: BenchServeArgs, kind: LoadKind, levels: Sequence[Level]) -> Load:
+def make_load(args: BenchServeArgs, kind: LoadKind, levels: Sequence[Level]) -> Workload:
     """Return the source of requests."""
     lengths = Lengths(
         input_tokens=args.input_tokens, output_tokens=args.output_tokens, spread=args.spread

@@ -79,7 +79,7 @@ def bench_serve(
     """Play loads against any server of OpenAI's API, and print what its clients see.
 
     Ctrl-C prints what was measured until then."""
-    from gyre.cli.bench_serve import BenchServeArgs, run_bench_serve
+    from gyre.cli.bench.serve import BenchServeArgs, run_bench_serve
 
     args = BenchServeArgs(
         url=url,

@@ -1,0 +1,1 @@
+"""Bench: `gyre bench serve`."""

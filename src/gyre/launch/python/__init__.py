@@ -1,0 +1,1 @@
+"""Python: `gyre.Engine`, a model in the process of its user."""

@@ -1,0 +1,1 @@
+"""Metrics: what the server counts, times and exposes."""
