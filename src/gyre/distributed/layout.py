@@ -125,8 +125,8 @@ class ModelLayout:
     def runs(
         self, rank: int, name: str, start: int, stop: int
     ) -> Iterator[tuple[BoxRun, int, int]]:
-        """Yield the runs of the whole tensor that numbers [start, stop) of a rank's local tensor
-        hold, each with its first local number and its owner. Padding yields nothing."""
+        """Yield the whole tensor's runs in numbers [start, stop) of a rank's local tensor. Each
+        comes with its first local number and its owner; padding yields nothing."""
         width = math.prod(self.local_shapes[name][1:])
         for box in self.ranks[rank][name]:
             low, high = max(start, box.at * width), min(stop, (box.at + box.rows) * width)

@@ -3,11 +3,11 @@ cost, a monotonic clock's value. Out: a reservation, or a refusal with the secon
 
 A limit per minute is a token bucket. It begins full, and refills at its rate up to the limit of one
 minute. A request reserves the most that it may cost, and gets back at its end what it has not used.
-So the limit binds while requests run, and in any span of time at most
+So the limit binds while requests run. Those admitted in any span of time use at most
 
-    limit × (1 + span in minutes)
+    limit × (1 + span in minutes).
 
-is used by the requests admitted in it. Amounts are integers, in tokens × nanoseconds of a minute,
+Amounts are integers, in tokens × nanoseconds of a minute,
 so nothing is lost to rounding.
 """
 

@@ -4,8 +4,8 @@
       ▲                └──it is none: the marker is content──┐          │
       └──────────────────────────────────────────────────────┴──────────┘
 
-Text is held until it is known to be a call, which is when its name is there and its arguments
-begin; then they leave as they come. What turns out to be no call is content. A call that breaks off
+Text is held until it is known to be a call: its name is there, and its arguments begin. Then these
+leave as they come. What turns out to be no call is content. A call that breaks off
 ends with its arguments as they are, and what follows is content. White space around calls is
 markup.
 """
