@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.responses import Response
 
 from gyre.core.errors import ConfigError, InputError
-from gyre.launch.serving.server import bind, refuse_open_bind, render_messages
+from gyre.launch.serving.server import Access, bind, make_access, refuse_open_bind, render_messages
 from gyre.runconfig import RunConfig, load_run_config
+from gyre.server.admin import admin_routes
+from gyre.server.gateway.keys import create_key
+from gyre.server.gateway.limits import KeyLimits
+from gyre.server.schema import ApiError
 from gyre.text.messages import Message, Tool
 from gyre.text.tokenizer import train_tokenizer
 
@@ -70,3 +79,49 @@ def test_a_taken_port_is_said() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
             bind("127.0.0.1", port)
+
+
+def test_only_administrators_change_the_weights(tmp_path) -> None:
+    """With keys, those of role admin; without, the key of a file; else nobody."""
+    keys, file = tmp_path / "keys.json", tmp_path / "admin.key"
+    secrets = {
+        role: create_key(keys, name=role, role=role, limits=KeyLimits())[1]
+        for role in ("user", "admin")
+    }
+    file.write_text("k" * 32)
+    file.chmod(0o600)
+    assert make_access(None, None).check_admin is None
+    cases = [((keys, None), secrets["admin"]), ((None, file), "k" * 32)]
+    for given, secret in cases:
+        statuses = {
+            sent: asyncio.run(change_weights(make_access(*given), sent))
+            for sent in (secret, secrets["user"], "x" * 32, "")
+        }
+        assert statuses.pop(secret) == 200
+        assert set(statuses.values()) <= {401, 403}, statuses
+    with pytest.raises(ConfigError, match="--admin-key-file with --keys"):
+        make_access(keys, file)
+
+
+async def change_weights(access: Access, secret: str) -> int:
+    """The status of a change that is asked for with this key."""
+
+    class Weights:
+        async def change(self, folder: Path, policy: str) -> int:
+            return 1
+
+    assert access.check_admin is not None
+    app = Starlette(
+        routes=admin_routes(access.check_admin, Weights(), "m"),
+        middleware=[Middleware(access.gate.guard)],
+        exception_handlers={ApiError: refuse},
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:
+        headers = {"authorization": f"Bearer {secret}"} if secret else {}
+        answer = await client.post("/admin/weights", json={"path": "/a"}, headers=headers)
+    return answer.status_code
+
+
+async def refuse(http: Any, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
