@@ -23,10 +23,13 @@ ASKED = {
     "messages": [{"role": "user", "content": "How many apples are left?"}],
     "max_tokens": 200,
     "seed": 3,
+    "n": 8,
     "ignore_eos": True,
     "stream": True,
 }
 LONGEST_S = 60.0
+# one completion at a time, so that work is left when the engine is stopped
+SLOW = "--set", "run.threads=1", "--set", "engine.max_running=1"
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,7 @@ def rows(lines: Iterator[str]) -> Iterator[Any]:
 
 def test_an_engine_that_stands_still_is_not_ready_until_it_goes_on(folder, tmp_path) -> None:
     """Nobody loses anything, since it goes on before cluster.hang_s: 45 s."""
-    with serving(folder, tmp_path / "log", "--set", "run.threads=1", "--access-log") as served:
+    with serving(folder, tmp_path / "log", *SLOW, "--access-log") as served:
         engine = engine_of(served)
         assert ready(served).json() == {"ready": True, "reason": ""}
         stop(engine)  # idle
@@ -81,7 +84,7 @@ def test_an_engine_that_stands_still_is_not_ready_until_it_goes_on(folder, tmp_p
         before = scrape(served)
         url = f"{served.url}/v1/chat/completions"
         whole = httpx.post(url, json=ASKED | {"stream": False}, timeout=LONGEST_S)
-        assert whole.json()["usage"]["completion_tokens"] == 200
+        assert whole.json()["usage"]["completion_tokens"] == 8 * 200
         with httpx.stream("POST", url, json=ASKED, timeout=LONGEST_S) as answer:
             events = rows(answer.iter_lines())
             first = [next(events) for _ in range(5)]
@@ -100,22 +103,22 @@ def test_an_engine_that_stands_still_is_not_ready_until_it_goes_on(folder, tmp_p
             last = [*first, *events][-1]
         assert last["choices"][0]["finish_reason"] == "length"
         changed = counts_changed(before, scrape(served))
-        assert changed["vllm:generation_tokens_total", "engine=0"] == 400
-        assert changed["vllm:request_success_total", "finished_reason=length"] == 2
-        assert changed["vllm:time_to_first_token_seconds_count",] == 2
-        assert changed["vllm:inter_token_latency_seconds_count",] == 199
+        assert changed["vllm:generation_tokens_total", "engine=0"] == 2 * 8 * 200
+        assert changed["vllm:request_success_total", "finished_reason=length"] == 2 * 8
+        assert changed["vllm:time_to_first_token_seconds_count",] == 2 * 8
+        assert changed["vllm:inter_token_latency_seconds_count",] == 8 * 199
         assert not [key for key in changed if "errors" in key[0] or "disconnects" in key[0]]
         logged = [json.loads(line) for line in served.log.read_text().splitlines()]
         *_, row = [
             row for row in logged if row["kind"] == "serve.access" and "completions" in row["path"]
         ]
-        assert (row["status"], row["tokens"], row["method"]) == (200, 200, "POST")
+        assert (row["status"], row["tokens"], row["method"]) == (200, 8 * 200, "POST")
         assert row["request_id"] == last["id"] and "apples" not in served.log.read_text()
 
 
 def test_an_engine_that_stands_still_for_long_is_started_again(folder, tmp_path) -> None:
     """After cluster.hang_s its process is killed, and its request goes on in a new one."""
-    options = "--set", "run.threads=1", "--set", "cluster.hang_s=6"
+    options = *SLOW, "--set", "cluster.hang_s=6"
     with serving(folder, tmp_path / "log", *options) as served:
         engine = engine_of(served)
         url = f"{served.url}/v1/chat/completions"
@@ -133,6 +136,6 @@ def test_an_engine_that_stands_still_for_long_is_started_again(folder, tmp_path)
         assert ready(served).json() == {"ready": True, "reason": ""}
         found = scrape(served)
         assert found["gyre_replicas", "state=ready"] == 1
-        assert found["vllm:request_success_total", "finished_reason=length"] == 1
+        assert found["vllm:request_success_total", "finished_reason=length"] == 8
         log = served.log.read_text()
         assert log.count('"engine.lost"') == log.count('"engine.restarted"') == 1
