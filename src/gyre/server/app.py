@@ -291,5 +291,5 @@ def make_app(
     return Starlette(
         routes=routes,
         exception_handlers=handlers,
-        middleware=[measured, Middleware(gate.guard)],
+        middleware=[measured, Middleware(gate.guard, count=metrics.count_error)],
     )

@@ -135,13 +135,14 @@ async def _serve(
             weights = ServedWeights(
                 pool, served, args.config, tokenizer=model.tokenizer, emit=write_server_event
             )
+            metrics = ServerMetrics(
+                model.name, context_tokens=model.context_tokens, inspect=pool.inspect
+            )
             app = make_app(
                 pool,
                 model,
                 emit=write_server_event,
-                metrics=ServerMetrics(
-                    model.name, context_tokens=model.context_tokens, inspect=pool.inspect
-                ),
+                metrics=metrics,
                 gate=access.gate,
                 logs_access=args.access_log,
                 more_routes=()
@@ -153,7 +154,7 @@ async def _serve(
             url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
             say_ready(url, args, as_json=as_json)
             async with contextlib.aclosing(weights), following(weights, args, write_server_event):
-                await HttpServer(http_config(app, args)).serve(sockets=[listener])
+                await HttpServer(http_config(app, args, metrics)).serve(sockets=[listener])
         finally:
             await pool.terminate()
             await pool.close()
@@ -354,9 +355,10 @@ def bind(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def http_config(app: Any, args: ServeArgs) -> uvicorn.Config:
+def http_config(app: Any, args: ServeArgs, metrics: ServerMetrics) -> uvicorn.Config:
     """Return the settings of the HTTP server."""
-    protocol: Any = partial(BoundedHttp, limits=ConnectionLimits(receive_s=args.receive_s))
+    limits = ConnectionLimits(receive_s=args.receive_s)
+    protocol: Any = partial(BoundedHttp, limits=limits, count=metrics.count_error)
     return uvicorn.Config(
         app,
         http=protocol,

@@ -1,6 +1,6 @@
 """Bounded HTTP: uvicorn's httptools protocol, with limits on how a request arrives and its answer
 leaves. In: bytes of a client. Out: requests to the application; 408 or 431, or a closed connection,
-for the others.
+for the others, each counted by a code.
 
 httptools bounds neither the size of headers nor the time that a client takes to send them: it would
 keep a header of any length, and a connection that sends one byte now and then, for ever.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -24,6 +25,7 @@ from uvicorn.server import ServerState
 from gyre.server.schema import ApiError
 
 LINE_BYTES = 4  # ": " and the line end of a header
+SLOW_READER = "slow_reader"  # code of a client that does not read its answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +50,11 @@ class BoundedHttp(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         limits: ConnectionLimits,
+        count: Callable[[str], None],
     ) -> None:
+        """`count` gets the code of each request that is refused or cut off here."""
         super().__init__(config, server_state, app_state, _loop)
-        self._limits = limits
+        self._limits, self._count = limits, count
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._in_head = self._in_message = self._is_refused = False
@@ -83,7 +87,7 @@ class BoundedHttp(HttpToolsProtocol):
         that hangs up."""
         super().pause_writing()
         self._stop_send_timer()
-        self._send_timer = self.loop.call_later(self._limits.send_s, self.transport.abort)
+        self._send_timer = self.loop.call_later(self._limits.send_s, self._cut_off)
 
     def resume_writing(self) -> None:
         self._stop_send_timer()
@@ -157,6 +161,10 @@ class BoundedHttp(HttpToolsProtocol):
             self._send_timer.cancel()
             self._send_timer = None
 
+    def _cut_off(self) -> None:
+        self._count(SLOW_READER)
+        self.transport.abort()
+
     def _expire(self) -> None:
         """Refuse what has not arrived whole. While an earlier request is answered, the next one may
         have to wait: `on_response_complete` begins its time again."""
@@ -184,6 +192,8 @@ class BoundedHttp(HttpToolsProtocol):
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True
+        if self._in_message or self._bytes_between:  # nothing was asked on an idle connection
+            self._count(error.code)
         is_owed = self._is_owed()
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True  # the application waits for a body that nobody reads

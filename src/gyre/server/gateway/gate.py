@@ -27,8 +27,9 @@ SCOPE_KEY = "gyre.api_key"  # where a request's scope has its ApiKey
 class Gate(Protocol):
     """What the routes need to know of keys and limits."""
 
-    def guard(self, app: ASGIApp) -> ASGIApp:
-        """Return the application, behind the check of keys."""
+    def guard(self, app: ASGIApp, *, count: Callable[[str], None]) -> ASGIApp:
+        """Return the application, behind the check of keys. `count` gets the code of each request
+        without a valid one."""
         ...
 
     def reserve(
@@ -47,7 +48,7 @@ class Gate(Protocol):
 class OpenGate:
     """Lets everybody through, as administrator too."""
 
-    def guard(self, app: ASGIApp) -> ASGIApp:
+    def guard(self, app: ASGIApp, *, count: Callable[[str], None]) -> ASGIApp:
         return app
 
     def reserve(
@@ -66,7 +67,7 @@ class KeyGate:
         self._store, self._clock_ns = store, clock_ns
         self._meters: dict[str, KeyMeter] = {}  # by key id: as many as the file has keys
 
-    def guard(self, app: ASGIApp) -> ASGIApp:
+    def guard(self, app: ASGIApp, *, count: Callable[[str], None]) -> ASGIApp:
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http" or is_health(scope["path"]):
                 await app(scope, receive, send)
@@ -74,6 +75,7 @@ class KeyGate:
             try:
                 key = scope[SCOPE_KEY] = self._authenticate(Headers(scope=scope))
             except ApiError as error:
+                count(error.code)
                 await error.response()(scope, receive, send)
                 return
             meter = self._meter(key)

@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from gyre.server.gateway.bounded_http import BoundedHttp, ConnectionLimits
+from gyre.server.gateway.bounded_http import SLOW_READER, BoundedHttp, ConnectionLimits
 
 LIMITS = ConnectionLimits(receive_s=0.5, max_head_bytes=16 << 10, send_s=1.5, linger_s=20)
 PATIENT = ConnectionLimits(max_head_bytes=16 << 10)  # for what must pass on a busy machine, too
@@ -30,6 +30,7 @@ class Told:
 
     def __init__(self) -> None:
         self.disconnects = self.sent = 0
+        self.codes: list[str] = []  # of what was refused or cut off
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         size_bytes, more = 0, True
@@ -60,7 +61,7 @@ class Told:
 def running_server(limits: ConnectionLimits) -> Iterator[tuple[int, Told]]:
     """A server's port and application."""
     app = Told()
-    protocol: Any = partial(BoundedHttp, limits=limits)
+    protocol: Any = partial(BoundedHttp, limits=limits, count=app.codes.append)
     config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_config=None)
     running = uvicorn.Server(config)
     with socket.socket() as listener:
@@ -150,10 +151,12 @@ LONG = {
 
 
 @pytest.mark.parametrize("case", LONG)
-def test_a_head_that_is_too_long_is_answered_431(link, case) -> None:
+def test_a_head_that_is_too_long_is_answered_431(link, server, case) -> None:
+    server[1].codes.clear()
     send_all(link, LONG[case])
     status, body = read_answer(link)
     assert (status, body["error"]["code"]) == (431, "headers_too_large")
+    assert server[1].codes == ["headers_too_large"]
     assert_over(link)
 
 
@@ -188,6 +191,7 @@ SLOW = {
 def test_a_client_that_sends_a_byte_now_and_then_is_answered_408(link, server, case) -> None:
     begin, more = SLOW[case]
     before = server[1].disconnects
+    server[1].codes.clear()
     link.sendall(begin)
     for _ in range(600):
         if select.select([link], [], [], 0.05)[0]:
@@ -195,6 +199,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_answered_408(link, server, c
         send_all(link, more)
     status, found = read_answer(link)
     assert (status, found["error"]["code"]) == (408, "request_timeout")
+    assert server[1].codes == ["request_timeout"]
     assert_over(link)
     if "Length" in begin.decode() or "chunked" in begin.decode():
         ends = time.monotonic() + 30
@@ -204,9 +209,11 @@ def test_a_client_that_sends_a_byte_now_and_then_is_answered_408(link, server, c
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n"])
-def test_a_connection_that_asks_nothing_is_closed(link, sent) -> None:
+def test_a_connection_that_asks_nothing_is_closed(link, server, sent) -> None:
+    server[1].codes.clear()
     link.sendall(sent)
     assert read_all(link) == b""
+    assert server[1].codes == (["request_timeout"] if sent else [])
 
 
 def test_after_an_answer_the_time_of_the_next_request_begins_with_it(link) -> None:
@@ -236,12 +243,14 @@ def test_a_request_that_waits_for_the_one_before_it_does_not_end_that_one(link, 
 
 def test_a_client_that_reads_nothing_holds_no_answer(link, server) -> None:
     before = server[1].sent
+    server[1].codes.clear()
     link.sendall(GET.replace(b"/", b"/large", 1) + b"\r\n")
     ends = time.monotonic() + 30
     while server[1].sent == before:
         assert time.monotonic() < ends
         time.sleep(0.01)
     assert len(read_all(link)) < 64 << 20
+    assert server[1].codes == [SLOW_READER]
 
 
 def test_a_client_that_reads_slowly_gets_the_whole_answer(link) -> None:

@@ -23,6 +23,7 @@ from gyre.server.gateway.key_store import LOOK_S, KeyStore
 from gyre.server.gateway.keys import create_key, revoke_key
 from gyre.server.gateway.limits import MINUTE_NS, KeyLimits
 from gyre.server.generation import ServedModel
+from gyre.server.metrics.server_metrics import ServerMetrics, inspect_one
 from gyre.server.schema import ApiError
 from gyre.text.tokenizer import train_tokenizer
 
@@ -93,7 +94,8 @@ class Guarded:
             render=lambda messages, tools: PROMPT,
             find_refusal=lambda request: None,
         )
-        app = make_app(self.engine, model, emit=self.emit, gate=self.gate)
+        self.metrics = ServerMetrics("m", context_tokens=512, inspect=inspect_one(self.engine))
+        app = make_app(self.engine, model, emit=self.emit, gate=self.gate, metrics=self.metrics)
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         self.app = app
         self.client = httpx.AsyncClient(transport=transport, base_url="http://m")
@@ -140,6 +142,7 @@ def test_every_route_but_the_health_routes_needs_a_key(tmp_path) -> None:
     guarded = Guarded(tmp_path)
 
     async def go() -> None:
+        refused = 0
         for path in ("/health", "/health/live", "/health/ready"):
             assert (await guarded.get(path)).status_code == 200
         routes = [route.path for route in guarded.app.routes]  # type: ignore[attr-defined]
@@ -151,6 +154,10 @@ def test_every_route_but_the_health_routes_needs_a_key(tmp_path) -> None:
                 answer = await guarded.client.request(method, path)
                 assert error_of(answer) == (401, "invalid_api_key"), path
                 assert answer.headers["www-authenticate"] == "Bearer"
+                refused += 1
+        labels = {"model_name": "m", "code": "invalid_api_key"}
+        registry = guarded.metrics.registry
+        assert registry.get_sample_value("gyre_request_errors_total", labels) == refused > 0
 
     run(go)
 
