@@ -4,7 +4,6 @@ key, what changes the weights. Out: routes of the application.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,8 @@ from starlette.routing import Route
 
 from gyre.core.errors import ConfigError, DeadlineError, InputError, MemoryBudgetError, RankError
 from gyre.server.app import read_body
+from gyre.server.gateway.gate import key_error, read_secret
+from gyre.server.gateway.keys import digest
 from gyre.server.schema import ApiError, StrictBody
 
 LEAST_KEY_CHARS = 16
@@ -61,17 +62,13 @@ def admin_routes(
     return [Route("/admin/weights", change_weights, methods=["POST"])]
 
 
-def check_key(http: HttpRequest, key_digest: bytes) -> None:
-    """ApiError unless the request has the key as its bearer token."""
-    scheme, _, given = http.headers.get("authorization", "").partition(" ")
-    digest = hashlib.sha256(given.strip().encode()).digest()
-    if not hmac.compare_digest(digest, key_digest) or scheme.lower() != "bearer":
-        raise ApiError(
-            401, "this route needs the admin key: Authorization: Bearer …", code="invalid_api_key"
-        )
+def check_key(http: HttpRequest, key_digest: str) -> None:
+    """ApiError unless the request has the key."""
+    if not hmac.compare_digest(digest(read_secret(http.headers)), key_digest):
+        raise key_error("this route needs the admin key: send Authorization: Bearer KEY")
 
 
-def read_key_digest(path: Path) -> bytes:
+def read_key_digest(path: Path) -> str:
     """Return the SHA-256 of the key in a file. ConfigError for a file that others can read, or one
     without a key."""
     try:
@@ -89,4 +86,4 @@ def read_key_digest(path: Path) -> bytes:
             "more, without spaces",
             hint="make one: openssl rand -hex 32",
         )
-    return hashlib.sha256(key.encode()).digest()
+    return digest(key)

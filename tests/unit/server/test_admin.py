@@ -44,7 +44,7 @@ def make(changer: Changer | None, events: list[Any]) -> Starlette:
     def emit(kind: str, /, **fields: Any) -> None:
         events.append((kind, fields))
 
-    digest = hashlib.sha256(KEY.encode()).digest()
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
     routes = (
         () if changer is None else admin_routes(partial(check_key, key_digest=digest), changer, "m")
     )
@@ -125,7 +125,7 @@ def key_file(folder: Path, content: bytes, mode: int = 0o600) -> Path:
 @pytest.mark.parametrize("mode", [0o600, 0o400])
 def test_a_key_file_is_read(tmp_path, mode) -> None:
     path = key_file(tmp_path, f"{KEY}\n".encode(), mode)
-    assert read_key_digest(path) == hashlib.sha256(KEY.encode()).digest()
+    assert read_key_digest(path) == hashlib.sha256(KEY.encode()).hexdigest()
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o660])

@@ -40,13 +40,9 @@ class Gate(Protocol):
         have."""
         ...
 
-    def require_admin(self, scope: Scope) -> None:
-        """ApiError unless the request's key has the role admin."""
-        ...
-
 
 class OpenGate:
-    """Lets everybody through, as administrator too."""
+    """Lets everybody through."""
 
     def guard(self, app: ASGIApp, *, count: Callable[[str], None]) -> ASGIApp:
         return app
@@ -55,9 +51,6 @@ class OpenGate:
         self, scope: Scope, most_tokens: int, usage: TokenUsage
     ) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def require_admin(self, scope: Scope) -> None:
-        return None
 
 
 class KeyGate:
@@ -109,6 +102,7 @@ class KeyGate:
             meter.end(admitted, spent, self._clock_ns())
 
     def require_admin(self, scope: Scope) -> None:
+        """ApiError unless the request's key has the role admin."""
         if scope[SCOPE_KEY].role != "admin":
             raise ApiError(403, "this needs a key of role admin: gyre keys create --admin")
 

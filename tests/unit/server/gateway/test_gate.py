@@ -18,7 +18,7 @@ from gyre.core.chunks import TokenStream
 from gyre.core.errors import RankError
 from gyre.core.records import EngineStats, Health, Request, TokenChunk
 from gyre.server.app import make_app
-from gyre.server.gateway.gate import SCOPE_KEY, KeyGate, OpenGate
+from gyre.server.gateway.gate import SCOPE_KEY, KeyGate
 from gyre.server.gateway.key_store import LOOK_S, KeyStore
 from gyre.server.gateway.keys import create_key, revoke_key
 from gyre.server.gateway.limits import MINUTE_NS, KeyLimits
@@ -433,4 +433,3 @@ def test_admin_routes_ask_for_the_role(tmp_path) -> None:
     with pytest.raises(ApiError) as caught:
         guarded.gate.require_admin({SCOPE_KEY: guarded.key})
     assert (caught.value.status, caught.value.code) == (403, "admin_required")
-    OpenGate().require_admin({})
