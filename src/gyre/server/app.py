@@ -68,9 +68,9 @@ Body = TypeVar("Body", bound=BaseModel)
 class Api:
     """The handlers, over one engine and one model."""
 
-    def __init__(self, service: Service, *, gate: Gate, emit: Emit) -> None:
+    def __init__(self, service: Service, *, gate: Gate) -> None:
         self._service, self._model, self._gate = service, service.model, gate
-        self._emit = emit
+        self._document = make_document()
         self._started_s = int(time.time())
 
     async def models(self, http: HttpRequest) -> Response:
@@ -104,6 +104,9 @@ class Api:
 
     async def metrics(self, http: HttpRequest) -> Response:
         return Response(await self._service.metrics.expose(), media_type=CONTENT_TYPE_LATEST)
+
+    async def describe(self, http: HttpRequest) -> Response:
+        return JSONResponse(self._document)
 
     async def tokenize(self, http: HttpRequest) -> Response:
         body = await read_body(http, TokenizeBody)
@@ -184,7 +187,7 @@ class Api:
         reservation = self._gate.reserve(http.scope, most_tokens, work.usage)
         work = ReservedSource(work, reservation)
         if stream:
-            return EventStream(work, answer, includes_usage=includes_usage, emit=self._emit)
+            return EventStream(work, answer, includes_usage=includes_usage, emit=self._service.emit)
         return WholeAnswer(work, answer)
 
 
@@ -215,6 +218,9 @@ async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
         raise ApiError(400, f"{place}: {first['msg']}", param=place or None) from None
 
 
+Handlers = dict[Any, Callable[[HttpRequest, Exception], Awaitable[Response]]]
+
+
 def make_app(
     engine: RolloutEngine,
     model: ServedModel,
@@ -231,10 +237,43 @@ def make_app(
     metrics = metrics or ServerMetrics(
         model.name, context_tokens=model.context_tokens, inspect=inspect_one(engine)
     )
-    api = Api(Service(engine, model, metrics, emit), gate=gate, emit=emit)
+    service = Service(engine, model, metrics, emit)
+    routes = [*make_routes(Api(service, gate=gate)), *more_routes]
+    # outermost: a request without a key is counted too
+    measured = Middleware(
+        MeasuredApp, routes=routes, metrics=metrics, emit=emit if logs_access else None
+    )
+    return Starlette(
+        routes=routes,
+        exception_handlers=make_handlers(service),
+        middleware=[measured, Middleware(gate.guard, count=metrics.count_error)],
+    )
+
+
+def make_routes(api: Api) -> list[Route]:
+    """Return the routes of the API, as server/openapi.py describes them."""
+    get, post = ["GET"], ["POST"]
+    return [
+        Route("/v1/models", api.models, methods=get),
+        Route("/v1/chat/completions", api.chat, methods=post),
+        Route("/v1/completions", api.complete, methods=post),
+        Route("/generate", api.generate, methods=post),
+        Route("/tokenize", api.tokenize, methods=post),
+        Route("/detokenize", api.detokenize, methods=post),
+        Route("/openapi.json", api.describe, methods=get),
+        Route("/health/live", api.live, methods=get),
+        Route("/health/ready", api.ready, methods=get),
+        Route("/health/load", api.load, methods=get),
+        Route("/health", api.ready, methods=get),
+        Route("/metrics", api.metrics, methods=get),
+    ]
+
+
+def make_handlers(service: Service) -> Handlers:
+    """Return what answers the errors that a route raises, each counted by its code."""
 
     def answer(error: ApiError) -> Response:
-        metrics.count_error(error.code)
+        service.metrics.count_error(error.code)
         return error.response()
 
     async def refuse(http: HttpRequest, error: Exception) -> Response:
@@ -254,42 +293,12 @@ def make_app(
 
     async def fail(http: HttpRequest, error: Exception) -> Response:
         trace = "".join(traceback.format_exception(error))
-        emit("serve.request_failed", path=http.url.path, error=trace)
+        service.emit("serve.request_failed", path=http.url.path, error=trace)
         return answer(ApiError(500, FAULT))
 
-    document = make_document()
-
-    async def describe(http: HttpRequest) -> Response:
-        return JSONResponse(document)
-
-    get, post = ["GET"], ["POST"]
-    routes = [
-        Route("/v1/models", api.models, methods=get),
-        Route("/v1/chat/completions", api.chat, methods=post),
-        Route("/v1/completions", api.complete, methods=post),
-        Route("/generate", api.generate, methods=post),
-        Route("/tokenize", api.tokenize, methods=post),
-        Route("/detokenize", api.detokenize, methods=post),
-        Route("/openapi.json", describe, methods=get),
-        Route("/health/live", api.live, methods=get),
-        Route("/health/ready", api.ready, methods=get),
-        Route("/health/load", api.load, methods=get),
-        Route("/health", api.ready, methods=get),
-        Route("/metrics", api.metrics, methods=get),
-        *more_routes,
-    ]
-    handlers: dict[Any, Callable[[HttpRequest, Exception], Awaitable[Response]]] = {
+    return {
         ApiError: refuse,
         GyreError: refuse_input,
         HTTPException: refuse_route,
         Exception: fail,
     }
-    # outermost: a request without a key is counted too
-    measured = Middleware(
-        MeasuredApp, routes=routes, metrics=metrics, emit=emit if logs_access else None
-    )
-    return Starlette(
-        routes=routes,
-        exception_handlers=handlers,
-        middleware=[measured, Middleware(gate.guard, count=metrics.count_error)],
-    )
