@@ -14,7 +14,8 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 
 from gyre.core.errors import ConfigError, InputError
-from gyre.launch.serving.server import Access, bind, make_access, refuse_open_bind, render_messages
+from gyre.launch.serving.model import render_messages
+from gyre.launch.serving.server import Access, bind, make_access, refuse_open_bind
 from gyre.runconfig import RunConfig, load_run_config
 from gyre.server.admin import admin_routes
 from gyre.server.gateway.keys import create_key
