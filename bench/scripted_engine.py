@@ -80,7 +80,7 @@ class AnsweringEngine:
         return None
 
 
-async def build(context: Context, *, folder: str, config_json: str) -> ServedEngine:
+async def build(context: Context, *, folder: str, version: int, config_json: str) -> ServedEngine:
     """Make the worker's object, as launch.placement.worker.build_served_engine does."""
     limits = RequestLimits(
         vocab_size=VOCAB_SIZE,

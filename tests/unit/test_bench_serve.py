@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ import pytest
 
 from gyre.core.chunks import collect
 from gyre.core.records import Request, Sampling
+from gyre.launch.placement.worker import build_served_engine
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -21,6 +23,12 @@ BENCH = Path(__file__).parents[2] / "bench"
 def serve(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(BENCH)
     return importlib.import_module("serve")
+
+
+def test_the_scripted_engine_is_built_as_a_served_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCH)
+    scripted = inspect.signature(importlib.import_module("scripted_engine").build)
+    assert scripted.parameters == inspect.signature(build_served_engine).parameters
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, 1, 3])
