@@ -15,6 +15,7 @@ from gyre.cluster.worker.server import Context
 from gyre.core.chunks import TokenStream
 from gyre.core.records import EngineStats, Health, Request, TokenChunk
 from gyre.engine.frontend.admission import RequestLimits
+from gyre.launch.factories import LoadFormat
 from gyre.launch.placement.worker import ServedEngine
 
 TOKEN = 100  # of the bench's tokenizer: a letter
@@ -80,7 +81,14 @@ class AnsweringEngine:
         return None
 
 
-async def build(context: Context, *, folder: str, version: int, config_json: str) -> ServedEngine:
+async def build(
+    context: Context,
+    *,
+    folder: str,
+    version: int,
+    config_json: str,
+    load_format: LoadFormat = "auto",
+) -> ServedEngine:
     """Make the worker's object, as launch.placement.worker.build_served_engine does."""
     limits = RequestLimits(
         vocab_size=VOCAB_SIZE,

@@ -307,9 +307,9 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def is_well(url: str) -> bool:
+def is_well(url: str, path: str = "/health") -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5.0) as answer:
+        with urllib.request.urlopen(url + path, timeout=5.0) as answer:
             return answer.status == 200
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         return False

@@ -259,6 +259,9 @@ def serve(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print memory and limits; start nothing.")
     ] = False,
+    load_format: Annotated[
+        str, typer.Option(help="Weights: auto reads the folder's; dummy draws them, for benches.")
+    ] = "auto",
     tool_parser: Annotated[
         str, typer.Option(help="How tool calls are written: auto, hermes, llama3_json or none.")
     ] = "auto",
@@ -292,6 +295,7 @@ def serve(
         "drain_s": drain_s,
         "access_log": access_log,
         "dry_run": dry_run,
+        "load_format": load_format,
         "tool_parser": tool_parser,
         "reasoning_parser": reasoning_parser,
         "admin_key_file": admin_key_file,

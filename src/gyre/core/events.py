@@ -252,9 +252,17 @@ EVENTS = {
         },
     ),
     # Engine
+    "engine.loaded": EventKind(
+        "A served engine's worker has the model on its device.",
+        "load_format imports_s seconds",
+        own={
+            "load_format": Field("str", "", "auto: from files; dummy: drawn"),
+            "imports_s": Field("float", "s", "from the process's start until the call to load"),
+        },
+    ),
     "engine.started": EventKind(
         "The engine took its memory.",
-        "dummy version pages scoring_bytes",
+        "dummy version pages scoring_bytes seconds",
         own={"scoring_bytes": Field("int", "bytes", "most that scoring a prompt takes")},
     ),
     "engine.terminated": EventKind("The engine gave its memory back.", "version"),
@@ -317,7 +325,7 @@ EVENTS = {
     "engine.torch_kernels": EventKind("The engine uses PyTorch's kernels.", "reason", True),
     "engine.prefill_kernel": EventKind(
         "The attention kernel for prompts was chosen.",
-        "kernel reason triton_s? flash4_s?",
+        "kernel reason seconds triton_s? flash4_s?",
         own={
             "triton_s": Field("float", "s", "measured time of Gyre's kernel"),
             "flash4_s": Field("float", "s", "measured time of FlashAttention-4"),
@@ -325,8 +333,11 @@ EVENTS = {
     ),
     "engine.graphs_captured": EventKind(
         "CUDA graphs were captured at start.",
-        "graphs batch_invariant",
-        own={"graphs": Field("int", "graphs", "graphs captured")},
+        "graphs batch_invariant seconds first_s",
+        own={
+            "graphs": Field("int", "graphs", "graphs captured"),
+            "first_s": Field("float", "s", "of them for the first, which compiles the kernels"),
+        },
     ),
     "engine.graphs_recaptured": EventKind(
         "CUDA graphs were captured again.",
@@ -727,6 +738,17 @@ EVENTS = {
         own={"family": Field("str", "", "model family")},
     ),
     # Serving
+    "serve.ready": EventKind(
+        "The server takes requests.",
+        "url imports_s workers_s engines_s seconds",
+        own={
+            "url": Field("str", "", "where it listens"),
+            "imports_s": Field("float", "s", "from the process's start until it starts workers"),
+            "workers_s": Field("float", "s", "until every worker has its model"),
+            "engines_s": Field("float", "s", "until every engine can take requests"),
+            "seconds": Field("float", "s", "from the process's start to readiness"),
+        },
+    ),
     "serve.access": EventKind(
         "A request of a client ended. Told with --access-log only.",
         "method path status seconds request_id tokens",

@@ -7,6 +7,7 @@ the core breaks it: `failure` says so at once, so that nothing queued behind tou
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -219,6 +220,7 @@ class CoreWorker:
             raise InputError(
                 "the engine's weights were freed", hint="start(dummy=True), then prepare and commit"
             )
+        begun_s = time.monotonic()
         tiers = {component.name: component.tier for component in self.memory.components()}
         try:
             if not self.weights.shared and tiers[WEIGHTS] == "none":
@@ -248,6 +250,7 @@ class CoreWorker:
             version=self.weights.version,
             pages=self.memory.num_pages,
             scoring_bytes=scoring_bytes(self._config, vocab_size=self.decoder.spec.vocab_size),
+            seconds=time.monotonic() - begun_s,
         )
 
     def commit(self, version: int, policy: CommitPolicy) -> None:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ from gyre.models.hub.files import SCALAR_HEAD_FILE
 from gyre.models.hub.folders import CONFIG_FILE, find_folder
 from gyre.models.hub.load import load_hub, load_scalar_head
 from gyre.models.hub_keys import keys_without_effect
-from gyre.models.init import FreshWeights
+from gyre.models.init import FreshWeights, init_dummies
 from gyre.models.scalar_head import ScalarHead
 from gyre.models.spec import ModelSpec, spec_from_hub_config, spec_from_shape
 from gyre.observability.events import EventLog
@@ -55,6 +56,8 @@ from gyre.weights.gather import ShardSource
 DTYPES: Mapping[Dtype, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 )
+LoadFormat = Literal["auto", "dummy"]
+LOAD_FORMATS = get_args(LoadFormat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,8 +224,24 @@ def check_invariant(
         raise ConfigError(f"{INVARIANT_REFUSAL}: {reason}", hint=INVARIANT_HINT)
 
 
-def load_policy(folder: Path, machine: Machine, *, end_token: str = "") -> Policy:
-    spec, decoder = load_hub(folder, device=machine.device, dtype=machine.dtype)
+def check_load_format(load_format: str) -> None:
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(
+            f"--load-format {load_format}: need {' or '.join(LOAD_FORMATS)}",
+            hint="auto reads the weights of the folder; dummy draws them, for benches",
+        )
+
+
+def load_policy(
+    folder: Path, machine: Machine, *, end_token: str = "", load_format: LoadFormat = "auto"
+) -> Policy:
+    """Load a model folder. With "dummy" it needs no weights: they are drawn on the device."""
+    if load_format == "dummy":
+        spec = spec_from_hub_config(read_json(folder / CONFIG_FILE))
+        decoder = Decoder(spec, device=machine.device, dtype=machine.dtype)
+        init_dummies(decoder)
+    else:
+        spec, decoder = load_hub(folder, device=machine.device, dtype=machine.dtype)
     return Policy(decoder=decoder, tokenizer=load_tokenizer(folder, end_token=end_token), spec=spec)
 
 

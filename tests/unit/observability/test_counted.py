@@ -89,6 +89,7 @@ ORDINARY = {
     "run.resumed": "asked for; warn.steps_lost counts the steps that are done again",
     "run.stopped": "asked for, by a signal",
     "serve.access": "asked for, by --access-log",
+    "serve.ready": "at the start",
     "serve.weights_updated": "asked for, by an administrator or --follow",
     "snapshot.begun": "planned, with how long it took",
     "snapshot.copied": "likewise",

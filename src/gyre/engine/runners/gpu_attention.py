@@ -10,8 +10,10 @@ token is computed in one way only.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,29 +101,38 @@ class GpuAttention:
         self._flash4: Flash4 | None = None
         self.refresh()
 
+    @property
+    def measures_prefill(self) -> bool:
+        """Return whether the choice measures, so that nothing else should run beside it."""
+        return not self.invariant and self._why_tiles() is None
+
+    def _why_tiles(self) -> str | None:
+        """Return why FlashAttention-4 is not to be tried, or None."""
+        page_tokens, head_dim = self.pool.page_tokens, self.pool.tensor.shape[-1]
+        if find_flash4() is None:
+            return "flash-attn-4 is not installed"
+        if page_tokens != FLASH4_PAGE or head_dim not in HEAD_DIMS:
+            return (
+                f"flash-attn-4 wants pages of {FLASH4_PAGE} tokens and head dims {HEAD_DIMS}; "
+                f"here {page_tokens} and {head_dim}"
+            )
+        return None
+
     def choose_prefill(self, emit: Emit) -> None:
         """Take FlashAttention-4 for prompt chunks where it is installed, fits and is faster;
         measured once. What is taken is compiled afterwards; in invariant mode it is the decode
         kernel, which the graphs compile."""
         if self.invariant:
             return
-        flash4, page_tokens, head_dim = (
-            find_flash4(),
-            self.pool.page_tokens,
-            self.pool.tensor.shape[-1],
-        )
-        if flash4 is None:
+        begun_s = time.monotonic()
+
+        def tell(**fields: Any) -> None:
+            emit("engine.prefill_kernel", seconds=time.monotonic() - begun_s, **fields)
+
+        flash4, reason = find_flash4(), self._why_tiles()
+        if flash4 is None or reason is not None:
             self._probe(self._tiles, tokens=1)
-            emit("engine.prefill_kernel", kernel="triton", reason="flash-attn-4 is not installed")
-            return
-        if page_tokens != FLASH4_PAGE or head_dim not in HEAD_DIMS:
-            self._probe(self._tiles, tokens=1)
-            reason = f"flash-attn-4 wants pages of {FLASH4_PAGE} tokens and head dims {HEAD_DIMS}"
-            emit(
-                "engine.prefill_kernel",
-                kernel="triton",
-                reason=f"{reason}; here {page_tokens} and {head_dim}",
-            )
+            tell(kernel="triton", reason=reason)
             return
         ours_s, theirs_s = (
             self._probe(self._tiles),
@@ -129,13 +140,7 @@ class GpuAttention:
         )
         self._flash4 = flash4 if theirs_s < ours_s else None
         kernel = "flash-attn-4" if self._flash4 is not None else "triton"
-        emit(
-            "engine.prefill_kernel",
-            kernel=kernel,
-            reason="measured",
-            triton_s=ours_s,
-            flash4_s=theirs_s,
-        )
+        tell(kernel=kernel, reason="measured", triton_s=ours_s, flash4_s=theirs_s)
 
     def _probe(self, make: Callable[[ChunkArrays], Attend], *, tokens: int = PROBE_TOKENS) -> float:
         """Return the seconds for one prompt of the given length, over arbitrary page contents.

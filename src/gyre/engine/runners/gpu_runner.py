@@ -11,6 +11,8 @@ thus be launched before the last one's tokens are known.
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -93,7 +95,6 @@ class GpuRunner:
             context_tokens=spec.context_tokens,
             invariant=invariant,
         )
-        self._attention.choose_prefill(emit)
         items = align(self._attention.max_items)
         entries = 3 * max_running * self._rows.pages_per_row
         choosing = {
@@ -333,14 +334,33 @@ class GpuRunner:
     # -- graphs
 
     @torch.inference_mode()
-    def capture_all(self) -> int:
-        """Capture a graph for every planned batch size, the largest first, so that the others reuse
-        its memory. Return how many."""
+    def capture_all(self) -> float:
+        """Choose the kernel for prompts, and capture a graph for every planned batch size, the
+        largest first, so that the others reuse its memory. Return the seconds until the first was
+        there, with kernels compiled."""
+        begun_s, first_s = time.monotonic(), 0.0
         self.recapture()
-        self._warm()
-        for size in reversed(self._batches):
-            self._capture(size, plain=True)
-        return len(self.graphs)
+        if self._attention.measures_prefill:
+            self._attention.choose_prefill(self.emit)  # alone: it takes the faster one
+        with ThreadPoolExecutor(2, thread_name_prefix="compile") as beside:
+            compiling = [beside.submit(self._compile_sampling)]
+            if not self._attention.measures_prefill:
+                compiling.append(beside.submit(self._attention.choose_prefill, self.emit))
+            self._warm()
+            for size in reversed(self._batches):
+                self._capture(size, plain=True)
+                first_s = first_s or time.monotonic() - begun_s
+            for work in compiling:
+                work.result()
+        return first_s
+
+    @torch.inference_mode()
+    def _compile_sampling(self) -> None:
+        """Compile the sampling kernels, on a stream of their own. What they choose is nobody's."""
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            self._sample(self._logits_NV, len(self._logits_NV))
+        stream.synchronize()
 
     def _capture(self, size: int, plain: bool) -> None:
         """Capture decoding of `size` places. The pass before it, which compiles kernels, runs on

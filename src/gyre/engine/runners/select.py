@@ -4,6 +4,7 @@ StepRunner, or the reason why the fused kernels cannot serve."""
 from __future__ import annotations
 
 import importlib.util
+import time
 
 import torch
 
@@ -64,10 +65,14 @@ def choose_runner(
         capture=capture,
         emit=emit,
     )
+    begun_s = time.monotonic()
+    first_s = runner.capture_all()
     emit(
         "engine.graphs_captured",
-        graphs=runner.capture_all(),
+        graphs=len(runner.graphs),
         batch_invariant=config.batch_invariant,
+        seconds=time.monotonic() - begun_s,
+        first_s=first_s,
     )
     return runner
 

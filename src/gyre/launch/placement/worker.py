@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -27,6 +29,7 @@ from gyre.distributed.process_group import RankGroup
 from gyre.engine.frontend.admission import RequestLimits
 from gyre.launch.export import export_live, export_policy, export_shards
 from gyre.launch.factories import (
+    LoadFormat,
     Machine,
     Policy,
     load_policy,
@@ -232,16 +235,30 @@ class ServedEngine:
 
 
 async def build_served_engine(
-    context: Context, *, folder: str, version: int, config_json: str
+    context: Context,
+    *,
+    folder: str,
+    version: int,
+    config_json: str,
+    load_format: LoadFormat = "auto",
 ) -> ServedEngine:
     """Load the weights, which are of `version`, and make the engine; `start` allocates its KV
     cache."""
+    imports_s, begun_s = time.time() - psutil.Process().create_time(), time.monotonic()
     config = RunConfig.model_validate_json(config_json)
     machine = make_machine(config)
     policy = await asyncio.get_running_loop().run_in_executor(
         machine.compute,
-        lambda: load_policy(Path(folder), machine, end_token=config.tokenizer.end_token),
+        partial(
+            load_policy,
+            Path(folder),
+            machine,
+            end_token=config.tokenizer.end_token,
+            load_format=load_format,
+        ),
     )
+    seconds = time.monotonic() - begun_s
+    context.emit("engine.loaded", load_format=load_format, imports_s=imports_s, seconds=seconds)
     # one for each layer that runs
     register_module_forward_pre_hook(lambda module, args: context.tick())
     engine = make_engine(

@@ -14,6 +14,7 @@ import json
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import uvicorn
 from starlette.requests import Request as HttpRequest
@@ -33,7 +35,7 @@ from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
 from gyre.core.records import RoleSpec
-from gyre.launch.factories import refuse_reward_model
+from gyre.launch.factories import LoadFormat, check_load_format, refuse_reward_model
 from gyre.launch.serving.follow import Follower
 from gyre.launch.serving.model import served_model
 from gyre.launch.serving.served_weights import ServedFolder, ServedWeights
@@ -72,6 +74,7 @@ class ServeArgs:
     receive_s: int  # for a request to arrive
     drain_s: int  # for the answers under way after a signal
     access_log: bool = False  # an event for each HTTP request
+    load_format: LoadFormat = "auto"  # "dummy" draws the first version's weights
     admin_key_file: Path | None = None  # whoever has its key may change the weights
     follow: Path | None = None  # run or model folder whose new weights are taken
     poll_s: float = 2.0  # between two looks at it
@@ -82,6 +85,7 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
     once."""
     refuse_reward_model(args.folder)
     check_parsers(args.tool_parser, args.reasoning_parser)
+    check_load_format(args.load_format)
     refuse_open_bind(args.host, insecure=args.insecure, has_keys=args.keys is not None)
     check_tls_files(args.tls_cert, args.tls_key)
     access = make_access(args.keys, args.admin_key_file)
@@ -104,6 +108,7 @@ def count_gpus(config: RunConfig, replicas: int) -> int:
 async def _serve(
     args: ServeArgs, listener: socket.socket, access: Access, *, gpus: int, as_json: bool
 ) -> dict[str, Any]:
+    imports_s, begun_s = time.time() - psutil.Process().create_time(), time.monotonic()
     cluster = ProcessCluster(gpus=gpus, on_event=write_event)
     try:
         served = ServedFolder(args.folder)
@@ -114,9 +119,11 @@ async def _serve(
             return cluster.start(engine_spec(args, name, served, gpus=gpus))
 
         handles = await asyncio.gather(*(start(name) for name in names))
+        workers_s = time.monotonic() - begun_s
         pool = make_pool(cluster, start, handles, args.config)
         try:
             await pool.start(dummy=False)
+            engines_s = time.monotonic() - begun_s - workers_s
             limits = await ask(handles[0], "limits", deadline_s=60.0)
             model = served_model(
                 args.folder,
@@ -147,6 +154,14 @@ async def _serve(
             host, port = listener.getsockname()[:2]
             scheme = "http" if args.tls_cert is None else "https"
             url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+            write_server_event(
+                "serve.ready",
+                url=url,
+                imports_s=imports_s,
+                workers_s=workers_s,
+                engines_s=engines_s,
+                seconds=imports_s + time.monotonic() - begun_s,
+            )
             say_ready(url, args, as_json=as_json)
             async with contextlib.aclosing(weights), following(weights, args, write_server_event):
                 await HttpServer(http_config(app, args, metrics)).serve(sockets=[listener])
@@ -208,6 +223,8 @@ def engine_spec(args: ServeArgs, name: str, served: ServedFolder, *, gpus: int) 
             "folder": str(served.folder),
             "version": served.version,
             "config_json": args.config.model_dump_json(),
+            # a later version is of files, also in a worker that is started again
+            "load_format": args.load_format if served.version == 0 else "auto",
         },
         gpus=1.0 if gpus else 0.0,
         deadline_s=args.config.cluster.start_deadline_s,
