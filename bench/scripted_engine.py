@@ -15,8 +15,8 @@ from gyre.cluster.worker.server import Context
 from gyre.core.chunks import TokenStream
 from gyre.core.records import EngineStats, Health, Request, TokenChunk
 from gyre.engine.frontend.admission import RequestLimits
-from gyre.launch.factories import LoadFormat
 from gyre.launch.placement.worker import ServedEngine
+from gyre.models.hub.folders import LoadFormat
 
 TOKEN = 100  # of the bench's tokenizer: a letter
 VOCAB_SIZE, CONTEXT_TOKENS = 512, 512

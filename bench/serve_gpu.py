@@ -43,8 +43,9 @@ TOKENS, TEMPERATURE, CONTEXT = 1024, 0.6, 4096
 MOST_RUNNING = 256
 LOOK_S = 0.02  # between two looks at a server that starts
 ENGINE = {"max_running": MOST_RUNNING, "kv_fraction": 0.85}
-# keeps NVLink multicast off, which a shared host may forbid
-NO_MULTICAST = {
+# no hub is asked; NVLink multicast is off, which a shared host may forbid
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
@@ -136,6 +137,7 @@ def write_model(folder: Path, shape: str) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     config = {**COMMON, **SHAPES[shape], "max_position_embeddings": CONTEXT}
+    config["transformers_version"] = "4.51.0"  # without it the loader asks the hub about a fix
     (folder / "config.json").write_text(json.dumps(config))
     num_words = COMMON["bos_token_id"]
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -177,7 +179,7 @@ def measure_ours(args: Namespace, folder: Path) -> dict[str, Any]:
         argv += ["--port", str(port)]
         argv += [part for change in overrides(args) for part in ("--set", change)]
         log = folder / f"ours_{number}.log"
-        with started(argv, {**os.environ, **NO_MULTICAST}, log, port, "/health/ready") as (
+        with started(argv, {**os.environ, **ENVIRONMENT}, log, port, "/health/ready") as (
             server,
             start_s,
         ):
@@ -196,11 +198,11 @@ def measure_peer(args: Namespace, folder: Path) -> dict[str, Any]:
     argv += ["--disable-uvicorn-access-log", "--generation-config", "vllm"]
     environment = {
         **os.environ,
-        **NO_MULTICAST,
+        **ENVIRONMENT,
         "PYTHONPATH": str(args.peer_site),
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     }
     with started(argv, environment, folder / "peer.log", port, "/health") as (server, start_s):
         levels, cpu = play_levels(server, args, folder)
@@ -293,7 +295,7 @@ def measure_engine_apart(args: Namespace, folder: Path) -> dict[str, Any]:
     output = folder / "engine.json"
     argv = [sys.executable, __file__, "--in-process", str(output), "--scratch", str(folder)]
     argv += ["--levels", args.levels, "--token-budget", str(args.token_budget)]
-    subprocess.run(argv, check=True, env={**os.environ, **NO_MULTICAST}, timeout=START_S)
+    subprocess.run(argv, check=True, env={**os.environ, **ENVIRONMENT}, timeout=START_S)
     return json.loads(output.read_text())
 
 

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -36,8 +35,7 @@ from gyre.loop.evaluate import Rollouts
 from gyre.loop.ports import TextPort
 from gyre.models.decoder import Decoder
 from gyre.models.hub.checkpoint import Checkpoint
-from gyre.models.hub.files import SCALAR_HEAD_FILE
-from gyre.models.hub.folders import CONFIG_FILE, find_folder
+from gyre.models.hub.folders import CONFIG_FILE, LoadFormat, find_folder
 from gyre.models.hub.load import load_hub, load_scalar_head
 from gyre.models.hub_keys import keys_without_effect
 from gyre.models.init import FreshWeights, init_dummies
@@ -56,8 +54,6 @@ from gyre.weights.gather import ShardSource
 DTYPES: Mapping[Dtype, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 )
-LoadFormat = Literal["auto", "dummy"]
-LOAD_FORMATS = get_args(LoadFormat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,25 +220,20 @@ def check_invariant(
         raise ConfigError(f"{INVARIANT_REFUSAL}: {reason}", hint=INVARIANT_HINT)
 
 
-def check_load_format(load_format: str) -> None:
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError(
-            f"--load-format {load_format}: need {' or '.join(LOAD_FORMATS)}",
-            hint="auto reads the weights of the folder; dummy draws them, for benches",
-        )
-
-
 def load_policy(
     folder: Path, machine: Machine, *, end_token: str = "", load_format: LoadFormat = "auto"
 ) -> Policy:
-    """Load a model folder. With "dummy" it needs no weights: they are drawn on the device."""
-    if load_format == "dummy":
-        spec = spec_from_hub_config(read_json(folder / CONFIG_FILE))
-        decoder = Decoder(spec, device=machine.device, dtype=machine.dtype)
-        init_dummies(decoder)
-    else:
-        spec, decoder = load_hub(folder, device=machine.device, dtype=machine.dtype)
-    return Policy(decoder=decoder, tokenizer=load_tokenizer(folder, end_token=end_token), spec=spec)
+    """Load a model folder, its tokenizer beside the weights. With "dummy" it needs no weights: they
+    are drawn on the device."""
+    with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
+        reading = beside.submit(load_tokenizer, folder, end_token=end_token)
+        if load_format == "dummy":
+            spec = spec_from_hub_config(read_json(folder / CONFIG_FILE))
+            decoder = Decoder(spec, device=machine.device, dtype=machine.dtype)
+            init_dummies(decoder)
+        else:
+            spec, decoder = load_hub(folder, device=machine.device, dtype=machine.dtype)
+        return Policy(decoder=decoder, tokenizer=reading.result(), spec=spec)
 
 
 def make_reward_model(
@@ -257,16 +248,6 @@ def make_reward_model(
         load_scalar_head(folder, device=machine.device),
         weights,
     )
-
-
-def refuse_reward_model(folder: Path) -> None:
-    """Refuse an export of objective rm: it gives scores and cannot answer."""
-    if (folder / SCALAR_HEAD_FILE).is_file():
-        raise InputError(
-            f"{folder} is a reward model: it scores answers and gives none",
-            hint='use it as a reward, [[rewards.parts]] kind = "model"; the run\'s report has its '
-            "pair accuracy",
-        )
 
 
 def find_reward_model(path: str, policy: Policy | Facts) -> Path:

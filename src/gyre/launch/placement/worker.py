@@ -21,15 +21,15 @@ import psutil
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from gyre.cluster.worker.endpoints import EngineEndpoint, TrainerEndpoint
+from gyre.cluster.worker.endpoints import EngineEndpoint
 from gyre.cluster.worker.server import Context
+from gyre.cluster.worker.trainer_endpoint import TrainerEndpoint
 from gyre.core.records import Phase
 from gyre.distributed.init import RankSpec, join
 from gyre.distributed.process_group import RankGroup
 from gyre.engine.frontend.admission import RequestLimits
 from gyre.launch.export import export_live, export_policy, export_shards
 from gyre.launch.factories import (
-    LoadFormat,
     Machine,
     Policy,
     load_policy,
@@ -39,6 +39,7 @@ from gyre.launch.factories import (
 )
 from gyre.launch.placement.stage_runtime import StageRuntime
 from gyre.launch.stages import plan_stages
+from gyre.models.hub.folders import LoadFormat
 from gyre.models.scalar_head import ScalarHead
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
