@@ -165,7 +165,8 @@ async def _serve(
             host, port = listener.getsockname()[:2]
             scheme = "http" if args.tls_cert is None else "https"
             url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-            write_server_event(
+            emit: Emit = write_server_event
+            emit(
                 "serve.ready",
                 url=url,
                 imports_s=imports_s,
