@@ -60,7 +60,7 @@ def main() -> None:
     )
     options.add_argument("--peer-site", type=Path, help="folder with vLLM's packages")
     options.add_argument("--token-budget", type=int, default=8192, help="vLLM's own on an H100")
-    options.add_argument("--scratch", type=Path, help="keep logs and findings there")
+    options.add_argument("--scratch", type=Path, help="keep logs there, and parts for a next call")
     options.add_argument("--starts", type=int, default=2, help="of ours; the first compiles")
     options.add_argument(
         "--parts", default="peer,ours,engine", help="peer, ours, engine, as far as wanted"
@@ -78,11 +78,12 @@ def main() -> None:
 
 
 def bench(args: Namespace, folder: Path) -> None:
-    found: dict[str, Any] = {}
+    kept = folder / "found.json"
+    found: dict[str, Any] = json.loads(kept.read_text()) if kept.is_file() else {}
     parts = {"peer": measure_peer, "ours": measure_ours, "engine": measure_engine_apart}
     for name in args.parts.split(","):
         found[name] = parts[name](args, folder)
-        (folder / "found.json").write_text(json.dumps(found, indent=2) + "\n")
+        kept.write_text(json.dumps(found, indent=2) + "\n")
         print(name, json.dumps(found[name]), flush=True)
     if "ours" not in found:
         return
