@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 import uvicorn
+import uvloop
 from starlette.requests import Request as HttpRequest
 
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
@@ -96,8 +97,11 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
     check_tls_files(args.tls_cert, args.tls_key)
     access = make_access(args.keys, args.admin_key_file)
     gpus = count_gpus(args.config, args.replicas)
-    with bind(args.host, args.port) as listener:
-        return asyncio.run(_serve(args, listener, access, gpus=gpus, as_json=as_json))
+    with (
+        bind(args.host, args.port) as listener,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        return runner.run(_serve(args, listener, access, gpus=gpus, as_json=as_json))
 
 
 def count_gpus(config: RunConfig, replicas: int) -> int:
@@ -341,6 +345,7 @@ def http_config(app: Any, args: ServeArgs, metrics: ServerMetrics) -> uvicorn.Co
         log_level="warning",
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # nothing reads the client's address
         timeout_graceful_shutdown=args.drain_s,
         timeout_keep_alive=65,
         lifespan="off",
