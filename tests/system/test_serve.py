@@ -279,6 +279,7 @@ def test_a_replica_that_dies_costs_no_token(folder, tmp_path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_the_last_engine_is_started_again_within_an_answer(folder, tmp_path) -> None:
     """The streams wait for the new process, and go on as if nothing had been."""
     with (
