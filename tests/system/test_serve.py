@@ -336,6 +336,16 @@ def text_of(event: Any) -> str:
     return "".join(choice.delta.content or "" for choice in event.choices)
 
 
+def test_the_server_process_has_no_torch(served) -> None:
+    """Its engines have; so the look at a process's mapped files finds torch where it is."""
+
+    def maps_torch(process: psutil.Process) -> bool:
+        return any("libtorch" in mapped.path for mapped in process.memory_maps())
+
+    assert not maps_torch(psutil.Process(served.process.pid))
+    assert all(maps_torch(engine) for engine in engines_of(served))
+
+
 def test_it_listens_on_loopback_alone(served) -> None:
     server = psutil.Process(served.process.pid)
     heard = {

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gyre.cluster.engine_pool.request_log import RequestLog
 from gyre.cluster.engine_pool.routing import assign, choose, cost_tokens
-from gyre.cluster.trainer_group import find_cause
+from gyre.cluster.watchdog import find_cause
 from gyre.core.errors import InputError, RankError, WorkerLost
 from gyre.core.records import Partial, PromptLogprobs, Request, Sampling, TokenChunk
 

@@ -26,8 +26,7 @@ from gyre.cluster.engine_pool.probe import find_status
 from gyre.cluster.engine_pool.replica import EngineReplica
 from gyre.cluster.engine_pool.restarts import RestartPolicy, restart_wait_s
 from gyre.cluster.engine_pool.router import RequestRouter
-from gyre.cluster.trainer_group import GRACE_S, find_cause
-from gyre.cluster.watchdog import Watchdog
+from gyre.cluster.watchdog import GRACE_S, Watchdog, find_cause
 from gyre.cluster.worker.endpoints import add_stats
 from gyre.cluster.worker.rpc import CALLS, LOSSES
 from gyre.cluster.worker.server import WorkerFault
@@ -39,7 +38,6 @@ from gyre.core.liveness import StallLimit
 from gyre.core.offers import Offer
 from gyre.core.records import EngineStats, Health, Partial, ReplicaStatus, Request
 from gyre.weights.protocol import Prepared, ReceiverState, RolledBack, SwapBegan, SwapDone
-from gyre.weights.receive import carry
 
 STOP_S = 10.0  # on top of an engine's own deadline, for its answer to arrive
 # on top of the deadline of an engine beside a rank: its watchdog is to judge first, with all stacks
@@ -510,6 +508,9 @@ class EnginePool:
     async def _copy(self, offer: Offer) -> Any:
         """Return the offer with its tensors, for engines that no trainer rank is beside; fetched
         and sent once."""
+        # here, since it imports torch: a server never comes by, as its weights are a folder
+        from gyre.weights.receive import carry
+
         return self._cluster.share(await carry(offer))
 
     async def _prepare(self, member: EngineReplica, offer: Offer, copy: Any) -> None:

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import uvicorn
 from starlette.requests import Request as HttpRequest
 
@@ -33,10 +32,11 @@ from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
 from gyre.core.records import RoleSpec
-from gyre.launch.factories import refuse_reward_model
 from gyre.launch.serving.follow import Follower
 from gyre.launch.serving.model import served_model
 from gyre.launch.serving.served_weights import ServedFolder, ServedWeights
+from gyre.models.hub.folders import refuse_reward_model
+from gyre.observability.hardware import count_gpus as count_visible_gpus
 from gyre.runconfig import RunConfig
 from gyre.server.admin import admin_routes, check_key, read_key_digest
 from gyre.server.app import make_app
@@ -46,6 +46,8 @@ from gyre.server.gateway.key_store import KeyStore
 from gyre.server.gateway.tls import check_tls_files
 from gyre.server.metrics.server_metrics import ServerMetrics
 from gyre.server.parsers.choose import check_parsers
+from gyre.text.hub_child import load_apart
+from gyre.text.tokenizer import Tokenizer, load_tokenizer
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BUILDER = "gyre.launch.placement.worker:build_served_engine"
@@ -92,11 +94,12 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
 
 def count_gpus(config: RunConfig, replicas: int) -> int:
     """Return the GPUs that replicas may have, 0 on a CPU. ConfigError where they are too few."""
-    gpus = torch.cuda.device_count() if config.run.device != "cpu" else 0
+    gpus = count_visible_gpus() if config.run.device != "cpu" else 0
     if gpus and replicas > gpus:
         raise ConfigError(
             f"--replicas {replicas}: this host has {gpus} GPUs",
-            hint="a replica has a GPU of its own; start at most as many",
+            hint="a replica has a GPU of its own; start at most as many, or serve on the CPU: "
+            "--set run.device=cpu",
         )
     return gpus
 
@@ -113,13 +116,17 @@ async def _serve(
             served.refuse_changed()
             return cluster.start(engine_spec(args, name, served, gpus=gpus))
 
-        handles = await asyncio.gather(*(start(name) for name in names))
+        # read meanwhile, in a process of its own for a hub folder: transformers takes seconds
+        tokenizer, handles = await asyncio.gather(
+            asyncio.to_thread(read_tokenizer, args),
+            asyncio.gather(*(start(name) for name in names)),
+        )
         pool = make_pool(cluster, start, handles, args.config)
         try:
             await pool.start(dummy=False)
             limits = await ask(handles[0], "limits", deadline_s=60.0)
             model = served_model(
-                args.folder,
+                tokenizer,
                 args.config,
                 args.name,
                 limits,
@@ -197,6 +204,12 @@ class HttpServer(uvicorn.Server):
         """Let answers under way end within their deadline; the second time end them at once."""
         self.force_exit = self.should_exit
         self.should_exit = True
+
+
+def read_tokenizer(args: ServeArgs) -> Tokenizer:
+    """Return the served model's tokenizer, without torch in this process."""
+    end_token = args.config.tokenizer.end_token
+    return load_tokenizer(args.folder, end_token=end_token, read=load_apart)
 
 
 def engine_spec(args: ServeArgs, name: str, served: ServedFolder, *, gpus: int) -> RoleSpec:
