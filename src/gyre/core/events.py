@@ -766,7 +766,7 @@ EVENTS = {
         "path keys usable",
         own={
             "keys": Field("int", "keys", "keys in the file"),
-            "usable": Field("int", "keys", "keys that are not revoked"),
+            "usable": Field("int", "keys", "keys that are neither revoked nor expired"),
         },
     ),
     "serve.keys_unreadable": EventKind(
