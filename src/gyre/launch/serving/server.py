@@ -24,6 +24,7 @@ from typing import Any
 import uvicorn
 from starlette.requests import Request as HttpRequest
 
+from gyre.cluster.engine_pool.ejection import EjectionPolicy
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
 from gyre.cluster.engine_pool.restarts import RestartPolicy
 from gyre.cluster.process_cluster import ProcessCluster
@@ -243,6 +244,8 @@ def make_pool(
             hang_s=settings.hang_s,
             stall_s=settings.stall_s,
             progress_tokens=settings.progress_tokens,
+            routing=settings.routing,
+            ejection=EjectionPolicy(still_s=settings.stall_s, return_s=settings.return_s),
             restarts=RESTARTS,
             max_waiting=config.engine.max_queued,
         ),
