@@ -15,7 +15,15 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +31,7 @@ from typing import Any
 
 import uvicorn
 from starlette.requests import Request as HttpRequest
+from starlette.routing import Route
 
 from gyre.cluster.engine_pool.ejection import EjectionPolicy
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
@@ -47,6 +56,7 @@ from gyre.server.gateway.key_store import KeyStore
 from gyre.server.gateway.tls import check_tls_files
 from gyre.server.metrics.server_metrics import ServerMetrics
 from gyre.server.parsers.choose import check_parsers
+from gyre.server.web.page import PageFile, page_routes, read_page
 from gyre.text.hub_child import load_apart
 from gyre.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -87,10 +97,11 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
     check_parsers(args.tool_parser, args.reasoning_parser)
     refuse_open_bind(args.host, insecure=args.insecure, has_keys=args.keys is not None)
     check_tls_files(args.tls_cert, args.tls_key)
-    access = make_access(args.keys, args.admin_key_file)
+    page = read_page()
+    access = make_access(args.keys, args.admin_key_file, open_paths=page)
     gpus = count_gpus(args.config, args.replicas)
     with bind(args.host, args.port) as listener:
-        return asyncio.run(_serve(args, listener, access, gpus=gpus, as_json=as_json))
+        return asyncio.run(_serve(args, listener, access, page, gpus=gpus, as_json=as_json))
 
 
 def count_gpus(config: RunConfig, replicas: int) -> int:
@@ -106,7 +117,13 @@ def count_gpus(config: RunConfig, replicas: int) -> int:
 
 
 async def _serve(
-    args: ServeArgs, listener: socket.socket, access: Access, *, gpus: int, as_json: bool
+    args: ServeArgs,
+    listener: socket.socket,
+    access: Access,
+    page: Mapping[str, PageFile],
+    *,
+    gpus: int,
+    as_json: bool,
 ) -> dict[str, Any]:
     cluster = ProcessCluster(gpus=gpus, on_event=write_event)
     try:
@@ -148,9 +165,7 @@ async def _serve(
                 metrics=metrics,
                 gate=access.gate,
                 logs_access=args.access_log,
-                more_routes=()
-                if access.check_admin is None
-                else admin_routes(access.check_admin, weights, args.name),
+                more_routes=[*access.admin_routes(weights, args.name), *page_routes(page)],
             )
             host, port = listener.getsockname()[:2]
             scheme = "http" if args.tls_cert is None else "https"
@@ -262,17 +277,23 @@ class Access:
     gate: Gate
     check_admin: Callable[[HttpRequest], None] | None  # None: nobody may
 
+    def admin_routes(self, weights: ServedWeights, name: str) -> Sequence[Route]:
+        """Return the routes that change the server, empty without an administrator."""
+        return () if self.check_admin is None else admin_routes(self.check_admin, weights, name)
 
-def make_access(keys: Path | None, admin_key_file: Path | None) -> Access:
+
+def make_access(
+    keys: Path | None, admin_key_file: Path | None, *, open_paths: Collection[str] = ()
+) -> Access:
     """Return who may do what. With keys, those of role admin are for administrators; without, the
-    key of a file is. ConfigError for a file that is not whole."""
+    key of a file is. `open_paths` need none. ConfigError for a file that is not whole."""
     if keys is not None:
         if admin_key_file is not None:
             raise ConfigError(
                 "--admin-key-file with --keys: a server with keys has administrators among them",
                 hint=f"leave it out, and make a key: gyre keys create --admin --file {keys}",
             )
-        gate = KeyGate(KeyStore(keys, emit=write_server_event))
+        gate = KeyGate(KeyStore(keys, emit=write_server_event), open_paths=open_paths)
         return Access(gate, lambda http: gate.require_admin(http.scope))
     if admin_key_file is None:
         return Access(OpenGate(), None)
@@ -329,7 +350,7 @@ def http_config(app: Any, args: ServeArgs, metrics: ServerMetrics) -> uvicorn.Co
 
 
 def say_ready(url: str, args: ServeArgs, *, as_json: bool) -> None:
-    """Print where the server listens, and how to ask it."""
+    """Print where the server listens, its page, and how to ask it."""
     if as_json:
         print(json.dumps({"url": url, "model": args.name}), flush=True)
         return
@@ -337,6 +358,7 @@ def say_ready(url: str, args: ServeArgs, *, as_json: bool) -> None:
     body = json.dumps({"model": args.name, "messages": [question]}, ensure_ascii=False)
     print(
         f"serving {args.name} on {url}/v1\n"
+        f"  in a browser: {url}\n"
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
         flush=True,
     )
