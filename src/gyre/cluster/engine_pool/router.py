@@ -146,6 +146,8 @@ class RequestRouter:
         sends: dict[str, list[Request]] = {}
         for live, request, name in zip(waiting, requests, chosen, strict=True):
             live.member = up[name]
+            if request.traced:
+                live.stream.note_sent(name, now_s)
             sends.setdefault(name, []).append(request)
         for name, batch in sends.items():
             up[name].send(batch)
@@ -178,6 +180,7 @@ class RequestRouter:
         again = []
         for live in [live for live in self._live.values() if live.member is member]:
             live.member = None
+            live.stream.note_lost(asyncio.get_running_loop().time())
             if live.ending is not None or not live.book.open:
                 self.end(live, *(live.ending or ("abort", "")))
                 continue

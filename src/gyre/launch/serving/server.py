@@ -14,9 +14,10 @@ import json
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ from gyre.launch.factories import refuse_reward_model
 from gyre.launch.serving.follow import Follower
 from gyre.launch.serving.model import served_model
 from gyre.launch.serving.served_weights import ServedFolder, ServedWeights
+from gyre.launch.serving.tracing import tracing
+from gyre.observability.tracing.otlp_sender import read_endpoint
 from gyre.runconfig import RunConfig
 from gyre.server.admin import admin_routes, check_key, read_key_digest
 from gyre.server.app import make_app
@@ -46,6 +49,7 @@ from gyre.server.gateway.key_store import KeyStore
 from gyre.server.gateway.tls import check_tls_files
 from gyre.server.metrics.server_metrics import ServerMetrics
 from gyre.server.parsers.choose import check_parsers
+from gyre.server.tracing.traced_app import RequestTraces
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BUILDER = "gyre.launch.placement.worker:build_served_engine"
@@ -72,6 +76,7 @@ class ServeArgs:
     receive_s: int  # for a request to arrive
     drain_s: int  # for the answers under way after a signal
     access_log: bool = False  # an event for each HTTP request
+    otlp_endpoint: str = ""  # collector that gets a trace of each request; "" traces none
     admin_key_file: Path | None = None  # whoever has its key may change the weights
     follow: Path | None = None  # run or model folder whose new weights are taken
     poll_s: float = 2.0  # between two looks at it
@@ -84,6 +89,9 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
     check_parsers(args.tool_parser, args.reasoning_parser)
     refuse_open_bind(args.host, insecure=args.insecure, has_keys=args.keys is not None)
     check_tls_files(args.tls_cert, args.tls_key)
+    if args.otlp_endpoint:
+        endpoint = read_endpoint(args.otlp_endpoint, "--otlp-endpoint")
+        args = replace(args, otlp_endpoint=endpoint)
     access = make_access(args.keys, args.admin_key_file)
     gpus = count_gpus(args.config, args.replicas)
     with bind(args.host, args.port) as listener:
@@ -104,7 +112,9 @@ def count_gpus(config: RunConfig, replicas: int) -> int:
 async def _serve(
     args: ServeArgs, listener: socket.socket, access: Access, *, gpus: int, as_json: bool
 ) -> dict[str, Any]:
-    cluster = ProcessCluster(gpus=gpus, on_event=write_event)
+    traces = RequestTraces(args.name) if args.otlp_endpoint else None
+    emit = write_server_event if traces is None else traces.stamped(write_server_event)
+    cluster = ProcessCluster(gpus=gpus, on_event=worker_events(emit))
     try:
         served = ServedFolder(args.folder)
         names = [f"engine-{number}" for number in range(args.replicas)]
@@ -114,7 +124,7 @@ async def _serve(
             return cluster.start(engine_spec(args, name, served, gpus=gpus))
 
         handles = await asyncio.gather(*(start(name) for name in names))
-        pool = make_pool(cluster, start, handles, args.config)
+        pool = make_pool(cluster, start, handles, args.config, emit)
         try:
             await pool.start(dummy=False)
             limits = await ask(handles[0], "limits", deadline_s=60.0)
@@ -127,16 +137,14 @@ async def _serve(
                 reasoning_parser=args.reasoning_parser,
                 find_version=lambda: pool.version,
             )
-            weights = ServedWeights(
-                pool, served, args.config, tokenizer=model.tokenizer, emit=write_server_event
-            )
+            weights = ServedWeights(pool, served, args.config, tokenizer=model.tokenizer, emit=emit)
             metrics = ServerMetrics(
                 model.name, context_tokens=model.context_tokens, inspect=pool.inspect
             )
             app = make_app(
                 pool,
                 model,
-                emit=write_server_event,
+                emit=emit,
                 metrics=metrics,
                 gate=access.gate,
                 logs_access=args.access_log,
@@ -144,12 +152,14 @@ async def _serve(
                 if access.check_admin is None
                 else admin_routes(access.check_admin, weights, args.name),
             )
-            host, port = listener.getsockname()[:2]
-            scheme = "http" if args.tls_cert is None else "https"
-            url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-            say_ready(url, args, as_json=as_json)
-            async with contextlib.aclosing(weights), following(weights, args, write_server_event):
-                await HttpServer(http_config(app, args, metrics)).serve(sockets=[listener])
+            url = find_url(listener, args)
+            async with (
+                contextlib.aclosing(weights),
+                following(weights, args, emit),
+                tracing(app, args.otlp_endpoint, traces, metrics, emit) as traced,
+            ):
+                say_ready(url, args, as_json=as_json)
+                await HttpServer(http_config(traced, args, metrics)).serve(sockets=[listener])
         finally:
             await pool.terminate()
             await pool.close()
@@ -219,6 +229,7 @@ def make_pool(
     start: Callable[[str], Awaitable[WorkerHandle]],
     handles: Sequence[WorkerHandle],
     config: RunConfig,
+    emit: Emit,
 ) -> EnginePool:
     """Return the replicas as one engine. One that is lost is started again by its name."""
     settings = config.cluster
@@ -233,7 +244,7 @@ def make_pool(
             restarts=RESTARTS,
             max_waiting=config.engine.max_queued,
         ),
-        emit=write_server_event,
+        emit=emit,
         revive=start,
         starts_with_weights=True,
     )
@@ -293,6 +304,13 @@ def bind(host: str, port: int) -> socket.socket:
         ) from error
 
 
+def find_url(listener: socket.socket, args: ServeArgs) -> str:
+    """Return the address that clients ask."""
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if args.tls_cert is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def http_config(app: Any, args: ServeArgs, metrics: ServerMetrics) -> uvicorn.Config:
     """Return the settings of the HTTP server."""
     limits = ConnectionLimits(receive_s=args.receive_s)
@@ -326,11 +344,18 @@ def say_ready(url: str, args: ServeArgs, *, as_json: bool) -> None:
     )
 
 
-def write_event(worker: str, kind: str, /, **fields: Any) -> None:
-    """Write a worker's event to the log: one JSON object a line, on stderr."""
-    write_server_event(kind, worker=worker, **fields)
+def worker_events(emit: Emit) -> Callable[..., None]:
+    """Return what takes the events of workers, by their names."""
+
+    def write(worker: str, kind: str, /, **fields: Any) -> None:
+        emit(kind, worker=worker, **fields)
+
+    return write
 
 
 def write_server_event(kind: str, /, **fields: Any) -> None:
-    """Write an event of this process to the log."""
-    print(json.dumps({"kind": kind, **fields}, default=str), file=sys.stderr, flush=True)
+    """Write an event to the log: one JSON object a line, on stderr."""
+    row = {"t": round(time.time(), 4), "kind": kind, **fields}
+    # one write: another thread may write too
+    sys.stderr.write(json.dumps(row, default=str) + "\n")
+    sys.stderr.flush()
