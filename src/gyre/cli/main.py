@@ -256,6 +256,9 @@ def serve(
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Log each HTTP request, without its content.")
     ] = False,
+    otlp_endpoint: Annotated[
+        str, typer.Option(metavar="URL", help="Collector that gets a trace of each request.")
+    ] = "",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print memory and limits; start nothing.")
     ] = False,
@@ -291,6 +294,7 @@ def serve(
         "receive_s": receive_s,
         "drain_s": drain_s,
         "access_log": access_log,
+        "otlp_endpoint": otlp_endpoint,
         "dry_run": dry_run,
         "tool_parser": tool_parser,
         "reasoning_parser": reasoning_parser,

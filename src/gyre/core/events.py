@@ -49,7 +49,7 @@ class EventKind:
         return {name: (self.own.get(name) or FIELDS[name], name in self.required) for name in plain}
 
 
-ANYWHERE = frozenset({"worker", "counted"})  # fields that any event may have
+ANYWHERE = frozenset({"worker", "counted", "trace_id"})  # fields that any event may have
 
 FIELDS = {
     "after": Field("float", "", "value after the change"),
@@ -102,6 +102,7 @@ FIELDS = {
     "stages": Field("list", "", "stages of the run: name and steps of each"),
     "step": Field("int", "", "training step of the stage; 0 is before the first"),
     "steps": Field("int", "steps", "training steps of the stage"),
+    "trace_id": Field("str", "", "trace of the request that it is about, where one is open"),
     "train": Field("int", "records", "records to train on"),
     "version": Field("int", "", "version of the policy's weights"),
     "what": Field("str", "", "call or phase that was under way"),
@@ -479,6 +480,20 @@ EVENTS = {
             "stacks": Field("map", "", "stack traces, by worker"),
         },
     ),
+    "drop.spans": EventKind(
+        "Spans of traces did not reach the collector.",
+        "reason count error",
+        counted=True,
+        own={
+            "reason": Field(
+                "str",
+                "",
+                "queue_full: the collector is too slow; not_taken: it did not take a batch; "
+                "shutdown: it had not taken them in time",
+            ),
+            "error": Field("str", "", "why the newest batch was not taken"),
+        },
+    ),
     "drop.worker_events": EventKind("A worker's oldest events were dropped.", "count", True),
     # Rewards and sandboxes
     "reward.window": EventKind(
@@ -774,9 +789,12 @@ EVENTS = {
     ),
     "serve.request_failed": EventKind(
         "A fault of the server broke a request, which was answered with status 500.",
-        "path error",
+        "path error request_id",
         counted=True,
-        own={"path": Field("str", "", "path of the URL")},
+        own={
+            "path": Field("str", "", "path of the URL"),
+            "request_id": Field("str | null", "", "id of the answer, of a completion"),
+        },
     ),
     "serve.keys_loaded": EventKind(
         "The key file had changed, and was read again.",

@@ -126,6 +126,7 @@ class Request:
     grammar: str | None = None  # refused by engines that have no grammar support
     chunk_tokens: int = 1  # tokens per TokenChunk; 0 means one chunk at the end
     partials: tuple[Partial, ...] = ()
+    traced: bool = False  # its chunks tell when each piece of its known tokens was computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +136,16 @@ class Timing:
 
     started_s: float  # a step first computed it: it waited before
     first_token_s: float  # its first token was on the host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTiming:
+    """When one step computed a piece of a completion's known tokens, by the clock of Timing."""
+
+    start: int  # position of its first token
+    num_tokens: int
+    launched_s: float  # its step was handed to the device
+    ended_s: float  # the step's results were on the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +168,8 @@ class TokenChunk:
     # when asked for, in a completion's first chunk with a token
     prompt_logprobs: PromptLogprobs | None = None
     timing: Timing | None = None  # in a completion's first chunk with a token
+    # of a traced request: what was computed since its last chunk, again after a preemption
+    prefills: tuple[PrefillTiming, ...] = ()
 
     @staticmethod
     def end(request_id: str, index: int, finish: Finish, reason: str) -> TokenChunk:

@@ -36,7 +36,7 @@ from gyre.server.conversation import read_messages, read_tools
 from gyre.server.gateway.gate import Gate, OpenGate
 from gyre.server.generate import open_generation
 from gyre.server.generation import ServedModel, TokenUsage, check_top, find_session, make_request
-from gyre.server.metrics.measured import MeasuredApp
+from gyre.server.metrics.measured import SOURCE, MeasuredApp
 from gyre.server.metrics.server_metrics import ServerMetrics, inspect_one
 from gyre.server.openapi import make_document
 from gyre.server.respond import (
@@ -57,6 +57,7 @@ from gyre.server.schema import (
     TokenizeBody,
     find_unsupported,
 )
+from gyre.server.tracing.marks import trace_fields
 
 MOST_BODY_BYTES = 8 << 20
 PROMPT_END_TOKENS = 16  # enough for an opening tag and the white space after it
@@ -296,7 +297,14 @@ def make_handlers(service: Service) -> Handlers:
 
     async def fail(http: HttpRequest, error: Exception) -> Response:
         trace = "".join(traceback.format_exception(error))
-        service.emit("serve.request_failed", path=http.url.path, error=trace)
+        work = http.scope.get(SOURCE)
+        service.emit(
+            "serve.request_failed",
+            path=http.url.path,
+            error=trace,
+            request_id=None if work is None else work.name,
+            **trace_fields(http.scope),
+        )
         return answer(ApiError(500, FAULT))
 
     return {

@@ -37,6 +37,8 @@ OWNED = {
     ("launch/serving/served_weights.py", "change"): "the change, whose parts have deadlines",
     ("launch/serving/served_weights.py", "aclose"): "the change, which is cancelled",
     ("launch/serving/served_weights.py", "_run"): "the disk, which reads a tokenizer's files",
+    ("launch/serving/tracing.py", "tracing"): "`close` of the queue, which has a deadline",
+    ("observability/tracing/otlp_sender.py", "close"): "nothing: it closes sockets",
     ("launch/serving/follow.py", "_look"): "the disk, which tells the files of a folder",
     ("launch/serving/server.py", "following"): "the task, which is cancelled",
     ("launch/placement/inline.py", "_export_live"): "the compute thread",

@@ -17,6 +17,7 @@ COUNTED = [
     "drop.equal_groups",
     "drop.groups_without_pair",
     "drop.rows",
+    "drop.spans",
     "drop.truncated",
     "drop.unscored",
     "fallback.filter_by_score",

@@ -150,6 +150,8 @@ class RequestRouter:
         sends: dict[str, list[Request]] = {}
         for live, request, placed in zip(waiting, requests, all_placed, strict=True):
             live.member, live.placed = placed.engine.member, placed
+            if request.traced:
+                live.stream.note_sent(live.member.name, now_s)
             sends.setdefault(live.member.name, []).append(request)
         for name, batch in sends.items():
             up[name].send(batch)
@@ -186,6 +188,7 @@ class RequestRouter:
         for live in [live for live in self._live.values() if live.member is member]:
             live.member = None
             self._leave(live)
+            live.stream.note_lost(asyncio.get_running_loop().time())
             if live.ending is not None or not live.book.open:
                 self.end(live, *(live.ending or ("abort", "")))
                 continue

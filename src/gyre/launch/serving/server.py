@@ -14,6 +14,7 @@ import json
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import (
     AsyncIterator,
@@ -24,7 +25,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,10 @@ from gyre.core.records import RoleSpec
 from gyre.launch.serving.follow import Follower
 from gyre.launch.serving.model import served_model
 from gyre.launch.serving.served_weights import ServedFolder, ServedWeights
+from gyre.launch.serving.tracing import tracing
 from gyre.models.hub.folders import refuse_reward_model
 from gyre.observability.hardware import count_gpus as count_visible_gpus
+from gyre.observability.tracing.otlp_sender import read_endpoint
 from gyre.runconfig import RunConfig
 from gyre.server.admin import admin_routes, check_key, read_key_digest
 from gyre.server.app import make_app
@@ -56,6 +59,7 @@ from gyre.server.gateway.key_store import KeyStore
 from gyre.server.gateway.tls import check_tls_files
 from gyre.server.metrics.server_metrics import ServerMetrics
 from gyre.server.parsers.choose import check_parsers
+from gyre.server.tracing.traced_app import RequestTraces
 from gyre.server.web.page import PageFile, page_routes, read_page
 from gyre.text.hub_child import load_apart
 from gyre.text.tokenizer import Tokenizer, load_tokenizer
@@ -85,6 +89,7 @@ class ServeArgs:
     receive_s: int  # for a request to arrive
     drain_s: int  # for the answers under way after a signal
     access_log: bool = False  # an event for each HTTP request
+    otlp_endpoint: str = ""  # collector that gets a trace of each request; "" traces none
     admin_key_file: Path | None = None  # whoever has its key may change the weights
     follow: Path | None = None  # run or model folder whose new weights are taken
     poll_s: float = 2.0  # between two looks at it
@@ -98,6 +103,9 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
     refuse_open_bind(args.host, insecure=args.insecure, has_keys=args.keys is not None)
     check_tls_files(args.tls_cert, args.tls_key)
     page = read_page()
+    if args.otlp_endpoint:
+        endpoint = read_endpoint(args.otlp_endpoint, "--otlp-endpoint")
+        args = replace(args, otlp_endpoint=endpoint)
     access = make_access(args.keys, args.admin_key_file, open_paths=page)
     gpus = count_gpus(args.config, args.replicas)
     with bind(args.host, args.port) as listener:
@@ -125,7 +133,9 @@ async def _serve(
     gpus: int,
     as_json: bool,
 ) -> dict[str, Any]:
-    cluster = ProcessCluster(gpus=gpus, on_event=write_event)
+    traces = RequestTraces(args.name) if args.otlp_endpoint else None
+    emit = write_server_event if traces is None else traces.stamped(write_server_event)
+    cluster = ProcessCluster(gpus=gpus, on_event=worker_events(emit))
     try:
         served = ServedFolder(args.folder)
         names = [f"engine-{number}" for number in range(args.replicas)]
@@ -139,7 +149,7 @@ async def _serve(
             asyncio.to_thread(read_tokenizer, args),
             asyncio.gather(*(start(name) for name in names)),
         )
-        pool = make_pool(cluster, start, handles, args.config)
+        pool = make_pool(cluster, start, handles, args.config, emit)
         try:
             await pool.start(dummy=False)
             limits = await ask(handles[0], "limits", deadline_s=60.0)
@@ -152,27 +162,27 @@ async def _serve(
                 reasoning_parser=args.reasoning_parser,
                 find_version=lambda: pool.version,
             )
-            weights = ServedWeights(
-                pool, served, args.config, tokenizer=model.tokenizer, emit=write_server_event
-            )
+            weights = ServedWeights(pool, served, args.config, tokenizer=model.tokenizer, emit=emit)
             metrics = ServerMetrics(
                 model.name, context_tokens=model.context_tokens, inspect=pool.inspect
             )
             app = make_app(
                 pool,
                 model,
-                emit=write_server_event,
+                emit=emit,
                 metrics=metrics,
                 gate=access.gate,
                 logs_access=args.access_log,
                 more_routes=[*access.admin_routes(weights, args.name), *page_routes(page)],
             )
-            host, port = listener.getsockname()[:2]
-            scheme = "http" if args.tls_cert is None else "https"
-            url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-            say_ready(url, args, as_json=as_json)
-            async with contextlib.aclosing(weights), following(weights, args, write_server_event):
-                await HttpServer(http_config(app, args, metrics)).serve(sockets=[listener])
+            url = find_url(listener, args)
+            async with (
+                contextlib.aclosing(weights),
+                following(weights, args, emit),
+                tracing(app, args.otlp_endpoint, traces, metrics, emit) as traced,
+            ):
+                say_ready(url, args, as_json=as_json)
+                await HttpServer(http_config(traced, args, metrics)).serve(sockets=[listener])
         finally:
             await pool.terminate()
             await pool.close()
@@ -248,6 +258,7 @@ def make_pool(
     start: Callable[[str], Awaitable[WorkerHandle]],
     handles: Sequence[WorkerHandle],
     config: RunConfig,
+    emit: Emit,
 ) -> EnginePool:
     """Return the replicas as one engine. One that is lost is started again by its name."""
     settings = config.cluster
@@ -264,7 +275,7 @@ def make_pool(
             restarts=RESTARTS,
             max_waiting=config.engine.max_queued,
         ),
-        emit=write_server_event,
+        emit=emit,
         revive=start,
         starts_with_weights=True,
     )
@@ -330,6 +341,13 @@ def bind(host: str, port: int) -> socket.socket:
         ) from error
 
 
+def find_url(listener: socket.socket, args: ServeArgs) -> str:
+    """Return the address that clients ask."""
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if args.tls_cert is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def http_config(app: Any, args: ServeArgs, metrics: ServerMetrics) -> uvicorn.Config:
     """Return the settings of the HTTP server."""
     limits = ConnectionLimits(receive_s=args.receive_s)
@@ -364,11 +382,18 @@ def say_ready(url: str, args: ServeArgs, *, as_json: bool) -> None:
     )
 
 
-def write_event(worker: str, kind: str, /, **fields: Any) -> None:
-    """Write a worker's event to the log: one JSON object a line, on stderr."""
-    write_server_event(kind, worker=worker, **fields)
+def worker_events(emit: Emit) -> Callable[..., None]:
+    """Return what takes the events of workers, by their names."""
+
+    def write(worker: str, kind: str, /, **fields: Any) -> None:
+        emit(kind, worker=worker, **fields)
+
+    return write
 
 
 def write_server_event(kind: str, /, **fields: Any) -> None:
-    """Write an event of this process to the log."""
-    print(json.dumps({"kind": kind, **fields}, default=str), file=sys.stderr, flush=True)
+    """Write an event to the log: one JSON object a line, on stderr."""
+    row = {"t": round(time.time(), 4), "kind": kind, **fields}
+    # one write: another thread may write too
+    sys.stderr.write(json.dumps(row, default=str) + "\n")
+    sys.stderr.flush()
