@@ -19,8 +19,9 @@ from typing import Any
 from fakes.config import FakeEngineConfig, FakeTrainerConfig
 from fakes.engine import Faults, ScriptedEngine
 from fakes.trainer import CountingTrainer
-from gyre.cluster.worker.endpoints import EngineEndpoint, TrainerEndpoint
+from gyre.cluster.worker.endpoints import EngineEndpoint
 from gyre.cluster.worker.server import Context
+from gyre.cluster.worker.trainer_endpoint import TrainerEndpoint
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import InputError, MemoryBudgetError
 from gyre.core.records import Request, RoleSpec

@@ -279,6 +279,7 @@ def test_a_replica_that_dies_costs_no_token(folder, tmp_path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_the_last_engine_is_started_again_within_an_answer(folder, tmp_path) -> None:
     """The streams wait for the new process, and go on as if nothing had been."""
     with (
@@ -333,6 +334,16 @@ def is_alive(process: psutil.Process) -> bool:
 
 def text_of(event: Any) -> str:
     return "".join(choice.delta.content or "" for choice in event.choices)
+
+
+def test_the_server_process_has_no_torch(served) -> None:
+    """Its engines have; so the look at a process's mapped files finds torch where it is."""
+
+    def maps_torch(process: psutil.Process) -> bool:
+        return any("libtorch" in mapped.path for mapped in process.memory_maps())
+
+    assert not maps_torch(psutil.Process(served.process.pid))
+    assert all(maps_torch(engine) for engine in engines_of(served))
 
 
 def test_it_listens_on_loopback_alone(served) -> None:

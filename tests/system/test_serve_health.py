@@ -116,6 +116,7 @@ def test_an_engine_that_stands_still_is_not_ready_until_it_goes_on(folder, tmp_p
         assert row["request_id"] == last["id"] and "apples" not in served.log.read_text()
 
 
+@pytest.mark.slow
 def test_an_engine_that_stands_still_for_long_is_started_again(folder, tmp_path) -> None:
     """After cluster.hang_s its process is killed, and its request goes on in a new one."""
     options = *SLOW, "--set", "cluster.hang_s=6"

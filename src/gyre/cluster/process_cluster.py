@@ -3,8 +3,9 @@ Out: handles. Implements Cluster.
 
 What crosses the socket is plain values, arrays and records (`worker/frames.py`). So neither side
 can make the other run code. A worker that crashes takes nobody with it; one whose starter is gone
-ends by itself. Two threads of the starter serve each worker, so that a call never waits for one
-that does not read.
+ends by itself. The event loop that started a worker reads what it says. A call is sent at once by
+whoever makes it. What does not fit into the socket waits in a thread, so that a call never waits
+for a worker that does not read.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PROGRAM = "gyre.cluster.worker.process"
 
 
 class ProcessHandle:
-    """One process. Any thread may call it."""
+    """One process. Any thread may call it; the event loop that made it reads its answers."""
 
     def __init__(self, spec: RoleSpec, devices: str, on_event: OnEvent) -> None:
         """Start the process, which sees the GPUs that `devices` lists."""
@@ -56,11 +57,14 @@ class ProcessHandle:
         self._stopped = ""
         self._number = 0
         self._waiting: dict[int, Future[Any]] = {}
-        self._outbox: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
-        # over the four above: frames go out in the order of their numbers
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._num_unsent = 0  # entries of the outbox, that of the writer's hand included
+        # over the five above: frames go out in the order of their numbers
         self._lock = threading.Lock()
-        for work in (self._read, self._write):
-            threading.Thread(target=work, name=f"{spec.name}{work.__name__}", daemon=True).start()
+        self._inbox = frames.Inbox()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._link.fileno(), self._read)
+        threading.Thread(target=self._write, name=f"{spec.name}_write", daemon=True).start()
         self.built = self._send("build", spec)
 
     def begin(self, method: str, *args: Any) -> Future[Any]:
@@ -94,25 +98,51 @@ class ProcessHandle:
                 return out
             self._number += 1
             self._waiting[self._number] = out
-            self._outbox.put((self._number, payload))
+            rest = frames.framed(self._number, payload)
+            if not self._num_unsent:
+                rest = self._send_now(rest)
+            if rest:
+                self._num_unsent += 1
+                self._outbox.put(rest)
         return out
 
+    def _send_now(self, data: bytes) -> bytes:
+        """Send what the socket takes without a wait; return the rest."""
+        try:
+            return data[self._link.send(data, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            return data
+        except OSError:  # `_read` sees the end, and fails what waits
+            return b""
+
     def _write(self) -> None:
-        """Send what is in the outbox, until `_read` says that the worker has hung up."""
-        while (frame := self._outbox.get()) is not None:
-            with suppress(OSError):  # the reader sees the end, and fails what waits
-                frames.send(self._link, *frame)
+        """Send what is in the outbox, until the worker has hung up."""
+        while (data := self._outbox.get()) is not None:
+            with suppress(OSError):  # `_read` sees the end, and fails what waits
+                self._link.sendall(data)
+            with self._lock:
+                self._num_unsent -= 1
 
     def _read(self) -> None:
-        """Give each answer to who waits for it, until the worker hangs up."""
+        """Give each answer that is there to who waits for it."""
         try:
-            while True:
-                number, payload = frames.receive(self._link)
-                with self._lock:
-                    out = self._waiting.pop(number)
-                self._settle(out, payload)
-        except (WorkerLost, OSError):
-            pass
+            data = self._link.recv(frames.PIECE_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._loop.remove_reader(self._link.fileno())
+            # the end of a process may take seconds
+            threading.Thread(target=self._end, name=f"{self.name}_end", daemon=True).start()
+            return
+        for number, payload in self._inbox.take(data):
+            with self._lock:
+                out = self._waiting.pop(number)
+            self._settle(out, payload)
+
+    def _end(self) -> None:
+        """Fail what waits for a worker that has hung up."""
         cause = self._stopped or describe_end(self._wait())
         with self._lock:
             self.gone.set_result(cause)

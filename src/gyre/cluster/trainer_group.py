@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from gyre.cluster.watchdog import HINT, LOOK_S, Watchdog
+from gyre.cluster.watchdog import GRACE_S, HINT, LOOK_S, Watchdog, find_cause
 from gyre.cluster.worker.endpoints import add_usage
 from gyre.cluster.worker.rpc import CALLS, LOSSES
 from gyre.core.contracts import Cluster, WorkerHandle
-from gyre.core.errors import InputError, RankError, WorkerLate, WorkerLost
+from gyre.core.errors import InputError, RankError
 from gyre.core.events import Emit
 from gyre.core.liveness import StallLimit
 from gyre.core.offers import Offer, RemoteTensors
@@ -35,7 +35,6 @@ from gyre.core.records import (
 )
 from gyre.weights.receive import join_offers
 
-GRACE_S = 8.0  # how long the other ranks have to say what they saw, once one has failed
 BLOCK_BYTES = 256 << 20  # of tensors fetched at a time
 
 
@@ -224,19 +223,3 @@ def _blocks(entries: Sequence[TensorEntry]) -> Iterator[tuple[str, ...]]:
         size_bytes += entry.size_bytes
     if block:
         yield tuple(block)
-
-
-def find_cause(errors: Mapping[int, BaseException]) -> tuple[int, BaseException]:
-    """Return the rank to blame and its error. A rank that is gone comes first, then one with an
-    error of its own. Then come one that saw another fail, and one that has not answered. The lowest
-    rank wins among equals."""
-
-    def order(item: tuple[int, BaseException]) -> tuple[int, int]:
-        rank, error = item
-        if isinstance(error, WorkerLost):
-            return 0, rank
-        if isinstance(error, WorkerLate):
-            return 3, rank
-        return (2 if isinstance(error, RankError) else 1), rank
-
-    return min(errors.items(), key=order)

@@ -14,11 +14,12 @@ from typing import Any, NoReturn
 
 from gyre.cluster.worker.rpc import HANGS, LOSSES, arrive, read_stacks
 from gyre.core.contracts import WorkerHandle
-from gyre.core.errors import RankError
+from gyre.core.errors import RankError, WorkerLate, WorkerLost
 from gyre.core.events import Emit
 from gyre.core.liveness import LastProgress, StallLimit, Verdict, decide
 
 LOOK_S = 1.0  # between two looks at the ranks, and longest wait for the answer to one
+GRACE_S = 8.0  # how long the other ranks have to say what they saw, once one has failed
 HINT = (
     "cluster.max_restarts lets the run restart from its newest snapshot; events.jsonl has "
     "what came before"
@@ -127,3 +128,19 @@ class Watchdog:
             hint=f"{stall_limit.key} = {stall_limit.seconds:g} is how long a rank may stand still "
             f"there. {HINT}",
         )
+
+
+def find_cause(errors: Mapping[int, BaseException]) -> tuple[int, BaseException]:
+    """Return the rank to blame and its error. A rank that is gone comes first, then one with an
+    error of its own. Then come one that saw another fail, and one that has not answered. The lowest
+    rank wins among equals."""
+
+    def order(item: tuple[int, BaseException]) -> tuple[int, int]:
+        rank, error = item
+        if isinstance(error, WorkerLost):
+            return 0, rank
+        if isinstance(error, WorkerLate):
+            return 3, rank
+        return (2 if isinstance(error, RankError) else 1), rank
+
+    return min(errors.items(), key=order)

@@ -445,6 +445,23 @@ EVENTS = {
         "A restarted engine waits for the next version.", "engine version reason"
     ),
     "engine.rejoined": EventKind("A restarted engine takes requests.", "engine version"),
+    "engine.ejected": EventKind(
+        "An engine stands still, and gets no new requests.",
+        "engine still_s requests",
+        counted=True,
+        own={"still_s": Field("float", "s", "time without progress of its requests")},
+    ),
+    "engine.returning": EventKind(
+        "An engine that was ejected or lost gets new requests again, slowly.",
+        "engine return_s",
+        own={"return_s": Field("float", "s", "time until it has its whole share")},
+    ),
+    "engine.ejections_ignored": EventKind(
+        "Every engine is ejected, so requests go to them all the same.",
+        "engines",
+        counted=True,
+        own={"engines": Field("list", "", "their names")},
+    ),
     "retry.request_requeued": EventKind(
         "A lost engine's request goes to another engine.",
         "request_id engine kept_tokens",
@@ -784,7 +801,7 @@ EVENTS = {
         "path keys usable",
         own={
             "keys": Field("int", "keys", "keys in the file"),
-            "usable": Field("int", "keys", "keys that are not revoked"),
+            "usable": Field("int", "keys", "keys that are neither revoked nor expired"),
         },
     ),
     "serve.keys_unreadable": EventKind(

@@ -22,8 +22,8 @@ from gyre.launch.factories import (
     load_policy,
     make_engine,
     make_machine,
-    refuse_reward_model,
 )
+from gyre.models.hub.folders import refuse_reward_model
 from gyre.runconfig import RunConfig
 from gyre.text.detokenizer import Detokenizer
 from gyre.text.messages import Message

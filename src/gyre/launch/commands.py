@@ -20,7 +20,6 @@ from gyre.launch.factories import (
     make_judge,
     make_machine,
     make_scorer,
-    refuse_reward_model,
 )
 from gyre.launch.placement.ray_placement import RayWorkers
 from gyre.launch.plan_command import PlanRequest, plan_shape, plan_stages_for, read_stages
@@ -32,6 +31,7 @@ from gyre.launch.stages import check_answers_fit, load_problems, take_held_out
 from gyre.launch.train_args import TrainArgs
 from gyre.loop.evaluate import Outcome
 from gyre.loop.stopping import StopRequest
+from gyre.models.hub.folders import refuse_reward_model
 from gyre.observability.events import count_events
 from gyre.planner.report.explain import explain
 from gyre.runconfig import RunConfig

@@ -35,7 +35,6 @@ from gyre.loop.evaluate import Rollouts
 from gyre.loop.ports import TextPort
 from gyre.models.decoder import Decoder
 from gyre.models.hub.checkpoint import Checkpoint
-from gyre.models.hub.files import SCALAR_HEAD_FILE
 from gyre.models.hub.folders import CONFIG_FILE, find_folder
 from gyre.models.hub.load import load_hub, load_scalar_head
 from gyre.models.hub_keys import keys_without_effect
@@ -242,16 +241,6 @@ def make_reward_model(
         load_scalar_head(folder, device=machine.device),
         weights,
     )
-
-
-def refuse_reward_model(folder: Path) -> None:
-    """Refuse an export of objective rm: it gives scores and cannot answer."""
-    if (folder / SCALAR_HEAD_FILE).is_file():
-        raise InputError(
-            f"{folder} is a reward model: it scores answers and gives none",
-            hint='use it as a reward, [[rewards.parts]] kind = "model"; the run\'s report has its '
-            "pair accuracy",
-        )
 
 
 def find_reward_model(path: str, policy: Policy | Facts) -> Path:

@@ -3,6 +3,7 @@ JSON-able facts."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import sys
@@ -84,6 +85,19 @@ def describe_gpus(proc: Path = Path("/proc")) -> list[str]:
     """Return the models of the NVIDIA GPUs that the driver lists."""
     folders = sorted((proc / "driver" / "nvidia" / "gpus").glob("*/information"))
     return [_fields(_read(path)).get("Model", "NVIDIA GPU") for path in folders]
+
+
+def count_gpus() -> int:
+    """Return how many GPUs the CUDA driver shows to this process, by CUDA_VISIBLE_DEVICES; 0 where
+    there is no driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):  # 0 is success
+        return 0
+    return count.value
 
 
 def _fields(text: str) -> dict[str, str]:

@@ -35,7 +35,7 @@ from gyre.server.completions import open_completion
 from gyre.server.conversation import read_messages, read_tools
 from gyre.server.gateway.gate import Gate, OpenGate
 from gyre.server.generate import open_generation
-from gyre.server.generation import ServedModel, TokenUsage, check_top, make_request
+from gyre.server.generation import ServedModel, TokenUsage, check_top, find_session, make_request
 from gyre.server.metrics.measured import SOURCE, MeasuredApp
 from gyre.server.metrics.server_metrics import ServerMetrics, inspect_one
 from gyre.server.openapi import make_document
@@ -136,6 +136,7 @@ class Api:
             n=body.n,
             most_tokens=body.most_tokens,
             top_logprobs=check_top(body.top_logprobs or 0, "top_logprobs"),
+            session_id=find_session(http.headers, body.prompt_cache_key),
         )
         answer = ChatAnswer(
             request.request_id,
@@ -159,14 +160,16 @@ class Api:
     async def complete(self, http: HttpRequest) -> Response:
         body = await read_body(http, CompletionBody)
         self._check_model(body.model)
-        work, answer = open_completion(body, self._service)
+        session_id = find_session(http.headers, body.prompt_cache_key)
+        work, answer = open_completion(body, self._service, session_id=session_id)
         return self._respond(
             http, work, answer, stream=body.stream, includes_usage=body.includes_usage
         )
 
     async def generate(self, http: HttpRequest) -> Response:
         body = await read_body(http, GenerateBody)
-        work, answer = open_generation(body, self._service)
+        session_id = find_session(http.headers)
+        work, answer = open_generation(body, self._service, session_id=session_id)
         return self._respond(http, work, answer, stream=body.stream)
 
     def _check_model(self, name: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from gyre.core.errors import ConfigError, InputError
 from gyre.core.files import read_json
 from gyre.core.hub import is_hub_name, near_folders
 from gyre.text.chat_template import ChatTemplate, Messages
-from gyre.text.hub import load_hub_tokenizer
+from gyre.text.hub import HubFiles, load_hub_tokenizer
 from gyre.text.messages import Tool, as_turns
 
 PAD, END = "<|pad|>", "<|end|>"
@@ -67,7 +67,7 @@ class Tokenizer:
         bos_id: int | None,
         pad_id: int,
         chat_template: str,
-        hub: Any = None,
+        hub: HubFiles | None = None,
         template: ChatTemplate | None = None,
         tool_template: ChatTemplate | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class Tokenizer:
         self.bos_id = bos_id
         self.pad_id = pad_id
         self.chat_template = chat_template  # jinja; "" when the folder has none
-        self._hub = hub  # transformers tokenizer of a folder that is not ours
+        self._hub = hub  # of a folder that is not ours
         self._template = template  # what renders chat_template
         self._tool_template = tool_template or template  # the same for conversations with tools
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
@@ -232,7 +232,8 @@ class Tokenizer:
             (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
             config = _own_config(self)
         else:
-            self._hub.save_pretrained(str(folder))
+            assert self._hub.save is not None, "a server's tokenizer is not saved"
+            self._hub.save(str(folder))
             config = json.loads(config_path.read_text(encoding="utf-8"))
         # generation_config.json, where hub folders keep further end tokens, belongs to the model
         # and not to us.
@@ -309,9 +310,15 @@ def is_misread(tokenizer: Tokenizer, family: str) -> bool:
     return any(mine[part] != theirs[part] for part in ("normalizer", "pre_tokenizer"))
 
 
-def load_tokenizer(folder_or_name: str | Path, *, end_token: str = "") -> Tokenizer:
+def load_tokenizer(
+    folder_or_name: str | Path,
+    *,
+    end_token: str = "",
+    read: Callable[[Path], HubFiles] | None = None,
+) -> Tokenizer:
     """Load our own or a hub tokenizer from a local folder, or a hub name. `end_token` names the
-    token that ends a turn, in place of the one that the chat template writes."""
+    token that ends a turn, in place of the one that the chat template writes. `read` reads a hub
+    folder's files (`text/hub.py`)."""
     folder = Path(folder_or_name).expanduser()
     if not folder.is_dir():
         in_folder_of_ours = len(folder.parts) == 2 and folder.parent.is_dir()
@@ -321,7 +328,7 @@ def load_tokenizer(folder_or_name: str | Path, *, end_token: str = "") -> Tokeni
                 hint="give a folder in hub format (tokenizer.json beside config.json) or a hub "
                 "name (Qwen/Qwen3-0.6B)",
             )
-        return _hub_tokenizer(str(folder_or_name), end_token)
+        return _hub_tokenizer(str(folder_or_name), end_token, read)
     config_path = folder / "tokenizer_config.json"
     if config_path.is_file() and read_json(config_path).get("gyre_tokenizer"):
         if end_token not in ("", END):
@@ -330,7 +337,7 @@ def load_tokenizer(folder_or_name: str | Path, *, end_token: str = "") -> Tokeni
                 hint="leave it out",
             )
         return _own_from(folder / "tokenizer.json")
-    return _hub_tokenizer(str(folder), end_token)
+    return _hub_tokenizer(str(folder), end_token, read)
 
 
 def _own_from(path: Path) -> Tokenizer:
@@ -346,15 +353,17 @@ def _own_from(path: Path) -> Tokenizer:
     return _own_tokenizer(backend)
 
 
-def _hub_tokenizer(folder_or_name: str, end_token: str) -> Tokenizer:
-    loaded = load_hub_tokenizer(folder_or_name, end_token=end_token)
+def _hub_tokenizer(
+    folder_or_name: str, end_token: str, read: Callable[[Path], HubFiles] | None
+) -> Tokenizer:
+    loaded = load_hub_tokenizer(folder_or_name, end_token=end_token, read=read)
     hub, eos_ids = loaded.hub, loaded.eos_ids
-    spare = hub.eos_token_id if hub.eos_token_id is not None else eos_ids[0]
+    spare = hub.eos_id if hub.eos_id is not None else eos_ids[0]
     return Tokenizer(
-        hub.backend_tokenizer,
+        hub.backend,
         eos_ids=eos_ids,
-        bos_id=hub.bos_token_id,
-        pad_id=hub.pad_token_id if hub.pad_token_id is not None else spare,
+        bos_id=hub.bos_id,
+        pad_id=hub.pad_id if hub.pad_id is not None else spare,
         chat_template=hub.chat_template
         if isinstance(hub.chat_template, str)
         else _all_templates(hub.chat_template),

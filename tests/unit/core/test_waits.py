@@ -49,7 +49,7 @@ OWNED = {
     ("cluster/ray_cluster.py", "until_end"): "the actor's end, which is what it waits for",
     ("cluster/ray_cluster.py", "done"): "nothing: a callback of a future that is done",
     ("cluster/trainer_group.py", "run"): "nothing: the watchdog has waited for the tasks",
-    ("cluster/worker/endpoints.py", "_withdraw"): "copies on the compute thread",
+    ("cluster/worker/trainer_endpoint.py", "_withdraw"): "copies on the compute thread",
     ("core/chunks.py", "__anext__"): "the engine or the router, which ends every stream",
     ("distributed/process_group.py", "_finish"): "nothing: it enqueues a wait of the GPU's stream",
     ("engine/frontend/async_frontend.py", "by_deadline"): "nothing: the work is done",
@@ -98,8 +98,8 @@ OWNED = {
     # the compute thread. The engine's waits for its device have engine.step_deadline_s, those for
     # offloaded state trainer.offload_deadline_s; a collective has the group's timeout; on a
     # cluster the driver's watchdog judges the whole
-    ("cluster/worker/endpoints.py", "_on_compute"): "the compute thread",
-    ("cluster/worker/endpoints.py", "tensors"): "the compute thread",
+    ("cluster/worker/trainer_endpoint.py", "_on_compute"): "the compute thread",
+    ("cluster/worker/trainer_endpoint.py", "tensors"): "the compute thread",
     ("engine/frontend/async_frontend.py", "_burst"): "the compute thread",
     ("engine/frontend/async_frontend.py", "on_compute"): "the compute thread",
     ("engine/frontend/async_frontend.py", "play"): "the compute thread",

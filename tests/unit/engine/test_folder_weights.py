@@ -18,8 +18,13 @@ from gyre.core.offers import FolderTensors, Offer
 from gyre.core.records import Manifest
 from gyre.models.decoder import Decoder
 from gyre.models.hub.export import export_hub
-from gyre.models.hub.files import CHECKSUMS_FILE, SCALAR_HEAD_FILE
-from gyre.models.hub.folders import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from gyre.models.hub.folders import (
+    CHECKSUMS_FILE,
+    CONFIG_FILE,
+    INDEX_FILE,
+    SCALAR_HEAD_FILE,
+    WEIGHTS_FILE,
+)
 from gyre.models.hub.load import load_hub
 
 NAME = "model.layers.1.mlp.down_proj.weight"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from export_cases import exported_slowly
-from gyre.models.hub.files import CHECKSUMS_FILE
+from gyre.models.hub.folders import CHECKSUMS_FILE
 from rank_pool import RankPool
 
 TIMEOUT_S = 6.0  # of a collective

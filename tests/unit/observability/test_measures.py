@@ -7,10 +7,12 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre.observability.hardware import (
+    count_gpus,
     describe_hardware,
     parse_cpu_max,
     parse_cpuinfo,
@@ -139,6 +141,10 @@ def test_gpus_are_named_without_torch(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 1\n")
     assert describe_hardware(proc=tmp_path)["gpus"] == ["NVIDIA H200"]
+
+
+def test_the_driver_counts_the_gpus_that_torch_counts() -> None:
+    assert count_gpus() == torch.cuda.device_count()
 
 
 @pytest.mark.parametrize(

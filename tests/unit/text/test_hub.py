@@ -20,6 +20,7 @@ from tokenizers import (
 )
 
 from gyre.core.errors import ConfigError, InputError
+from gyre.text.hub_child import load_apart
 from gyre.text.render import render_prompt
 from gyre.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -145,6 +146,26 @@ def test_end_tokens_are_the_tokenizers_then_the_models(folder: Path) -> None:
         json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     )
     assert len(ours.eos_ids) == 2
+
+
+def test_a_tokenizer_read_by_another_process_is_the_same(folder: Path) -> None:
+    here, apart = load_tokenizer(folder), load_tokenizer(folder, read=load_apart)
+    assert apart.fingerprint == here.fingerprint
+    assert [apart.encode(text).tolist() for text in TEXTS] == [
+        here.encode(text).tolist() for text in TEXTS
+    ]
+    turns = [{"role": "user", "content": "What is 1 + 2?"}]
+    assert apart.render_chat(turns) == here.render_chat(turns)
+    assert apart.prefix_ids == here.prefix_ids and apart.special_ids == here.special_ids
+
+
+def test_what_another_process_cannot_read_is_refused_as_here(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError) as here:
+        load_tokenizer(tmp_path)
+    with pytest.raises(InputError) as apart:
+        load_tokenizer(tmp_path, read=load_apart)
+    assert (apart.value.message, apart.value.hint) == (here.value.message, here.value.hint)
 
 
 def test_saving_keeps_everything(folder: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fakes.trainer import CountingTrainer
-from gyre.cluster.worker.endpoints import TrainerEndpoint
+from gyre.cluster.worker.trainer_endpoint import TrainerEndpoint
 from gyre.core.errors import InputError
 from gyre.core.records import TrainBatch
 from gyre.engine.weights import EngineWeights

@@ -60,6 +60,9 @@ class EngineReplica:
         task = asyncio.create_task(self._confirm(sent))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        if self._pump is None or self._pump.done():
+            # along with the requests, which are there before it: calls begin in their order
+            self._pump = asyncio.create_task(self._poll())
 
     async def ask(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
         limits = {"deadline_s": deadline_s or self._deadline_s, "key": "" if deadline_s else CALLS}
@@ -87,9 +90,6 @@ class EngineReplica:
         except Exception as error:  # noqa: BLE001
             # whatever it was, nobody knows which requests it has
             self._on_lost(self, str(error))
-            return
-        if self._pump is None or self._pump.done():
-            self._pump = asyncio.create_task(self._poll())
 
     async def _poll(self) -> None:
         """Wait for the engine's news, each time by a deadline. Ends when every request is

@@ -12,7 +12,7 @@ import importlib
 import re
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from gyre.core.offers import FolderTensors, Offer
 from gyre.core.records import Manifest
 
 _HEAD = struct.Struct("<QQ")  # the call's number, bytes that follow
-_PIECE_BYTES = 1 << 20  # read at most this much at a time
+PIECE_BYTES = 1 << 20  # read at most this much at a time
 _PACKAGE = "gyre."  # only its classes are looked up by name
 ARRAY, RECORD, TUPLE, MAP, ERROR, OS_ERROR, OFFER = range(7)  # codes of MessagePack's extensions
 _NAME = re.compile(r"gyre(\.\w+)+:\w+")
@@ -50,12 +50,12 @@ def decode(data: bytes) -> Any:
 
 def send(to: socket.socket, number: int, payload: bytes) -> None:
     """Send one frame whole. The caller keeps others from sending meanwhile. OSError."""
-    head = _HEAD.pack(number, len(payload))
-    if len(payload) < _PIECE_BYTES:
-        to.sendall(head + payload)
-    else:  # not worth a copy
-        to.sendall(head)
-        to.sendall(payload)
+    to.sendall(framed(number, payload))
+
+
+def framed(number: int, payload: bytes) -> bytes:
+    """Return a frame's bytes."""
+    return _HEAD.pack(number, len(payload)) + payload
 
 
 def receive(source: socket.socket) -> tuple[int, bytes]:
@@ -65,10 +65,32 @@ def receive(source: socket.socket) -> tuple[int, bytes]:
     return number, _read(source, size_bytes)
 
 
+class Inbox:
+    """Frames of which the bytes come in pieces, for a reader that does not wait for them."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def take(self, data: bytes) -> Iterator[tuple[int, bytes]]:
+        """Add bytes; yield the call's number and the payload of each frame that is whole now."""
+        self._data += data
+        start = 0
+        try:
+            while len(self._data) - start >= _HEAD.size:
+                number, size_bytes = _HEAD.unpack_from(self._data, start)
+                begin, end = start + _HEAD.size, start + _HEAD.size + size_bytes
+                if len(self._data) < end:
+                    break
+                start = end
+                yield number, bytes(self._data[begin:end])
+        finally:
+            del self._data[:start]
+
+
 def _read(source: socket.socket, size_bytes: int) -> bytes:
     parts, missing = [], size_bytes
     while missing:
-        part = source.recv(min(missing, _PIECE_BYTES))
+        part = source.recv(min(missing, PIECE_BYTES))
         if not part:
             raise WorkerLost("the other side of the socket hung up")
         parts.append(part)

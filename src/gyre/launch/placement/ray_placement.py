@@ -19,8 +19,8 @@ from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
 from gyre.cluster.engine_pool.restarts import RestartPolicy
 from gyre.cluster.phase_barrier import ClusterGate
 from gyre.cluster.ray_cluster import RayCluster
-from gyre.cluster.trainer_group import GRACE_S, TrainerGroup, find_cause
-from gyre.cluster.watchdog import HINT
+from gyre.cluster.trainer_group import TrainerGroup
+from gyre.cluster.watchdog import GRACE_S, HINT, find_cause
 from gyre.cluster.worker.rpc import CALLS, STARTS, ask
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.contracts import WorkerHandle

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from gyre.cluster.worker.endpoints import EngineEndpoint, TrainerEndpoint
+from gyre.cluster.worker.endpoints import EngineEndpoint
 from gyre.cluster.worker.server import Context
+from gyre.cluster.worker.trainer_endpoint import TrainerEndpoint
 from gyre.core.records import Phase
 from gyre.distributed.init import RankSpec, join
 from gyre.distributed.process_group import RankGroup

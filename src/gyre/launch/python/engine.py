@@ -19,7 +19,6 @@ from typing import Any, Unpack, overload
 from gyre.core.events import Emit
 from gyre.core.hub import is_hub_name
 from gyre.core.records import EngineStats, Request
-from gyre.launch.factories import refuse_reward_model
 from gyre.launch.python.engine_thread import EngineThread
 from gyre.launch.python.requests import (
     Asked,
@@ -35,7 +34,7 @@ from gyre.launch.python.requests import (
 from gyre.launch.python.results import RequestOutput
 from gyre.launch.python.streams import AsyncTextStream, OpenCompletion, TextStream
 from gyre.launch.run_folder.run_folder import find_model
-from gyre.models.hub.folders import find_folder
+from gyre.models.hub.folders import find_folder, refuse_reward_model
 from gyre.runconfig import RunConfig
 from gyre.server.schema import ApiError
 

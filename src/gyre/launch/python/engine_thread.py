@@ -183,7 +183,7 @@ class EngineThread:
             )
             engine = make_engine(self._config.engine, policy, machine, self._emit)
             await engine.start(dummy=False)
-            model = served_model(self._folder, self._config, self._name, engine.limits)
+            model = served_model(policy.tokenizer, self._config, self._name, engine.limits)
             settings = self._config.engine
             most = Load(
                 completions=settings.max_running + settings.max_queued,

@@ -16,7 +16,7 @@ from gyre.cluster.worker.server import WorkerFault
 from gyre.core.errors import DeadlineError, GyreError, RankError
 from gyre.launch.run_folder.run_folder import EXPORT, export_paths
 from gyre.launch.serving.served_weights import ServedWeights, Signature, find_signature
-from gyre.models.hub.files import CHECKSUMS_FILE
+from gyre.models.hub.folders import CHECKSUMS_FILE
 from gyre.server.admin import ChangeRunning
 
 Seen = Mapping[Path, Signature]

@@ -1,11 +1,10 @@
-"""Model: what a server, or `gyre.Engine`, serves. In: a model folder, its config, the limits of an
+"""Model: what a server, or `gyre.Engine`, serves. In: a tokenizer, a config, the limits of an
 engine. Out: a ServedModel, whose prompts are rendered as the run's own were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,11 @@ from gyre.server.generation import ServedModel
 from gyre.server.parsers.choose import choose_format
 from gyre.text.messages import Message, Tool
 from gyre.text.render import render_prompt
-from gyre.text.tokenizer import Tokenizer, load_tokenizer
+from gyre.text.tokenizer import Tokenizer
 
 
 def served_model(
-    folder: Path,
+    tokenizer: Tokenizer,
     config: RunConfig,
     name: str,
     limits: RequestLimits,
@@ -31,7 +30,6 @@ def served_model(
     find_version: Callable[[], int] = lambda: 0,
 ) -> ServedModel:
     """Return the model as the API sees it: prompts are rendered as the run's own were."""
-    tokenizer = load_tokenizer(folder, end_token=config.tokenizer.end_token)
     has_template = config.data.template == "chat"
     answer_format = choose_format(
         tokenizer.tool_template_source if has_template else "",

@@ -12,9 +12,9 @@ from gyre.core.files import read_json
 from gyre.engine.config import plan_engine
 from gyre.engine.memory import free_device_bytes
 from gyre.engine.runners.select import find_torch_reason
-from gyre.launch.factories import blank_decoder, dtype_name, make_machine, refuse_reward_model
+from gyre.launch.factories import blank_decoder, dtype_name, make_machine
 from gyre.launch.serving.server import count_gpus
-from gyre.models.hub.folders import CONFIG_FILE
+from gyre.models.hub.folders import CONFIG_FILE, refuse_reward_model
 from gyre.models.spec import spec_from_hub_config
 from gyre.planner.model_zoo import model_numbers
 from gyre.planner.report.serving import describe_serving

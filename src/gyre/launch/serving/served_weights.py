@@ -14,10 +14,10 @@ from gyre.core.errors import GyreError, InputError
 from gyre.core.events import Emit
 from gyre.core.offers import FolderTensors, Offer
 from gyre.core.records import Manifest
-from gyre.models.hub.files import CHECKSUMS_FILE
-from gyre.models.hub.folders import CONFIG_FILE
+from gyre.models.hub.folders import CHECKSUMS_FILE, CONFIG_FILE
 from gyre.runconfig import RunConfig
 from gyre.server.admin import ChangeRunning
+from gyre.text.hub_child import load_apart
 from gyre.text.tokenizer import Tokenizer, load_tokenizer
 
 Signature = tuple[tuple[str, int, int, int], ...]  # name, inode, bytes, ns of each file
@@ -122,7 +122,8 @@ class ServedWeights:
             )
         folder = folder.resolve()
         signature, end_token = find_signature(folder), self._config.tokenizer.end_token
-        if load_tokenizer(folder, end_token=end_token).fingerprint != self._tokenizer:
+        tokenizer = load_tokenizer(folder, end_token=end_token, read=load_apart)
+        if tokenizer.fingerprint != self._tokenizer:
             raise InputError(
                 f"{folder} has another tokenizer or chat template than the model that is served",
                 hint="start a server of its own for it",

@@ -16,16 +16,25 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import uvicorn
 from starlette.requests import Request as HttpRequest
+from starlette.routing import Route
 
+from gyre.cluster.engine_pool.ejection import EjectionPolicy
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
 from gyre.cluster.engine_pool.restarts import RestartPolicy
 from gyre.cluster.process_cluster import ProcessCluster
@@ -34,11 +43,12 @@ from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
 from gyre.core.records import RoleSpec
-from gyre.launch.factories import refuse_reward_model
 from gyre.launch.serving.follow import Follower
 from gyre.launch.serving.model import served_model
 from gyre.launch.serving.served_weights import ServedFolder, ServedWeights
 from gyre.launch.serving.tracing import tracing
+from gyre.models.hub.folders import refuse_reward_model
+from gyre.observability.hardware import count_gpus as count_visible_gpus
 from gyre.observability.tracing.otlp_sender import read_endpoint
 from gyre.runconfig import RunConfig
 from gyre.server.admin import admin_routes, check_key, read_key_digest
@@ -50,6 +60,9 @@ from gyre.server.gateway.tls import check_tls_files
 from gyre.server.metrics.server_metrics import ServerMetrics
 from gyre.server.parsers.choose import check_parsers
 from gyre.server.tracing.traced_app import RequestTraces
+from gyre.server.web.page import PageFile, page_routes, read_page
+from gyre.text.hub_child import load_apart
+from gyre.text.tokenizer import Tokenizer, load_tokenizer
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BUILDER = "gyre.launch.placement.worker:build_served_engine"
@@ -89,28 +102,36 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
     check_parsers(args.tool_parser, args.reasoning_parser)
     refuse_open_bind(args.host, insecure=args.insecure, has_keys=args.keys is not None)
     check_tls_files(args.tls_cert, args.tls_key)
+    page = read_page()
     if args.otlp_endpoint:
         endpoint = read_endpoint(args.otlp_endpoint, "--otlp-endpoint")
         args = replace(args, otlp_endpoint=endpoint)
-    access = make_access(args.keys, args.admin_key_file)
+    access = make_access(args.keys, args.admin_key_file, open_paths=page)
     gpus = count_gpus(args.config, args.replicas)
     with bind(args.host, args.port) as listener:
-        return asyncio.run(_serve(args, listener, access, gpus=gpus, as_json=as_json))
+        return asyncio.run(_serve(args, listener, access, page, gpus=gpus, as_json=as_json))
 
 
 def count_gpus(config: RunConfig, replicas: int) -> int:
     """Return the GPUs that replicas may have, 0 on a CPU. ConfigError where they are too few."""
-    gpus = torch.cuda.device_count() if config.run.device != "cpu" else 0
+    gpus = count_visible_gpus() if config.run.device != "cpu" else 0
     if gpus and replicas > gpus:
         raise ConfigError(
             f"--replicas {replicas}: this host has {gpus} GPUs",
-            hint="a replica has a GPU of its own; start at most as many",
+            hint="a replica has a GPU of its own; start at most as many, or serve on the CPU: "
+            "--set run.device=cpu",
         )
     return gpus
 
 
 async def _serve(
-    args: ServeArgs, listener: socket.socket, access: Access, *, gpus: int, as_json: bool
+    args: ServeArgs,
+    listener: socket.socket,
+    access: Access,
+    page: Mapping[str, PageFile],
+    *,
+    gpus: int,
+    as_json: bool,
 ) -> dict[str, Any]:
     traces = RequestTraces(args.name) if args.otlp_endpoint else None
     emit = write_server_event if traces is None else traces.stamped(write_server_event)
@@ -123,13 +144,17 @@ async def _serve(
             served.refuse_changed()
             return cluster.start(engine_spec(args, name, served, gpus=gpus))
 
-        handles = await asyncio.gather(*(start(name) for name in names))
+        # read meanwhile, in a process of its own for a hub folder: transformers takes seconds
+        tokenizer, handles = await asyncio.gather(
+            asyncio.to_thread(read_tokenizer, args),
+            asyncio.gather(*(start(name) for name in names)),
+        )
         pool = make_pool(cluster, start, handles, args.config, emit)
         try:
             await pool.start(dummy=False)
             limits = await ask(handles[0], "limits", deadline_s=60.0)
             model = served_model(
-                args.folder,
+                tokenizer,
                 args.config,
                 args.name,
                 limits,
@@ -148,9 +173,7 @@ async def _serve(
                 metrics=metrics,
                 gate=access.gate,
                 logs_access=args.access_log,
-                more_routes=()
-                if access.check_admin is None
-                else admin_routes(access.check_admin, weights, args.name),
+                more_routes=[*access.admin_routes(weights, args.name), *page_routes(page)],
             )
             url = find_url(listener, args)
             async with (
@@ -209,6 +232,12 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
+def read_tokenizer(args: ServeArgs) -> Tokenizer:
+    """Return the served model's tokenizer, without torch in this process."""
+    end_token = args.config.tokenizer.end_token
+    return load_tokenizer(args.folder, end_token=end_token, read=load_apart)
+
+
 def engine_spec(args: ServeArgs, name: str, served: ServedFolder, *, gpus: int) -> RoleSpec:
     """Return the worker of one replica, with the weights that are served now."""
     return RoleSpec(
@@ -241,6 +270,8 @@ def make_pool(
             hang_s=settings.hang_s,
             stall_s=settings.stall_s,
             progress_tokens=settings.progress_tokens,
+            routing=settings.routing,
+            ejection=EjectionPolicy(still_s=settings.stall_s, return_s=settings.return_s),
             restarts=RESTARTS,
             max_waiting=config.engine.max_queued,
         ),
@@ -257,17 +288,23 @@ class Access:
     gate: Gate
     check_admin: Callable[[HttpRequest], None] | None  # None: nobody may
 
+    def admin_routes(self, weights: ServedWeights, name: str) -> Sequence[Route]:
+        """Return the routes that change the server, empty without an administrator."""
+        return () if self.check_admin is None else admin_routes(self.check_admin, weights, name)
 
-def make_access(keys: Path | None, admin_key_file: Path | None) -> Access:
+
+def make_access(
+    keys: Path | None, admin_key_file: Path | None, *, open_paths: Collection[str] = ()
+) -> Access:
     """Return who may do what. With keys, those of role admin are for administrators; without, the
-    key of a file is. ConfigError for a file that is not whole."""
+    key of a file is. `open_paths` need none. ConfigError for a file that is not whole."""
     if keys is not None:
         if admin_key_file is not None:
             raise ConfigError(
                 "--admin-key-file with --keys: a server with keys has administrators among them",
                 hint=f"leave it out, and make a key: gyre keys create --admin --file {keys}",
             )
-        gate = KeyGate(KeyStore(keys, emit=write_server_event))
+        gate = KeyGate(KeyStore(keys, emit=write_server_event), open_paths=open_paths)
         return Access(gate, lambda http: gate.require_admin(http.scope))
     if admin_key_file is None:
         return Access(OpenGate(), None)
@@ -331,7 +368,7 @@ def http_config(app: Any, args: ServeArgs, metrics: ServerMetrics) -> uvicorn.Co
 
 
 def say_ready(url: str, args: ServeArgs, *, as_json: bool) -> None:
-    """Print where the server listens, and how to ask it."""
+    """Print where the server listens, its page, and how to ask it."""
     if as_json:
         print(json.dumps({"url": url, "model": args.name}), flush=True)
         return
@@ -339,6 +376,7 @@ def say_ready(url: str, args: ServeArgs, *, as_json: bool) -> None:
     body = json.dumps({"model": args.name, "messages": [question]}, ensure_ascii=False)
     print(
         f"serving {args.name} on {url}/v1\n"
+        f"  in a browser: {url}\n"
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
         flush=True,
     )

@@ -23,8 +23,14 @@ from gyre.core.errors import InputError, SnapshotError
 from gyre.core.files import replacing_folder
 from gyre.distributed.layout import BoxRun
 from gyre.models.decoder import Decoder
-from gyre.models.hub.files import CHECKSUMS_FILE, SCALAR_HEAD_FILE, SCALAR_HEAD_TENSOR
-from gyre.models.hub.folders import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from gyre.models.hub.files import SCALAR_HEAD_TENSOR
+from gyre.models.hub.folders import (
+    CHECKSUMS_FILE,
+    CONFIG_FILE,
+    INDEX_FILE,
+    SCALAR_HEAD_FILE,
+    WEIGHTS_FILE,
+)
 from gyre.models.hub.tensors import HubTensors, plan_shards
 from gyre.models.names import HubEntry, hub_entries
 from gyre.models.scalar_head import ScalarHead

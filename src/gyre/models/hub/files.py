@@ -16,9 +16,7 @@ from gyre.core.errors import InputError
 from gyre.models.hub.folders import INDEX_FILE, WEIGHTS_FILE
 from gyre.models.hub.schema import read_weight_map
 
-SCALAR_HEAD_FILE = "scalar_head.safetensors"
 SCALAR_HEAD_TENSOR = "scalar_head.weight"
-CHECKSUMS_FILE = "gyre_checksums.json"
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that weights have
 
 

@@ -11,6 +11,8 @@ from gyre.core.hub import hub_folder, is_hub_name, near_folders, refuse_unknown
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+CHECKSUMS_FILE = "gyre_checksums.json"
+SCALAR_HEAD_FILE = "scalar_head.safetensors"
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
@@ -52,4 +54,14 @@ def check_folder(folder: Path) -> None:
             f"{folder} has no {CONFIG_FILE}",
             hint=f"a hub-layout folder holds {CONFIG_FILE} and {WEIGHTS_FILE} (or shards with "
             f"{INDEX_FILE})",
+        )
+
+
+def refuse_reward_model(folder: Path) -> None:
+    """Refuse an export of objective rm: it gives scores and cannot answer."""
+    if (folder / SCALAR_HEAD_FILE).is_file():
+        raise InputError(
+            f"{folder} is a reward model: it scores answers and gives none",
+            hint='use it as a reward, [[rewards.parts]] kind = "model"; the run\'s report has its '
+            "pair accuracy",
         )

@@ -21,13 +21,11 @@ from gyre.models.decoder import Decoder
 from gyre.models.hub.checkpoint import Checkpoint
 from gyre.models.hub.export import checksum, export_hub, rows_of, save_scalar_head
 from gyre.models.hub.files import (
-    CHECKSUMS_FILE,
-    SCALAR_HEAD_FILE,
     SCALAR_HEAD_TENSOR,
     open_file,
     open_tensors,
 )
-from gyre.models.hub.folders import CONFIG_FILE
+from gyre.models.hub.folders import CHECKSUMS_FILE, CONFIG_FILE, SCALAR_HEAD_FILE
 from gyre.models.init import init_weights
 from gyre.models.names import hub_entries
 from gyre.models.scalar_head import ScalarHead

@@ -16,7 +16,8 @@ from gyre.core.errors import InputError, SnapshotError
 from gyre.core.files import read_json
 from gyre.models.hub.checkpoint import Checkpoint
 from gyre.models.hub.export import checksum
-from gyre.models.hub.files import CHECKSUMS_FILE, SCALAR_HEAD_FILE, listed
+from gyre.models.hub.files import listed
+from gyre.models.hub.folders import CHECKSUMS_FILE, SCALAR_HEAD_FILE
 from gyre.models.spec import ModelSpec
 
 

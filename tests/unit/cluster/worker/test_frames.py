@@ -45,6 +45,17 @@ def test_plain_values_keep_their_types(value) -> None:
     assert back == value and repr(back) == repr(value)
 
 
+@given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 30), max_size=40))
+def test_frames_arrive_whole_however_their_bytes_are_cut(payloads, cuts) -> None:
+    sent = list(enumerate(payloads, 1))
+    data, inbox, found = b"".join(frames.framed(*frame) for frame in sent), frames.Inbox(), []
+    for size in cuts:
+        part, data = data[:size], data[size:]
+        found += inbox.take(part)
+    found += inbox.take(data)
+    assert found == sent
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int64", "uint8", "bool", "float16"])
 def test_arrays_keep_dtype_shape_and_bits(dtype) -> None:
     array = np.arange(12).reshape(3, 4).astype(dtype)[:, ::2]

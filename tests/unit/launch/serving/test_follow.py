@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gyre.core.errors import InputError, RankError
 from gyre.launch.serving.follow import Follower, FollowState, choose, written_ns
 from gyre.launch.serving.served_weights import ServedFolder, Signature, find_signature
-from gyre.models.hub.files import CHECKSUMS_FILE
+from gyre.models.hub.folders import CHECKSUMS_FILE
 
 PATHS = [Path(f"/run/exports/version-{number}") for number in range(4)]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +128,16 @@ async def change_weights(access: Access, secret: str) -> int:
 async def refuse(http: Any, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error.response()
+
+
+def test_the_server_imports_no_torch() -> None:
+    """Tokenizer, templates, records, pool and sockets need none; it would cost seconds and memory."""
+    program = (
+        "import sys, gyre.cli.serve, gyre.launch.serving.server\n"
+        "heavy = ('torch', 'transformers', 'safetensors', 'ray')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == "[]"

@@ -1,0 +1,111 @@
+"""Trainer endpoint: a trainer rank, as a worker offers it to calls from outside. In: calls by plain
+values and records. Out: records. It lives in the worker; a process without tensors needs none of
+its imports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from gyre.core.offers import Offer
+from gyre.core.records import (
+    Component,
+    Evaluation,
+    Manifest,
+    StepReport,
+    Tier,
+    TrainBatch,
+    Usage,
+    Which,
+)
+from gyre.weights.protocol import (
+    FetchBegan,
+    FetchEnded,
+    PublisherMessage,
+    PublisherState,
+    Registered,
+    Withdrawn,
+)
+from gyre.weights.receive import copy_out
+
+Result = TypeVar("Result")
+
+
+class TrainerEndpoint:
+    """One rank of the trainer. Every rank gets every call; the first one's answers stand for
+    all."""
+
+    def __init__(self, trainer: Any, *, rank: int, compute: Executor) -> None:
+        """`trainer` is a PolicyTrainer and a MemoryTenant."""
+        self.trainer, self._rank, self._compute = trainer, rank, compute
+        self.snapshot, self.close = trainer.snapshot, trainer.close  # calls that are its own
+        self._state = PublisherState()
+        self._offer: Offer | None = None
+        self._may_write = asyncio.Event()
+
+    async def step(self, batch: TrainBatch) -> StepReport:
+        await self._withdraw()
+        return await self.trainer.step(batch)
+
+    async def evaluate(self, batch: TrainBatch, which: Which) -> Evaluation | None:
+        found = await self.trainer.evaluate(batch, which)
+        return found if self._rank == 0 else None
+
+    async def register(self, epoch: int = 0) -> Manifest:
+        """Keep the offer until the next step. The first rank returns what the version consists of,
+        any other only which one it has."""
+        self._offer = offer = await self.trainer.register(epoch=epoch)
+        manifest = offer.manifest
+        self._move_publisher(Registered(epoch=epoch, version=offer.version))
+        return manifest if self._rank == 0 else replace(manifest, entries=())
+
+    def offer(self, version: int) -> Offer:
+        """Return the offer that was registered. InputError when the trainer is past that
+        version."""
+        self._state.refuse_fetch(version)
+        assert self._offer is not None
+        return self._offer
+
+    async def tensors(self, version: int, names: Sequence[str]) -> Offer:
+        """Return copies on the host of some of a version's tensors, with checksums. InputError when
+        the trainer is past that version."""
+        offer = self.offer(version)
+        self._move_publisher(FetchBegan(version=version))
+        copying = asyncio.ensure_future(self._on_compute(lambda: copy_out(offer, names)))
+        # a caller that is cancelled does not end the copy
+        copying.add_done_callback(lambda _: self._move_publisher(FetchEnded()))
+        return await asyncio.shield(copying)
+
+    async def _withdraw(self) -> None:
+        """Refuse new fetches. Waits for copies that run on the compute thread, which the caller
+        needs next."""
+        self._offer = None
+        self._move_publisher(Withdrawn())
+        await self._may_write.wait()
+
+    def _move_publisher(self, message: PublisherMessage) -> None:
+        self._state = self._state.after(message)
+        if self._state.may_write:
+            self._may_write.set()
+        else:
+            self._may_write.clear()
+
+    async def restore(self, state: Mapping[str, Any]) -> None:
+        await self._withdraw()
+        await self.trainer.restore(state)
+
+    async def components(self) -> tuple[Component, ...]:
+        return await self._on_compute(lambda: tuple(self.trainer.components()))
+
+    async def move(self, names: Sequence[str], tier: Tier) -> None:
+        await self._on_compute(lambda: self.trainer.move(names, tier))
+
+    async def measure(self) -> Mapping[str, Usage]:
+        return await self._on_compute(lambda: dict(self.trainer.measure()))
+
+    async def _on_compute(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, work)

@@ -1,0 +1,58 @@
+"""Hub child: reads a hub tokenizer in a process of its own. In: a folder. Out: one JSON object on
+stdout: the tokenizer, or why it cannot be read.
+
+transformers imports torch, which a server's process has no use for otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import tokenizers
+
+from gyre.core.errors import InputError
+from gyre.text.hub import HubFiles, load
+
+READ_S = 300.0  # on a cold disk, transformers and torch take a minute
+PROGRAM = "gyre.text.hub_child"
+
+
+def load_apart(folder: Path) -> HubFiles:
+    """Return what `load` returns, without importing transformers here. InputError as there."""
+    argv = [sys.executable, "-m", PROGRAM, str(folder)]
+    try:
+        ran = subprocess.run(argv, capture_output=True, text=True, timeout=READ_S, check=True)
+        found = json.loads(ran.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        raise InputError(
+            f"the tokenizer of {folder} could not be read: {said[-300:]}",
+            hint="load it with transformers.AutoTokenizer to see more",
+        ) from error
+    if (failure := found.pop("failure", None)) is not None:
+        raise InputError(failure["message"], hint=failure["hint"])
+    return HubFiles(backend=tokenizers.Tokenizer.from_str(found.pop("backend")), **found)
+
+
+def describe(folder: Path) -> dict[str, object]:
+    """Return the tokenizer as JSON-able values."""
+    try:
+        files = load(folder)
+    except InputError as error:
+        return {"failure": {"message": error.message, "hint": error.hint}}
+    return {
+        "backend": files.backend.to_str(),
+        "chat_template": files.chat_template,
+        "special_tokens": dict(files.special_tokens),
+        "bos_id": files.bos_id,
+        "eos_id": files.eos_id,
+        "pad_id": files.pad_id,
+        "size": files.size,
+    }
+
+
+if __name__ == "__main__":
+    json.dump(describe(Path(sys.argv[1])), sys.stdout)
