@@ -59,7 +59,7 @@ class AnswerSource(Protocol):
     def open(
         self, trace: RequestTrace | None
     ) -> AbstractAsyncContextManager[AsyncIterator[TextDelta]]:
-        """Submit it. `trace` notes when its parts happen; None where nobody records them."""
+        """Submit it. `trace` notes when its parts happen; None: they are not recorded."""
         ...
 
 
