@@ -35,6 +35,7 @@ from gyre.core.events import Emit
 from gyre.core.records import RoleSpec
 from gyre.launch.factories import refuse_reward_model
 from gyre.launch.serving.follow import Follower
+from gyre.launch.serving.library_logs import libraries_logged
 from gyre.launch.serving.model import served_model
 from gyre.launch.serving.served_weights import ServedFolder, ServedWeights
 from gyre.runconfig import RunConfig
@@ -86,7 +87,7 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
     check_tls_files(args.tls_cert, args.tls_key)
     access = make_access(args.keys, args.admin_key_file)
     gpus = count_gpus(args.config, args.replicas)
-    with bind(args.host, args.port) as listener:
+    with bind(args.host, args.port) as listener, libraries_logged(write_server_event):
         return asyncio.run(_serve(args, listener, access, gpus=gpus, as_json=as_json))
 
 
@@ -303,6 +304,7 @@ def http_config(app: Any, args: ServeArgs, metrics: ServerMetrics) -> uvicorn.Co
         ws="none",
         ssl_certfile=args.tls_cert,
         ssl_keyfile=args.tls_key,
+        log_config=None,  # `libraries_logged` makes events of its warnings
         log_level="warning",
         access_log=False,
         server_header=False,
