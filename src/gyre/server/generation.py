@@ -48,6 +48,7 @@ class TextDelta:
     text: str
     tokens: np.ndarray  # int32 [c]
     logprobs: np.ndarray  # float32 [c], of the plain softmax
+    versions: np.ndarray  # int32 [c], of the weights that chose each token
     top_ids: np.ndarray | None  # int32 [c, K]
     top_logprobs: np.ndarray | None  # float32 [c, K]
     finish: str | None  # "stop" or "length"
@@ -176,6 +177,7 @@ async def pieces(
             text=text.push(chunk.tokens, chunk.finish),
             tokens=chunk.tokens,
             logprobs=chunk.raw_logprobs,
+            versions=chunk.versions,
             top_ids=chunk.top_ids,
             top_logprobs=chunk.top_logprobs,
             finish=chunk.finish,
@@ -242,6 +244,7 @@ def completion_logprobs(
             for place in range(len(words))
         ],
         "text_offset": list(offsets),
+        "versions": piece.versions.tolist(),
     }
 
 
