@@ -266,7 +266,10 @@ def serve(
         bool, typer.Option("--dry-run", help="Print memory and limits; start nothing.")
     ] = False,
     tool_parser: Annotated[
-        str, typer.Option(help="How tool calls are written: auto, hermes, llama3_json or none.")
+        str,
+        typer.Option(
+            help="How tool calls are written: auto, hermes, llama3_json, qwen3_coder or none."
+        ),
     ] = "auto",
     reasoning_parser: Annotated[
         str, typer.Option(help="How reasoning is written: auto, think or none.")
