@@ -42,7 +42,10 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(bench_app)
 
 Target = Annotated[
-    Path, typer.Argument(metavar="RUN|MODEL", help="A run folder, or a model folder in hub layout.")
+    Path,
+    typer.Argument(
+        metavar="RUN|MODEL", help="A run folder, a model folder in hub layout, or a hub name."
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -231,6 +234,9 @@ def serve(
     name: Annotated[
         str, typer.Option(help="Model name that clients ask for; left out: the folder's.")
     ] = "",
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a hub name.")
+    ] = None,
     replicas: Annotated[
         int, typer.Option(min=1, help="Engine processes, each on a GPU of its own.")
     ] = 1,
@@ -263,7 +269,10 @@ def serve(
         bool, typer.Option("--dry-run", help="Print memory and limits; start nothing.")
     ] = False,
     tool_parser: Annotated[
-        str, typer.Option(help="How tool calls are written: auto, hermes, llama3_json or none.")
+        str,
+        typer.Option(
+            help="How tool calls are written: auto, hermes, llama3_json, qwen3_coder or none."
+        ),
     ] = "auto",
     reasoning_parser: Annotated[
         str, typer.Option(help="How reasoning is written: auto, think or none.")
@@ -286,6 +295,7 @@ def serve(
         "host": host,
         "port": port,
         "name": name,
+        "revision": revision,
         "replicas": replicas,
         "insecure": insecure,
         "keys": keys,

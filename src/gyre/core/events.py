@@ -814,6 +814,17 @@ EVENTS = {
         "request_id",
         counted=True,
     ),
+    "serve.library_warning": EventKind(
+        "A library of the server logged a warning or an error.",
+        "logger level message error",
+        counted=True,
+        own={
+            "logger": Field("str", "", "name of the library's logger"),
+            "level": Field("str", "", "WARNING, ERROR or CRITICAL"),
+            "message": Field("str", "", "at most 500 characters of it"),
+            "error": Field("str", "", "type of the exception that came with it"),
+        },
+    ),
     "warn.worker_not_gone": EventKind(
         "A worker did not end when it was stopped.",
         "place waited_s",

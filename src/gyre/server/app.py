@@ -147,6 +147,7 @@ class Api:
                 form.make_parser,
                 prompt_end=self._model.tokenizer.decode(tokens[-PROMPT_END_TOKENS:]),
                 with_tools=bool(tools),
+                tools=tools,
                 most_calls=1 if body.parallel_tool_calls is False else None,
             ),
             kept_ids=form.kept_ids(with_tools=bool(tools)),

@@ -56,6 +56,7 @@ class GenerateAnswer:
             "text": "".join(piece.text for piece in pieces),
             "tokens": [token for piece in pieces for token in piece.tokens.tolist()],
             "logprobs": [value for piece in pieces for value in piece.logprobs.tolist()],
+            "versions": [number for piece in pieces for number in piece.versions.tolist()],
             "finish_reason": pieces[-1].finish if pieces else None,
             "usage": usage.as_dict(),
             "weights_version": max(usage.versions, default=None),

@@ -49,6 +49,7 @@ class TextDelta:
     text: str
     tokens: np.ndarray  # int32 [c]
     logprobs: np.ndarray  # float32 [c], of the plain softmax
+    versions: np.ndarray  # int32 [c], of the weights that chose each token
     top_ids: np.ndarray | None  # int32 [c, K]
     top_logprobs: np.ndarray | None  # float32 [c, K]
     finish: str | None  # "stop" or "length"
@@ -190,6 +191,7 @@ async def pieces(
             text=text.push(chunk.tokens, chunk.finish),
             tokens=chunk.tokens,
             logprobs=chunk.raw_logprobs,
+            versions=chunk.versions,
             top_ids=chunk.top_ids,
             top_logprobs=chunk.top_logprobs,
             finish=chunk.finish,
@@ -256,6 +258,7 @@ def completion_logprobs(
             for place in range(len(words))
         ],
         "text_offset": list(offsets),
+        "versions": piece.versions.tolist(),
     }
 
 

@@ -44,6 +44,7 @@ from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
 from gyre.core.records import RoleSpec
 from gyre.launch.serving.follow import Follower
+from gyre.launch.serving.library_logs import libraries_logged
 from gyre.launch.serving.model import served_model
 from gyre.launch.serving.served_weights import ServedFolder, ServedWeights
 from gyre.launch.serving.tracing import tracing
@@ -108,7 +109,7 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
         args = replace(args, otlp_endpoint=endpoint)
     access = make_access(args.keys, args.admin_key_file, open_paths=page)
     gpus = count_gpus(args.config, args.replicas)
-    with bind(args.host, args.port) as listener:
+    with bind(args.host, args.port) as listener, libraries_logged(write_server_event):
         return asyncio.run(_serve(args, listener, access, page, gpus=gpus, as_json=as_json))
 
 
@@ -358,6 +359,7 @@ def http_config(app: Any, args: ServeArgs, metrics: ServerMetrics) -> uvicorn.Co
         ws="none",
         ssl_certfile=args.tls_cert,
         ssl_keyfile=args.tls_key,
+        log_config=None,  # `libraries_logged` makes events of its warnings
         log_level="warning",
         access_log=False,
         server_header=False,
