@@ -5,6 +5,7 @@ pickle.
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any, TypeVar, cast
 
@@ -64,6 +65,12 @@ def to_array(kind: type, value: Any) -> Any:
     """Return the array that `from_array` took apart. ValueError for a type of no numbers."""
     assert kind is np.ndarray, kind
     dtype, shape, data = value
-    if not re.fullmatch(r"[<>|][biuf]\d+", dtype):
-        raise ValueError(f"{dtype!r} is no type of numbers")  # msgspec makes it a DecodeError
-    return np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape).copy()
+    return np.frombuffer(data, dtype=_number_type(dtype)).reshape(shape).copy()
+
+
+@functools.cache
+def _number_type(name: str) -> np.dtype:
+    """Return a dtype by its name. ValueError for a type of no numbers."""
+    if not re.fullmatch(r"[<>|][biuf]\d+", name):
+        raise ValueError(f"{name!r} is no type of numbers")  # msgspec makes it a DecodeError
+    return np.dtype(name)

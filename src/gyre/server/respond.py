@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import traceback
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from starlette.responses import JSONResponse, Response
+import msgspec
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gyre.core.contracts import RolloutEngine
@@ -28,6 +28,8 @@ from gyre.server.metrics.server_metrics import ServerMetrics
 from gyre.server.schema import FAULT, ApiError
 from gyre.server.tracing.marks import EngineMarks, RequestTrace, trace_answer, trace_fields
 
+# tokens and alternatives of an answer that is formed in the event loop: about 5 ms of others' time
+MOST_INLINE = 1024
 COUNT_S = 5.0  # longest wait for the last tokens of an aborted request
 
 
@@ -171,13 +173,27 @@ class WholeAnswer(Response):
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
-        if gathered is not None:
-            # a thread, since the log-probs of long prompts would hold up every other answer
+        if gathered is None:
+            return
+        if count_told(gathered) > MOST_INLINE:  # they would hold up every other answer
             response = await asyncio.to_thread(self._form, gathered)
-            await response(scope, receive, send)
+        else:
+            response = self._form(gathered)
+        await response(scope, receive, send)
 
-    def _form(self, gathered: list[TextDelta]) -> JSONResponse:
-        return JSONResponse(self._answer.whole(gathered, self._work.usage))
+    def _form(self, gathered: list[TextDelta]) -> Response:
+        body = as_json(self._answer.whole(gathered, self._work.usage))
+        return Response(body, media_type="application/json")
+
+
+def count_told(gathered: Sequence[TextDelta]) -> int:
+    """Return the tokens and alternatives that an answer may tell of. Pure."""
+    told = 0
+    for piece in gathered:
+        told += len(piece.tokens) if piece.top_ids is None else piece.top_ids.size
+        if piece.prompt_logprobs is not None:
+            told += len(piece.prompt_logprobs.logprobs) + piece.prompt_logprobs.top_ids.size
+    return told
 
 
 class EventStream(Response):
@@ -246,33 +262,47 @@ START = {
 }
 END = {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False}
 # clients that split lines wherever Unicode ends one would cut an event there
-LINE_ENDS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
+LINE_ENDS = [(char.encode(), b"\\u%04x" % ord(char)) for char in "\x85\u2028\u2029"]
 
 
 def as_event(value: dict[str, Any]) -> dict[str, Any]:
     """Return the ASGI message of one server-sent event."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(LINE_ENDS)
-    return {"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True}
+    body = b"data: %b\n\n" % as_json(value)
+    return {"type": "http.response.body", "body": body, "more_body": True}
+
+
+def as_json(value: Any) -> bytes:
+    """Return JSON in UTF-8 on one line, whatever a reader takes for the end of one."""
+    data = msgspec.json.encode(value)
+    for char, escaped in LINE_ENDS:
+        if char in data:
+            data = data.replace(char, escaped)
+    return data
 
 
 Result = TypeVar("Result")
 
 
 async def unless_gone(work: Awaitable[Result], receive: Receive) -> Result | None:
-    """Return what `work` gives, or None when the client hung up, after `work` was cancelled."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_until_gone(receive))
+    """Return what `work` gives, or None when the client hung up, after `work` was cancelled. It
+    runs in the caller's own task: another one would cost as much as all of the parsing."""
+    owner, is_gone = asyncio.current_task(), False
+    assert owner is not None
+    already = owner.cancelling()
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
+        owner.cancel()  # it waits within `work`, so the cancellation arrives there
+
+    watcher = asyncio.create_task(watch())
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        return None
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and owner.uncancel() <= already:
+            return None
+        raise
     finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        watcher.cancel()

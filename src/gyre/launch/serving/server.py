@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+import uvloop
 from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 
@@ -109,8 +110,12 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
         args = replace(args, otlp_endpoint=endpoint)
     access = make_access(args.keys, args.admin_key_file, open_paths=page)
     gpus = count_gpus(args.config, args.replicas)
-    with bind(args.host, args.port) as listener, libraries_logged(write_server_event):
-        return asyncio.run(_serve(args, listener, access, page, gpus=gpus, as_json=as_json))
+    with (
+        bind(args.host, args.port) as listener,
+        libraries_logged(write_server_event),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        return runner.run(_serve(args, listener, access, page, gpus=gpus, as_json=as_json))
 
 
 def count_gpus(config: RunConfig, replicas: int) -> int:
@@ -363,6 +368,7 @@ def http_config(app: Any, args: ServeArgs, metrics: ServerMetrics) -> uvicorn.Co
         log_level="warning",
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # nothing reads the client's address
         timeout_graceful_shutdown=args.drain_s,
         timeout_keep_alive=65,
         lifespan="off",

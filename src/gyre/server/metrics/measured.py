@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from starlette.routing import BaseRoute, Match
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gyre.core.events import Emit
@@ -30,6 +30,7 @@ class MeasuredApp:
         emit: Emit | None,
     ) -> None:
         self._app, self._routes, self._metrics, self._emit = app, routes, metrics, emit
+        self._paths = {route.path for route in routes if isinstance(route, Route)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,7 +50,9 @@ class MeasuredApp:
             status = 500 if status == HUNG_UP else status  # the layer above answers so
             raise
         finally:
-            self._metrics.count_response(find_route(scope, self._routes), status)
+            path = scope["path"]  # most are a route's own, which needs no search
+            route = path if path in self._paths else find_route(scope, self._routes)
+            self._metrics.count_response(route, status)
             if self._emit is not None:
                 self._log(self._emit, scope, status, time.monotonic() - began_s)
 
