@@ -38,6 +38,7 @@ from engine_cpu import SPECS
 from gyre.cluster.engine_pool.load_balancer import LoadBalancer
 from gyre.cluster.engine_pool.replica import EngineReplica
 from gyre.core.records import EngineStats, Request, Sampling
+from gyre.engine.config import PAGE_TOKENS
 from gyre.models.decoder import Decoder
 from gyre.models.hub.folders import CONFIG_FILE
 from gyre.models.hub.load import export_hub
@@ -45,7 +46,7 @@ from gyre.models.init import init_weights
 from gyre.models.spec import ModelSpec, hub_config_from_spec
 from gyre.text.tokenizer import train_tokenizer
 from record import parser, say
-from serve import GYRE, HERE, Server, running
+from serve import GYRE, HERE, Server, cpu_s, running
 
 POLICIES = ("round_robin", "prefix")
 DUMMY = [GYRE[0], str(HERE / "dummy_engine.py")]
@@ -60,6 +61,7 @@ COUNTERS = {
     "believed": "gyre_engine_believed_hit_tokens_total",
     "requests": "gyre_engine_routed_requests_total",
 }
+WORKER = "gyre.cluster.worker.process"
 Counts = dict[str, list[float]]  # by name, one number for each engine
 
 
@@ -71,7 +73,7 @@ def main() -> None:
     options.add_argument("--zipf", type=float, default=1.0)
     options.add_argument("--concurrency", type=int, default=0, help="0: 16 on a CPU, 64 on GPUs")
     options.add_argument("--output-tokens", type=int, default=32)
-    options.add_argument("--requests", type=int, default=0, help="0: 240 on a CPU, 1,200 on GPUs")
+    options.add_argument("--requests", type=int, default=0, help="0: 240 on a CPU, 1,000 on GPUs")
     options.add_argument("--warm-up", type=int, default=0, help="0: 120 on a CPU, 500 on GPUs")
     args = options.parse_args()
     if args.mode == "decision":
@@ -80,7 +82,7 @@ def main() -> None:
     on_gpu = args.mode == "gpu"
     args.prefixes = args.prefixes or (64 if on_gpu else 24)
     args.concurrency = args.concurrency or (64 if on_gpu else 16)
-    args.requests = args.requests or (1200 if on_gpu else 240)
+    args.requests = args.requests or (1000 if on_gpu else 240)
     args.warm_up = args.warm_up or (500 if on_gpu else 120)
     with tempfile.TemporaryDirectory() as scratch:
         bench_serving(args, Path(scratch), on_gpu=on_gpu)
@@ -90,16 +92,20 @@ def bench_serving(args: Namespace, folder: Path, *, on_gpu: bool) -> None:
     shape = SHAPES["8b"] if on_gpu else SPECS["3m"]
     spec = replace(shape, context_tokens=CONTEXT_TOKENS)
     make_model(spec, folder, with_weights=not on_gpu)
-    page_tokens = 64 if on_gpu else 16
+    page_tokens = PAGE_TOKENS["cuda" if on_gpu else "cpu"]
     num_pages = round(args.prefixes * PREFIX_TOKENS / KV_RATIO / page_tokens)
     found: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
     for run in range(args.runs):
         for policy in POLICIES if run % 2 == 0 else POLICIES[::-1]:
             found[policy].append(
-                measure(policy, run, args, folder, num_pages=num_pages, on_gpu=on_gpu)
+                measure(policy, run, args, folder, pages=(num_pages, page_tokens), on_gpu=on_gpu)
             )
     rates = {
         policy: statistics.median(run["tokens_per_s"] for run in runs)
+        for policy, runs in found.items()
+    }
+    per_cpu_s = {
+        policy: statistics.median(run["tokens_per_engine_cpu_s"] for run in runs)
         for policy, runs in found.items()
     }
     by_run = [
@@ -131,6 +137,7 @@ def bench_serving(args: Namespace, folder: Path, *, on_gpu: bool) -> None:
         detail={
             "ratio": rates["prefix"] / rates["round_robin"],
             "ratio_by_run": [round(ratio, 3) for ratio in by_run],
+            "ratio_per_engine_cpu_s": round(per_cpu_s["prefix"] / per_cpu_s["round_robin"], 3),
             **found,
             "load_average_1min": round(os.getloadavg()[0], 2),
         },
@@ -152,13 +159,14 @@ def make_model(spec: ModelSpec, folder: Path, *, with_weights: bool) -> None:
 
 
 def measure(
-    policy: str, run: int, args: Namespace, folder: Path, *, num_pages: int, on_gpu: bool
+    policy: str, run: int, args: Namespace, folder: Path, *, pages: tuple[int, int], on_gpu: bool
 ) -> dict[str, Any]:
-    """One server, a warm-up and a level of the load."""
+    """One server, a warm-up and a level of the load. `pages`: of each replica, and their size."""
+    num_pages, page_tokens = pages
     argv = [*(DUMMY if on_gpu else GYRE), "serve", str(folder / "model"), "--port", "0", "--json"]
     argv += ["--replicas", str(REPLICAS), "--set", f"cluster.routing={policy}"]
-    argv += ["--set", f"engine.num_pages={num_pages}", "--set", "engine.max_running=64"]
-    argv += [] if on_gpu else ["--set", "run.threads=1"]
+    argv += ["--set", f"engine.num_pages={num_pages}", "--set", f"engine.page_tokens={page_tokens}"]
+    argv += ["--set", "engine.max_running=64", *([] if on_gpu else ["--set", "run.threads=1"])]
     paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     log = folder / "server.log"
@@ -168,9 +176,9 @@ def measure(
         if not line:
             raise SystemExit(f"the server did not start:\n{log.read_text()[-3000:]}")
         server = Server(json.loads(line)["url"], psutil.Process(process.pid))
-        scraper = Scraper(server.url, args.warm_up)
+        scraper = Scraper(server, args.warm_up)
         level = play(server, run, args, folder)
-        return summarize(level, scraper.end())
+        return summarize(level, scraper.end(), num_tokens=args.requests * args.output_tokens)
 
 
 def play(server: Server, run: int, args: Namespace, folder: Path) -> dict[str, Any]:
@@ -201,7 +209,7 @@ def play(server: Server, run: int, args: Namespace, folder: Path) -> dict[str, A
     return level
 
 
-def summarize(level: Mapping[str, Any], counts: Counts) -> dict[str, Any]:
+def summarize(level: Mapping[str, Any], counts: Counts, *, num_tokens: int) -> dict[str, Any]:
     """Return what counts of one level: rates, latencies, and hits as the engines and the router
     counted them."""
     total = {name: sum(values) for name, values in counts.items()}
@@ -212,6 +220,8 @@ def summarize(level: Mapping[str, Any], counts: Counts) -> dict[str, Any]:
         "e2e_p99_ms": level["e2e"]["p99_ms"],
         "hit_share": round(total["hits"] / total["queries"], 4),
         "believed_hit_share": round(total["believed"] / total["queries"], 4),
+        # on a CPU that others use too, this is less disturbed than tokens per second
+        "tokens_per_engine_cpu_s": round(num_tokens / total["cpu_s"], 2),
         "requests_by_engine": counts["requests"],
     }
 
@@ -219,8 +229,8 @@ def summarize(level: Mapping[str, Any], counts: Counts) -> dict[str, Any]:
 class Scraper:
     """Reads the server's counters from when the warm-up was routed."""
 
-    def __init__(self, url: str, warm_up: int) -> None:
-        self._url, self._warm_up = url, warm_up
+    def __init__(self, server: Server, warm_up: int) -> None:
+        self._server, self._warm_up = server, warm_up
         self._begin: Counts | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -230,7 +240,7 @@ class Scraper:
         """Return how far each counter has grown since then."""
         self._ended.set()
         self._thread.join()
-        last = scrape(self._url)
+        last = scrape(self._server)
         assert self._begin is not None, "no scrape came between warm-up and end"
         return {
             name: [new - old for new, old in zip(last[name], begin, strict=True)]
@@ -239,15 +249,17 @@ class Scraper:
 
     def _run(self) -> None:
         while self._begin is None and not self._ended.wait(SCRAPE_EVERY_S):
-            counts = scrape(self._url)
+            counts = scrape(self._server)
             if sum(counts["requests"]) >= self._warm_up:
                 self._begin = counts
 
 
-def scrape(url: str) -> Counts:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30.0) as answer:
+def scrape(server: Server) -> Counts:
+    """Return the counters, and the processor time of each engine's process."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30.0) as answer:
         lines = answer.read().decode().splitlines()
-    return {
+    engines = [one for one in server.process.children() if WORKER in one.cmdline()]
+    return {"cpu_s": [cpu_s(one) for one in engines]} | {
         name: [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(metric + "{")]
         for name, metric in COUNTERS.items()
     }
