@@ -96,7 +96,8 @@ function drawList(rows) {
   return root.firstChild;
 }
 
-// The first alternative that fits at the leftmost place wins: code before links before emphasis.
+// The first alternative that fits at the leftmost place wins: code before links before emphasis. What begins
+// otherwise than with http:// or https:// is no link.
 const INLINE = /(`+)(.+?)\1(?!`)|\[([^\]\n]{1,300})\]\((https?:\/\/[^\s()<>]{1,2000})\)|(https?:\/\/[^\s<>()"']{1,2000}[^\s<>()"'.,;:!?])|\*\*(?=\S)(.+?)\*\*|\*(?=[^\s*])([^*\n]+?)\*(?!\*)/s;
 
 export function inline(text) {
@@ -117,9 +118,9 @@ export function inline(text) {
 }
 
 function link(address, label) {
-  const target = URL.canParse(address) ? new URL(address) : null;
-  if (target === null || !["http:", "https:"].includes(target.protocol)) return document.createTextNode(label);
-  return el("a", { href: target.href, target: "_blank", rel: "noopener noreferrer nofollow", title: target.href }, label);
+  if (!URL.canParse(address)) return document.createTextNode(label);
+  const { href } = new URL(address);
+  return el("a", { href, target: "_blank", rel: "noopener noreferrer nofollow", title: href }, label);
 }
 
 export async function copyText(text, from) {
