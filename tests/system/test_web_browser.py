@@ -301,7 +301,8 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(page, started) -> None
     started.type("gyre-wrong")
     started.key("Enter")
     page.until("document.getElementById('server-text').textContent === 'The key is not valid'")
-    page.script("document.getElementById('open-key').click()")
+    assert "This server asks for a key" in page.script("document.querySelector('.empty').innerText")
+    page.press("Enter a key")
     started.type(page.key)
     started.key("Enter")
     page.until("document.getElementById('server-text').textContent === 'ring'")
@@ -618,6 +619,9 @@ def test_an_answer_that_breaks_off_is_kept_and_said(page, started, served) -> No
     page.until("document.getElementById('server').dataset.phase === 'unreachable'")
     page.press("Try again")
     page.until("document.querySelector('.failure')?.innerText.includes('does not answer')")
+    page.script("document.getElementById('new-chat').click()")
+    title = page.script("document.querySelector('.empty h1').textContent")
+    assert title == "The server does not answer"
     page.script("location.hash = '#live'")
     page.until("!document.querySelector('.live-view .failure').hidden")
     assert "does not answer" in page.script(
