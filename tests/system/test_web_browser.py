@@ -231,6 +231,22 @@ def test_what_a_model_writes_is_text_whatever_it_says(page, started) -> None:
     assert started.console == []
 
 
+def test_text_without_sense_does_not_hold_the_page_up(page, started) -> None:
+    """A model that repeats itself makes long runs of one character; each is drawn, and kept whole."""
+    page.visit()
+    kept = ["`` a ", "[", "[a](", "https://", "~", "_", "*", "x```` "]
+    parsed = ["`", "a`", "**a", "1) ", "# ", "\n", "> ", "a\n- ", "  - a\n    - b\n"]
+    texts = [f"x{run * 20000}" for run in kept] + [run * 20000 for run in parsed]
+    texts += ["```" + " " * 40000 + "`", "x" + "`" * 40000 + "y"]
+    lengths = page.script(
+        "import('/web/markdown.js').then(({ showMarkdown }) => "
+        f"{json.dumps(texts)}.map((text) => {{ const node = document.createElement('div'); "
+        "showMarkdown(node, text); return node.textContent.length; }))"
+    )
+    assert lengths[1 : len(kept)] == [len(text) for text in texts[1 : len(kept)]]
+    assert lengths[-1] == len(texts[-1])
+
+
 def test_a_call_is_shown_answered_by_hand_and_gone_on_from(page, started) -> None:
     page.visit(tools=json.dumps([TOOL]))
     page.ask("Weather in Oslo.")

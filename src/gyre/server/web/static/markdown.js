@@ -14,7 +14,8 @@ export function showMarkdown(node, text) {
   node.blocks = blocks.map((block) => block.source);
 }
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
+// Every repetition is bounded: a model that repeats itself must not hold the page up.
+const FENCE = /^ {0,3}(`{3,9}|~{3,9})[ \t]{0,8}([\w+#.-]{0,40})[^`]*$/;
 const HEADING = /^(#{1,6})\s+(.*)$/;
 const ITEM = /^(\s{0,8})([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const QUOTE = /^>\s?(.*)$/;
@@ -98,7 +99,7 @@ function drawList(rows) {
 
 // The first alternative that fits at the leftmost place wins: code before links before emphasis. What begins
 // otherwise than with http:// or https:// is no link.
-const INLINE = /(`+)(.+?)\1(?!`)|\[([^\]\n]{1,300})\]\((https?:\/\/[^\s()<>]{1,2000})\)|(https?:\/\/[^\s<>()"']{1,2000}[^\s<>()"'.,;:!?])|\*\*(?=\S)(.+?)\*\*|\*(?=[^\s*])([^*\n]+?)\*(?!\*)/s;
+const INLINE = /(?<!`)(`{1,3})(?!`)(.{1,2000}?)(?<!`)\1(?!`)|\[([^\]\n]{1,300})\]\((https?:\/\/[^\s()<>]{1,2000})\)|(https?:\/\/[^\s<>()"']{1,2000}[^\s<>()"'.,;:!?])|\*\*(?=[^\s*])(.{1,2000}?)\*\*|\*(?=[^\s*])([^*\n]{1,2000}?)\*(?!\*)/s;
 
 export function inline(text) {
   const fragment = document.createDocumentFragment();
