@@ -40,6 +40,7 @@ class Chromium:
         self._next_id = 0
         self.console: list[str] = []  # errors and uncaught exceptions of the page
         self.requests: list[str] = []  # everything that the page asked for
+        self.bodies: list[str] = []  # that it sent
         commands_read, self._write = os.pipe()
         self._read, replies_write = os.pipe()
         shell = f'exec "$0" "$@" 3<&{commands_read} 4>&{replies_write}'
@@ -192,3 +193,4 @@ class Chromium:
             self.console.append(params["entry"]["text"])
         elif event.get("method") == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
+            self.bodies += filter(None, [params["request"].get("postData")])

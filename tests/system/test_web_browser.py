@@ -20,6 +20,7 @@ from reciting_model import save_reciting
 
 from gyre.server.gateway.keys import create_key
 from gyre.server.gateway.limits import KeyLimits
+from gyre.server.schema import ChatBody
 from gyre.server.web.page import POLICY
 from served import Served, serving
 
@@ -230,6 +231,22 @@ def test_what_a_model_writes_is_text_whatever_it_says(page, started) -> None:
     assert started.console == []
 
 
+def test_text_without_sense_does_not_hold_the_page_up(page, started) -> None:
+    """A model that repeats itself makes long runs of one character; each is drawn, and kept whole."""
+    page.visit()
+    kept = ["`` a ", "[", "[a](", "https://", "~", "_", "*", "x```` "]
+    parsed = ["`", "a`", "**a", "1) ", "# ", "\n", "> ", "a\n- ", "  - a\n    - b\n"]
+    texts = [f"x{run * 20000}" for run in kept] + [run * 20000 for run in parsed]
+    texts += ["```" + " " * 40000 + "`", "x" + "`" * 40000 + "y"]
+    lengths = page.script(
+        "import('/web/markdown.js').then(({ showMarkdown }) => "
+        f"{json.dumps(texts)}.map((text) => {{ const node = document.createElement('div'); "
+        "showMarkdown(node, text); return node.textContent.length; }))"
+    )
+    assert lengths[1 : len(kept)] == [len(text) for text in texts[1 : len(kept)]]
+    assert lengths[-1] == len(texts[-1])
+
+
 def test_a_call_is_shown_answered_by_hand_and_gone_on_from(page, started) -> None:
     page.visit(tools=json.dumps([TOOL]))
     page.ask("Weather in Oslo.")
@@ -300,7 +317,8 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(page, started) -> None
     started.type("gyre-wrong")
     started.key("Enter")
     page.until("document.getElementById('server-text').textContent === 'The key is not valid'")
-    page.script("document.getElementById('open-key').click()")
+    assert "This server asks for a key" in page.script("document.querySelector('.empty').innerText")
+    page.press("Enter a key")
     started.type(page.key)
     started.key("Enter")
     page.until("document.getElementById('server-text').textContent === 'ring'")
@@ -497,6 +515,59 @@ def test_the_live_view_tells_what_the_metrics_tell(page, started) -> None:
     assert sorted(found) == sorted(expected)
 
 
+def test_every_setting_reaches_the_request(page, started) -> None:
+    """The system_message and all the others; the body is one that the server's schema takes."""
+    page.visit(
+        system="Be brief.", temperature="0.5", topP="0.9", topK="3", maxTokens="5", seed="-7",
+        stop="END\n\\n\\n", tools=json.dumps(TOOL["function"]), logprobs=False,
+    )  # fmt: skip
+    started.bodies.clear()
+    page.ask("Now?")
+    body = json.loads(started.bodies[-1])
+    messages = [("system", "Be brief."), ("user", "Now?")]
+    assert ChatBody.model_validate(body).stops == ("END", "\n\n")
+    assert body == {
+        "model": "ring", "stream": True, "stream_options": {"include_usage": True},
+        "messages": [{"role": role, "content": content} for role, content in messages],
+        "temperature": 0.5, "top_p": 0.9, "top_k": 3, "max_tokens": 5, "seed": -7,
+        "stop": ["END", "\n\n"], "tools": [TOOL],
+    }  # fmt: skip
+    assert "Tokens" not in page.last(".querySelector('.turn-tools')")
+    assert page.script("document.getElementById('asked-with').textContent") == (
+        "temperature 0.5 · top p 0.9 · top k 3 · max 5 tokens · seed -7 · 1 tool · system message"
+    )
+
+
+def test_events_are_read_however_they_are_cut(page) -> None:
+    """Also within a character; and an end that is none is told."""
+    page.visit()
+    values = [{"n": 1, "text": "žluť ✓"}, {"n": 2, "text": "data: \n\n"}]
+    whole = "".join(f"data: {json.dumps(one, ensure_ascii=False)}\n\n" for one in values)
+    error = 'data: {"error": {"message": "m", "code": "engine_unavailable", "param": null}}\n\n'
+    read = """(async (text, size) => {
+      const { readEvents } = await import("/web/api.js");
+      const bytes = new TextEncoder().encode(text), found = [];
+      const body = new ReadableStream({ start(queue) {
+        for (let at = 0; at < bytes.length; at += size) queue.enqueue(bytes.slice(at, at + size));
+        queue.close();
+      } });
+      try {
+        for await (const event of readEvents(body, new AbortController().signal)) found.push(event);
+        return [found, "ended"];
+      } catch (failure) { return [found, failure.kind, failure.code]; }
+    })"""
+    for size in (1, 2, 3, 7, 1000):
+        for last, end in (
+            ("data: [DONE]\n\n", ["ended"]),
+            ("", ["broken", ""]),
+            ('data: {"n"', ["broken", ""]),
+            ("data: nothing\n\n", ["broken", ""]),
+            (error, ["refused", "engine_unavailable"]),
+        ):
+            found = page.script(f"{read}({json.dumps(whole + last)}, {size})")
+            assert found == [values, *end], (size, last)
+
+
 def test_a_refusal_is_told_in_words_with_what_to_do(page, started) -> None:
     page.visit(maxTokens="9999999")
     page.ask("?")
@@ -564,6 +635,9 @@ def test_an_answer_that_breaks_off_is_kept_and_said(page, started, served) -> No
     page.until("document.getElementById('server').dataset.phase === 'unreachable'")
     page.press("Try again")
     page.until("document.querySelector('.failure')?.innerText.includes('does not answer')")
+    page.script("document.getElementById('new-chat').click()")
+    title = page.script("document.querySelector('.empty h1').textContent")
+    assert title == "The server does not answer"
     page.script("location.hash = '#live'")
     page.until("!document.querySelector('.live-view .failure').hidden")
     assert "does not answer" in page.script(

@@ -140,7 +140,7 @@ function limited(signal, ms) {
 // What to say of a failure, and what to do next ------------------------------------------------------------------------
 
 const OF_CODES = {
-  invalid_api_key: { title: "This server asks for a key", next: "Enter a key that its owner gave you.", action: "key" },
+  invalid_api_key: { title: "This server asks for a key", text: "It answers only with a key that it knows.", next: "Enter the one that its owner gave you.", action: "key" },
   rate_limit_exceeded: { title: "A limit of your key is reached", action: "retry" },
   queue_full: { title: "The queue is full", next: "Others are before you.", action: "retry" },
   context_length_exceeded: { title: "This does not fit the model's context", next: "Lower max tokens, shorten the system message, or begin a new chat.", action: "settings" },

@@ -2,7 +2,7 @@
 
 import { ApiFailure, getJson, stream } from "./api.js";
 import { applyEvent, ask, isWhole, openAnswer, toBody, toolResult } from "./conversation.js";
-import { byId, count, el } from "./dom.js";
+import { byId, button, count, el } from "./dom.js";
 import { AnswerTurn, userTurn } from "./message.js";
 import { EXAMPLE_TOOLS } from "./settings.js";
 
@@ -168,8 +168,9 @@ export class Chat {
     const facts = phase === "ready" || phase === "unready" ? [`${count(contextTokens)} tokens of context`, `version ${version} of its weights`] : [];
     const starter = (text, before = () => {}) => el("button", { type: "button", class: "starter", on: { click: () => { before(); this.input.value = text; this.submit(); } } }, text);
     return el("div", { class: "empty" },
-      el("h1", {}, model ? ["Ask ", el("span", { class: "model-name" }, model)] : TITLES[phase] ?? "Gyre"),
+      el("h1", {}, TITLES[phase] ?? ["Ask ", el("span", { class: "model-name" }, model)]),
       el("p", {}, facts.length ? `${facts.join(", ")}.` : HINTS[phase] ?? ""),
+      phase === "locked" && el("div", { class: "row" }, button("Enter a key", this.actions.openKey, { class: "btn strong" })),
       facts.length > 0 && el("div", { class: "starters" },
         starter("What is the sum of 17 and 25?"),
         starter("Write a function in Python that reverses a list."),
@@ -216,7 +217,7 @@ export class Chat {
 const TITLES = { connecting: "Connecting", locked: "This server asks for a key", unreachable: "The server does not answer" };
 const HINTS = {
   connecting: "Asking the server for its model.",
-  locked: "Enter one with the key button above. It stays in this tab.",
+  locked: "It stays in this tab, and ends with it.",
   unreachable: "This page looks for it until it is back. Start it with: gyre serve RUN",
 };
 

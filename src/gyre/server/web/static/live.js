@@ -93,7 +93,7 @@ export class Live {
       tile("Running", count(running(now)), plural(now.inFlight, "request"), this.series(running), "--c1"),
       tile("Waiting", count(waiting(now)), "for a place in the batch", this.series(waiting), "--c2"),
       tile("KV cache", percent(kv(now)), "of the fullest engine", this.series(kv), "--c4", 1),
-      tile("First token", seconds(quantile(0.5, before, now.firstToken)), Number.isFinite(slow) ? `half of them ${within}; 95 % within ${seconds(slow)}` : "none yet", null));
+      tile("First token", seconds(quantile(0.5, before, now.firstToken)), Number.isFinite(slow) ? `median ${within}; 95 % within ${seconds(slow)}` : "none yet", null));
   }
 
   drawEngine(one) {

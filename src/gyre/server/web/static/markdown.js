@@ -14,7 +14,8 @@ export function showMarkdown(node, text) {
   node.blocks = blocks.map((block) => block.source);
 }
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
+// Every repetition is bounded: a model that repeats itself must not hold the page up.
+const FENCE = /^ {0,3}(`{3,9}|~{3,9})[ \t]{0,8}([\w+#.-]{0,40})[^`]*$/;
 const HEADING = /^(#{1,6})\s+(.*)$/;
 const ITEM = /^(\s{0,8})([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const QUOTE = /^>\s?(.*)$/;
@@ -96,8 +97,9 @@ function drawList(rows) {
   return root.firstChild;
 }
 
-// The first alternative that fits at the leftmost place wins: code before links before emphasis.
-const INLINE = /(`+)(.+?)\1(?!`)|\[([^\]\n]{1,300})\]\((https?:\/\/[^\s()<>]{1,2000})\)|(https?:\/\/[^\s<>()"']{1,2000}[^\s<>()"'.,;:!?])|\*\*(?=\S)(.+?)\*\*|\*(?=[^\s*])([^*\n]+?)\*(?!\*)/s;
+// The first alternative that fits at the leftmost place wins: code before links before emphasis. What begins
+// otherwise than with http:// or https:// is no link.
+const INLINE = /(?<!`)(`{1,3})(?!`)(.{1,2000}?)(?<!`)\1(?!`)|\[([^\]\n]{1,300})\]\((https?:\/\/[^\s()<>]{1,2000})\)|(https?:\/\/[^\s<>()"']{1,2000}[^\s<>()"'.,;:!?])|\*\*(?=[^\s*])(.{1,2000}?)\*\*|\*(?=[^\s*])([^*\n]{1,2000}?)\*(?!\*)/s;
 
 export function inline(text) {
   const fragment = document.createDocumentFragment();
@@ -117,9 +119,9 @@ export function inline(text) {
 }
 
 function link(address, label) {
-  const target = URL.canParse(address) ? new URL(address) : null;
-  if (target === null || !["http:", "https:"].includes(target.protocol)) return document.createTextNode(label);
-  return el("a", { href: target.href, target: "_blank", rel: "noopener noreferrer nofollow", title: target.href }, label);
+  if (!URL.canParse(address)) return document.createTextNode(label);
+  const { href } = new URL(address);
+  return el("a", { href, target: "_blank", rel: "noopener noreferrer nofollow", title: href }, label);
 }
 
 export async function copyText(text, from) {

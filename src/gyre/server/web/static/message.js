@@ -136,6 +136,8 @@ export class AnswerTurn {
       this.said.replaceChildren(el("p", { class: "note" }, "The answer is empty."));
     }
     this.failure.hidden = !answer.failure;
+    // to try an earlier answer again would drop what came after it
+    if (answer.failure) this.failure.lastChild.hidden = !this.isLast();
   }
 
   toggleTokens() {
