@@ -398,6 +398,7 @@ class RoutingStats:
     ejections: int = 0
     share: float = 1.0  # of new requests that it may have; 0 while it is ejected
     load: int = 0  # of its requests, by estimate, in tokens of a prompt
+    believed_pages: int = 0  # in its prefix cache
     sessions: int = 0  # that the router knows, of all engines
 
 

@@ -149,6 +149,7 @@ class LoadBalancer:
             counts,
             share=self._share(member.name, now_s),
             load=0 if engine is None else engine.load,
+            believed_pages=0 if engine is None or engine.belief is None else len(engine.belief),
             sessions=len(self._sessions),
         )
 
