@@ -265,6 +265,9 @@ def serve(
     otlp_endpoint: Annotated[
         str, typer.Option(metavar="URL", help="Collector that gets a trace of each request.")
     ] = "",
+    trace_ratio: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of requests whose traces are recorded.")
+    ] = 1.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print memory and limits; start nothing.")
     ] = False,
@@ -305,6 +308,7 @@ def serve(
         "drain_s": drain_s,
         "access_log": access_log,
         "otlp_endpoint": otlp_endpoint,
+        "trace_ratio": trace_ratio,
         "dry_run": dry_run,
         "tool_parser": tool_parser,
         "reasoning_parser": reasoning_parser,

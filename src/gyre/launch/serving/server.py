@@ -92,6 +92,7 @@ class ServeArgs:
     drain_s: int  # for the answers under way after a signal
     access_log: bool = False  # an event for each HTTP request
     otlp_endpoint: str = ""  # collector that gets a trace of each request; "" traces none
+    trace_ratio: float = 1.0  # share of those that begin here which are recorded
     admin_key_file: Path | None = None  # whoever has its key may change the weights
     follow: Path | None = None  # run or model folder whose new weights are taken
     poll_s: float = 2.0  # between two looks at it
@@ -139,7 +140,7 @@ async def _serve(
     gpus: int,
     as_json: bool,
 ) -> dict[str, Any]:
-    traces = RequestTraces(args.name) if args.otlp_endpoint else None
+    traces = make_traces(args)
     emit = write_server_event if traces is None else traces.stamped(write_server_event)
     cluster = ProcessCluster(gpus=gpus, on_event=worker_events(emit))
     try:
@@ -345,6 +346,11 @@ def bind(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {error.strerror or error}",
             hint="give another --port, or 0 for a free one",
         ) from error
+
+
+def make_traces(args: ServeArgs) -> RequestTraces | None:
+    """Return the traces of the server, where they are asked for."""
+    return RequestTraces(args.name, ratio=args.trace_ratio) if args.otlp_endpoint else None
 
 
 def find_url(listener: socket.socket, args: ServeArgs) -> str:

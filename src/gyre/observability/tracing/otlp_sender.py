@@ -97,8 +97,7 @@ class OtlpSender:
 
     def close(self) -> None:
         """Let a `send` under way end without another try."""
-        self._exporter.shutdown()
-        logging.getLogger(LOGGER).removeHandler(self._log)
+        self._exporter.shutdown()  # the handler stays: a send under way may still write to it
 
 
 class LastMessage(logging.Handler):

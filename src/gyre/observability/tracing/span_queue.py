@@ -45,7 +45,8 @@ class SpanCount:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSettings:
     most_spans: int = 16384  # held at once; a trace that does not fit is dropped whole
-    batch_spans: int = 512  # sent together at most; as many are sent at once
+    # sent together at most; as many are sent at once. Encoding them holds the interpreter lock
+    batch_spans: int = 128
     interval_s: float = 1.0  # that a span waits at most while the collector answers
     report_s: float = 60.0  # between two events about spans that were dropped
 

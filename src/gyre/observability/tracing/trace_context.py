@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+LOW_BITS = (1 << 64) - 1  # of a trace id, which decide whether it is recorded
 MOST_STATE_CHARS = 512  # of tracestate, that must be passed on; a longer one is dropped
 # a later version may have more after the flags
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -47,9 +48,16 @@ def read_traceparent(headers: Sequence[str], states: Sequence[str] = ()) -> Trac
     )
 
 
-def begin_trace() -> TraceContext:
-    """Return the context of a new trace, which is recorded."""
-    return TraceContext(trace_id=new_id(128), parent_id=None)
+def begin_trace(ratio: float = 1.0) -> TraceContext:
+    """Return the context of a new trace. A share of `ratio` is recorded."""
+    trace_id = new_id(128)
+    return TraceContext(trace_id=trace_id, parent_id=None, is_sampled=is_chosen(trace_id, ratio))
+
+
+def is_chosen(trace_id: int, ratio: float) -> bool:
+    """Return whether a trace is recorded, by its id, as OpenTelemetry's samplers decide. Services
+    with the same ratio record the same traces. Pure."""
+    return (trace_id & LOW_BITS) < round(ratio * (LOW_BITS + 1))
 
 
 def new_id(bits: int) -> int:

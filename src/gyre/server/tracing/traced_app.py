@@ -38,8 +38,9 @@ class TakesSpans(Protocol):
 class RequestTraces:
     """The traces of one server: which are open, and what became of their spans."""
 
-    def __init__(self, model: str) -> None:
-        self.model = model
+    def __init__(self, model: str, *, ratio: float = 1.0) -> None:
+        """Record a share of `ratio` of those that begin here."""
+        self.model, self.ratio = model, ratio
         self.open_ids: dict[str, str] = {}  # of requests in the engines: their traces
         self._families = (
             Counter("gyre_trace_spans_sent", "Sent spans.", ["model_name"], registry=None),
@@ -78,8 +79,8 @@ class RequestTraces:
 
 
 class TracedApp:
-    """Trace requests for completions. Where the client sent a trace, they are a part of it; they
-    are recorded unless it says that it does not record."""
+    """Trace requests for completions. Where the client sent a trace, they are a part of it, and
+    recorded if it records."""
 
     def __init__(
         self,
@@ -97,7 +98,9 @@ class TracedApp:
             return
         headers = Headers(scope=scope)
         found = read_traceparent(headers.getlist("traceparent"), headers.getlist("tracestate"))
-        trace = RequestTrace(found or begin_trace(), self._traces.open_ids, clock=self._clock)
+        trace = RequestTrace(
+            found or begin_trace(self._traces.ratio), self._traces.open_ids, clock=self._clock
+        )
         scope[TRACE] = trace
         if not trace.context.is_sampled:
             await self._app(scope, receive, send)

@@ -6,9 +6,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from opentelemetry import trace
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from gyre.observability.tracing.trace_context import begin_trace, new_id, read_traceparent
+from gyre.observability.tracing.trace_context import (
+    begin_trace,
+    is_chosen,
+    new_id,
+    read_traceparent,
+)
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 GOOD = f"00-{TRACE}-{PARENT}-01"
@@ -72,6 +78,19 @@ def test_two_headers_are_none_and_states_go_on() -> None:
     found = read_traceparent([GOOD], ["a=1", "b=2"])
     assert found is not None and found.state == "a=1,b=2"
     assert read_traceparent([GOOD], ["a=" + "x" * 511]).state == ""  # type: ignore[union-attr]
+
+
+@given(trace_id=st.integers(1, (1 << 128) - 1), ratio=st.floats(0.0, 1.0))
+@example(trace_id=(1 << 64) - 1, ratio=1.0)
+def test_a_share_is_recorded_by_opentelemetrys_own_rule(trace_id: int, ratio: float) -> None:
+    told = TraceIdRatioBased(ratio).should_sample(None, trace_id, "a")
+    assert is_chosen(trace_id, ratio) == told.decision.is_sampled()
+
+
+def test_a_ratio_is_that_of_the_traces() -> None:
+    assert not any(begin_trace(0.0).is_sampled for _ in range(100))
+    chosen = sum(begin_trace(0.5).is_sampled for _ in range(1000))
+    assert 300 < chosen < 700  # but for one in 10³⁰ runs
 
 
 def test_new_traces_are_recorded_and_differ() -> None:

@@ -40,11 +40,13 @@ async def fail(http: HttpRequest) -> PlainTextResponse:
     raise RuntimeError("secret")
 
 
-def make() -> tuple[TracedApp, Spans]:
+def make(ratio: float = 1.0) -> tuple[TracedApp, Spans]:
     routes = [Route(path, tell, methods=["POST", "GET"]) for path in [*OPERATIONS, "/health"]]
     routes[2] = Route("/generate", fail, methods=["POST"])
     spans = Spans()
-    return TracedApp(Starlette(routes=routes), traces=RequestTraces("m"), spans=spans), spans
+    return TracedApp(
+        Starlette(routes=routes), traces=RequestTraces("m", ratio=ratio), spans=spans
+    ), spans
 
 
 async def ask(app: TracedApp, path: str, method: str = "POST", **headers: str) -> httpx.Response:
@@ -71,6 +73,15 @@ def test_that_of_the_client_goes_on_and_is_recorded_where_it_records(flags, reco
     answer = asyncio.run(ask(app, "/v1/chat/completions", traceparent=header)).json()
     assert answer == {"trace_id": TRACE, "recorded": recorded}
     assert [trace[0].parent_id for trace in spans.traces] == [int(PARENT, 16)] * recorded
+
+
+def test_what_is_not_recorded_has_an_id_and_no_spans() -> None:
+    app, spans = make(ratio=0.0)
+    answer = asyncio.run(ask(app, "/v1/completions")).json()
+    assert len(answer["trace_id"]) == 32 and not answer["recorded"] and spans.traces == []
+    header = f"00-{TRACE}-{PARENT}-01"  # the client records, whatever the ratio is
+    assert asyncio.run(ask(app, "/v1/completions", traceparent=header)).json()["recorded"]
+    assert len(spans.traces) == 1
 
 
 @pytest.mark.parametrize(("path", "method"), [("/health", "POST"), ("/v1/completions", "GET")])
