@@ -24,10 +24,10 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,data,track,cluster,moments]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,data,track,cluster,moments,trace]'
 	touch $@
 
-# TRL and verl in an environment of their own, for the tests that compare with them.
+# TRL, verl and lm-eval in an environment of their own, for the tests that compare with them.
 peers: $(PEERS)/.installed
 
 $(PEERS)/.installed: tests/peers/environment.py $(VENV)/.installed-dev

@@ -1,4 +1,4 @@
-"""Environment of the peers: TRL and verl beside the torch of `.venv`. In: a script and its cases.
+"""Environment of the peers: TRL, verl and lm-eval beside the torch of `.venv`. In: a script and its cases.
 Out: its answer.
 
     python tests/peers/environment.py FOLDER      makes it (`make peers`, part of `make test-all`; about 10 seconds)
@@ -6,7 +6,7 @@ Out: its answer.
 
 The environment holds the packages named here and nothing else. All other modules are those of
 `.venv`, seen through a .pth file: there is one torch, and both sides of a comparison compute with
-it. Tests never import TRL or verl themselves; what calls them is a script `ask_*.py`, started as
+it. Tests never import TRL, verl or lm-eval themselves; what calls them is a script `ask_*.py`, started as
 `python -P SCRIPT CASES.json ANSWER.json`.
 """
 
@@ -20,15 +20,27 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-PEERS = ("trl==1.16.0", "verl==0.9.1")
+PEERS = ("trl==1.16.0", "verl==0.9.1", "lm_eval==0.4.13")
 NEEDS = (
-    "accelerate==1.15.0",  # trl's trainers
-    "codetiming==1.4.0",  # this and all below: verl.trainer.ppo
+    "accelerate==1.15.0",  # trl's trainers, lm-eval's models
+    "codetiming==1.4.0",  # this and those up to tensordict: verl.trainer.ppo
     "cloudpickle==3.1.2",
     "omegaconf==2.4.0",
     "orjson==3.13.0",
     "pyvers==0.2.3",
     "tensordict==0.15.3",
+    "sacrebleu==2.6.0",  # this and those up to lxml: lm-eval's metrics
+    "colorama==0.4.6",
+    "portalocker==4.4.2",
+    "lxml==6.1.3",
+    "tenacity==9.2.1",  # this and all below: lm-eval's client of an API
+    "aiohttp==3.14.5",
+    "aiohappyeyeballs==2.7.1",
+    "aiosignal==1.4.0",
+    "frozenlist==1.8.0",
+    "multidict==7.2.1",
+    "propcache==0.5.4",
+    "yarl==1.25.1",
 )
 """What the modules that we call import and `.venv` lacks."""
 

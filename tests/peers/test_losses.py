@@ -18,7 +18,7 @@ from loss_cases import ROWS, VARIANT_ROWS, Row, question
 from pydantic import TypeAdapter
 
 from gyre.core.records import Evaluation, Group, Prompt, Rollout, Sampling, Score, ScorePart
-from gyre.loop.accuracy import AccuracyMetric
+from gyre.core.scores import AccuracyMetric
 from gyre.loop.assemble import Passes, assemble
 from gyre.objectives.advantages import Sample, estimate, rank_pairs
 from gyre.objectives.api import denominator, loss_sum

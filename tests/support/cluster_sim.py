@@ -73,6 +73,7 @@ class SimEngine:
         self.running: dict[str, tuple[Request, dict[int, int]]] = {}
         self.news: tuple[list[TokenChunk], list[str]] = ([], [])
         self.steps = 0
+        self.page_tokens, self.num_pages = 0, 0  # of its prefix cache
         self.stale: list[str] = []  # requests that came while it held older weights than the pool
 
     # WorkerHandle
@@ -212,7 +213,8 @@ class SimEngine:
             refused=0,
             steps=self.steps,
             pages_used=0,
-            pages_total=0,
+            pages_total=self.num_pages,
+            prefix_page_tokens=self.page_tokens,
             version=self.version or 0,
         )
 
@@ -226,8 +228,15 @@ class SimEngine:
 class SimCluster:
     """`held` are methods that wait for the test; every other one is answered at once."""
 
-    def __init__(self, *, held: tuple[str, ...] = ("engine.poll",)) -> None:
+    def __init__(
+        self,
+        *,
+        held: tuple[str, ...] = ("engine.poll",),
+        page_tokens: int = 0,
+        num_pages: int = 0,
+    ) -> None:
         self.held = set(held)
+        self.page_tokens, self.num_pages = page_tokens, num_pages  # of each prefix cache
         self.lives: dict[str, list[SimEngine]] = {}
         self.pool_version: Callable[[], int] = lambda: 0
         self.starts_at: int | None = None  # version of an engine that is started again
@@ -236,6 +245,7 @@ class SimCluster:
         engine = SimEngine(
             name, lambda: self.pool_version(), lambda method: method not in self.held
         )
+        engine.page_tokens, engine.num_pages = self.page_tokens, self.num_pages
         self.lives.setdefault(name, []).append(engine)
         return engine
 

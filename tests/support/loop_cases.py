@@ -19,8 +19,8 @@ from fakes.source import ListSource
 from fakes.trainer import CountingTrainer
 from gyre.core.offers import Offer
 from gyre.core.records import Phase, Request, Rollout, TrainBatch
+from gyre.core.scores import AccuracyMetric
 from gyre.core.seeds import derive_seed
-from gyre.loop.accuracy import AccuracyMetric
 from gyre.loop.collect import Window
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.controller import Ring, RingConfig

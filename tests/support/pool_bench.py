@@ -26,11 +26,13 @@ class Bench:
         vital: tuple[str, ...] = (),
         revive: bool = True,
         starts_with_weights: bool = False,
+        page_tokens: int = 0,
+        num_pages: int = 0,
         **settings: Any,
     ) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.full_disk_at = ""  # kind of event that cannot be written
-        self.sim = SimCluster()
+        self.sim = SimCluster(page_tokens=page_tokens, num_pages=num_pages)
         self.pool = EnginePool(
             self.sim,  # type: ignore[arg-type]
             [self.sim.make(name) for name in names],

@@ -1,4 +1,4 @@
-"""Tool templates: chat templates of the Qwen, Llama and Hermes kind that show tools, written for
+"""Tool templates: chat templates of the Qwen, Qwen3-Coder, Llama and Hermes kind that show tools, written for
 the tests. In: nothing. Out: their text."""
 
 from __future__ import annotations
@@ -50,6 +50,30 @@ QWEN_TOOLS = r"""
             {{- '<|im_end|>\n' }}
         {%- endif %}
     {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+
+CODER_TOOLS = r"""
+{%- if tools %}
+    {{- '<|im_start|>system\n# Functions\n' }}
+    {%- for tool in tools %}
+        {{- '\n' }}{{- tool.function | tojson }}
+    {%- endfor %}
+    {{- '\n\n<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>' }}
+    {{- '\n</tool_call><|im_end|>\n' }}
+{%- endif %}
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\n' + m.content }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '\n<tool_call>\n<function=' + call.function.name + '>\n' }}
+        {%- for name, value in call.function.arguments | items %}
+            {%- set value = value if value is string else value | tojson %}
+            {{- '<parameter=' + name + '>\n' + value + '\n</parameter>\n' }}
+        {%- endfor %}
+        {{- '</function>\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import headless_chromium as chromium
 import pytest
-import report_chromium as chromium
 
 import observability_run
 from gyre.observability.events import EventLog

@@ -23,6 +23,7 @@ import torch
 from system_models import save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scraped import Samples, counts_changed, read_samples
 from served import Served, serving
 
 TOOLS = [{"type": "function", "function": {"name": "count"}}]
@@ -228,6 +229,37 @@ def test_many_at_once_are_all_answered(client) -> None:
     assert len(set(texts)) == 4
 
 
+def test_requests_of_one_prefix_share_an_engine_and_its_cache(client, served) -> None:
+    """The router believes cached what the engines find in their caches, answers included."""
+    before = scrape(served)
+    for turn in range(3):
+        for name in range(4):
+            prompt = [10 + (37 * name + at * at) % 200 for at in range(100)]
+            client.completions.create(
+                model="qwen",
+                prompt=[*prompt, 20 + turn],
+                max_tokens=4,
+                extra_body={"ignore_eos": True, "prompt_cache_key": f"session {name}"},
+            )
+    changed = counts_changed(before, scrape(served))
+    asked, hits, believed, kept = (
+        [changed.get((f"{metric}_total", f"engine={place}"), 0) for place in range(2)]
+        for metric in (
+            "gyre_engine_routed_requests",
+            "vllm:prefix_cache_hits",
+            "gyre_engine_believed_hit_tokens",
+            "gyre_engine_sessions_kept",
+        )
+    )
+    assert sum(asked) == 12 and min(asked) > 0
+    assert believed == hits and sum(hits) == 8 * 96  # six whole pages of 16 tokens
+    assert sum(kept) == 8
+
+
+def scrape(served: Served) -> Samples:
+    return read_samples(httpx.get(f"{served.url}/metrics", timeout=30).text)
+
+
 # One completion at a time, so that work is left whenever an engine is killed.
 SLOW = "--set", "run.threads=1", "--set", "engine.max_running=1"
 
@@ -279,6 +311,7 @@ def test_a_replica_that_dies_costs_no_token(folder, tmp_path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_the_last_engine_is_started_again_within_an_answer(folder, tmp_path) -> None:
     """The streams wait for the new process, and go on as if nothing had been."""
     with (

@@ -37,9 +37,13 @@ def folder(tmp_path_factory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("model") / "qwen", "qwen3")
 
 
-def engine_of(served: Served) -> psutil.Process:
+def engines_of(served: Served) -> list[psutil.Process]:
     tree = psutil.Process(served.process.pid).children(recursive=True)
-    (engine,) = [one for one in tree if "gyre.cluster.worker.process" in one.cmdline()]
+    return [one for one in tree if "gyre.cluster.worker.process" in one.cmdline()]
+
+
+def engine_of(served: Served) -> psutil.Process:
+    (engine,) = engines_of(served)
     return engine
 
 
@@ -116,6 +120,7 @@ def test_an_engine_that_stands_still_is_not_ready_until_it_goes_on(folder, tmp_p
         assert row["request_id"] == last["id"] and "apples" not in served.log.read_text()
 
 
+@pytest.mark.slow
 def test_an_engine_that_stands_still_for_long_is_started_again(folder, tmp_path) -> None:
     """After cluster.hang_s its process is killed, and its request goes on in a new one."""
     options = *SLOW, "--set", "cluster.hang_s=6"
@@ -139,3 +144,40 @@ def test_an_engine_that_stands_still_for_long_is_started_again(folder, tmp_path)
         assert found["vllm:request_success_total", "finished_reason=length"] == 8
         log = served.log.read_text()
         assert log.count('"engine.lost"') == log.count('"engine.restarted"') == 1
+
+
+def test_of_two_engines_the_one_that_stands_still_gets_no_new_requests(folder, tmp_path) -> None:
+    """Its own wait for it, and new ones are answered. Once it has gone on it gets some again."""
+    options = "--replicas", "2", *SLOW, "--set", "cluster.stall_s=2", "--set", "cluster.return_s=1"
+    asked = {"model": "qwen", "prompt": [11, 12, 13], "max_tokens": 4, "ignore_eos": True}
+    with serving(folder, tmp_path / "log", *options) as served:
+
+        def ask(times: int) -> None:
+            for _ in range(times):
+                answer = httpx.post(f"{served.url}/v1/completions", json=asked, timeout=LONGEST_S)
+                assert answer.status_code == 200
+
+        def share(place: int) -> float:
+            return scrape(served)["gyre_engine_routing_share", f"engine={place}"]
+
+        url = f"{served.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=ASKED, timeout=LONGEST_S) as answer:
+            events = rows(answer.iter_lines())
+            next(events)
+            busy = max(engines_of(served), key=lambda engine: engine.cpu_percent(interval=0.5))
+            stop(busy)
+            until(lambda: 0 in (share(0), share(1)))
+            place = [share(0), share(1)].index(0)
+            assert '"engine.ejected"' in served.log.read_text()
+            before = scrape(served)
+            ask(3)
+            after = scrape(served)
+            changed = counts_changed(before, after)
+            assert changed["gyre_engine_routed_requests_total", f"engine={1 - place}"] == 3
+            busy.send_signal(signal.SIGCONT)
+            assert [*events][-1]["choices"][0]["finish_reason"] == "length"
+        until(lambda: share(place) == 1)
+        ask(2)
+        changed = counts_changed(after, scrape(served))
+        assert changed["gyre_engine_routed_requests_total", f"engine={place}"] > 0
+        assert '"engine.returning"' in served.log.read_text()

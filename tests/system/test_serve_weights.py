@@ -172,6 +172,7 @@ def test_weights_change_under_requests_and_none_fails(folders, expected, tmp_pat
         assert KEY not in served.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_server_follows_a_run_that_trains_on(tmp_path) -> None:
     """Each export is taken while clients ask, and answers as a fresh model does. A bad one is
     refused once."""

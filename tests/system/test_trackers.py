@@ -1,14 +1,23 @@
-"""TensorBoard and W&B (offline) through the real run: their files hold the curves of
-events.jsonl."""
+"""TensorBoard, W&B (offline), Prometheus and a collector of traces through the real run: each has
+what events.jsonl has."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import struct
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from system_runs import Fault, gyre, read_story, write_config
+
+from otlp_collector import collecting
+from scraped import Samples, read_samples
 
 
 def test_tensorboard_has_the_curves(tmp_path: Path) -> None:
@@ -101,3 +110,52 @@ def read_wandb(data: bytes) -> Iterator[bytes]:
         if part in (1, 4):  # whole, or the last piece
             yield parts
             parts = b""
+
+
+def scrape_while(run: Future[Any], port: int) -> list[Samples]:
+    """What was answered until the run had ended."""
+    found = []
+    while not run.done():
+        with contextlib.suppress(httpx.TransportError):
+            found.append(read_samples(httpx.get(f"http://127.0.0.1:{port}/metrics").text))
+        time.sleep(0.02)
+    return found
+
+
+def test_prometheus_and_a_collector_have_the_steps(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with collecting(tmp_path / "collector") as collector, ThreadPoolExecutor(1) as threads:
+        settings = {"observe.prometheus": port, "observe.otlp_endpoint": collector.url}
+        config = write_config(tmp_path, settings)
+        run = threads.submit(gyre, "train", config, "--plain", folder=tmp_path)
+        scrapes = scrape_while(run, port)
+        assert run.result().code == 0, run.result().err
+        traces = list(collector.traces().values())
+    story = read_story(tmp_path / "runs" / "tiny")
+    told = {(step["stage"], step["step"]): step["metrics"] for step in story.steps}
+    seen = 0
+    for samples in scrapes:
+        for stage in ("cold_start", "main"):
+            label = f"stage={stage}"
+            if (step := samples.get(("gyre_train_step", label))) is None:
+                continue
+            metrics, seen = told[stage, int(step)], seen + 1
+            assert samples["gyre_train_loss", label] == metrics["loss"]
+            assert samples["gyre_train_steps_total", label] == step
+    assert seen and scrapes[-1]["gyre_train_run_info", "attempt=1", "run=tiny"] == 1
+
+    steps = [tree for tree in traces if tree.root.name == "train_step"]
+    keys = [(t.root.attributes["gyre.stage"], t.root.attributes["gyre.step"]) for t in steps]
+    assert sorted(keys) == sorted(told)
+    for key, tree in zip(keys, steps, strict=True):
+        names = [span.name for span in tree.children(tree.root)]
+        expected = ["rollout", "score", "train", "handover"] if key[0] == "main" else ["train"]
+        assert names == expected
+    others = {tree.root.name for tree in traces} - {"train_step"}
+    assert {"evaluate", "snapshot", "export"} <= others
+    assert {span.resource["service.name"] for tree in traces for span in tree.spans} == {
+        "gyre-train"
+    }
+    assert {span.resource["gyre.run"] for tree in traces for span in tree.spans} == {"tiny"}

@@ -1,5 +1,7 @@
-"""Loads: what each request of a benchmark asks. In: lengths or a file's conversations, a seed, the
-request's place. Out: a `DrawnRequest`, the same for the same place, whatever ran before.
+"""Loads: what each request of a benchmark asks, and when an open loop sends it. In: lengths or a
+file's conversations, a rate, a seed, the request's place. Out: a `DrawnRequest`, the same for the
+same place, whatever ran before; times, drawn before any answer, so that a slow server is not asked
+less often.
 
 A prompt is drawn as units, numbers below NUM_UNITS. `prompts.py` makes token ids or words of them.
 Warm-up and each level draw apart, so that no prompt of one is in a prefix cache for another.
@@ -7,7 +9,7 @@ Warm-up and each level draw apart, so that no prompt of one is in a prefix cache
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
@@ -21,6 +23,7 @@ NUM_UNITS = 256
 _LENGTHS, _PREFIXES, _SHUFFLE = 1, 2, 3  # streams of the seed
 # as in `vllm bench serve`: shorter conversations measure little, longer ones fit few servers
 MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048
+_ARRIVALS_BLOCK = 256  # gaps drawn at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,3 +189,12 @@ def sharegpt_requests(
 
 def _rng(seed: int, place: RequestPlace) -> np.random.Generator:
     return np.random.default_rng((seed, _LENGTHS, place.level, int(place.warm_up), place.index))
+
+
+def poisson_times_s(rate_per_s: float, *, seed: tuple[int, ...]) -> Iterator[float]:
+    """Yield arrivals of a Poisson process from 0 on, without end."""
+    rng, last_s = np.random.default_rng(seed), 0.0
+    while True:
+        for gap_s in rng.exponential(1.0 / rate_per_s, _ARRIVALS_BLOCK).tolist():
+            last_s += gap_s
+            yield last_s

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-from gyre.benchmark.arrivals import poisson_times_s
 from gyre.benchmark.client import Client
+from gyre.benchmark.loads import poisson_times_s
 from gyre.benchmark.records import Level, RequestResult
 
 FAILED_PAUSE_S = 0.1  # of a client of a closed loop, so that a server that refuses is not flooded

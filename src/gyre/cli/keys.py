@@ -29,6 +29,10 @@ def create(
     concurrent: Annotated[
         int, typer.Option(min=0, help="Requests at the same time at most; 0 is no limit.")
     ] = 0,
+    expires_days: Annotated[
+        int | None,
+        typer.Option(min=1, max=36500, help="Valid for so many days; without, for ever."),
+    ] = None,
     admin: Annotated[bool, typer.Option("--admin", help="Allow it administration, too.")] = False,
     json: AsJson = False,
 ) -> None:
@@ -42,7 +46,7 @@ def create(
             tokens_per_minute=tokens_per_minute,
             concurrent_requests=concurrent,
         )
-        return run_create(file, name, limits, is_admin=admin, quiet=json)
+        return run_create(file, name, limits, is_admin=admin, valid_days=expires_days, quiet=json)
 
     answer(body, as_json=json)
 
@@ -64,11 +68,18 @@ def revoke(
 
 
 def run_create(
-    file: Path, name: str, limits: KeyLimits, *, is_admin: bool, quiet: bool
+    file: Path,
+    name: str,
+    limits: KeyLimits,
+    *,
+    is_admin: bool,
+    valid_days: int | None,
+    quiet: bool,
 ) -> Mapping[str, Any]:
     from gyre.server.gateway.keys import create_key
 
-    key, secret = create_key(file, name=name, role="admin" if is_admin else "user", limits=limits)
+    role = "admin" if is_admin else "user"
+    key, secret = create_key(file, name=name, role=role, limits=limits, valid_days=valid_days)
     if not quiet:
         print(secret)
         print(f"{key.key_id}: keep the key above; it is not shown again", file=sys.stderr)
@@ -76,13 +87,15 @@ def run_create(
 
 
 def run_list(file: Path, *, quiet: bool) -> Mapping[str, Any]:
-    from gyre.server.gateway.keys import read_keys
+    from gyre.server.gateway.keys import as_time, read_keys, utc_now
 
-    keys = read_keys(file)
+    keys, now = read_keys(file), as_time(utc_now())
     if not quiet:
         for key in keys:
             limits = [f"{name} {most}" for name, most in key.as_dict()["limits"].items() if most]
-            state = "revoked" if key.is_revoked else key.role
+            limits += [f"expires {key.expires}"] if key.expires else []
+            state = "expired" if key.has_expired(now) else key.role
+            state = "revoked" if key.is_revoked else state
             print(f"{key.key_id}  {state:7}  {key.created}  {key.name!r}  {', '.join(limits)}")
     return {"keys": [key.as_dict() for key in keys]}
 

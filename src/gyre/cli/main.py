@@ -42,7 +42,10 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(bench_app)
 
 Target = Annotated[
-    Path, typer.Argument(metavar="RUN|MODEL", help="A run folder, or a model folder in hub layout.")
+    Path,
+    typer.Argument(
+        metavar="RUN|MODEL", help="A run folder, a model folder in hub layout, or a hub name."
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -231,6 +234,9 @@ def serve(
     name: Annotated[
         str, typer.Option(help="Model name that clients ask for; left out: the folder's.")
     ] = "",
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a hub name.")
+    ] = None,
     replicas: Annotated[
         int, typer.Option(min=1, help="Engine processes, each on a GPU of its own.")
     ] = 1,
@@ -256,6 +262,12 @@ def serve(
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Log each HTTP request, without its content.")
     ] = False,
+    otlp_endpoint: Annotated[
+        str, typer.Option(metavar="URL", help="Collector that gets a trace of each request.")
+    ] = "",
+    trace_ratio: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of requests whose traces are recorded.")
+    ] = 1.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print memory and limits; start nothing.")
     ] = False,
@@ -263,7 +275,10 @@ def serve(
         str, typer.Option(help="Weights: auto reads the folder's; dummy draws them, for benches.")
     ] = "auto",
     tool_parser: Annotated[
-        str, typer.Option(help="How tool calls are written: auto, hermes, llama3_json or none.")
+        str,
+        typer.Option(
+            help="How tool calls are written: auto, hermes, llama3_json, qwen3_coder or none."
+        ),
     ] = "auto",
     reasoning_parser: Annotated[
         str, typer.Option(help="How reasoning is written: auto, think or none.")
@@ -286,6 +301,7 @@ def serve(
         "host": host,
         "port": port,
         "name": name,
+        "revision": revision,
         "replicas": replicas,
         "insecure": insecure,
         "keys": keys,
@@ -294,6 +310,8 @@ def serve(
         "receive_s": receive_s,
         "drain_s": drain_s,
         "access_log": access_log,
+        "otlp_endpoint": otlp_endpoint,
+        "trace_ratio": trace_ratio,
         "dry_run": dry_run,
         "load_format": load_format,
         "tool_parser": tool_parser,

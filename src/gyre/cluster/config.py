@@ -46,8 +46,16 @@ class ClusterConfig(Section):
     block of a snapshot written between two steps. Long steps are fine; each of these, and an update
     of state on the device, must be shorter."""
     stall_s: float = Field(default=10.0, gt=0.0)
-    """Seconds without progress after which a served engine with work is not ready; at
-    cluster.hang_s it is lost."""
+    """Seconds without progress after which a served engine with work is not ready, and gets no new
+    requests; at cluster.hang_s it is lost."""
+    routing: Literal["prefix", "least_tokens", "round_robin"] = "prefix"
+    """How a served request finds its engine. prefix: the one with the least to compute, where what
+    it likely has in its prefix cache counts off. least_tokens: by the tokens still to be computed
+    at most. round_robin: each in turn. A training run always takes least_tokens, so that runs
+    repeat to the bit."""
+    return_s: float = Field(default=30.0, ge=0.0)
+    """Seconds in which a served engine that stood still for cluster.stall_s, or was lost, gets back
+    its whole share of new requests; each time soon after another doubles them, up to 8 times."""
     progress_tokens: int = Field(default=64, ge=0)
     """Tokens between an engine's reports of a rollout, from which another engine resumes it if the
     first is lost; 0 reports at its end only."""

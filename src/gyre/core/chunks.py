@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -37,6 +37,7 @@ def join_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
             (chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None
         ),
         timing=next((chunk.timing for chunk in chunks if chunk.timing is not None), None),
+        prefills=tuple(piece for chunk in chunks for piece in chunk.prefills),
     )
 
 
@@ -69,6 +70,15 @@ def _join_arrays(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
     return np.concatenate(parts) if parts else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineVisit:
+    """An engine's time with a request, by the event loop's clock."""
+
+    engine: str
+    sent_s: float
+    lost_s: float | None = None  # the engine was lost; another one goes on
+
+
 class TokenStream(AsyncIterator[TokenChunk]):
     """Chunks of one request, in order, for one reader. It ends after each of its completions has
     carried `finish`, or with `end`."""
@@ -79,6 +89,7 @@ class TokenStream(AsyncIterator[TokenChunk]):
         """Expect one answer, a refusal, where the number of completions is impossible."""
         n = request.sampling.n
         self.request_id = request.request_id
+        self.visits: list[EngineVisit] = []  # of a traced request, in a pool of engines
         self._abort = abort
         self._unfinished = set(range(n if isinstance(n, int) and 1 <= n <= most_completions else 1))
         self._chunks: deque[TokenChunk] = deque()
@@ -89,6 +100,15 @@ class TokenStream(AsyncIterator[TokenChunk]):
     def unfinished(self) -> list[int]:
         """Indices of completions that have no answer yet."""
         return sorted(self._unfinished)
+
+    def note_sent(self, engine: str, now_s: float) -> None:
+        """Note which engine has the request from now on."""
+        self.visits.append(EngineVisit(engine=engine, sent_s=now_s))
+
+    def note_lost(self, now_s: float) -> None:
+        """Note that the engine that has the request is lost."""
+        if self.visits:
+            self.visits[-1] = replace(self.visits[-1], lost_s=now_s)
 
     def push(self, chunk: TokenChunk) -> None:
         assert chunk.index in self._unfinished, (

@@ -49,7 +49,7 @@ class EventKind:
         return {name: (self.own.get(name) or FIELDS[name], name in self.required) for name in plain}
 
 
-ANYWHERE = frozenset({"worker", "counted"})  # fields that any event may have
+ANYWHERE = frozenset({"worker", "counted", "trace_id"})  # fields that any event may have
 
 FIELDS = {
     "after": Field("float", "", "value after the change"),
@@ -102,6 +102,7 @@ FIELDS = {
     "stages": Field("list", "", "stages of the run: name and steps of each"),
     "step": Field("int", "", "training step of the stage; 0 is before the first"),
     "steps": Field("int", "steps", "training steps of the stage"),
+    "trace_id": Field("str", "", "trace of the request that it is about, where one is open"),
     "train": Field("int", "records", "records to train on"),
     "version": Field("int", "", "version of the policy's weights"),
     "what": Field("str", "", "call or phase that was under way"),
@@ -455,6 +456,23 @@ EVENTS = {
         "A restarted engine waits for the next version.", "engine version reason"
     ),
     "engine.rejoined": EventKind("A restarted engine takes requests.", "engine version"),
+    "engine.ejected": EventKind(
+        "An engine stands still, and gets no new requests.",
+        "engine still_s requests",
+        counted=True,
+        own={"still_s": Field("float", "s", "time without progress of its requests")},
+    ),
+    "engine.returning": EventKind(
+        "An engine that was ejected or lost gets new requests again, slowly.",
+        "engine return_s",
+        own={"return_s": Field("float", "s", "time until it has its whole share")},
+    ),
+    "engine.ejections_ignored": EventKind(
+        "Every engine is ejected, so requests go to them all the same.",
+        "engines",
+        counted=True,
+        own={"engines": Field("list", "", "their names")},
+    ),
     "retry.request_requeued": EventKind(
         "A lost engine's request goes to another engine.",
         "request_id engine kept_tokens",
@@ -471,6 +489,20 @@ EVENTS = {
         own={
             "still_s": Field("map", "s", "time without progress, by worker"),
             "stacks": Field("map", "", "stack traces, by worker"),
+        },
+    ),
+    "drop.spans": EventKind(
+        "Spans of traces did not reach the collector.",
+        "reason count error",
+        counted=True,
+        own={
+            "reason": Field(
+                "str",
+                "",
+                "queue_full: the collector is too slow; not_taken: it did not take a batch; "
+                "shutdown: it had not taken them in time",
+            ),
+            "error": Field("str", "", "why the newest batch was not taken"),
         },
     ),
     "drop.worker_events": EventKind("A worker's oldest events were dropped.", "count", True),
@@ -779,16 +811,19 @@ EVENTS = {
     ),
     "serve.request_failed": EventKind(
         "A fault of the server broke a request, which was answered with status 500.",
-        "path error",
+        "path error request_id",
         counted=True,
-        own={"path": Field("str", "", "path of the URL")},
+        own={
+            "path": Field("str", "", "path of the URL"),
+            "request_id": Field("str | null", "", "id of the answer, of a completion"),
+        },
     ),
     "serve.keys_loaded": EventKind(
         "The key file had changed, and was read again.",
         "path keys usable",
         own={
             "keys": Field("int", "keys", "keys in the file"),
-            "usable": Field("int", "keys", "keys that are not revoked"),
+            "usable": Field("int", "keys", "keys that are neither revoked nor expired"),
         },
     ),
     "serve.keys_unreadable": EventKind(
@@ -800,6 +835,17 @@ EVENTS = {
         "The engine had not said in time what an aborted request had cost; its key pays for less.",
         "request_id",
         counted=True,
+    ),
+    "serve.library_warning": EventKind(
+        "A library of the server logged a warning or an error.",
+        "logger level message error",
+        counted=True,
+        own={
+            "logger": Field("str", "", "name of the library's logger"),
+            "level": Field("str", "", "WARNING, ERROR or CRITICAL"),
+            "message": Field("str", "", "at most 500 characters of it"),
+            "error": Field("str", "", "type of the exception that came with it"),
+        },
     ),
     "warn.worker_not_gone": EventKind(
         "A worker did not end when it was stopped.",

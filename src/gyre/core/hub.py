@@ -59,9 +59,11 @@ def is_reachable(timeout_s: float = REACH_TIMEOUT_S) -> bool:
     return bool(opened)
 
 
-def hub_folder(name: str, patterns: Sequence[str], *, what: str) -> Path:
+def hub_folder(
+    name: str, patterns: Sequence[str], *, what: str, revision: str | None = None
+) -> Path:
     """Return the folder of a model repository, with the files of `patterns` downloaded, or the
-    cached one when the hub is unreachable.
+    cached one when the hub is unreachable. `revision` is a branch, tag or commit; None the newest.
 
     `what` is "model" or "tokenizer". Raises InputError for an unknown repository, or without
     network and copy.
@@ -72,7 +74,12 @@ def hub_folder(name: str, patterns: Sequence[str], *, what: str) -> Path:
     reachable = is_reachable()
     try:
         return Path(
-            snapshot_download(name, allow_patterns=list(patterns), local_files_only=not reachable)
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=list(patterns),
+                local_files_only=not reachable,
+            )
         )
     except LocalEntryNotFoundError as fault:
         raise InputError(no_copy(name, what), hint=offline_hint(what)) from fault

@@ -122,9 +122,11 @@ class Request:
     priority: int = 0  # larger runs earlier and is preempted later
     deadline_s: float | None = None  # seconds from submit until the engine answers "deadline"
     tenant_salt: str = ""  # part of the prefix-cache key
+    session_id: str = ""  # a router prefers the engine that served the session last
     grammar: str | None = None  # refused by engines that have no grammar support
     chunk_tokens: int = 1  # tokens per TokenChunk; 0 means one chunk at the end
     partials: tuple[Partial, ...] = ()
+    traced: bool = False  # its chunks tell when each piece of its known tokens was computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +136,16 @@ class Timing:
 
     started_s: float  # a step first computed it: it waited before
     first_token_s: float  # its first token was on the host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillTiming:
+    """When one step computed a piece of a completion's known tokens, by the clock of Timing."""
+
+    start: int  # position of its first token
+    num_tokens: int
+    launched_s: float  # its step was handed to the device
+    ended_s: float  # the step's results were on the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +168,8 @@ class TokenChunk:
     # when asked for, in a completion's first chunk with a token
     prompt_logprobs: PromptLogprobs | None = None
     timing: Timing | None = None  # in a completion's first chunk with a token
+    # of a traced request: what was computed since its last chunk, again after a preemption
+    prefills: tuple[PrefillTiming, ...] = ()
 
     @staticmethod
     def end(request_id: str, index: int, finish: Finish, reason: str) -> TokenChunk:
@@ -370,6 +384,22 @@ class EngineStats:
     recomputed_tokens: int = 0  # computed a second time after a preemption
     host_pages_used: int = 0
     host_pages_total: int = 0
+    prefix_page_tokens: int = 0  # tokens of a page in the prefix cache; 0 where there is none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingStats:
+    """What a router has given to one engine since its start, and what it would give."""
+
+    requests: int = 0
+    believed_hit_tokens: int = 0  # of prompts, likely in its prefix cache; siblings' included
+    sessions_kept: int = 0  # requests that went to the engine of their session's last one
+    sessions_moved: int = 0  # requests of a session that another engine had served last
+    ejections: int = 0
+    share: float = 1.0  # of new requests that it may have; 0 while it is ejected
+    load: int = 0  # of its requests, by estimate, in tokens of a prompt
+    believed_pages: int = 0  # in its prefix cache
+    sessions: int = 0  # that the router knows, of all engines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,6 +411,7 @@ class ReplicaStatus:
     reason: str = ""  # why it is not ready
     stats: EngineStats | None = None  # None: it has not answered
     outstanding_tokens: int = 0  # of its requests, still to be computed at most
+    routing: RoutingStats = field(default_factory=RoutingStats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,11 @@ from gyre.models.scalar_head import ScalarHead
 from gyre.models.spec import ModelSpec, spec_from_hub_config, spec_from_shape
 from gyre.observability.events import EventLog
 from gyre.observability.hardware import describe_hardware
-from gyre.observability.trackers import TensorBoardSink, WandbSink
+from gyre.observability.prometheus import PrometheusSink
+from gyre.observability.tracing.otlp_sender import OtlpSender, read_endpoint
+from gyre.observability.tracing.span_queue import SpanQueue
+from gyre.observability.tracing.step_spans import StepTraceSink
+from gyre.observability.trackers import TensorBoardSink, Tracker, WandbSink
 from gyre.planner.plan import DeviceKind, Dtype, best_dtype
 from gyre.rewards.pool.validate import check_rewards
 from gyre.rewards.score import RuleScorer
@@ -349,10 +353,19 @@ def engine_window(engine: EngineConfig) -> Window:
     )
 
 
-def make_sinks(
-    config: RunConfig, folder: Path, events: EventLog
-) -> list[TensorBoardSink | WandbSink]:
-    sinks: list[TensorBoardSink | WandbSink] = []
+def make_sinks(config: RunConfig, folder: Path, events: EventLog) -> list[Tracker]:
+    sinks: list[Tracker] = []
+    if config.observe.prometheus:
+        sinks.append(
+            PrometheusSink(config.observe.prometheus, run=folder.name, attempt=events.attempt)
+        )
+    if config.observe.otlp_endpoint:
+        sender = OtlpSender(
+            read_endpoint(config.observe.otlp_endpoint, "observe.otlp_endpoint"),
+            service="gyre-train",
+            attributes={"gyre.run": folder.name, "gyre.attempt": events.attempt},
+        )
+        sinks.append(StepTraceSink(SpanQueue(sender, emit=events.emit)))
     if config.observe.tensorboard:
         sinks.append(TensorBoardSink(folder / "tensorboard"))
     if config.observe.wandb != "off":

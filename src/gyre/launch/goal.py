@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gyre.core.errors import ConfigError
-from gyre.loop.accuracy import AccuracyMetric
+from gyre.core.scores import AccuracyMetric
 from gyre.objectives.config import needs_rollouts, trains_scores
 from gyre.runconfig import RunConfig
 

@@ -17,7 +17,7 @@ from gyre.core.records import (
     TrainBatch,
     TrainSequence,
 )
-from gyre.loop.accuracy import AccuracyMetric, is_right
+from gyre.core.scores import AccuracyMetric, is_right
 from gyre.loop.refill import StepRollouts, drops_equal, filter_metric, find_equal
 from gyre.objectives.advantages import Estimates, Sample, estimate, rank_pairs
 from gyre.objectives.config import AnyObjective, DpoConfig, GrpoConfig, PpoConfig

@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gyre.core.records import Group, Phase, StepReport
-from gyre.loop.accuracy import AccuracyMetric
+from gyre.core.scores import AccuracyMetric
 from gyre.loop.assemble import (
     Assembled,
     Passes,

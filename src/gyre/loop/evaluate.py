@@ -12,7 +12,7 @@ from gyre.core.contracts import PolicyTrainer, RolloutEngine, Scorer
 from gyre.core.errors import InputError
 from gyre.core.events import Emit
 from gyre.core.records import Prompt, Sampling, TrainBatch
-from gyre.loop.accuracy import AccuracyMetric, is_right
+from gyre.core.scores import AccuracyMetric, is_right
 from gyre.loop.collect import Collector, Window, as_group, keep_scores, open_groups
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.failures import find_failures, lower_failed

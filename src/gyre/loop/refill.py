@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from gyre.core.contracts import PromptSource
 from gyre.core.records import Group, Score
-from gyre.loop.accuracy import AccuracyMetric, is_right
+from gyre.core.scores import AccuracyMetric, is_right
 from gyre.loop.collect import (
     Collector,
     InFlightGroup,

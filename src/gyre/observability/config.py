@@ -27,6 +27,18 @@ class ObserveConfig(Section):
         "keep its curves offline.",
     )
     wandb_project: str = Field(default="gyre", description="Project that W&B runs appear under.")
+    prometheus: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="Port on loopback where the run answers /metrics in Prometheus' text format, "
+        "as long as it lasts; 0 for none.",
+    )
+    otlp_endpoint: str = Field(
+        default="",
+        description="Collector that gets a trace of each step by OTLP over HTTP, such as "
+        '"http://127.0.0.1:4318"; empty for none (extra: trace).',
+    )
     sample_groups_per_step: int = Field(
         default=4,
         ge=0,

@@ -12,20 +12,31 @@ import importlib.util
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
 from gyre.observability.config import ObserveConfig
 from gyre.observability.events import RESERVED
 from gyre.observability.jsonl import as_number
+from gyre.observability.tracing.otlp_sender import read_endpoint
 
 FIRST_WORKER = "worker-0"  # all workers of a run do the same
+
+
+class Tracker(Protocol):
+    """Where the rows of a run are shown as they come."""
+
+    def write(self, row: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def refuse_trackers(config: ObserveConfig) -> None:
     """Raise ConfigError for a tracker that cannot work here. Called before a run allocates
     anything."""
+    if config.otlp_endpoint:
+        read_endpoint(config.otlp_endpoint, "observe.otlp_endpoint")
     for package, is_asked, asked_by in (
         ("tensorboard", config.tensorboard, "observe.tensorboard = true"),
         ("wandb", config.wandb != "off", f'observe.wandb = "{config.wandb}"'),

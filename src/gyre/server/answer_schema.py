@@ -62,6 +62,8 @@ class ChatLogprobs(Shape):
     """Log-probs of a chat answer."""
 
     content: list[ChosenToken]
+    versions: list[int]
+    """Of the weights that chose each token."""
 
 
 class FunctionOfCall(Shape):
@@ -170,6 +172,8 @@ class TextLogprobs(Shape):
     """The best tokens' texts and the token's own, with their log-probs."""
     text_offset: list[int]
     """Where the token's text begins, in characters."""
+    versions: list[int | None]
+    """Of the weights that chose each token; null for those of the prompt."""
 
 
 class TextChoice(Shape):
@@ -228,6 +232,8 @@ class GenerateResult(Shape):
     tokens: list[int]
     logprobs: list[float]
     """Of the plain softmax, one for each token."""
+    versions: list[int]
+    """Of the weights that chose each token."""
     finish_reason: Finish | None
     """null in events before the last."""
     usage: CompletionUsage

@@ -56,7 +56,10 @@ class ChatAnswer:
             delta = {"content": ""}
         body: dict[str, Any] = {"delta": delta}
         if self._logprobs:
-            body["logprobs"] = {"content": chat_logprobs(piece, self._tokenizer)}
+            body["logprobs"] = {
+                "content": chat_logprobs(piece, self._tokenizer),
+                "versions": piece.versions.tolist(),
+            }
         fingerprint = usage.fingerprint
         return self._event([_choice(piece.index, body, self._finish(piece))]) | {
             "system_fingerprint": fingerprint
@@ -76,7 +79,8 @@ class ChatAnswer:
                 entries = [
                     entry for part in parts for entry in chat_logprobs(part, self._tokenizer)
                 ]
-                body["logprobs"] = {"content": entries}
+                versions = [number for part in parts for number in part.versions.tolist()]
+                body["logprobs"] = {"content": entries, "versions": versions}
             choices.append(_choice(index, body, self._finish(parts[-1])))
         return {
             **self._head,
@@ -183,7 +187,7 @@ class TextAnswer:
             ]
             if echo and is_first:
                 columns.insert(0, echo.logprobs(parts[0].prompt_logprobs, self._tokenizer))
-            names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+            names = ("tokens", "token_logprobs", "top_logprobs", "text_offset", "versions")
             body["logprobs"] = {name: [x for one in columns for x in one[name]] for name in names}
         return _choice(index, body, parts[-1].finish)
 

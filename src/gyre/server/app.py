@@ -35,8 +35,8 @@ from gyre.server.completions import open_completion
 from gyre.server.conversation import read_messages, read_tools
 from gyre.server.gateway.gate import Gate, OpenGate
 from gyre.server.generate import open_generation
-from gyre.server.generation import ServedModel, TokenUsage, check_top, make_request
-from gyre.server.metrics.measured import MeasuredApp
+from gyre.server.generation import ServedModel, TokenUsage, check_top, find_session, make_request
+from gyre.server.metrics.measured import SOURCE, MeasuredApp
 from gyre.server.metrics.server_metrics import ServerMetrics, inspect_one
 from gyre.server.openapi import make_document
 from gyre.server.respond import (
@@ -57,6 +57,7 @@ from gyre.server.schema import (
     TokenizeBody,
     find_unsupported,
 )
+from gyre.server.tracing.marks import trace_fields
 
 MOST_BODY_BYTES = 8 << 20
 PROMPT_END_TOKENS = 16  # enough for an opening tag and the white space after it
@@ -135,6 +136,7 @@ class Api:
             n=body.n,
             most_tokens=body.most_tokens,
             top_logprobs=check_top(body.top_logprobs or 0, "top_logprobs"),
+            session_id=find_session(http.headers, body.prompt_cache_key),
         )
         answer = ChatAnswer(
             request.request_id,
@@ -145,6 +147,7 @@ class Api:
                 form.make_parser,
                 prompt_end=self._model.tokenizer.decode(tokens[-PROMPT_END_TOKENS:]),
                 with_tools=bool(tools),
+                tools=tools,
                 most_calls=1 if body.parallel_tool_calls is False else None,
             ),
             kept_ids=form.kept_ids(with_tools=bool(tools)),
@@ -158,14 +161,16 @@ class Api:
     async def complete(self, http: HttpRequest) -> Response:
         body = await read_body(http, CompletionBody)
         self._check_model(body.model)
-        work, answer = open_completion(body, self._service)
+        session_id = find_session(http.headers, body.prompt_cache_key)
+        work, answer = open_completion(body, self._service, session_id=session_id)
         return self._respond(
             http, work, answer, stream=body.stream, includes_usage=body.includes_usage
         )
 
     async def generate(self, http: HttpRequest) -> Response:
         body = await read_body(http, GenerateBody)
-        work, answer = open_generation(body, self._service)
+        session_id = find_session(http.headers)
+        work, answer = open_generation(body, self._service, session_id=session_id)
         return self._respond(http, work, answer, stream=body.stream)
 
     def _check_model(self, name: str) -> None:
@@ -293,7 +298,14 @@ def make_handlers(service: Service) -> Handlers:
 
     async def fail(http: HttpRequest, error: Exception) -> Response:
         trace = "".join(traceback.format_exception(error))
-        service.emit("serve.request_failed", path=http.url.path, error=trace)
+        work = http.scope.get(SOURCE)
+        service.emit(
+            "serve.request_failed",
+            path=http.url.path,
+            error=trace,
+            request_id=None if work is None else work.name,
+            **trace_fields(http.scope),
+        )
         return answer(ApiError(500, FAULT))
 
     return {

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from gyre.server.generation import TextDelta, TokenUsage
 from gyre.server.respond import ActiveRequest
+from gyre.server.tracing.marks import RequestTrace
 
 
 class RequestBatch:
@@ -30,12 +31,12 @@ class RequestBatch:
         return sum(part.most_tokens for part in self._parts)
 
     @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[AsyncIterator[TextDelta]]:
+    async def open(self, trace: RequestTrace | None) -> AsyncIterator[AsyncIterator[TextDelta]]:
         """Submit them all. An error or a cancellation aborts each."""
         async with contextlib.AsyncExitStack() as opened:
             streams = []
             for number, part in enumerate(self._parts):
-                pieces = await opened.enter_async_context(part.open())
+                pieces = await opened.enter_async_context(part.open(trace))
                 streams.append(_moved(pieces, number * part.num_choices))
             async with contextlib.aclosing(interleave(streams)) as merged:
                 yield merged

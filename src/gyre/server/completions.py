@@ -26,7 +26,9 @@ from gyre.text.tokenizer import Tokenizer
 MOST_TOLD = 1 << 20  # log-probs of prompts in an answer, alternatives included
 
 
-def open_completion(body: CompletionBody, service: Service) -> tuple[AnswerSource, TextAnswer]:
+def open_completion(
+    body: CompletionBody, service: Service, *, session_id: str = ""
+) -> tuple[AnswerSource, TextAnswer]:
     """Return the requests and their answer. ApiError where one of the prompts would be refused."""
     model = service.model
     prompt_only = body.echo and body.max_tokens == 0
@@ -35,7 +37,7 @@ def open_completion(body: CompletionBody, service: Service) -> tuple[AnswerSourc
             400, "max_tokens = 0: need echo = true and no min_tokens with it", param="max_tokens"
         )
     name = f"{TextAnswer.prefix}-{uuid.uuid4().hex}"
-    requests = _make_requests(body, model, name)
+    requests = _make_requests(body, model, name, session_id=session_id)
     answer = TextAnswer(
         name,
         model.name,
@@ -51,7 +53,9 @@ def open_completion(body: CompletionBody, service: Service) -> tuple[AnswerSourc
     return (parts[0] if len(parts) == 1 else RequestBatch(name, parts, usage)), answer
 
 
-def _make_requests(body: CompletionBody, model: ServedModel, name: str) -> list[Request]:
+def _make_requests(
+    body: CompletionBody, model: ServedModel, name: str, *, session_id: str
+) -> list[Request]:
     """Return one request of each prompt. Log-probs of a prompt come with the first token after it:
     where none is allowed one is chosen all the same, and left out of the answer."""
     best, prompts = check_top(body.logprobs or 0, "logprobs"), body.prompts
@@ -66,6 +70,7 @@ def _make_requests(body: CompletionBody, model: ServedModel, name: str) -> list[
             most_tokens=1 if body.max_tokens == 0 else body.max_tokens,
             top_logprobs=best,
             prompt_logprobs=best if body.echo and body.logprobs is not None else None,
+            session_id=session_id,
         )
         for number, prompt in enumerate(prompts)
     ]

@@ -51,6 +51,7 @@ class Echo:
             "top_logprobs": [None, *best[1:]],
             "text_offset": [0] * self.prefix_tokens
             + places.push(self.tokens[self.prefix_tokens :].tolist()),
+            "versions": [None] * len(words),  # nothing chose them
         }
 
 

@@ -13,7 +13,9 @@ from gyre.server.respond import ActiveRequest, Service
 from gyre.server.schema import GenerateBody
 
 
-def open_generation(body: GenerateBody, service: Service) -> tuple[ActiveRequest, GenerateAnswer]:
+def open_generation(
+    body: GenerateBody, service: Service, *, session_id: str = ""
+) -> tuple[ActiveRequest, GenerateAnswer]:
     """Return the request and its answer. ApiError where the engine would refuse it."""
     tokens = read_prompt(body.prompt, service.model.tokenizer)
     request = make_request(
@@ -23,6 +25,7 @@ def open_generation(body: GenerateBody, service: Service) -> tuple[ActiveRequest
         request_id=f"gen-{uuid.uuid4().hex}",
         stream=body.stream,
         most_tokens=body.params.max_tokens,
+        session_id=session_id,
     )
     usage = TokenUsage(prompt_tokens=len(tokens))
     return ActiveRequest(service, request, usage), GenerateAnswer(request.request_id)
@@ -53,6 +56,7 @@ class GenerateAnswer:
             "text": "".join(piece.text for piece in pieces),
             "tokens": [token for piece in pieces for token in piece.tokens.tolist()],
             "logprobs": [value for piece in pieces for value in piece.logprobs.tolist()],
+            "versions": [number for piece in pieces for number in piece.versions.tolist()],
             "finish_reason": pieces[-1].finish if pieces else None,
             "usage": usage.as_dict(),
             "weights_version": max(usage.versions, default=None),

@@ -7,6 +7,7 @@ C tokens of a completion, c of one chunk, K alternatives of each.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from gyre.core.errors import RankError
 from gyre.core.records import PromptLogprobs, Request, Sampling, TokenChunk
 from gyre.server.parsers.choose import AnswerFormat
 from gyre.server.parsers.spans import held_chars
-from gyre.server.schema import ApiError, SamplingFields
+from gyre.server.schema import MOST_SESSION_CHARS, ApiError, SamplingFields
 from gyre.text.detokenizer import Detokenizer
 from gyre.text.messages import Message, Tool
 from gyre.text.tokenizer import Tokenizer
@@ -48,6 +49,7 @@ class TextDelta:
     text: str
     tokens: np.ndarray  # int32 [c]
     logprobs: np.ndarray  # float32 [c], of the plain softmax
+    versions: np.ndarray  # int32 [c], of the weights that chose each token
     top_ids: np.ndarray | None  # int32 [c, K]
     top_logprobs: np.ndarray | None  # float32 [c, K]
     finish: str | None  # "stop" or "length"
@@ -94,6 +96,7 @@ def make_request(
     n: int = 1,
     top_logprobs: int = 0,
     prompt_logprobs: int | None = None,
+    session_id: str = "",
 ) -> Request:
     """Return the engine's request. ApiError where the engine would refuse it."""
     room = max(1, model.context_tokens - len(tokens))
@@ -122,11 +125,23 @@ def make_request(
         priority=body.priority,
         deadline_s=body.deadline_s,
         chunk_tokens=1 if stream else 0,
+        session_id=session_id,
     )
     if (reason := model.find_refusal(request)) is not None:
         is_long = len(tokens) + (most_tokens or 1) > model.context_tokens
         raise ApiError(400, reason, code="context_length_exceeded" if is_long else "")
     return request
+
+
+def find_session(headers: Mapping[str, str], cache_key: str | None = None) -> str:
+    """Return the session that a request belongs to, as a hash: it is data of a client, and may name
+    a person. Empty where there is none. ApiError for a header that is too long."""
+    name = cache_key or headers.get("x-session-id", "")
+    if len(name) > MOST_SESSION_CHARS:
+        raise ApiError(400, f"x-session-id has {len(name)} characters: need {MOST_SESSION_CHARS}")
+    if not name:
+        return ""
+    return hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def check_top(number: int, name: str) -> int:
@@ -176,6 +191,7 @@ async def pieces(
             text=text.push(chunk.tokens, chunk.finish),
             tokens=chunk.tokens,
             logprobs=chunk.raw_logprobs,
+            versions=chunk.versions,
             top_ids=chunk.top_ids,
             top_logprobs=chunk.top_logprobs,
             finish=chunk.finish,
@@ -242,6 +258,7 @@ def completion_logprobs(
             for place in range(len(words))
         ],
         "text_offset": list(offsets),
+        "versions": piece.versions.tolist(),
     }
 
 

@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -26,6 +26,7 @@ from gyre.server.generation import ServedModel, TextDelta, TokenUsage, pieces
 from gyre.server.metrics.measured import SOURCE
 from gyre.server.metrics.server_metrics import ServerMetrics
 from gyre.server.schema import FAULT, ApiError
+from gyre.server.tracing.marks import EngineMarks, RequestTrace, trace_answer, trace_fields
 
 # tokens and alternatives of an answer that is formed in the event loop: about 5 ms of others' time
 MOST_INLINE = 1024
@@ -57,7 +58,11 @@ class AnswerSource(Protocol):
         """Return how many tokens its completions may have together."""
         ...
 
-    def open(self) -> AbstractAsyncContextManager[AsyncIterator[TextDelta]]: ...
+    def open(
+        self, trace: RequestTrace | None
+    ) -> AbstractAsyncContextManager[AsyncIterator[TextDelta]]:
+        """Submit it. `trace` notes when its parts happen; None: they are not recorded."""
+        ...
 
 
 class ActiveRequest:
@@ -85,11 +90,14 @@ class ActiveRequest:
         return self.request.sampling.n * self.request.sampling.max_tokens
 
     @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[AsyncIterator[TextDelta]]:
+    async def open(self, trace: RequestTrace | None) -> AsyncIterator[AsyncIterator[TextDelta]]:
         """Submit it. An error or a cancellation aborts it, which frees its KV pages."""
         engine, tokenizer = self._service.engine, self._service.model.tokenizer
-        with self.metrics.follow(self.request) as followed:
-            stream = engine.submit(self.request)
+        with self.metrics.follow(self.request) as followed, marking(trace, self.request) as marks:
+            if marks is None:
+                stream = engine.submit(self.request)
+            else:
+                stream = marks.watch(engine.submit(replace(self.request, traced=True)))
             try:
                 yield pieces(
                     followed.watch(stream),
@@ -117,6 +125,13 @@ class ActiveRequest:
             return  # no engine is left to tell more; the client is told so, or gone
 
 
+def marking(
+    trace: RequestTrace | None, request: Request
+) -> AbstractContextManager[EngineMarks | None]:
+    """Return what notes the request's times in the engines, where they are recorded."""
+    return nullcontext() if trace is None else trace.follow(request)
+
+
 class ReservedSource:
     """Work that holds a part of its key's limits while it runs."""
 
@@ -127,7 +142,7 @@ class ReservedSource:
         self.num_choices, self.most_tokens = work.num_choices, work.most_tokens
 
     @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[AsyncIterator[TextDelta]]:
+    async def open(self, trace: RequestTrace | None) -> AsyncIterator[AsyncIterator[TextDelta]]:
         """Submit it. ApiError where the key's limits do not admit it."""
         with contextlib.ExitStack() as held:
             try:
@@ -135,7 +150,7 @@ class ReservedSource:
             except ApiError as error:
                 self.metrics.count_error(error.code)
                 raise
-            async with self._work.open() as found:
+            async with self._work.open(trace) as found:
                 yield found
 
 
@@ -150,7 +165,7 @@ class WholeAnswer(Response):
         scope[SOURCE] = self._work
 
         async def collect() -> list[TextDelta]:
-            async with self._work.open() as found:
+            async with self._work.open(trace_answer(scope, self._work.name)) as found:
                 return [piece async for piece in found]
 
         try:
@@ -198,7 +213,7 @@ class EventStream(Response):
 
         async def go() -> bool:
             nonlocal started
-            async with self._work.open() as found:
+            async with self._work.open(trace_answer(scope, self._work.name)) as found:
                 async for piece in found:
                     if not started:
                         started = True
@@ -219,7 +234,13 @@ class EventStream(Response):
             if not started:
                 raise
             trace = "".join(traceback.format_exception(error))
-            self._emit("serve.request_failed", path=scope["path"], error=trace)
+            self._emit(
+                "serve.request_failed",
+                path=scope["path"],
+                error=trace,
+                request_id=self._work.name,
+                **trace_fields(scope),
+            )
             self._work.metrics.count_error("server_fault")
             refusal = ApiError(500, FAULT)
         else:

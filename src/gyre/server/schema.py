@@ -18,6 +18,7 @@ from gyre.core.records import Sampling
 MOST_MESSAGES = 4096
 MOST_PROMPTS = 256  # of one request
 MOST_TOOLS = 1024
+MOST_SESSION_CHARS = 256
 Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
@@ -144,6 +145,8 @@ class _Generation(SamplingFields):
     """Completions of each prompt."""
     user: str | None = None
     """Accepted; nothing depends on it."""
+    prompt_cache_key: Annotated[str, StringConstraints(max_length=MOST_SESSION_CHARS)] | None = None
+    """Requests with one key prefer one engine; before the header x-session-id."""
 
     @property
     def includes_usage(self) -> bool:

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre.benchmark.answers import EventReader
-from gyre.benchmark.arrivals import poisson_times_s
 from gyre.benchmark.loads import (
     NUM_UNITS,
     Lengths,
@@ -21,6 +20,7 @@ from gyre.benchmark.loads import (
     RandomLoad,
     RequestPlace,
     TextLoad,
+    poisson_times_s,
     sharegpt_requests,
     sharegpt_turns,
 )

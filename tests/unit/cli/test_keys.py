@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,20 @@ def test_a_key_is_printed_once_and_then_listed_and_revoked(tmp_path) -> None:
     assert code == 0 and json.loads(out)["is_revoked"]
     text = keys("list", "--file", file)[1].splitlines()
     assert "'ann'" in text[0] and "tokens_per_minute 700" in text[0] and "revoked" in text[1]
+
+
+def test_a_key_may_expire(tmp_path) -> None:
+    file = tmp_path / "keys.json"
+    made = json.loads(keys("create", "--file", file, "--expires-days", "30", "--json")[1])
+    assert date.fromisoformat(made["expires"][:10]) - date.fromisoformat(
+        made["created"][:10]
+    ) == timedelta(days=30)
+    assert f"expires {made['expires']}" in keys("list", "--file", file)[1]
+    ended = json.loads(file.read_text())
+    ended["keys"][0]["expires"] = "2001-01-01T00:00:00+00:00"
+    file.write_text(json.dumps(ended))
+    assert "  expired  " in keys("list", "--file", file)[1]
+    assert keys("create", "--file", file, "--expires-days", "0")[0] == 2
 
 
 @pytest.mark.parametrize("argv", [["list"], ["revoke", "key-1"]])

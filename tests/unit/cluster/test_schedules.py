@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 
 from cluster_sim import SimCluster, SimEngine, token_at
+from gyre.cluster.engine_pool.ejection import EjectionPolicy
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
 from gyre.cluster.engine_pool.restarts import RestartPolicy
+from gyre.cluster.engine_pool.routing import RoutingPolicy
 from gyre.core.errors import RankError
 from gyre.core.records import Request, Sampling, TokenChunk
 from pool_bench import empty_offer
 
 NAMES = ("engine-0", "engine-1", "engine-2")
+POLICIES: tuple[RoutingPolicy, ...] = ("prefix", "least_tokens", "round_robin")
 MAX_RESTARTS = 2
 TURNS = 220
 
@@ -29,7 +32,8 @@ class World:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.sim = SimCluster(held=tuple(f"engine.{name}" for name in HELD))
+        held = tuple(f"engine.{name}" for name in HELD)
+        self.sim = SimCluster(held=held, page_tokens=2, num_pages=6)
         self.pool = EnginePool(
             self.sim,  # type: ignore[arg-type]
             [self.sim.make(name) for name in NAMES],
@@ -38,6 +42,8 @@ class World:
                 hang_s=60.0,
                 progress_tokens=2,
                 restarts=RestartPolicy(max_restarts=MAX_RESTARTS),
+                routing=POLICIES[seed % 3],
+                ejection=EjectionPolicy(still_s=0.0005, return_s=0.001) if seed % 2 else None,
             ),
             emit=lambda kind, **fields: self.events.append((kind, fields)),
             revive=self.sim.revive,
@@ -57,6 +63,7 @@ class World:
         return [engine for lives in self.sim.lives.values() for engine in lives]
 
     async def run(self) -> None:
+        self.call(self.pool.start(dummy=True))
         self.publish()
         for _ in range(TURNS):
             self.act()
@@ -131,13 +138,14 @@ class World:
     def ask(self) -> None:
         number = len(self.asked)
         sampling = Sampling(max_tokens=self.random.randrange(1, 12), n=self.random.randrange(1, 4))
-        tokens = np.arange(1, 4, dtype=np.int32)
+        tokens = np.arange(1, self.random.randrange(2, 9), dtype=np.int32)
         request = Request(
             request_id=f"r{number}",
             tokens=tokens,
             sampling=sampling,
             seed=number,
             chunk_tokens=number % 3,
+            session_id=self.random.choice(["", "a", "b"]),
         )
         if not all(task.done() for task in self.interrupts):
             self.stopped.add(request.request_id)  # it may be in time for that
@@ -191,6 +199,8 @@ def check(world: World) -> None:
         fields["request_id"] for kind, fields in world.events if kind == "retry.request_requeued"
     ]
     assert len(set(requeued)) <= len(world.asked)
+    for member in world.pool.members.values():
+        assert world.pool.balancer.stats(member, 0.0).load == 0, "a request still counts"
     all_gone = all(engine.cause for engine in world.engines)
     for request, task in world.asked:
         if task.exception() is not None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre.core.records import Evaluation, Group, Prompt, Rollout, Sampling, Score, ScorePart
-from gyre.loop.accuracy import AccuracyMetric
+from gyre.core.scores import AccuracyMetric
 from gyre.loop.assemble import (
     Passes,
     add_part,

@@ -13,7 +13,7 @@ from fakes.script import learning_script
 from fakes.source import ListSource
 from fakes.trainer import CountingTrainer
 from gyre.core.records import Evaluation, TrainBatch, TrainSequence
-from gyre.loop.accuracy import AccuracyMetric
+from gyre.core.scores import AccuracyMetric
 from gyre.loop.config import EvalConfig
 from gyre.loop.evaluate import Rollouts, held_out_loss, pair_accuracy, preference_accuracy
 from gyre.loop.offline import OfflineConfig, OfflineLoop

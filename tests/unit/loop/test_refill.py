@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fakes.config import FakeEngineConfig
 from gyre.core.codec import encode
 from gyre.core.records import Group, Score, ScorePart
-from gyre.loop.accuracy import AccuracyMetric
+from gyre.core.scores import AccuracyMetric
 from gyre.loop.config import EvalConfig
 from gyre.loop.refill import filter_metric, find_equal, is_equal, num_missing, why_filtered_by_score
 from gyre.loop.resume import from_snapshot

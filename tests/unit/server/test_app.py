@@ -28,12 +28,13 @@ class OneToken:
 
     def __init__(self, end: End, tokens: int) -> None:
         self._end, self._tokens = end, tokens
+        self.first_version = 0  # that of the first token; each further token has the next one
         self.aborted: list[str] = []
         self.is_hung = False
 
     def submit(self, request: Request) -> AsyncIterator[TokenChunk]:
         stream = TokenStream(request, 8, self.abort)
-        for _ in range(self._tokens):
+        for number in range(self._tokens):
             stream.push(
                 TokenChunk(
                     request_id=request.request_id,
@@ -41,7 +42,7 @@ class OneToken:
                     tokens=TOKENIZER.encode("o"),
                     logprobs=np.zeros(1, np.float32),
                     raw_logprobs=np.zeros(1, np.float32),
-                    versions=np.zeros(1, np.int32),
+                    versions=np.full(1, self.first_version + number, np.int32),
                 )
             )
         self._end(stream, request.request_id)
@@ -144,6 +145,29 @@ def test_a_fault_of_ours_is_an_event_and_tells_the_client_nothing_of_it(stream, 
     ((kind, fields),) = events
     assert kind == "serve.request_failed" and fields["path"] == "/v1/chat/completions"
     assert "ValueError: a secret" in fields["error"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate"])
+def test_the_version_of_the_weights_is_told_by_token(path, stream) -> None:
+    """As after changes of the weights in mid answer, with policy continue."""
+    engine = OneToken(finish("length"), 3)
+    engine.first_version = 7
+    body: dict[str, Any] = {"model": "m", "stream": stream}
+    if path == "/generate":
+        body = {"prompt": "what", "stream": stream}
+    elif path == "/v1/completions":
+        body |= {"prompt": "what", "logprobs": 0, "echo": False}
+    else:
+        body |= {"messages": [{"role": "user", "content": "what"}], "logprobs": True}
+    answer, _ = ask(engine, path, body)
+    rows = [line[6:] for line in answer.text.splitlines() if line][:-1] if stream else [answer.text]
+    found, fingerprints = [], []
+    for row in map(json.loads, rows):
+        told = row if path == "/generate" else row["choices"][0]["logprobs"] or {"versions": []}
+        found += told["versions"]
+        fingerprints.append(row.get("system_fingerprint", row.get("weights_version")))
+    assert found == [7, 8, 9] and fingerprints[-1] in ("version-7,8,9", 9)
 
 
 def test_an_answer_that_is_whole_aborts_nothing() -> None:

@@ -162,6 +162,7 @@ def test_an_echo_with_logprobs_tells_those_of_the_prompt(max_tokens: int, best: 
     assert told["top_logprobs"][0] is None
     # the chosen token's entry stands beside the best; here the best are others
     assert all(len(entry) == best + 1 for entry in told["top_logprobs"][1:])
+    assert told["versions"][:7] == [None] * 7 and set(told["versions"][7:]) <= {3}
     assert told["text_offset"][:7] == [0, 1, 1, 2, 2, 2, 3]  # ü has two tokens, 漢 three
     if max_tokens:
         assert told["text_offset"][7] == 4 and told["tokens"][7] == "b"

@@ -26,6 +26,7 @@ def test_an_answer_has_text_tokens_and_the_weights_version(prompt: Any) -> None:
         "text": "abc0",
         "tokens": [*TOKENIZER.encode("abc0").tolist(), TOKENIZER.end_id],
         "logprobs": [-0.5] * 5,
+        "versions": [3] * 5,
         "finish_reason": "stop",
         "usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8},
         "weights_version": 3,
@@ -40,7 +41,7 @@ def test_the_events_of_a_stream_join_to_the_whole_answer() -> None:
 
     whole, rows = asyncio.run(go())
     assert whole["text"] == "ab" and whole["finish_reason"] == "stop"
-    for name in ("text", "tokens", "logprobs"):
+    for name in ("text", "tokens", "logprobs", "versions"):
         joined = rows[0][name]
         for row in rows[1:]:
             joined += row[name]

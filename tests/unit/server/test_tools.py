@@ -22,7 +22,7 @@ from gyre.server.generation import ServedModel
 from gyre.server.parsers.choose import choose_format
 from gyre.text.render import render_prompt
 from gyre.text.tokenizer import Tokenizer, load_tokenizer
-from tool_templates import LLAMA_TOOLS, QWEN_TOOLS
+from tool_templates import CODER_TOOLS, LLAMA_TOOLS, QWEN_TOOLS
 from unit.text.test_chat_template import folder_with
 from unit.text.test_hub import QWEN_CHAT
 
@@ -56,7 +56,13 @@ CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_ca
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory) -> dict[str, Tokenizer]:
     """One for each kind of template; with "special" the markers are special tokens of it."""
-    texts = {"qwen": QWEN_TOOLS, "llama": LLAMA_TOOLS, "opening": OPENING, "plain": QWEN_CHAT}
+    texts = {
+        "qwen": QWEN_TOOLS,
+        "coder": CODER_TOOLS,
+        "llama": LLAMA_TOOLS,
+        "opening": OPENING,
+        "plain": QWEN_CHAT,
+    }
     found = {}
     for name, template in texts.items():
         folder: Path = tmp_path_factory.mktemp(name)
@@ -188,6 +194,23 @@ def test_a_call_fits_its_schema(kind, tokenizers) -> None:
         weather = Weather.model_validate_json(call.function.arguments, strict=True)
         assert weather == Weather(city="Zürich 日本", unit="C", days=[1, 2])
     assert len(choice.logprobs.content) == server.ask().usage.completion_tokens
+
+
+def test_a_call_as_xml_has_the_types_of_its_schema(tokenizers) -> None:
+    """And what a client sends back is shown to the model as it had written it."""
+    call = (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nZürich 日本\n</parameter>\n"
+        "<parameter=unit>\nC\n</parameter>\n<parameter=days>\n[1, 2]\n</parameter>\n</function>\n</tool_call>"
+    )
+    server = Server(tokenizers["coder"], f"I look.\n{call}")
+    (choice,) = server.ask(logprobs=True).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.\n")
+    (found,) = choice.message.tool_calls
+    assert found.function.arguments == ARGUMENTS
+    turn = choice.message.model_dump(exclude_none=True)
+    answered = {"role": "tool", "tool_call_id": found.id, "content": "rain"}
+    server.ask(messages=[*ASKED, turn, answered])
+    assert call in server.prompts[-1]
 
 
 def test_a_call_without_words_has_no_content(tokenizers) -> None:

@@ -2,9 +2,9 @@
 
 Past 500 lines: it implements RolloutEngine and EngineLifecycle over one state of its engines.
 
-    submit ──▶ router: by outstanding tokens ──▶ replica ──▶ engine ──▶ request log ──▶ stream
-                            ▲                                  │ lost
-                            └─── again, from what has come ◀───┘
+    submit ──▶ router, load balancer ──▶ replica ──▶ engine ──▶ request log ──▶ stream
+                      ▲                                │ lost
+                      └── again, from what has come ◀──┘
 
 An engine that is lost costs its own requests only: the others go on with them. It is started again
 where that is possible, and takes work once it has the weights that the others have. An engine
@@ -16,16 +16,20 @@ stream with that fault.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from gyre.cluster.engine_pool.ejection import EjectionPolicy
+from gyre.cluster.engine_pool.load_balancer import LoadBalancer
 from gyre.cluster.engine_pool.probe import find_status
 from gyre.cluster.engine_pool.replica import EngineReplica
 from gyre.cluster.engine_pool.restarts import RestartPolicy, restart_wait_s
 from gyre.cluster.engine_pool.router import RequestRouter
+from gyre.cluster.engine_pool.routing import RoutingPolicy
 from gyre.cluster.watchdog import GRACE_S, Watchdog, find_cause
 from gyre.cluster.worker.endpoints import add_stats
 from gyre.cluster.worker.rpc import CALLS, LOSSES
@@ -55,6 +59,8 @@ class PoolSettings:
     max_waiting: int | None = None
     stall_s: float = 10.0  # without progress of its requests, after which an engine is not ready
     probe_s: float = 2.0  # longest wait for an engine's answer about itself
+    routing: RoutingPolicy = "least_tokens"
+    ejection: EjectionPolicy | None = None  # None ejects no engine
 
 
 class EnginePool:
@@ -83,9 +89,17 @@ class EnginePool:
         self._vital = vital
         ranks = [handle for handle in engines if handle.name in vital]
         self._watchdog = Watchdog(ranks, emit=emit, hang_s=settings.hang_s)
+        self.balancer = LoadBalancer(
+            settings.routing,
+            [handle.name for handle in engines],
+            ejection=settings.ejection,
+            seed=secrets.randbits(128),
+            emit=emit,
+        )
         self.router = RequestRouter(
             self._find_engines,
             self.abort,
+            balancer=self.balancer,
             call_or_break=self._call_or_break,
             on_broken=self._lose,
             progress_tokens=settings.progress_tokens,
@@ -182,17 +196,21 @@ class EnginePool:
     async def inspect(self) -> tuple[ReplicaStatus, ...]:
         """Return what each engine says of itself within probe_s. One that is late is not lost. Of a
         broken pool none is ready, whatever it would say."""
-        members = list(self.members.values())
+        members, now_s = list(self.members.values()), asyncio.get_running_loop().time()
         if (broken := self._broken) is not None:
             return tuple(
                 ReplicaStatus(
                     name=member.name,
                     state="lost" if member.state == "lost" else "unwell",
                     reason=str(broken),
+                    routing=self.balancer.stats(member, now_s),
                 )
                 for member in members
             )
         answers = await asyncio.gather(*(self._probe(member) for member in members))
+        now_s = asyncio.get_running_loop().time()
+        up = [member for member in members if member.state == "up"]
+        self._call_or_break(self.balancer.look, up, now_s)
         load = self.router.outstanding_tokens(self.members)
         return tuple(
             find_status(
@@ -205,6 +223,7 @@ class EnginePool:
                 probe_s=self._settings.probe_s,
                 num_requests=len(member.unanswered),
                 outstanding_tokens=load[member.name],
+                routing=self.balancer.stats(member, now_s),
             )
             for member, (health, stats) in zip(members, answers, strict=True)
         )
@@ -231,6 +250,11 @@ class EnginePool:
         self._watch_all()
         calls = {member: member.ask("engine.start", dummy) for member in self._present()}
         await self._gather(calls, watched="start of the engines")
+        if self.balancer.estimates:
+            found = await self._each("engine.stats")
+            for member in self._present():
+                if (stats := found.get(member.name)) is not None:
+                    self.balancer.learn(member, stats)
 
     async def prepare(self, offer: Offer) -> None:
         """Let every engine receive the version: from the trainer rank beside it, or a copy. One
@@ -261,6 +285,8 @@ class EnginePool:
         self._published, self._offered = offer or self._published, None
         for member in self._present():
             if member in ready:
+                if policy != "keep_prefix":
+                    self.balancer.forget(member)
                 self._join(member, version)
             elif offer is not None:
                 member.state = "fresh"
@@ -293,6 +319,8 @@ class EnginePool:
         self._offered = self._published = None
         self._state = self._state.after(RolledBack())
         self.router.begin_end(lives, "abort", "the engine was terminated")
+        for member in members:
+            self.balancer.forget(member)
         await self._gather({member: member.ask("engine.terminate") for member in members})
         await self.router.until_gone(lives, self._settings.call_deadline_s)
 
@@ -356,6 +384,7 @@ class EnginePool:
 
     def _take_loss(self, member: EngineReplica, cause: str) -> None:
         again, place = self.router.take_back(member), member.handle.place
+        self.balancer.lose(member, asyncio.get_running_loop().time())
         self._emit("engine.lost", engine=member.name, place=place, cause=cause, requests=len(again))
         if member.vital:
             self._break_off(
@@ -443,8 +472,10 @@ class EnginePool:
         member, version = self._make_member(await revive(name), "fresh"), None
         try:
             await member.ask("engine.start", not self._starts_with_weights)
-            if self._starts_with_weights:
-                version = (await member.ask("engine.stats")).version
+            if self._starts_with_weights or self.balancer.estimates:
+                stats = await member.ask("engine.stats")
+                version = stats.version if self._starts_with_weights else None
+                self.balancer.learn(member, stats)
         except BaseException:
             await self._cluster.stop(member.handle)
             raise
@@ -478,6 +509,7 @@ class EnginePool:
         was_away = member.state == "fresh"
         member.state, member.prepared = "up", None
         if was_away:
+            self.balancer.forget(member)
             self._call_or_break(
                 lambda: self._emit("engine.rejoined", engine=member.name, version=version)
             )

@@ -12,7 +12,7 @@ from typing import Any
 
 from gyre.core.contracts import WorkerHandle
 from gyre.core.liveness import decide
-from gyre.core.records import EngineStats, Health, ReplicaStatus
+from gyre.core.records import EngineStats, Health, ReplicaStatus, RoutingStats
 
 
 class Probe:
@@ -50,6 +50,7 @@ def find_status(
     probe_s: float,
     num_requests: int,
     outstanding_tokens: int,
+    routing: RoutingStats,
 ) -> ReplicaStatus:
     """Return what is known of a replica in `state` ("up", "fresh" or "lost"). `still_s`: how long
     its requests have made no progress; `probe_s`: how long it was waited for. Pure."""
@@ -75,4 +76,5 @@ def find_status(
         reason=reason,
         stats=None if told == "lost" else stats,
         outstanding_tokens=outstanding_tokens,
+        routing=routing,
     )

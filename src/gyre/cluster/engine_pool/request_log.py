@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from gyre.core.chunks import as_partial, join_chunks
 from gyre.core.records import Partial, Request, TokenChunk
 
@@ -20,6 +22,8 @@ class RequestLog:
         self._progress_tokens = progress_tokens
         self._begun = {partial.index: partial for partial in request.partials}
         self._chunks: dict[int, list[TokenChunk]] = {}
+        # tokens of each completion, its beginning included; kept, since routing asks often
+        self._num_chosen = {index: len(partial.tokens) for index, partial in self._begun.items()}
         self._ended: set[int] = set()
         self._told_prompt: set[int] = set()
 
@@ -33,11 +37,15 @@ class RequestLog:
         """Completions that have not ended."""
         return [index for index in range(self.request.sampling.n) if index not in self._ended]
 
+    def is_open(self, index: int) -> bool:
+        """Return whether a completion has not ended."""
+        return index not in self._ended
+
     @property
     def outstanding_tokens(self) -> int:
         """Tokens that are still to come at most; the prompt as long as none has come."""
         longest = self.request.sampling.max_tokens
-        rest = sum(max(0, longest - self._num_chosen(index)) for index in self.open)
+        rest = sum(max(0, longest - self._num_chosen.get(index, 0)) for index in self.open)
         return rest + (0 if self._chunks else len(self.request.tokens))
 
     def take(self, chunk: TokenChunk) -> list[TokenChunk]:
@@ -52,6 +60,7 @@ class RequestLog:
             self._told_prompt.add(index)
         chunks = self._chunks.setdefault(index, [])
         chunks.append(chunk)
+        self._num_chosen[index] = self._num_chosen.get(index, 0) + len(chunk.tokens)
         if chunk.finish is not None:
             self._ended.add(index)
             return [join_chunks(chunks)] if self._whole else [chunk]
@@ -65,16 +74,15 @@ class RequestLog:
             self.request,
             chunk_tokens=self._progress_tokens if self._whole else self.request.chunk_tokens,
             partials=tuple(
-                self._partial(i) for i in range(self.request.sampling.n) if self._num_chosen(i)
+                self._partial(i) for i in range(self.request.sampling.n) if self._num_chosen.get(i)
             ),
             deadline_s=None if deadline_s is None else max(0.0, deadline_s - waited_s),
         )
 
-    def _num_chosen(self, index: int) -> int:
-        begun = self._begun.get(index)
-        return (0 if begun is None else len(begun.tokens)) + sum(
-            len(c.tokens) for c in self._chunks.get(index, ())
-        )
+    def tokens_of(self, index: int) -> list[np.ndarray]:
+        """Return the tokens of a completion, in parts."""
+        begun = [self._begun[index].tokens] if index in self._begun else []
+        return [*begun, *(chunk.tokens for chunk in self._chunks.get(index, ()))]
 
     def _partial(self, index: int) -> Partial:
         begun = [self._begun[index]] if index in self._begun else []

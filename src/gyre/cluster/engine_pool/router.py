@@ -1,6 +1,6 @@
 """RequestRouter: the pool's requests, from submit to their last chunk. In: Requests, engines' news.
-Out: streams; requests sent to the engine with the least outstanding tokens, again from what has
-come when it is lost.
+Out: streams; requests sent to the engine that the balancer chooses, again from what has come when
+it is lost.
 
 A request that was asked to end is never sent again: when its engine is lost before it said
 so, it ends here.
@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from gyre.cluster.engine_pool.load_balancer import LoadBalancer, PlacedRequest
 from gyre.cluster.engine_pool.replica import EngineReplica
 from gyre.cluster.engine_pool.request_log import RequestLog
-from gyre.cluster.engine_pool.routing import assign, cost_tokens
 from gyre.cluster.worker.endpoints import News
 from gyre.core.chunks import TokenStream
 from gyre.core.errors import DeadlineError
@@ -36,6 +36,7 @@ class Live:
     stream: TokenStream
     submitted_s: float
     member: EngineReplica | None = None  # None while it waits for an engine
+    placed: PlacedRequest | None = None  # what it counts for at its engine
     ending: tuple[Finish, str] | None = None  # how and why it was asked to end
     timer: asyncio.TimerHandle | None = None  # at its deadline
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # all completions are answered
@@ -53,6 +54,7 @@ class RequestRouter:
         find_engines: Callable[[], Sequence[EngineReplica] | BaseException | None],
         abort: Callable[[str], Awaitable[None]],
         *,
+        balancer: LoadBalancer,
         call_or_break: Callable[..., None],
         on_broken: Callable[[EngineReplica, str], None],
         progress_tokens: int,
@@ -65,6 +67,7 @@ class RequestRouter:
         ended requests which nobody asked to end."""
         self._find_engines, self._abort, self._emit = find_engines, abort, emit
         self._call_or_break, self._on_broken = call_or_break, on_broken
+        self.balancer = balancer
         self._progress_tokens, self._max_waiting = progress_tokens, max_waiting
         self._live: dict[str, Live] = {}
         self._incoming: list[Live] = []
@@ -125,7 +128,7 @@ class RequestRouter:
                 self._call_or_break(self.route)
 
     def route(self) -> None:
-        """Send what is waiting, each request to the engine with the least outstanding tokens."""
+        """Send what is waiting, each request to the engine that the balancer chooses."""
         engines = self._find_engines() if self._incoming else None
         if engines is None:
             return
@@ -142,11 +145,14 @@ class RequestRouter:
         up = {member.name: member for member in engines}
         now_s = asyncio.get_running_loop().time()
         requests = [live.book.for_engine(waited_s=now_s - live.submitted_s) for live in waiting]
-        chosen = assign([cost_tokens(request) for request in requests], self.outstanding_tokens(up))
+        outstanding = {} if self.balancer.estimates else self.outstanding_tokens(up)
+        all_placed = self.balancer.place(requests, engines, outstanding=outstanding, now_s=now_s)
         sends: dict[str, list[Request]] = {}
-        for live, request, name in zip(waiting, requests, chosen, strict=True):
-            live.member = up[name]
-            sends.setdefault(name, []).append(request)
+        for live, request, placed in zip(waiting, requests, all_placed, strict=True):
+            live.member, live.placed = placed.engine.member, placed
+            if request.traced:
+                live.stream.note_sent(live.member.name, now_s)
+            sends.setdefault(live.member.name, []).append(request)
         for name, batch in sends.items():
             up[name].send(batch)
 
@@ -161,8 +167,11 @@ class RequestRouter:
             if chunk.finish == "abort" and live.ending is None:
                 self._on_broken(member, chunk.reason)
                 return
+            ends = chunk.finish is not None and live.book.is_open(chunk.index)
             for told in live.book.take(chunk):
                 live.stream.push(told)
+            if live.placed is not None:
+                self._note_progress(live, live.placed, chunk, ends=ends)
             if not live.stream.unfinished:
                 self._forget(live)
         for request_id in news.ended:
@@ -178,6 +187,8 @@ class RequestRouter:
         again = []
         for live in [live for live in self._live.values() if live.member is member]:
             live.member = None
+            self._leave(live)
+            live.stream.note_lost(asyncio.get_running_loop().time())
             if live.ending is not None or not live.book.open:
                 self.end(live, *(live.ending or ("abort", "")))
                 continue
@@ -254,8 +265,23 @@ class RequestRouter:
                 outstanding[live.member.name] += live.book.outstanding_tokens
         return outstanding
 
+    def _note_progress(
+        self, live: Live, placed: PlacedRequest, chunk: TokenChunk, *, ends: bool
+    ) -> None:
+        if ends:
+            tokens = live.book.tokens_of(chunk.index)
+            self.balancer.end_one(placed, tokens, is_whole=chunk.finish in ("stop", "length"))
+        elif placed.prompt_work:
+            self.balancer.begin(placed)
+
+    def _leave(self, live: Live) -> None:
+        if live.placed is not None:
+            self.balancer.release(live.placed)
+            live.placed = None
+
     def _forget(self, live: Live) -> None:
         self._live.pop(live.request_id, None)
+        self._leave(live)
         if live in self._incoming:
             self._incoming.remove(live)
         if live in self._held:

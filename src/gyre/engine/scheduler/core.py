@@ -33,10 +33,13 @@ from gyre.engine.scheduler.journal import (
     Steps,
 )
 from gyre.engine.scheduler.postprocess import (
+    BegunPrefill,
     TextStop,
     advance,
+    begin_prefills,
     commit_tokens,
     end_complete_partials,
+    end_prefills,
     end_request,
 )
 from gyre.engine.scheduler.preemption import mix_versions, preempt, void_swapped
@@ -100,6 +103,7 @@ class InFlightStep:
 
     step: Step
     flight: Flight
+    prefills: abc.Sequence[BegunPrefill]  # of traced requests
 
 
 class EngineCore:
@@ -199,9 +203,9 @@ class EngineCore:
         step = schedule(self.state, token_budget=self._token_budget, version=self.version)
         if step is not None:
             self._swap(step)
-            self._in_flight.append(
-                InFlightStep(step=step, flight=self.runner.launch(self.state.rows, step))
-            )
+            prefills = begin_prefills(self.state, step)
+            flight = self.runner.launch(self.state.rows, step)
+            self._in_flight.append(InFlightStep(step=step, flight=flight, prefills=prefills))
             advance(self.state, step)
         if self._in_flight and (step is None or len(self._in_flight) > self._depth):
             self._commit_oldest()
@@ -270,9 +274,9 @@ class EngineCore:
 
     def _commit_oldest(self) -> None:
         oldest = self._in_flight.popleft()
-        self._out += commit_tokens(
-            self.state, oldest.step, oldest.flight.fetch(), text_stop=self._text_stop
-        )
+        sampled = oldest.flight.fetch()
+        end_prefills(self.state, oldest.prefills)
+        self._out += commit_tokens(self.state, oldest.step, sampled, text_stop=self._text_stop)
         if self.state.tainted:
             self.runner.pool.zero_pages(np.concatenate(self.state.tainted))
             self.state.tainted.clear()

@@ -1,5 +1,5 @@
 """Postprocess: accounts for a step in two parts. In: the state, the Step, its sampled tokens. Out:
-TokenChunks to deliver. Pure but for the times of first tokens.
+TokenChunks to deliver. Pure but for the times of prefills and first tokens.
 
 `advance`, as soon as the step is launched, counts what needs no token values. `commit_tokens`, when
 the values are on the host, writes them where the step said and finds finished sequences. Steps may
@@ -13,16 +13,57 @@ deadline, interrupt), with nothing in flight.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 
-from gyre.core.records import Finish, Partial, TokenChunk
+from gyre.core.records import Finish, Partial, PrefillTiming, TokenChunk
 from gyre.engine.scheduler.sequence import GeneratedTokens, Sequence, make_chunk, make_partial
 from gyre.engine.scheduler.state import SchedulerState
 from gyre.engine.scheduler.step import SampledTokens, Step
 
 # (sequence, tokens chosen so far) → whether the last token completed one of its stop strings
 TextStop = Callable[[Sequence, np.ndarray], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BegunPrefill:
+    """A piece of a traced completion's known tokens, in a step whose results are not there yet."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    launched_s: float
+
+
+def begin_prefills(state: SchedulerState, step: Step) -> list[BegunPrefill]:
+    """Return the step's pieces that are timed: those of traced requests. The step is about to be
+    launched."""
+    traced = [
+        (chunk, sequence)
+        for chunk in step.chunks
+        if (sequence := state.rows.sequence_at(chunk.row)).request.traced
+    ]
+    now_s = state.clock() if traced else 0.0
+    return [
+        BegunPrefill(sequence=sequence, start=chunk.start, num_tokens=chunk.count, launched_s=now_s)
+        for chunk, sequence in traced
+    ]
+
+
+def end_prefills(state: SchedulerState, begun: Seq[BegunPrefill]) -> None:
+    """Note when the results of these were on the host: now."""
+    now_s = state.clock() if begun else 0.0
+    for piece in begun:
+        piece.sequence.prefills.append(
+            PrefillTiming(
+                start=piece.start,
+                num_tokens=piece.num_tokens,
+                launched_s=piece.launched_s,
+                ended_s=now_s,
+            )
+        )
 
 
 def advance(state: SchedulerState, step: Step) -> None:

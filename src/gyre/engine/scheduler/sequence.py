@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gyre.core.records import Finish, Partial, Request, Support, Timing, TokenChunk
+from gyre.core.records import Finish, Partial, PrefillTiming, Request, Support, Timing, TokenChunk
 from gyre.engine.kv_cache.prefix_cache import BlockKey
 from gyre.engine.kv_cache.prompt_logprobs import PromptLogprobStore
 from gyre.engine.scheduler.random import draw_key
@@ -80,6 +80,7 @@ class Sequence:
         "keys",
         "keys_root",
         "lost_tokens",
+        "prefills",
         "prompt_store",
         "request",
         "row",
@@ -116,6 +117,7 @@ class Sequence:
         self.lost_tokens = 0  # whose KV was given up when it was preempted
         self.started_s: float | None = None  # when it first had a row
         self.first_token_s: float | None = None
+        self.prefills: list[PrefillTiming] = []  # of a traced request, until they go out
         # siblings that wait for this one to prefill their prompt
         self.followers: list[Sequence] = []
 
@@ -196,6 +198,9 @@ def make_chunk(
     timing = None
     if start == 0 and sequence.started_s is not None and sequence.first_token_s is not None:
         timing = Timing(started_s=sequence.started_s, first_token_s=sequence.first_token_s)
+    prefills: tuple[PrefillTiming, ...] = ()
+    if sequence.prefills:
+        prefills, sequence.prefills = tuple(sequence.prefills), []
     top_ids, top_logprobs = _cut_top(sequence, start)
     prompt_logprobs = None
     if sequence.prompt_store is not None and len(chosen.tokens):
@@ -220,6 +225,7 @@ def make_chunk(
         top_logprobs=top_logprobs,
         prompt_logprobs=prompt_logprobs,
         timing=timing,
+        prefills=prefills,
     )
 
 

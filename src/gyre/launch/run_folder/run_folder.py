@@ -20,7 +20,7 @@ from pathlib import Path
 
 from gyre.core.errors import InputError, SnapshotError, is_disk_full
 from gyre.core.files import try_lock
-from gyre.core.hub import near_folders
+from gyre.core.hub import is_hub_name, near_folders
 from gyre.launch.run_folder.attempts import (
     OVERRIDES,
     RESOLVED,
@@ -29,6 +29,7 @@ from gyre.launch.run_folder.attempts import (
     resolved_text,
     texts_of,
 )
+from gyre.models.hub.folders import find_folder
 from gyre.runconfig import RunConfig, load_run_config
 
 EXPORT, EXPORTS = "export", "exports"  # the one at the end; those between the steps
@@ -168,10 +169,19 @@ def export_paths(folder: Path) -> list[Path]:
     return [path for _, path in sorted((int(name[1]), path) for name, path in named if name)]
 
 
+def is_model_name(target: Path) -> bool:
+    """Return whether it may be a hub's: "owner/model". In a folder that is there, it is a path that
+    was mistyped."""
+    return len(target.parts) == 2 and is_hub_name(str(target)) and not target.parent.is_dir()
+
+
 def find_model(
-    target: Path, config_path: Path | None, overrides: list[str]
+    target: Path, config_path: Path | None, overrides: list[str], *, revision: str | None = None
 ) -> tuple[Path, RunConfig]:
-    """(hub-layout folder, config) of a run folder or of a model folder."""
+    """(hub-layout folder, config) of a run folder, a model folder or a hub name, which is fetched
+    at `revision`."""
+    if is_model_name(target) or revision is not None:
+        target = find_folder(target, revision=revision)
     if (target / "events.jsonl").is_file():
         model = target / EXPORT
         if not model.is_dir() and (between := export_paths(target)):

@@ -16,8 +16,16 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +34,9 @@ import psutil
 import uvicorn
 import uvloop
 from starlette.requests import Request as HttpRequest
+from starlette.routing import Route
 
+from gyre.cluster.engine_pool.ejection import EjectionPolicy
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
 from gyre.cluster.engine_pool.restarts import RestartPolicy
 from gyre.cluster.process_cluster import ProcessCluster
@@ -36,10 +46,13 @@ from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
 from gyre.core.records import RoleSpec
 from gyre.launch.serving.follow import Follower
+from gyre.launch.serving.library_logs import libraries_logged
 from gyre.launch.serving.model import served_model
 from gyre.launch.serving.served_weights import ServedFolder, ServedWeights
+from gyre.launch.serving.tracing import tracing
 from gyre.models.hub.folders import LOAD_FORMATS, LoadFormat, refuse_reward_model
 from gyre.observability.hardware import count_gpus as count_visible_gpus
+from gyre.observability.tracing.otlp_sender import read_endpoint
 from gyre.runconfig import RunConfig
 from gyre.server.admin import admin_routes, check_key, read_key_digest
 from gyre.server.app import make_app
@@ -49,6 +62,8 @@ from gyre.server.gateway.key_store import KeyStore
 from gyre.server.gateway.tls import check_tls_files
 from gyre.server.metrics.server_metrics import ServerMetrics
 from gyre.server.parsers.choose import check_parsers
+from gyre.server.tracing.traced_app import RequestTraces
+from gyre.server.web.page import PageFile, page_routes, read_page
 from gyre.text.hub_child import load_apart
 from gyre.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -78,6 +93,8 @@ class ServeArgs:
     drain_s: int  # for the answers under way after a signal
     access_log: bool = False  # an event for each HTTP request
     load_format: LoadFormat = "auto"  # "dummy" draws the first version's weights
+    otlp_endpoint: str = ""  # collector that gets a trace of each request; "" traces none
+    trace_ratio: float = 1.0  # share of those that begin here which are recorded
     admin_key_file: Path | None = None  # whoever has its key may change the weights
     follow: Path | None = None  # run or model folder whose new weights are taken
     poll_s: float = 2.0  # between two looks at it
@@ -95,13 +112,18 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
         )
     refuse_open_bind(args.host, insecure=args.insecure, has_keys=args.keys is not None)
     check_tls_files(args.tls_cert, args.tls_key)
-    access = make_access(args.keys, args.admin_key_file)
+    page = read_page()
+    if args.otlp_endpoint:
+        endpoint = read_endpoint(args.otlp_endpoint, "--otlp-endpoint")
+        args = replace(args, otlp_endpoint=endpoint)
+    access = make_access(args.keys, args.admin_key_file, open_paths=page)
     gpus = count_gpus(args.config, args.replicas)
     with (
         bind(args.host, args.port) as listener,
+        libraries_logged(write_server_event),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        return runner.run(_serve(args, listener, access, gpus=gpus, as_json=as_json))
+        return runner.run(_serve(args, listener, access, page, gpus=gpus, as_json=as_json))
 
 
 def count_gpus(config: RunConfig, replicas: int) -> int:
@@ -117,10 +139,18 @@ def count_gpus(config: RunConfig, replicas: int) -> int:
 
 
 async def _serve(
-    args: ServeArgs, listener: socket.socket, access: Access, *, gpus: int, as_json: bool
+    args: ServeArgs,
+    listener: socket.socket,
+    access: Access,
+    page: Mapping[str, PageFile],
+    *,
+    gpus: int,
+    as_json: bool,
 ) -> dict[str, Any]:
     imports_s, begun_s = time.time() - psutil.Process().create_time(), time.monotonic()
-    cluster = ProcessCluster(gpus=gpus, on_event=write_event)
+    traces = make_traces(args)
+    emit = write_server_event if traces is None else traces.stamped(write_server_event)
+    cluster = ProcessCluster(gpus=gpus, on_event=worker_events(emit))
     try:
         served = ServedFolder(args.folder)
         names = [f"engine-{number}" for number in range(args.replicas)]
@@ -135,7 +165,7 @@ async def _serve(
             asyncio.gather(*(start(name) for name in names)),
         )
         workers_s = time.monotonic() - begun_s
-        pool = make_pool(cluster, start, handles, args.config)
+        pool = make_pool(cluster, start, handles, args.config, emit)
         try:
             await pool.start(dummy=False)
             engines_s = time.monotonic() - begun_s - workers_s
@@ -149,38 +179,35 @@ async def _serve(
                 reasoning_parser=args.reasoning_parser,
                 find_version=lambda: pool.version,
             )
-            weights = ServedWeights(
-                pool, served, args.config, tokenizer=model.tokenizer, emit=write_server_event
-            )
+            weights = ServedWeights(pool, served, args.config, tokenizer=model.tokenizer, emit=emit)
             metrics = ServerMetrics(
                 model.name, context_tokens=model.context_tokens, inspect=pool.inspect
             )
             app = make_app(
                 pool,
                 model,
-                emit=write_server_event,
+                emit=emit,
                 metrics=metrics,
                 gate=access.gate,
                 logs_access=args.access_log,
-                more_routes=()
-                if access.check_admin is None
-                else admin_routes(access.check_admin, weights, args.name),
+                more_routes=[*access.admin_routes(weights, args.name), *page_routes(page)],
             )
-            host, port = listener.getsockname()[:2]
-            scheme = "http" if args.tls_cert is None else "https"
-            url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-            emit: Emit = write_server_event
-            emit(
-                "serve.ready",
-                url=url,
-                imports_s=imports_s,
-                workers_s=workers_s,
-                engines_s=engines_s,
-                seconds=imports_s + time.monotonic() - begun_s,
-            )
-            say_ready(url, args, as_json=as_json)
-            async with contextlib.aclosing(weights), following(weights, args, write_server_event):
-                await HttpServer(http_config(app, args, metrics)).serve(sockets=[listener])
+            url = find_url(listener, args)
+            async with (
+                contextlib.aclosing(weights),
+                following(weights, args, emit),
+                tracing(app, args.otlp_endpoint, traces, metrics, emit) as traced,
+            ):
+                emit(
+                    "serve.ready",
+                    url=url,
+                    imports_s=imports_s,
+                    workers_s=workers_s,
+                    engines_s=engines_s,
+                    seconds=imports_s + time.monotonic() - begun_s,
+                )
+                say_ready(url, args, as_json=as_json)
+                await HttpServer(http_config(traced, args, metrics)).serve(sockets=[listener])
         finally:
             await pool.terminate()
             await pool.close()
@@ -258,6 +285,7 @@ def make_pool(
     start: Callable[[str], Awaitable[WorkerHandle]],
     handles: Sequence[WorkerHandle],
     config: RunConfig,
+    emit: Emit,
 ) -> EnginePool:
     """Return the replicas as one engine. One that is lost is started again by its name."""
     settings = config.cluster
@@ -269,10 +297,12 @@ def make_pool(
             hang_s=settings.hang_s,
             stall_s=settings.stall_s,
             progress_tokens=settings.progress_tokens,
+            routing=settings.routing,
+            ejection=EjectionPolicy(still_s=settings.stall_s, return_s=settings.return_s),
             restarts=RESTARTS,
             max_waiting=config.engine.max_queued,
         ),
-        emit=write_server_event,
+        emit=emit,
         revive=start,
         starts_with_weights=True,
     )
@@ -285,17 +315,23 @@ class Access:
     gate: Gate
     check_admin: Callable[[HttpRequest], None] | None  # None: nobody may
 
+    def admin_routes(self, weights: ServedWeights, name: str) -> Sequence[Route]:
+        """Return the routes that change the server, empty without an administrator."""
+        return () if self.check_admin is None else admin_routes(self.check_admin, weights, name)
 
-def make_access(keys: Path | None, admin_key_file: Path | None) -> Access:
+
+def make_access(
+    keys: Path | None, admin_key_file: Path | None, *, open_paths: Collection[str] = ()
+) -> Access:
     """Return who may do what. With keys, those of role admin are for administrators; without, the
-    key of a file is. ConfigError for a file that is not whole."""
+    key of a file is. `open_paths` need none. ConfigError for a file that is not whole."""
     if keys is not None:
         if admin_key_file is not None:
             raise ConfigError(
                 "--admin-key-file with --keys: a server with keys has administrators among them",
                 hint=f"leave it out, and make a key: gyre keys create --admin --file {keys}",
             )
-        gate = KeyGate(KeyStore(keys, emit=write_server_event))
+        gate = KeyGate(KeyStore(keys, emit=write_server_event), open_paths=open_paths)
         return Access(gate, lambda http: gate.require_admin(http.scope))
     if admin_key_file is None:
         return Access(OpenGate(), None)
@@ -332,6 +368,18 @@ def bind(host: str, port: int) -> socket.socket:
         ) from error
 
 
+def make_traces(args: ServeArgs) -> RequestTraces | None:
+    """Return the traces of the server, where they are asked for."""
+    return RequestTraces(args.name, ratio=args.trace_ratio) if args.otlp_endpoint else None
+
+
+def find_url(listener: socket.socket, args: ServeArgs) -> str:
+    """Return the address that clients ask."""
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if args.tls_cert is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def http_config(app: Any, args: ServeArgs, metrics: ServerMetrics) -> uvicorn.Config:
     """Return the settings of the HTTP server."""
     limits = ConnectionLimits(receive_s=args.receive_s)
@@ -342,6 +390,7 @@ def http_config(app: Any, args: ServeArgs, metrics: ServerMetrics) -> uvicorn.Co
         ws="none",
         ssl_certfile=args.tls_cert,
         ssl_keyfile=args.tls_key,
+        log_config=None,  # `libraries_logged` makes events of its warnings
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -353,7 +402,7 @@ def http_config(app: Any, args: ServeArgs, metrics: ServerMetrics) -> uvicorn.Co
 
 
 def say_ready(url: str, args: ServeArgs, *, as_json: bool) -> None:
-    """Print where the server listens, and how to ask it."""
+    """Print where the server listens, its page, and how to ask it."""
     if as_json:
         print(json.dumps({"url": url, "model": args.name}), flush=True)
         return
@@ -361,16 +410,24 @@ def say_ready(url: str, args: ServeArgs, *, as_json: bool) -> None:
     body = json.dumps({"model": args.name, "messages": [question]}, ensure_ascii=False)
     print(
         f"serving {args.name} on {url}/v1\n"
+        f"  in a browser: {url}\n"
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
         flush=True,
     )
 
 
-def write_event(worker: str, kind: str, /, **fields: Any) -> None:
-    """Write a worker's event to the log: one JSON object a line, on stderr."""
-    write_server_event(kind, worker=worker, **fields)
+def worker_events(emit: Emit) -> Callable[..., None]:
+    """Return what takes the events of workers, by their names."""
+
+    def write(worker: str, kind: str, /, **fields: Any) -> None:
+        emit(kind, worker=worker, **fields)
+
+    return write
 
 
 def write_server_event(kind: str, /, **fields: Any) -> None:
-    """Write an event of this process to the log."""
-    print(json.dumps({"kind": kind, **fields}, default=str), file=sys.stderr, flush=True)
+    """Write an event to the log: one JSON object a line, on stderr."""
+    row = {"t": round(time.time(), 4), "kind": kind, **fields}
+    # one write: another thread may write too
+    sys.stderr.write(json.dumps(row, default=str) + "\n")
+    sys.stderr.flush()

@@ -19,13 +19,19 @@ LOAD_FORMATS = get_args(LoadFormat)
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 
 
-def find_folder(folder_or_name: str | Path) -> Path:
+def find_folder(folder_or_name: str | Path, *, revision: str | None = None) -> Path:
     """Return a local folder with a config.json; a name that is not a folder is fetched from the
-    hub."""
+    hub, at `revision`. InputError for the revision of a folder."""
     folder = look_for_folder(folder_or_name)
     if folder is None:
-        folder = hub_folder(str(folder_or_name), HUB_PATTERNS, what="model")
+        name = str(folder_or_name)
+        folder = hub_folder(name, HUB_PATTERNS, what="model", revision=revision)
         check_folder(folder)
+    elif revision is not None:
+        raise InputError(
+            f"revision {revision!r}: {folder_or_name} is a folder, which has no revisions",
+            hint='leave it out, or give a hub name "owner/model"',
+        )
     return folder
 
 

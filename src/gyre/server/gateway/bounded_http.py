@@ -1,6 +1,7 @@
 """Bounded HTTP: uvicorn's httptools protocol, with limits on how a request arrives and its answer
-leaves. In: bytes of a client. Out: requests to the application; 408 or 431, or a closed connection,
-for the others, each counted by a code.
+leaves, and a check of the headers that others may read differently. In: bytes of a client. Out:
+requests to the application; 400, 408 or 431, or a closed connection, for the others, each counted
+by a code.
 
 httptools bounds neither the size of headers nor the time that a client takes to send them: it would
 keep a header of any length, and a connection that sends one byte now and then, for ever.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -25,6 +27,8 @@ from uvicorn.server import ServerState
 from gyre.server.schema import ApiError
 
 LINE_BYTES = 4  # ": " and the line end of a header
+# RFC 3986: a registered name, an IPv4 address or an IPv6 address in brackets; a port; or nothing
+HOST = re.compile(rb"([A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(:[0-9]*)?")
 SLOW_READER = "slow_reader"  # code of a client that does not read its answer
 
 
@@ -59,6 +63,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._send_timer: asyncio.TimerHandle | None = None
         self._in_head = self._in_message = self._is_refused = False
         self._head_bytes = 0  # parsed, of this request
+        self._hosts = 0  # Host headers of this request
+        self._head_fault = ""  # why its headers are refused
         self._bytes_between = 0  # received since the last part of a body: head, frame, trailer
 
     # -- from the transport
@@ -97,7 +103,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._in_message = self._in_head = True
-        self._head_bytes = 0
+        self._head_bytes = self._hosts = 0
         self._start_timer()
         super().on_message_begin()
 
@@ -108,9 +114,13 @@ class BoundedHttp(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._add_head_bytes(len(name) + len(value) + LINE_BYTES)
         if self._in_head:  # trailers count, and are dropped: they came after the key was checked
+            self._check_header(name.lower(), value)
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        parser: Any = self.parser
+        if not self._hosts and parser.get_http_version() == "1.1":
+            self._fail_head("need a Host header")
         super().on_headers_complete()
         self._in_head = False
 
@@ -127,7 +137,8 @@ class BoundedHttp(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that the parser refuses, or that `_add_head_bytes` does."""
         is_long = self._head_bytes > self._limits.max_head_bytes
-        self._refuse(self._head_error() if is_long else ApiError(400, "the bytes are no HTTP/1.1"))
+        fault = self._head_fault or "the bytes are no HTTP/1.1"
+        self._refuse(self._head_error() if is_long else ApiError(400, fault))
 
     def on_response_complete(self) -> None:
         """Begin the time of a request that waited for this answer."""
@@ -137,6 +148,20 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_response_complete()
 
     # -- limits
+
+    def _check_header(self, name: bytes, value: bytes) -> None:
+        """Refuse what a proxy before this server may have read in another way. The parser has
+        refused most of it: two lengths, a length beside chunks, line ends that are none."""
+        if name == b"host":
+            self._hosts += 1
+            if self._hosts > 1 or HOST.fullmatch(value) is None:
+                self._fail_head("need one Host header, with a name or an address")
+        elif name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            self._fail_head("Transfer-Encoding: only chunked is understood")
+
+    def _fail_head(self, fault: str) -> None:
+        self._head_fault = fault
+        raise ValueError(fault)  # ends the parser; then `send_400_response`
 
     def _add_head_bytes(self, size_bytes: int) -> None:
         self._head_bytes += size_bytes

@@ -2,13 +2,13 @@
 tokens that it used. Out: the request let through, with its limits in the answer's headers; or a
 refusal in the shape of OpenAI's API.
 
-Health routes need no key; every other one does, also one that does not exist.
+Health routes and the open paths need no key; every other one does, also one that does not exist.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -56,13 +56,21 @@ class OpenGate:
 class KeyGate:
     """Lets through who has a key, within its limits."""
 
-    def __init__(self, store: KeyStore, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self,
+        store: KeyStore,
+        *,
+        open_paths: Collection[str] = (),
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`open_paths`, each as a whole, need no key."""
         self._store, self._clock_ns = store, clock_ns
+        self._open_paths = frozenset(open_paths)
         self._meters: dict[str, KeyMeter] = {}  # by key id: as many as the file has keys
 
     def guard(self, app: ASGIApp, *, count: Callable[[str], None]) -> ASGIApp:
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http" or is_health(scope["path"]):
+            if scope["type"] != "http" or self._is_open(scope["path"]):
                 await app(scope, receive, send)
                 return
             try:
@@ -105,6 +113,9 @@ class KeyGate:
         """ApiError unless the request's key has the role admin."""
         if scope[SCOPE_KEY].role != "admin":
             raise ApiError(403, "this needs a key of role admin: gyre keys create --admin")
+
+    def _is_open(self, path: str) -> bool:
+        return path in self._open_paths or is_health(path)
 
     def _authenticate(self, headers: Headers) -> ApiKey:
         secret = read_secret(headers)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
-from gyre.server.gateway.keys import ApiKey, digest, read_keys
+from gyre.server.gateway.keys import ApiKey, as_time, digest, read_keys, utc_now
 
 LOOK_S = 1.0  # between two looks at the file
 Stamp = tuple[int, int, int]
@@ -21,21 +22,27 @@ class KeyStore:
     """The keys as the file last had them whole."""
 
     def __init__(
-        self, path: Path, *, emit: Emit, clock_s: Callable[[], float] = time.monotonic
+        self,
+        path: Path,
+        *,
+        emit: Emit,
+        clock_s: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = utc_now,
     ) -> None:
-        """Read the file. ConfigError where it is not whole."""
-        self._path, self._emit, self._clock_s = path, emit, clock_s
+        """Read the file. ConfigError where it is not whole. `clock_s` decides when to look at it
+        again, `now` whether a key has expired."""
+        self._path, self._emit, self._clock_s, self._now = path, emit, clock_s, now
         self._stamp = stamp(path)  # before the file is read: a change in between is seen later
         self._by_digest = {key.sha256: key for key in read_keys(path)}
         self._looked_s = clock_s()
         self._fault = ""
 
     def find(self, secret: str) -> ApiKey | None:
-        """Return the key, None where it is unknown or revoked. How long it takes says nothing of
-        any key: the digest is looked up, and nobody can choose a digest."""
+        """Return the key, None where it is unknown, revoked or expired. How long it takes says
+        nothing of any key: the digest is looked up, and nobody can choose a digest."""
         self._look()
         key = self._by_digest.get(digest(secret))
-        return None if key is None or key.is_revoked else key
+        return key if key is not None and key.is_valid(as_time(self._now())) else None
 
     def _look(self) -> None:
         """Take a changed file. One that is not whole leaves the keys as they are, with an event."""
@@ -55,7 +62,7 @@ class KeyStore:
             return
         self._stamp, self._fault = found, ""
         self._by_digest = {key.sha256: key for key in keys}
-        usable = sum(not key.is_revoked for key in keys)
+        usable = sum(key.is_valid(as_time(self._now())) for key in keys)
         self._emit("serve.keys_loaded", path=str(self._path), keys=len(keys), usable=usable)
 
 

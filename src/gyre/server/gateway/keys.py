@@ -12,10 +12,10 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -31,6 +31,7 @@ MOST_FILE_BYTES = 16 << 20
 LOCK_S = 10.0  # longest wait for another command that changes the file
 LOCK_POLL_S = 0.02
 Role = Literal["user", "admin"]
+TIME = r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00)?$"  # as `as_time` writes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,17 @@ class ApiKey:
     created: str  # UTC, ISO 8601
     limits: KeyLimits
     is_revoked: bool = False
+    # UTC, ISO 8601; "" is never
+    expires: Annotated[str, Field(pattern=TIME)] = ""
+
+    def is_valid(self, now: str) -> bool:
+        """Return whether it lets its client in. `now` has the form of `created`, in which the order
+        of texts is that of times. Pure."""
+        return not self.is_revoked and not self.has_expired(now)
+
+    def has_expired(self, now: str) -> bool:
+        """Return whether its time is over. Pure."""
+        return bool(self.expires) and now >= self.expires
 
     def as_dict(self) -> dict[str, Any]:
         """Return what may be shown of it."""
@@ -56,6 +68,15 @@ class _KeyFile(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     version: Literal[1]
     keys: list[ApiKey]
+
+
+def as_time(moment: datetime) -> str:
+    """Return a time as the key file has it: UTC, ISO 8601, to the second."""
+    return moment.astimezone(UTC).isoformat(timespec="seconds")
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
 
 
 def digest(secret: str) -> str:
@@ -81,17 +102,27 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     return tuple(found.keys)
 
 
-def create_key(path: Path, *, name: str, role: Role, limits: KeyLimits) -> tuple[ApiKey, str]:
+def create_key(
+    path: Path,
+    *,
+    name: str,
+    role: Role,
+    limits: KeyLimits,
+    valid_days: int | None = None,
+    now: Callable[[], datetime] = utc_now,
+) -> tuple[ApiKey, str]:
     """Add a key to the file, which is made where it is missing. Return the key and its secret,
-    which is kept nowhere."""
+    which is kept nowhere. With `valid_days` it expires so long after now."""
+    created = now()
     secret = PREFIX + secrets.token_urlsafe(SECRET_BYTES)
     key = ApiKey(
         key_id=f"key-{secrets.token_hex(6)}",
         name=name,
         role=role,
         sha256=digest(secret),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=as_time(created),
         limits=limits,
+        expires="" if valid_days is None else as_time(created + timedelta(days=valid_days)),
     )
     with _locked(path):
         _write(path, [*(read_keys(path) if path.exists() else ()), key])

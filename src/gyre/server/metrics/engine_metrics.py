@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from gyre.core.records import EngineStats, ReplicaStatus
+from gyre.server.metrics.routing_metrics import routing_families
 
 STATES = ("ready", "starting", "unwell", "lost")
 
@@ -105,7 +106,13 @@ class EngineMetrics(Collector):
     def miss(self) -> None:
         """Note that no engine answered in time."""
         self._replicas = [
-            ReplicaStatus(name=one.name, state="lost" if one.state == "lost" else "unwell")
+            replace(
+                one,
+                state="lost" if one.state == "lost" else "unwell",
+                reason="",
+                stats=None,
+                outstanding_tokens=0,
+            )
             for one in self._replicas
         ]
 
@@ -114,7 +121,7 @@ class EngineMetrics(Collector):
         up = GaugeMetricFamily(UP, "1 where the engine is ready.", labels=labels)
         age = GaugeMetricFamily(AGE, "Seconds since the engine told its numbers.", labels=labels)
         outstanding = GaugeMetricFamily(
-            OUTSTANDING, "Tokens still to be computed at most, by which requests are routed.",
+            OUTSTANDING, "Tokens of its requests still to be computed at most.",
             labels=labels,
         )  # fmt: skip
         counters = [CounterMetricFamily(one.name, one.text, labels=labels) for one in COUNTERS]
@@ -139,3 +146,4 @@ class EngineMetrics(Collector):
         for state in STATES:
             replicas.add_metric([self._model, state], states.count(state))
         yield from (*counters, *gauges, up, age, outstanding, replicas)
+        yield from routing_families(self._model, self._replicas)

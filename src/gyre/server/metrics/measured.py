@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gyre.core.events import Emit
 from gyre.server.metrics.server_metrics import ServerMetrics
+from gyre.server.tracing.marks import trace_fields
 
 HUNG_UP = 499  # status of a request whose client was gone before an answer began
 LONGEST_PATH = 200  # characters of a path in the log
@@ -65,6 +66,7 @@ class MeasuredApp:
             seconds=round(seconds, 6),
             request_id=None if work is None else work.name,
             tokens=None if work is None else work.usage.completion_tokens,
+            **trace_fields(scope),
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from gyre.server.parsers.reasoning import ReasoningParser
 from gyre.server.parsers.spans import TextSpan
 from gyre.server.parsers.tool_calls import ToolCallParser
+from gyre.server.parsers.xml_calls import XmlCallParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class AnswerParser:
         self,
         *,
         reasoning: ReasoningParser | None = None,
-        tools: ToolCallParser | None = None,
+        tools: ToolCallParser | XmlCallParser | None = None,
         most_calls: int | None = None,
     ) -> None:
         """Begin a message. Calls after the first `most_calls` are left out."""

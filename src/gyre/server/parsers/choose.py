@@ -4,16 +4,19 @@ what the command line says. Out: an AnswerFormat, or a ConfigError. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gyre.core.errors import ConfigError
 from gyre.server.parsers.answer import AnswerParser
 from gyre.server.parsers.reasoning import CLOSER, OPENER, ReasoningParser
 from gyre.server.parsers.tool_calls import FORMATS, CallFormat, ToolCallParser
+from gyre.server.parsers.xml_calls import QWEN3_CODER, XML_FORMAT, XmlCallParser
+from gyre.text.messages import Tool
 
 AUTO, NONE, THINK = "auto", "none", "think"
-TOOL_PARSERS = (AUTO, *FORMATS, NONE)
+CALL_FORMATS: Mapping[str, CallFormat] = {**FORMATS, QWEN3_CODER: XML_FORMAT}
+TOOL_PARSERS = (AUTO, *CALL_FORMATS, NONE)
 REASONING_PARSERS = (AUTO, THINK, NONE)
 
 
@@ -35,17 +38,26 @@ class AnswerFormat:
         return frozenset(self.marker_ids[name] for name in markers if name in self.marker_ids)
 
     def make_parser(
-        self, *, prompt_end: str, with_tools: bool, most_calls: int | None = None
+        self,
+        *,
+        prompt_end: str,
+        with_tools: bool,
+        tools: Sequence[Tool] = (),
+        most_calls: int | None = None,
     ) -> AnswerParser:
         """Return the parser of one completion. `prompt_end` is the end of the prompt's text, where
-        a template may have opened the reasoning."""
+        a template may have opened the reasoning. `tools` have the types of XML parameters."""
         is_open = prompt_end.rstrip().endswith(OPENER)
         calls = self.calls if with_tools else None
         return AnswerParser(
             reasoning=ReasoningParser(is_open=is_open) if self.thinks else None,
-            tools=None if calls is None else ToolCallParser(calls),
+            tools=None if calls is None else _make_call_parser(calls, tools),
             most_calls=most_calls,
         )
+
+
+def _make_call_parser(calls: CallFormat, tools: Sequence[Tool]) -> ToolCallParser | XmlCallParser:
+    return XmlCallParser(tools) if calls.is_xml else ToolCallParser(calls)
 
 
 def choose_format(
@@ -65,19 +77,21 @@ def choose_format(
         thinks = OPENER in template or CLOSER in template
     refusal = "" if takes_tools else AnswerFormat().tools_refusal
     if takes_tools and not name:
-        names = ", ".join((*FORMATS, NONE))
+        names = ", ".join((*CALL_FORMATS, NONE))
         refusal = (
             "the chat template does not say how the model writes its calls; start the server with "
             f"--tool-parser and one of {names}"
         )
     return AnswerFormat(
-        calls=FORMATS.get(name), thinks=thinks, tools_refusal=refusal, marker_ids=special_ids
+        calls=CALL_FORMATS.get(name), thinks=thinks, tools_refusal=refusal, marker_ids=special_ids
     )
 
 
 def find_call_format(template: str) -> str:
     """Return the name of the format that a chat template shows the model; "" when it shows none
     that is known."""
+    if "<function=" in template and "<parameter=" in template:
+        return QWEN3_CODER
     if "<tool_call>" in template:
         return "hermes"
     quotes = ('"parameters"', "'parameters'", '\\"parameters\\"')

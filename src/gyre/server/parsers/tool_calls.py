@@ -28,6 +28,7 @@ class CallFormat:
     opener: str
     closer: str  # "" where nothing follows a call
     is_bare: bool  # a call's object may stand anywhere by itself, and `;` parts the calls
+    is_xml: bool = False  # xml_calls.py reads it
 
     @property
     def markers(self) -> tuple[str, ...]:

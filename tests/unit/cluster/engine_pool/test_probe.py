@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster_sim import SimEngine
 from gyre.cluster.engine_pool.probe import Probe, find_status
-from gyre.core.records import EngineStats, Health
+from gyre.core.records import EngineStats, Health, RoutingStats
 from pool_bench import A, B, Bench, ask, finish, go, step
 
 STALL_S = 0.2
@@ -115,7 +115,7 @@ def test_of_a_broken_pool_no_engine_is_ready() -> None:
 def test_an_engine_is_ready_exactly_when_nothing_is_wrong(state, health, still_s, stall_s) -> None:
     found = find_status(
         A, state, health, STATS, still_s=still_s, stall_s=stall_s, probe_s=2.0,
-        num_requests=1, outstanding_tokens=3,
+        num_requests=1, outstanding_tokens=3, routing=RoutingStats(),
     )  # fmt: skip
     is_well = health is not None and health.ok and still_s < stall_s
     assert (found.state == "ready") == (state == "up" and is_well)

@@ -17,7 +17,14 @@ from starlette.responses import Response
 
 from gyre.core.errors import ConfigError, InputError
 from gyre.launch.serving.model import render_messages
-from gyre.launch.serving.server import Access, bind, make_access, refuse_open_bind
+from gyre.launch.serving.server import (
+    Access,
+    ServeArgs,
+    bind,
+    make_access,
+    refuse_open_bind,
+    say_ready,
+)
 from gyre.runconfig import RunConfig, load_run_config
 from gyre.server.admin import admin_routes
 from gyre.server.gateway.keys import create_key
@@ -82,6 +89,24 @@ def test_a_taken_port_is_said() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
             bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_first_lines_name_the_api_and_the_page(tmp_path, capsys, as_json) -> None:
+    args = ServeArgs(
+        folder=tmp_path, config=config(tmp_path), name="m", host="127.0.0.1", port=0, replicas=1,
+        tool_parser="auto", reasoning_parser="auto", insecure=False, keys=None, tls_cert=None,
+        tls_key=None, receive_s=30, drain_s=30,
+    )  # fmt: skip
+    say_ready("http://127.0.0.1:8000", args, as_json=as_json)
+    said = capsys.readouterr().out
+    if as_json:
+        assert json.loads(said) == {"url": "http://127.0.0.1:8000", "model": "m"}
+    else:
+        first, second, third = said.splitlines()
+        assert first == "serving m on http://127.0.0.1:8000/v1"
+        assert second == "  in a browser: http://127.0.0.1:8000"
+        assert third.startswith("  curl http://127.0.0.1:8000/v1/chat/completions")
 
 
 def test_only_administrators_change_the_weights(tmp_path) -> None:

@@ -283,3 +283,104 @@ def test_a_client_that_is_gone_leaves_nothing_behind(server) -> None:
     with socket.create_connection(("127.0.0.1", server[0]), timeout=30) as link:
         link.sendall(GET + b"\r\n")
         assert read_answer(link)[0] == 200
+
+
+POST = b"POST / HTTP/1.1\r\n"
+CHUNKED = b"5\r\nhello\r\n0\r\n\r\n"
+HEAD_FAULTS = {
+    "no host": (POST + b"Content-Length: 0\r\n\r\n", "need a Host header"),
+    **{
+        f"host {value!r}": (
+            POST + b"Host:" + value + b"\r\nContent-Length: 0\r\n\r\n",
+            "need one Host",
+        )
+        for value in (
+            b" a b",
+            b" a/../b",
+            b" u@b",
+            b" \xc3\xbc",
+            b" [::1",
+            b" a:b",
+            b" a\r\nHost: a",
+        )
+    },
+    **{
+        f"encoding {value!r}": (HEAD + b"Transfer-Encoding:" + value + b"\r\n\r\n" + CHUNKED, said)
+        for value, said in {
+            b" gzip, chunked": "only chunked",
+            b" chunked, chunked": "",
+            b" xchunked": "",
+            b" identity": "",
+            b" chunked\r\nTransfer-Encoding: identity": "",
+            b" chunked\r\nTransfer-Encoding: chunked": "",
+            b" chunked\r\nContent-Length: 5": "",
+            b"\x0bchunked": "",
+        }.items()
+    },
+    **{
+        f"length {value!r}": (HEAD + b"Content-Length:" + value + b"\r\n\r\nhello", "no HTTP/1.1")
+        for value in (
+            b" 5\r\nContent-Length: 5",
+            b" 5\r\nContent-Length: 6",
+            b" 5, 5",
+            b" -5",
+            b" +5",
+            b" 0x5",
+            b"",
+            b" " + b"9" * 30,
+            b" 5\r\nTransfer-Encoding: chunked",
+        )
+    },
+    **{
+        f"line {value!r}": (HEAD + value + b"\r\nContent-Length: 0\r\n\r\n", "no HTTP/1.1")
+        for value in (
+            b"X: a\rY: b",
+            b"X: a\nY: b",
+            b"X: a\r\n b",
+            b"X y: a",
+            b"X",
+            b": a",
+            b"X: a\x00",
+            b"X\x00: a",
+            b"Transfer-Encoding : chunked",
+        )
+    },
+    "chunk -5": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n-5\r\nhello\r\n", "no HTTP/1.1"),
+    "chunk 0x5": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n0x5\r\nhello\r\n", "no HTTP/1.1"),
+    "huge chunk": (
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"f" * 20 + b"\r\n",
+        "no HTTP/1.1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEAD_FAULTS)
+def test_what_two_servers_could_read_differently_is_no_request(server, name) -> None:
+    """One answer, status 400, and the connection ends: nothing behind it is read as a request."""
+    sent, said = HEAD_FAULTS[name]
+    with socket.create_connection(("127.0.0.1", server[0]), timeout=30) as link:
+        link.sendall(sent + GET + b"\r\n")
+        link.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := link.recv(65536):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 ") == 1 and head.startswith(b"HTTP/1.1 400")
+    assert said in json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "host", [b"", b" ", b" a", b" a.b:8000", b" [::1]:80", b" 127.0.0.1", b" " + b"a" * 10_000]
+)
+def test_a_host_may_be_any_name_or_address(server, host) -> None:
+    with socket.create_connection(("127.0.0.1", server[0]), timeout=30) as link:
+        link.sendall(b"GET / HTTP/1.1\r\nHost:" + host + b"\r\n\r\n")
+        assert link.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_more_headers_than_anybody_needs(server) -> None:
+    few, many = b"a: b\r\n" * 1000, b"a: b\r\n" * 20_000
+    for lines, status in ((few, b"200"), (many, b"431")):
+        with socket.create_connection(("127.0.0.1", server[0]), timeout=30) as link:
+            link.sendall(GET + lines + b"\r\n")
+            assert link.recv(100).startswith(b"HTTP/1.1 " + status)

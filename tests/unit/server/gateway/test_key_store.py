@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,17 @@ def test_new_and_revoked_keys_count_after_the_next_look(tmp_path) -> None:
     assert watched.later(second) and not watched.later(first)
     ((kind, fields),) = watched.events
     assert kind == "serve.keys_loaded" and (fields["keys"], fields["usable"]) == (2, 1)
+
+
+def test_a_key_ends_when_it_expires_without_a_look_at_the_file(tmp_path) -> None:
+    path, begun = tmp_path / "keys.json", datetime(2030, 1, 1, tzinfo=UTC)
+    limits = KeyLimits()
+    _, secret = create_key(
+        path, name="", role="user", limits=limits, valid_days=1, now=lambda: begun
+    )
+    moments = iter([begun, begun + timedelta(hours=23.9), begun + timedelta(days=1)])
+    store = KeyStore(path, emit=print, clock_s=lambda: 0.0, now=lambda: next(moments))
+    assert [store.find(secret) is not None for _ in range(3)] == [True, True, False]
 
 
 def test_a_file_that_breaks_leaves_the_keys_and_is_said_once(tmp_path) -> None:

@@ -8,14 +8,17 @@ import os
 import re
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gyre.core.errors import ConfigError
 from gyre.server.gateway import keys as module
-from gyre.server.gateway.keys import create_key, read_keys, revoke_key
+from gyre.server.gateway.keys import as_time, create_key, read_keys, revoke_key
 from gyre.server.gateway.limits import KeyLimits
 
 LIMITS = KeyLimits(requests_per_minute=3, tokens_per_minute=40, concurrent_requests=2)
@@ -36,6 +39,29 @@ def test_a_key_comes_back_with_its_limits_and_without_its_secret(tmp_path) -> No
     assert first.sha256 in content and "sha256" not in first.as_dict()
     assert path.stat().st_mode & 0o777 == 0o600
     assert {one.name for one in tmp_path.iterdir()} == {"keys.json", ".keys.json.lock"}
+
+
+def test_a_key_expires_at_its_second(tmp_path) -> None:
+    begun = datetime(2030, 2, 27, 23, 30, 0, tzinfo=UTC)
+    path = tmp_path / "keys.json"
+    key, _ = create(path, valid_days=2, now=lambda: begun)
+    assert key.expires == "2030-03-01T23:30:00+00:00" and read_keys(path) == (key,)
+    end = begun + timedelta(days=2)
+    assert key.is_valid(as_time(end - timedelta(seconds=1))) and not key.is_valid(as_time(end))
+    other = end.astimezone(timezone(timedelta(hours=5)))  # the same moment elsewhere
+    assert not key.is_valid(as_time(other))
+    assert not revoke_key(path, key.key_id).is_valid(as_time(begun))
+    assert create(path)[0].is_valid(as_time(begun + timedelta(days=99999)))
+
+
+@given(
+    st.datetimes(datetime(1970, 1, 1), datetime(9999, 12, 30), timezones=st.timezones()), st.data()
+)
+def test_the_order_of_texts_is_that_of_times(first, data) -> None:
+    second = data.draw(st.datetimes(datetime(1970, 1, 1), datetime(9999, 12, 30)))
+    second = second.replace(tzinfo=UTC, microsecond=0)
+    whole = first.astimezone(UTC).replace(microsecond=0)
+    assert (as_time(first) < as_time(second)) == (whole < second)
 
 
 def test_a_file_that_others_could_read_is_theirs_no_more(tmp_path) -> None:
@@ -95,7 +121,7 @@ def test_a_lock_that_is_held_is_not_waited_for_for_ever(tmp_path, monkeypatch) -
 def row(**fields: Any) -> dict[str, Any]:
     limits = {"requests_per_minute": 0, "tokens_per_minute": 0, "concurrent_requests": 0}
     key = {"key_id": "k", "name": "", "role": "user", "sha256": "0" * 64, "created": ""}
-    return key | {"limits": limits, "is_revoked": False} | fields
+    return key | {"limits": limits, "is_revoked": False, "expires": ""} | fields
 
 
 BAD = {

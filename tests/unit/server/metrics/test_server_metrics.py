@@ -315,6 +315,13 @@ def test_engine_numbers_are_those_of_its_stats() -> None:
         engine = {key[0]: value for key, value in found.items() if "engine=0" in key}
         assert engine.pop("gyre_engine_stats_age_seconds") == 0.25  # one look at the clock
         assert engine == {
+            "gyre_engine_routed_requests_total": 0,
+            "gyre_engine_believed_hit_tokens_total": 0,
+            "gyre_engine_sessions_kept_total": 0,
+            "gyre_engine_sessions_moved_total": 0,
+            "gyre_engine_ejections_total": 0,
+            "gyre_engine_routing_share": 1,
+            "gyre_engine_routing_load": 0,
             "vllm:num_requests_running": 3,
             "vllm:num_requests_waiting": 2,
             "vllm:kv_cache_usage_perc": 0.75,

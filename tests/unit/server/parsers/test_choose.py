@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gyre.core.errors import ConfigError
-from gyre.server.parsers.choose import AnswerFormat, choose_format
-from gyre.server.parsers.tool_calls import FORMATS
+from gyre.server.parsers.choose import CALL_FORMATS, AnswerFormat, choose_format
 from gyre.text.tokenizer import PLAIN_TEMPLATE
-from tool_templates import HERMES_TOOLS, LLAMA_TOOLS, QWEN_TOOLS
+from tool_templates import CODER_TOOLS, HERMES_TOOLS, LLAMA_TOOLS, QWEN_TOOLS
 from unit.text.test_hub import LLAMA_CHAT, QWEN_CHAT
 
 SPECIAL = {"<tool_call>": 7, "<think>": 8, "<|im_end|>": 9}
@@ -29,6 +28,7 @@ def choose(template: str, tools: str = "auto", reasoning: str = "auto") -> Answe
     [
         (QWEN_TOOLS, "hermes", True),
         (HERMES_TOOLS, "hermes", False),
+        (CODER_TOOLS, "qwen3_coder", False),
         (LLAMA_TOOLS, "llama3_json", False),
         ("{{ tools }}<|python_tag|>", "llama3_json", False),
         (QWEN_CHAT, None, True),
@@ -39,13 +39,13 @@ def choose(template: str, tools: str = "auto", reasoning: str = "auto") -> Answe
 )
 def test_the_template_decides(template, calls, thinks) -> None:
     form = choose(template)
-    assert form.calls == (FORMATS[calls] if calls else None) and form.thinks == thinks
+    assert form.calls == (CALL_FORMATS[calls] if calls else None) and form.thinks == thinks
     assert bool(form.tools_refusal) == ("tools" not in template)
 
 
 def test_the_command_line_decides_otherwise() -> None:
     form = choose(QWEN_TOOLS, "llama3_json", "none")
-    assert form.calls == FORMATS["llama3_json"] and not form.thinks
+    assert form.calls == CALL_FORMATS["llama3_json"] and not form.thinks
     form = choose("{{ tools }}", "none", "think")  # calls are content
     assert form.calls is None and form.thinks and not form.tools_refusal
     assert "--tool-parser" in choose("{{ tools }}").tools_refusal

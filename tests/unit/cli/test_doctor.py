@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.cli.doctor_serving import (
+from gyre.cli.doctor import (
     SPARE_FILES,
     find_port,
     find_serving,

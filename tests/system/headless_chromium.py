@@ -40,6 +40,7 @@ class Chromium:
         self._next_id = 0
         self.console: list[str] = []  # errors and uncaught exceptions of the page
         self.requests: list[str] = []  # everything that the page asked for
+        self.bodies: list[str] = []  # that it sent
         commands_read, self._write = os.pipe()
         self._read, replies_write = os.pipe()
         shell = f'exec "$0" "$@" 3<&{commands_read} 4>&{replies_write}'
@@ -76,8 +77,12 @@ class Chromium:
         os.close(self._write)
         os.close(self._read)
 
-    def open(
-        self, path: Path, *, width: int, height: int, dark: bool = False, scale: float = 1.0
+    def open(self, path: Path, **view: Any) -> None:
+        """Show a file, in a window as `visit` takes it."""
+        self.visit(path.resolve().as_uri(), **view)
+
+    def visit(
+        self, url: str, *, width: int, height: int, dark: bool = False, scale: float = 1.0
     ) -> None:
         self.page(
             "Emulation.setDeviceMetricsOverride",
@@ -88,8 +93,11 @@ class Chromium:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.page("Emulation.setEmulatedMedia", features=[scheme])
-        self.page("Page.navigate", url=path.resolve().as_uri())
-        self.until("document.readyState === 'complete' && location.protocol === 'file:'")
+        # a document of its own, also where only the fragment differs
+        self.page("Page.navigate", url="about:blank")
+        self.until("location.protocol === 'about:'")
+        self.page("Page.navigate", url=url)
+        self.until("document.readyState === 'complete' && location.protocol !== 'about:'")
         self.settle()
 
     def settle(self) -> None:
@@ -117,11 +125,22 @@ class Chromium:
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
         self.page("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
-    def key(self, key: str) -> None:
-        codes = {"ArrowRight": 39, "ArrowLeft": 37, "Tab": 9, "Enter": 13, "Escape": 27}
-        more = {"key": key, "code": key, "windowsVirtualKeyCode": codes.get(key, 0)}
-        self.page("Input.dispatchKeyEvent", type="keyDown", **more)
+    def key(self, key: str, *, shift: bool = False) -> None:
+        codes = {"ArrowRight": 39, "ArrowLeft": 37, "Tab": 9, "Enter": 13, "Escape": 27, " ": 32}
+        more: dict[str, Any] = {
+            "key": key,
+            "code": "Space" if key == " " else key,
+            "windowsVirtualKeyCode": codes.get(key, 0),
+            "modifiers": 8 if shift else 0,
+        }
+        text = {"Enter": "\r", " ": " "}.get(key)
+        down = {"type": "rawKeyDown"} if text is None else {"type": "keyDown", "text": text}
+        self.page("Input.dispatchKeyEvent", **down, **more)
         self.page("Input.dispatchKeyEvent", type="keyUp", **more)
+
+    def type(self, text: str) -> None:
+        """Enter text where the focus is."""
+        self.page("Input.insertText", text=text)
 
     def picture(self, path: Path, *, whole: bool = False) -> None:
         more: dict[str, Any] = {"captureBeyondViewport": whole}
@@ -174,3 +193,4 @@ class Chromium:
             self.console.append(params["entry"]["text"])
         elif event.get("method") == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
+            self.bodies += filter(None, [params["request"].get("postData")])

@@ -1,0 +1,1 @@
+"""Traces of served requests: marks while they run, spans when they have ended."""

@@ -1,0 +1,1 @@
+"""Web: the page in which people use the server from a browser."""
