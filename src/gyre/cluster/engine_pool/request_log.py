@@ -20,13 +20,11 @@ class RequestLog:
         self._progress_tokens = progress_tokens
         self._begun = {partial.index: partial for partial in request.partials}
         self._chunks: dict[int, list[TokenChunk]] = {}
+        # of each completion, its beginning included; counted here, since routing asks often
+        self._num_chosen = {partial.index: len(partial.tokens) for partial in request.partials}
+        self.num_tokens = 0  # that came, the caller's own beginnings not counted
         self._ended: set[int] = set()
         self._told_prompt: set[int] = set()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that came, the caller's own beginnings not counted."""
-        return sum(len(chunk.tokens) for chunks in self._chunks.values() for chunk in chunks)
 
     @property
     def open(self) -> list[int]:
@@ -37,7 +35,7 @@ class RequestLog:
     def outstanding_tokens(self) -> int:
         """Tokens that are still to come at most; the prompt as long as none has come."""
         longest = self.request.sampling.max_tokens
-        rest = sum(max(0, longest - self._num_chosen(index)) for index in self.open)
+        rest = sum(max(0, longest - self._num_chosen.get(index, 0)) for index in self.open)
         return rest + (0 if self._chunks else len(self.request.tokens))
 
     def take(self, chunk: TokenChunk) -> list[TokenChunk]:
@@ -52,6 +50,8 @@ class RequestLog:
             self._told_prompt.add(index)
         chunks = self._chunks.setdefault(index, [])
         chunks.append(chunk)
+        self.num_tokens += len(chunk.tokens)
+        self._num_chosen[index] = self._num_chosen.get(index, 0) + len(chunk.tokens)
         if chunk.finish is not None:
             self._ended.add(index)
             return [join_chunks(chunks)] if self._whole else [chunk]
@@ -65,15 +65,9 @@ class RequestLog:
             self.request,
             chunk_tokens=self._progress_tokens if self._whole else self.request.chunk_tokens,
             partials=tuple(
-                self._partial(i) for i in range(self.request.sampling.n) if self._num_chosen(i)
+                self._partial(i) for i in range(self.request.sampling.n) if self._num_chosen.get(i)
             ),
             deadline_s=None if deadline_s is None else max(0.0, deadline_s - waited_s),
-        )
-
-    def _num_chosen(self, index: int) -> int:
-        begun = self._begun.get(index)
-        return (0 if begun is None else len(begun.tokens)) + sum(
-            len(c.tokens) for c in self._chunks.get(index, ())
         )
 
     def _partial(self, index: int) -> Partial:

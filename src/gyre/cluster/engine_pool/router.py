@@ -142,7 +142,9 @@ class RequestRouter:
         up = {member.name: member for member in engines}
         now_s = asyncio.get_running_loop().time()
         requests = [live.book.for_engine(waited_s=now_s - live.submitted_s) for live in waiting]
-        chosen = assign([cost_tokens(request) for request in requests], self.outstanding_tokens(up))
+        # with one engine there is nothing to choose, and thousands of requests need no sum
+        loads = self.outstanding_tokens(up) if len(up) > 1 else dict.fromkeys(up, 0)
+        chosen = assign([cost_tokens(request) for request in requests], loads)
         sends: dict[str, list[Request]] = {}
         for live, request, name in zip(waiting, requests, chosen, strict=True):
             live.member = up[name]
