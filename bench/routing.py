@@ -46,10 +46,9 @@ from gyre.models.init import init_weights
 from gyre.models.spec import ModelSpec, hub_config_from_spec
 from gyre.text.tokenizer import train_tokenizer
 from record import parser, say
-from serve import GYRE, HERE, Server, cpu_s, running
+from servers import GYRE, HERE, Server, cpu_s, running
 
 POLICIES = ("round_robin", "prefix")
-DUMMY = [GYRE[0], str(HERE / "dummy_engine.py")]
 REPLICAS = 2
 PREFIX_TOKENS, OWN_TOKENS = 3686, 410  # nine tenths of 4,096, and the rest
 CONTEXT_TOKENS = 8192
@@ -163,7 +162,8 @@ def measure(
 ) -> dict[str, Any]:
     """One server, a warm-up and a level of the load. `pages`: of each replica, and their size."""
     num_pages, page_tokens = pages
-    argv = [*(DUMMY if on_gpu else GYRE), "serve", str(folder / "model"), "--port", "0", "--json"]
+    argv = [*GYRE, "serve", str(folder / "model"), "--port", "0", "--json"]
+    argv += ["--load-format", "dummy"] if on_gpu else []
     argv += ["--replicas", str(REPLICAS), "--set", f"cluster.routing={policy}"]
     argv += ["--set", f"engine.num_pages={num_pages}", "--set", f"engine.page_tokens={page_tokens}"]
     argv += ["--set", "engine.max_running=64", *([] if on_gpu else ["--set", "run.threads=1"])]
