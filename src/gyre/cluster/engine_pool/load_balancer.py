@@ -102,10 +102,9 @@ class LoadBalancer:
     # ----------------------------------------------------------------------------------------------
 
     def learn(self, member: EngineReplica, stats: EngineStats) -> None:
-        """Take in how large the prefix cache of an engine is that has just started. Of an only
-        engine nothing is remembered, since there is nothing to choose."""
+        """Take in how large the prefix cache of an engine is that has just started."""
         engine = self._life_of(member)
-        has_cache = stats.prefix_page_tokens > 0 and stats.pages_total > 0 and len(self._places) > 1
+        has_cache = stats.prefix_page_tokens > 0 and stats.pages_total > 0
         engine.page_tokens = stats.prefix_page_tokens
         engine.belief = PrefixBelief(stats.pages_total) if has_cache else None
 
