@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from gyre.cluster.worker.server import Context
 from gyre.core.chunks import TokenStream
 from gyre.core.records import EngineStats, Health, Request, TokenChunk
 from gyre.engine.frontend.admission import RequestLimits
+
+if TYPE_CHECKING:
+    from gyre.launch.placement.worker import ServedEngine
 
 TOKEN = 100  # of the bench's tokenizer: a letter
 VOCAB_SIZE, CONTEXT_TOKENS = 512, 512
@@ -118,16 +121,18 @@ class PacedEngine(AnsweringEngine):
                     del self._open[name]
 
 
-async def build(context: Context, **of_the_model: Any) -> Any:
+async def build(context: Context, *, folder: str, version: int, config_json: str) -> ServedEngine:
     """Make the worker's object, as launch.placement.worker.build_served_engine does."""
     return serve_engine(AnsweringEngine())
 
 
-async def build_paced(context: Context, **of_the_model: Any) -> Any:
+async def build_paced(
+    context: Context, *, folder: str, version: int, config_json: str
+) -> ServedEngine:
     return serve_engine(PacedEngine())
 
 
-def serve_engine(engine: AnsweringEngine) -> Any:
+def serve_engine(engine: AnsweringEngine) -> ServedEngine:
     # here, since they import torch, which the server's process has none of
     from gyre.cluster.worker.endpoints import EngineEndpoint
     from gyre.launch.placement.worker import ServedEngine
