@@ -258,7 +258,8 @@ def scrape(server: Server) -> Counts:
     """Return the counters, and the processor time of each engine's process."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30.0) as answer:
         lines = answer.read().decode().splitlines()
-    engines = [one for one in server.process.children() if WORKER in one.cmdline()]
+    there = [one for one in server.process.children() if one.status() != psutil.STATUS_ZOMBIE]
+    engines = [one for one in there if WORKER in one.cmdline()]
     return {"cpu_s": [cpu_s(one) for one in engines]} | {
         name: [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(metric + "{")]
         for name, metric in COUNTERS.items()
