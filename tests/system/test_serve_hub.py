@@ -82,20 +82,23 @@ def hub(folder: Path, asked: list[str]) -> Iterator[str]:
         thread.join(30)
 
 
-def serve(folder: Path, *argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`gyre serve` in an empty folder, with a cache of its own for the hub's files."""
+def run(folder: Path, *argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python in an empty folder, with a cache of its own for the hub's files."""
     folder.mkdir(exist_ok=True)
-    code = [sys.executable, "-c", "from gyre.cli.main import main; main()", "serve", *argv]
     kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    environment = {**kept, "HF_HOME": str(folder / "hf"), "NO_PROXY": "127.0.0.1", **environment}
     return subprocess.run(
-        [*code, "--dry-run", "--json"],
+        [sys.executable, *argv],
         cwd=folder,
-        env=environment,
+        env={**kept, "HF_HOME": str(folder / "hf"), "NO_PROXY": "127.0.0.1", **environment},
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+def serve(folder: Path, *argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    code = "from gyre.cli.main import main; main()"
+    return run(folder, "-c", code, "serve", *argv, "--dry-run", "--json", **environment)
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +120,11 @@ def test_a_hub_name_is_fetched_once_and_then_served_without_the_hub(model, tmp_p
     assert (snapshot / "model.safetensors").read_bytes() == (
         model / "model.safetensors"
     ).read_bytes()
-    again = serve(tmp_path / "a", NAME, "--revision", "v2", HF_HUB_OFFLINE="1")
-    assert again.returncode == 0 and json.loads(again.stdout.splitlines()[-1])["model"] == told
+    code = "import sys; from pathlib import Path\n"
+    code += "from gyre.launch.run_folder.run_folder import find_model\n"
+    code += f"print(find_model(Path({NAME!r}), None, [], revision='v2')[0])"
+    again = run(tmp_path / "a", "-c", code, HF_HUB_OFFLINE="1")
+    assert again.stdout.strip() == str(snapshot), again.stderr
 
 
 CLOSED = "http://127.0.0.1:9"
