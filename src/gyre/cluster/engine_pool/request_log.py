@@ -24,13 +24,9 @@ class RequestLog:
         self._chunks: dict[int, list[TokenChunk]] = {}
         # tokens of each completion, its beginning included; kept, since routing asks often
         self._num_chosen = {index: len(partial.tokens) for index, partial in self._begun.items()}
+        self.num_tokens = 0  # that came, the caller's own beginnings not counted
         self._ended: set[int] = set()
         self._told_prompt: set[int] = set()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that came, the caller's own beginnings not counted."""
-        return sum(len(chunk.tokens) for chunks in self._chunks.values() for chunk in chunks)
 
     @property
     def open(self) -> list[int]:
@@ -60,6 +56,7 @@ class RequestLog:
             self._told_prompt.add(index)
         chunks = self._chunks.setdefault(index, [])
         chunks.append(chunk)
+        self.num_tokens += len(chunk.tokens)
         self._num_chosen[index] = self._num_chosen.get(index, 0) + len(chunk.tokens)
         if chunk.finish is not None:
             self._ended.add(index)

@@ -145,7 +145,9 @@ class RequestRouter:
         up = {member.name: member for member in engines}
         now_s = asyncio.get_running_loop().time()
         requests = [live.book.for_engine(waited_s=now_s - live.submitted_s) for live in waiting]
-        outstanding = {} if self.balancer.estimates else self.outstanding_tokens(up)
+        # with one engine there is nothing to choose, and thousands of requests need no sum
+        is_asked = len(up) > 1 and not self.balancer.estimates
+        outstanding = self.outstanding_tokens(up) if is_asked else dict.fromkeys(up, 0)
         all_placed = self.balancer.place(requests, engines, outstanding=outstanding, now_s=now_s)
         sends: dict[str, list[Request]] = {}
         for live, request, placed in zip(waiting, requests, all_placed, strict=True):

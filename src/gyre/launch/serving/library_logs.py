@@ -17,8 +17,8 @@ COUNTED_ELSEWHERE = ("socket.send() raised exception.", "Invalid HTTP request re
 
 
 class EventHandler(logging.Handler):
-    """Emit `serve.library_warning` for each record. An exception is told by its type alone: its
-    traceback is in the event of the request that it broke."""
+    """Emit `serve.library_warning` for each record. Of an exception it has the type alone:
+    its traceback is in the event of the request that it broke."""
 
     def __init__(self, emit: Emit) -> None:
         super().__init__(level=logging.WARNING)

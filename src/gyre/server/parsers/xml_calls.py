@@ -1,13 +1,12 @@
 """XML calls: the calls of Qwen3-Coder in an answer's text, as it comes. In: pieces of text, the
 tools' schemas. Out: spans, whose arguments are the JSON that the parameters make.
 
-    <tool_call>                     seek ─▶ head ─▶ between ─▶ value
-    <function=NAME>                  ▲                │ ▲───────┘
-    <parameter=CITY>                 └──── close ◀────┘
-    Paris
-    </parameter>
-    </function>
-    </tool_call>
+A call is `<tool_call><function=NAME>`, parameters as `<parameter=KEY>value</parameter>`, and the
+closing tags, with a line end after each tag.
+
+    seek ──▶ head ──▶ between ──▶ value
+      ▲               │     ▲───────┘
+      └──── close ◀───┘
 
 A text leaves as it comes; a value of another type leaves whole. A closing tag ends a value where
 another tag, or the end, follows: otherwise it is part of the value. A missing one is made up for by

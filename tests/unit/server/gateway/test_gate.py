@@ -232,6 +232,30 @@ def test_requests_over_a_limit_are_refused_until_the_time_that_is_said(tmp_path)
     run(go)
 
 
+def test_turning_text_to_tokens_counts_as_a_request_and_costs_no_tokens(tmp_path) -> None:
+    async def work() -> None:
+        guarded = Guarded(tmp_path, requests_per_minute=3, tokens_per_minute=100)
+
+        async def post(path: str, **body: Any) -> httpx.Response:
+            return await guarded.client.post(path, json=body, headers=guarded.headers)
+
+        told = await post("/tokenize", prompt="what is one")
+        assert told.json()["tokens"] == PROMPT.tolist()
+        back = await post("/detokenize", tokens=PROMPT.tolist())
+        assert back.json() == {"prompt": "what is one"}
+        assert (await post("/tokenize", prompt=7)).status_code == 400
+        assert await guarded.left() == ("1", "100")
+        assert (await post("/tokenize", prompt="a")).status_code == 200
+        for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
+            answer = await post(path, **body)
+            assert error_of(answer) == (429, "rate_limit_exceeded")
+            assert answer.headers["retry-after"] == "20"
+        guarded.now_ns += MINUTE_NS // 3
+        assert (await post("/tokenize", prompt="a")).status_code == 200
+
+    run(work)
+
+
 def test_what_can_never_fit_is_the_clients_to_change(tmp_path) -> None:
     guarded = Guarded(tmp_path, tokens_per_minute=100)
 

@@ -127,7 +127,7 @@ async def listening(keys: Path, events: Told) -> AsyncIterator[str]:
     with socket.socket() as listener, libraries_logged(emit):
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        serving = asyncio.create_task(server._serve([listener]))  # without signal handlers
+        serving = asyncio.create_task(server.serve([listener]))
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         server.should_exit = True
         await serving
