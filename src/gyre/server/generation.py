@@ -138,7 +138,8 @@ def find_session(headers: Mapping[str, str], cache_key: str | None = None) -> st
     a person. Empty where there is none. ApiError for a header that is too long."""
     name = cache_key or headers.get("x-session-id", "")
     if len(name) > MOST_SESSION_CHARS:
-        raise ApiError(400, f"x-session-id has {len(name)} characters: need {MOST_SESSION_CHARS}")
+        most = f"need at most {MOST_SESSION_CHARS}"
+        raise ApiError(400, f"x-session-id has {len(name)} characters: {most}")
     if not name:
         return ""
     return hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=16).hexdigest()

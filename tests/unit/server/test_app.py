@@ -81,7 +81,10 @@ def render(messages: Any, tools: Any) -> np.ndarray:
     return TOKENIZER.encode(messages[0].content)
 
 
-def ask(engine: OneToken, path: str, body: Any = None) -> tuple[httpx.Response, list[Any]]:
+def ask(
+    engine: OneToken, path: str, body: Any = None, site: str = "none"
+) -> tuple[httpx.Response, list[Any]]:
+    """`site`: what a browser says of the page that asks."""
     events: list[Any] = []
     model = ServedModel(
         name="m",
@@ -94,7 +97,10 @@ def ask(engine: OneToken, path: str, body: Any = None) -> tuple[httpx.Response, 
 
     async def go() -> httpx.Response:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://m") as client:
+        headers = {"sec-fetch-site": site}
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://m", headers=headers
+        ) as client:
             return await (client.get(path) if body is None else client.post(path, json=body))
 
     return asyncio.run(asyncio.wait_for(go(), 30)), events
@@ -202,3 +208,13 @@ def test_engines_that_do_not_answer_are_not_ready(monkeypatch) -> None:
 def test_other_routes_are_refused_in_the_same_shape(path, status, code) -> None:
     answer, _ = ask(OneToken(finish("length"), 1), path)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize(
+    ("site", "status"), [("none", 200), ("same-origin", 200), ("cross-site", 403)]
+)
+def test_a_page_of_another_site_asks_nothing_of_a_server_without_keys(site, status) -> None:
+    engine = OneToken(finish("length"), 1)
+    answer, _ = ask(engine, "/generate", {"prompt": "what"}, site)
+    assert answer.status_code == status
+    assert ask(engine, "/v1/models", site=site)[0].status_code == 200, "it could be a link"

@@ -42,10 +42,17 @@ class Gate(Protocol):
 
 
 class OpenGate:
-    """Lets everybody through."""
+    """Lets everybody through, but no page of another site that a user has open in a browser."""
 
     def guard(self, app: ASGIApp, *, count: Callable[[str], None]) -> ASGIApp:
-        return app
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and is_from_another_site(scope):
+                count("cross_site")
+                await cross_site_error().response()(scope, receive, send)
+                return
+            await app(scope, receive, send)
+
+        return guarded
 
     def reserve(
         self, scope: Scope, most_tokens: int, usage: TokenUsage
@@ -137,6 +144,24 @@ class KeyGate:
 def is_health(path: str) -> bool:
     """Return whether a path is one of the health routes."""
     return path == "/health" or path.startswith("/health/")
+
+
+def is_from_another_site(scope: Scope) -> bool:
+    """Return whether a browser says that a page of another site asks. Links to a page are no such
+    case. Browsers alone send the header, and pages cannot change it."""
+    return scope["method"] not in ("GET", "HEAD") and (
+        Headers(scope=scope).get("sec-fetch-site") == "cross-site"
+    )
+
+
+def cross_site_error() -> ApiError:
+    """Return the refusal of a request that another site's page sends to a server without keys."""
+    return ApiError(
+        403,
+        "a page of another site sent this, and the server has no keys: start it with --keys, and "
+        "send a key",
+        code="cross_site",
+    )
 
 
 def read_secret(headers: Headers) -> str:
