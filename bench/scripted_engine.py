@@ -18,6 +18,7 @@ from gyre.engine.frontend.admission import RequestLimits
 
 if TYPE_CHECKING:
     from gyre.launch.placement.worker import ServedEngine
+    from gyre.models.hub.folders import LoadFormat
 
 TOKEN = 100  # of the bench's tokenizer: a letter
 VOCAB_SIZE, CONTEXT_TOKENS = 512, 512
@@ -121,13 +122,25 @@ class PacedEngine(AnsweringEngine):
                     del self._open[name]
 
 
-async def build(context: Context, *, folder: str, version: int, config_json: str) -> ServedEngine:
+async def build(
+    context: Context,
+    *,
+    folder: str,
+    version: int,
+    config_json: str,
+    load_format: LoadFormat = "auto",
+) -> ServedEngine:
     """Make the worker's object, as launch.placement.worker.build_served_engine does."""
     return serve_engine(AnsweringEngine())
 
 
 async def build_paced(
-    context: Context, *, folder: str, version: int, config_json: str
+    context: Context,
+    *,
+    folder: str,
+    version: int,
+    config_json: str,
+    load_format: LoadFormat = "auto",
 ) -> ServedEngine:
     return serve_engine(PacedEngine())
 

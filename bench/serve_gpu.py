@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def bench(args: Namespace, folder: Path) -> None:
-    kept = folder / "found.json"
+    kept = folder / "parts.json"
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.is_file() else {}
     parts = {"peer": measure_peer, "ours": measure_ours, "engine": measure_engine_apart}
     for name in args.parts.split(","):
@@ -254,10 +254,10 @@ def play_levels(
         }
         if concurrency == levels_of(args)[0][0]:  # kernels that only a request compiles
             play(server, "--stream", {**load, "output-tokens": 16, "seed": 0}, folder)
-        before_s, begun_s = cpu_s(server.process), time.monotonic()
+        before_s, begun_s = cpu_by_process_s(server.process), time.monotonic()
         found = play(server, "--stream", load, folder)
         wall_s = time.monotonic() - begun_s
-        after_s = cpu_s(server.process)
+        after_s = cpu_by_process_s(server.process)
         shares[concurrency] = [
             round((after_s[pid] - before_s.get(pid, 0.0)) / wall_s, 2) for pid in after_s
         ]
@@ -265,7 +265,7 @@ def play_levels(
     return levels, shares
 
 
-def cpu_s(process: psutil.Process) -> dict[int, float]:
+def cpu_by_process_s(process: psutil.Process) -> dict[int, float]:
     """Processor time of a server's process and of its workers."""
     times = {}
     for one in (process, *process.children(recursive=True)):
