@@ -76,7 +76,7 @@ def main() -> None:
     )
     options.add_argument("--runs", type=int, default=3, help="measured runs; the median counts")
     options.add_argument("--requests", type=int, default=256, help="of a run in mode cpu")
-    options.add_argument("--seconds", type=float, default=10.0, help="of a run in mode gateway")
+    options.add_argument("--seconds", type=float, default=6.0, help="of a run in mode gateway")
     args = options.parse_args()
     modes = {"cpu": bench_cpu, "gateway": bench_gateway, "streams": bench_streams}
     with tempfile.TemporaryDirectory() as scratch:
