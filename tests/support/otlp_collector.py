@@ -69,8 +69,9 @@ class Collector:
 
     def spans(self) -> list[ReceivedSpan]:
         path = self.folder / "spans.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [ReceivedSpan(**json.loads(line)) for line in lines]
+        text = path.read_text() if path.exists() else ""
+        whole = text.rpartition("\n")[0]  # the last line may be half written
+        return [ReceivedSpan(**json.loads(line)) for line in whole.splitlines()]
 
     def traces(self) -> dict[str, TraceTree]:
         found: dict[str, TraceTree] = {}
@@ -87,10 +88,13 @@ class Collector:
         return found
 
     def wait_for_answer(self, answer_id: str) -> TraceTree:
-        """The trace of one answer. The spans of a request come in one batch."""
+        """The trace of one answer. Its spans come in order, maybe in two batches: the write last."""
 
         def has(tree: TraceTree) -> bool:
-            return any(s.attributes.get("gen_ai.response.id") == answer_id for s in tree.spans)
+            ids = {span.attributes.get("gen_ai.response.id") for span in tree.spans}
+            return answer_id in ids and bool(
+                tree.named("stream_write") or tree.named("response_write")
+            )
 
         found = self.wait_for(lambda traces: any(has(tree) for tree in traces.values()))
         (tree,) = [tree for tree in found.values() if has(tree)]
