@@ -2,8 +2,9 @@
 session ids. Out: how many pages of a prompt an engine has cached; which one served a session.
 
 It is a belief, from what was routed and answered: a wrong one costs time, never an answer. It is
-held in bounded memory. An engine's cache drops the page that was used least recently, and of one
-request the last page first; so does the belief, which holds as many pages as the engine.
+held in bounded memory. It holds as many pages as the engine and drops them in the same order: first
+those that no later request has found, of each kind the one that was used least recently, and of one
+request the last page first (engine/kv_cache/prefix_cache.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 
 MOST_SESSIONS = 65_536
 SEED_BITS = 128
+MOST_REUSED = 4  # pages that were found, for each that was not: as an engine's cache keeps them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,34 +75,42 @@ class PrefixBelief:
     def __init__(self, capacity_pages: int) -> None:
         self.capacity_pages = capacity_pages
         self._pages: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._reused: OrderedDict[int, None] = OrderedDict()  # pages that were found
 
     def __len__(self) -> int:
-        return len(self._pages)
+        return len(self._pages) + len(self._reused)
 
     def count_pages(self, keys: Sequence[int]) -> int:
         """Return how many of the first pages it has, by halving."""
         low, high = 0, len(keys)
         while low < high:
             middle = (low + high) // 2
-            if keys[middle] in self._pages:
+            if keys[middle] in self._pages or keys[middle] in self._reused:
                 low = middle + 1
             else:
                 high = middle
         return low
 
-    def remember(self, keys: Sequence[int]) -> None:
+    def remember(self, keys: Sequence[int], *, num_found: int = 0) -> None:
         """Note that the engine has these pages, and used them now. They are all of a prefix, from
-        its first page."""
-        pages = self._pages
-        for key in reversed(keys[: self.capacity_pages]):
-            pages[key] = None
-            pages.move_to_end(key)
-        while len(pages) > self.capacity_pages:
-            pages.popitem(last=False)
+        its first page; a request found the first `num_found`."""
+        pages, reused = self._pages, self._reused
+        kept = keys[: self.capacity_pages]
+        was_found = [key in reused or place < num_found for place, key in enumerate(kept)]
+        for key in kept:  # in use, so that none of them makes room for another
+            pages.pop(key, None)
+            reused.pop(key, None)
+        while len(self) + len(kept) > self.capacity_pages:
+            (pages or reused).popitem(last=False)
+        for key, found in zip(reversed(kept), reversed(was_found), strict=True):
+            (reused if found else pages)[key] = None
+        while len(reused) > MOST_REUSED * (len(pages) + 1):
+            pages[reused.popitem(last=False)[0]] = None
 
     def forget(self) -> None:
         """Note that the engine has dropped its cache."""
         self._pages.clear()
+        self._reused.clear()
 
 
 class SessionTable:

@@ -343,5 +343,6 @@ def make_placed(
     )
     engine.load += placed.prompt_work + n * placed.answer_work
     if prompt is not None and engine.belief is not None:
-        engine.belief.remember(prompt.keys)
+        found = chosen.hit_tokens // engine.page_tokens
+        engine.belief.remember(prompt.keys, num_found=found)
     return placed

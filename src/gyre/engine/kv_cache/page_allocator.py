@@ -49,11 +49,14 @@ class Pages:
         self._stamps[pages] += 1
         return pages
 
-    def share(self, pages: np.ndarray) -> None:
-        """Add a user to each page, which is in use or idle."""
+    def share(self, pages: np.ndarray, *, found: bool = False) -> None:
+        """Add a user to each page, which is in use or idle. `found`: a request found them in the
+        prefix cache, so they are kept longer."""
         for page in pages[self._users[pages] == 0].tolist():
             self.prefix.wake(page)
         self._users[pages] += 1
+        if found:
+            self.prefix.note_reuse(pages.tolist())
 
     def stamps(self, pages: np.ndarray) -> np.ndarray:
         """Return the allocation number of each page, for a later `still_hold`."""

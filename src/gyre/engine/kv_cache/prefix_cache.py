@@ -3,7 +3,12 @@ share, pages to evict. Pure.
 
 A key is a 128-bit keyed hash chained over token blocks. Its root is weight version and tenant salt,
 so a block of another version or tenant never matches. A page without users stays here, idle, until
-it is evicted, oldest first.
+it is evicted.
+
+Eviction is that of a segmented LRU (Karedla, Love and Wherry, 1994). Pages that no later request
+has found go first, oldest first, so the ends of prompts and answers do not push out a prefix that
+many share. Pages that were found may be four fifths of the idle ones; of more, the oldest count as
+not found. Tails are evicted before heads.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import numpy as np
 from gyre.engine.kv_cache.prompt_logprobs import ScoreStore
 
 BlockKey = bytes
+MOST_REUSED = 4  # idle pages that were found, for each that was not
 
 
 def root_key(version: int, tenant_salt: str) -> BlockKey:
@@ -46,6 +52,8 @@ class PrefixCache:
         self._page_of: dict[BlockKey, int] = {}
         self._entry_of: dict[int, tuple[BlockKey, int]] = {}  # page → key and weight version
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._idle_reused: OrderedDict[int, None] = OrderedDict()
+        self._reused: set[int] = set()  # pages that a later request has found
 
     def __len__(self) -> int:
         return len(self._page_of)
@@ -55,11 +63,12 @@ class PrefixCache:
 
     @property
     def num_idle(self) -> int:
-        return len(self._idle)
+        return len(self._idle) + len(self._idle_reused)
 
     @property
     def idle_pages(self) -> Sequence[int]:
-        return tuple(self._idle)
+        """Return them in the order in which they are evicted."""
+        return (*self._idle, *self._idle_reused)
 
     def find(self, keys: Sequence[BlockKey]) -> list[int]:
         """Return the pages of the longest cached beginning."""
@@ -83,29 +92,42 @@ class PrefixCache:
         self._entry_of[page] = (key, version)
         return True
 
+    def note_reuse(self, pages: Sequence[int]) -> None:
+        """Note that a later request has found these pages, all of them known."""
+        self._reused.update(pages)
+
     def rest(self, page: int) -> None:
         """Count a known page that lost its last user as idle."""
-        assert page in self._entry_of and page not in self._idle, page
-        self._idle[page] = None
+        assert page in self._entry_of and not self._is_idle(page), page
+        if page not in self._reused:
+            self._idle[page] = None
+            return
+        self._idle_reused[page] = None
+        while len(self._idle_reused) > MOST_REUSED * (len(self._idle) + 1):
+            oldest, _ = self._idle_reused.popitem(last=False)
+            self._reused.remove(oldest)
+            self._idle[oldest] = None
 
     def wake(self, page: int) -> None:
         """Count an idle page that got a user as used."""
-        del self._idle[page]
+        del self._segment_of(page)[page]
 
     def evict(self, count: int) -> list[int]:
-        """Forget the `count` pages that have been idle longest and return them."""
-        assert count <= len(self._idle), (count, len(self._idle))
-        pages = [self._idle.popitem(last=False)[0] for _ in range(count)]
-        for page in pages:
+        """Forget the first `count` of the idle pages and return them."""
+        assert count <= self.num_idle, (count, self.num_idle)
+        pages = []
+        for _ in range(count):
+            page, _ = (self._idle or self._idle_reused).popitem(last=False)
             self._forget(page)
+            pages.append(page)
         return pages
 
     def drop(self, *, keep_version: int | None = None) -> tuple[list[int], list[int]]:
         """Forget all entries but those of `keep_version`. Return (idle pages, now free; pages still
         in use)."""
         gone = [page for page, (_, version) in self._entry_of.items() if version != keep_version]
-        idle = [page for page in gone if page in self._idle]
-        used = [page for page in gone if page not in self._idle]
+        idle = [page for page in gone if self._is_idle(page)]
+        used = [page for page in gone if not self._is_idle(page)]
         self._drop(gone)
         return idle, used
 
@@ -115,10 +137,17 @@ class PrefixCache:
 
     def _drop(self, pages: Sequence[int]) -> None:
         for page in pages:
-            self._idle.pop(page, None)
+            self._segment_of(page).pop(page, None)
             self._forget(page)
 
+    def _is_idle(self, page: int) -> bool:
+        return page in self._segment_of(page)
+
+    def _segment_of(self, page: int) -> OrderedDict[int, None]:
+        return self._idle_reused if page in self._reused else self._idle
+
     def _forget(self, page: int) -> None:
+        self._reused.discard(page)
         key, _ = self._entry_of.pop(page)
         del self._page_of[key]
         self.scores.drop(key)

@@ -147,7 +147,7 @@ class SchedulerState:
             )
             sequence.hits_given_up = 0
         needed = self.num_pages_for(int(rows.length_R[row]))
-        self.pages.share(hits)
+        self.pages.share(hits, found=True)
         rows.add_pages(row, hits)
         rows.add_pages(row, self.pages.take(needed - len(hits)))
         rows.computed_R[row] = len(hits) * self.page_tokens

@@ -13,7 +13,8 @@ from gyre.engine.kv_cache.prompt_logprobs import BlockScores
 
 ACTS = st.lists(
     st.tuples(
-        st.sampled_from(["take", "give", "share", "remember", "drop", "disown"]), st.integers(0, 7)
+        st.sampled_from(["take", "give", "share", "find", "remember", "drop", "disown"]),
+        st.integers(0, 7),
     ),
     max_size=40,
 )
@@ -21,12 +22,13 @@ ACTS = st.lists(
 
 @given(st.integers(1, 7), ACTS)
 def test_accounts_follow_a_plain_model(num_pages: int, acts: list[tuple[str, int]]) -> None:
-    """Each holder has some pages; a cached page without a holder is idle, oldest first, and evicted
-    last of all."""
+    """Each holder has some pages; a cached page without a holder is idle, and evicted last of all:
+    first those that nobody found again, oldest first."""
     pages = Pages(num_pages)
     holders: list[list[int]] = []
     cached: dict[int, bytes] = {}
-    idle: list[int] = []
+    idle: list[int] = []  # in the order of eviction
+    found: set[int] = set()
     stamps = dict.fromkeys(range(1, num_pages + 1), 0)
     names = iter(range(1000))
     for act, number in acts:
@@ -41,6 +43,7 @@ def test_accounts_follow_a_plain_model(num_pages: int, acts: list[tuple[str, int
                 and set(evicted) <= set(got)
             )
             idle = idle[len(evicted) :]
+            found -= set(evicted)
             for page in evicted:
                 del cached[page]
             for page in got:
@@ -53,13 +56,21 @@ def test_accounts_follow_a_plain_model(num_pages: int, acts: list[tuple[str, int
             gone = holders.pop(number % len(holders))
             pages.give(np.asarray(gone, np.int32))
             left = {page for holder in holders for page in holder}
-            idle += [page for page in reversed(gone) if page not in left and page in cached]
-        elif act == "share" and cached:
+            for page in [page for page in reversed(gone) if page not in left and page in cached]:
+                once = [other for other in idle if other not in found]
+                again = [other for other in idle if other in found]
+                (again if page in found else once).append(page)
+                while len(again) > 4 * (len(once) + 1):
+                    found.remove(again[0])
+                    once.append(again.pop(0))
+                idle = once + again
+        elif act in ("share", "find") and cached:
             wanted = sorted(cached)[: number + 1]
             assert pages.num_idle_among(np.asarray(wanted, np.int32)) == len(
                 set(wanted) & set(idle)
             )
-            pages.share(np.asarray(wanted, np.int32))
+            pages.share(np.asarray(wanted, np.int32), found=act == "find")
+            found |= set(wanted) if act == "find" else set()
             idle = [page for page in idle if page not in wanted]
             holders.append(wanted)
         elif act == "remember" and holders:
@@ -70,11 +81,12 @@ def test_accounts_follow_a_plain_model(num_pages: int, acts: list[tuple[str, int
                 cached.setdefault(page, key)
         elif act == "drop":
             assert pages.drop_cached() == len(cached)
-            cached, idle = {}, []
+            cached, idle, found = {}, [], set()
         elif act == "disown" and holders:
             mine = holders[number % len(holders)]
             pages.disown(np.asarray(mine, np.int32))
             cached = {page: key for page, key in cached.items() if page not in mine}
+            found -= set(mine)
         held = {page for holder in holders for page in holder}
         assert pages.num_used == len(held) and pages.num_available == num_pages - len(held)
         assert list(pages.prefix.idle_pages) == idle and len(pages.prefix) == len(cached)
@@ -90,6 +102,44 @@ def test_accounts_follow_a_plain_model(num_pages: int, acts: list[tuple[str, int
         for page, key in cached.items():
             assert pages.find([key, b"unknown", key]).tolist() == [page]
         pages.check([np.asarray(holder, np.int32) for holder in holders])
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=6), st.integers(0, 3)), max_size=40),
+    st.integers(12, 20),
+)
+def test_no_page_is_cached_without_those_before_it(asked, num_pages) -> None:
+    """Requests of binary words run beside each other, at most two at a time."""
+    pages, running = Pages(num_pages), list[np.ndarray]()
+    for word, ends in asked:
+        keys = [bytes(word[: length + 1]) for length in range(len(word))]
+        hits = pages.find(keys)
+        pages.share(hits, found=True)
+        owned = np.concatenate([hits, pages.take(len(keys) - len(hits))])
+        pages.remember(keys[len(hits) :], owned[len(hits) :], 0)
+        running.append(owned)
+        while len(running) > (1 if ends else 2) - 1:
+            pages.give(running.pop(ends % len(running)))
+        pages.check(running)
+        for other, _ in asked:
+            known = [pages.prefix.knows(bytes(other[: end + 1])) for end in range(len(other))]
+            assert known == sorted(known, reverse=True)
+
+
+def test_a_shared_prefix_outlives_many_ends_that_nobody_asks_for_again() -> None:
+    pages, prefix = Pages(10), [b"p0", b"p1", b"p2"]
+    for number in range(50):
+        hits = pages.find(prefix)
+        assert len(hits) == (3 if number else 0)
+        pages.share(hits, found=True)
+        owned = np.concatenate([hits, pages.take(7 - len(hits))])
+        keys = [*prefix, *(b"%d.%d" % (number, end) for end in range(4))]
+        pages.remember(keys[len(hits) :], owned[len(hits) :], 0)
+        pages.give(owned)
+        for turn in range(2 if number else 0):  # then LRU alone would have pushed it out
+            other = pages.take(5)
+            pages.remember([b"x%d.%d.%d" % (number, turn, end) for end in range(5)], other, 0)
+            pages.give(other)
 
 
 def test_low_pages_leave_first_and_in_order() -> None:
