@@ -38,7 +38,7 @@ OWNED = {
     ("launch/serving/served_weights.py", "change"): "the change, whose parts have deadlines",
     ("launch/serving/served_weights.py", "aclose"): "the change, which is cancelled",
     ("launch/serving/served_weights.py", "_run"): "the disk, which reads a tokenizer's files",
-    ("launch/serving/tracing.py", "tracing"): "`close` of the queue, which has a deadline",
+    ("launch/serving/telemetry.py", "tracing"): "`close` of the queue, which has a deadline",
     ("observability/prometheus.py", "close"): "the server's thread, which looks twice a second",
     ("observability/tracing/otlp_sender.py", "close"): "nothing: it closes sockets",
     ("launch/serving/follow.py", "_look"): "the disk, which tells the files of a folder",

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Collection,
     Iterator,
     Mapping,
     Sequence,
@@ -33,8 +30,6 @@ from typing import Any
 import psutil
 import uvicorn
 import uvloop
-from starlette.requests import Request as HttpRequest
-from starlette.routing import Route
 
 from gyre.cluster.engine_pool.ejection import EjectionPolicy
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
@@ -45,20 +40,22 @@ from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
 from gyre.core.records import RoleSpec
+from gyre.launch.serving.access import Access, bind, find_url, make_access, refuse_open_bind
 from gyre.launch.serving.follow import Follower
-from gyre.launch.serving.library_logs import libraries_logged
 from gyre.launch.serving.model import served_model
 from gyre.launch.serving.served_weights import ServedFolder, ServedWeights
-from gyre.launch.serving.tracing import tracing
+from gyre.launch.serving.telemetry import (
+    libraries_logged,
+    tracing,
+    worker_events,
+    write_server_event,
+)
 from gyre.models.hub.folders import LOAD_FORMATS, LoadFormat, refuse_reward_model
 from gyre.observability.hardware import count_gpus as count_visible_gpus
 from gyre.observability.tracing.otlp_sender import read_endpoint
 from gyre.runconfig import RunConfig
-from gyre.server.admin import admin_routes, check_key, read_key_digest
 from gyre.server.app import make_app
 from gyre.server.gateway.bounded_http import BoundedHttp, ConnectionLimits
-from gyre.server.gateway.gate import Gate, KeyGate, OpenGate
-from gyre.server.gateway.key_store import KeyStore
 from gyre.server.gateway.tls import check_tls_files
 from gyre.server.metrics.server_metrics import ServerMetrics
 from gyre.server.parsers.choose import check_parsers
@@ -192,7 +189,7 @@ async def _serve(
                 logs_access=args.access_log,
                 more_routes=[*access.admin_routes(weights, args.name), *page_routes(page)],
             )
-            url = find_url(listener, args)
+            url = find_url(listener, has_tls=args.tls_cert is not None)
             async with (
                 contextlib.aclosing(weights),
                 following(weights, args, emit),
@@ -308,76 +305,9 @@ def make_pool(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Who may ask, and who may change the server."""
-
-    gate: Gate
-    check_admin: Callable[[HttpRequest], None] | None  # None: nobody may
-
-    def admin_routes(self, weights: ServedWeights, name: str) -> Sequence[Route]:
-        """Return the routes that change the server, empty without an administrator."""
-        return () if self.check_admin is None else admin_routes(self.check_admin, weights, name)
-
-
-def make_access(
-    keys: Path | None, admin_key_file: Path | None, *, open_paths: Collection[str] = ()
-) -> Access:
-    """Return who may do what. With keys, those of role admin are for administrators; without, the
-    key of a file is. `open_paths` need none. ConfigError for a file that is not whole."""
-    if keys is not None:
-        if admin_key_file is not None:
-            raise ConfigError(
-                "--admin-key-file with --keys: a server with keys has administrators among them",
-                hint=f"leave it out, and make a key: gyre keys create --admin --file {keys}",
-            )
-        gate = KeyGate(KeyStore(keys, emit=write_server_event), open_paths=open_paths)
-        return Access(gate, lambda http: gate.require_admin(http.scope))
-    if admin_key_file is None:
-        return Access(OpenGate(), None)
-    return Access(OpenGate(), partial(check_key, key_digest=read_key_digest(admin_key_file)))
-
-
-def refuse_open_bind(host: str, *, insecure: bool, has_keys: bool) -> None:
-    """ConfigError for an address that others can reach, while no key is needed."""
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    if host != "localhost" and not (insecure or has_keys):
-        raise ConfigError(
-            f"--host {host}: others could use the model, and no key is asked for",
-            hint="listen on 127.0.0.1, give --keys, or --insecure where the network is trusted",
-        )
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket. ConfigError where the address cannot be had."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
-        return listener
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}",
-            hint="give another --port, or 0 for a free one",
-        ) from error
-
-
 def make_traces(args: ServeArgs) -> RequestTraces | None:
     """Return the traces of the server, where they are asked for."""
     return RequestTraces(args.name, ratio=args.trace_ratio) if args.otlp_endpoint else None
-
-
-def find_url(listener: socket.socket, args: ServeArgs) -> str:
-    """Return the address that clients ask."""
-    host, port = listener.getsockname()[:2]
-    scheme = "http" if args.tls_cert is None else "https"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def http_config(app: Any, args: ServeArgs, metrics: ServerMetrics) -> uvicorn.Config:
@@ -414,20 +344,3 @@ def say_ready(url: str, args: ServeArgs, *, as_json: bool) -> None:
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
         flush=True,
     )
-
-
-def worker_events(emit: Emit) -> Callable[..., None]:
-    """Return what takes the events of workers, by their names."""
-
-    def write(worker: str, kind: str, /, **fields: Any) -> None:
-        emit(kind, worker=worker, **fields)
-
-    return write
-
-
-def write_server_event(kind: str, /, **fields: Any) -> None:
-    """Write an event to the log: one JSON object a line, on stderr."""
-    row = {"t": round(time.time(), 4), "kind": kind, **fields}
-    # one write: another thread may write too
-    sys.stderr.write(json.dumps(row, default=str) + "\n")
-    sys.stderr.flush()

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.responses import Response
 
-from gyre.core.errors import ConfigError, InputError
+from gyre.core.errors import InputError
 from gyre.launch.serving.model import render_messages
-from gyre.launch.serving.server import (
-    Access,
-    ServeArgs,
-    bind,
-    make_access,
-    refuse_open_bind,
-    say_ready,
-)
+from gyre.launch.serving.server import ServeArgs, say_ready
 from gyre.runconfig import RunConfig, load_run_config
-from gyre.server.admin import admin_routes
-from gyre.server.gateway.keys import create_key
-from gyre.server.gateway.limits import KeyLimits
-from gyre.server.schema import ApiError
 from gyre.text.messages import Message, Tool
 from gyre.text.tokenizer import train_tokenizer
 
@@ -71,26 +55,6 @@ def test_tools_that_no_template_shows_are_refused(template, tmp_path) -> None:
         render_messages(TOKENIZER, QUESTION, [Tool(name="f")], config(tmp_path, template=template))
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
-def test_what_others_reach_is_refused_without_insecure(host) -> None:
-    with pytest.raises(ConfigError, match="no key is asked for"):
-        refuse_open_bind(host, insecure=False, has_keys=False)
-    refuse_open_bind(host, insecure=True, has_keys=False)
-    refuse_open_bind(host, insecure=False, has_keys=True)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
-def test_loopback_is_not(host) -> None:
-    refuse_open_bind(host, insecure=False, has_keys=False)
-
-
-def test_a_taken_port_is_said() -> None:
-    with bind("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
-            bind("127.0.0.1", port)
-
-
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_first_lines_name_the_api_and_the_page(tmp_path, capsys, as_json) -> None:
     args = ServeArgs(
@@ -107,52 +71,6 @@ def test_the_first_lines_name_the_api_and_the_page(tmp_path, capsys, as_json) ->
         assert first == "serving m on http://127.0.0.1:8000/v1"
         assert second == "  in a browser: http://127.0.0.1:8000"
         assert third.startswith("  curl http://127.0.0.1:8000/v1/chat/completions")
-
-
-def test_only_administrators_change_the_weights(tmp_path) -> None:
-    """With keys, those of role admin; without, the key of a file; else nobody."""
-    keys, file = tmp_path / "keys.json", tmp_path / "admin.key"
-    secrets = {
-        role: create_key(keys, name=role, role=role, limits=KeyLimits())[1]
-        for role in ("user", "admin")
-    }
-    file.write_text("k" * 32)
-    file.chmod(0o600)
-    assert make_access(None, None).check_admin is None
-    cases = [((keys, None), secrets["admin"]), ((None, file), "k" * 32)]
-    for given, secret in cases:
-        statuses = {
-            sent: asyncio.run(change_weights(make_access(*given), sent))
-            for sent in (secret, secrets["user"], "x" * 32, "")
-        }
-        assert statuses.pop(secret) == 200
-        assert set(statuses.values()) <= {401, 403}, statuses
-    with pytest.raises(ConfigError, match="--admin-key-file with --keys"):
-        make_access(keys, file)
-
-
-async def change_weights(access: Access, secret: str) -> int:
-    """The status of a change that is asked for with this key."""
-
-    class Weights:
-        async def change(self, folder: Path, policy: str) -> int:
-            return 1
-
-    assert access.check_admin is not None
-    app = Starlette(
-        routes=admin_routes(access.check_admin, Weights(), "m"),
-        middleware=[Middleware(access.gate.guard, count=lambda code: None)],
-        exception_handlers={ApiError: refuse},
-    )
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:
-        headers = {"authorization": f"Bearer {secret}"} if secret else {}
-        answer = await client.post("/admin/weights", json={"path": "/a"}, headers=headers)
-    return answer.status_code
-
-
-async def refuse(http: Any, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
 
 
 def test_the_server_imports_no_torch() -> None:

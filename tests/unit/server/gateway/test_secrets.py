@@ -22,7 +22,7 @@ from fakes.config import FakeEngineConfig
 from fakes.engine import Faults
 from gyre.core.records import Request
 from gyre.engine.frontend.admission import find_refusal
-from gyre.launch.serving.library_logs import libraries_logged
+from gyre.launch.serving.telemetry import libraries_logged
 from gyre.server.admin import admin_routes
 from gyre.server.app import make_app
 from gyre.server.gateway.bounded_http import BoundedHttp, ConnectionLimits

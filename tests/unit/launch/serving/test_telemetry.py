@@ -1,9 +1,11 @@
-"""Traces of a server whose collector fails: its answers are the same, and what is lost is counted."""
+"""Libraries' warnings become events, and what is counted elsewhere is left out. With a collector that
+fails, answers are the same, and lost spans are counted."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,12 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from gyre.core.events import check_event
-from gyre.launch.serving.tracing import tracing
+from gyre.launch.serving.telemetry import (
+    COUNTED_ELSEWHERE,
+    MOST_CHARS,
+    libraries_logged,
+    tracing,
+)
 from gyre.observability.tracing.otlp_sender import read_endpoint
 from gyre.server.metrics.server_metrics import ServerMetrics
 from gyre.server.tracing.traced_app import RequestTraces
@@ -71,3 +78,31 @@ def test_without_an_address_the_application_is_the_same_one() -> None:
         assert b"gyre_trace" not in await metrics.expose()
 
     asyncio.run(go())
+
+
+def test_warnings_are_events_while_the_server_runs() -> None:
+    told: list[dict[str, Any]] = []
+
+    def emit(kind: str, /, **fields: Any) -> None:
+        check_event(kind, list(fields))
+        told.append(fields)
+
+    logger = logging.getLogger("a.library")
+    with libraries_logged(emit):
+        logger.info("nothing to say")
+        logger.warning("%s of %s", "two", "three" * 200)
+        for text in COUNTED_ELSEWHERE:
+            logger.warning(text)
+        try:
+            raise ValueError("what a client sent")
+        except ValueError:
+            logger.exception("it broke\n")
+    logger.warning("too late")
+    first, second = told
+    assert first["message"] == ("two of " + "three" * 200)[:MOST_CHARS] and first["error"] == ""
+    assert second == {
+        "logger": "a.library",
+        "level": "ERROR",
+        "message": "it broke",
+        "error": "ValueError",
+    }
