@@ -2,9 +2,8 @@
 session ids. Out: how many pages of a prompt an engine has cached; which one served a session.
 
 It is a belief, from what was routed and answered: a wrong one costs time, never an answer. It is
-held in bounded memory. It holds as many pages as the engine and drops them in the same order: first
-those that no later request has found, of each kind the one that was used least recently, and of one
-request the last page first (engine/kv_cache/prefix_cache.py).
+held in bounded memory: as many pages as the engine has, dropped in the order in which the engine
+drops them (engine/kv_cache/prefix_cache.py).
 """
 
 from __future__ import annotations

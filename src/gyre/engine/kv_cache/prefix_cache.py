@@ -6,8 +6,8 @@ so a block of another version or tenant never matches. A page without users stay
 it is evicted.
 
 Eviction is that of a segmented LRU (Karedla, Love and Wherry, 1994). Pages that no later request
-has found go first, oldest first, so the ends of prompts and answers do not push out a prefix that
-many share. Pages that were found may be four fifths of the idle ones; of more, the oldest count as
+has found go first, oldest first. So the ends of prompts and answers do not push out a prefix that
+many share. Pages that were found may be four fifths of the idle ones. Of more, the oldest count as
 not found. Tails are evicted before heads.
 """
 
