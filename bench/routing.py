@@ -46,7 +46,7 @@ from gyre.models.init import init_weights
 from gyre.models.spec import ModelSpec, hub_config_from_spec
 from gyre.text.tokenizer import train_tokenizer
 from record import parser, say
-from servers import GYRE, HERE, Server, cpu_s, running
+from servers import GYRE, HERE, Server, cpu_s, play, running
 
 POLICIES = ("round_robin", "prefix")
 REPLICAS = 2
@@ -177,12 +177,12 @@ def measure(
             raise SystemExit(f"the server did not start:\n{log.read_text()[-3000:]}")
         server = Server(json.loads(line)["url"], psutil.Process(process.pid))
         scraper = Scraper(server, args.warm_up)
-        level = play(server, run, args, folder)
+        level = play_prefixes(server, run, args, folder)
         return summarize(level, scraper.end(), num_tokens=args.requests * args.output_tokens)
 
 
-def play(server: Server, run: int, args: Namespace, folder: Path) -> dict[str, Any]:
-    """`gyre bench serve` in a process of its own; every answer must be whole."""
+def play_prefixes(server: Server, run: int, args: Namespace, folder: Path) -> dict[str, Any]:
+    """One level of the load; every answer must be whole."""
     load = {
         "load": "prefix",
         "prefixes": args.prefixes,
@@ -197,15 +197,7 @@ def play(server: Server, run: int, args: Namespace, folder: Path) -> dict[str, A
         "seed": run,
         "timeout-s": 600,
     }
-    output = folder / "found.json"
-    argv = [*GYRE, "bench", "serve", server.url, "--no-stream", "--output", str(output)]
-    argv += [part for name, value in load.items() for part in (f"--{name}", str(value))]
-    ran = subprocess.run(argv, capture_output=True, text=True, timeout=1800)
-    if ran.returncode != 0:
-        raise SystemExit(f"the client failed:\n{ran.stdout[-1500:]}\n{ran.stderr[-1500:]}")
-    (level,) = json.loads(output.read_text())["levels"]
-    if level["failed"] or level["failed_warm_up"] or level["without_usage"]:
-        raise SystemExit(f"not every answer was whole: {json.dumps(level, indent=2)}")
+    (level,) = play(server, "--no-stream", load, folder)["levels"]
     return level
 
 

@@ -1,4 +1,4 @@
-"""Servers that bench/serve.py measures, each in a process group of its own on a free port, and the
+"""Servers that the benches measure, each in a process group of its own on a free port, and the
 client that plays a load. In: a folder with a model, interpreters of peers. Out: URLs, processes;
 what `gyre bench serve` found.
 """
@@ -53,7 +53,8 @@ def play(
         raise SystemExit(f"the client failed:\n{ran.stdout[-1500:]}\n{ran.stderr[-1500:]}")
     found = json.loads(output.read_text())
     for level in found["levels"]:
-        if whole and (level["failed"] or level["without_usage"]):
+        failed = level["failed"] or level["failed_warm_up"]
+        if whole and (failed or level["without_usage"]):
             raise SystemExit(f"not every answer was whole: {json.dumps(level, indent=2)}")
     return found
 

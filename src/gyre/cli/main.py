@@ -266,7 +266,10 @@ def serve(
         str, typer.Option(metavar="URL", help="Collector that gets a trace of each request.")
     ] = "",
     trace_ratio: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of requests whose traces are recorded.")
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Share of traces recorded, of those that no client began."
+        ),
     ] = 1.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print memory and limits; start nothing.")

@@ -1,8 +1,8 @@
 """Prometheus: the newest numbers of a training run, to be scraped on loopback. In: event rows. Out:
 gauges and counters at http://127.0.0.1:PORT/metrics, in Prometheus' text format.
 
-The curves are those of the other trackers (`scalars`): a metric of `step.done` is the gauge
-`gyre_train_METRIC`, and what stands behind a "/" in its name is a label.
+The curves are those of the other trackers (`scalars`). A metric of `step.done` is the gauge
+`gyre_train_METRIC`; what stands behind a "/" in its name is a label.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ outweighs many short ones. A request goes whole to one engine, so that its compl
 prompt's work. Requests that are given together are routed one after the other, each counted before
 the next is placed.
 
-    cost = (load + prompt - hit + answer) / share - hit - ½ (prompt - hit) where it has the session
+    cost = (load + prompt - hit + answer_work) / share - hit - ½ (prompt - hit) with the session
 
 The engine with the least cost gets the request. The hit counts a second time since a copy of the
-prefix elsewhere would take the room of another one. So no engine is chosen that has more to do than
-another by twice the prompt or more.
+prefix elsewhere would take the room of another one. So among engines with a whole share none is
+chosen that has more to do than another by twice the prompt or more.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def rest_tokens(request: Request) -> int:
 
 
 def estimate_work(request: Request, mean_answer_tokens: float | None) -> RequestWork:
-    """Return what the request probably needs: its completions are as long as others were, or as
-    long as they may be where that is less or nothing is known."""
+    """Return what the request probably needs. Its completions are as long as others were; as long
+    as they may be where that is less, or nothing is known."""
     rest = rest_tokens(request)
     if mean_answer_tokens is not None:
         rest = min(rest, round(request.sampling.n * mean_answer_tokens))

@@ -3,7 +3,7 @@
 RankWorker has a trainer rank and an engine of a training run. Every rank gets every call but those
 for one engine. launch.placement.ray_placement starts it, by the name
 "gyre.launch.placement.worker:build_rank". ServedEngine has one engine over the weights of a folder.
-launch.serve starts it, by the name "gyre.launch.placement.worker:build_served_engine".
+launch.serving.server starts it, by the name "gyre.launch.placement.worker:build_served_engine".
 """
 
 from __future__ import annotations

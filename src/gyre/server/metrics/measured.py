@@ -13,9 +13,9 @@ from gyre.core.events import Emit
 from gyre.server.metrics.server_metrics import ServerMetrics
 from gyre.server.tracing.marks import trace_fields
 
-HUNG_UP = 499  # status of a request whose client was gone before an answer began
+HUNG_UP_STATUS = 499  # status of a request whose client was gone before an answer began
 LONGEST_PATH = 200  # characters of a path in the log
-SOURCE = "gyre.work"  # key of the scope under which a response puts its Work
+SOURCE = "gyre.work"  # key of the scope under which a response puts its AnswerSource
 
 
 class MeasuredApp:
@@ -36,7 +36,7 @@ class MeasuredApp:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, began_s = HUNG_UP, time.monotonic()
+        status, began_s = HUNG_UP_STATUS, time.monotonic()
 
         async def note(message: Message) -> None:
             nonlocal status
@@ -47,7 +47,7 @@ class MeasuredApp:
         try:
             await self._app(scope, receive, note)
         except Exception:
-            status = 500 if status == HUNG_UP else status  # the layer above answers so
+            status = 500 if status == HUNG_UP_STATUS else status  # the layer above answers so
             raise
         finally:
             path = scope["path"]  # most are a route's own, which needs no search

@@ -21,7 +21,7 @@ from gyre.observability.tracing.trace_context import TraceContext
 from gyre.server.schema import ApiError
 
 TRACE = "gyre.trace"  # key of the scope under which a request's RequestTrace is
-HUNG_UP, FAULT_CODE = "client_disconnected", "server_fault"
+HUNG_UP_CODE, FAULT_CODE = "client_disconnected", "server_fault"
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class EngineMarks:
     def end(self, error: BaseException | None) -> None:
         self.ended_s = self._clock()
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
-            self.error = HUNG_UP
+            self.error = HUNG_UP_CODE
         elif error is not None:
             self.error = error.code if isinstance(error, ApiError) else FAULT_CODE
 

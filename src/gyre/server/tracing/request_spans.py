@@ -2,7 +2,7 @@
 
 POST /v1/chat/completions: a part of the client's span, where it sent one
 ├─ gateway: key, body, prompt tokens
-├─ llm_request: one for each prompt; its attributes are vLLM's
+├─ llm_request: one for each prompt; attributes by OpenTelemetry, else by vLLM
 │  ├─ queue: waits for an engine
 │  └─ engine: one for each that had it; an error where it was lost
 │     ├─ admission: waits for a place in the batch
@@ -24,7 +24,7 @@ from gyre.core.records import PrefillTiming
 from gyre.observability.tracing.span_record import AttributeValue, SpanRecord
 from gyre.observability.tracing.trace_context import TraceContext
 from gyre.server.tracing.marks import (
-    HUNG_UP,
+    HUNG_UP_CODE,
     CompletionMarks,
     EngineMarks,
     RequestTrace,
@@ -120,7 +120,7 @@ def find_error(trace: RequestTrace) -> str | None:
     """Return the code of what the server did not do. A client that hangs up or asks wrongly is no
     error of the server's."""
     status = trace.written.status
-    errors = [work.error for work in trace.works if work.error not in (None, HUNG_UP)]
+    errors = [work.error for work in trace.works if work.error not in (None, HUNG_UP_CODE)]
     if status is not None and 400 <= status < 500:
         return None
     if errors:
@@ -156,7 +156,7 @@ def add_engine_spans(
         work.submitted_s,
         work.ended_s,
         attributes=attributes,
-        error=None if work.error == HUNG_UP else work.error,
+        error=None if work.error == HUNG_UP_CODE else work.error,
     )
     waits_s = work.submitted_s
     for visit in find_visits(work):
@@ -256,7 +256,7 @@ def request_attributes(
     completions = [marks for _, marks in sorted(work.completions.items())]
     prompt, chosen = len(request.tokens), sum(marks.num_tokens for marks in completions)
     ends = [marks.finish for marks in completions if marks.finish is not None]
-    if work.error == HUNG_UP:
+    if work.error == HUNG_UP_CODE:
         ends = ends or ["abort"]
     found: dict[str, AttributeValue] = {
         "gen_ai.operation.name": http.operation,

@@ -6,7 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gyre.cluster.engine_pool import affinity
 from gyre.cluster.engine_pool.affinity import PrefixBelief, PrefixHasher, PrefixSum, SessionTable
+from gyre.engine.kv_cache import prefix_cache
 from gyre.engine.kv_cache.page_allocator import Pages
 from gyre.engine.kv_cache.prefix_cache import extend_keys, root_key
 
@@ -66,6 +68,7 @@ def test_a_belief_is_bounded_and_has_no_page_without_those_before_it(steps, capa
 def test_of_requests_one_after_another_it_is_what_the_engine_has(prompts, capacity) -> None:
     """Against the pages and the prefix cache of the engine itself. Of prompts whose last page is
     not full: a full one is computed again, in a page that the belief does not count."""
+    assert affinity.MOST_REUSED == prefix_cache.MOST_REUSED
     page, belief, pages = 2, PrefixBelief(capacity), Pages(capacity)
     for drawn in prompts:
         cut = drawn[: 2 * capacity - 1]
