@@ -44,7 +44,8 @@ class ProcessHandle:
         self._link, theirs = socket.socketpair()
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices, **spec.environment}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", PROGRAM, str(theirs.fileno())],
+            # -P: no Python of the folder where the server was started is imported
+            [sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -138,8 +139,9 @@ class ProcessHandle:
             return
         for number, payload in self._inbox.take(data):
             with self._lock:
-                out = self._waiting.pop(number)
-            self._settle(out, payload)
+                out = self._waiting.pop(number, None)
+            if out is not None:  # else nothing was asked by that number
+                self._settle(out, payload)
 
     def _end(self) -> None:
         """Fail what waits for a worker that has hung up."""
@@ -156,7 +158,7 @@ class ProcessHandle:
     def _settle(self, out: Future[Any], payload: bytes) -> None:
         try:
             kind, value, failed, events = frames.decode(payload)
-        except frames.FrameError as error:
+        except (frames.FrameError, TypeError, ValueError) as error:  # not four values, too
             out.set_exception(WorkerFault(f"worker {self.name} ({self.place}): {error}"))
             return
         if kind == "looked":

@@ -72,7 +72,7 @@ def _join_arrays(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineVisit:
-    """An engine's time with a request, by the event loop's clock."""
+    """An engine's time with a request, by the monotonic clock, as all times of a trace."""
 
     engine: str
     sent_s: float

@@ -304,5 +304,10 @@ async def unless_gone(work: Awaitable[Result], receive: Receive) -> Result | Non
         if is_gone and owner.uncancel() <= already:
             return None
         raise
+    except Exception:
+        if not is_gone:
+            raise
+        owner.uncancel()  # the abort failed, as with an engine that is lost: nobody is left to tell
+        return None
     finally:
         watcher.cancel()

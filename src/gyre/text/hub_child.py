@@ -22,7 +22,8 @@ PROGRAM = "gyre.text.hub_child"
 
 def load_apart(folder: Path) -> HubFiles:
     """Return what `load` returns, without importing transformers here. InputError as there."""
-    argv = [sys.executable, "-m", PROGRAM, str(folder)]
+    # -P: no Python of the folder where this was started is imported
+    argv = [sys.executable, "-P", "-m", PROGRAM, str(folder)]
     try:
         ran = subprocess.run(argv, capture_output=True, text=True, timeout=READ_S, check=True)
         found = json.loads(ran.stdout)

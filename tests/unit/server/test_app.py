@@ -17,6 +17,7 @@ from gyre.core.records import EngineStats, Health, Request, TokenChunk
 from gyre.server import app as server
 from gyre.server.app import make_app
 from gyre.server.generation import ServedModel
+from gyre.server.respond import unless_gone
 from gyre.text.tokenizer import train_tokenizer
 
 TOKENIZER = train_tokenizer(["what is one and one"], vocab_size=300, min_share=0.0)
@@ -82,9 +83,8 @@ def render(messages: Any, tools: Any) -> np.ndarray:
 
 
 def ask(
-    engine: OneToken, path: str, body: Any = None, site: str = "none"
+    engine: OneToken, path: str, body: Any = None, **headers: str
 ) -> tuple[httpx.Response, list[Any]]:
-    """`site`: what a browser says of the page that asks."""
     events: list[Any] = []
     model = ServedModel(
         name="m",
@@ -97,7 +97,6 @@ def ask(
 
     async def go() -> httpx.Response:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        headers = {"sec-fetch-site": site}
         async with httpx.AsyncClient(
             transport=transport, base_url="http://m", headers=headers
         ) as client:
@@ -211,10 +210,37 @@ def test_other_routes_are_refused_in_the_same_shape(path, status, code) -> None:
 
 
 @pytest.mark.parametrize(
-    ("site", "status"), [("none", 200), ("same-origin", 200), ("cross-site", 403)]
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        ({"sec-fetch-site": "same-origin", "origin": "http://m"}, 200),
+        ({"sec-fetch-site": "cross-site", "origin": "http://other"}, 403),
+        ({"origin": "http://m"}, 200),
+        ({"origin": "http://other"}, 403),
+        ({"origin": "null"}, 403),
+    ],
 )
-def test_a_page_of_another_site_asks_nothing_of_a_server_without_keys(site, status) -> None:
+def test_a_page_of_another_site_asks_nothing_of_a_server_without_keys(headers, status) -> None:
     engine = OneToken(finish("length"), 1)
-    answer, _ = ask(engine, "/generate", {"prompt": "what"}, site)
+    answer, _ = ask(engine, "/generate", {"prompt": "what"}, **headers)
     assert answer.status_code == status
-    assert ask(engine, "/v1/models", site=site)[0].status_code == 200, "it could be a link"
+    assert ask(engine, "/v1/models", **headers)[0].status_code == 200, "it could be a link"
+
+
+def test_an_abort_that_fails_after_the_client_is_gone_is_no_fault() -> None:
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise RankError("every engine is lost")
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def go() -> None:
+        assert await unless_gone(work(), receive) is None
+        task = asyncio.current_task()
+        assert task is not None and not task.cancelling()
+
+    asyncio.run(asyncio.wait_for(go(), 30))

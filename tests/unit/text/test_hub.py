@@ -159,6 +159,15 @@ def test_a_tokenizer_read_by_another_process_is_the_same(folder: Path) -> None:
     assert apart.prefix_ids == here.prefix_ids and apart.special_ids == here.special_ids
 
 
+def test_that_process_imports_nothing_of_the_folder_where_it_is_started(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("tokenizers", "transformers", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    assert load_tokenizer(folder, read=load_apart).fingerprint == load_tokenizer(folder).fingerprint
+
+
 def test_what_another_process_cannot_read_is_refused_as_here(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError) as here:

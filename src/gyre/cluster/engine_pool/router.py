@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -153,7 +154,7 @@ class RequestRouter:
         for live, request, placed in zip(waiting, requests, all_placed, strict=True):
             live.member, live.placed = placed.engine.member, placed
             if request.traced:
-                live.stream.note_sent(live.member.name, now_s)
+                live.stream.note_sent(live.member.name, time.monotonic())
             sends.setdefault(live.member.name, []).append(request)
         for name, batch in sends.items():
             up[name].send(batch)
@@ -190,7 +191,7 @@ class RequestRouter:
         for live in [live for live in self._live.values() if live.member is member]:
             live.member = None
             self._leave(live)
-            live.stream.note_lost(asyncio.get_running_loop().time())
+            live.stream.note_lost(time.monotonic())
             if live.ending is not None or not live.book.open:
                 self.end(live, *(live.ending or ("abort", "")))
                 continue

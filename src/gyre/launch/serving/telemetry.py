@@ -58,7 +58,10 @@ class EventHandler(logging.Handler):
         self._emit = emit
 
     def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage().strip()
+        try:
+            message = record.getMessage().strip()
+        except (TypeError, ValueError):  # its arguments do not fit: the library's fault
+            message = str(record.msg)
         if message in COUNTED_ELSEWHERE:
             return
         error = record.exc_info[0] if record.exc_info else None

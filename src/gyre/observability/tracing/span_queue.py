@@ -67,6 +67,7 @@ class SpanQueue:
         self._sender, self._emit, self._count, self._clock = sender, emit, count, clock
         self._settings = settings or QueueSettings()
         self._spans: deque[SpanRecord] = deque()
+        self._num_in_hand = 0  # spans of the batch that is being sent
         self._untold: Counter[str] = Counter()  # dropped spans, by reason
         self._error = ""  # of the newest batch that was not taken
         self._told_s: float | None = None
@@ -95,8 +96,9 @@ class SpanQueue:
         self._thread.join(deadline_s)
         with self._changed:
             self._is_closed = True
-            self._drop(len(self._spans), TOO_LATE)
+            self._drop(len(self._spans) + self._num_in_hand, TOO_LATE)
             self._spans.clear()
+            self._num_in_hand = 0
         self._sender.close()
         self._report(is_last=True)
 
@@ -105,6 +107,8 @@ class SpanQueue:
             batch = self._take_batch()
             if batch:
                 self._send(batch)
+            if self._is_closed:
+                return  # what was in hand has been counted, and the last report told
             self._report()
             if not batch and self._is_closing:
                 return
@@ -116,7 +120,9 @@ class SpanQueue:
             self._changed.wait_for(
                 lambda: self._is_closing or len(self._spans) >= most, self._settings.interval_s
             )
-            return [self._spans.popleft() for _ in range(min(most, len(self._spans)))]
+            batch = [self._spans.popleft() for _ in range(min(most, len(self._spans)))]
+            self._num_in_hand = len(batch)
+            return batch
 
     def _send(self, batch: Sequence[SpanRecord]) -> None:
         try:
@@ -124,10 +130,13 @@ class SpanQueue:
         except Exception as error:  # noqa: BLE001
             # nothing that a sender raises may end the thread: later spans would be lost unseen
             reason = f"{type(error).__name__}: {error}"
-        if reason is None:
-            self._count(SpanCount(number=len(batch), dropped=None))
-            return
         with self._changed:
+            if self._is_closed:
+                return
+            self._num_in_hand = 0
+            if reason is None:
+                self._count(SpanCount(number=len(batch), dropped=None))
+                return
             self._error = reason
             self._drop(len(batch), NOT_TAKEN)
 

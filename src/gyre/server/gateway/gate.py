@@ -148,10 +148,15 @@ def is_health(path: str) -> bool:
 
 def is_from_another_site(scope: Scope) -> bool:
     """Return whether a browser says that a page of another site asks. Links to a page are no such
-    case. Browsers alone send the header, and pages cannot change it."""
-    return scope["method"] not in ("GET", "HEAD") and (
-        Headers(scope=scope).get("sec-fetch-site") == "cross-site"
-    )
+    case. Browsers alone send these headers, and pages cannot change them. Over plain HTTP beyond
+    loopback they send `Origin` alone."""
+    if scope["method"] in ("GET", "HEAD"):
+        return False
+    headers = Headers(scope=scope)
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is not None or origin is None:
+        return site == "cross-site"
+    return origin.partition("://")[2] != headers.get("host", "")
 
 
 def cross_site_error() -> ApiError:

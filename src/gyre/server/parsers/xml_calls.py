@@ -126,19 +126,20 @@ class XmlCallParser:
         self._has_call, self._step = True, self._between
 
     def _between(self, spans: list[TextSpan], is_last: bool) -> bool:
-        """Look for the next parameter, or the end of the call."""
+        """Look for the next parameter, or the end of the call. Much white space ends it too."""
         blank = find_blank_end(self._text, 0)
-        rest = self._text[blank:]
-        if (found := _PARAMETER.match(rest)) is not None:
+        rest, is_broken = self._text[blank:], blank > MOST_BLANK
+        if not is_broken and (found := _PARAMETER.match(rest)) is not None:
             self._drop(blank + found.end())
             self._begin_value(spans, found[1])
             return True
-        is_end = rest.startswith((FUNCTION_END, XML_FORMAT.closer))
+        is_end = not is_broken and rest.startswith((FUNCTION_END, XML_FORMAT.closer))
         may_go_on = any(tag.startswith(rest) for tag in AFTER_VALUE)
-        if not is_end and not is_last and (may_go_on or _PARAMETER_BEGUN.fullmatch(rest)):
+        may_go_on = may_go_on or _PARAMETER_BEGUN.fullmatch(rest) is not None
+        if not (is_broken or is_end or is_last) and may_go_on:
             return False
         self._say(spans, "arguments", "}")  # also where it breaks off: what follows is content
-        self._drop(blank + len(FUNCTION_END) if rest.startswith(FUNCTION_END) else 0)
+        self._drop(blank + len(FUNCTION_END) if is_end and rest.startswith(FUNCTION_END) else 0)
         self._at_begin, self._step = True, self._close if is_end else self._seek
         return True
 
@@ -194,7 +195,10 @@ class XmlCallParser:
             is_open = _PARAMETER_BEGUN.fullmatch(text, place + 1) is not None
             return None if is_open and not is_last else False
         follows = AFTER_VALUE if tag == PARAMETER_END else (XML_FORMAT.closer,)
-        rest = text[find_blank_end(text, end) :]
+        blank_end = find_blank_end(text, end)
+        rest = text[blank_end:]
+        if blank_end - end > MOST_BLANK:
+            return False
         if rest.startswith(follows):
             return True
         if not rest and is_last:

@@ -49,7 +49,8 @@ def find_type(schema: Any) -> ValueType:
         return TEXT
     given = schema.get("type")
     if given is None:
-        options = schema.get("anyOf") or schema.get("oneOf") or ()
+        options = schema.get("anyOf") or schema.get("oneOf")
+        options = options if isinstance(options, list) else []
         given = [one.get("type") for one in options if isinstance(one, dict)]
     names = [str(name).strip().lower() for name in (given if isinstance(given, list) else [given])]
     kinds: list[Kind] = [_kind_of(name) for name in names if name not in NULLS]

@@ -195,6 +195,22 @@ def test_an_answer_that_was_cut_off_has_what_came() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("begun", "arguments"),
+    [
+        ("<function=stop>", "{}"),
+        ("<function=weather>\n<parameter=city>\nParis\n</parameter>", '{"city": "Paris'),
+    ],
+)
+def test_white_space_without_end_is_not_held_back(begun, arguments) -> None:
+    """Before a parameter it ends the call; behind a closing tag it says that this one is text."""
+    parser = AnswerParser(tools=XmlCallParser(TOOLS))
+    deltas = [parser.push(f"<tool_call>\n{begun}", is_last=False)]
+    deltas += [parser.push("\n" * 100, is_last=False) for _ in range(5)]
+    told = "".join(call.arguments for delta in deltas for call in delta.calls)
+    assert told.startswith(arguments) and (told == "{}" or told.endswith("\\n" * 100))
+
+
 def test_only_the_first_calls_are_told() -> None:
     found = parse(write("stop", {}) * 3, list(range(200)), most_calls=1)
     assert found == Found(calls=[("stop", "{}")])
@@ -224,6 +240,8 @@ def test_only_the_first_calls_are_told() -> None:
         ({"type": ["string", "null"]}, "None", None),
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "5", 5),
         ({"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]}, "5", "5"),
+        ({"anyOf": 5}, "1", "1"),
+        ({"oneOf": True, "type": None}, "1", "1"),
         ({"oneOf": [{"type": "null"}, {"type": "array"}]}, '["a"]', ["a"]),
         ({"anyOf": [{"type": "object"}, {"type": "null"}]}, "null", None),
         ({"type": "object"}, "{'a': (1, None)}", {"a": [1, None]}),
