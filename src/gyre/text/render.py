@@ -29,8 +29,8 @@ def render_prompt(
 ) -> tuple[np.ndarray, str]:
     """Return (int32 ids, text) up to the model's turn.
 
-    `template` is "chat" (the tokenizer's own; ours writes the prompt and a newline) or a text with
-    {prompt}, and {system} if `system` is given. A conversation needs "chat". `system` precedes the
+    `template` is "chat", the tokenizer's own; ours writes the prompt and a newline. Otherwise it is
+    a text with {prompt}, and {system} if `system` is given. A conversation needs "chat". `system` precedes the
     prompt's messages. `tools` need "chat". Raises ConfigError for a template without a placeholder
     for the prompt or the system message. Raises InputError for `system` next to a system message of
     the prompt, for a later system message that the chat template omits, and for tools that it

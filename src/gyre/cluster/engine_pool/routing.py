@@ -6,7 +6,7 @@ outweighs many short ones. A request goes whole to one engine, so that its compl
 prompt's work. Requests that are given together are routed one after the other, each counted before
 the next is placed.
 
-    cost = (load + prompt - hit + answer_work) / share - hit - ½ (prompt - hit) with the session
+    cost = (load + prompt - hit + answer_work) / share - hit - ½ (prompt - hit) with the session.
 
 The engine with the least cost gets the request. The hit counts a second time since a copy of the
 prefix elsewhere would take the room of another one. So among engines with a whole share none is
