@@ -30,11 +30,11 @@ def render_prompt(
     """Return (int32 ids, text) up to the model's turn.
 
     `template` is "chat", the tokenizer's own; ours writes the prompt and a newline. Otherwise it is
-    a text with {prompt}, and {system} if `system` is given. A conversation needs "chat". `system` precedes the
-    prompt's messages. `tools` need "chat". Raises ConfigError for a template without a placeholder
-    for the prompt or the system message. Raises InputError for `system` next to a system message of
-    the prompt, for a later system message that the chat template omits, and for tools that it
-    does not show.
+    a text with {prompt}, and {system} if `system` is given. A conversation needs "chat". `system`
+    precedes the prompt's messages. `tools` need "chat". Raises ConfigError for a template without a
+    placeholder for the prompt or the system message. Raises InputError for `system` next to a
+    system message of the prompt, for a later system message that the chat template omits, and for
+    tools that it does not show.
     """
     check_template(template, system)
     if template == "chat" and (
