@@ -66,6 +66,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._hosts = 0  # Host headers of this request
         self._head_fault = ""  # why its headers are refused
         self._bytes_between = 0  # received since the last part of a body: head, frame, trailer
+        self._open_cycles: list[Any] = []  # requests whose answers are not complete
 
     # -- from the transport
 
@@ -76,6 +77,12 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_send_timer()
+        # uvicorn tells the newest request alone; one before it would be answered to nobody, and
+        # uvloop lets nobody write to a closed transport
+        for cycle in self._open_cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -123,6 +130,8 @@ class BoundedHttp(HttpToolsProtocol):
             self._fail_head("need a Host header")
         super().on_headers_complete()
         self._in_head = False
+        waiting = [cycle for cycle in self._open_cycles if not cycle.response_complete]
+        self._open_cycles = [*waiting, self.cycle]
 
     def on_body(self, body: bytes) -> None:
         self._bytes_between = 0
