@@ -251,7 +251,7 @@ def test_requests_of_one_prefix_share_an_engine_and_its_cache(client, served) ->
             "gyre_engine_sessions_kept",
         )
     )
-    assert sum(asked) == 12 and min(asked) > 0
+    assert sum(asked) == 12
     assert believed == hits and sum(hits) == 8 * 96  # six whole pages of 16 tokens
     assert sum(kept) == 8
 

@@ -124,6 +124,7 @@ def test_clients_that_hang_up_leave_nothing_behind(served, secret, times) -> Non
     assert not [row for row in rows if row["kind"] in LOSSES]
 
 
+@pytest.mark.slow
 def test_a_mixed_load_with_changes_and_a_kill_leaves_nothing_behind(
     served, folder, secrets, tmp_path
 ) -> None:

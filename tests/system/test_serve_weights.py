@@ -131,6 +131,7 @@ class Clients:
             time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_weights_change_under_requests_and_none_fails(folders, expected, tmp_path) -> None:
     """On two replicas; the answers of each version are those of a fresh model. A replica that is
     lost afterwards comes back with the newest version."""
