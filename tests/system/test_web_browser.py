@@ -371,6 +371,7 @@ def test_everything_can_be_done_by_keyboard(page, started) -> None:
     assert page.script("document.getElementById('ask').value") == "Two lines\nand a question?"
     started.key("Enter")
     page.until("document.querySelector('.facts')?.innerText.includes('in all')")
+    page.until("[...document.querySelectorAll('button')].some(b => b.textContent === 'Tokens')")
     reached = []
     while "Tokens" not in reached:  # backwards from the message
         started.key("Tab", shift=True)
