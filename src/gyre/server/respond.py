@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gyre.core.contracts import RolloutEngine
-from gyre.core.errors import RankError
+from gyre.core.errors import GyreError, RankError
 from gyre.core.events import Emit
 from gyre.core.records import Request, TokenChunk
 from gyre.server.answers import Answer
@@ -169,7 +169,7 @@ class WholeAnswer(Response):
                 return [piece async for piece in found]
 
         try:
-            gathered = await unless_gone(collect(), receive)
+            gathered = await unless_gone(collect(), receive, self._work.metrics)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
@@ -227,7 +227,7 @@ class EventStream(Response):
             return True
 
         try:
-            await unless_gone(go(), receive)
+            await unless_gone(go(), receive, self._work.metrics)
         except ApiError as error:
             refusal = error
         except Exception as error:
@@ -283,9 +283,12 @@ def as_json(value: Any) -> bytes:
 Result = TypeVar("Result")
 
 
-async def unless_gone(work: Awaitable[Result], receive: Receive) -> Result | None:
+async def unless_gone(
+    work: Awaitable[Result], receive: Receive, metrics: ServerMetrics
+) -> Result | None:
     """Return what `work` gives, or None when the client hung up, after `work` was cancelled. It
-    runs in the caller's own task: another one would cost as much as all of the parsing."""
+    runs in the caller's own task: another one would cost as much as all of the parsing. An abort
+    that fails is counted as `abort_failed`."""
     owner, is_gone = asyncio.current_task(), False
     assert owner is not None
     already = owner.cancelling()
@@ -304,10 +307,11 @@ async def unless_gone(work: Awaitable[Result], receive: Receive) -> Result | Non
         if is_gone and owner.uncancel() <= already:
             return None
         raise
-    except Exception:
+    except GyreError:
         if not is_gone:
             raise
-        owner.uncancel()  # the abort failed, as with an engine that is lost: nobody is left to tell
+        owner.uncancel()
+        metrics.count_error("abort_failed")  # as with an engine that is lost; nobody can be told
         return None
     finally:
         watcher.cancel()

@@ -17,8 +17,10 @@ from gyre.core.records import EngineStats, Health, Request, TokenChunk
 from gyre.server import app as server
 from gyre.server.app import make_app
 from gyre.server.generation import ServedModel
+from gyre.server.metrics.server_metrics import ServerMetrics
 from gyre.server.respond import unless_gone
 from gyre.text.tokenizer import train_tokenizer
+from scraped import read_samples
 
 TOKENIZER = train_tokenizer(["what is one and one"], vocab_size=300, min_share=0.0)
 End = Callable[[TokenStream, str], None]
@@ -238,8 +240,14 @@ def test_an_abort_that_fails_after_the_client_is_gone_is_no_fault() -> None:
     async def receive() -> dict[str, Any]:
         return {"type": "http.disconnect"}
 
+    async def inspect() -> list[Any]:
+        return []
+
     async def go() -> None:
-        assert await unless_gone(work(), receive) is None
+        metrics = ServerMetrics("m", context_tokens=64, inspect=inspect)
+        assert await unless_gone(work(), receive, metrics) is None
+        found = read_samples((await metrics.expose()).decode())
+        assert found["gyre_request_errors_total", "code=abort_failed"] == 1
         task = asyncio.current_task()
         assert task is not None and not task.cancelling()
 
