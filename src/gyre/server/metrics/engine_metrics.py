@@ -9,76 +9,69 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from gyre.core.records import EngineStats, ReplicaStatus
-from gyre.server.metrics.routing_metrics import routing_families
+from gyre.server.metrics.routing_metrics import EngineNumber, routing_families
 
 STATES = ("ready", "starting", "unwell", "lost")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Number:
-    """One metric of an engine, from its stats."""
-
-    name: str
-    text: str
-    value: Callable[[EngineStats], float]
-
-
-COUNTERS = (
-    Number(
+COUNTERS: tuple[EngineNumber[EngineStats], ...] = (
+    EngineNumber(
         name="vllm:prefix_cache_queries",
         text="Prompt tokens of completions that began, of which hits are a part.",
         value=lambda stats: stats.prompt_tokens,
     ),
-    Number(
+    EngineNumber(
         name="vllm:prefix_cache_hits",
         text="Prompt tokens whose KV was there, that of a sibling completion included.",
         value=lambda stats: stats.prefix_hit_tokens,
     ),
-    Number(
+    EngineNumber(
         name="vllm:num_preemptions",
         text="Completions that gave their KV pages up to others.",
         value=lambda stats: stats.preemptions,
     ),
-    Number(
+    EngineNumber(
         name="vllm:prompt_tokens",
         text="Prompt tokens of completions that began.",
         value=lambda stats: stats.prompt_tokens,
     ),
-    Number(
+    EngineNumber(
         name="vllm:generation_tokens",
         text="Tokens that were chosen.",
         value=lambda stats: stats.generated_tokens,
     ),
-    Number(name="gyre_engine_steps", text="Steps of the engine.", value=lambda stats: stats.steps),
-    Number(
+    EngineNumber(
+        name="gyre_engine_steps", text="Steps of the engine.", value=lambda stats: stats.steps
+    ),
+    EngineNumber(
         name="gyre_engine_recomputed_tokens",
         text="Tokens computed a second time after a preemption.",
         value=lambda stats: stats.recomputed_tokens,
     ),
 )
-GAUGES = (
-    Number(
+GAUGES: tuple[EngineNumber[EngineStats], ...] = (
+    EngineNumber(
         name="vllm:num_requests_running",
         text="Completions in the running batch.",
         value=lambda stats: stats.running,
     ),
-    Number(
+    EngineNumber(
         name="vllm:num_requests_waiting",
         text="Completions that wait for a place in it.",
         value=lambda stats: stats.waiting,
     ),
-    Number(
+    EngineNumber(
         name="vllm:kv_cache_usage_perc",
         text="Share of the KV pages in use; 1 is full.",
         value=lambda stats: stats.pages_used / max(1, stats.pages_total),
     ),
-    Number(
+    EngineNumber(
         name="gyre_weights_version",
         text="Version of the weights that the engine answers with.",
         value=lambda stats: stats.version,

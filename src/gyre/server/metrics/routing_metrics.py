@@ -6,45 +6,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from gyre.core.records import ReplicaStatus, RoutingStats
 
 Family = CounterMetricFamily | GaugeMetricFamily
+Source = TypeVar("Source")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingNumber:
-    """One metric of an engine, from what it was given."""
+class EngineNumber(Generic[Source]):
+    """One metric of an engine, from its stats or from what it was given."""
 
     name: str
     text: str
-    value: Callable[[RoutingStats], float]
+    value: Callable[[Source], float]
 
 
-COUNTERS = (
-    RoutingNumber(
+COUNTERS: tuple[EngineNumber[RoutingStats], ...] = (
+    EngineNumber(
         name="gyre_engine_routed_requests",
         text="Requests that were given to the engine.",
         value=lambda stats: stats.requests,
     ),
-    RoutingNumber(
+    EngineNumber(
         name="gyre_engine_believed_hit_tokens",
         text="Prompt tokens that the router believed cached, those of siblings included.",
         value=lambda stats: stats.believed_hit_tokens,
     ),
-    RoutingNumber(
+    EngineNumber(
         name="gyre_engine_sessions_kept",
         text="Requests that went to the engine which served their session last.",
         value=lambda stats: stats.sessions_kept,
     ),
-    RoutingNumber(
+    EngineNumber(
         name="gyre_engine_sessions_moved",
         text="Requests of a session that another engine had served last.",
         value=lambda stats: stats.sessions_moved,
     ),
-    RoutingNumber(
+    EngineNumber(
         name="gyre_engine_ejections",
         text="How often the engine was ejected: it stood still, or was lost.",
         value=lambda stats: stats.ejections,
