@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
@@ -348,6 +349,32 @@ def test_answers_under_way_end_after_a_signal_to_stop(folder, tmp_path) -> None:
         finish = [event.choices[0].finish_reason for event in stream][-1]
         assert finish == "length"
         assert served.process.wait(30) == 0
+
+
+def test_a_second_signal_ends_answers_under_way(tmp_path) -> None:
+    folder = save_checkpoint(tmp_path / "qwen", "qwen3", context_tokens=4096)
+    with serving(folder, tmp_path / "log", *SLOW, "--drain-s", "600") as served:
+        body = {"model": "qwen", "messages": ASKED, "max_tokens": 3000, "n": 8, "ignore_eos": True}
+        url = f"{served.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json={**body, "stream": True}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            served.process.send_signal(signal.SIGTERM)
+            until_closed(served)
+            assert served.process.poll() is None, "it lets the answer go on"
+            served.process.send_signal(signal.SIGTERM)
+            *_, last = [line for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_unavailable"
+        assert served.process.wait(30) == 0
+
+
+def until_closed(served: Served) -> None:
+    """Wait until it takes no more connections."""
+    ends_s = time.monotonic() + 30
+    with contextlib.suppress(httpx.ConnectError):
+        while time.monotonic() < ends_s:
+            httpx.get(f"{served.url}/health/live", timeout=5)
+        raise AssertionError("it still takes connections")
 
 
 def engines_of(served: Served) -> list[psutil.Process]:
