@@ -1,5 +1,5 @@
 """Offers: a policy version that engines may have, and where its numbers are. In: a Manifest and one
-of five sources. Out: records that a trainer hands out and an engine takes.
+of six sources. Out: records that a trainer hands out and an engine takes.
 
 Only `weights.receive` distinguishes the sources. Tensors are borrowed: they are
 those of the version until the trainer's next step.
@@ -50,7 +50,26 @@ class FolderTensors:
     folder: str  # absolute, on the receiver's host
 
 
-WeightSource = SharedStorage | LocalTensors | LocalShards | RemoteTensors | FolderTensors
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredPart:
+    """What one owner has registered of a version: its segments in the manifest's order, each at the
+    next multiple of 64 bytes."""
+
+    addresses: tuple[str, ...]  # of the same bytes: "shm://host-id/name", "tcp://host:port/name"
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredShards:
+    """A part for each owner of the manifest's segments, which other processes open by address. The
+    manifest has the checksum of each segment."""
+
+    parts: tuple[RegisteredPart, ...]  # by owner
+
+
+WeightSource = (
+    SharedStorage | LocalTensors | LocalShards | RemoteTensors | FolderTensors | RegisteredShards
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -2,7 +2,8 @@
 values, arrays, records of gyre, errors. Out: a length and MessagePack; never pickle.
 
 Containers and arrays keep their types. A record is written by its class's name, and read by msgspec
-against the types of its fields. An Offer crosses if its weights are files in a folder.
+against the types of its fields. An Offer crosses if its weights are files in a folder or registered
+shards.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 
 from gyre.core.codec import from_array, to_array
 from gyre.core.errors import GyreError, WorkerLost
-from gyre.core.offers import FolderTensors, Offer
+from gyre.core.offers import FolderTensors, Offer, RegisteredShards
 from gyre.core.records import Manifest
 
 _HEAD = struct.Struct("<QQ")  # the call's number, bytes that follow
@@ -126,17 +127,21 @@ def _pack(value: Any) -> Any:
 
 
 def _pack_offer(offer: Offer) -> list[Any]:
-    if not isinstance(offer.source, FolderTensors):
+    source = offer.source
+    if not isinstance(source, (FolderTensors, RegisteredShards)):
         raise TypeError(
-            f"weights cross to another process as a folder, got {type(offer.source).__name__}"
+            "weights cross to another process as a folder or as registered shards, got "
+            f"{type(source).__name__}"
         )
-    return [offer.manifest, offer.source, sorted(offer.homes)]
+    return [offer.manifest, isinstance(source, FolderTensors), source, sorted(offer.homes)]
 
 
 def _unpack_offer(data: memoryview) -> Offer:
-    manifest, source, homes = msgspec.msgpack.decode(
-        data, type=tuple[Manifest, FolderTensors, frozenset[str]]
+    manifest, is_folder, raw, homes = msgspec.msgpack.decode(
+        data, type=tuple[Manifest, bool, msgspec.Raw, frozenset[str]]
     )
+    kind = FolderTensors if is_folder else RegisteredShards
+    source = msgspec.msgpack.decode(raw, type=kind)
     return Offer(manifest=manifest, source=source, homes=homes)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gyre.cluster.worker import frames
 from gyre.core.errors import InputError, WorkerLost
-from gyre.core.offers import FolderTensors, LocalTensors, Offer
+from gyre.core.offers import FolderTensors, LocalTensors, Offer, RegisteredPart, RegisteredShards
 from gyre.core.records import Health, Manifest, Request, Sampling, Support, TokenChunk
 
 PLAIN = st.recursive(
@@ -86,15 +86,19 @@ def test_errors_come_back_with_what_a_user_needs() -> None:
     assert (full.errno, full.filename) == (errno.ENOSPC, "/full")
 
 
-def test_a_version_crosses_as_a_folder_and_never_as_tensors() -> None:
+PARTS = (RegisteredPart(addresses=("shm://host/a", "tcp://127.0.0.1:7/a"), size_bytes=64),)
+
+
+@pytest.mark.parametrize("source", [FolderTensors(folder="/a/ü"), RegisteredShards(parts=PARTS)])
+def test_a_version_crosses_by_its_address_and_never_as_tensors(source) -> None:
     manifest = Manifest(version=3, entries=(), shared=False, epoch=1)
     homes = frozenset({"engine-0"})
-    offer = Offer(manifest=manifest, source=FolderTensors(folder="/a/ü"), homes=homes)
+    offer = Offer(manifest=manifest, source=source, homes=homes)
     (back,) = there_and_back((offer,))
     assert (back.manifest, back.source, back.homes) == (manifest, offer.source, homes)
-    with pytest.raises(TypeError, match="as a folder, got LocalTensors"):
+    with pytest.raises(TypeError, match="as registered shards, got LocalTensors"):
         frames.encode(Offer(manifest=manifest, source=LocalTensors(tensors={})))
-    wrong = msgspec.msgpack.encode([manifest, {"folder": 3}, []])
+    wrong = msgspec.msgpack.encode([manifest, True, {"folder": 3}, []])
     with pytest.raises(frames.FrameError):
         frames.decode(msgspec.msgpack.encode(msgspec.msgpack.Ext(frames.OFFER, wrong)))
 
