@@ -31,6 +31,8 @@ from gyre.core.errors import ConfigError, DeadlineError, EngineRefused, InputErr
 from reference_pages import DOCS
 from served import Served, serving
 
+pytestmark = pytest.mark.slow  # `make test` has the servers of test_serve.py
+
 ASKED = [{"role": "user", "content": "How many apples are left?"}]
 LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
 EXAMPLES = re.findall(r"```python\n(.*?)```", (DOCS / "python.md").read_text(), re.S)

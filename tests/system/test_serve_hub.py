@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 import pytest
 from system_models import save_checkpoint
 
+pytestmark = pytest.mark.slow  # `make test` has the servers of test_serve.py
+
 NAME, COMMIT = "owner/tiny", "a" * 40
 
 

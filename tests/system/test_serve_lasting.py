@@ -20,6 +20,8 @@ from hang_ups import MOMENTS, hang_up_often
 from served import Served, serving
 from served_account import Account, look_when_idle
 
+pytestmark = pytest.mark.slow  # `make test` has the servers of test_serve.py
+
 AT_ONCE, MOST = 24, 64  # clients that hang up; requests that their key may have at once
 WARM_UP = 400  # hang-ups until buffers and pools have their size
 HEADROOM_BYTES = 12 << 20
@@ -99,7 +101,7 @@ def check_same(before: Account, after: Account) -> None:
         assert now.rss_bytes < one.rss_bytes + HEADROOM_BYTES
 
 
-@pytest.mark.parametrize("times", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [10_000])
 def test_clients_that_hang_up_leave_nothing_behind(served, secret, times) -> None:
     """No request, KV page or open file; nothing of the key's limits, which are given back with the
     same call as its tokens; no memory."""

@@ -20,6 +20,8 @@ from otlp_collector import Collector, ReceivedSpan, TraceTree, collecting
 from scraped import read_samples
 from served import Served, serving
 
+pytestmark = pytest.mark.slow  # `make test` has the servers of test_serve.py
+
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 ASKED = [{"role": "user", "content": "How many apples? " * 28}]
 CHAT = "POST /v1/chat/completions"
