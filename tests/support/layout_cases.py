@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from gyre.models.spec import Family, ModelSpec
+from gyre.weights.boxes import local_source
+from gyre.weights.shards import ShardLayout
+from gyre.weights.tensor_source import LiveTensors, fill
 
 
 def spec_of(family: Family = "qwen3", **sizes: Any) -> ModelSpec:
@@ -41,3 +44,13 @@ def numbered(spec: ModelSpec) -> dict[str, Tensor]:
         found[name] = torch.arange(at, at + count, dtype=torch.float32).view(shape)
         at += count
     return found
+
+
+def held_by(layout: ShardLayout, whole: dict[str, torch.Tensor], rank: int):
+    """What one rank of shard × tensor holds of whole tensors."""
+    shard, tensor_rank = divmod(rank, len(layout.model.ranks))
+    places = layout.ranks[shard]
+    own = {name: torch.empty(place.stop - place.start) for name, place in places.items()}
+    source = local_source(LiveTensors(whole), layout.model, tensor_rank)
+    fill(own, places, source, dtype=torch.float32)
+    return own

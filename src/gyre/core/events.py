@@ -358,6 +358,15 @@ EVENTS = {
         counted=True,
         own={"serving": Field("int", "", "version that the engine serves")},
     ),
+    "weights.read": EventKind(
+        "A registered version was read over the engine's weights and verified.",
+        "version size_bytes buckets",
+        own={"buckets": Field("int", "buckets", "pieces that it was read in")},
+    ),
+    "weights.leftovers_removed": EventKind(
+        "Parts of versions in shared memory whose owners had died were removed.",
+        "count size_bytes folder",
+    ),
     "weights.gathered": EventKind("Shards were gathered into whole weights.", "version size_bytes"),
     "weights.published": EventKind(
         "The engine has the trainer's version.",

@@ -319,8 +319,8 @@ class Segment:
     stop: int
     columns: tuple[int, int] | None = None  # [first, last); None for all of them
     owner: int = 0  # rank in the publisher's group; the lowest of those that have the run
-    # 16 hex digits of blake2b over the bytes; None where the receiver reads the same storage, or
-    # where ranks gather the run from each other
+    # 16 hex digits of the multilinear sum of `kernels.checksum`; None where the receiver reads the
+    # same storage, or where ranks gather the run from each other
     checksum: str | None = None
 
 

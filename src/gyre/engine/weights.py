@@ -131,4 +131,6 @@ class EngineWeights:
     def rollback(self) -> None:
         """Forget a prepared version and free what was staged."""
         self.state = self.state.after(RolledBack())
+        if self.swap is not None:
+            self.swap.settle()
         self.swap = None

@@ -1,13 +1,12 @@
 """Manifest of a policy version: what a receiver must hold to have it whole. In: tensors by name, or
 a layout of shards. Out: a Manifest, or the faults of tensors compared with one.
 
-Checksums are blake2b over the row-major bytes, 16 hex digits; a float is compared by its bits and
-never by value.
+Checksums are those of `kernels.checksum`, 16 hex digits; a float is compared by its bits and never
+by value.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 
@@ -16,14 +15,14 @@ from torch import Tensor
 
 from gyre.core.errors import SnapshotError
 from gyre.core.records import Manifest, Segment, TensorEntry
+from gyre.kernels.checksum import as_hex
+from gyre.kernels.checksum import checksum as sum_of
 from gyre.weights.shards import ShardLayout
 
 
 def checksum(tensor: Tensor) -> str:
-    """Hash the tensor's bytes."""
-    host = tensor.detach().cpu().contiguous().reshape(-1)
-    data = host.view(torch.uint8).numpy().data if host.numel() else b""
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+    """Return the checksum of a whole tensor."""
+    return as_hex(int(sum_of(tensor.detach().contiguous().reshape(-1))))
 
 
 def make_manifest(
@@ -91,13 +90,22 @@ def find_faults(manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _matches(entry: TensorEntry, tensor: Tensor) -> bool:
+    listed = [segment for segment in entry.segments if segment.checksum is not None]
+    sums = [segment_sum(entry, segment, cut(tensor, segment)) for segment in listed]
     return all(
-        segment.checksum is None or checksum(_cut(tensor, segment)) == segment.checksum
-        for segment in entry.segments
+        as_hex(int(total)) == segment.checksum for total, segment in zip(sums, listed, strict=True)
     )
 
 
-def _cut(tensor: Tensor, segment: Segment) -> Tensor:
+def segment_sum(entry: TensorEntry, segment: Segment, values_N: Tensor) -> Tensor:
+    """Return the sum of a segment's numbers, or of the first of them, as a scalar on their
+    device."""
+    columns = 0 if segment.columns is None else entry.shape[1]
+    flat_N = values_N.contiguous()  # a column of a matrix is flat, and has a stride
+    return sum_of(flat_N, start=segment.start, columns=segment.columns, num_columns=columns)
+
+
+def cut(tensor: Tensor, segment: Segment) -> Tensor:
     """Return the numbers of a segment, flat."""
     held = tensor.detach()
     if segment.columns is not None:

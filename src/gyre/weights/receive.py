@@ -19,13 +19,16 @@ from gyre.core.offers import (
     LocalShards,
     LocalTensors,
     Offer,
+    RegisteredShards,
     RemoteTensors,
     SharedStorage,
 )
 from gyre.core.records import Manifest, TensorEntry
-from gyre.weights.manifest import make_manifest
+from gyre.weights.manifest import dtype_name, make_manifest
+from gyre.weights.registered import ReadOver
 from gyre.weights.swap import Exchange, GatherOver, Swap, VersionBump, shares_storage, stage
 from gyre.weights.tensor_source import TensorSource
+from gyre.weights.transports.opened import Reading, read_here
 
 # opens a checkpoint folder and verifies its files; InputError or SnapshotError
 OpenFolder = Callable[[str], AbstractContextManager[TensorSource]]
@@ -38,10 +41,12 @@ def receive(
     shared: bool,
     device: torch.device,
     open_folder: OpenFolder,
+    reading: Reading | None = None,
     emit: Emit,
 ) -> Swap:
     """Receive a version beside the running one and verify it; nothing of `own` is written.
-    `shared`: the engine was built on its trainer's tensors. InputError for a version that the
+    `shared`: the engine was built on its trainer's tensors. `reading`: how registered parts are
+    read; from this host's shared memory if left out. InputError for a version that the
     engine cannot take, SnapshotError for one that is not whole."""
     match offer.source:
         case SharedStorage(tensors=tensors) if shared and shares_storage(tensors, own):
@@ -63,6 +68,10 @@ def receive(
                 "weights.staged", version=offer.version, size_bytes=size_bytes, buckets=len(staged)
             )
             return Exchange(staged, own)
+        case RegisteredShards() if not shared:
+            _check_entries(offer.manifest.entries, own)
+            reading = reading or read_here(pin=device.type == "cuda")
+            return ReadOver(offer, own, reading=reading, emit=emit)
         case RemoteTensors():
             raise InputError(
                 f"version {offer.version} is in another process",
@@ -142,6 +151,11 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, Tenso
         sorted(shapes.keys() ^ own.keys())
         or [name for name, tensor in own.items() if shapes[name] != tuple(tensor.shape)]
     )
+
+
+def _check_entries(entries: Sequence[TensorEntry], own: Mapping[str, Tensor]) -> None:
+    _check_shapes({entry.name: entry.shape for entry in entries}, own)
+    _refuse([entry.name for entry in entries if entry.dtype != dtype_name(own[entry.name].dtype)])
 
 
 def _refuse(wrong: Sequence[str]) -> None:

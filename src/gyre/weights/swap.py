@@ -115,7 +115,7 @@ class Swap(Protocol):
         ...
 
     def settle(self) -> None:
-        """Free what was kept for `undo`."""
+        """Free what was kept for `undo`, and what `run` reads. No call may follow."""
         ...
 
 

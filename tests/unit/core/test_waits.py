@@ -117,6 +117,9 @@ OWNED = {
     ("launch/placement/worker.py", "build_rank"): "cluster.start_deadline_s of the driver",
     ("trainer/trainer.py", "_computed"): "the compute thread",
     # CUDA, whose synchronize has no deadline: at a start, an end or a move, not in an engine's step
+    ("weights/registered.py", "_read_ahead"): "the device; the thread's reads have deadlines",
+    ("weights/registered.py", "run"): "the device, which copies from host memory",
+    ("weights/transports/publish.py", "_to_host"): "the device, which copies to host memory",
     ("distributed/comm_stats.py", "take"): "the device, behind a step that has ended",
     ("engine/kv_cache/host_pool.py", "wait"): "the device's copies",
     ("engine/runners/gpu_attention.py", "_probe"): "the device, at the start",

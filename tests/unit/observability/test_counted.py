@@ -113,6 +113,8 @@ ORDINARY = {
     "trainer.moments": "which are codes of 8 bits, told once",
     "trainer.reference_refreshed": "planned",
     "weights.gathered": "planned",
+    "weights.leftovers_removed": "of dead processes, whose ends were counted where they were seen",
+    "weights.read": "planned",
 }
 
 

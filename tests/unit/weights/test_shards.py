@@ -21,10 +21,11 @@ from gyre.distributed.config import ParallelConfig
 from gyre.distributed.layout import BoxRun, find_gap
 from gyre.distributed.mesh import Splitter, shard_size
 from gyre.distributed.process_group import RankGroup, alone
+from gyre.kernels.checksum import as_hex
 from gyre.models.layout import model_layout
-from gyre.weights.boxes import local_source, views
+from gyre.weights.boxes import views
 from gyre.weights.gather import ShardSource, TensorRun, homes_of
-from gyre.weights.manifest import checksum, find_faults, shard_entries
+from gyre.weights.manifest import find_faults, segment_sum, shard_entries
 from gyre.weights.shards import (
     ALIGN,
     ShardLayout,
@@ -35,8 +36,7 @@ from gyre.weights.shards import (
     whole_layout,
 )
 from gyre.weights.swap import GatherOver
-from gyre.weights.tensor_source import LiveTensors, fill
-from layout_cases import numbered, spec_of
+from layout_cases import held_by, numbered, spec_of
 
 SHAPES = st.lists(
     st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6
@@ -216,16 +216,6 @@ def test_a_bucket_travels_while_the_one_before_is_written(case, bucket_bytes):
     assert wire.log == in_order
 
 
-def held_by(layout: ShardLayout, whole: dict[str, torch.Tensor], rank: int):
-    """What one rank of shard × tensor holds of whole tensors."""
-    shard, tensor_rank = divmod(rank, len(layout.model.ranks))
-    places = layout.ranks[shard]
-    own = {name: torch.empty(place.stop - place.start) for name, place in places.items()}
-    source = local_source(LiveTensors(whole), layout.model, tensor_rank)
-    fill(own, places, source, dtype=torch.float32)
-    return own
-
-
 @settings(deadline=None, max_examples=25)
 @given(
     st.sampled_from(["qwen2", "qwen3"]),
@@ -312,7 +302,8 @@ def test_a_manifest_names_the_box_and_owner_of_every_number(num_tensor_ranks, nu
             assert torch.equal(
                 torch.cat([view.reshape(-1) for view in views(whole[entry.name], run)]), values_N
             )
-            segments.append(replace(segment, checksum=checksum(values_N)))
+            total = int(segment_sum(entry, segment, values_N))
+            segments.append(replace(segment, checksum=as_hex(total)))
         summed.append(replace(entry, segments=tuple(segments)))
     manifest = Manifest(version=1, entries=tuple(summed), shared=False)
     assert find_faults(manifest, whole) == []

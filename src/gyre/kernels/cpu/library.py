@@ -1,5 +1,5 @@
 """Library: the C kernels' structs and functions in ctypes. In: a dtype; an instruction set other
-than the processor's best, if wanted. Out: DecoderLibrary, or Unavailable."""
+than the processor's best, if wanted. Out: DecoderLibrary or ChecksumLibrary, or Unavailable."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import ctypes
 from ctypes import c_double, c_int64, c_void_p
 
 import torch
+from torch import Tensor
 
 from gyre.kernels.cpu import build
 from gyre.kernels.cpu.build import CompiledLibrary, InstructionSet, Unavailable
 
 PARTS = ("attn_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "mlp_norm", "gate_up", "down")
 DTYPES = {torch.bfloat16: True, torch.float32: False}
+CHECKSUM_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
 
 
 class CModel(ctypes.Structure):
@@ -69,3 +71,27 @@ def load_decoder(
         return Unavailable(reason=f"there is none for {dtype}")
     built = build.load("decoder.c", bf16=DTYPES[dtype], instructions=instructions)
     return built if isinstance(built, Unavailable) else DecoderLibrary(built)
+
+
+class ChecksumLibrary:
+    """The function of checksum.c."""
+
+    def __init__(self, built: CompiledLibrary) -> None:
+        self.instructions = built.instructions
+        self._sum = built.functions.gyre_checksum
+        self._sum.restype = c_int64
+        self._sum.argtypes = [c_void_p, *[c_int64] * 6, c_void_p, c_int64]
+
+    def sum_words(
+        self, words_W: Tensor, start: int, left: int, width: int, columns: int, weights_T: Tensor
+    ) -> int:
+        """Return the sum of a run, as the torch form does."""
+        return self._sum(
+            words_W.data_ptr(), words_W.element_size(), len(words_W), start, left, width, columns,
+            weights_T.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+
+
+def load_checksum(instructions: InstructionSet | None = None) -> ChecksumLibrary | Unavailable:
+    built = build.load("checksum.c", bf16=False, instructions=instructions)
+    return built if isinstance(built, Unavailable) else ChecksumLibrary(built)

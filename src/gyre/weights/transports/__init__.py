@@ -1,0 +1,1 @@
+"""Transports: how the bytes of a registered version get to other processes."""

@@ -1,0 +1,60 @@
+"""Contracts: what a publisher's store and a receiver's reader of registered parts do. In: a version
+and its bytes. Out: a RegisteredPart; the same bytes in another process.
+
+All implementations pass tests/contracts/test_weight_transport.py.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from gyre.core.offers import RegisteredPart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpenSlot:
+    """Room for one part. It is registered when the block that writes it ends well."""
+
+    part: RegisteredPart
+    bytes_N: Tensor  # uint8, zeroed or of an older version; page-locked where the store says so
+
+
+class PartStore(Protocol):
+    """An owner's memory for two versions. Version n - 1 stays readable until n + 1 is begun."""
+
+    def writing(
+        self, *, epoch: int, version: int, size_bytes: int
+    ) -> AbstractContextManager[OpenSlot]:
+        """Give room for a part; register it at the end. After an error nothing is registered, and
+        readers refuse what was written. MemoryBudgetError where there is no room."""
+        ...
+
+    def close(self) -> None:
+        """Free the memory. Readers that have it open keep it."""
+        ...
+
+
+class PartReader(Protocol):
+    """One part of one version, opened in another process or in the same."""
+
+    def view(self, start: int, stop: int) -> Tensor | None:
+        """Return these bytes without a copy, valid while the part is; None where they must be
+        read."""
+        ...
+
+    def read(self, start: int, out_N: Tensor) -> None:
+        """Fill `out_N`, host bytes, from byte `start` on. SnapshotError once the version is gone,
+        DeadlineError when no byte comes in time."""
+        ...
+
+    def check(self) -> None:
+        """Raise SnapshotError unless every byte given so far was of the version."""
+        ...
+
+    def close(self) -> None:
+        """End all use, views among it."""
+        ...

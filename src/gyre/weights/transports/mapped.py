@@ -1,0 +1,54 @@
+"""Mapped files: bytes of an open file as a tensor, page-locked for a CUDA device on request. In: a
+file handle. Out: a flat uint8 tensor over a shared mapping, which lives as long as its tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gyre.core.errors import MemoryBudgetError
+
+
+class MappedFile:
+    """The first bytes of a file, shared with all who map it."""
+
+    def __init__(self, handle: int, size_bytes: int, *, writable: bool, pin: bool) -> None:
+        """`pin`: register the pages with CUDA, so that copies to the device run at the speed of the
+        link. MemoryBudgetError where that is refused."""
+        # CUDA registers writable pages only
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable or pin else 0)
+        pages = mmap.mmap(handle, size_bytes, flags=mmap.MAP_SHARED, prot=access)
+        address = np.frombuffer(pages, dtype=np.uint8).ctypes.data
+        held: Any = (ctypes.c_ubyte * size_bytes).from_address(address)
+        held.pages = pages  # tensors hold the buffer, which holds the mapping
+        self.bytes_N: Tensor = torch.frombuffer(held, dtype=torch.uint8)
+        self._registered: int | None = None
+        if pin:
+            self._register(address, size_bytes)
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._registered is not None
+
+    def close(self) -> None:
+        """Unlock the pages. The mapping ends with the last tensor over it."""
+        if self._registered is not None:
+            runtime: Any = torch.cuda.cudart()
+            torch.cuda.check_error(int(runtime.cudaHostUnregister(self._registered)))
+            self._registered = None
+        self.bytes_N = self.bytes_N[:0].clone()
+
+    def _register(self, address: int, size_bytes: int) -> None:
+        runtime: Any = torch.cuda.cudart()
+        code = int(runtime.cudaHostRegister(address, size_bytes, 0))
+        if code != 0:
+            raise MemoryBudgetError(
+                f"could not page-lock {size_bytes} bytes of shared memory (CUDA error {code})",
+                hint="raise the limit on locked memory (ulimit -l)",
+            )
+        self._registered = address

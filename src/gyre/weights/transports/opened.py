@@ -1,0 +1,157 @@
+"""Opened versions: registered shards in a receiver's process. In: an Offer of RegisteredShards, and
+how this receiver may read. Out: its parts; whole tensors by name, verified.
+
+A tensor that lies in one segment of shared memory is a view of the publisher's pages. Any other is
+assembled in host memory when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gyre.core.errors import InputError, SnapshotError
+from gyre.core.offers import Offer, RegisteredPart, RegisteredShards
+from gyre.core.records import Manifest, TensorEntry
+from gyre.kernels.checksum import as_hex
+from gyre.weights.boxes import views
+from gyre.weights.manifest import segment_sum
+from gyre.weights.transports.addresses import SHARED_MEMORY, SHM, TCP, choose_address, host_id
+from gyre.weights.transports.contracts import PartReader
+from gyre.weights.transports.part_layout import PlacedSegment, dtype_of, part_bytes, place_part
+from gyre.weights.transports.shared_memory import SharedMemoryPart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How a receiver reads registered parts."""
+
+    host_id: str  # of its shared memory, as `addresses.host_id` names it
+    folder: Path = SHARED_MEMORY
+    preference: tuple[str, ...] = (SHM, TCP)
+    pin: bool = False  # page-lock shared memory for a CUDA device
+
+
+def read_here(*, pin: bool = False) -> Reading:
+    """Return how a process reads that was told nothing: from the shared memory of its host."""
+    return Reading(host_id=host_id(), preference=(SHM,), pin=pin)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpenPart:
+    """A part that can be read, and the segments in it."""
+
+    reader: PartReader
+    placed: tuple[PlacedSegment, ...]
+
+
+@contextmanager
+def open_parts(offer: Offer, reading: Reading) -> Iterator[tuple[OpenPart, ...]]:
+    """Open all parts of a version, by owner. InputError for one that is not there, SnapshotError
+    for one that is not whole."""
+    assert isinstance(offer.source, RegisteredShards)
+    with ExitStack() as stack:
+        parts = []
+        for owner, part in enumerate(offer.source.parts):
+            placed = place_part(offer.manifest.entries, owner)
+            if part_bytes(placed) != part.size_bytes:
+                raise SnapshotError(
+                    f"rank {owner} registered {part.size_bytes} bytes of version {offer.version}, "
+                    f"and its manifest lists {part_bytes(placed)}",
+                    hint="register the version again",
+                )
+            reader = _open(part, offer.manifest, reading)
+            stack.callback(reader.close)
+            parts.append(OpenPart(reader=reader, placed=placed))
+        yield tuple(parts)
+
+
+def _open(part: RegisteredPart, manifest: Manifest, reading: Reading) -> PartReader:
+    address = choose_address(part.addresses, host=reading.host_id, preference=reading.preference)
+    if address.scheme == SHM:
+        return SharedMemoryPart(
+            address.name,
+            epoch=manifest.epoch,
+            version=manifest.version,
+            size_bytes=part.size_bytes,
+            folder=reading.folder,
+            pin=reading.pin,
+        )
+    raise InputError(
+        f"{address} cannot be opened: there is no reader for {address.scheme}",
+        hint="run the receiver in the pod whose /dev/shm the publisher has",
+    )
+
+
+@contextmanager
+def open_shards(offer: Offer, reading: Reading) -> Iterator[OpenTensors]:
+    """Give the version's whole tensors by name. They are valid within the block. At its end
+    SnapshotError where a part was overwritten meanwhile: nothing that was read may be used."""
+    with open_parts(offer, reading) as parts:
+        yield OpenTensors(offer.manifest, parts)
+        for part in parts:
+            part.reader.check()
+
+
+class OpenTensors(Mapping[str, Tensor]):
+    """Whole host tensors, in the manifest's order. Each is read and verified when it is asked for,
+    and not kept."""
+
+    def __init__(self, manifest: Manifest, parts: tuple[OpenPart, ...]) -> None:
+        self._manifest = manifest
+        self._entries = {entry.name: entry for entry in manifest.entries}
+        self._segments: dict[str, list[tuple[PartReader, PlacedSegment]]] = {
+            name: [] for name in self._entries
+        }
+        for part in parts:
+            for placed in part.placed:
+                self._segments[placed.entry.name].append((part.reader, placed))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        segments = self._segments[name]
+        if len(segments) == 1 and segments[0][1].is_whole:
+            return self._read(*segments[0]).view(entry.shape)
+        whole = torch.empty(entry.shape, dtype=dtype_of(entry))
+        for reader, placed in segments:
+            values_N = self._read(reader, placed)
+            for home in views(whole, placed.run):
+                home.copy_(values_N[: home.numel()].view(home.shape))
+                values_N = values_N[home.numel() :]
+        return whole
+
+    def _read(self, reader: PartReader, placed: PlacedSegment) -> Tensor:
+        """Return a segment's numbers, flat and verified."""
+        bytes_N = reader.view(placed.start, placed.stop)
+        if bytes_N is None:
+            bytes_N = torch.empty(placed.stop - placed.start, dtype=torch.uint8)
+            reader.read(placed.start, bytes_N)
+        values_N = bytes_N.view(dtype_of(placed.entry))
+        verify_segment(self._manifest, placed.entry, placed, values_N)
+        return values_N
+
+
+def verify_segment(
+    manifest: Manifest, entry: TensorEntry, placed: PlacedSegment, values_N: Tensor
+) -> None:
+    """Raise SnapshotError unless a segment's numbers have its checksum."""
+    segment = placed.segment
+    found = as_hex(int(segment_sum(entry, segment, values_N)))
+    if found != segment.checksum:
+        raise SnapshotError(
+            f"{entry.name} of version {manifest.version}: numbers {segment.start} to "
+            f"{segment.stop} from rank {segment.owner} have checksum {found}, and not "
+            f"{segment.checksum}",
+            hint="nothing was changed: prepare the version again",
+        )

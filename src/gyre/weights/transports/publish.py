@@ -1,0 +1,225 @@
+"""Publish: a trainer rank registers its part of a version, and the parts become one offer. In: the
+rank's own offer, a PartStore. Out: a PublishedPart that crosses processes; an Offer of them all.
+
+Of shards each rank writes the runs that it owns, without a gather. Of whole tensors, which every
+rank has, the ranks write one cut each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gyre.core.errors import InputError, SnapshotError
+from gyre.core.offers import (
+    LocalShards,
+    LocalTensors,
+    Offer,
+    RegisteredPart,
+    RegisteredShards,
+    SharedStorage,
+)
+from gyre.core.records import Manifest, Segment, TensorEntry
+from gyre.distributed.layout import BoxRun, find_gap
+from gyre.kernels.checksum import as_hex
+from gyre.weights.gather import ShardSource
+from gyre.weights.manifest import dtype_name, segment_sum
+from gyre.weights.transports.contracts import PartStore
+from gyre.weights.transports.part_layout import PlacedSegment, dtype_of, part_bytes, place_part
+
+HOST_PIECE_BYTES = 1 << 20  # copied and summed while it is in the processor's cache
+DEVICE_PIECE_BYTES = 64 << 20  # rounded on the device beside the weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedPart:
+    """What one owner has registered: every tensor of the version, with the owner's own segments
+    and their checksums."""
+
+    version: int
+    epoch: int
+    owner: int
+    entries: tuple[TensorEntry, ...]
+    part: RegisteredPart
+
+
+@torch.no_grad()
+def publish_part(offer: Offer, *, rank: int, num_ranks: int, store: PartStore) -> PublishedPart:
+    """Copy this rank's part of a version into the store, with a checksum of each segment.
+    InputError for an offer of which this process has no tensors."""
+    runs_of = _owned_runs(offer, rank, num_ranks)
+    placed = place_part([entry for entry, _ in runs_of], rank)
+    runs = [run_N for _, runs in runs_of for run_N in runs]
+    manifest = offer.manifest
+    with store.writing(
+        epoch=manifest.epoch, version=manifest.version, size_bytes=part_bytes(placed)
+    ) as slot:
+        sums = [
+            _write(one, run_N, slot.bytes_N[one.start : one.stop])
+            for one, run_N in zip(placed, runs, strict=True)
+        ]
+        # the copies have ended when their device has given the sums
+        totals = iter(_to_host(sums))
+    entries = tuple(
+        replace(
+            entry,
+            segments=tuple(replace(one, checksum=as_hex(next(totals))) for one in entry.segments),
+        )
+        for entry, _ in runs_of
+    )
+    return PublishedPart(
+        version=manifest.version,
+        epoch=manifest.epoch,
+        owner=rank,
+        entries=entries,
+        part=slot.part,
+    )
+
+
+def join_parts(version: int, epoch: int, parts: Sequence[PublishedPart]) -> Offer:
+    """Make one offer of all owners' parts. SnapshotError unless they are of this version and tile
+    each tensor once. Pure."""
+    parts = sorted(parts, key=lambda part: part.owner)
+    faults = [
+        f"rank {part.owner} has version {part.version} of epoch {part.epoch}"
+        for part in parts
+        if (part.version, part.epoch) != (version, epoch)
+    ]
+    if [part.owner for part in parts] != list(range(len(parts))) or not parts:
+        faults.append(f"parts are of ranks {[part.owner for part in parts]}")
+    bare = [[replace(entry, segments=()) for entry in part.entries] for part in parts]
+    if any(one != bare[0] for one in bare):
+        faults.append("the ranks list different tensors")
+    if not faults:
+        entries = tuple(
+            replace(entry, segments=tuple(one for cut in same for one in cut.segments))
+            for entry, *same in zip(bare[0], *(part.entries for part in parts), strict=True)
+        )
+        gaps = [(entry.name, _gap(entry)) for entry in entries]
+        faults = [f"{name}: {gap}" for name, gap in gaps if gap is not None]
+        if not faults:
+            return Offer(
+                manifest=Manifest(version=version, entries=entries, shared=False, epoch=epoch),
+                source=RegisteredShards(parts=tuple(part.part for part in parts)),
+            )
+    raise SnapshotError(
+        f"version {version} of epoch {epoch} was not registered whole: {'; '.join(faults[:3])}",
+        hint="register the version again on every rank",
+    )
+
+
+def _gap(entry: TensorEntry) -> str | None:
+    runs = [BoxRun(start=s.start, stop=s.stop, columns=s.columns) for s in entry.segments]
+    return find_gap(entry.shape, runs)
+
+
+def _owned_runs(
+    offer: Offer, rank: int, num_ranks: int
+) -> list[tuple[TensorEntry, tuple[Tensor, ...]]]:
+    """Return every tensor's entry with the segments of this rank, and their numbers, flat."""
+    match offer.source:
+        case LocalShards(shards=shards):
+            assert shards.layout.num_holders <= num_ranks, f"{num_ranks} ranks hold no whole"
+            return list(_shard_runs(shards, rank))
+        case SharedStorage(tensors=tensors) | LocalTensors(tensors=tensors):
+            return list(_cut_runs(tensors, rank, num_ranks))
+        case source:
+            raise InputError(
+                f"version {offer.version} cannot be registered from {type(source).__name__}: its "
+                "tensors are not in this process",
+                hint="register it where its trainer is",
+            )
+
+
+def _shard_runs(shards: ShardSource, rank: int) -> Iterator[tuple[TensorEntry, tuple[Tensor, ...]]]:
+    layout = shards.layout
+    owned: dict[str, list[tuple[Segment, Tensor]]] = {name: [] for name in layout.model.shapes}
+    if rank < layout.num_holders:
+        places = layout.ranks[rank * len(layout.ranks) // layout.num_holders]
+        for name, run, at in layout.owned(rank):
+            first = at - places[name].at
+            held_N = shards[name].detach().reshape(-1)[first : first + run.stop - run.start]
+            segment = Segment(start=run.start, stop=run.stop, columns=run.columns, owner=rank)
+            owned[name].append((segment, held_N))
+    for name, shape in layout.model.shapes.items():
+        segments = tuple(segment for segment, _ in owned[name])
+        yield (
+            _entry(name, shards.dtype, tuple(shape), segments),
+            tuple(run_N for _, run_N in owned[name]),
+        )
+
+
+def _cut_runs(
+    tensors: Mapping[str, Tensor], rank: int, num_ranks: int
+) -> Iterator[tuple[TensorEntry, tuple[Tensor, ...]]]:
+    cuts = cut_evenly([tensor.nbytes for tensor in tensors.values()], num_ranks)[rank]
+    for (name, tensor), (low, high) in zip(tensors.items(), cuts, strict=True):
+        size_bytes = tensor.element_size()
+        start, stop = low // size_bytes, high // size_bytes
+        segments = (Segment(start=start, stop=stop, owner=rank),) if start < stop else ()
+        runs = (tensor.detach().reshape(-1)[start:stop],) if segments else ()
+        yield _entry(name, tensor.dtype, tuple(tensor.shape), segments), runs
+
+
+def cut_evenly(sizes_bytes: Sequence[int], num_ranks: int) -> list[list[tuple[int, int]]]:
+    """Cut tensors, one after the other, into equal runs of bytes: for each rank, [start, stop) in
+    each tensor. Cuts are at multiples of 64 bytes of a tensor. Pure."""
+    total = sum(sizes_bytes)
+    cuts = []
+    for rank in range(num_ranks):
+        low, high = total * rank // num_ranks, total * (rank + 1) // num_ranks
+        runs, at = [], 0
+        for size in sizes_bytes:
+            runs.append((_round_cut(low - at, size), _round_cut(high - at, size)))
+            at += size
+        cuts.append(runs)
+    return cuts
+
+
+def _round_cut(byte: int, size: int) -> int:
+    return size if byte >= size else max(0, byte) // 64 * 64
+
+
+def _entry(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], segments: tuple[Segment, ...]
+) -> TensorEntry:
+    return TensorEntry(
+        name=name,
+        dtype=dtype_name(dtype),
+        shape=shape,
+        size_bytes=math.prod(shape) * dtype.itemsize,
+        segments=segments,
+    )
+
+
+def _write(placed: PlacedSegment, run_N: Tensor, home_N: Tensor) -> Tensor:
+    """Copy one segment into its bytes and return its sum, on the device of the numbers."""
+    dtype = dtype_of(placed.entry)
+    home_N = home_N.view(dtype)
+    on_host = run_N.device.type == "cpu"
+    step = max(1, (HOST_PIECE_BYTES if on_host else DEVICE_PIECE_BYTES) // dtype.itemsize)
+    total = torch.zeros((), dtype=torch.int64, device=run_N.device)
+    for first in range(0, len(run_N), step):
+        piece_N = run_N[first : first + step]
+        out_N = home_N[first : first + len(piece_N)]
+        if on_host:
+            summed_N = out_N.copy_(piece_N)
+        else:  # rounded there, so that half as much crosses the link, then copied behind the sum
+            summed_N = piece_N.to(dtype).contiguous()
+            out_N.copy_(summed_N, non_blocking=True)
+        part = replace(placed.segment, start=placed.segment.start + first)
+        total += segment_sum(placed.entry, part, summed_N)
+    return total
+
+
+def _to_host(sums: Sequence[Tensor]) -> list[int]:
+    """Wait for the devices and return the numbers."""
+    for device in {one.device for one in sums if one.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    if not sums:
+        return []
+    return torch.stack([one.to(sums[0].device) for one in sums]).tolist()

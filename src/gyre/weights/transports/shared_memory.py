@@ -1,0 +1,282 @@
+"""Shared memory: parts in files that processes of one host map. In: a run, an owner, a folder in a
+tmpfs. Out: a PartStore of two slots; a PartReader that copies nothing.
+
+A slot is locked while its owner lives. A file has its header and its lock before it has its name,
+so whoever finds an unlocked slot of this user has found one whose owner died. It is left readable
+until its run goes on, or another run begins.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from gyre.core.errors import InputError, MemoryBudgetError, is_disk_full
+from gyre.core.events import Emit
+from gyre.core.files import try_lock
+from gyre.core.offers import RegisteredPart
+from gyre.weights.transports.addresses import SHARED_MEMORY, SHM, TCP, PartAddress, host_id
+from gyre.weights.transports.contracts import OpenSlot
+from gyre.weights.transports.mapped import MappedFile
+from gyre.weights.transports.slot_header import (
+    HEADER_BYTES,
+    SlotHeader,
+    find_version,
+    name_parts,
+    pack,
+    slot_name,
+    still_whole,
+    unpack,
+)
+
+SLOTS = 2
+RUN_ID = re.compile(r"[A-Za-z0-9]{1,32}")
+_READ_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class _Slot:
+    """One file that this process owns, mapped."""
+
+    def __init__(self, handle: int, header: SlotHeader, capacity_bytes: int, *, pin: bool) -> None:
+        self.handle, self.header = handle, header
+        self._mapped = MappedFile(handle, HEADER_BYTES + capacity_bytes, writable=True, pin=pin)
+        self.bytes_N = self._mapped.bytes_N[HEADER_BYTES:]
+
+    def put(self, header: SlotHeader) -> None:
+        os.pwrite(self.handle, pack(header), 0)
+        self.header = header
+
+    def close(self) -> None:
+        self.bytes_N = self.bytes_N[:0].clone()
+        self._mapped.close()
+        os.close(self.handle)  # and its lock
+
+
+class SharedMemoryStore:
+    """A PartStore of two files. Opening one removes what dead processes of this user have left, and
+    goes on with the slots of its own run."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        owner: int,
+        emit: Emit,
+        folder: Path = SHARED_MEMORY,
+        served_at: tuple[str, ...] = (),
+        pin: bool = False,
+    ) -> None:
+        """`served_at`: "host:port" of servers that give others the same bytes."""
+        assert RUN_ID.fullmatch(run_id), f"a run's id is letters and digits, got {run_id!r}"
+        self._run_id, self._owner, self._folder = run_id, owner, folder
+        self._served_at, self._pin, self._emit = served_at, pin, emit
+        self._host = host_id(folder)
+        self._slots: list[_Slot] = []
+        remove_leftovers(folder, keep_run=run_id, emit=emit)
+
+    @contextmanager
+    def writing(self, *, epoch: int, version: int, size_bytes: int) -> Iterator[OpenSlot]:
+        """Give the slot that has not the newest version; register it at the end of the block."""
+        if not self._slots or len(self._slots[0].bytes_N) < size_bytes:
+            self._take_room(size_bytes)
+        number = self._oldest()
+        slot = self._slots[number]
+        begun = SlotHeader(
+            run_id=self._run_id,
+            owner=self._owner,
+            sequence=(slot.header.sequence + 1) | 1,
+            epoch=epoch,
+            version=version,
+            size_bytes=size_bytes,
+        )
+        slot.put(begun)
+        part = RegisteredPart(addresses=self._addresses(number), size_bytes=size_bytes)
+        yield OpenSlot(part=part, bytes_N=slot.bytes_N[:size_bytes])
+        slot.put(replace(begun, sequence=begun.sequence + 1))
+
+    def close(self) -> None:
+        """Remove the files. Readers that have mapped them keep the memory."""
+        for number, slot in enumerate(self._slots):
+            with suppress(FileNotFoundError):  # an operator may have removed it
+                (self._folder / slot_name(self._run_id, self._owner, number)).unlink()
+            slot.close()
+        self._slots = []
+
+    def _oldest(self) -> int:
+        def age(number: int) -> tuple[bool, int, int, int]:
+            header = self._slots[number].header
+            return header.is_whole, header.epoch, header.version, header.sequence
+
+        return min(range(SLOTS), key=age)
+
+    def _addresses(self, number: int) -> tuple[str, ...]:
+        name = slot_name(self._run_id, self._owner, number)
+        places = [(SHM, self._host), *((TCP, place) for place in self._served_at)]
+        return tuple(
+            str(PartAddress(scheme=scheme, place=place, name=name)) for scheme, place in places
+        )
+
+    def _take_room(self, size_bytes: int) -> None:
+        """Take both slots at once: a second version that found no room would come too late."""
+        self.close()
+        try:
+            for number in range(SLOTS):
+                self._slots.append(self._take_slot(number, size_bytes))
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_slot(self, number: int, size_bytes: int) -> _Slot:
+        """Go on with a slot of this run whose owner died, or make one."""
+        path = self._folder / slot_name(self._run_id, self._owner, number)
+        handle = _lock_dead(path)
+        if handle is not None:
+            header = unpack(os.pread(handle, HEADER_BYTES, 0))
+            if header is not None and os.fstat(handle).st_size == HEADER_BYTES + size_bytes:
+                return _Slot(handle, header, size_bytes, pin=self._pin)
+            path.unlink()
+            os.close(handle)
+        empty = SlotHeader(run_id=self._run_id, owner=self._owner)
+        handle = os.open(self._folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            assert try_lock(handle), "a file without a name was locked"
+            self._allocate(handle, HEADER_BYTES + size_bytes)
+            os.pwrite(handle, pack(empty), 0)
+            self._name(handle, path)
+            return _Slot(handle, empty, size_bytes, pin=self._pin)
+        except BaseException:
+            os.close(handle)
+            raise
+
+    def _allocate(self, handle: int, size_bytes: int) -> None:
+        try:
+            # without it a full file system is a SIGBUS at the first byte that has no page
+            os.posix_fallocate(handle, 0, size_bytes)
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            room = os.statvfs(self._folder)
+            raise MemoryBudgetError(
+                f"{self._folder} has {room.f_bavail * room.f_frsize} of {size_bytes} bytes free "
+                f"that a slot of this rank's weights needs; a rank has {SLOTS} slots",
+                hint=f"make it larger (mount -o remount,size=… {self._folder}, docker run "
+                "--shm-size, or in a pod an emptyDir of medium Memory), or remove files from it",
+            ) from error
+
+    def _name(self, handle: int, path: Path) -> None:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            # a folder's handle makes it linkat, which follows the link to the open file
+            os.link(f"/proc/self/fd/{handle}", path.name, dst_dir_fd=folder, follow_symlinks=True)
+        except FileExistsError as error:
+            raise InputError(
+                f"{path} belongs to a process that lives: another trainer publishes the same run "
+                "here",
+                hint="end the other one first, or give this run an id of its own",
+            ) from error
+        finally:
+            os.close(folder)
+
+
+class SharedMemoryPart:
+    """A PartReader over the publisher's own pages."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        epoch: int,
+        version: int,
+        size_bytes: int,
+        folder: Path = SHARED_MEMORY,
+        pin: bool = False,
+    ) -> None:
+        """InputError for a slot that is not there, foreign or of another version, SnapshotError for
+        one that is not whole."""
+        self._name = name
+        mode = os.O_RDWR if pin else os.O_RDONLY
+        try:
+            self._handle = os.open(folder / name, mode | _READ_FLAGS)
+        except OSError as error:
+            raise InputError(
+                f"{folder / name} cannot be opened: {error.strerror}",
+                hint="its publisher has ended, or has another user or /dev/shm: register again",
+            ) from error
+        try:
+            self._header = find_version(
+                self._page(), name, epoch=epoch, version=version, size_bytes=size_bytes
+            )
+            found = os.fstat(self._handle)
+            if found.st_uid != os.geteuid() or found.st_size < HEADER_BYTES + size_bytes:
+                raise InputError(
+                    f"{folder / name} is of user {found.st_uid} and has {found.st_size} bytes; "
+                    f"user {os.geteuid()} and {HEADER_BYTES + size_bytes} were expected",
+                    hint="run publisher and receiver as one user",
+                )
+            self._mapped = MappedFile(
+                self._handle, HEADER_BYTES + size_bytes, writable=False, pin=pin
+            )
+        except BaseException:
+            os.close(self._handle)
+            raise
+
+    def view(self, start: int, stop: int) -> Tensor:
+        return self._mapped.bytes_N[HEADER_BYTES + start : HEADER_BYTES + stop]
+
+    def read(self, start: int, out_N: Tensor) -> None:
+        out_N.copy_(self.view(start, start + len(out_N)))
+        self.check()
+
+    def check(self) -> None:
+        still_whole(self._page(), self._name, self._header)
+
+    def close(self) -> None:
+        self._mapped.close()
+        os.close(self._handle)
+
+    def _page(self) -> bytes:
+        return os.pread(self._handle, HEADER_BYTES, 0)
+
+
+def remove_leftovers(folder: Path, *, keep_run: str, emit: Emit) -> None:
+    """Remove slots of this user whose owners are dead, but for those of the run that goes on."""
+    count = size_bytes = 0
+    for path in sorted(folder.glob("gyre-*")):
+        named = name_parts(path.name)
+        if named is None or named[0] == keep_run or (handle := _lock_dead(path)) is None:
+            continue
+        try:
+            header = unpack(os.pread(handle, HEADER_BYTES, 0))
+            if header is not None and (header.run_id, header.owner) == named[:2]:
+                count, size_bytes = count + 1, size_bytes + os.fstat(handle).st_size
+                path.unlink()
+        finally:
+            os.close(handle)
+    if count:
+        emit("weights.leftovers_removed", count=count, size_bytes=size_bytes, folder=str(folder))
+
+
+def _lock_dead(path: Path) -> int | None:
+    """Return a locked handle of a regular file of this user that no process has locked, or None."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_NONBLOCK | _READ_FLAGS)
+    except OSError:  # another user's, gone, a link
+        return None
+    found = os.fstat(handle)
+    is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+    if not is_ours or not try_lock(handle):
+        os.close(handle)
+        return None
+    with suppress(FileNotFoundError):
+        now = path.stat(follow_symlinks=False)
+        if (now.st_dev, now.st_ino) == (found.st_dev, found.st_ino):
+            return handle
+    os.close(handle)  # another process was faster
+    return None

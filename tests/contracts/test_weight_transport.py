@@ -1,0 +1,219 @@
+"""The contract of weight transports: what owners register arrives to the bit in another reader, or
+not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gyre.core.errors import InputError, SnapshotError
+from gyre.core.offers import FolderTensors, Offer
+from gyre.weights.receive import receive
+from gyre.weights.swap import VersionBump
+from gyre.weights.tensor_source import LiveTensors
+from gyre.weights.transports.addresses import SHM, host_id
+from gyre.weights.transports.opened import Reading, open_shards
+from offers import FailAt, Fault, offer_of
+from part_cases import (
+    register,
+    shared_folder,
+    silent,
+    stores_of,
+    whole_tensors,
+    with_wrong_checksum,
+)
+
+CPU = torch.device("cpu")
+TRANSPORTS = [SHM]
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    with shared_folder() as folder:
+        yield folder
+
+
+@pytest.fixture(params=TRANSPORTS)
+def scheme(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def reading(scheme: str, shared_memory: Path) -> Reading:
+    return Reading(host_id=host_id(shared_memory), folder=shared_memory, preference=(scheme,))
+
+
+@pytest.fixture
+def publish(shared_memory: Path):
+    with stores_of(shared_memory, 3) as stores:
+        yield lambda whole, **settings: register(stores, whole, **settings)
+
+
+def same(found, expected) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+        for name, tensor in expected.items()
+    )
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_tensors_arrive_to_the_bit(publish, reading, sharded):
+    whole = whole_tensors(1, torch.float32 if sharded else torch.bfloat16)
+    offer = publish(whole, version=3, sharded=sharded)
+    expected = {name: tensor.bfloat16() for name, tensor in whole.items()}
+    with open_shards(offer, reading) as tensors:
+        assert list(tensors) == list(whole)
+        assert same(tensors, expected)
+
+
+def test_the_last_version_is_there_until_the_next_but_one_begins(publish, reading):
+    offers = [publish(whole_tensors(version), version=version) for version in range(3)]
+    for version in (1, 2):
+        with open_shards(offers[version], reading) as tensors:
+            assert same(tensors, whole_tensors(version))
+    gone = pytest.raises(InputError, match="has version 2 of epoch 0, and not version 0")
+    with gone, open_shards(offers[0], reading):
+        pass
+
+
+def test_what_is_overwritten_while_it_is_read_ends_in_an_error(publish, reading):
+    offer = publish(whole_tensors(1), version=1)
+    with pytest.raises(SnapshotError, match="overwritten"), open_shards(offer, reading):
+        publish(whole_tensors(2), version=2)
+        publish(whole_tensors(3), version=3)
+
+
+def test_numbers_with_another_checksum_are_not_given(publish, reading):
+    offer = with_wrong_checksum(publish(whole_tensors(1), version=1), "big")
+    with open_shards(offer, reading) as tensors:
+        assert torch.equal(tensors["embed"], whole_tensors(1)["embed"])
+        with pytest.raises(SnapshotError, match="big of version 1"):
+            tensors["big"]
+
+
+def test_a_part_of_another_size_is_refused(publish, reading):
+    offer = publish(whole_tensors(1), version=1)
+    first, *rest = offer.source.parts
+    wrong = replace(first, size_bytes=first.size_bytes + 64)
+    torn = replace(offer, source=replace(offer.source, parts=(wrong, *rest)))
+    refused = pytest.raises(SnapshotError, match=f"registered {first.size_bytes + 64} bytes")
+    with refused, open_shards(torn, reading):
+        pass
+
+
+# the same through `receive`, beside sources that need no reader
+
+Give = Callable[[dict[str, torch.Tensor]], Offer]
+
+
+@pytest.fixture(params=[*TRANSPORTS, "folder", "copy"])
+def source(request, shared_memory: Path):
+    """Offers version 2 of given tensors, and receives it over others."""
+    name = request.param
+    given: dict[str, torch.Tensor] = {}
+
+    class Folder:
+        def __enter__(self):
+            return LiveTensors(given)
+
+        def __exit__(self, *error) -> None: ...
+
+    with stores_of(shared_memory, 2) as stores:
+
+        def give(whole: dict[str, torch.Tensor]) -> Offer:
+            given.update(whole)
+            offer = offer_of(2, whole, checksums=True)
+            if name == "copy":
+                return offer
+            if name == "folder":
+                return replace(offer, source=FolderTensors(folder="/given"))
+            return register(stores, whole, version=2)
+
+        def take(offer: Offer, own: dict[str, torch.Tensor]):
+            reading = Reading(host_id=host_id(shared_memory), folder=shared_memory)
+            return receive(
+                offer,
+                own,
+                shared=False,
+                device=CPU,
+                open_folder=lambda folder: Folder(),
+                reading=reading,
+                emit=silent,
+            )
+
+        yield give, take
+
+
+def test_a_version_is_received_whole_and_can_be_undone(source):
+    give, take = source
+    own, new = whole_tensors(1), whole_tensors(2)
+    addresses = {name: tensor.data_ptr() for name, tensor in own.items()}
+    swap = take(give(new), own)
+    assert same(own, whole_tensors(1)), "prepare changes nothing"
+    for _ in range(2):
+        swap.run()
+        assert same(own, new)
+        swap.undo()
+        assert same(own, whole_tensors(1))
+    swap.run()
+    swap.settle()
+    assert same(own, new)
+    assert {name: tensor.data_ptr() for name, tensor in own.items()} == addresses
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_swap_that_fails_at_any_step_is_undone_to_the_bit(source, torn):
+    give, take = source
+    new, number, failed = whole_tensors(2), 0, True
+    offer = give(new)
+    while failed:
+        number, failed = number + 1, False
+        own = whole_tensors(1)
+        swap = take(offer, own)
+        try:
+            with FailAt(number, torn=torn):
+                swap.run()
+        except Fault:
+            failed = True
+            swap.undo()
+            assert same(own, whole_tensors(1)), number
+            swap.run()
+        assert same(own, new), number
+        swap.settle()
+    assert number > 10, "the steps of a swap were not found"
+
+
+@pytest.mark.parametrize("wrong", ["names", "shapes", "dtypes"])
+def test_other_tensors_are_refused_before_anything_changes(source, wrong):
+    give, take = source
+    own = whole_tensors(1)
+    new = whole_tensors(2)
+    if wrong == "names":
+        new["other"] = new.pop("norm")
+    elif wrong == "shapes":
+        new["norm"] = new["norm"][:7]
+    else:
+        new["norm"] = new["norm"].float()
+    offer = give(new)
+    if isinstance(offer.source, FolderTensors) and wrong == "dtypes":
+        return  # files are rounded to the engine's dtypes
+    with pytest.raises(InputError, match="do not fit the engine's model"):
+        take(offer, own)
+    assert same(own, whole_tensors(1))
+
+
+def test_one_storage_moves_no_byte():
+    own = whole_tensors(1)
+    swap = receive(
+        offer_of(2, own, shared=True),
+        own,
+        shared=True,
+        device=CPU,
+        open_folder=lambda folder: pytest.fail("no folder is read"),
+        emit=silent,
+    )
+    assert isinstance(swap, VersionBump) and not swap.moves_bytes
