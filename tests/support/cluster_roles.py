@@ -24,7 +24,7 @@ from gyre.cluster.worker.server import Context
 from gyre.cluster.worker.trainer_endpoint import TrainerEndpoint
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import InputError, MemoryBudgetError
-from gyre.core.records import Request, RoleSpec
+from gyre.core.records import DeviceHoldings, Request, RoleSpec
 from gyre.core.seeds import derive_seed
 from local_cluster import LocalCluster
 
@@ -179,11 +179,13 @@ class Gated:
     def __init__(self, rank: int, held_bytes: int) -> None:
         self._rank, self._held_bytes = rank, held_bytes
 
-    async def enter(self, phase: str, step: int) -> int:
+    async def enter(
+        self, phase: str, step: int, neighbor_bytes: int | None = None
+    ) -> DeviceHoldings:
         if phase == "score" and self._rank == 1:
             raise MemoryBudgetError("no room on rank-1", hint="give it more")
         assert phase != "handover" or self._rank == 1, "told to break"
-        return self._held_bytes
+        return DeviceHoldings(component_bytes=self._held_bytes)
 
 
 def gated(context: Context, *, rank: int, held_bytes: int) -> Gated:

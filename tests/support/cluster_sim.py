@@ -155,6 +155,9 @@ class SimEngine:
     def _prepare(self, call: Call, offer: Offer) -> None:
         self.prepared = offer.version
 
+    def _revert(self, call: Call, offer: Any) -> None:
+        self.version, self.prepared = offer.version, None
+
     def _commit(self, call: Call, version: int, policy: str) -> None:
         if self.prepared != version and self.version != version:
             raise InputError(f"version {version} is not prepared")

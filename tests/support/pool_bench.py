@@ -12,7 +12,7 @@ import numpy as np
 from cluster_sim import SimCluster, SimEngine
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
 from gyre.cluster.engine_pool.restarts import RestartPolicy
-from gyre.core.offers import LocalTensors, Offer
+from gyre.core.offers import LocalTensors, Offer, WeightSource
 from gyre.core.records import Manifest, Request, Sampling, TokenChunk
 
 A, B = "engine-0", "engine-1"
@@ -63,8 +63,8 @@ class Bench:
     def state(self, name: str) -> str:
         return self.pool.members[name].state
 
-    async def publish(self, version: int) -> None:
-        await self.prepare(version)
+    async def publish(self, version: int, source: WeightSource | None = None) -> None:
+        await self.pool.prepare(empty_offer(version, source))
         await self.pool.commit(version, policy="drain")
 
     async def prepare(self, version: int) -> None:
@@ -103,10 +103,10 @@ class Bench:
         await asyncio.sleep(0.01)
 
 
-def empty_offer(version: int) -> Offer:
+def empty_offer(version: int, source: WeightSource | None = None) -> Offer:
     """Of a model without tensors."""
     manifest = Manifest(version=version, entries=(), shared=False)
-    return Offer(manifest=manifest, source=LocalTensors(tensors={}))
+    return Offer(manifest=manifest, source=source or LocalTensors(tensors={}))
 
 
 def go(work: Callable[[Bench], Awaitable[None]], *args: Any, **settings: Any) -> None:

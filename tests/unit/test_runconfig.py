@@ -398,7 +398,7 @@ def test_a_bad_override_is_refused_as_the_file_would_be(tmp_path):
         ("trainer.stps=3", "did you mean 'steps'"),
         ("model=3", "model = 3: need a table"),
         ("cluster.num_workers=2", "give kind = 'ray'"),
-        ("cluster.kind=slurm", "need 'inline' or 'ray'"),
+        ("cluster.kind=slurm", "need 'inline', 'ray' or 'pod'"),
     ]:
         with pytest.raises(ConfigError, match=re.escape(words)):
             load_run_config(path, [override])

@@ -14,15 +14,19 @@ class ClusterConfig(Section):
     """Where the trainer ranks and the engines of a training run live. Evaluation, chat and plans
     use one device."""
 
-    kind: Literal["inline", "ray"] = "inline"
+    kind: Literal["inline", "ray", "pod"] = "inline"
     """inline: all in this process, on one device. ray: one worker process per device, each with a
-    trainer rank and an engine; needs the extra `cluster`."""
+    trainer rank and an engine; needs the extra `cluster`. pod: trainer ranks and engines are
+    processes of their own on this host; weights go through shared memory."""
     num_workers: int = Field(default=0, ge=0)
-    """Workers, each with a trainer rank and an engine; 0 takes one per GPU of the cluster, or one
-    on a CPU."""
+    """Trainer ranks, each in a worker; with kind = "ray" an engine is beside each. 0 takes one per
+    GPU of the cluster, or one on a CPU."""
     engine_workers: int = Field(default=0, ge=0)
-    """Further workers with an engine alone, on devices of their own. Their weights go through host
-    memory."""
+    """Workers with an engine alone. ray: further ones, on devices of their own; their weights go
+    through host memory. pod: all engines; 0 takes as many as trainer ranks."""
+    colocated: bool = True
+    """pod: trainer ranks and engines share devices, one after the other. false: each engine has a
+    device of its own."""
     address: str = ""
     """Of a running Ray cluster, "host:port" or "auto"; without it Ray is started here, on loopback
     alone."""
@@ -70,4 +74,6 @@ class ClusterConfig(Section):
                 "num_workers, "
                 "engine_workers or address"
             )
+        if self.kind == "pod" and self.address:
+            raise ValueError("kind = 'pod' works on this host: leave address out")
         return self

@@ -6,7 +6,8 @@ Implements the loop's PhaseGate.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from gyre.cluster.watchdog import HINT, Watchdog
 from gyre.cluster.worker.rpc import CALLS, LOSSES, ask
@@ -14,12 +15,15 @@ from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import RankError
 from gyre.core.events import Emit
 from gyre.core.liveness import StallLimit
-from gyre.core.records import Phase
+from gyre.core.records import DeviceHoldings, Phase
+
+# phases in which the ranks work on a device and the engines have left it
+RANKS_ALONE: tuple[Phase, ...] = ("score", "train")
 
 
 class ClusterGate:
-    """Each worker's object has `enter(phase, step)`, which returns the bytes on its device
-    afterwards."""
+    """Each worker's object has `enter(phase, step, neighbor_bytes)`, which returns what it has on
+    its device afterwards."""
 
     def __init__(
         self,
@@ -30,9 +34,14 @@ class ClusterGate:
         hang_s: float,
         engines: Callable[[], Sequence[WorkerHandle]] = tuple,
         on_lost: Callable[[WorkerHandle, str], None] = lambda handle, cause: None,
+        neighbors: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
         """`ranks` must all be there. `engines()` are workers with an engine alone, which come and
-        go: `on_lost` hears of one that broke or did not answer, and the others go on."""
+        go: `on_lost` hears of one that broke or did not answer, and the others go on. `neighbors`
+        are, by name, the workers on the same device: there one side leaves before the other
+        comes, and each is told what the others have."""
+        self._neighbors = neighbors or {}
+        self._held: dict[str, DeviceHoldings] = {}  # by name, as last heard
         self._ranks, self._engines, self._on_lost = tuple(ranks), engines, on_lost
         self._emit, self._calls = emit, StallLimit(key=CALLS, seconds=deadline_s)
         self._watchdog = Watchdog(ranks, emit=emit, hang_s=hang_s)
@@ -40,16 +49,21 @@ class ClusterGate:
     async def enter(self, phase: Phase, *, step: int) -> None:
         """MemoryBudgetError of the first worker that could not; the others have moved theirs by
         then. RankError when a rank's worker broke or the ranks hang."""
-        ranks = {
-            rank.name: asyncio.wrap_future(rank.begin("enter", phase, step)) for rank in self._ranks
-        }
         engines = self._engines()
-        deadline_s = self._calls.seconds
-        asked = (
-            ask(engine, "enter", phase, step, deadline_s=deadline_s, stacks=True)
-            for engine in engines
-        )
-        alone = [asyncio.ensure_future(call) for call in asked]
+        colocated = bool(self._neighbors)
+        engines_first = colocated and phase in RANKS_ALONE
+        alone: list[asyncio.Future[Any]] = []
+        if engines_first:
+            alone = self._ask(engines, phase, step)
+            self._learn(engines, await asyncio.gather(*alone, return_exceptions=True))
+        ranks = {
+            rank.name: asyncio.wrap_future(
+                rank.begin("enter", phase, step, self._neighbor_bytes(rank.name, engines))
+            )
+            for rank in self._ranks
+        }
+        if not colocated:
+            alone = self._ask(engines, phase, step)
         try:
             await self._watchdog.settle(f"phase {phase} of step {step}", ranks, self._calls)
         except BaseException:  # a verdict on the ranks waits for no engine
@@ -57,6 +71,9 @@ class ClusterGate:
                 call.cancel()
             await asyncio.gather(*alone, return_exceptions=True)
             raise
+        self._learn(self._ranks, [call.exception() or call.result() for call in ranks.values()])
+        if colocated and not engines_first:
+            alone = self._ask(engines, phase, step)
         answers = await asyncio.gather(*alone, return_exceptions=True)
         found = [*(call.exception() or call.result() for call in ranks.values()), *answers]
         held = {}
@@ -68,8 +85,40 @@ class ClusterGate:
             elif isinstance(result, BaseException):
                 raise result
             else:
-                held[handle.name] = result
+                held[handle.name] = result.component_bytes
+        self._learn(engines, answers)
         self._emit("cluster.memory", phase=phase, step=step, device_bytes=held)
+
+    def _ask(
+        self, engines: Sequence[WorkerHandle], phase: Phase, step: int
+    ) -> list[asyncio.Future[Any]]:
+        deadline_s = self._calls.seconds
+        return [
+            asyncio.ensure_future(
+                ask(
+                    engine,
+                    "enter",
+                    phase,
+                    step,
+                    self._neighbor_bytes(engine.name, engines),
+                    deadline_s=deadline_s,
+                    stacks=True,
+                )
+            )
+            for engine in engines
+        ]
+
+    def _neighbor_bytes(self, name: str, engines: Sequence[WorkerHandle]) -> int | None:
+        """Return what others on the device of a worker have there; None where it has its own."""
+        if name not in self._neighbors:
+            return None
+        here = {handle.name for handle in (*self._ranks, *engines)} & self._neighbors[name]
+        return sum(self._held[other].process_bytes for other in here if other in self._held)
+
+    def _learn(self, handles: Sequence[WorkerHandle], answers: Sequence[Any]) -> None:
+        for handle, answer in zip(handles, answers, strict=True):
+            if isinstance(answer, DeviceHoldings):
+                self._held[handle.name] = answer
 
     def _note_loss(self, handle: WorkerHandle, cause: str, error: BaseException) -> None:
         if handle not in self._ranks:

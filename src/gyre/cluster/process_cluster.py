@@ -205,6 +205,12 @@ class ProcessCluster:
 
     async def start(self, spec: RoleSpec) -> WorkerHandle:
         wanted = math.ceil(spec.gpus)
+        if any(number >= len(self._gpus) for number in spec.devices):
+            raise ConfigError(
+                f"worker {spec.name} names GPU {max(spec.devices)}, and this host has "
+                f"{len(self._gpus)}",
+                hint="start fewer workers, or on a host with more GPUs",
+            )
         taken = {gpu for gpus in self._taken.values() for gpu in gpus}
         free = [gpu for gpu in self._gpus if gpu not in taken]
         if wanted > len(free):
@@ -213,8 +219,10 @@ class ProcessCluster:
                 f"{len(free)} are free",
                 hint="start fewer workers, or on a host with more GPUs",
             )
-        handle = ProcessHandle(spec, ",".join(free[:wanted]), self._on_event)
-        self._taken[handle] = tuple(free[:wanted])
+        own = free[:wanted]
+        seen = [self._gpus[number] for number in spec.devices]
+        handle = ProcessHandle(spec, ",".join([*own, *seen]), self._on_event)
+        self._taken[handle] = tuple(own)
         try:
             await arrive(handle.built, handle, "build", spec.deadline_s, key=STARTS)
         except BaseException:

@@ -34,6 +34,7 @@ from gyre.core.records import (
     Which,
 )
 from gyre.weights.receive import join_offers
+from gyre.weights.transports.publish import join_parts
 
 BLOCK_BYTES = 256 << 20  # of tensors fetched at a time
 
@@ -49,11 +50,15 @@ class TrainerGroup:
         emit: Emit,
         call_deadline_s: float,
         hang_s: float,
+        registers_shards: bool = False,
         version: int = 0,
         clock: Callable[[], float] = time.monotonic,
         look_s: float = LOOK_S,
         grace_s: float = GRACE_S,
     ) -> None:
+        """With `registers_shards` the ranks copy each version to where other processes read it;
+        else engines beside the ranks read it in place."""
+        self._registers_shards = registers_shards
         self._cluster, self._handles, self._emit, self._grace_s = (
             cluster,
             tuple(handles),
@@ -84,8 +89,16 @@ class TrainerGroup:
         return (await self.run(f"evaluation of '{which}'", "trainer.evaluate", share, which))[0]
 
     async def register(self, *, epoch: int = 0) -> Offer:
-        """Let every rank keep its offer for the engine beside it. No tensor comes here until it is
-        fetched."""
+        """Let every rank keep its offer for the engine beside it, or register its shards. No tensor
+        comes here until it is fetched."""
+        if self._registers_shards:
+            parts = await self.run(
+                "trainer.register_shards",
+                "trainer.register_shards",
+                epoch,
+                stall_limit=self._calls,
+            )
+            return join_parts(self.version, epoch, parts)
         manifests = await self.run(
             "trainer.register", "trainer.register", epoch, stall_limit=self._calls
         )

@@ -89,9 +89,10 @@ class EngineLifecycle(Protocol):
         """Allocate KV; with `dummy`, weights are random until a commit and submit refuses work."""
         ...
 
-    async def prepare(self, offer: Offer) -> None:
+    async def prepare(self, offer: Offer, *, reverts: bool = False) -> None:
         """Receive a version beside the running one and verify it. Nothing served changes.
-        InputError for a version or an epoch below what the engine has had."""
+        InputError for a version or an epoch below what the engine has had. With `reverts` it is the
+        version before the last commit: another engine could not follow."""
         ...
 
     async def commit(self, version: int, *, policy: CommitPolicy) -> None:

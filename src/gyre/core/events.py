@@ -382,7 +382,8 @@ EVENTS = {
     "memory": EventKind(
         "Memory was measured at a phase change. Peaks are those of the phase that was left.",
         "phase left step owners device_free_bytes device_peak_bytes host_rss_bytes"
-        " host_peak_rss_bytes unowned_bytes fragment_bytes outside_bytes planned_working_bytes"
+        " host_peak_rss_bytes unowned_bytes fragment_bytes outside_bytes neighbor_bytes"
+        " planned_working_bytes"
         " planned_peak_device_bytes planned_peak_host_bytes budget_device_bytes"
         " budget_host_bytes waited_s",
         own={
@@ -396,6 +397,9 @@ EVENTS = {
             "unowned_bytes": Field("int", "bytes", "allocated by no component"),
             "fragment_bytes": Field("int", "bytes", "reserved by PyTorch and not in use"),
             "outside_bytes": Field("int", "bytes", "taken on the device outside PyTorch"),
+            "neighbor_bytes": Field(
+                "int", "bytes", "that other workers on the device say they have; not outside"
+            ),
             "planned_working_bytes": Field("int", "bytes", "planned for work of the phase"),
             "planned_peak_device_bytes": Field("int", "bytes", "planned peak on the device"),
             "planned_peak_host_bytes": Field("int", "bytes", "planned peak on the host"),
@@ -465,6 +469,11 @@ EVENTS = {
         "A restarted engine waits for the next version.", "engine version reason"
     ),
     "engine.rejoined": EventKind("A restarted engine takes requests.", "engine version"),
+    "engine.reverted": EventKind(
+        "An engine serves its last version again, since another could not take the next one.",
+        "engine version",
+        counted=True,
+    ),
     "engine.ejected": EventKind(
         "An engine stands still, and gets no new requests.",
         "engine still_s requests",

@@ -356,6 +356,14 @@ class Component:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceHoldings:
+    """What one process says that it has on its device."""
+
+    component_bytes: int = 0  # of its components, as measured
+    process_bytes: int = 0  # all that its allocators hold, the components among it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Measured bytes of one component, read from its storages."""
 
@@ -430,6 +438,7 @@ class RoleSpec:
     builder: str
     arguments: Mapping[str, Any] = field(default_factory=dict)  # plain values
     environment: Mapping[str, str] = field(default_factory=dict)  # set before the process starts
-    gpus: float = 0.0
+    gpus: float = 0.0  # of its own
+    devices: tuple[int, ...] = ()  # GPUs of its host by number, that other workers may name too
     cpus: float = 1.0
     deadline_s: float = 120.0  # from the start until the builder has returned

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -168,9 +169,9 @@ class NativeEngine:
         they are."""
         await self.frontend.at_rest(self.worker.start, dummy)
 
-    async def prepare(self, offer: Offer) -> None:
+    async def prepare(self, offer: Offer, *, reverts: bool = False) -> None:
         self.worker.need_started("prepare")
-        await self.frontend.on_compute(self.worker.weights.prepare, offer)
+        await self.frontend.on_compute(partial(self.worker.weights.prepare, offer, reverts=reverts))
 
     async def commit(self, version: int, *, policy: CommitPolicy) -> None:
         """drain: requests in flight end first, later ones wait. keep_prefix: those in flight are

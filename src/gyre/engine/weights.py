@@ -75,12 +75,15 @@ class EngineWeights:
         if not self.shared:
             init_dummies(self.decoder)
 
-    def prepare(self, offer: Offer) -> None:
+    def prepare(self, offer: Offer, *, reverts: bool = False) -> None:
         """Receive a version beside the running one and verify it. A second call for the same
         version is a no-op; another that was prepared is given up first. InputError for one of an
-        older publisher."""
+        older publisher, unless it is the last version and `reverts`."""
         manifest = offer.manifest
-        self.state.refuse_stale(manifest)
+        if reverts:
+            self.state.refuse_revert(manifest)
+        else:
+            self.state.refuse_stale(manifest)
         prepared = Prepared(epoch=manifest.epoch, version=manifest.version)
         if self.state.prepared == prepared:
             return

@@ -21,7 +21,9 @@ from gyre.launch.factories import (
     make_machine,
     make_scorer,
 )
-from gyre.launch.placement.ray_placement import RayWorkers
+from gyre.launch.placement.pod_workers import PodWorkers
+from gyre.launch.placement.ray_workers import RayWorkers
+from gyre.launch.placement.worker_placement import Fleet
 from gyre.launch.plan_command import PlanRequest, plan_shape, plan_stages_for, read_stages
 from gyre.launch.run import Run
 from gyre.launch.run_folder.run_folder import make_run_folder, refuse_unusable
@@ -52,7 +54,7 @@ def train(
     signals.install()
     fleet, folder = None, args.resume
     try:
-        fleet = RayWorkers(args.config) if args.config.cluster.kind == "ray" else None
+        fleet = _make_fleet(args.config)
         signals.install()  # Ray has put a handler in place
         if folder is None:
             folder = _make_folder(args)
@@ -84,6 +86,17 @@ def train(
         if fleet is not None:
             asyncio.run(fleet.close())
         signals.uninstall()
+
+
+def _make_fleet(config: RunConfig) -> Fleet | None:
+    """Return where the workers of a run are, or None for one that has none."""
+    match config.cluster.kind:
+        case "inline":
+            return None
+        case "ray":
+            return RayWorkers(config)
+        case "pod":
+            return PodWorkers(config)
 
 
 def _make_folder(args: TrainArgs) -> Path:

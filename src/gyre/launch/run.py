@@ -40,8 +40,8 @@ from gyre.launch.factories import (
 from gyre.launch.goal import accuracy_metric, judge_goal
 from gyre.launch.loop import StageInputs
 from gyre.launch.placement.inline import Inline, Placement
-from gyre.launch.placement.ray_placement import RayPlacement, RayWorkers
 from gyre.launch.placement.snapshots import stage_store
+from gyre.launch.placement.worker_placement import Fleet, WorkerPlacement
 from gyre.launch.run_folder.attempts import write_changes
 from gyre.launch.run_folder.run_folder import hold, read_all_overrides, refuse_damaged
 from gyre.launch.signals import StopSignals
@@ -92,7 +92,7 @@ class Run:
         *,
         plain: bool,
         signals: StopSignals,
-        fleet: RayWorkers | None = None,
+        fleet: Fleet | None = None,
     ) -> None:
         """Make the run. With a `fleet` the trainer and the engines are its workers."""
         config = args.config
@@ -130,7 +130,7 @@ class Run:
         self._placement: Placement = (
             Inline(config, folder, self._machine, self._emit)
             if fleet is None
-            else RayPlacement(config, folder, self._machine, self._emit, fleet)
+            else WorkerPlacement(config, folder, self._machine, self._emit, fleet)
         )
 
     async def go(self) -> dict[str, Any]:

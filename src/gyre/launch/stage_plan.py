@@ -54,7 +54,9 @@ def plan_run(
     shards = lie_over(config.parallel, ranks)
     for model in stage.trainer.offload_parameters:
         refuse_cut(model, zero=shards[model].zero, ranks=shards[model].ranks)
-    shared, alone = shards["actor"].zero < 2, config.cluster.engine_workers > 0
+    is_pod = config.cluster.kind == "pod"
+    shared = shards["actor"].zero < 2 and not is_pod
+    alone = config.cluster.engine_workers > 0 and not is_pod
     apart = tuple(
         model
         for model in ("critic", "reference", "reward")

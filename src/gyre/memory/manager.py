@@ -21,7 +21,7 @@ import torch
 
 from gyre.core.contracts import MemoryTenant
 from gyre.core.events import Emit
-from gyre.core.records import Component, Phase, Tier, Usage
+from gyre.core.records import Component, DeviceHoldings, Phase, Tier, Usage
 from gyre.memory import errors, probe
 from gyre.memory.config import MemoryConfig
 from gyre.memory.ledger import apply_plan, keep_pages, misfits, plan_moves, plan_phase, settle
@@ -52,8 +52,10 @@ class MemoryManager:
         needs: Mapping[str, Need],
         working: Mapping[Phase, int] | None = None,
         keep_pages: bool | None = None,
+        neighbor_bytes: int = 0,
     ) -> None:
-        """Bind the device and its budgets.
+        """Bind the device and its budgets. `neighbor_bytes` are what other processes of the run say
+        that they have on the device now.
 
         `keep_pages`: host pages are kept while a component is on the device, if the host budget
         fits all of them. None enables it on a GPU, where pinning pages again costs more than the
@@ -66,6 +68,7 @@ class MemoryManager:
         self._budgets = _budgets(config, device)
         self._home: dict[str, MemoryTenant] = {}
         self._phase: Phase = "idle"
+        self._neighbor_bytes = neighbor_bytes
         self._virtual_before = 0  # bytes of components in virtual memory at the last boundary
         self._start_from_here()
 
@@ -75,9 +78,12 @@ class MemoryManager:
         self._tenants.append(tenant)
         self._start_from_here()
 
-    def enter(self, phase: Phase, *, step: int = 0) -> MovePlan:
-        """Bring what `phase` needs to the device, move out what must leave, and verify the
-        result."""
+    def enter(self, phase: Phase, *, step: int = 0, neighbor_bytes: int | None = None) -> MovePlan:
+        """Bring what `phase` needs to the device, move out what must leave, and verify the result.
+        `neighbor_bytes`: what other processes of the run have there meanwhile, by their own word;
+        None if nothing new is known."""
+        if neighbor_bytes is not None:
+            self._neighbor_bytes = neighbor_bytes
         return self._change(lambda ledger: plan_phase(ledger, phase), phase, step)
 
     def move(self, targets: Mapping[str, Tier], *, step: int = 0) -> MovePlan:
@@ -99,7 +105,9 @@ class MemoryManager:
         measured = self._measure()
         reading, self._virtual_before = self._read(measured), _virtual_bytes(measured)
         self._unowned_at_start = reading.allocated_bytes - self.ledger.usage().device_bytes
-        self._outside_at_start = reading.outside_bytes + reading.fragment_bytes
+        self._outside_at_start = (
+            reading.outside_bytes + reading.fragment_bytes - self._neighbor_bytes
+        )
         self.move({})
 
     def _change(self, plan_for: Callable[[Ledger], MovePlan], phase: Phase, step: int) -> MovePlan:
@@ -202,6 +210,7 @@ class MemoryManager:
             unowned_bytes=excess.unowned_bytes,
             fragment_bytes=excess.fragment_bytes,
             outside_bytes=excess.outside_bytes,
+            neighbor_bytes=self._neighbor_bytes,
             planned_working_bytes=plan.working_bytes,
             planned_peak_device_bytes=plan.peak_device_bytes,
             planned_peak_host_bytes=plan.peak_host_bytes,
@@ -219,6 +228,15 @@ class MemoryManager:
             )
         probe.reset_peak(self._device)
         self._virtual_before = _virtual_bytes(measured)
+
+    @property
+    def holdings(self) -> DeviceHoldings:
+        """Return what this process has on the device, for others that share it."""
+        measured = self._measure()
+        return DeviceHoldings(
+            component_bytes=sum(usage.device_bytes for usage in measured.values()),
+            process_bytes=self._read(measured).reserved_bytes,
+        )
 
     def _peak_bytes(self) -> int:
         """Return the peak of allocated bytes since the last boundary. Virtual memory is constant
@@ -257,7 +275,8 @@ class MemoryManager:
             measured = self._measure()
             reading = self._read(measured)
             held_bytes = sum(usage.device_bytes for usage in measured.values())
-            grown = reading.outside_bytes + reading.fragment_bytes - self._outside_at_start
+            others = reading.outside_bytes + reading.fragment_bytes - self._neighbor_bytes
+            grown = others - self._outside_at_start
             fragments = max(0, min(reading.fragment_bytes, grown))
             excess = _Excess(
                 unowned_bytes=reading.allocated_bytes - held_bytes - self._unowned_at_start,

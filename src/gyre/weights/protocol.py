@@ -9,6 +9,7 @@ and a message. Out: the next state, or InputError for a message that the state r
 
 A version belongs to an epoch, the number of its publisher's attempt at the run. A receiver that has
 prepared a version of one epoch refuses all older ones, so a replaced publisher cannot come back.
+Where another receiver could not swap, one that has goes back: it is offered its last version again.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class ReceiverState:
     epoch: int = 0  # the highest of a publisher whose version was prepared
     prepared: Prepared | None = None
     is_swapping: bool = False
+    last: int | None = None  # served before `version`; None if nothing was whole then
 
     def refuse_stale(self, manifest: Manifest) -> None:
         """Raise InputError for an offer of an older publisher, or of a version that is older than
@@ -85,6 +87,16 @@ class ReceiverState:
                 f"here under the same epoch {self.epoch}",
                 hint="go back to an older version with a new attempt at the run, whose epoch is "
                 "higher",
+            )
+
+    def refuse_revert(self, manifest: Manifest) -> None:
+        """Raise InputError unless the manifest is of the version that served before this one."""
+        if manifest.version != self.last:
+            had = "no version" if self.last is None else f"version {self.last}"
+            raise InputError(
+                f"version {manifest.version} was to be served again, and {had} served before "
+                f"version {self.version}",
+                hint="offer it as a new version instead",
             )
 
     @property
@@ -109,7 +121,8 @@ class ReceiverState:
                 return replace(self, is_swapping=True)
             case SwapDone():
                 assert self.is_swapping and self.prepared is not None, "no swap had begun"
-                return ReceiverState(version=self.prepared.version, epoch=self.epoch)
+                last = self.version if self.is_whole else None
+                return ReceiverState(version=self.prepared.version, epoch=self.epoch, last=last)
             case SwapFailed(undone=undone):
                 assert self.is_swapping, "no swap had begun"
                 return replace(self, is_swapping=False, is_whole=self.is_whole and undone)

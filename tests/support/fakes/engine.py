@@ -162,7 +162,7 @@ class ScriptedEngine:
         self.memory.move(tuple(SIZES_BYTES), "device")
         self._crash, self._not_ready = "", wanted
 
-    async def prepare(self, offer: Offer) -> None:
+    async def prepare(self, offer: Offer, *, reverts: bool = False) -> None:
         manifest = offer.manifest
         self._need_started("prepare")
         if self.faults.fail_prepare:
@@ -173,7 +173,10 @@ class ScriptedEngine:
                 reason="as told",
             )
             raise RuntimeError(f"the fake engine was told not to take version {manifest.version}")
-        self._state.refuse_stale(manifest)
+        if reverts:
+            self._state.refuse_revert(manifest)
+        else:
+            self._state.refuse_stale(manifest)
         verify_manifest(manifest, offer.source.tensors)  # type: ignore[union-attr]
         self._state = self._state.after(Prepared(epoch=manifest.epoch, version=manifest.version))
 

@@ -20,7 +20,7 @@ from gyre.cluster.worker import rpc
 from gyre.cluster.worker.rpc import ask
 from gyre.core.errors import InputError, MemoryBudgetError, RankError, WorkerLost
 from gyre.core.liveness import StallLimit
-from gyre.core.records import RoleSpec, TrainBatch, TrainSequence
+from gyre.core.records import DeviceHoldings, RoleSpec, TrainBatch, TrainSequence
 from local_cluster import LocalCluster
 from offers import tensors_in
 
@@ -293,6 +293,51 @@ def test_the_gate_enters_a_phase_everywhere_and_says_what_each_holds() -> None:
         with pytest.raises(RankError, match=r"rank-0 .* could not enter phase handover"):
             await gate.enter("handover", step=3)
         await cluster.close()
+
+    go(work)
+
+
+@pytest.mark.parametrize(
+    ("phase", "first"), [("train", "engine"), ("score", "engine"), ("rollout", "rank")]
+)
+def test_on_shared_devices_one_side_leaves_before_the_other_comes(phase: Any, first: str) -> None:
+    async def work() -> None:
+        asked: list[tuple[str, int | None]] = []
+
+        class Handle:
+            def __init__(self, name: str) -> None:
+                self.name = self.place = name
+
+            def begin(self, method: str, *args: Any) -> Future[DeviceHoldings]:
+                asked.append((self.name, args[2]))
+                answer: Future[DeviceHoldings] = Future()
+
+                def settle() -> None:
+                    asked.append((self.name, None))
+                    answer.set_result(DeviceHoldings(process_bytes=len(self.name)))
+
+                asyncio.get_running_loop().call_later(0.02, settle)
+                return answer
+
+            def look(self, what: str) -> Future[int]:
+                answer: Future[int] = Future()
+                answer.set_result(1)
+                return answer
+
+        gate = ClusterGate(
+            [Handle("rank")],
+            emit=lambda kind, **fields: None,
+            deadline_s=10.0,
+            hang_s=10.0,
+            engines=lambda: [Handle("engine")],
+            neighbors={"rank": frozenset({"engine"}), "engine": frozenset({"rank", "gone"})},
+        )
+        second = {"engine": "rank", "rank": "engine"}[first]
+        await gate.enter(phase, step=1)
+        assert asked == [(first, 0), (first, None), (second, len(first)), (second, None)]
+        asked.clear()
+        await gate.enter(phase, step=2)
+        assert asked[0] == (first, len(second)), "what it said last"
 
     go(work)
 

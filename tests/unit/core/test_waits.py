@@ -59,7 +59,7 @@ OWNED = {
     ("engine/runners/torch_runner.py", "fetch"): "the device; the watchdog judges one that hangs",
     ("engine/scheduler/sequence.py", "make_chunk"): "nothing: it cuts arrays",
     ("kernels/flash.py", "training_flash4"): "a compiler and a trial on the device, at the start",
-    ("launch/placement/ray_placement.py", "all_or_first_error"): "nothing: the tasks are done",
+    ("launch/placement/worker_placement.py", "all_or_first_error"): "nothing: the tasks are done",
     ("loop/collect.py", "_run_part"): "nothing: the task is done",
     ("loop/scoring.py", "finish"): "nothing: the task is done",
     ("loop/stopping.py", "_expire"): "its caller, which cancels it",

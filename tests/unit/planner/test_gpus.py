@@ -9,7 +9,7 @@ import pytest
 from gyre.cluster.ray_cluster import count_types
 from gyre.core.errors import ConfigError
 from gyre.distributed.devices import DeviceRecord, find_mixture
-from gyre.launch.placement.ray_placement import find_mixed_types
+from gyre.launch.placement.ray_workers import find_mixed_types
 from gyre.launch.plan_command import PlanRequest, plan_shape
 from gyre.planner.gpus import GPUS, peak_flops, recognise_gpu
 from gyre.planner.model_zoo import SHAPES

@@ -45,6 +45,7 @@ class Receiving(RuleBasedStateMachine):
         self.numbers = 0.0  # that fill the version which serves
         self.served, self.epoch, self.dummy = 0, 0, False
         self.waiting: tuple[int, float] | None = None
+        self.last: tuple[int, float] | None = None  # served before
         self.fills = 0.0
 
     @rule(version=st.integers(0, 4), epoch=st.integers(0, 3))
@@ -77,7 +78,26 @@ class Receiving(RuleBasedStateMachine):
     def commit(self) -> None:
         version, fill = self.waiting
         self.weights.commit(version)
+        self._serve(version, fill)
+
+    def _serve(self, version: int, fill: float) -> None:
+        self.last = None if self.dummy else (self.served, self.numbers)
         self.served, self.numbers, self.dummy, self.waiting = version, fill, False, None
+
+    @rule()
+    def serve_the_last_version_again(self) -> None:
+        """Under any epoch, but only the version before this one."""
+        if self.last is None:
+            with pytest.raises(InputError, match="no version served before"):
+                self.weights.prepare(offer_of(9, {}), reverts=True)
+            return
+        version, fill = self.last
+        tensors = {name: torch.full(shape, fill) for name, shape in self.shapes.items()}
+        with pytest.raises(InputError, match=f"version {version} served before"):
+            self.weights.prepare(offer_of(version + 1, tensors), reverts=True)
+        self.weights.prepare(offer_of(version, tensors), reverts=True)
+        self.weights.commit(version)
+        self._serve(version, fill)
 
     @precondition(lambda self: self.waiting)
     @rule(number=st.integers(1, 60), torn=st.booleans())
@@ -88,7 +108,7 @@ class Receiving(RuleBasedStateMachine):
                 self.weights.commit(version)
         except Fault:
             return
-        self.served, self.numbers, self.dummy, self.waiting = version, fill, False, None
+        self._serve(version, fill)
 
     @precondition(lambda self: self.waiting)
     @rule()

@@ -39,7 +39,7 @@ from gyre.core.contracts import Cluster, CommitPolicy, WorkerHandle
 from gyre.core.errors import GyreError, RankError
 from gyre.core.events import Emit
 from gyre.core.liveness import StallLimit
-from gyre.core.offers import Offer
+from gyre.core.offers import FolderTensors, Offer, RegisteredShards
 from gyre.core.records import EngineStats, Health, Partial, ReplicaStatus, Request
 from gyre.weights.protocol import Prepared, ReceiverState, RolledBack, SwapBegan, SwapDone
 
@@ -256,9 +256,10 @@ class EnginePool:
                 if (stats := found.get(member.name)) is not None:
                     self.balancer.learn(member, stats)
 
-    async def prepare(self, offer: Offer) -> None:
+    async def prepare(self, offer: Offer, *, reverts: bool = False) -> None:
         """Let every engine receive the version: from the trainer rank beside it, or a copy. One
         that is still catching up with the last version takes it after the commit."""
+        assert not reverts, "the pool brings its engines back by itself"
         self._state.refuse_stale(offer.manifest)
         self._watch_all()
         members = [member for member in self._present() if not member.catching_up]
@@ -279,7 +280,13 @@ class EnginePool:
             else [member for member in self._present() if member.prepared == version]
         )
         calls = {member: member.ask("engine.commit", version, policy) for member in ready}
-        await self._gather(calls, watched=f"commit of version {version}")
+        try:
+            await self._gather(calls, watched=f"commit of version {version}")
+        except Exception as error:
+            if offer is not None and self._broken is None:
+                cause = f"version {version} was not committed everywhere: {error}"
+                await self._undo_commit(ready, cause)
+            raise
         if offer is not None:
             self._state = self._state.after(SwapBegan(version=version)).after(SwapDone())
         self._published, self._offered = offer or self._published, None
@@ -302,15 +309,30 @@ class EnginePool:
             {member: member.ask("engine.rollback", deadline_s=deadline_s) for member in members}
         )
 
-    async def undo_commit(self, cause: str) -> None:
-        """Bring every engine back to the pool's version, after a commit that failed on some. Those
-        that have swapped already are started again: an engine does not go back by itself."""
+    async def _undo_commit(self, members: Sequence[EngineReplica], cause: str) -> None:
+        """Bring engines back to the pool's version, after a commit that failed on some. Those that
+        have swapped take it again from where it was offered, or are started again."""
         # an engine rolls back after the commit that it may still be at
         await self.rollback(deadline_s=self._settings.call_deadline_s)
         found = await self._each("engine.stats")
-        for member in self._present():
-            if member.name in found and found[member.name].version != self.version:
-                self._lose(member, f"it has version {found[member.name].version}: {cause}")
+        for member in members:
+            stats = found.get(member.name)
+            if member.vital or stats is None or stats.version == self.version:
+                continue
+            if reason := await self._revert(member):
+                self._lose(member, f"it has version {stats.version}: {cause}; {reason}")
+
+    async def _revert(self, member: EngineReplica) -> str:
+        """Return why an engine cannot take the pool's version again, or ""."""
+        offer = self._published
+        if offer is None or not isinstance(offer.source, FolderTensors | RegisteredShards):
+            return "the last version is offered no more"
+        try:
+            await member.ask("engine.revert", offer)
+        except (*LOSSES, GyreError) as error:
+            return str(error)
+        self._emit("engine.reverted", engine=member.name, version=offer.version)
+        return ""
 
     async def terminate(self) -> None:
         """There is no version any more that an engine which comes back could catch up with."""

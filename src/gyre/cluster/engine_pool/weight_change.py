@@ -34,13 +34,13 @@ async def change_weights(
     async with _unless_it_fails(pool, rollback_deadline_s):
         await _prepare_on_all(pool, offer)
     if policy == "continue":
-        await _commit(pool, offer.version, policy)
+        await pool.commit(offer.version, policy=policy)
         return
     lives = pool.router.all()
     with pool.router.holding():
         async with _unless_it_fails(pool, rollback_deadline_s):
             await pool.router.until_gone(lives, drain_deadline_s)
-        await _commit(pool, offer.version, policy)
+        await pool.commit(offer.version, policy=policy)
 
 
 async def _prepare_on_all(pool: EnginePool, offer: Offer) -> None:
@@ -55,14 +55,6 @@ async def _prepare_on_all(pool: EnginePool, offer: Offer) -> None:
             f"{', '.join(lost)} was lost while it read version {offer.version}",
             hint="the log says why it ended (engine.lost); if the files are whole, try again",
         )
-
-
-async def _commit(pool: EnginePool, version: int, policy: ChangePolicy) -> None:
-    try:
-        await pool.commit(version, policy=policy)
-    except Exception as error:
-        await pool.undo_commit(f"version {version} was not committed everywhere: {error}")
-        raise
 
 
 @asynccontextmanager

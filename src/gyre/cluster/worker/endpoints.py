@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gyre.core.contracts import CommitPolicy
+from gyre.core.offers import Offer
 from gyre.core.records import EngineStats, Partial, Request, TokenChunk, Usage
 
 if TYPE_CHECKING:
@@ -84,6 +85,11 @@ class EngineEndpoint:
         """Take the version that the trainer rank in this process has registered."""
         assert self._trainer is not None, "this worker has no trainer rank"
         await self.engine.prepare(self._trainer.offer(version))
+
+    async def revert(self, offer: Offer) -> None:
+        """Serve the version before the last commit again, which is still where it was offered."""
+        await self.engine.prepare(offer, reverts=True)
+        await self.engine.commit(offer.version, policy="drain")
 
     async def commit(self, version: int, policy: CommitPolicy) -> None:
         await self.engine.commit(version, policy=policy)

@@ -31,6 +31,7 @@ from gyre.weights.protocol import (
     Withdrawn,
 )
 from gyre.weights.receive import copy_out
+from gyre.weights.transports.publish import PublishedPart
 
 Result = TypeVar("Result")
 
@@ -39,9 +40,18 @@ class TrainerEndpoint:
     """One rank of the trainer. Every rank gets every call; the first one's answers stand for
     all."""
 
-    def __init__(self, trainer: Any, *, rank: int, compute: Executor) -> None:
-        """`trainer` is a PolicyTrainer and a MemoryTenant."""
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        rank: int,
+        compute: Executor,
+        publish: Callable[[Offer], PublishedPart] | None = None,
+    ) -> None:
+        """`trainer` is a PolicyTrainer and a MemoryTenant. `publish` copies this rank's part of an
+        offer to where other processes read it, on the compute thread."""
         self.trainer, self._rank, self._compute = trainer, rank, compute
+        self._publish = publish
         self.snapshot, self.close = trainer.snapshot, trainer.close  # calls that are its own
         self._state = PublisherState()
         self._offer: Offer | None = None
@@ -62,6 +72,13 @@ class TrainerEndpoint:
         manifest = offer.manifest
         self._move_publisher(Registered(epoch=epoch, version=offer.version))
         return manifest if self._rank == 0 else replace(manifest, entries=())
+
+    async def register_shards(self, epoch: int = 0) -> PublishedPart:
+        """Copy this rank's part of the current version to where other processes read it. It stays
+        there until the next but one is registered, whatever becomes of this process."""
+        assert self._publish is not None, "this worker publishes no shards"
+        publish, offer = self._publish, await self.trainer.register(epoch=epoch)
+        return await self._on_compute(lambda: publish(offer))
 
     def offer(self, version: int) -> Offer:
         """Return the offer that was registered. InputError when the trainer is past that

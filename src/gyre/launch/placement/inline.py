@@ -1,6 +1,6 @@
 """Placement: where a run's trainer and engine live. In: a stage, its plan. Out: the contracts that
-the loop drives. Inline: in this process, on one device. `launch.placement.ray_placement` has the
-other one.
+the loop drives. Inline: in this process, on one device. `launch.placement.worker_placement` has
+the other one.
 """
 
 from __future__ import annotations

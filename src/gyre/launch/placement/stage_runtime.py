@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from gyre.core.events import Emit
-from gyre.core.records import Phase
+from gyre.core.records import DeviceHoldings, Phase
 from gyre.core.seeds import derive_seed
 from gyre.distributed.mesh import shard_size
 from gyre.distributed.process_group import RankGroup, alone
@@ -81,10 +81,13 @@ class StageRuntime:
         version: int,
         found: Callable[[], Snapshot] | None = None,
         trains: bool = True,
+        generates: bool = True,
+        neighbor_bytes: int = 0,
     ) -> Policy:
         """Make the stage's objects, in order: trainer, snapshots, engine, memory. `found` loads the
-        snapshot that the trainer resumes from. Without `trains` the device has an engine alone.
-        Returns the policy without the weights that the trainer has read."""
+        snapshot that the trainer resumes from. Without `trains` the process has an engine alone,
+        and without `generates` a trainer alone. Returns the policy without the weights that the
+        trainer has read."""
         if trains:
             trainer = await self._on_compute(
                 partial(self._make_trainer, stage, policy, version, resumed=found is not None)
@@ -107,9 +110,9 @@ class StageRuntime:
                 group=self._group,
                 progress=self._progress,
             )
-        if self._plan.kv_pages > 0:
+        if generates and self._plan.kv_pages > 0:
             await self._make_engine(policy, own_weights=not trains or self.cuts_weights)
-        await self._on_compute(self._manage)
+        await self._on_compute(partial(self._manage, neighbor_bytes))
         if self.snapshots is not None:
             # after the engine's graphs are captured
             await self._on_compute(self.snapshots.prepare)
@@ -214,7 +217,7 @@ class StageRuntime:
             await self.engine.start(dummy=own_weights)
         return self.engine
 
-    def _manage(self) -> None:
+    def _manage(self, neighbor_bytes: int) -> None:
         """Take what was made so far under the memory manager."""
         tenants = [tenant for tenant in (self.engine, self.trainer) if tenant is not None]
         with self._making("memory"):
@@ -225,6 +228,7 @@ class StageRuntime:
                 self._emit,
                 needs=default_needs(shared_weights=not self._own_weights),
                 working=self._plan.working,
+                neighbor_bytes=neighbor_bytes,
             )
         self._emit("device.made", seconds=self._took_s)
 
@@ -234,15 +238,17 @@ class StageRuntime:
         yield
         self._took_s[part] = round(time.perf_counter() - started_s, 3)
 
-    async def enter(self, phase: Phase, *, step: int) -> None:
+    async def enter(self, phase: Phase, *, step: int, neighbor_bytes: int | None = None) -> None:
         """PhaseGate over the memory manager, on the compute thread."""
         assert self._manager is not None
-        await self._on_compute(partial(self._manager.enter, phase, step=step))
+        enter = partial(self._manager.enter, phase, step=step, neighbor_bytes=neighbor_bytes)
+        await self._on_compute(enter)
 
-    @property
-    def held_bytes(self) -> int:
-        """Return the device bytes of the components, as measured at the last phase change."""
-        return 0 if self._manager is None else self._manager.ledger.usage().device_bytes
+    async def holdings(self) -> DeviceHoldings:
+        """Return what this process has on the device."""
+        manager = self._manager
+        assert manager is not None
+        return await self._on_compute(lambda: manager.holdings)
 
     async def close(self) -> None:
         if self.engine is not None:

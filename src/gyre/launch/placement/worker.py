@@ -1,7 +1,7 @@
 """Workers: the objects in worker processes. In: a config, then calls. Out: endpoints.
 
 RankWorker has a trainer rank and an engine of a training run. Every rank gets every call but those
-for one engine. launch.placement.ray_placement starts it, by the name
+for one engine. launch.placement.worker_placement starts it, by the name
 "gyre.launch.placement.worker:build_rank". ServedEngine has one engine over the weights of a folder.
 launch.serving.server starts it, by the name "gyre.launch.placement.worker:build_served_engine".
 """
@@ -24,7 +24,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from gyre.cluster.worker.endpoints import EngineEndpoint
 from gyre.cluster.worker.server import Context
 from gyre.cluster.worker.trainer_endpoint import TrainerEndpoint
-from gyre.core.records import Phase
+from gyre.core.offers import Offer
+from gyre.core.records import DeviceHoldings, Phase
 from gyre.distributed.init import RankSpec, join
 from gyre.distributed.process_group import RankGroup
 from gyre.engine.frontend.admission import RequestLimits
@@ -46,33 +47,38 @@ from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import load_tokenizer
 from gyre.trainer.checkpoint.store import Fault, find_faults, load
 from gyre.weights.gather import ShardSource
+from gyre.weights.transports.publish import PublishedPart, publish_part
+from gyre.weights.transports.shared_memory import SharedMemoryStore
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What a worker is to be."""
+    """What a worker is to be. Plain values: it crosses to the worker's process."""
 
-    config: RunConfig
-    folder: Path  # of the run; on a disk that all nodes see
-    directory: Path  # where the driver works; paths in the config are relative to it
+    config_json: str  # a RunConfig
+    folder: str  # of the run; on a disk that all nodes see
+    directory: str  # where the driver works; paths in the config are relative to it
     rank: int | None  # None: an engine alone
+    has_engine: bool  # beside the rank, or alone
+    run_id: str  # of the run's shared memory
     world_size: int
     store_host: str
     store_port: int
     round_id: str  # differs at every start of the ranks
 
 
-async def build_rank(context: Context, *, spec: WorkerSpec) -> RankWorker:
-    """Make the model, without its weights, and become a rank; returns when all ranks are there."""
+async def build_rank(context: Context, **fields: Any) -> RankWorker:
+    """Make the model, without its weights, and become a rank; returns when all ranks are there.
+    `fields` are those of a WorkerSpec."""
+    spec = WorkerSpec(**fields)
     os.chdir(spec.directory)
-    machine = make_machine(spec.config)
-    tokenizer = load_tokenizer(spec.folder / "tokenizer")
+    config = RunConfig.model_validate_json(spec.config_json)
+    machine = make_machine(config)
+    tokenizer = load_tokenizer(Path(spec.folder) / "tokenizer")
     loop = asyncio.get_running_loop()
-    policy = await loop.run_in_executor(
-        machine.compute, make_policy, spec.config, tokenizer, machine
-    )
+    policy = await loop.run_in_executor(machine.compute, make_policy, config, tokenizer, machine)
     group = None
     if spec.rank is not None:
         seat = RankSpec(
@@ -83,12 +89,12 @@ async def build_rank(context: Context, *, spec: WorkerSpec) -> RankWorker:
             round_id=spec.round_id,
             backend="nccl" if machine.device.type == "cuda" else "gloo",
             device=torch.device("cuda", 0) if machine.device.type == "cuda" else machine.device,
-            timeout_s=spec.config.parallel.timeout_s,
+            timeout_s=config.parallel.timeout_s,
         )
         group = await loop.run_in_executor(machine.compute, join, seat)
     # one for each layer that runs
     register_module_forward_pre_hook(lambda module, args: context.tick())
-    return RankWorker(context, spec, machine, policy, group)
+    return RankWorker(context, spec, config, machine, policy, group)
 
 
 class RankWorker:
@@ -98,21 +104,30 @@ class RankWorker:
         self,
         context: Context,
         spec: WorkerSpec,
+        config: RunConfig,
         machine: Machine,
         policy: Policy,
         group: RankGroup | None,
     ) -> None:
         self._context, self._spec, self._machine = context, spec, machine
-        self._config, self._policy, self._group = spec.config, policy, group
+        self._config, self._policy, self._group = config, policy, group
         self._device: StageRuntime | None = None
         self._head: ScalarHead | None = None
+        self._store: SharedMemoryStore | None = None  # of versions that engines elsewhere take
         self._shards: ShardSource | None = None  # of the trained model, where no rank has it whole
         self.trainer: TrainerEndpoint | None = None
         self.engine: EngineEndpoint | None = None
 
-    async def begin(self, stage_name: str, plan_json: str, version: int, snapshot: str) -> int:
+    async def begin(
+        self,
+        stage_name: str,
+        plan_json: str,
+        version: int,
+        snapshot: str,
+        neighbor_bytes: int = 0,
+    ) -> int:
         """Make the stage's objects and return the trainer's version. With `snapshot`, a path, the
-        trainer resumes from it."""
+        trainer resumes from it. `neighbor_bytes` are other workers' on the same device."""
         stage = next(
             stage for stage in plan_stages(self._config, "all") if stage.name == stage_name
         )
@@ -120,7 +135,7 @@ class RankWorker:
         device = self._device = StageRuntime(
             self._config,
             plan,
-            self._spec.folder,
+            Path(self._spec.folder),
             self._machine,
             self._context.emit,
             group=self._group,
@@ -132,11 +147,16 @@ class RankWorker:
             version=version,
             found=partial(load, Path(snapshot)) if snapshot else None,
             trains=self._spec.rank is not None,
+            generates=self._spec.has_engine,
+            neighbor_bytes=neighbor_bytes,
         )
         if device.trainer is not None:
             assert self._spec.rank is not None
             self.trainer = TrainerEndpoint(
-                device.trainer, rank=self._spec.rank, compute=self._machine.compute
+                device.trainer,
+                rank=self._spec.rank,
+                compute=self._machine.compute,
+                publish=None if self._spec.has_engine else self._open_store(self._spec.rank),
             )
             version = device.trainer.version
         if device.engine is not None:
@@ -145,12 +165,25 @@ class RankWorker:
             )
         return version
 
+    def _open_store(self, rank: int) -> Callable[[Offer], PublishedPart]:
+        """Return how this rank registers its part of a version for other processes."""
+        self._store = store = SharedMemoryStore(
+            run_id=self._spec.run_id,
+            owner=rank,
+            emit=self._context.emit,
+            pin=self._machine.device.type == "cuda",
+        )
+        return partial(publish_part, rank=rank, num_ranks=self._spec.world_size, store=store)
+
     async def end(self, last: bool) -> None:
         """Close the stage's objects, and keep the policy for the next stage, or shards for an
         export after the last."""
         device, self._device = self._device, None
         assert device is not None
         self.trainer = self.engine = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
         if device.trainer is not None:
             if last and device.cuts_weights:
                 self._shards = await self._on_compute(device.trained_shards)
@@ -159,12 +192,19 @@ class RankWorker:
             self._head = device.trainer.head
         await device.close()
 
-    async def enter(self, phase: Phase, step: int) -> int:
-        """Move this device's memory for a phase. Returns the bytes that its components hold there
-        afterwards."""
+    async def enter(
+        self, phase: Phase, step: int, neighbor_bytes: int | None = None
+    ) -> DeviceHoldings:
+        """Move this worker's memory on its device for a phase; return what it has there
+        afterwards. `neighbor_bytes` are those of other workers on the same device."""
         assert self._device is not None
-        await self._device.enter(phase, step=step)
-        return self._device.held_bytes
+        await self._device.enter(phase, step=step, neighbor_bytes=neighbor_bytes)
+        return await self._device.holdings()
+
+    async def holdings(self) -> DeviceHoldings:
+        """Return what this worker has on its device."""
+        assert self._device is not None
+        return await self._device.holdings()
 
     async def save(self, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
         """Write this rank's part of a snapshot."""

@@ -314,7 +314,7 @@ def _faults(settings: Settings) -> Line:
     name, by_hand = "Fault detection", "go on by hand with gyre train --resume"
     if not settings.features["restart by itself"]:
         return Line(name=name, state="not built", reason=by_hand)
-    if settings.cluster_kind != "ray":
+    if settings.cluster_kind == "inline":
         reason = f"cluster.kind = {settings.cluster_kind}: nobody watches one process; {by_hand}"
         return Line(name=name, state="off", reason=reason)
     watched = "a rank that dies, hangs or raises ends the step by name"

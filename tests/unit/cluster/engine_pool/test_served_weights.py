@@ -12,6 +12,7 @@ import pytest
 from cluster_sim import SimEngine
 from gyre.cluster.engine_pool.weight_change import change_weights
 from gyre.core.errors import DeadlineError, InputError, RankError
+from gyre.core.offers import RegisteredShards
 from gyre.core.records import TokenChunk
 from pool_bench import A, B, Bench, ask, drive, empty_offer, finish, finishes, go, step
 
@@ -217,11 +218,13 @@ def test_without_an_engine_there_is_no_change() -> None:
 
 
 @pytest.mark.parametrize("policy", ["drain", "continue"])
-def test_a_commit_that_fails_on_one_engine_is_undone_on_all(policy: str) -> None:
-    """The one that has swapped already is started again."""
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_commit_that_fails_on_one_engine_is_undone_on_all(policy: str, is_there: bool) -> None:
+    """The one that has swapped already takes the last version again from where it is still offered;
+    else it is started again."""
 
     async def work(bench: Bench) -> None:
-        await bench.publish(1)
+        await bench.publish(1, RegisteredShards(parts=()) if is_there else None)
         bench.sim.starts_at = 1
         bench.hold("engine.commit")
         changing = asyncio.create_task(change(bench, 2, policy=policy))
@@ -233,8 +236,10 @@ def test_a_commit_that_fails_on_one_engine_is_undone_on_all(policy: str) -> None
         bench.release("engine.commit")
         with pytest.raises(InputError, match="no memory"):
             await changing
-        await bench.until(lambda: len(bench.sim.lives[A]) == 2 and bench.state(A) == "up")
+        lives = 1 if is_there else 2
+        await bench.until(lambda: len(bench.sim.lives[A]) == lives and bench.state(A) == "up")
         assert bench.pool.version == 1 and len(bench.sim.lives[B]) == 1
+        assert bench.count("engine.reverted") == is_there
         assert state_of(bench) == [(1, None)] * 2
         await change(bench, 2)
         assert state_of(bench) == [(2, None)] * 2

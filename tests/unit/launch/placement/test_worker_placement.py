@@ -14,8 +14,8 @@ import pytest
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.errors import ConfigError, RankError, WorkerLate, WorkerLost
 from gyre.core.liveness import StallLimit
-from gyre.launch.placement import ray_placement
-from gyre.launch.placement.ray_placement import RayPlacement
+from gyre.launch.placement import worker_placement
+from gyre.launch.placement.worker_placement import WorkerPlacement
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from gyre.launch.placement.ray_placement import RayPlacement
 def test_a_worker_that_fails_ends_the_wait_for_those_that_wait_for_it(
     monkeypatch, error, seen
 ) -> None:
-    monkeypatch.setattr(ray_placement, "GRACE_S", 0.05)
+    monkeypatch.setattr(worker_placement, "GRACE_S", 0.05)
     ended: list[str] = []
 
     async def fail() -> None:
@@ -50,7 +50,7 @@ def test_a_worker_that_fails_ends_the_wait_for_those_that_wait_for_it(
 
     async def main() -> None:
         await asyncio.wait_for(
-            ray_placement.all_or_first_error([wait(), late(), fail(), wait()]), 60
+            worker_placement.all_or_first_error([wait(), late(), fail(), wait()]), 60
         )
 
     with pytest.raises(seen[0], match=seen[1]):
@@ -69,7 +69,7 @@ def test_a_worker_that_fails_is_named_before_one_that_is_late() -> None:
             fail(WorkerLate("worker-0 had not answered")),
             fail(WorkerLost("worker-1 is gone")),
         ]
-        asyncio.run(ray_placement.all_or_first_error(works))
+        asyncio.run(worker_placement.all_or_first_error(works))
 
 
 def test_a_worker_that_hangs_while_snapshots_are_looked_through_is_a_lost_rank() -> None:
@@ -83,17 +83,17 @@ def test_a_worker_that_hangs_while_snapshots_are_looked_through_is_a_lost_rank()
         look=lambda what: looked,
     )
     spread: Any = SimpleNamespace(
-        _fleet=SimpleNamespace(cluster=None),
+        _fleet=SimpleNamespace(cluster=None, ranks_have_engines=True),
         _handles=[handle],
         _emit=lambda kind, **fields: None,
         _settings=SimpleNamespace(call_deadline_s=0.5, hang_s=60.0),
         stall_limit=StallLimit(key="snapshot.deadline_s", seconds=0.5),
     )
-    spread.make_group = lambda: RayPlacement.make_group(spread)
+    spread.make_group = lambda: WorkerPlacement.make_group(spread)
     with pytest.raises(
         RankError, match="looking through step-00000003 hangs: no progress on worker-0"
     ) as hung:
-        asyncio.run(RayPlacement.look_through(spread, Path("step-00000003")))
+        asyncio.run(WorkerPlacement.look_through(spread, Path("step-00000003")))
     assert "snapshot.deadline_s = 0.5" in hung.value.hint
 
 
@@ -103,12 +103,12 @@ def test_results_come_in_order_and_nothing_is_nothing() -> None:
             await asyncio.sleep(0)
         return turns
 
-    assert asyncio.run(ray_placement.all_or_first_error([after(3), after(1), after(2)])) == [
+    assert asyncio.run(worker_placement.all_or_first_error([after(3), after(1), after(2)])) == [
         3,
         1,
         2,
     ]
-    assert asyncio.run(ray_placement.all_or_first_error([])) == []
+    assert asyncio.run(worker_placement.all_or_first_error([])) == []
 
 
 def test_an_engine_that_cannot_begin_its_stage_does_not_keep_its_device(monkeypatch) -> None:
@@ -125,16 +125,18 @@ def test_an_engine_that_cannot_begin_its_stage_does_not_keep_its_device(monkeypa
     async def ask(*args: Any, **options: Any) -> None:
         raise WorkerFault("out of memory")
 
-    monkeypatch.setattr(ray_placement, "ask", ask)
+    monkeypatch.setattr(worker_placement, "ask", ask)
     spread: Any = SimpleNamespace(
         _stage=(SimpleNamespace(name="main"), SimpleNamespace(to_json=lambda: "{}")),
         _fleet=SimpleNamespace(cluster=Cluster()),
         _spec=lambda name, rank: name,
+        _neighbors=dict,
+        _handles=[],
         _settings=SimpleNamespace(start_deadline_s=1.0),
         _emit=lambda kind, **fields: None,
     )
     with pytest.raises(WorkerFault, match="out of memory"):
-        asyncio.run(RayPlacement.start_engine(spread, "engine-0"))
+        asyncio.run(WorkerPlacement.start_engine(spread, "engine-0"))
     assert stopped == [handle]
 
 
@@ -150,6 +152,6 @@ def test_the_longer_of_two_limits_is_in_force_with_its_name(calls_s, snapshots_s
         _settings=SimpleNamespace(call_deadline_s=calls_s),
         _config=SimpleNamespace(snapshot=SimpleNamespace(deadline_s=snapshots_s)),
     )
-    assert RayPlacement.stall_limit.fget(spread) == StallLimit(
+    assert WorkerPlacement.stall_limit.fget(spread) == StallLimit(
         key=key, seconds=max(calls_s, snapshots_s)
     )  # type: ignore[attr-defined]

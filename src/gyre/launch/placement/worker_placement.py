@@ -1,30 +1,30 @@
-"""Ray placement: a run on the workers of a Ray cluster. In: the config's `[cluster]`. Out: a
+"""Worker placement: a run on worker processes. In: the config's `[cluster]`, a Fleet. Out: a
 Placement whose trainer is a group of ranks and whose engine is a pool.
 
-Ray is kept over restarts of a run. The workers, the ranks' store and its round are new each time.
-Ranks that find addresses of dead ones in an old store hang.
+The fleet is kept over restarts of a run. The workers, the ranks' store and its round are new each
+time. Ranks that find addresses of dead ones in an old store hang.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import hashlib
 import os
 import uuid
 from collections.abc import Coroutine, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
 from gyre.cluster.engine_pool.restarts import RestartPolicy
 from gyre.cluster.phase_barrier import ClusterGate
-from gyre.cluster.ray_cluster import RayCluster
 from gyre.cluster.trainer_group import TrainerGroup
 from gyre.cluster.watchdog import GRACE_S, HINT, find_cause
 from gyre.cluster.worker.rpc import CALLS, STARTS, ask
 from gyre.cluster.worker.server import WorkerFault
-from gyre.core.contracts import WorkerHandle
-from gyre.core.errors import ConfigError, RankError, WorkerLate
+from gyre.core.contracts import Cluster, WorkerHandle
+from gyre.core.errors import RankError, WorkerLate
 from gyre.core.events import Emit
 from gyre.core.liveness import StallLimit
 from gyre.core.records import RoleSpec
@@ -44,68 +44,63 @@ Result = TypeVar("Result")
 LOOPBACK = "127.0.0.1"
 
 
-class RayWorkers:
-    """Ray, and how many workers of what kind a run has there."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDevices:
+    """The GPUs of one worker."""
 
-    def __init__(self, config: RunConfig) -> None:
-        """Start or join Ray. ConfigError when it cannot hold the workers."""
-        _refuse_unsupported(config)
-        self.config = config.cluster
-        self._emit: Emit = lambda kind, **fields: None
-        self.cluster = RayCluster(config.cluster, on_event=self._forward)
-        self.num_workers = config.cluster.num_workers or max(1, self.cluster.num_gpus)
-        self.on_gpus = config.run.device == "cuda" or (
-            config.run.device == "auto" and self.cluster.num_gpus > 0
-        )
-        self._check_room()
+    gpus: float = 0.0  # that nobody else has
+    devices: tuple[int, ...] = ()  # by number on its host, shared with others that name them
+
+
+class Fleet(Protocol):
+    """Where workers run, and how many of what kind a run has there."""
+
+    @property
+    def cluster(self) -> Cluster: ...
+
+    @property
+    def num_workers(self) -> int:
+        """Return the number of trainer ranks."""
+        ...
+
+    @property
+    def engine_workers(self) -> int:
+        """Return the number of workers with an engine alone."""
+        ...
+
+    @property
+    def ranks_have_engines(self) -> bool:
+        """Return whether each trainer rank has an engine beside it, in its process."""
+        ...
+
+    @property
+    def share(self) -> int:
+        """Return the number of workers on one machine."""
+        ...
 
     @property
     def host(self) -> str:
         """Return the address at which workers reach this process."""
-        return self.cluster.address if self.config.address else LOOPBACK
+        ...
 
-    @property
-    def share(self) -> int:
-        """Workers on one machine."""
-        return math.ceil((self.num_workers + self.config.engine_workers) / self.cluster.num_nodes)
+    def devices_of(self, rank: int | None, engine: int) -> WorkerDevices:
+        """Return the GPUs of a trainer rank, or of an engine worker by its number."""
+        ...
 
     def forward_to(self, emit: Emit) -> None:
         """Send the workers' events to another log from now on."""
-        self._emit = emit
+        ...
 
-    async def close(self) -> None:
-        await self.cluster.close()
+    async def stop_workers(self) -> None: ...
 
-    def _forward(self, worker: str, kind: str, **fields: Any) -> None:
-        self._emit(kind, worker=worker, **fields)
-
-    def _check_room(self) -> None:
-        wanted = self.num_workers + self.config.engine_workers
-        cores, gpus = wanted * self.config.cpus_per_worker, wanted if self.on_gpus else 0
-        if cores > self.cluster.num_cpus or gpus > self.cluster.num_gpus:
-            offered = f"{self.cluster.num_cpus:g} cores and {self.cluster.num_gpus} GPUs"
-            asyncio.run(self.close())
-            raise ConfigError(
-                f"{wanted} workers need {cores:g} cores and {gpus} GPUs, the cluster offers "
-                f"{offered}",
-                hint="lower cluster.num_workers, cluster.engine_workers or cluster.cpus_per_worker",
-            )
-        if self.on_gpus and (
-            mixture := find_mixed_types(self.cluster.gpus_by_type, self.num_workers)
-        ):
-            asyncio.run(self.close())
-            raise ConfigError(
-                f"{self.num_workers} trainer ranks need GPUs of one type, the cluster has "
-                f"{mixture}",
-                hint="set cluster.num_workers to what one type has, or join a cluster of one type",
-            )
+    async def close(self) -> None: ...
 
 
-class RayPlacement:
+class WorkerPlacement:
     """Placement over a fleet, for one attempt at a run."""
 
     def __init__(
-        self, config: RunConfig, folder: Path, machine: Machine, emit: Emit, fleet: RayWorkers
+        self, config: RunConfig, folder: Path, machine: Machine, emit: Emit, fleet: Fleet
     ) -> None:
         self._config, self._folder, self._machine, self._emit, self._fleet = (
             config,
@@ -114,7 +109,7 @@ class RayPlacement:
             emit,
             fleet,
         )
-        self._settings = fleet.config
+        self._settings = config.cluster
         self._handles: list[WorkerHandle] = []  # of the trainer's ranks, by rank
         self._store: Any = None
         self._round = uuid.uuid4().hex
@@ -136,7 +131,7 @@ class RayPlacement:
         facts = make_facts(self._config, tokenizer)
         self._store = hold_store(self._fleet.host, timeout_s=self._settings.start_deadline_s)
         names = [f"worker-{rank}" for rank in range(self._fleet.num_workers)]
-        self._emit("cluster.starting", workers=names, engine_workers=self._settings.engine_workers)
+        self._emit("cluster.starting", workers=names, engine_workers=self._fleet.engine_workers)
         starts = [
             self._fleet.cluster.start(self._spec(name, rank)) for rank, name in enumerate(names)
         ]
@@ -174,6 +169,7 @@ class RayPlacement:
             hang_s=self._settings.hang_s,
             engines=self._engines_alone,
             on_lost=self._lose_engine,
+            neighbors=self._neighbors(),
         )
         return StageParts(
             trainer=group,
@@ -185,6 +181,22 @@ class RayPlacement:
                 self._config, self._folder, self._export_live, lambda: self.version, self._emit
             ),
         )
+
+    def _neighbors(self) -> dict[str, frozenset[str]]:
+        """Return, by name, the other workers on the same device."""
+        fleet = self._fleet
+        places = {
+            f"worker-{rank}": fleet.devices_of(rank, 0).devices for rank in range(fleet.num_workers)
+        }
+        for number in range(fleet.engine_workers):
+            places[f"engine-{number}"] = fleet.devices_of(None, number).devices
+        shared = {
+            name: frozenset(
+                other for other, at in places.items() if other != name and {*at} & {*devices}
+            )
+            for name, devices in places.items()
+        }
+        return {name: others for name, others in shared.items() if others}
 
     @property
     def version(self) -> int:
@@ -217,7 +229,7 @@ class RayPlacement:
         """End the workers of this attempt."""
         if self._pool is not None:
             await self._pool.close()
-        await self._fleet.cluster.stop_all()
+        await self._fleet.stop_workers()
         self._store = None
 
     @property
@@ -243,15 +255,17 @@ class RayPlacement:
             emit=self._emit,
             call_deadline_s=self._settings.call_deadline_s,
             hang_s=self._settings.hang_s,
+            registers_shards=not self._fleet.ranks_have_engines,
         )
 
     async def _make_pool(self, version: int) -> EnginePool:
         settings = self._settings
-        extra = [f"engine-{number}" for number in range(settings.engine_workers)]
+        extra = [f"engine-{number}" for number in range(self._fleet.engine_workers)]
         engines = await all_or_first_error([self.start_engine(name) for name in extra])
+        beside = self._handles if self._fleet.ranks_have_engines else []
         return EnginePool(
             self._fleet.cluster,
-            [*self._handles, *engines],
+            [*beside, *engines],
             settings=PoolSettings(
                 call_deadline_s=settings.call_deadline_s,
                 hang_s=settings.hang_s,
@@ -259,7 +273,7 @@ class RayPlacement:
                 restarts=RestartPolicy(max_restarts=settings.max_restarts),
             ),
             emit=self._emit,
-            vital=frozenset(handle.name for handle in self._handles),
+            vital=frozenset(handle.name for handle in beside),
             revive=self.start_engine,
             version=version,
         )
@@ -271,7 +285,12 @@ class RayPlacement:
         handle = await self._fleet.cluster.start(self._spec(name, None))
         try:
             limits = {"deadline_s": self._settings.start_deadline_s, "key": STARTS}
-            await ask(handle, "begin", stage.name, plan.to_json(), 0, "", **limits)
+            beside = self._neighbors().get(name, frozenset())
+            ranks = [one for one in self._handles if one.name in beside]
+            held = [await ask(one, "holdings", **limits) for one in ranks]
+            neighbor_bytes = sum(one.process_bytes for one in held)
+            begun = (stage.name, plan.to_json(), 0, "", neighbor_bytes)
+            await ask(handle, "begin", *begun, **limits)
         except BaseException:  # it would keep its device
             await self._fleet.cluster.stop(handle)
             raise
@@ -281,21 +300,26 @@ class RayPlacement:
     def _spec(self, name: str, rank: int | None) -> RoleSpec:
         fleet = self._fleet
         spec = WorkerSpec(
-            config=self._config,
-            folder=self._folder.absolute(),
-            directory=Path.cwd(),
+            config_json=self._config.model_dump_json(),
+            folder=str(self._folder.absolute()),
+            directory=str(Path.cwd()),
             rank=rank,
+            has_engine=rank is None or fleet.ranks_have_engines,
+            run_id=name_run(self._folder),
             world_size=fleet.num_workers,
             store_host=fleet.host,
             store_port=self._store.port,
             round_id=self._round,
         )
+        number = int(name.rpartition("-")[2])
+        given = fleet.devices_of(rank, number)
         return RoleSpec(
             name=name,
             builder="gyre.launch.placement.worker:build_rank",
-            arguments={"spec": spec},
+            arguments=asdict(spec),
             environment=self._environment(),
-            gpus=1.0 if fleet.on_gpus else 0.0,
+            gpus=given.gpus,
+            devices=given.devices,
             cpus=self._settings.cpus_per_worker,
             deadline_s=self._settings.start_deadline_s,
         )
@@ -313,6 +337,11 @@ class RayPlacement:
         return environment | {
             name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ
         }
+
+
+def name_run(folder: Path) -> str:
+    """Return a run's name in shared memory: alike in each attempt at it. Pure."""
+    return hashlib.blake2b(str(folder.absolute()).encode(), digest_size=8).hexdigest()
 
 
 class SpreadSnapshots:
@@ -354,23 +383,3 @@ async def all_or_first_error(works: Iterable[Coroutine[Any, Any, Result]]) -> li
             raise RankError(f"a worker could not be started: {error}", hint=hint) from error
         raise error
     return [task.result() for task in tasks]
-
-
-def find_mixed_types(gpus_by_type: Mapping[str, int], num_ranks: int) -> str:
-    """Return what the cluster has of each GPU type, when no type has enough for all ranks; "" when
-    one has. Pure. Ray may still place ranks on two types where one has enough: then they refuse it
-    themselves when they join."""
-    if len(gpus_by_type) < 2 or max(gpus_by_type.values()) >= num_ranks:
-        return ""
-    return ", ".join(f"{count} × {kind}" for kind, count in sorted(gpus_by_type.items()))
-
-
-def _refuse_unsupported(config: RunConfig) -> None:
-    zero, _ = config.parallel.of("actor")
-    if config.cluster.engine_workers and zero >= 2:
-        raise ConfigError(
-            f"cluster.engine_workers = {config.cluster.engine_workers} with parallel.zero = "
-            f"{zero}: "
-            "shards reach only engines beside a trainer rank",
-            hint="set parallel.zero = 1, or cluster.engine_workers = 0",
-        )
