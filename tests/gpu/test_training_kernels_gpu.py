@@ -384,16 +384,20 @@ def test_a_models_gradients_are_as_near_to_float64_as_those_of_torchs_operations
 
 
 def test_checkpointing_keeps_less_and_gives_the_same_gradient(allocated) -> None:
+    """As far as two passes of one mode give it: flash-attn-4 sums gradients in no fixed order."""
     decoder, lengths = small_decoder("qwen3", GPU, torch.bfloat16, num_layers=12), [50] * 80
-    found, peaks = {}, {}
+    earlier, found, peaks = {}, {}, {}
     for mode in get_args(Checkpointing):
-        model_gradients(decoder, lengths, mode)
+        earlier[mode] = model_gradients(decoder, lengths, mode)
         before = allocated()
         torch.cuda.reset_peak_memory_stats()
         found[mode] = model_gradients(decoder, lengths, mode)
         peaks[mode] = torch.cuda.max_memory_allocated() - before
+    spread = max(map(gap, earlier["none"], found["none"]))
+    if flash.choice(GPU, torch.bfloat16, 4, 64)["kernel"] == "torch":
+        assert spread == 0, "torch's kernel has a fixed order within a sequence of one tile"
     for mode in ("selective", "full"):
-        assert max(map(gap, found[mode], found["none"])) <= 1e-3, mode
+        assert max(map(gap, found[mode], found["none"])) <= 1e-3 + 1.5 * spread, mode
     assert peaks["full"] < peaks["selective"] < peaks["none"], peaks
 
 
