@@ -23,6 +23,7 @@ from layout_cases import held_by
 from offers import offer_of
 
 RUN = "0123abcd"
+TOKEN = b"a token of the run's own"
 SHAPES = {"embed": (13, 8), "norm": (8,), "empty": (0, 3), "big": (40, 8)}
 
 

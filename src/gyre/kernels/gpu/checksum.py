@@ -1,4 +1,4 @@
-"""Checksum in Triton: one read per number. In: words of a run, where it lies, the weights of a
+"""Checksum in Triton: one read per number. In: words of a run, its place, the weights of a
 block. Out: the sum of `kernels.checksum`, an int64 scalar on the device.
 
 A program takes whole blocks of the whole tensor, of which it reads the words that are in the run.

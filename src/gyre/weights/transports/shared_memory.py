@@ -1,22 +1,19 @@
 """Shared memory: parts in files that processes of one host map. In: a run, an owner, a folder in a
-tmpfs. Out: a PartStore of two slots; a PartReader that copies nothing.
+tmpfs. Out: a PartStore of two slots.
 
-A slot is locked while its owner lives. A file has its header and its lock before it has its name,
-so whoever finds an unlocked slot of this user has found one whose owner died. It is left readable
-until its run goes on, or another run begins.
+A slot is locked while its owner lives. A file has its header and its lock before it has its name.
+So an unlocked slot of this user is one whose owner died. It stays readable until its run continues,
+or another run begins.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-
-from torch import Tensor
 
 from gyre.core.errors import InputError, MemoryBudgetError, is_disk_full
 from gyre.core.events import Emit
@@ -27,18 +24,16 @@ from gyre.weights.transports.contracts import OpenSlot
 from gyre.weights.transports.mapped import MappedFile
 from gyre.weights.transports.slot_header import (
     HEADER_BYTES,
+    RUN_ID,
     SlotHeader,
-    find_version,
     name_parts,
     pack,
     slot_name,
-    still_whole,
     unpack,
 )
+from gyre.weights.transports.slots import READ_FLAGS
 
 SLOTS = 2
-RUN_ID = re.compile(r"[A-Za-z0-9]{1,32}")
-_READ_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class _Slot:
@@ -185,66 +180,6 @@ class SharedMemoryStore:
             os.close(folder)
 
 
-class SharedMemoryPart:
-    """A PartReader over the publisher's own pages."""
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        epoch: int,
-        version: int,
-        size_bytes: int,
-        folder: Path = SHARED_MEMORY,
-        pin: bool = False,
-    ) -> None:
-        """InputError for a slot that is not there, foreign or of another version, SnapshotError for
-        one that is not whole."""
-        self._name = name
-        mode = os.O_RDWR if pin else os.O_RDONLY
-        try:
-            self._handle = os.open(folder / name, mode | _READ_FLAGS)
-        except OSError as error:
-            raise InputError(
-                f"{folder / name} cannot be opened: {error.strerror}",
-                hint="its publisher has ended, or has another user or /dev/shm: register again",
-            ) from error
-        try:
-            self._header = find_version(
-                self._page(), name, epoch=epoch, version=version, size_bytes=size_bytes
-            )
-            found = os.fstat(self._handle)
-            if found.st_uid != os.geteuid() or found.st_size < HEADER_BYTES + size_bytes:
-                raise InputError(
-                    f"{folder / name} is of user {found.st_uid} and has {found.st_size} bytes; "
-                    f"user {os.geteuid()} and {HEADER_BYTES + size_bytes} were expected",
-                    hint="run publisher and receiver as one user",
-                )
-            self._mapped = MappedFile(
-                self._handle, HEADER_BYTES + size_bytes, writable=False, pin=pin
-            )
-        except BaseException:
-            os.close(self._handle)
-            raise
-
-    def view(self, start: int, stop: int) -> Tensor:
-        return self._mapped.bytes_N[HEADER_BYTES + start : HEADER_BYTES + stop]
-
-    def read(self, start: int, out_N: Tensor) -> None:
-        out_N.copy_(self.view(start, start + len(out_N)))
-        self.check()
-
-    def check(self) -> None:
-        still_whole(self._page(), self._name, self._header)
-
-    def close(self) -> None:
-        self._mapped.close()
-        os.close(self._handle)
-
-    def _page(self) -> bytes:
-        return os.pread(self._handle, HEADER_BYTES, 0)
-
-
 def remove_leftovers(folder: Path, *, keep_run: str, emit: Emit) -> None:
     """Remove slots of this user whose owners are dead, but for those of the run that goes on."""
     count = size_bytes = 0
@@ -266,7 +201,7 @@ def remove_leftovers(folder: Path, *, keep_run: str, emit: Emit) -> None:
 def _lock_dead(path: Path) -> int | None:
     """Return a locked handle of a regular file of this user that no process has locked, or None."""
     try:
-        handle = os.open(path, os.O_RDWR | os.O_NONBLOCK | _READ_FLAGS)
+        handle = os.open(path, os.O_RDWR | READ_FLAGS)
     except OSError:  # another user's, gone, a link
         return None
     found = os.fstat(handle)
