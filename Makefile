@@ -24,7 +24,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,data,track,cluster,moments,trace]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,data,track,cluster,pod,moments,trace]'
 	touch $@
 
 # TRL, verl and lm-eval in an environment of their own, for the tests that compare with them.

@@ -65,6 +65,7 @@ FIELDS = {
     "device": Field("str", "", "PyTorch's name of the device"),
     "dtype": Field("str", "", "number format of the weights"),
     "dummy": Field("bool", "", "whether the weights are placeholders until the next commit"),
+    "endpoint": Field("str", "", "client URL of the rendezvous"),
     "engine": Field("str", "", "name of the engine's worker"),
     "error": Field("str", "", "what was raised"),
     "evals": Field("map", "", "by measure: values before and after, with intervals"),
@@ -838,6 +839,26 @@ EVENTS = {
         "A fault ended the look for new weights; the server goes on with those that it has.",
         "error",
         counted=True,
+    ),
+    "rendezvous.failover": EventKind(
+        "An endpoint of the rendezvous did not answer; the next one is asked.",
+        "reason endpoint",
+        counted=True,
+    ),
+    "rendezvous.lost": EventKind(
+        "No endpoint of the rendezvous answers; calls retry until their deadlines.",
+        "reason",
+        counted=True,
+    ),
+    "rendezvous.back": EventKind("The rendezvous answers again.", "endpoint seconds"),
+    "rendezvous.rewound": EventKind(
+        "The rendezvous went back to older data; whoever owns a record writes it again.",
+        "revision expected",
+        counted=True,
+        own={
+            "revision": Field("int", "", "where it is now"),
+            "expected": Field("int", "", "where it was before"),
+        },
     ),
     "serve.request_failed": EventKind(
         "A fault of the server broke a request, which was answered with status 500.",

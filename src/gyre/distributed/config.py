@@ -1,12 +1,12 @@
-"""Parallel config: how the state of each trained or frozen model is sharded over ranks. In: TOML
-tables `[parallel]`, `[parallel.critic]`, `[parallel.reference]`, `[parallel.reward]`. Out: frozen
-sections. No torch here."""
+"""Distributed config: how models are sharded over ranks, and where processes meet. In: TOML tables
+`[parallel]` with its sub-tables, `[cluster.rendezvous]`. Out: frozen sections. No torch here."""
 
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from gyre.core.config import Section
 
@@ -52,3 +52,59 @@ class ParallelConfig(Section):
         own = SplitConfig() if model == "actor" else getattr(self, model)
         zero = self.zero if own.zero is None else own.zero
         return zero, self.shard_ranks if own.shard_ranks is None else own.shard_ranks
+
+
+class RendezvousConfig(Section):
+    """Where the processes of a pod meet: who is there, which version is offered, what is under
+    way."""
+
+    kind: Literal["local", "store", "etcd"] = "local"
+    """local: one process. store: a TCPStore of the driver, which ends with it. etcd: outlives the
+    driver; needs the extra `pod`."""
+    endpoints: tuple[str, ...] = ()
+    """Client URLs of etcd's members, "http://HOST:PORT" or "https://HOST:PORT"; the next one is
+    asked when one does not answer."""
+    lease_s: float = Field(default=10.0, ge=1.0)
+    """Seconds without a sign of life after which a member counts as gone, with its records."""
+    deadline_s: float = Field(default=60.0, gt=0.0)
+    """Longest time that a call tries to reach the rendezvous."""
+    ca_file: str = ""
+    """PEM file of the authority that signed etcd's certificate; without it the system's count."""
+    cert_file: str = ""
+    """PEM file of this client's certificate, where etcd asks for one."""
+    key_file: str = ""
+    """PEM file of that certificate's key, without a passphrase."""
+
+    @field_validator("endpoints")
+    @classmethod
+    def refuse_other_urls(cls, endpoints: tuple[str, ...]) -> tuple[str, ...]:
+        for url in endpoints:
+            if reason := why_no_endpoint(url):
+                raise ValueError(f"'{url.rpartition('@')[2]}': {reason}")
+        return endpoints
+
+    @model_validator(mode="after")
+    def refuse_keys_of_others(self) -> RendezvousConfig:
+        if self.kind == "etcd" and not self.endpoints:
+            raise ValueError("kind = 'etcd' needs endpoints, such as ['http://127.0.0.1:2379']")
+        if self.kind != "etcd" and (self.endpoints or self.ca_file or self.cert_file):
+            raise ValueError("endpoints and files are for kind = 'etcd'")
+        if bool(self.cert_file) != bool(self.key_file):
+            raise ValueError("cert_file and key_file come together")
+        return self
+
+
+def why_no_endpoint(url: str) -> str:
+    """Return why a text is no client URL of etcd, or ""."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        return str(error)
+    if parts.scheme not in ("http", "https") or not parts.hostname or port is None:
+        return "need http://HOST:PORT or https://HOST:PORT"
+    if parts.username is not None or parts.password is not None:
+        return "a user and a password are not supported; give etcd a client certificate"
+    if parts.path.strip("/") or parts.query or parts.fragment:
+        return "need a host and a port, and nothing after them"
+    return ""

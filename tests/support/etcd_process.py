@@ -1,0 +1,99 @@
+"""A real etcd for tests, on loopback, that can be stopped, killed and given older data. In: a
+folder. Out: its client URL."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+START_S = 30.0
+
+
+class EtcdProcess:
+    """Starts at once; `close` ends it. Its leases take one second at least, since it elects itself
+    ten times faster than by default."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        if shutil.which("etcd") is None:
+            pytest.skip("etcd is not installed (Debian: etcd-server)")
+        self.folder, self._flags = folder, flags
+        self.url, self._peer = (f"http://127.0.0.1:{port}" for port in free_ports(2))
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    def start(self) -> None:
+        assert self.process is None
+        log = (self.folder / "etcd.log").open("ab")
+        self.process = subprocess.Popen(
+            ["etcd", "--name", "one", "--data-dir", str(self.data),
+             "--listen-client-urls", self.url, "--advertise-client-urls", self.url,
+             "--listen-peer-urls", self._peer, "--initial-advertise-peer-urls", self._peer,
+             "--initial-cluster", f"one={self._peer}",
+             "--heartbeat-interval", "10", "--election-timeout", "100",
+             *self._flags],
+            stdout=log, stderr=log,
+        )  # fmt: skip
+        log.close()
+        self._until_healthy()
+
+    def _until_healthy(self) -> None:
+        end_s = time.monotonic() + START_S
+        while time.monotonic() < end_s:
+            assert self.process is not None and self.process.poll() is None, self.log()
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=1) as answer:
+                    if b'"true"' in answer.read():
+                        return
+            except (urllib.error.URLError, OSError):
+                pass
+            time.sleep(0.05)
+        raise AssertionError(self.log())
+
+    def log(self) -> str:
+        return (self.folder / "etcd.log").read_text()[-4000:]
+
+    def kill(self) -> None:
+        """End it with SIGKILL; its data stays."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(20)
+        self.process = None
+
+    def send(self, signum: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(signum)
+
+    def copy_data(self, name: str) -> Path:
+        """Copy the data of a killed etcd."""
+        assert self.process is None
+        return Path(shutil.copytree(self.data, self.folder / name))
+
+    def take_data(self, older: Path) -> None:
+        """Put older data into its place."""
+        assert self.process is None
+        shutil.rmtree(self.data)
+        shutil.copytree(older, self.data)
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.kill()
+
+
+def free_ports(number: int) -> list[int]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
