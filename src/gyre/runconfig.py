@@ -29,6 +29,7 @@ from gyre.loop.config import (
     GoalConfig,
     RolloutConfig,
     RunSection,
+    why_not_asynchronous,
 )
 from gyre.memory.config import MemoryConfig
 from gyre.models.config import ModelConfig
@@ -177,6 +178,14 @@ class RunConfig(Section):
             and (reason := self._why_not_invariant())
         ):
             raise ValueError(f"{INVARIANT_REFUSAL}: {reason}. {INVARIANT_HINT}")
+        if reason := why_not_asynchronous(
+            self.rollout,
+            separate_weights=self.cluster.kind not in ("inline", "ray"),
+            needs_rollouts=needs_rollouts(objective),
+            batch_invariant=self.engine.batch_invariant,
+            restarts_engine=self.memory.leave.get("engine") == "destroy",
+        ):
+            raise ValueError(reason)
         if self.trainer.matmul == "fp8" and self.run.dtype == "float16":
             raise ValueError(
                 "trainer.matmul = 'fp8' with run.dtype = 'float16': a GPU that has the one has "

@@ -208,6 +208,26 @@ EVENTS = {
         own={"missing": Field("int", "groups", "groups that the step lacks")},
     ),
     "rollouts.carried": EventKind("Unfinished groups continue in the next step.", "step groups"),
+    "drop.stale": EventKind(
+        "Unfinished groups would be older than rollout.max_staleness when they are trained on.",
+        "step count tokens",
+        counted=True,
+        own={"tokens": Field("int", "tokens", "tokens that were generated for them")},
+    ),
+    "rollouts.staleness": EventKind(
+        "Ages of a batch's tokens, where rollouts run while the policy trains.",
+        "step tokens",
+        own={"tokens": Field("map", "tokens", "tokens by age, in versions published since")},
+    ),
+    "step.roles": EventKind(
+        "Who waited how long since the step before, where rollouts run while the policy trains.",
+        "step seconds collector_idle_s learner_idle_s synchronous_s",
+        own={
+            "collector_idle_s": Field("float", "s", "the collector waited for a credit"),
+            "learner_idle_s": Field("float", "s", "the learner waited for rollouts"),
+            "synchronous_s": Field("float", "s", "what the same work takes one after the other"),
+        },
+    ),
     "drop.equal_groups": EventKind(
         "Groups with equal scores were left out of training.", "step count", counted=True
     ),

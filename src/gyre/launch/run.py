@@ -339,7 +339,7 @@ class Run:
                 "run.stopped",
                 stage=stage.name,
                 step=progress.step,
-                in_flight_groups=len(progress.in_flight),
+                in_flight_groups=progress.num_unfinished_groups,
             )
             raise self._signals.stopped(tell_place(progress))
         self._emit("stage.done", stage=stage.name, step=progress.step, version=version)
@@ -445,8 +445,8 @@ def _read_plan(path: Path) -> Plan:
 def tell_place(progress: StageProgress) -> str:
     """Describe for a person where a stopped run stands."""
     begun = (
-        f"; {len(progress.in_flight)} groups of rollouts in flight are saved"
-        if progress.in_flight
+        f"; {progress.num_unfinished_groups} groups of rollouts in flight are saved"
+        if progress.num_unfinished_groups
         else ""
     )
     return f"after step {progress.step} of stage {progress.stage}{begun}"

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from gyre.core.config import Section
 from gyre.core.records import Sampling
+from gyre.loop.asynchronous.credits import lead_of, most_carries
 
 SERVING_ONLY = (
     "presence_penalty",
@@ -54,6 +55,17 @@ class RolloutConfig(Section):
     max_tokens_per_iteration: int = Field(default=0, ge=0)
     """Partial rollouts: a completion that has taken this many tokens in one loop step is set aside
     and continued in the next one, under the weights of then; 0 finishes each in its own step."""
+    max_staleness: int = Field(default=0, ge=0, le=64)
+    """Asynchronous training: versions by which the oldest token of a batch may be older than the
+    weights that it trains. 0 is the synchronous order; 1 is one step off: the next rollouts run
+    while a batch is trained on. Groups that max_tokens_per_iteration carries past the bound are
+    dropped and counted. AReaL: max_head_offpolicyness; verl: staleness_threshold; NeMo-RL:
+    max_trajectory_age_steps."""
+    weight_update: Literal["drain", "continue"] = "drain"
+    """With max_staleness above 0, what new weights do to rollouts under way. drain: they are handed
+    over between two collections, so each has one version. continue: at once; running completions go
+    on with the KV that they have, and each token carries the version that chose it (AReaL:
+    interruptible generation; PipelineRL)."""
     deadline_s: float = Field(default=600.0, gt=0.0)
     """Longest wait for the rollouts of a step, and again for those of each refill."""
     reward_deadline_s: float = Field(default=120.0, gt=0.0)
@@ -72,6 +84,23 @@ class RolloutConfig(Section):
                 )
         return values
 
+    @model_validator(mode="after")
+    def check_weight_update(self) -> RolloutConfig:
+        if self.weight_update == "continue" and not self.max_staleness:
+            raise ValueError(
+                "weight_update = 'continue' needs max_staleness of 1 or more: in the synchronous "
+                "order no rollout runs while weights are handed over"
+            )
+        return self
+
+    @property
+    def lead(self) -> int:
+        """Collections that may run ahead of the learner's step."""
+        carries = most_carries(
+            max_tokens=self.max_tokens, max_tokens_per_iteration=self.max_tokens_per_iteration
+        )
+        return lead_of(self.max_staleness, carries)
+
     def sampling(self) -> Sampling:
         return Sampling(
             temperature=self.temperature,
@@ -83,6 +112,39 @@ class RolloutConfig(Section):
             ignore_eos=self.ignore_eos,
             n=self.completions_per_prompt,
         )
+
+
+def why_not_asynchronous(
+    rollout: RolloutConfig,
+    *,
+    separate_weights: bool,
+    needs_rollouts: bool,
+    batch_invariant: bool,
+    restarts_engine: bool,
+) -> str | None:
+    """Return why rollouts cannot run while the policy trains, or None. `separate_weights`: engines
+    have devices and weights of their own."""
+    if not rollout.max_staleness:
+        return None
+    wanted = f"rollout.max_staleness = {rollout.max_staleness}"
+    if not needs_rollouts:
+        return f"{wanted}: this objective trains on given data; leave it out"
+    if not separate_weights:
+        return (
+            f"{wanted} needs engines with weights of their own, and here they read the trainer's "
+            "storage, which an update overwrites: set cluster.kind = 'pod', or max_staleness = 0"
+        )
+    if batch_invariant:
+        return (
+            f"{wanted} with engine.batch_invariant = true: equal log-probs need equal weights, and "
+            "rollouts have older ones; leave one of the two out"
+        )
+    if restarts_engine:
+        return (
+            f"{wanted} with memory.leave.engine = 'destroy': the engine runs while the policy "
+            "trains; leave one of the two out"
+        )
+    return None
 
 
 class MetricConfig(Section):

@@ -5,6 +5,7 @@ scored, trained and published to the engine.
         ▲             │  ◀─TokenChunk──┘   ▲                      (rule rewards run from the first
         │             │                    │                      on; uninformative groups are
         │             │                    │                      replaced)
+        │          Pipeline                │
         │             ▼                    │
         │        Scoring ◀─ rollouts       │           score      the models: forward passes
         │             │                    │
@@ -13,10 +14,11 @@ scored, trained and published to the engine.
         │                                  │
         └──────── snapshot ◀───────────────┘           between steps: evaluation, snapshot
 
-One step runs at a time, and each phase waits for the one before it: no rollout is stale.
-Waits:
+The rollouts are the collector's task, all else is the learner's; credits join them. With
+rollout.max_staleness = 0 they take turns: each phase waits for the one before it, and no rollout is
+stale. With more, collections run while the learner scores, trains and hands over. Waits:
 
-    Collector.run   the engine's last chunk    from the engine's pump  rollout.deadline_s.
+    Pipeline.take   the step's rollouts        from the collector      rollout.deadline_s.
     Scoring.finish  the scorer's last answer   from reward workers     rollout.reward_deadline_s.
     trainer.step    the compute thread         from that thread        none.
 
@@ -34,6 +36,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gyre.core.contracts import CommitPolicy
 from gyre.core.records import Group, Phase, StepReport
 from gyre.core.scores import AccuracyMetric
 from gyre.loop.assemble import (
@@ -47,16 +50,11 @@ from gyre.loop.assemble import (
     reward_error,
     reward_metrics,
 )
-from gyre.loop.collect import (
-    Collector,
-    InFlightGroup,
-    Window,
-    as_group,
-    carry_over,
-    count_begun,
-    keep_scores,
-    split_whole,
-)
+from gyre.loop.asynchronous.collection import Collection
+from gyre.loop.asynchronous.credits import Credits
+from gyre.loop.asynchronous.pipeline import Pipeline
+from gyre.loop.asynchronous.staleness import note_published, split_stale, staleness_of
+from gyre.loop.collect import Collector, InFlightGroup, Window, as_group, keep_scores
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.evaluate import Rollouts
 from gyre.loop.failures import find_failures, lower_failed, refuse_failures
@@ -74,6 +72,7 @@ from gyre.loop.schedule import Rhythm, Turn, export_if_due, run_steps, step_done
 from gyre.loop.scoring import Scoring
 from gyre.loop.stopping import StepUnfinished
 from gyre.objectives.config import needs_critic, needs_policy_logprobs, needs_reference
+from gyre.observability.overlap import roles_account
 from gyre.observability.samples import sample_row
 
 
@@ -94,12 +93,12 @@ class RingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collected:
+class ScoredCollection:
     """Results of the rollout and score phases."""
 
     groups: list[Group]  # to be trained on
     sampled: list[Group]  # these and those that were replaced
-    in_flight: list[InFlightGroup]
+    num_carried: int  # groups that go on in the next step
     rollouts: StepRollouts
     passes: Passes  # over `groups`
     windows: Mapping[str, float]  # the overlap account
@@ -114,10 +113,11 @@ class Ring:
         self._engine, self._scorer = parts.engine, parts.scorer
         self._emit = parts.observers.events.emit
         self._phase = parts.observers.spans.phase
-        # groups of the step in flight, until they are trained on
-        self.in_flight: list[InFlightGroup] = []
-        # of those carried over, tokens by sample when the step began
-        self._begun_tokens: list[dict[int, int]] = []
+        self._overlaps = config.rollout.max_staleness > 0
+        self._pipeline = self._make_pipeline(StageProgress(stage=stage.name))
+        self._published: tuple[int, ...] = ()  # versions, ascending
+        self._published_step = 0  # of the newest
+        self._reported_s = time.monotonic()  # when the newest step was reported
         self.train_s = 0.0  # that the newest update took: it is not begun when a stop leaves less
         self._handover = Handover(
             parts.trainer,
@@ -147,32 +147,74 @@ class Ring:
             self._parts.source.restore(progress.source)
         if reason := why_filtered_by_score(self._stage.objective, self._config.accuracy):
             self._emit("fallback.filter_by_score", stage=self._stage.name, reason=reason)
+        self._published = tuple(progress.published)
         await self.publish(progress.step)
         turn = Turn(
-            step=self.run_step, evaluate=self._evaluate, keep_unfinished=self._keep_unfinished
+            step=self.run_step,
+            evaluate=self._evaluate,
+            so_far=self._so_far,
+            halt=self._halt,
         )
         rhythm = Rhythm(
             steps=self._stage.steps,
             eval_every_steps=self._config.evaluation.every_steps,
             snapshot_every_steps=self._config.snapshot_every_steps,
         )
-        return await run_steps(progress, turn, rhythm, self._parts)
+        async with self.collecting(progress):
+            return await run_steps(progress, turn, rhythm, self._parts)
+
+    @asynccontextmanager
+    async def collecting(self, progress: StageProgress) -> AsyncIterator[None]:
+        """Run a collector's task, resumed from `progress`, during the block."""
+        self._pipeline = self._make_pipeline(progress)
+        self._pipeline.restore(progress.collected, progress.in_flight)
+        self._pipeline.start()
+        self._reported_s = time.monotonic()
+        try:
+            yield
+        finally:
+            await self._pipeline.close()
+
+    @property
+    def in_flight(self) -> list[InFlightGroup]:
+        """Groups of the newest collection that is not trained on."""
+        return self._pipeline.in_flight
+
+    def _make_pipeline(self, progress: StageProgress) -> Pipeline:
+        rollout, collected = self._config.rollout, progress.step + len(progress.collected)
+        return Pipeline(
+            self._roll_out,
+            open_scoring=lambda: Scoring(self._scorer, deadline_s=rollout.reward_deadline_s),
+            drop_stale=self._drop_stale,
+            credits=Credits(
+                lead=rollout.lead,
+                last=self._stage.steps,
+                collected=collected,
+                # nothing begins before the learner asks for its first step
+                wanted=progress.step - rollout.lead,
+            ),
+            size=rollout.completions_per_prompt,
+            stop=self._parts.stop,
+        )
 
     async def run_step(self, progress: StageProgress) -> StageProgress:
+        """Train on the next step's rollouts and publish what comes of it."""
         step, started_s = progress.step + 1, time.monotonic()
-        collected = await self._collect(progress, step)
+        collection = await self._parts.stop.within(self._pipeline.take(step))
+        scored = await self._score(collection)
         if self._parts.stop.remaining_s() < self.train_s:
             raise StepUnfinished
-        self._look_at_failures(collected.sampled, step)
+        self._look_at_failures(scored.sampled, step)
         assembled = assemble(
             self._stage.objective,
-            collected.groups,
-            collected.passes,
+            scored.groups,
+            scored.passes,
             step=step,
             accuracy=self._config.accuracy,
         )
-        self._count(assembled, collected, step)
-        self.in_flight = []  # an update cannot be broken off
+        self._count(assembled, scored, step)
+        staleness = self._measure_staleness(scored.groups, step)
+        self._pipeline.trained(step)  # an update cannot be broken off
         await self._enter("train", step)
         train_from_s = time.monotonic()
         with self._phase("train", step=step):
@@ -180,44 +222,39 @@ class Ring:
         self.train_s = time.monotonic() - train_from_s
         await self.publish(step)
         await export_if_due(step, self._config.export_every_steps, self._parts)
-        self._report(step, report, collected, assembled, time.monotonic() - started_s)
-        self._keep_samples(step, collected.sampled)
-        for group in collected.in_flight:
-            carry_over(group)
-        return replace(
-            progress, step=step, source=self._parts.source.state(), in_flight=collected.in_flight
-        )
+        self._report(step, report, scored, assembled, staleness, time.monotonic() - started_s)
+        self._keep_samples(step, scored.sampled)
+        return self._so_far(replace(progress, step=step))
 
-    async def _collect(self, progress: StageProgress, step: int) -> Collected:
-        """Run the rollout and score phases."""
-        config, stop = self._config.rollout, self._parts.stop
-        groups = self.in_flight = list(progress.in_flight)
-        self._begun_tokens = [count_begun(group, config.completions_per_prompt) for group in groups]
-        async with (
-            Scoring(self._scorer, deadline_s=config.reward_deadline_s) as scoring,
-            self._keeping(groups, scoring),
-        ):
+    async def _roll_out(self, collection: Collection) -> StepRollouts:
+        """Run the rollout phase: the collector's part."""
+        step = collection.step
+        if not self._overlaps:
             await self._enter("rollout", step)
-            with self._phase("rollout", step=step):
-                rollouts = await stop.within(
-                    self._feed.roll_out(
-                        groups,
-                        self._collector(scoring),
-                        scoring,
-                        step=step,
-                        max_refills=self._max_refills(),
-                        metric=self._metric,
-                    )
-                )
+        with self._phase("rollout", step=step):
+            return await self._feed.roll_out(
+                collection.groups,
+                self._collector(collection.scoring),
+                collection.scoring,
+                step=step,
+                max_refills=self._max_refills(),
+                metric=self._metric,
+            )
+
+    async def _score(self, collection: Collection) -> ScoredCollection:
+        """Run the score phase. Rewards that are late are waited for here."""
+        step, scoring, rollouts = collection.step, collection.scoring, collection.rollouts
+        assert rollouts is not None
+        whole, dropped = collection.whole, rollouts.dropped
+        async with scoring:
             rollout_to_s = time.monotonic()
-            whole, in_flight = split_whole(rollouts.groups, config.completions_per_prompt)
             await self._handover.leave_rollout(step=step)
             await self._enter("score", step)
             with self._phase("score", step=step):
-                kept = [group for group in whole if group.group_id not in rollouts.dropped]
+                kept = [group for group in whole if group.group_id not in dropped]
                 passes, learnt = await self._passes(kept, whole, step)
                 score_to_s = time.monotonic()
-                keep_scores(groups, await stop.within(scoring.finish()))
+                keep_scores(rollouts.groups, await self._parts.stop.within(scoring.finish()))
             account = scoring.account(
                 rollout=rollouts.windows, reference=(rollout_to_s, score_to_s)
             )
@@ -225,45 +262,65 @@ class Ring:
         if learnt is not None and self._config.reward_model is not None:
             done = add_part(done, *self._config.reward_model, learnt)
         done = lower_failed(done)
-        return Collected(
-            groups=[group for group in done if group.group_id not in rollouts.dropped],
+        return ScoredCollection(
+            groups=[group for group in done if group.group_id not in dropped],
             sampled=done,
-            in_flight=in_flight,
+            num_carried=collection.num_carried,
             rollouts=rollouts,
             passes=passes,
             windows=account,
         )
 
-    @asynccontextmanager
-    async def _keeping(
-        self, groups: Sequence[InFlightGroup], scoring: Scoring
-    ) -> AsyncIterator[None]:
-        """Keep the groups and scores of an interrupted step."""
-        try:
-            yield
-        except StepUnfinished:
-            keep_scores(groups, scoring.so_far())
-            raise
-
-    def _keep_unfinished(self, progress: StageProgress) -> StageProgress:
-        """Store the groups that the run resumes with. Before rollouts began, or in an evaluation,
-        there are no new ones."""
-        if not self.in_flight:
-            return progress
-        size = self._config.rollout.completions_per_prompt
-        fresh = [dict.fromkeys(range(size), 0)] * (len(self.in_flight) - len(self._begun_tokens))
-        for group, begun in zip(self.in_flight, [*self._begun_tokens, *fresh], strict=True):
-            group.begun_tokens = dict(begun)
-        tokens = sum(
-            len(partial.tokens) for group in self.in_flight for partial in group.partials.values()
+    def _drop_stale(self, groups: Sequence[InFlightGroup], step: int) -> list[InFlightGroup]:
+        """Leave out the carried groups that would be too old when this step trains."""
+        bound = self._config.rollout.max_staleness
+        kept, stale = split_stale(
+            groups,
+            self._published,
+            max_staleness=bound,
+            versions_ahead=step - 1 - self._published_step,
         )
+        if stale:
+            tokens = sum(len(partial.tokens) for g in stale for partial in g.partials.values())
+            tokens += sum(int(r.sampled.sum()) for g in stale for r in g.rollouts.values())
+            self._emit("drop.stale", step=step, count=len(stale), tokens=tokens)
+        return kept
+
+    def _measure_staleness(self, groups: Sequence[Group], step: int) -> Mapping[str, float]:
+        """Report the ages of a batch's tokens where collector and learner overlap."""
+        if not self._overlaps:
+            return {}
+        staleness = staleness_of(groups, self._published)
+        self._emit("rollouts.staleness", step=step, tokens=dict(staleness.tokens))
+        return staleness.metrics()
+
+    def _so_far(self, progress: StageProgress) -> StageProgress:
+        """Return the progress with what the collector has now."""
+        collected, in_flight = self._pipeline.state()
+        return replace(
+            progress,
+            source=self._parts.source.state(),
+            collected=collected,
+            in_flight=in_flight,
+            published=self._published,
+        )
+
+    async def _halt(self, progress: StageProgress) -> StageProgress:
+        """Break off what is under way, and keep the tokens that there are. Before rollouts began,
+        or in an evaluation, there are no new ones."""
+        await self._pipeline.halt()
+        newest = self._pipeline.newest
+        if newest is None:
+            return progress
+        unfinished = self._so_far(progress)
+        partials = [p for group in newest.groups for p in group.partials.values()]
         self._emit(
             "step.broken_off",
-            step=progress.step + 1,
-            groups=len(self.in_flight),
-            partial_tokens=tokens,
+            step=newest.step,
+            groups=len(newest.groups),
+            partial_tokens=sum(len(partial.tokens) for partial in partials),
         )
-        return replace(progress, source=self._parts.source.state(), in_flight=self.in_flight)
+        return unfinished
 
     def _max_refills(self) -> int:
         """Return the allowed refills: 0 with a learned reward. It is computed after the rollouts,
@@ -312,16 +369,30 @@ class Ring:
         return Passes(policy=policy, reference=reference, critic=critic), learnt
 
     async def publish(self, step: int) -> None:
+        """Hand the trainer's version over. Under "drain" rollouts under way end first; under
+        "continue" they go on with the new weights, and their tokens carry both versions."""
+        if self._overlaps and self._config.rollout.weight_update == "continue":
+            await self._hand_over(step, "continue")
+            return
+        async with self._pipeline.at_rest():
+            await self._hand_over(step, "drain")
+
+    async def _hand_over(self, step: int, policy: CommitPolicy) -> None:
         await self._enter("handover", step)
         with self._phase("handover", step=step):
-            await self._handover.publish(step=step)
+            version = await self._handover.publish(step=step, policy=policy)
+        self._published, self._published_step = note_published(self._published, version), step
 
     async def _evaluate(self, progress: StageProgress, when: str) -> StageProgress:
         if not self._parts.eval_prompts:
             return progress
-        await self._enter("evaluate", progress.step)
-        with self._phase("evaluate", step=progress.step):
-            outcome = await self._parts.stop.within(self._evaluator.run(self._parts.eval_prompts))
+        async with self._pipeline.at_rest():
+            if not self._overlaps:
+                await self._enter("evaluate", progress.step)
+            with self._phase("evaluate", step=progress.step):
+                outcome = await self._parts.stop.within(
+                    self._evaluator.run(self._parts.eval_prompts)
+                )
         return note_outcome(progress, outcome, when, self._emit)
 
     async def _enter(self, phase: Phase, step: int) -> None:
@@ -335,16 +406,16 @@ class Ring:
             self._emit("warn.reward_failed", step=step, **failure.fields())
         refuse_failures(failures, most_share=self._config.max_failed_share, step=step)
 
-    def _count(self, assembled: Assembled, collected: Collected, step: int) -> None:
+    def _count(self, assembled: Assembled, scored: ScoredCollection, step: int) -> None:
         """Emit events for all data left out of training."""
-        rollouts = collected.rollouts
+        rollouts = scored.rollouts
         if equal := assembled.num_dropped_groups + len(rollouts.dropped):
             self._emit("drop.equal_groups", step=step, count=equal)
         if assembled.num_groups_without_pair:
             self._emit(
                 "drop.groups_without_pair", step=step, count=assembled.num_groups_without_pair
             )
-        if unscored := num_unscored(collected.sampled):
+        if unscored := num_unscored(scored.sampled):
             self._emit("drop.unscored", step=step, count=unscored)
         if assembled.num_truncated:
             self._emit("drop.truncated", step=step, count=assembled.num_truncated)
@@ -362,24 +433,26 @@ class Ring:
                 rounds=rollouts.refills,
                 missing=rollouts.num_missing,
             )
-        if collected.in_flight:
-            self._emit("rollouts.carried", step=step, groups=len(collected.in_flight))
-        self._emit("reward.window", step=step, **collected.windows)
+        if scored.num_carried:
+            self._emit("rollouts.carried", step=step, groups=scored.num_carried)
+        self._emit("reward.window", step=step, **scored.windows)
 
     def _report(
         self,
         step: int,
         report: StepReport,
-        collected: Collected,
+        scored: ScoredCollection,
         assembled: Assembled,
+        staleness: Mapping[str, float],
         seconds: float,
     ) -> None:
-        groups = collected.sampled
+        groups = scored.sampled
         sampled = sum(int(r.sampled.sum()) for group in groups for r in group.rollouts)
         metrics = {
             **reward_metrics(groups, self._config.accuracy),
             **assembled.metrics,
-            **refill_metrics(self._stage.objective, collected.rollouts, assembled, len(groups)),
+            **refill_metrics(self._stage.objective, scored.rollouts, assembled, len(groups)),
+            **staleness,
             "sampled_tokens": float(sampled),
         }
         done = step_done(
@@ -391,7 +464,16 @@ class Ring:
             num_prompts=len(groups),
             reward_standard_error=reward_error(groups),
         )
+        self._report_roles(step)
         self._emit("step.done", **done)
+
+    def _report_roles(self, step: int) -> None:
+        """Report who waited how long since the step before."""
+        now_s = time.monotonic()
+        window_s, self._reported_s = now_s - self._reported_s, now_s
+        idle = self._pipeline.take_idle()
+        if self._overlaps:
+            self._emit("step.roles", step=step, **roles_account(seconds=window_s, **idle))
 
     def _keep_samples(self, step: int, groups: Sequence[Group]) -> None:
         """Write a few groups to the sample log."""

@@ -11,7 +11,7 @@ commit, by their own deadlines.
 
 from __future__ import annotations
 
-from gyre.core.contracts import EngineLifecycle, PolicyTrainer
+from gyre.core.contracts import CommitPolicy, EngineLifecycle, PolicyTrainer
 from gyre.core.events import Emit
 
 
@@ -41,9 +41,9 @@ class Handover:
             self._running = False
             self._emit("handover.engine_terminated", step=step)
 
-    async def publish(self, *, step: int) -> None:
-        """Bring the engine to the trainer's version; it has it whole, or keeps the old one and this
-        raises."""
+    async def publish(self, *, step: int, policy: CommitPolicy = "drain") -> int:
+        """Bring the engine to the trainer's version, and return it; the engine has it whole, or
+        keeps the old one and this raises. `policy` decides about requests in flight."""
         if not self._running:
             await self._lifecycle.start(dummy=True)
             self._running = True
@@ -52,7 +52,7 @@ class Handover:
         manifest = offer.manifest
         try:
             await self._lifecycle.prepare(offer)
-            await self._lifecycle.commit(manifest.version, policy="drain")
+            await self._lifecycle.commit(manifest.version, policy=policy)
         except BaseException as error:
             self._emit(
                 "weights.publish_failed", step=step, version=manifest.version, error=repr(error)
@@ -69,6 +69,7 @@ class Handover:
             if manifest.shared
             else sum(entry.size_bytes for entry in manifest.entries),
         )
+        return manifest.version
 
     async def _roll_back(self, step: int) -> None:
         """Roll back after a publication that failed. That error is the one to be raised; an error

@@ -65,7 +65,10 @@ class OfflineLoop:
         if progress.evaluated_step >= 0:
             await self._parts.gate.enter("train", step=progress.step)
         turn = Turn(
-            step=self._step, evaluate=self._evaluate, keep_unfinished=lambda progress: progress
+            step=self._step,
+            evaluate=self._evaluate,
+            so_far=lambda progress: progress,
+            halt=self._halt,
         )
         rhythm = Rhythm(
             steps=self._stage.steps,
@@ -73,6 +76,10 @@ class OfflineLoop:
             snapshot_every_steps=self._config.snapshot_every_steps,
         )
         return await run_steps(progress, turn, rhythm, self._parts)
+
+    async def _halt(self, progress: StageProgress) -> StageProgress:
+        """Change nothing: no step is broken off."""
+        return progress
 
     async def _step(self, progress: StageProgress) -> StageProgress:
         step, started_s = progress.step + 1, time.monotonic()

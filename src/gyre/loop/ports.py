@@ -19,7 +19,12 @@ from gyre.observability.spans import Spans
 
 
 class PhaseGate(Protocol):
-    """Moves components at phase changes. Nothing else may move them."""
+    """Moves components at phase changes. Nothing else may move them.
+
+    With rollout.max_staleness above 0 rollouts and training overlap, on devices of their own. The
+    loop then enters the trainer's phases (score, train, handover) and neither rollout nor evaluate;
+    the engines keep all that these two need.
+    """
 
     async def enter(self, phase: Phase, *, step: int) -> None: ...
 

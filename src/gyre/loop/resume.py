@@ -13,10 +13,12 @@ from typing import Any
 from gyre.core.codec import decode, encode
 from gyre.core.errors import SnapshotError
 from gyre.core.events import Emit
+from gyre.loop.asynchronous.collection import CollectionRecord
 from gyre.loop.collect import InFlightGroup
 from gyre.loop.evaluate import Outcome
 
 IN_FLIGHT = "in_flight.msgpack"
+COLLECTED = "collected.msgpack"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,15 @@ class StageProgress:
     # metric -> see note_outcome
     evals: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     evaluated_step: int = -1  # loop step of the newest evaluation; -1 before the first
-    in_flight: Sequence[InFlightGroup] = ()
+    # complete rollouts of the next steps, in order; none where each step waits for its own
+    collected: Sequence[CollectionRecord] = ()
+    in_flight: Sequence[InFlightGroup] = ()  # of the step after those
+    published: Sequence[int] = ()  # versions so far, ascending
+
+    @property
+    def num_unfinished_groups(self) -> int:
+        """Groups of prompts that were taken and not trained on."""
+        return len(self.in_flight) + sum(len(record.groups) for record in self.collected)
 
 
 def is_due(step: int, every: int) -> bool:
@@ -80,9 +90,13 @@ def to_snapshot(
         "source": progress.source,
         "evals": {name: dict(numbers) for name, numbers in progress.evals.items()},
         "evaluated_step": progress.evaluated_step,
+        "published": list(progress.published),
         "events": dict(events),
     }
-    return state, {IN_FLIGHT: encode(list(progress.in_flight))}
+    blobs = {IN_FLIGHT: encode(list(progress.in_flight))}
+    if progress.collected:
+        blobs[COLLECTED] = encode(list(progress.collected))
+    return state, blobs
 
 
 def from_snapshot(state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> StageProgress:
@@ -100,4 +114,6 @@ def from_snapshot(state: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Stage
         # older ones were written after it
         evaluated_step=int(state.get("evaluated_step", state["step"])),
         in_flight=decode(blobs[IN_FLIGHT], list[InFlightGroup]),
+        collected=decode(blobs[COLLECTED], list[CollectionRecord]) if COLLECTED in blobs else (),
+        published=tuple(state.get("published", ())),
     )

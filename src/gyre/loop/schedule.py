@@ -23,8 +23,10 @@ class Turn:
 
     step: Callable[[StageProgress], Awaitable[StageProgress]]
     evaluate: Callable[[StageProgress, str], Awaitable[StageProgress]]  # "before" or "after"
-    # adds what a step that was broken off has
-    keep_unfinished: Callable[[StageProgress], StageProgress]
+    # adds what is in flight at this moment
+    so_far: Callable[[StageProgress], StageProgress]
+    # breaks off what is in flight, and adds what it has
+    halt: Callable[[StageProgress], Awaitable[StageProgress]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +58,16 @@ async def run_steps(
             ends = last and progress.evaluated_step == progress.step
             due = progress.step > saved.step and is_due(progress.step, rhythm.snapshot_every_steps)
             if due or (ends and not progress.done):
-                saved = progress = replace(progress, done=ends)
+                saved = progress = turn.so_far(replace(progress, done=ends))
                 await save_progress(progress, parts)
             if ends:
                 return progress
             if not stop.is_asked:
                 progress = replace(await turn.step(progress), done=False)
         except StepUnfinished:
-            progress = turn.keep_unfinished(progress)
+            assert stop.is_asked
         if stop.is_asked:
+            progress = await turn.halt(progress)
             stop.saving = True
             if progress is not saved:
                 await save_progress(progress, parts)

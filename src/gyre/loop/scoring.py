@@ -41,6 +41,9 @@ class Scoring:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
         """Cancel the unfinished requests to the scorer and wait for their tasks."""
         self._stop_waking()
         for task in self._asked:

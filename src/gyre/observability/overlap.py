@@ -1,5 +1,5 @@
-"""Overlap account: how much of the rules' time each window hid. In: intervals on one clock. Out:
-seconds. Pure.
+"""Overlap accounts: how much of the rules' time each window hid, and how long two tasks waited. In:
+intervals, or waits, on one clock. Out: seconds.
 
 Rule rewards run in processes of their own while rollouts are still being generated and while the
 reference and reward models run; only time outside both windows adds to the run.
@@ -7,7 +7,9 @@ reference and reward models run; only time outside both windows adds to the run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 Interval = tuple[float, float]  # start, end in seconds; empty when end <= start
 
@@ -61,3 +63,44 @@ def intersect(first: Sequence[Interval], second: Sequence[Interval]) -> list[Int
 
 def length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
+
+
+def roles_account(
+    *, seconds: float, collector_idle_s: float, learner_idle_s: float
+) -> dict[str, float]:
+    """Return the fields of a `step.roles` event. synchronous_s is what the same work takes where
+    one of the two waits while the other works."""
+    busy_s = 2.0 * seconds - collector_idle_s - learner_idle_s
+    return {
+        "seconds": round(seconds, 4),
+        "collector_idle_s": round(collector_idle_s, 4),
+        "learner_idle_s": round(learner_idle_s, 4),
+        "synchronous_s": round(busy_s, 4),
+    }
+
+
+class IdleTime:
+    """Seconds that one task has waited."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._past_s = clock, 0.0
+        self._since_s: float | None = None  # while it waits
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time in this block; not nested."""
+        assert self._since_s is None, "one task waits for one thing"
+        self._since_s = self._clock()
+        try:
+            yield
+        finally:
+            self._past_s += self._clock() - self._since_s
+            self._since_s = None
+
+    def take_seconds(self) -> float:
+        """Return the seconds since the last call, those of a wait under way included."""
+        seconds, self._past_s = self._past_s, 0.0
+        if self._since_s is not None:
+            now_s = self._clock()
+            seconds, self._since_s = seconds + now_s - self._since_s, now_s
+        return seconds

@@ -202,12 +202,13 @@ def test_a_handover_that_fails_is_rolled_back_and_the_engine_keeps_its_version(t
         done = bench.ring.run_step
         progress = StageProgress(stage="main")
         await bench.ring.publish(0)
-        progress = await done(progress)
-        before = (await bench.engine.stats()).version
-        bench.engine.fail_commit = where == "commit"
-        bench.engine.faults = Faults(fail_prepare=where == "prepare")
-        with pytest.raises(RuntimeError, match="told"):
-            await done(progress)
+        async with bench.ring.collecting(progress):
+            progress = await done(progress)
+            before = (await bench.engine.stats()).version
+            bench.engine.fail_commit = where == "commit"
+            bench.engine.faults = Faults(fail_prepare=where == "prepare")
+            with pytest.raises(RuntimeError, match="told"):
+                await done(progress)
         assert (await bench.engine.stats()).version == before
         assert bench.engine.calls[-1][1] == "rollback"
 

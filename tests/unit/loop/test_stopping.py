@@ -146,7 +146,9 @@ def test_an_update_that_would_take_too_long_is_not_begun(tmp_path):
     async def slow_start() -> Any:
         await bench.engine.start(dummy=False)
         bench.stop.ask()
-        return await bench.ring.run_step(from_snapshot(*kept_nothing()))
+        progress = from_snapshot(*kept_nothing())
+        async with bench.ring.collecting(progress):
+            return await bench.ring.run_step(progress)
 
     with pytest.raises(StepUnfinished):
         try:

@@ -18,6 +18,7 @@ COUNTED = [
     "drop.groups_without_pair",
     "drop.rows",
     "drop.spans",
+    "drop.stale",
     "drop.truncated",
     "drop.unscored",
     "fallback.filter_by_score",
@@ -78,6 +79,7 @@ ORDINARY_ENDINGS = (
     "terminated",
 )
 ORDINARY = {
+    "rollouts.staleness": "a reading",
     "cluster.memory": "a reading",
     "cluster.starting": "planned",
     "engine.c_kernels": "a choice by what the processor has, told once",
@@ -94,6 +96,7 @@ ORDINARY = {
     "rendezvous.back": "its loss was counted",
     "reward.*": "one rollout's outcome; warn.reward_failed counts them by step",
     "reward.window": "a reading",
+    "step.roles": "a reading",
     "rollouts.carried": "they go on in the next step",
     "rollouts.refilled": "the groups that were replaced are counted",
     "run.resumed": "asked for; warn.steps_lost counts the steps that are done again",

@@ -1,0 +1,1 @@
+"""Asynchronous training: a collector and a learner, joined by credits."""
