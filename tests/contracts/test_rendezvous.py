@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
 
-from etcd_process import EtcdProcess
+import rendezvous_cases
 from gyre.core.errors import DeadlineError
-from gyre.distributed.init import hold_store
 from gyre.distributed.rendezvous.contract import (
     CommitRefused,
     HistoryLost,
@@ -25,68 +20,21 @@ from gyre.distributed.rendezvous.contract import (
     KeyPut,
     LeaseLost,
 )
-from gyre.distributed.rendezvous.etcd import EtcdRendezvous
-from gyre.distributed.rendezvous.etcd_gateway import EtcdGateway
 from gyre.distributed.rendezvous.leader import campaign
-from gyre.distributed.rendezvous.local import LocalRendezvous
-from gyre.distributed.rendezvous.tcp_store import StoreRendezvous
+from rendezvous_cases import KINDS, LEASE_S, SOON_S, Meeting, meetings
 
-SOON_S = 20.0  # a deadline that is not met
-LEASE_S = 1.0  # the shortest that etcd grants
-NUMBERS = itertools.count()
+Go = Callable[[Callable[[Meeting], Awaitable[None]]], None]
 
 
-@dataclass
-class Meeting:
-    """One run's keys; `join` is what a further process does. All are closed at the end."""
-
-    connect: Callable[[], Any]
-    joined: list[Any] = field(default_factory=list)
-
-    def join(self) -> Any:
-        self.joined.append(self.connect())
-        return self.joined[-1]
-
-
-@pytest.fixture(scope="module", params=["local", "store", "etcd"])
-def connections(request, tmp_path_factory) -> Iterator[Callable[[str], Meeting]]:
-    """What makes a meeting of a name of its own."""
-    if request.param == "local":
-        yield lambda name: Meeting(connect=(lambda only: lambda: only)(LocalRendezvous()))
-    elif request.param == "store":
-        held = hold_store()
-
-        def connect(name: str) -> Any:
-            store = TCPStore("127.0.0.1", held.port, timeout=timedelta(seconds=SOON_S))
-            return StoreRendezvous(PrefixStore(name, store))
-
-        yield lambda name: Meeting(connect=lambda: connect(name))
-    else:
-        etcd = EtcdProcess(tmp_path_factory.mktemp("etcd"))
-
-        def reach(name: str) -> Any:
-            gateway = EtcdGateway([etcd.url], emit=lambda kind, **fields: None)
-            return EtcdRendezvous(gateway, prefix=f"/gyre/{name}/", emit=lambda *a, **f: None)
-
-        yield lambda name: Meeting(connect=lambda: reach(name))
-        etcd.close()
+@pytest.fixture(scope="module", params=KINDS)
+def meet(request, tmp_path_factory) -> Iterator[Callable[[], Meeting]]:
+    with meetings(request.param, tmp_path_factory.mktemp("rendezvous")) as make:
+        yield make
 
 
 @pytest.fixture
-def go(connections) -> Callable[[Callable[[Meeting], Awaitable[None]]], None]:
-    def run(work: Callable[[Meeting], Awaitable[None]]) -> None:
-        async def main() -> None:
-            meeting = connections(f"run-{next(NUMBERS)}")
-            try:
-                async with asyncio.timeout(60):
-                    await work(meeting)
-            finally:
-                for one in meeting.joined:
-                    await one.close()
-
-        asyncio.run(main())
-
-    return run
+def go(meet) -> Go:
+    return lambda work: rendezvous_cases.go(meet(), work)
 
 
 async def put(one: Any, key: str, value: str, **how: Any) -> int:

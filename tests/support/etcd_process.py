@@ -21,11 +21,13 @@ class EtcdProcess:
     """Starts at once; `close` ends it. Its leases take one second at least, since it elects itself
     ten times faster than by default."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, scheme: str = "http") -> None:
         if shutil.which("etcd") is None:
             pytest.skip("etcd is not installed (Debian: etcd-server)")
         self.folder, self._flags = folder, flags
-        self.url, self._peer = (f"http://127.0.0.1:{port}" for port in free_ports(2))
+        client, peer, health = free_ports(3)
+        self.url, self._peer = f"{scheme}://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
+        self._health = f"http://127.0.0.1:{health}"
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -40,7 +42,7 @@ class EtcdProcess:
             ["etcd", "--name", "one", "--data-dir", str(self.data),
              "--listen-client-urls", self.url, "--advertise-client-urls", self.url,
              "--listen-peer-urls", self._peer, "--initial-advertise-peer-urls", self._peer,
-             "--initial-cluster", f"one={self._peer}",
+             "--initial-cluster", f"one={self._peer}", "--listen-metrics-urls", self._health,
              "--heartbeat-interval", "10", "--election-timeout", "100",
              *self._flags],
             stdout=log, stderr=log,
@@ -53,7 +55,7 @@ class EtcdProcess:
         while time.monotonic() < end_s:
             assert self.process is not None and self.process.poll() is None, self.log()
             try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=1) as answer:
+                with urllib.request.urlopen(f"{self._health}/health", timeout=1) as answer:
                     if b'"true"' in answer.read():
                         return
             except (urllib.error.URLError, OSError):

@@ -6,7 +6,15 @@ from __future__ import annotations
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gyre.core.offers import LocalTensors, Offer, RemoteTensors, SharedStorage
+from gyre.core.offers import (
+    LocalTensors,
+    Offer,
+    RegisteredPart,
+    RegisteredShards,
+    RemoteTensors,
+    SharedStorage,
+)
+from gyre.core.records import Manifest, Segment, TensorEntry
 from gyre.weights.manifest import make_manifest
 
 WRITES = ("aten.copy_.default", "aten._foreach_copy_.default")
@@ -52,3 +60,24 @@ async def tensors_in(offer: Offer) -> dict[str, torch.Tensor]:
     if isinstance(offer.source, RemoteTensors):
         offer = await offer.source.fetch()
     return offer.source.tensors  # type: ignore[union-attr]
+
+
+def registered_offer(version: int, *, epoch: int = 1, entries: int = 3) -> Offer:
+    """A version of so many tensors, registered by two owners."""
+    tensors = tuple(
+        TensorEntry(
+            name=f"layers.{number}", dtype="bfloat16", shape=(2, 3), size_bytes=12,
+            segments=(Segment(start=0, stop=6, owner=number % 2, checksum="0123456789abcdef"),),
+        )
+        for number in range(entries)
+    )  # fmt: skip
+    parts = tuple(
+        RegisteredPart(addresses=(f"shm://host/gyre-{epoch}-{version}-{rank}",), size_bytes=64)
+        for rank in range(2)
+    )
+    manifest = Manifest(version=version, entries=tensors, shared=False, epoch=epoch)
+    return Offer(manifest=manifest, source=RegisteredShards(parts=parts))
+
+
+def same_offer(one: Offer | None, other: Offer) -> bool:
+    return one is not None and (one.manifest, one.source) == (other.manifest, other.source)

@@ -67,6 +67,7 @@ FIELDS = {
     "dummy": Field("bool", "", "whether the weights are placeholders until the next commit"),
     "endpoint": Field("str", "", "client URL of the rendezvous"),
     "engine": Field("str", "", "name of the engine's worker"),
+    "epoch": Field("int", "", "attempt of the run whose offers count"),
     "error": Field("str", "", "what was raised"),
     "evals": Field("map", "", "by measure: values before and after, with intervals"),
     "folder": Field("str", "", "folder that it is about"),
@@ -81,6 +82,7 @@ FIELDS = {
     "left_wide": Field("map", "", "matrices kept in the wide format, with the reason"),
     "mode": Field("str", "", "sandbox mode: strong, bubblewrap or weak"),
     "n": Field("int", "", "trials behind the value"),
+    "member": Field("str", "", "process of the pod"),
     "name": Field("str", "", "measure that it is about"),
     "num_tokens": Field("int", "tokens", "tokens trained on"),
     "num_updates": Field("int", "updates", "optimizer updates"),
@@ -871,6 +873,32 @@ EVENTS = {
         counted=True,
     ),
     "rendezvous.back": EventKind("The rendezvous answers again.", "endpoint seconds"),
+    "rendezvous.lease_lost": EventKind(
+        "A member's lease had ended; it took a new one.",
+        "member seconds",
+        counted=True,
+        own={"seconds": Field("float", "s", "since its last sign of life")},
+    ),
+    "rendezvous.replaced": EventKind(
+        "Another process of the same name has taken the member's records.",
+        "member keys",
+        counted=True,
+        own={"keys": Field("list", "", "records that it has now")},
+    ),
+    "rendezvous.superseded": EventKind(
+        "A newer attempt publishes; this process's offers are refused from now on.",
+        "epoch publisher",
+        counted=True,
+        own={"publisher": Field("str", "", "member that publishes")},
+    ),
+    "rendezvous.stale_offer": EventKind(
+        "The rendezvous had only an offer that is older than one seen before; it was not taken.",
+        "epoch version",
+        counted=True,
+    ),
+    "rendezvous.rewritten": EventKind(
+        "Records that the rendezvous had lost were written again.", "count reason", counted=True
+    ),
     "rendezvous.rewound": EventKind(
         "The rendezvous went back to older data; whoever owns a record writes it again.",
         "revision expected",

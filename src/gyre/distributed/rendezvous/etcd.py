@@ -41,6 +41,7 @@ from gyre.distributed.rendezvous.etcd_gateway import (
     EtcdRefusal,
 )
 
+FUTURE = "future revision"  # in etcd's message for a revision that it has not reached
 SILENCE_S = 10.0  # without a message, after which a watch is opened anew
 
 
@@ -129,7 +130,7 @@ class EtcdRendezvous:
                         for changes in self._read_changes(answer, after):
                             after = changes.revision
                             yield changes
-            except (httpx2.TransportError, StopAsyncIteration, TimeoutError):
+            except (httpx2.TransportError, OSError, StopAsyncIteration, TimeoutError):
                 continue  # the call above says whether etcd is away, and where it is
 
     async def close(self) -> None:
@@ -150,26 +151,25 @@ class EtcdRendezvous:
 
     async def _confirm_history(self, deadline_s: float) -> None:
         """See whether the newest entry that this process knows is still in etcd's past."""
-        known, message = self._known, self._range("")
-        if known is not None:
-            message = {**self._range(known[0]), "revision": known[2]}
+        known, message, is_yet_to_come = self._known, self._range(""), False
         asked_at, rewinds = self._revision, self._rewinds
         try:
-            answer = await self._gateway.call("/v3/kv/range", message, deadline_s=deadline_s)
+            past = {**self._range(known[0]), "revision": known[2]} if known else message
+            answer = await self._gateway.call("/v3/kv/range", past, deadline_s=deadline_s)
         except EtcdRefusal as error:
             if error.code != OUT_OF_RANGE:
                 raise
-            # compacted, or yet to come: the present revision says which
-            self._known = None
-            return await self._confirm_history(deadline_s)
-        revision = int(answer.body["header"]["revision"])
+            is_yet_to_come = FUTURE in error.message
+            known = None  # compacted: only the present revision can tell
+            answer = await self._gateway.call("/v3/kv/range", message, deadline_s=deadline_s)
         if rewinds != self._rewinds:
-            return None
+            return
+        revision = int(answer.body["header"]["revision"])
         found = [(at.key, at.value, at.revision) for at in self._entries(answer.body)]
-        if revision < asked_at or (known is not None and known not in found):
+        is_other = known is not None and known not in found
+        if is_yet_to_come or is_other or revision < asked_at:
             self._rewind(revision)
         self._revision = max(self._revision, revision)
-        return None
 
     def _rewind(self, revision: int) -> None:
         self._emit("rendezvous.rewound", revision=revision, expected=self._revision)

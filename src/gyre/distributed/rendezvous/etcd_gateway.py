@@ -76,7 +76,8 @@ class EtcdGateway:
         while (left_s := end_s - time.monotonic()) > 0:
             try:
                 body = await self._post(path, message, min(left_s, ATTEMPT_S))
-            except (httpx2.TransportError, TimeoutError, EtcdUnavailable) as error:
+            except (httpx2.TransportError, OSError, TimeoutError, EtcdUnavailable) as error:
+                refuse_untrusted(self.endpoint, error)
                 reason = f"{self.endpoint}: {error or type(error).__name__}"
                 failed += 1
                 is_repeat |= not isinstance(error, httpx2.ConnectError)
@@ -164,6 +165,24 @@ def make_context(tls: TlsFiles) -> ssl.SSLContext:
         except (OSError, ssl.SSLError, ValueError) as error:
             raise _unreadable("cert_file", f"{tls.cert}, {tls.key}", error) from error
     return context
+
+
+def refuse_untrusted(endpoint: str, error: BaseException) -> None:
+    """Raise ConfigError where a certificate is why a connection failed: no repeated call would mend
+    that."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        raise ConfigError(
+            f"the certificate of {endpoint} is not trusted: {cause.verify_message}",
+            hint="name the authority that signed it in cluster.rendezvous.ca_file",
+        ) from error
+    if cause is not None and "CERTIFICATE" in (cause.reason or ""):
+        raise ConfigError(
+            f"{endpoint} does not take this client's certificate: {cause.reason}",
+            hint="give one that etcd trusts in cluster.rendezvous.cert_file and key_file",
+        ) from error
 
 
 def _refuse_passphrase() -> str:

@@ -1,0 +1,107 @@
+"""Meetings of processes at a rendezvous of each kind, for tests. In: a kind, a folder. Out: what
+connects to a run's keys."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore
+
+from etcd_process import EtcdProcess
+from gyre.distributed.init import hold_store
+from gyre.distributed.rendezvous.etcd import EtcdRendezvous
+from gyre.distributed.rendezvous.etcd_gateway import EtcdGateway
+from gyre.distributed.rendezvous.local import LocalRendezvous
+from gyre.distributed.rendezvous.tcp_store import StoreRendezvous
+
+KINDS = ("local", "store", "etcd")
+SOON_S = 20.0  # a deadline that is not met
+LEASE_S = 1.0  # the shortest that etcd grants
+WHOLE_S = 60.0  # for a test
+NUMBERS = itertools.count()
+
+
+@dataclass
+class Meeting:
+    """One run's keys; `join` is what a further process does. `events` is what all have emitted."""
+
+    connect: Callable[[Callable[..., None]], Any]
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    joined: list[Any] = field(default_factory=list)
+
+    def join(self) -> Any:
+        self.joined.append(self.connect(self.emit))
+        return self.joined[-1]
+
+    def emit(self, kind: str, /, **fields: Any) -> None:
+        self.events.append((kind, fields))
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.events]
+
+    async def wait_event(self, kind: str) -> dict[str, Any]:
+        async with asyncio.timeout(SOON_S):
+            while kind not in self.kinds():
+                await asyncio.sleep(0.02)
+        return next(fields for found, fields in self.events if found == kind)
+
+
+@contextmanager
+def meetings(kind: str, folder: Path) -> Iterator[Callable[[], Meeting]]:
+    """Give what makes a meeting of a run of its own, at a store that ends with the block."""
+    if kind == "local":
+
+        def meet_here() -> Meeting:
+            only = LocalRendezvous()
+            return Meeting(connect=lambda emit: only)
+
+        yield meet_here
+    elif kind == "store":
+        held = hold_store()
+        yield lambda: meet_at_store(held.port)
+    else:
+        etcd = EtcdProcess(folder)
+        try:
+            yield lambda: meet_at_etcd([etcd.url])
+        finally:
+            etcd.close()
+
+
+def meet_at_store(port: int) -> Meeting:
+    name = f"run-{next(NUMBERS)}"
+
+    def connect(emit: Callable[..., None]) -> StoreRendezvous:
+        store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=SOON_S))
+        return StoreRendezvous(PrefixStore(name, store))
+
+    return Meeting(connect=connect)
+
+
+def meet_at_etcd(urls: list[str]) -> Meeting:
+    prefix = f"/gyre/run-{next(NUMBERS)}/"
+
+    def connect(emit: Callable[..., None]) -> EtcdRendezvous:
+        return EtcdRendezvous(EtcdGateway(urls, emit=emit), prefix=prefix, emit=emit)
+
+    return Meeting(connect=connect)
+
+
+def go(meeting: Meeting, work: Callable[[Meeting], Awaitable[None]]) -> None:
+    """Run a test on an event loop, and close what has joined."""
+
+    async def main() -> None:
+        try:
+            async with asyncio.timeout(WHOLE_S):
+                await work(meeting)
+        finally:
+            for one in meeting.joined:
+                await one.close()
+
+    asyncio.run(main())

@@ -1,0 +1,421 @@
+"""A real etcd that is killed, stopped, given older data, or away. Leases are a tenth of the default
+here, and so is the time that it is stopped; the slow test has both as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from certificates import make_certificate
+from etcd_process import EtcdProcess, free_ports
+from gyre.core.errors import ConfigError, DeadlineError
+from gyre.distributed.rendezvous.contract import (
+    CommitRefused,
+    HistoryLost,
+    KeyCheck,
+    KeyPut,
+)
+from gyre.distributed.rendezvous.etcd import EtcdRendezvous
+from gyre.distributed.rendezvous.etcd_gateway import EtcdGateway, TlsFiles, make_context
+from gyre.distributed.rendezvous.leader import campaign
+from gyre.distributed.rendezvous.metadata_store import MetadataStore
+from gyre.distributed.rendezvous.pod_records import Superseded
+from offers import registered_offer, same_offer
+from rendezvous_cases import LEASE_S, SOON_S, Meeting, go, meet_at_etcd
+
+PREFIX = "/gyre/run/"
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
+    process = EtcdProcess(tmp_path)
+    yield process
+    process.close()
+
+
+def store_of(meeting: Meeting, name: str, lease_s: float = LEASE_S) -> MetadataStore:
+    return MetadataStore(
+        meeting.join(), name=name, emit=meeting.emit, lease_s=lease_s, deadline_s=SOON_S
+    )
+
+
+async def restart(etcd: EtcdProcess) -> None:
+    await asyncio.to_thread(etcd.start)
+
+
+def test_a_killed_etcd_loses_no_commit_and_a_watch_gives_each_once(etcd) -> None:
+    """A count by compare-and-swap while etcd is killed three times: every commit that was answered
+    is there, once, and was seen once."""
+
+    async def main(meeting: Meeting) -> None:
+        writer, reader = meeting.join(), meeting.join()
+        start = await writer.commit(KeyPut(key="n", value="0"), deadline_s=SOON_S)
+        seen: list[int] = []
+
+        async def watch() -> None:
+            async with aclosing(reader.watch("n", after=start, deadline_s=SOON_S)) as changes:
+                async for at in changes:
+                    seen.append(int(at.changes[0].value or -1))
+                    if seen[-1] == 300:
+                        return
+
+        async def count() -> None:
+            revision = start
+            for number in range(1, 301):
+                revision = await writer.commit(
+                    KeyPut(key="n", value=f"{number}"),
+                    checks=[KeyCheck(key="n", revision=revision)],
+                    deadline_s=SOON_S,
+                )
+
+        watching, counting = asyncio.create_task(watch()), asyncio.create_task(count())
+        for number in (40, 120, 200):
+            while not seen or seen[-1] < number:
+                await asyncio.sleep(0.001)
+            etcd.kill()
+            await restart(etcd)
+        await asyncio.gather(watching, counting)
+        assert seen == list(range(1, 301))
+        assert (await reader.get("n", deadline_s=SOON_S)).value == "300"
+        assert meeting.kinds().count("rendezvous.lost") == meeting.kinds().count("rendezvous.back")
+        lost = await meeting.wait_event("rendezvous.lost")
+        assert lost["reason"].startswith(etcd.url)
+        assert (await meeting.wait_event("rendezvous.back"))["seconds"] > 0
+        assert "rendezvous.rewound" not in meeting.kinds()
+
+    go(meet_at_etcd([etcd.url]), main)
+
+
+@pytest.mark.parametrize(
+    ("lease_s", "stopped_s"), [(1.0, 3.0), pytest.param(10.0, 30.0, marks=pytest.mark.slow)]
+)
+def test_an_etcd_that_stands_still_for_three_leases(etcd, lease_s: float, stopped_s: float) -> None:
+    """Calls end at their deadlines, the version at hand serves on, and the pod is whole again."""
+
+    async def main(meeting: Meeting) -> None:
+        trainer, engine = (
+            store_of(meeting, "trainer", lease_s),
+            store_of(meeting, "engine", lease_s),
+        )
+        await trainer.join("trainer", "host/1")
+        await engine.join("engine", "host/2")
+        await trainer.claim_epoch(1)
+        await trainer.publish_offer(registered_offer(1))
+        at_hand = await engine.latest_offer()
+        await engine.note_receiver(1, 1, "committed")
+        etcd.send(signal.SIGSTOP)
+        stopped_at_s = time.monotonic()
+        with pytest.raises(DeadlineError, match="etcd did not answer"):
+            await meeting.join().get("state/epoch", deadline_s=0.5)
+        assert same_offer(at_hand, registered_offer(1))
+        publishing = asyncio.create_task(trainer.publish_offer(registered_offer(2)))
+        await asyncio.sleep(stopped_s - (time.monotonic() - stopped_at_s))
+        etcd.send(signal.SIGCONT)
+        await publishing
+        assert same_offer(
+            await engine.wait_offer(after=(1, 1), deadline_s=SOON_S), registered_offer(2)
+        )
+        assert (await meeting.wait_event("rendezvous.lost"))["reason"].startswith(etcd.url)
+        assert (await meeting.wait_event("rendezvous.back"))["seconds"] > 0
+        async with asyncio.timeout(SOON_S):
+            while set(await trainer.members()) != {"trainer", "engine"}:
+                await asyncio.sleep(0.05)
+            while "engine" not in await trainer.receivers():
+                await asyncio.sleep(0.05)
+        assert [at.version for at in await engine.versions()] == [1, 2]
+        await trainer.leave()
+        await engine.leave()
+
+    go(meet_at_etcd([etcd.url]), main)
+
+
+def test_an_etcd_with_older_data_is_noticed_and_brought_up_to_date(etcd) -> None:
+    async def main(meeting: Meeting) -> None:
+        trainer, engine = store_of(meeting, "trainer"), store_of(meeting, "engine")
+        await trainer.join("trainer", "host/1")
+        await engine.join("engine", "host/2")
+        await trainer.claim_epoch(3)
+        await trainer.publish_offer(registered_offer(1, epoch=3))
+        etcd.kill()
+        older = etcd.copy_data("older")
+        await restart(etcd)
+        await trainer.claim_epoch(4)
+        for version in (1, 2, 3):
+            await trainer.publish_offer(registered_offer(version, epoch=4))
+        assert same_offer(await engine.latest_offer(), registered_offer(3, epoch=4))
+        await engine.note_receiver(4, 3, "committed")
+        meeting.events.clear()
+        etcd.kill()
+        etcd.take_data(older)
+        await restart(etcd)
+        # whoever looks meanwhile takes nothing older
+        for _ in range(5):
+            found = await engine.latest_offer()
+            assert found is None or same_offer(found, registered_offer(3, epoch=4))
+        told = await meeting.wait_event("rendezvous.rewound")
+        assert told["revision"] < told["expected"]
+        assert (await meeting.wait_event("rendezvous.rewritten"))["count"] >= 1
+        async with asyncio.timeout(SOON_S):
+            while (await engine.latest_offer()) is None:
+                await asyncio.sleep(0.02)
+            while "engine" not in await trainer.receivers():
+                await asyncio.sleep(0.02)
+        late = store_of(meeting, "late")
+        assert same_offer(await late.latest_offer(), registered_offer(3, epoch=4))
+        assert (await late.receivers())["engine"].version == 3
+        before = store_of(meeting, "attempt 3")
+        with pytest.raises(Superseded, match="publishes under epoch 4"):
+            await before.claim_epoch(3)
+        await trainer.publish_offer(registered_offer(4, epoch=4))
+        assert same_offer(await late.latest_offer(), registered_offer(4, epoch=4))
+        await trainer.leave()
+        await engine.leave()
+
+    go(meet_at_etcd([etcd.url]), main)
+
+
+def test_older_data_that_has_overtaken_is_noticed_by_what_it_lacks(etcd, tmp_path) -> None:
+    """The revision is beyond what the watcher has seen, and the change that it saw is not there."""
+
+    async def main(meeting: Meeting) -> None:
+        one, other = meeting.join(), meeting.join()
+        start = await one.commit(KeyPut(key="a", value="0"), deadline_s=SOON_S)
+        etcd.kill()
+        older = etcd.copy_data("elsewhere/data")
+        await restart(etcd)
+        async with aclosing(one.watch("a", after=start, deadline_s=SOON_S)) as changes:
+            seen = await other.commit(KeyPut(key="a", value="1"), deadline_s=SOON_S)
+            assert (await anext(changes)).changes[0].value == "1"
+            etcd.kill()
+            elsewhere = await asyncio.to_thread(EtcdProcess, tmp_path / "elsewhere")
+            for number in range(9):
+                etcdctl(elsewhere, "put", "/other", f"{number}")
+            elsewhere.close()
+            etcd.take_data(older)
+            await restart(etcd)
+            with pytest.raises(HistoryLost, match="went back"):
+                await anext(changes)
+        told = await meeting.wait_event("rendezvous.rewound")
+        assert told["expected"] == seen and told["revision"] > seen
+        assert (await one.get("a", deadline_s=SOON_S)).value == "0"
+
+    go(meet_at_etcd([etcd.url]), main)
+
+
+def test_the_fence_of_a_leader_holds_when_etcd_goes_back(etcd) -> None:
+    async def main(meeting: Meeting) -> None:
+        one, other = meeting.join(), meeting.join()
+        etcd.kill()
+        older = etcd.copy_data("older")
+        await restart(etcd)
+        lease = await one.grant(600.0, deadline_s=SOON_S)
+        first = await campaign(one, "publisher", "one", lease=lease, above=8, deadline_s=SOON_S)
+        etcd.kill()
+        etcd.take_data(older)
+        await restart(etcd)
+        with pytest.raises(CommitRefused):
+            await one.commit(KeyPut(key="led", value="1"), checks=[first.check], deadline_s=SOON_S)
+        lease = await other.grant(600.0, deadline_s=SOON_S)
+        second = await campaign(
+            other, "publisher", "one", lease=lease, above=first.fence, deadline_s=SOON_S
+        )
+        assert second.fence > first.fence
+        await other.commit(KeyPut(key="led", value="2"), checks=[second.check], deadline_s=SOON_S)
+        with pytest.raises(CommitRefused):
+            await one.commit(KeyPut(key="led", value="1"), checks=[first.check], deadline_s=SOON_S)
+
+    go(meet_at_etcd([etcd.url]), main)
+
+
+def test_an_etcd_that_is_away_is_asked_until_the_deadline_and_found_again(etcd) -> None:
+    async def main(meeting: Meeting) -> None:
+        one = meeting.join()
+        await one.commit(KeyPut(key="a", value="1"), deadline_s=SOON_S)
+        etcd.kill()
+        with pytest.raises(DeadlineError, match=r"within 0\.4 s; last: .*[Cc]onnect") as raised:
+            await one.get("a", deadline_s=0.4)
+        assert "endpoints" in raised.value.hint
+        assert meeting.kinds() == ["rendezvous.lost"], "once, however often it is asked"
+        asking = asyncio.create_task(one.get("a", deadline_s=SOON_S))
+        await restart(etcd)
+        assert (await asking).value == "1"
+        assert meeting.kinds() == ["rendezvous.lost", "rendezvous.back"]
+        with pytest.raises(DeadlineError):
+            async with aclosing(one.watch("a", after=0, deadline_s=0.5)) as changes:
+                await anext(changes)
+                etcd.kill()
+                await anext(changes)
+
+    go(meet_at_etcd([etcd.url]), main)
+
+
+def test_the_next_endpoint_is_asked_when_one_does_not_answer(etcd) -> None:
+    (port,) = free_ports(1)
+    dead = f"http://127.0.0.1:{port}"
+
+    async def main(meeting: Meeting) -> None:
+        one = meeting.join()
+        assert await one.get("a", deadline_s=SOON_S) is None
+        ((kind, fields),) = meeting.events
+        assert kind == "rendezvous.failover" and fields["endpoint"] == etcd.url
+        assert fields["reason"].startswith(dead)
+        await one.get("a", deadline_s=SOON_S)
+        assert len(meeting.events) == 1, "it stays with the one that answers"
+
+    go(meet_at_etcd([dead, etcd.url]), main)
+
+
+def test_a_watch_from_a_compacted_revision_says_so(etcd) -> None:
+    async def main(meeting: Meeting) -> None:
+        one = meeting.join()
+        for number in range(5):
+            last = await one.commit(KeyPut(key="a", value=f"{number}"), deadline_s=SOON_S)
+        etcdctl(etcd, "compact", f"{last}")
+        with pytest.raises(HistoryLost, match=f"up to {last} were compacted"):
+            async with aclosing(one.watch("a", after=1, deadline_s=SOON_S)) as changes:
+                await anext(changes)
+        async with aclosing(one.watch("a", after=last - 1, deadline_s=SOON_S)) as changes:
+            assert (await anext(changes)).changes[0].value == "4"
+
+    go(meet_at_etcd([etcd.url]), main)
+
+
+def test_a_killed_member_is_gone_after_its_lease(etcd) -> None:
+    """A process without torch, as a sidecar may be."""
+    member = subprocess.Popen(
+        [sys.executable, "-c", MEMBER, etcd.url, PREFIX], stdout=subprocess.PIPE, text=True
+    )
+
+    async def main(meeting: Meeting) -> None:
+        gateway = EtcdGateway([etcd.url], emit=meeting.emit)
+        end = EtcdRendezvous(gateway, prefix=PREFIX, emit=meeting.emit)
+        meeting.joined.append(end)
+        store = MetadataStore(end, name="one", emit=meeting.emit, deadline_s=SOON_S)
+        assert (await asyncio.to_thread(member.stdout.readline)).strip() == "joined, torch False"
+        async with aclosing(store.watch_members()) as changes:
+            assert set(await anext(changes)) == {"sidecar"}
+            member.kill()
+            async for members in changes:
+                if not members:
+                    return
+
+    try:
+        go(meet_at_etcd([etcd.url]), main)
+    finally:
+        member.kill()
+        member.wait(20)
+
+
+MEMBER = """
+import asyncio, sys
+from gyre.distributed.rendezvous.etcd import EtcdRendezvous
+from gyre.distributed.rendezvous.etcd_gateway import EtcdGateway
+from gyre.distributed.rendezvous.local import LocalRendezvous
+from gyre.distributed.rendezvous.metadata_store import MetadataStore
+
+def emit(kind, **fields):
+    raise AssertionError(kind)
+
+async def main():
+    end = EtcdRendezvous(EtcdGateway([sys.argv[1]], emit=emit), prefix=sys.argv[2], emit=emit)
+    store = MetadataStore(end, name="sidecar", emit=emit, lease_s=1.0)
+    await store.join("engine", "here")
+    print("joined, torch", "torch" in sys.modules, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_what_is_written_is_plain_to_etcds_own_command(etcd) -> None:
+    async def main(meeting: Meeting) -> None:
+        gateway = EtcdGateway([etcd.url], emit=meeting.emit)
+        end = EtcdRendezvous(gateway, prefix=PREFIX, emit=meeting.emit)
+        meeting.joined.append(end)
+        store = MetadataStore(end, name="trainer", emit=meeting.emit, lease_s=7.0)
+        await store.join("trainer", "host/1")
+        await store.claim_epoch(2)
+        await store.publish_offer(registered_offer(7, epoch=2))
+        keys = etcdctl(etcd, "get", PREFIX, "--prefix", "--keys-only").split()
+        assert keys == [
+            f"{PREFIX}{key}"
+            for key in (
+                "pieces/000002/000000007/0000",
+                "state/epoch",
+                "state/members/trainer",
+                "state/offers/000002/000000007",
+                "state/versions/000002/000000007",
+            )
+        ]
+        text = etcdctl(etcd, "get", f"{PREFIX}state/versions/", "--prefix", "--print-value-only")
+        assert json.loads(text) == {"epoch": 2, "version": 7, "state": "registered"}
+        text = etcdctl(etcd, "get", f"{PREFIX}state/members/trainer", "--print-value-only")
+        assert json.loads(text)["place"] == "host/1"
+        ((lease,),) = [etcdctl(etcd, "lease", "list").split()[-1:]]
+        told = etcdctl(etcd, "lease", "timetolive", lease, "--keys")
+        assert "granted with TTL(7s)" in told and f"[{PREFIX}state/members/trainer]" in told
+        # and what the command writes is plain to us
+        etcdctl(etcd, "put", f"{PREFIX}note", "by hand")
+        assert (await end.get("note", deadline_s=SOON_S)).value == "by hand"
+        await store.leave()
+        assert "found 0 leases" in etcdctl(etcd, "lease", "list")
+
+    go(meet_at_etcd([etcd.url]), main)
+
+
+def etcdctl(etcd: EtcdProcess, *words: str) -> str:
+    if shutil.which("etcdctl") is None:
+        pytest.skip("etcdctl is not installed (Debian: etcd-client)")
+    return subprocess.run(
+        ["etcdctl", "--endpoints", etcd.url, *words],
+        env={"ETCDCTL_API": "3"}, executable=shutil.which("etcdctl"),
+        check=True, capture_output=True, text=True, timeout=30,
+    ).stdout  # fmt: skip
+
+
+def test_tls_with_a_certificate_of_the_client(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path / "tls")
+    files = [
+        f"--{name}={path}"
+        for name, path in (("cert-file", cert), ("key-file", key), ("trusted-ca-file", cert))
+    ]
+    etcd = EtcdProcess(tmp_path, *files, "--client-cert-auth", scheme="https")
+    tls = TlsFiles(ca=str(cert), cert=str(cert), key=str(key))
+
+    async def ask(tls: TlsFiles) -> Any:
+        gateway = EtcdGateway([etcd.url], emit=lambda kind, **fields: None, tls=tls)
+        end = EtcdRendezvous(gateway, prefix=PREFIX, emit=lambda kind, **fields: None)
+        try:
+            await end.commit(KeyPut(key="a", value="1"), deadline_s=1.0)
+            return await end.get("a", deadline_s=1.0)
+        finally:
+            await end.close()
+
+    try:
+        assert asyncio.run(ask(tls)).value == "1"
+        with pytest.raises(ConfigError, match=r"certificate of .* is not trusted"):
+            asyncio.run(ask(TlsFiles()))
+        with pytest.raises(ConfigError, match="does not take this client's certificate"):
+            asyncio.run(ask(TlsFiles(ca=str(cert))))
+    finally:
+        etcd.close()
+
+
+def test_a_file_that_does_not_load_is_named(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing.pem")
+    with pytest.raises(ConfigError, match=r"cluster\.rendezvous\.ca_file = .*missing\.pem"):
+        make_context(TlsFiles(ca=missing))
+    cert, key = make_certificate(tmp_path / "tls", passphrase="secret")
+    with pytest.raises(ConfigError, match=r"cluster\.rendezvous\.cert_file = .*passphrase"):
+        make_context(TlsFiles(ca=str(cert), cert=str(cert), key=str(key)))
