@@ -44,6 +44,11 @@ def shared_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+def filled(version: int) -> dict[str, Tensor]:
+    """Large enough that writing it takes a while."""
+    return {name: torch.full((250_000,), float(version)) for name in ("a", "b", "c")}
+
+
 def shard_offer(
     layout: ShardLayout, whole: dict[str, Tensor], holder: int, *, version: int, epoch: int = 0
 ) -> Offer:

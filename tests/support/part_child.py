@@ -13,7 +13,7 @@ from gyre.weights.registered import ReadOver
 from gyre.weights.transports.addresses import host_id
 from gyre.weights.transports.opened import PartOpener, Reading
 from gyre.weights.transports.shared_memory import SharedMemoryStore
-from part_cases import register, silent, whole_tensors
+from part_cases import filled, register, silent, whole_tensors
 
 
 def main() -> None:
@@ -26,6 +26,10 @@ def main() -> None:
                 version, epoch = command["version"], command["epoch"]
                 offer = register([store], whole_tensors(version), version=version, epoch=epoch)
                 answer = encode(offer).hex()
+            case "churn":
+                for version in range(1, command["count"] + 1):
+                    say(encode(register([store], filled(version), version=version)).hex())
+                answer = "end"
             case "write half":
                 size_bytes = command.pop("size_bytes")
                 with store.writing(**command, size_bytes=size_bytes) as slot:

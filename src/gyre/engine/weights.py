@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -69,7 +70,7 @@ class EngineWeights:
     def read_parts(self, reading: Reading) -> None:
         """Say how registered versions are read, if not from this host's shared memory alone."""
         self._parts.close()
-        self._parts = PartOpener(reading)
+        self._parts = PartOpener(replace(reading, pin=self._device.type == "cuda"))
 
     def forget(self) -> None:
         """Refuse work until a commit, whatever the weights hold."""

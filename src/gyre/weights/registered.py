@@ -25,10 +25,12 @@ from torch import Tensor
 from gyre.core.errors import GyreError
 from gyre.core.events import Emit
 from gyre.core.offers import Offer
+from gyre.core.rounding import round_up
 from gyre.weights.boxes import views
 from gyre.weights.manifest import find_faults, verify_manifest
+from gyre.weights.transports.mapped import huge_pages
 from gyre.weights.transports.opened import OpenPart, OpenTensors, PartOpener
-from gyre.weights.transports.part_layout import ReadBucket, dtype_of, plan_reads
+from gyre.weights.transports.part_layout import ALIGN_BYTES, ReadBucket, dtype_of, plan_reads
 
 BUCKET_BYTES = 64 << 20
 SPARE_BYTES = 1 << 30  # of a device, left free for everything else
@@ -139,6 +141,35 @@ class _Reading:
                     torch.cuda.current_stream(self._device).synchronize()
 
 
+class _Keeper:
+    """The bytes that a swap overwrites, a bucket at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._homes: list[Tensor] = []
+        self._kept: list[Tensor] = []
+
+    def keep(self, homes: list[Tensor]) -> None:
+        starts = [0]
+        for home in homes:
+            starts.append(round_up(starts[-1] + home.nbytes, ALIGN_BYTES))
+        if self._device.type == "cpu":
+            room_N = huge_pages(starts[-1])
+        else:
+            room_N = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
+        kept = [
+            room_N[start : start + home.nbytes].view(home.dtype).view(home.shape)
+            for start, home in zip(starts, homes, strict=False)
+        ]
+        torch._foreach_copy_(kept, homes)
+        self._homes += homes
+        self._kept += kept
+
+    def put_back(self) -> None:
+        if self._homes:
+            torch._foreach_copy_(self._homes, self._kept)
+
+
 class ReadOver:
     """Parts are read over the engine's numbers, a bucket at a time."""
 
@@ -159,9 +190,9 @@ class ReadOver:
         self._own, self._opener, self._emit = own, parts, emit
         self._bucket_bytes, self._free_bytes = bucket_bytes, free_bytes
         self._device = next(iter(own.values())).device
-        self._homes: list[Tensor] = []
-        self._kept: list[Tensor] = []
-        self._last: _Reading | None = None  # to be read again by `undo`
+        # where the last version is: in memory, or to be read again
+        self._keeper: _Keeper | None = None
+        self._last: _Reading | None = None
         self._has_run = False
         self._stack = ExitStack()
         with ExitStack() as stack:
@@ -171,7 +202,7 @@ class ReadOver:
             self._stack = stack.pop_all()
 
     def run(self) -> None:
-        assert not self._homes and self._last is None, "this swap has run already"
+        assert self._keeper is None and self._last is None, "this swap has run already"
         size_bytes = sum(tensor.nbytes for tensor in self._own.values())
         room = self._free_bytes(self._device)
         undo_from = choose_undo(size_bytes=size_bytes, free_bytes=room, has_last=True)
@@ -179,15 +210,10 @@ class ReadOver:
             undo_from = choose_undo(size_bytes=size_bytes, free_bytes=room, has_last=False)
         elif undo_from == "publisher":
             self._last = last
-        keep_on = self._device if undo_from == "device" else torch.device("cpu")
-
-        def keep(homes: list[Tensor]) -> None:
-            kept = [torch.empty_like(home, device=keep_on) for home in homes]
-            torch._foreach_copy_(kept, homes)
-            self._homes += homes
-            self._kept += kept
-
-        self._next.copy_over(keep if self._last is None else lambda homes: None)
+        if undo_from != "publisher":
+            keep_on = self._device if undo_from == "device" else torch.device("cpu")
+            self._keeper = _Keeper(keep_on)
+        self._next.copy_over(self._keep)
         self._has_run = True
         self._emit(
             "weights.read",
@@ -201,8 +227,8 @@ class ReadOver:
     def undo(self) -> None:
         if self._last is not None:
             self._last.copy_over(lambda homes: None)
-        elif self._homes:
-            torch._foreach_copy_(self._homes, self._kept)
+        elif self._keeper is not None:
+            self._keeper.put_back()
         self._has_run = False
         self._forget()
 
@@ -212,10 +238,12 @@ class ReadOver:
         self._forget()
         self._stack.close()
 
+    def _keep(self, homes: list[Tensor]) -> None:
+        if self._keeper is not None:
+            self._keeper.keep(homes)
+
     def _forget(self) -> None:
-        self._homes.clear()
-        self._kept.clear()
-        self._last = None
+        self._keeper = self._last = None
 
     def _open(self, offer: Offer, stack: ExitStack) -> _Reading:
         found = stack.enter_context(self._opener.open_parts(offer))

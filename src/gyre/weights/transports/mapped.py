@@ -1,8 +1,9 @@
-"""Mapped files: bytes of an open file as a tensor, page-locked for a CUDA device on request. In: a
-file handle. Out: a flat uint8 tensor over a shared mapping, which lives as long as its tensors."""
+"""Mapped memory: bytes of an open file, page-locked for a CUDA device on request; host memory in
+huge pages. In: a file handle; a size. Out: flat uint8 tensors, over pages that live as long."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import weakref
@@ -13,6 +14,16 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import MemoryBudgetError
+
+
+def huge_pages(size_bytes: int) -> Tensor:
+    """Return room that is filled once: small pages would each be fetched from the system. The
+    bytes come from the system only when they are written."""
+    pages = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # only a hint: a kernel without huge pages gives small ones
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:size_bytes]
 
 
 class MappedFile:

@@ -20,12 +20,13 @@ import torch
 import part_child
 from gyre.cluster.worker.frames import decode, encode
 from gyre.core.errors import InputError, MemoryBudgetError, SnapshotError
-from gyre.core.offers import Offer
+from gyre.core.offers import Offer, RegisteredPart, RegisteredShards
 from gyre.weights.transports.addresses import host_id
 from gyre.weights.transports.opened import Reading, open_shards
 from gyre.weights.transports.shared_memory import SharedMemoryStore
 from gyre.weights.transports.slot_header import HEADER_BYTES, SlotHeader, pack
-from part_cases import RUN, register, shared_folder, stores_of, whole_tensors
+from gyre.weights.transports.tcp_server import PartServer
+from part_cases import RUN, TOKEN, filled, register, shared_folder, silent, stores_of, whole_tensors
 
 DEADLINE_S = 60.0
 
@@ -46,7 +47,13 @@ class Child:
         )
 
     def tell(self, **command: Any) -> str:
+        self.tell_only(**command)
+        return self.answer()
+
+    def tell_only(self, **command: Any) -> None:
         self.process.stdin.write(json.dumps(command) + "\n")
+
+    def answer(self) -> str:
         return self.process.stdout.readline().strip()
 
     def register(self, version: int, epoch: int = 0) -> Offer:
@@ -90,6 +97,14 @@ def test_a_version_outlives_its_publisher(folder):
     files = {name: (folder / name).stat().st_ino for name in names(folder)}
     assert len(files) == 2
     assert same(read(last, folder), whole_tensors(2))
+    server = PartServer(run_id=RUN, token=TOKEN, emit=silent, host="127.0.0.1", folder=folder)
+    (part,) = last.source.parts
+    name = part.addresses[0].rpartition("/")[2]
+    served = RegisteredPart(addresses=(f"tcp://{server.place}/{name}",), size_bytes=part.size_bytes)
+    elsewhere = replace(last, source=RegisteredShards(parts=(served,)))
+    with open_shards(elsewhere, Reading(host_id="other", token=TOKEN)) as tensors:
+        assert same(dict(tensors), whole_tensors(2))
+    server.close()
     with child(folder) as publisher:
         newer = publisher.register(1, epoch=1)
         assert same(read(last, folder), whole_tensors(2))
@@ -100,6 +115,30 @@ def test_a_version_outlives_its_publisher(folder):
         ):
             read(last, folder)
         assert {name: (folder / name).stat().st_ino for name in names(folder)} == files
+
+
+def test_versions_that_follow_each_other_fast_are_whole_or_refused(folder):
+    """A publisher overwrites slot after slot while they are read: nothing that was read is of two
+    versions."""
+    count = 60
+    with child(folder) as publisher:
+        publisher.tell_only(do="churn", count=count)
+        whole, refused = 0, 0
+        last = None
+        while (line := publisher.answer()) != "end":
+            offer = decode(bytes.fromhex(line))
+            for one in (offer, last):
+                try:
+                    found = one and read(one, folder)
+                except (InputError, SnapshotError):
+                    refused += 1
+                    continue
+                if found:
+                    whole += 1
+                    assert same(found, filled(one.version)), one.version
+            last = offer
+        assert offer.version == count and same(read(offer, folder), filled(count))
+        assert whole + refused == 2 * count - 1
 
 
 def test_a_publisher_that_dies_while_it_writes_leaves_the_newest_version(folder):
