@@ -180,7 +180,7 @@ class RunConfig(Section):
             raise ValueError(f"{INVARIANT_REFUSAL}: {reason}. {INVARIANT_HINT}")
         if reason := why_not_asynchronous(
             self.rollout,
-            separate_weights=self.cluster.kind not in ("inline", "ray"),
+            separate_weights=self.cluster.kind == "pod" and not self.cluster.colocated,
             needs_rollouts=needs_rollouts(objective),
             batch_invariant=self.engine.batch_invariant,
             restarts_engine=self.memory.leave.get("engine") == "destroy",

@@ -133,3 +133,22 @@ def test_ctrl_c_leaves_nothing_behind_and_the_run_goes_on(
     answer = gyre("train", "--resume", tmp_path / "runs" / "tiny", "--plain", folder=tmp_path)
     assert answer.code == 0, answer.err
     assert read_story(tmp_path / "runs" / "tiny") == undisturbed
+
+
+@pytest.mark.parametrize("update", ["drain", "continue"])
+def test_rollouts_run_while_the_policy_trains(tmp_path: Path, update: str) -> None:
+    """Each batch is at most one version behind; with `continue` a completion may have two."""
+    sets = {
+        **IN_POD,
+        "trainer.steps": 6,
+        "rollout.max_staleness": 1,
+        "rollout.weight_update": update,
+        "rollout.ignore_eos": True,
+        "cluster": {**IN_POD["cluster"], "colocated": False},
+    }
+    story = finished(tmp_path, sets)
+    assert len(story.steps) == 6
+    stale = [step["metrics"]["staleness_max"] for step in story.steps]
+    assert max(stale) == 1.0 and min(stale) >= 0.0, stale
+    overlapped = events_of(tmp_path / "runs" / "tiny", "weights.published")
+    assert [row["version"] for row in overlapped] == list(range(7))

@@ -167,7 +167,7 @@ class WorkerPlacement:
             emit=self._emit,
             deadline_s=self._settings.call_deadline_s,
             hang_s=self._settings.hang_s,
-            engines=self._engines_alone,
+            engines=self._engines_in_phases,
             on_lost=self._lose_engine,
             neighbors=self._neighbors(),
         )
@@ -244,6 +244,15 @@ class WorkerPlacement:
         engines = [] if self._pool is None else self._pool.handles
         return [handle for handle in engines if handle not in self._handles]
 
+    def _engines_in_phases(self) -> list[WorkerHandle]:
+        """Engines that share devices, or hosts' memory, with the ranks in turn. One with a device
+        of its own keeps what it has, so it may generate while the ranks train."""
+        return self._engines_alone() if self._takes_turns else []
+
+    @property
+    def _takes_turns(self) -> bool:
+        return self._fleet.ranks_have_engines or self._settings.colocated
+
     def _lose_engine(self, handle: WorkerHandle, cause: str) -> None:
         assert self._pool is not None
         self._pool.lose(handle, cause)
@@ -291,6 +300,8 @@ class WorkerPlacement:
             neighbor_bytes = sum(one.process_bytes for one in held)
             begun = (stage.name, plan.to_json(), 0, "", neighbor_bytes)
             await ask(handle, "begin", *begun, **limits)
+            if not self._takes_turns:
+                await ask(handle, "enter", "rollout", 0, **limits)
         except BaseException:  # it would keep its device
             await self._fleet.cluster.stop(handle)
             raise
