@@ -3,14 +3,20 @@ with weights in shared memory; a process that is killed costs what the others ca
 
 from __future__ import annotations
 
+import base64
+import json
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from system_runs import Answer, Fault, Story, events_of, gyre, read_story, write_config
 
+from etcd_process import EtcdProcess
 from gyre.launch.placement.worker_placement import name_run
 
 pytestmark = [
@@ -152,3 +158,88 @@ def test_rollouts_run_while_the_policy_trains(tmp_path: Path, update: str) -> No
     assert max(stale) == 1.0 and min(stale) >= 0.0, stale
     overlapped = events_of(tmp_path / "runs" / "tiny", "weights.published")
     assert [row["version"] for row in overlapped] == list(range(7))
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
+    (tmp_path / "etcd").mkdir()
+    process = EtcdProcess(tmp_path / "etcd")
+    yield process
+    process.close()
+
+
+def at_etcd(etcd: EtcdProcess) -> dict[str, Any]:
+    rendezvous = {"kind": "etcd", "endpoints": [etcd.url], "lease_s": 2.0}
+    return {**IN_POD, "cluster": {**IN_POD["cluster"], "rendezvous": rendezvous}}
+
+
+def ask_etcd(etcd: EtcdProcess, revision: int) -> tuple[dict[str, tuple[str, int]], int]:
+    """What etcd itself answers: values and leases by key at a revision, and the newest revision."""
+
+    def coded(text: str) -> str:
+        return base64.b64encode(text.encode()).decode()
+
+    body = {"key": coded("/gyre/"), "range_end": coded("/gyre0"), "revision": revision}
+    answer = httpx2.post(f"{etcd.url}/v3/kv/range", json=body, timeout=10.0).json()
+    found = {
+        base64.b64decode(entry["key"]).decode(): (
+            base64.b64decode(entry["value"]).decode(),
+            int(entry.get("lease", 0)),
+        )
+        for entry in answer.get("kvs", ())
+    }
+    return found, int(answer["header"]["revision"])
+
+
+def test_versions_and_leases_are_in_etcd(
+    tmp_path: Path, undisturbed: Story, etcd: EtcdProcess
+) -> None:
+    folder = tmp_path / "run"
+    assert finished(folder, at_etcd(etcd)) == undisturbed
+    prefix = f"/gyre/{name_run(folder / 'runs' / 'tiny')}/"
+    last, newest = ask_etcd(etcd, 0)
+    assert all(key.startswith(prefix[:-1]) for key in last)
+    versions = [
+        json.loads(value) for key, (value, _) in sorted(last.items()) if "/versions/" in key
+    ]
+    assert [row["version"] for row in versions] == [0, 1, 2, 3, 4]
+    assert {(row["epoch"], row["state"]) for row in versions} == {(1, "committed")}
+    members: dict[str, str] = {}
+    for revision in range(2, newest + 1):
+        found, _ = ask_etcd(etcd, revision)
+        for key, (value, lease) in found.items():
+            if "/members/" in key:
+                assert lease > 0, "a member is there as long as its lease"
+                record = json.loads(value)
+                members[record["name"]] = record["role"]
+    assert members == {"driver": "driver", "worker-0": "trainer", "engine-0": "engine"}
+
+
+def test_an_etcd_that_is_killed_and_comes_back_costs_no_step(
+    tmp_path: Path, undisturbed: Story, etcd: EtcdProcess
+) -> None:
+    folder = tmp_path / "run"
+    events = folder / "runs" / "tiny" / "events.jsonl"
+
+    def kill_and_start() -> None:
+        wait_until(lambda: events.exists() and b"step.done" in events.read_bytes(), 120.0)
+        etcd.kill()
+        wait_until(lambda: b"rendezvous.lost" in events.read_bytes(), 60.0)
+        etcd.start()
+
+    with ThreadPoolExecutor(1) as threads:
+        fault = threads.submit(kill_and_start)
+        story = finished(folder, at_etcd(etcd))
+        fault.result(10.0)
+    assert story == undisturbed
+    assert events_of(folder / "runs" / "tiny", "rendezvous.back")
+    last, _ = ask_etcd(etcd, 0)
+    states = [json.loads(value) for key, (value, _) in last.items() if "/versions/" in key]
+    assert {(row["version"], row["state"]) for row in states} >= {(4, "committed")}
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "not in time"
+        time.sleep(0.02)

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from gyre.core.config import Section
+from gyre.distributed.config import RendezvousConfig
 
 
 class ClusterConfig(Section):
@@ -63,6 +64,8 @@ class ClusterConfig(Section):
     progress_tokens: int = Field(default=64, ge=0)
     """Tokens between an engine's reports of a rollout, from which another engine resumes it if the
     first is lost; 0 reports at its end only."""
+    rendezvous: RendezvousConfig = Field(default_factory=RendezvousConfig)
+    """pod: where its processes meet."""
     multicast: bool = False
     """Let NCCL use NVLink multicast. It can put the GPUs of a shared host out of service."""
 

@@ -873,6 +873,17 @@ EVENTS = {
         counted=True,
     ),
     "rendezvous.back": EventKind("The rendezvous answers again.", "endpoint seconds"),
+    "rendezvous.not_told": EventKind(
+        "The rendezvous did not take a record by its deadline; the run goes on without it.",
+        "what reason",
+        counted=True,
+    ),
+    "drop.rendezvous_notes": EventKind(
+        "More records waited for the rendezvous than are kept; the newest was dropped.",
+        "count",
+        counted=True,
+    ),
+    "rendezvous.opened": EventKind("The run's rendezvous was opened.", "kind_of place"),
     "rendezvous.lease_lost": EventKind(
         "A member's lease had ended; it took a new one.",
         "member seconds",

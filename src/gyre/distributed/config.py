@@ -58,9 +58,8 @@ class RendezvousConfig(Section):
     """Where the processes of a pod meet: who is there, which version is offered, what is under
     way."""
 
-    kind: Literal["local", "store", "etcd"] = "local"
-    """local: one process. store: a TCPStore of the driver, which ends with it. etcd: outlives the
-    driver; needs the extra `pod`."""
+    kind: Literal["store", "etcd"] = "store"
+    """store: a TCPStore of the driver, which ends with it. etcd: outlives the driver."""
     endpoints: tuple[str, ...] = ()
     """Client URLs of etcd's members, "http://HOST:PORT" or "https://HOST:PORT"; the next one is
     asked when one does not answer."""

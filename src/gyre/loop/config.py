@@ -132,8 +132,8 @@ def why_not_asynchronous(
     if not separate_weights:
         return (
             f"{wanted} needs engines with weights of their own, and here they read the trainer's "
-            "storage, or share its device: set cluster.kind = 'pod' with cluster.colocated = false, or "
-            "max_staleness = 0"
+            "storage or share its device: set cluster.kind = 'pod' and cluster.colocated = false, "
+            "or max_staleness = 0"
         )
     if batch_invariant:
         return (

@@ -125,6 +125,7 @@ class Ring:
             emit=self._emit,
             epoch=parts.observers.events.attempt,
             restart_engine=config.restart_engine,
+            versions=parts.versions,
         )
         self._evaluator = Rollouts(
             self._engine,

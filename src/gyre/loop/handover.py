@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from gyre.core.contracts import CommitPolicy, EngineLifecycle, PolicyTrainer
 from gyre.core.events import Emit
+from gyre.loop.ports import VersionLog
 
 
 class Handover:
@@ -26,8 +27,10 @@ class Handover:
         emit: Emit,
         epoch: int,
         restart_engine: bool = False,
+        versions: VersionLog | None = None,
     ) -> None:
         """`epoch` marks each version with the attempt at the run that publishes it."""
+        self._versions = versions
         self._trainer, self._lifecycle = trainer, lifecycle
         self._emit, self._epoch = emit, epoch
         self._restart_engine = restart_engine
@@ -50,6 +53,8 @@ class Handover:
             self._emit("handover.engine_started", dummy=True, step=step)
         offer = await self._trainer.register(epoch=self._epoch)
         manifest = offer.manifest
+        if self._versions is not None:
+            await self._versions.offered(offer)
         try:
             await self._lifecycle.prepare(offer)
             await self._lifecycle.commit(manifest.version, policy=policy)
@@ -59,6 +64,8 @@ class Handover:
             )
             await self._roll_back(step)
             raise
+        if self._versions is not None:
+            await self._versions.committed(offer)
         self._emit(
             "weights.published",
             step=step,

@@ -55,6 +55,7 @@ class OfflineLoop:
                 parts.lifecycle,
                 emit=self._emit,
                 epoch=parts.observers.events.attempt,
+                versions=parts.versions,
             )
 
     async def run(self, progress: StageProgress) -> StageProgress:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gyre.core.contracts import EngineLifecycle, PolicyTrainer, PromptSource, RolloutEngine, Scorer
+from gyre.core.offers import Offer
 from gyre.core.records import Phase, Prompt, TrainBatch
 from gyre.loop.stopping import StopRequest
 from gyre.objectives.config import AnyObjective
@@ -64,6 +65,15 @@ class StageSpec:
     seed: int
 
 
+class VersionLog(Protocol):
+    """Where processes of a pod learn of versions. No call fails because nobody can be told;
+    RankError where a newer attempt at the run publishes."""
+
+    async def offered(self, offer: Offer) -> None: ...
+
+    async def committed(self, offer: Offer) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observers:
     """The sinks of the loop's events, samples and spans."""
@@ -84,6 +94,7 @@ class StageParts:
     engine: RolloutEngine | None = None
     lifecycle: EngineLifecycle | None = None
     exports: ExportPort | None = None  # between the steps; None where none is asked for
+    versions: VersionLog | None = None  # None where all processes are told by the loop's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,15 +41,18 @@ class EngineEndpoint:
         *,
         trainer: TrainerEndpoint | None = None,
         ticks: Callable[[], int] = lambda: 0,
+        on_commit: Callable[[int, int], None] = lambda epoch, version: None,
     ) -> None:
         """`engine` is a RolloutEngine and an EngineLifecycle; `trainer` the rank in this process,
         if there is one. `ticks` grows within a step, so that a first one which compiles its kernels
-        is seen to go on."""
+        is seen to go on. `on_commit` hears the epoch and version that the engine serves from now
+        on."""
         self.engine, self._trainer, self._ticks = engine, trainer, ticks
         # calls that are the engine's own
         self.abort, self.stats, self.health = engine.abort, engine.stats, engine.health
-        self.prepare, self.rollback = engine.prepare, engine.rollback
+        self.rollback = engine.rollback
         self.terminate = engine.terminate
+        self._on_commit, self._epoch = on_commit, 0  # of what was prepared last
         self._chunks: list[TokenChunk] = []
         self._ended: list[str] = []
         self._told: asyncio.Event | None = None
@@ -84,15 +87,21 @@ class EngineEndpoint:
     async def prepare_own(self, version: int) -> None:
         """Take the version that the trainer rank in this process has registered."""
         assert self._trainer is not None, "this worker has no trainer rank"
-        await self.engine.prepare(self._trainer.offer(version))
+        await self.prepare(self._trainer.offer(version))
+
+    async def prepare(self, offer: Offer) -> None:
+        await self.engine.prepare(offer)
+        self._epoch = offer.manifest.epoch
 
     async def revert(self, offer: Offer) -> None:
         """Serve the version before the last commit again, which is still where it was offered."""
         await self.engine.prepare(offer, reverts=True)
         await self.engine.commit(offer.version, policy="drain")
+        self._on_commit(offer.manifest.epoch, offer.version)
 
     async def commit(self, version: int, policy: CommitPolicy) -> None:
         await self.engine.commit(version, policy=policy)
+        self._on_commit(self._epoch, version)
 
     async def _read(self, request: Request, stream: Any) -> None:
         open_ = set(range(request.sampling.n)) if isinstance(request.sampling.n, int) else set()

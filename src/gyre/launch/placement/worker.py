@@ -38,6 +38,7 @@ from gyre.launch.factories import (
     make_machine,
     make_policy,
 )
+from gyre.launch.placement.pod_metadata import PodMetadata, open_rendezvous
 from gyre.launch.placement.stage_runtime import StageRuntime
 from gyre.launch.stages import plan_stages
 from gyre.models.hub.folders import LoadFormat
@@ -62,6 +63,7 @@ class WorkerSpec:
     directory: str  # where the driver works; paths in the config are relative to it
     rank: int | None  # None: an engine alone
     has_engine: bool  # beside the rank, or alone
+    shares_process: bool  # whether a rank has its engine in its own process; in a pod none has
     run_id: str  # of the run's shared memory
     world_size: int
     store_host: str
@@ -92,9 +94,30 @@ async def build_rank(context: Context, **fields: Any) -> RankWorker:
             timeout_s=config.parallel.timeout_s,
         )
         group = await loop.run_in_executor(machine.compute, join, seat)
+    metadata = None if spec.shares_process else await _join_pod(context, spec, config)
     # one for each layer that runs
     register_module_forward_pre_hook(lambda module, args: context.tick())
-    return RankWorker(context, spec, config, machine, policy, group)
+    return RankWorker(context, spec, config, machine, policy, group, metadata)
+
+
+async def _join_pod(context: Context, spec: WorkerSpec, config: RunConfig) -> PodMetadata:
+    """Become a member of the pod, for as long as this process shows signs of life."""
+    settings = config.cluster.rendezvous
+    metadata = PodMetadata(
+        open_rendezvous(
+            settings,
+            run_id=spec.run_id,
+            store_host=spec.store_host,
+            store_port=spec.store_port,
+            emit=context.emit,
+        ),
+        name=context.name,
+        role="engine" if spec.rank is None else "trainer",
+        config=settings,
+        emit=context.emit,
+    )
+    await metadata.join()
+    return metadata
 
 
 class RankWorker:
@@ -108,7 +131,9 @@ class RankWorker:
         machine: Machine,
         policy: Policy,
         group: RankGroup | None,
+        metadata: PodMetadata | None,
     ) -> None:
+        self._metadata = metadata  # of this process at the pod's rendezvous
         self._context, self._spec, self._machine = context, spec, machine
         self._config, self._policy, self._group = config, policy, group
         self._device: StageRuntime | None = None
@@ -161,9 +186,16 @@ class RankWorker:
             version = device.trainer.version
         if device.engine is not None:
             self.engine = EngineEndpoint(
-                device.engine, trainer=self.trainer, ticks=lambda: self._context.ticks
+                device.engine,
+                trainer=self.trainer,
+                ticks=lambda: self._context.ticks,
+                on_commit=self._note_serving,
             )
         return version
+
+    def _note_serving(self, epoch: int, version: int) -> None:
+        if self._metadata is not None:
+            self._metadata.note_serving(epoch, version)
 
     def _open_store(self, rank: int) -> Callable[[Offer], PublishedPart]:
         """Return how this rank registers its part of a version for other processes."""

@@ -30,6 +30,7 @@ from gyre.core.liveness import StallLimit
 from gyre.core.records import RoleSpec
 from gyre.distributed.init import child_environment, hold_store
 from gyre.launch.factories import Facts, Machine, make_facts
+from gyre.launch.placement.pod_metadata import PodMetadata, open_rendezvous
 from gyre.launch.placement.step_exports import make_exports
 from gyre.launch.placement.worker import WorkerSpec
 from gyre.launch.stages import Stage
@@ -115,6 +116,7 @@ class WorkerPlacement:
         self._round = uuid.uuid4().hex
         self._group: TrainerGroup | None = None
         self._pool: EnginePool | None = None
+        self._metadata: PodMetadata | None = None
         self._stage: tuple[Stage, Plan] | None = None
         fleet.forward_to(emit)
 
@@ -130,6 +132,8 @@ class WorkerPlacement:
         """Start the ranks; each makes the model, without its weights."""
         facts = make_facts(self._config, tokenizer)
         self._store = hold_store(self._fleet.host, timeout_s=self._settings.start_deadline_s)
+        if not self._fleet.ranks_have_engines:
+            await self._join_pod()
         names = [f"worker-{rank}" for rank in range(self._fleet.num_workers)]
         self._emit("cluster.starting", workers=names, engine_workers=self._fleet.engine_workers)
         starts = [
@@ -140,6 +144,23 @@ class WorkerPlacement:
             "cluster.started", workers={handle.name: handle.place for handle in self._handles}
         )
         return facts
+
+    async def _join_pod(self) -> None:
+        """Open the rendezvous, where the sidecars meet and versions are registered."""
+        settings, host, port = self._settings.rendezvous, self._fleet.host, self._store.port
+        opened = open_rendezvous(
+            settings,
+            run_id=name_run(self._folder),
+            store_host=host,
+            store_port=port,
+            emit=self._emit,
+        )
+        place = ", ".join(settings.endpoints) or f"{host}:{port}"
+        self._emit("rendezvous.opened", kind_of=settings.kind, place=place)
+        self._metadata = PodMetadata(
+            opened, name="driver", role="driver", config=settings, emit=self._emit
+        )
+        await self._metadata.join()
 
     async def look_through(self, path: Path) -> list[Fault]:
         what = f"looking through {path.name}"
@@ -177,6 +198,7 @@ class WorkerPlacement:
             snapshots=SpreadSnapshots(group, stall_limit=self.stall_limit),
             engine=self._pool,
             lifecycle=self._pool,
+            versions=self._metadata,
             exports=make_exports(
                 self._config, self._folder, self._export_live, lambda: self.version, self._emit
             ),
@@ -230,6 +252,9 @@ class WorkerPlacement:
         if self._pool is not None:
             await self._pool.close()
         await self._fleet.stop_workers()
+        metadata, self._metadata = self._metadata, None
+        if metadata is not None:
+            await metadata.leave()
         self._store = None
 
     @property
@@ -316,6 +341,7 @@ class WorkerPlacement:
             directory=str(Path.cwd()),
             rank=rank,
             has_engine=rank is None or fleet.ranks_have_engines,
+            shares_process=fleet.ranks_have_engines,
             run_id=name_run(self._folder),
             world_size=fleet.num_workers,
             store_host=fleet.host,
@@ -351,8 +377,9 @@ class WorkerPlacement:
 
 
 def name_run(folder: Path) -> str:
-    """Return a run's name in shared memory: alike in each attempt at it. Pure."""
-    return hashlib.blake2b(str(folder.absolute()).encode(), digest_size=8).hexdigest()
+    """Return a run's name in shared memory and at a rendezvous: alike in each attempt at it."""
+    known = f"{folder.absolute()}:{(folder / 'config.toml').stat().st_mtime_ns}"
+    return hashlib.blake2b(known.encode(), digest_size=8).hexdigest()
 
 
 class SpreadSnapshots:
