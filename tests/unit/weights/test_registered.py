@@ -85,6 +85,29 @@ def test_any_layout_arrives_and_is_undone(num_tensor_ranks, num_shards, bucket_b
     assert told[0][1]["size_bytes"] >= sum(tensor.nbytes for tensor in own.values())
 
 
+@settings(deadline=None, max_examples=15)
+@given(
+    counts=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    num_ranks=st.integers(1, 3),
+    bucket_bytes=st.integers(64, 400),
+)
+def test_dtypes_may_be_mixed(counts, num_ranks, bucket_bytes):
+    dtypes = (torch.bfloat16, torch.float32, torch.uint8, torch.float64, torch.int16)
+    new = {
+        f"t{index}": torch.arange(count).to(dtypes[index % len(dtypes)]) + 1
+        for index, count in enumerate(counts)
+    }
+    own = {name: torch.zeros_like(tensor) for name, tensor in new.items()}
+    with shared_folder() as folder, stores_of(folder, num_ranks) as stores:
+        offer = register(stores, new, version=1)
+        swap = ReadOver(offer, own, parts=opener_of(folder), emit=silent, bucket_bytes=bucket_bytes)
+        swap.run()
+        assert same(own, new)
+        swap.undo()
+        assert not any(tensor.any() for tensor in own.values())
+        swap.settle()
+
+
 @pytest.fixture
 def folder():
     with shared_folder() as found:
