@@ -205,6 +205,38 @@ def test_an_engine_with_other_numbers_keeps_them_itself(crowded):
     assert same(own, before) and told == ["host", "host"]
 
 
+def test_a_prepared_version_outlives_its_publishers_files(folder):
+    """They are mapped: another publisher of the same names changes nothing."""
+    own, parts, told = whole_tensors(0), opener_of(folder), []
+
+    def prepare(offer):
+        return ReadOver(
+            offer,
+            own,
+            parts=parts,
+            emit=lambda kind, **fields: told.append(fields["undo_from"]),
+            free_bytes=lambda device: 0,
+        )
+
+    with stores_of(folder, 2) as stores:
+        first = prepare(register(stores, whole_tensors(1), version=1))
+        first.run()
+        first.settle()
+        second = prepare(register(stores, whole_tensors(2), version=2))
+    with stores_of(folder, 2) as stores:
+        third = register(stores, whole_tensors(3), version=3, epoch=1)
+        second.run()
+        assert same(own, whole_tensors(2)) and told == ["host", "host"]
+        second.undo()
+        assert same(own, whole_tensors(1))
+        second.run()
+        second.settle()
+        last = prepare(third)
+        last.run()
+        last.settle()
+        assert same(own, whole_tensors(3))
+
+
 def test_a_publisher_that_is_past_the_last_version_is_not_counted_on(crowded):
     own, told, prepare, publish = crowded
     first = prepare(publish(1))
