@@ -11,6 +11,7 @@ speed of its memory. The first version is slower, by the page-locking of the slo
 from __future__ import annotations
 
 import argparse
+import hashlib
 import multiprocessing
 import statistics
 import tempfile
@@ -25,7 +26,8 @@ from torch import Tensor
 
 from gyre.cluster.worker.frames import decode, encode
 from gyre.core.offers import LocalTensors, Offer
-from gyre.weights.manifest import checksum, make_manifest
+from gyre.core.records import Manifest
+from gyre.weights.manifest import checksum, find_faults, make_manifest
 from gyre.weights.registered import ReadOver
 from gyre.weights.transports.addresses import host_id
 from gyre.weights.transports.opened import PartOpener, Reading
@@ -67,6 +69,7 @@ def main() -> None:
             store.close()
             engine.kill()
             engine.join(DEADLINE_S)
+    received["checksums"] = checksum_rates(tensors, size_bytes)
     report(args, size_bytes, registered, received, began_s)
 
 
@@ -169,6 +172,29 @@ def receive_all(source: Connection, args: argparse.Namespace, folder: str) -> No
     source.send_bytes(encode({"seconds": found, "undo_from": kept[-1]}))
 
 
+def checksum_rates(tensors: dict[str, Tensor], size_bytes: int) -> dict[str, float]:
+    """GB/s of checksums: of all tensors where they are, of host memory, and of blake2b, which the
+    manifests had before."""
+    host = torch.ones(1 << 26, dtype=torch.int16)
+    data = host[: 1 << 25].numpy().tobytes()
+    rates = {}
+    for name, count, work in (
+        ("here", size_bytes, lambda: find_faults(manifest_of(0, tensors), tensors)),
+        ("host", host.nbytes, lambda: checksum(host)),
+        ("blake2b", len(data), lambda: hashlib.blake2b(data, digest_size=8).digest()),
+    ):
+        work()
+        began_s = time.monotonic()
+        work()
+        passes = 2 if name == "here" else 1  # one to make the manifest, one to verify it
+        rates[name] = round(passes * count / (time.monotonic() - began_s) / 1e9, 2)
+    return rates
+
+
+def manifest_of(version: int, tensors: dict[str, Tensor]) -> Manifest:
+    return make_manifest(version, tensors, shared=False, checksums=True)
+
+
 def report(
     args: argparse.Namespace,
     size_bytes: int,
@@ -197,6 +223,7 @@ def report(
             "gb_per_s": {name: round(size_bytes / one / 1e9, 2) for name, one in medians.items()},
             "median_s": {name: round(one, 4) for name, one in medians.items()},
             "first_s": {name: round(runs[0], 3) for name, runs in seconds.items()},
+            "checksum_gb_per_s": received["checksums"],
             "undo_from": received["undo_from"],
             "script_s": round(time.monotonic() - began_s, 1),
         },

@@ -52,7 +52,7 @@ def free_bytes_of(device: torch.device) -> int:
     return psutil.virtual_memory().available
 
 
-class _Reading:
+class _VersionReader:
     """The parts of one version, and how they are copied over an engine's numbers."""
 
     def __init__(
@@ -192,7 +192,7 @@ class ReadOver:
         self._device = next(iter(own.values())).device
         # where the last version is: in memory, or to be read again
         self._keeper: _Keeper | None = None
-        self._last: _Reading | None = None
+        self._last: _VersionReader | None = None
         self._has_run = False
         self._stack = ExitStack()
         with ExitStack() as stack:
@@ -245,11 +245,11 @@ class ReadOver:
     def _forget(self) -> None:
         self._keeper = self._last = None
 
-    def _open(self, offer: Offer, stack: ExitStack) -> _Reading:
+    def _open(self, offer: Offer, stack: ExitStack) -> _VersionReader:
         found = stack.enter_context(self._opener.open_parts(offer))
-        return _Reading(offer, found, self._own, self._bucket_bytes)
+        return _VersionReader(offer, found, self._own, self._bucket_bytes)
 
-    def _open_last(self) -> _Reading | None:
+    def _open_last(self) -> _VersionReader | None:
         """Open the version that the engine has to the bit, if its publisher has it still."""
         last = self._opener.last
         if last is None or find_faults(last.manifest, self._own):

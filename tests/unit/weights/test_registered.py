@@ -85,6 +85,29 @@ def test_any_layout_arrives_and_is_undone(num_tensor_ranks, num_shards, bucket_b
     assert told[0][1]["size_bytes"] >= sum(tensor.nbytes for tensor in own.values())
 
 
+@settings(deadline=None, max_examples=15)
+@given(
+    counts=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    num_ranks=st.integers(1, 3),
+    bucket_bytes=st.integers(64, 400),
+)
+def test_dtypes_may_be_mixed(counts, num_ranks, bucket_bytes):
+    dtypes = (torch.bfloat16, torch.float32, torch.uint8, torch.float64, torch.int16)
+    new = {
+        f"t{index}": torch.arange(count).to(dtypes[index % len(dtypes)]) + 1
+        for index, count in enumerate(counts)
+    }
+    own = {name: torch.zeros_like(tensor) for name, tensor in new.items()}
+    with shared_folder() as folder, stores_of(folder, num_ranks) as stores:
+        offer = register(stores, new, version=1)
+        swap = ReadOver(offer, own, parts=opener_of(folder), emit=silent, bucket_bytes=bucket_bytes)
+        swap.run()
+        assert same(own, new)
+        swap.undo()
+        assert not any(tensor.any() for tensor in own.values())
+        swap.settle()
+
+
 @pytest.fixture
 def folder():
     with shared_folder() as found:
@@ -180,6 +203,38 @@ def test_an_engine_with_other_numbers_keeps_them_itself(crowded):
     swap.run()
     swap.undo()
     assert same(own, before) and told == ["host", "host"]
+
+
+def test_a_prepared_version_outlives_its_publishers_files(folder):
+    """They are mapped: another publisher of the same names changes nothing."""
+    own, parts, told = whole_tensors(0), opener_of(folder), []
+
+    def prepare(offer):
+        return ReadOver(
+            offer,
+            own,
+            parts=parts,
+            emit=lambda kind, **fields: told.append(fields["undo_from"]),
+            free_bytes=lambda device: 0,
+        )
+
+    with stores_of(folder, 2) as stores:
+        first = prepare(register(stores, whole_tensors(1), version=1))
+        first.run()
+        first.settle()
+        second = prepare(register(stores, whole_tensors(2), version=2))
+    with stores_of(folder, 2) as stores:
+        third = register(stores, whole_tensors(3), version=3, epoch=1)
+        second.run()
+        assert same(own, whole_tensors(2)) and told == ["host", "host"]
+        second.undo()
+        assert same(own, whole_tensors(1))
+        second.run()
+        second.settle()
+        last = prepare(third)
+        last.run()
+        last.settle()
+        assert same(own, whole_tensors(3))
 
 
 def test_a_publisher_that_is_past_the_last_version_is_not_counted_on(crowded):

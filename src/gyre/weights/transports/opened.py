@@ -86,9 +86,9 @@ class PartOpener:
             yield tuple(parts)
 
     def close(self) -> None:
-        """End all use of shared memory."""
+        """Keep nothing mapped, once the parts that are open are closed."""
         for slot in self._slots.values():
-            slot.close()
+            slot.retire()
         self._slots.clear()
 
     def _open(self, part: RegisteredPart, manifest: Manifest) -> PartReader:
@@ -113,7 +113,7 @@ class PartOpener:
 
     def _map(self, name: str) -> MappedSlot:
         for known in [known for known, slot in self._slots.items() if not slot.is_current]:
-            self._slots.pop(known).close()  # its publisher has ended, or took another file
+            self._slots.pop(known).retire()  # its publisher has ended, or took another file
         if name not in self._slots:
             reading = self._reading
             self._slots[name] = MappedSlot(reading.folder, name, pin=reading.pin)

@@ -70,6 +70,7 @@ class MappedSlot:
 
     def __init__(self, folder: Path, name: str, *, pin: bool) -> None:
         self._folder, self._name = folder, name
+        self._users, self._is_retired = 0, False
         self.file = SlotFile(folder, name, writable=pin)
         try:
             size_bytes = self.file.status.st_size
@@ -95,18 +96,32 @@ class MappedSlot:
     def view(self, start: int, stop: int) -> Tensor:
         return self._mapped.bytes_N[HEADER_BYTES + start : HEADER_BYTES + stop]
 
-    def close(self) -> None:
-        self._mapped.close()
-        self.file.close()
+    def use(self) -> None:
+        self._users += 1
+
+    def release(self) -> None:
+        self._users -= 1
+        self._close_unused()
+
+    def retire(self) -> None:
+        """Close it as soon as nobody uses it."""
+        self._is_retired = True
+        self._close_unused()
+
+    def _close_unused(self) -> None:
+        if self._is_retired and not self._users:
+            self._mapped.close()
+            self.file.close()
 
 
 class SharedMemoryPart:
-    """A PartReader over the publisher's own pages. The slot belongs to the caller."""
+    """A PartReader over the publisher's own pages."""
 
     def __init__(self, slot: MappedSlot, *, epoch: int, version: int, size_bytes: int) -> None:
         """InputError for a slot of another version, SnapshotError for one that is not whole."""
         self._slot = slot
         self._header = slot.file.find(epoch=epoch, version=version, size_bytes=size_bytes)
+        slot.use()
 
     def view(self, start: int, stop: int) -> Tensor:
         return self._slot.view(start, stop)
@@ -118,4 +133,5 @@ class SharedMemoryPart:
     def check(self) -> None:
         self._slot.file.check(self._header)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._slot.release()

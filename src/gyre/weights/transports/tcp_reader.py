@@ -133,7 +133,15 @@ class TcpPart:
             self._request(connection, start + at, out[at : at + PIECE_BYTES])
 
     def _request(self, connection: socket.socket, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes that were the version's from the first to the last."""
+        """Fill `out` with bytes that were the version's from the first to the last. After an error
+        the connection is closed: what it would say next is not known."""
+        try:
+            self._ask(connection, start, out)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _ask(self, connection: socket.socket, start: int, out: memoryview) -> None:
         peer, ends_at = str(self._address), time.monotonic() + self._deadline_s
         request = replace(self._nothing, start=start, size_bytes=len(out))
         try:

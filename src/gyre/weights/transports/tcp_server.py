@@ -6,12 +6,11 @@ It needs no store: a process that outlives the trainer may serve what the traine
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from gyre.core.errors import ConfigError, DeadlineError, GyreError, InputError
@@ -36,7 +35,7 @@ from gyre.weights.transports.tcp_wire import (
 )
 
 HANDSHAKE_S = 10.0
-RETRY_S = 0.1  # after an error of accept, which may last
+RETRY_S = 1.0  # after an error of accept, which may last
 # dead peers: asked after 60 s of silence, every 10 s, given up after 6
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
 
@@ -173,29 +172,22 @@ class PartServer:
     def _answer(self, connection: socket.socket, request: PartRequest) -> None:
         connection.settimeout(self._deadline_s)
         try:
-            file = self._find(request)
-        except GyreError as error:
-            code = NOT_THERE if isinstance(error, InputError) else TORN
-            connection.sendall(pack_answer(PartAnswer(code=code, message=error.message)))
-            return
-        try:
-            header = file.find(
-                epoch=request.epoch, version=request.version, size_bytes=request.part_bytes
-            )
-            if request.start + request.size_bytes > request.part_bytes:
-                raise InputError(f"{request.name} has no such bytes")
-            connection.sendall(pack_answer(PartAnswer(code=OK, sequence=header.sequence)))
-            with os.fdopen(os.dup(file.handle), "rb") as pages:
+            with closing(self._find(request)) as file:
+                header = file.find(
+                    epoch=request.epoch, version=request.version, size_bytes=request.part_bytes
+                )
+                if request.start + request.size_bytes > request.part_bytes:
+                    raise InputError(f"{request.name} has no such bytes")
+                whole = PartAnswer(code=OK, sequence=header.sequence)
+                connection.sendall(pack_answer(whole))
                 if request.size_bytes:
-                    connection.sendfile(pages, HEADER_BYTES + request.start, request.size_bytes)
-            file.check(header)
+                    with open(file.handle, "rb", buffering=0, closefd=False) as pages:
+                        connection.sendfile(pages, HEADER_BYTES + request.start, request.size_bytes)
+                file.check(header)
         except GyreError as error:
             code = NOT_THERE if isinstance(error, InputError) else TORN
-            connection.sendall(pack_answer(PartAnswer(code=code, message=error.message)))
-        else:
-            connection.sendall(pack_answer(PartAnswer(code=OK, sequence=header.sequence)))
-        finally:
-            file.close()
+            whole = PartAnswer(code=code, message=error.message)
+        connection.sendall(pack_answer(whole))
 
     def _find(self, request: PartRequest) -> SlotFile:
         named = name_parts(request.name)

@@ -23,7 +23,7 @@ from gyre.core.errors import InputError, MemoryBudgetError, SnapshotError
 from gyre.core.offers import Offer, RegisteredPart, RegisteredShards
 from gyre.weights.transports.addresses import host_id
 from gyre.weights.transports.opened import Reading, open_shards
-from gyre.weights.transports.shared_memory import SharedMemoryStore
+from gyre.weights.transports.shared_memory import SharedMemoryStore, group_room
 from gyre.weights.transports.slot_header import HEADER_BYTES, SlotHeader, pack
 from gyre.weights.transports.tcp_server import PartServer
 from part_cases import RUN, TOKEN, filled, register, shared_folder, silent, stores_of, whole_tensors
@@ -281,6 +281,55 @@ def test_a_full_shared_memory_is_told_before_a_byte_is_written(small):
         fits = {"a": whole["a"][:8000]}
         offer = register(stores, fits, version=1)
         assert same(read(offer, small), fits)
+
+
+def test_a_containers_limit_is_told_before_the_system_ends_it(folder, tmp_path):
+    """What the cache of files takes is given back by the system."""
+    assert group_room(tmp_path) is None
+    for name, text in (
+        ("memory.max", "100000\n"),
+        ("memory.current", "70000\n"),
+        ("memory.stat", "anon 5\ninactive_file 6000\nactive_file 4000\nshmem 9\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    assert group_room(tmp_path) == 40_000
+    with stores_of(folder, 1, group=tmp_path) as stores:
+        with pytest.raises(MemoryBudgetError, match="container has 40000 of 44096 bytes left"):
+            register(stores, {"a": torch.ones(20_000, dtype=torch.bfloat16)}, version=1)
+        assert names(folder) == []
+        register(stores, {"a": torch.ones(10_000, dtype=torch.bfloat16)}, version=1)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert group_room(tmp_path) is None
+
+
+def test_a_file_of_anothers_in_the_place_of_a_slot_is_left_alone(folder):
+    path = folder / f"gyre-{RUN}-0-0"
+    path.write_bytes(b"not ours")
+    with stores_of(folder, 1) as stores:
+        with pytest.raises(InputError, match="and another content"):
+            register(stores, whole_tensors(1), version=1)
+        assert names(folder) == [path.name] and path.read_bytes() == b"not ours"
+        path.unlink()
+        register(stores, whole_tensors(1), version=1)
+        path.unlink()  # by an operator; then somebody else has the name
+        path.write_bytes(b"not ours")
+    assert names(folder) == [path.name]
+
+
+def test_ranks_that_a_resumed_run_no_longer_has_leave_nothing(folder):
+    told = []
+    emit = lambda kind, **fields: told.append(fields["count"])  # noqa: E731
+    with child(folder) as publisher:
+        publisher.register(1)
+        for slot in (0, 1):  # as of a second rank that died with the first
+            data = (folder / f"gyre-{RUN}-0-{slot}").read_bytes()
+            moved = pack(SlotHeader(run_id=RUN, owner=1, sequence=2)) + data[80:]
+            (folder / f"gyre-{RUN}-1-{slot}").write_bytes(moved)
+    with stores_of(folder, 1, emit=emit) as stores:
+        register(stores, whole_tensors(2), version=2, epoch=1)
+        assert len(names(folder)) == 4 and not told
+        register(stores, whole_tensors(3), version=3, epoch=1)
+        assert len(names(folder)) == 2 and told == [2]
 
 
 def test_an_error_while_a_part_is_written_registers_nothing(folder):
