@@ -22,8 +22,6 @@ from gyre.core.events import Emit
 from gyre.core.offers import Offer
 from gyre.distributed.config import RendezvousConfig
 from gyre.distributed.rendezvous.contract import Rendezvous
-from gyre.distributed.rendezvous.etcd import EtcdRendezvous
-from gyre.distributed.rendezvous.etcd_gateway import EtcdGateway, TlsFiles
 from gyre.distributed.rendezvous.metadata_store import MetadataStore
 from gyre.distributed.rendezvous.tcp_store import StoreRendezvous
 
@@ -36,6 +34,10 @@ def open_rendezvous(
     """Connect to the run's keys: at etcd, or in the driver's TCPStore. The store has none of an
     earlier attempt; etcd has."""
     if config.kind == "etcd":
+        # here, since its HTTP client comes with the extra `pod`
+        from gyre.distributed.rendezvous.etcd import EtcdRendezvous
+        from gyre.distributed.rendezvous.etcd_gateway import EtcdGateway, TlsFiles
+
         tls = TlsFiles(ca=config.ca_file, cert=config.cert_file, key=config.key_file)
         gateway = EtcdGateway(config.endpoints, emit=emit, tls=tls)
         return EtcdRendezvous(gateway, prefix=f"/gyre/{run_id}/", emit=emit)

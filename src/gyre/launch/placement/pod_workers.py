@@ -8,6 +8,7 @@ pickle.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ class PodWorkers:
     def __init__(self, config: RunConfig) -> None:
         """ConfigError when this host has too few GPUs."""
         settings = config.cluster
+        if settings.rendezvous.kind == "etcd" and importlib.util.find_spec("httpx2") is None:
+            raise ConfigError(
+                "cluster.rendezvous.kind = 'etcd': the HTTP client for etcd is not installed",
+                hint="pip install 'gyre-rl[pod]'",
+            )
         num_gpus = torch.cuda.device_count() if config.run.device != "cpu" else 0
         self._on_gpus = num_gpus > 0
         self._colocated = settings.colocated
