@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gyre.core.offers import LocalShards, Offer
 from gyre.core.records import Manifest
-from gyre.distributed.process_group import alone
+from gyre.distributed.process_group import RankGroup
 from gyre.weights.gather import ShardSource
 from gyre.weights.shards import ShardLayout, row_layout
 from gyre.weights.transports.publish import join_parts, publish_part
@@ -53,9 +53,9 @@ def shard_offer(
     layout: ShardLayout, whole: dict[str, Tensor], holder: int, *, version: int, epoch: int = 0
 ) -> Offer:
     """What one rank of a sharded trainer offers of its float32 tensors."""
-    source = ShardSource(
-        layout, held_by(layout, whole, holder), group=alone(), dtype=torch.bfloat16
-    )
+    device = next(iter(whole.values())).device
+    group = RankGroup(name="test", rank=holder, size=layout.num_holders, device=device)
+    source = ShardSource(layout, held_by(layout, whole, holder), group=group, dtype=torch.bfloat16)
     manifest = Manifest(version=version, entries=(), shared=False, epoch=epoch)
     return Offer(manifest=manifest, source=LocalShards(shards=source))
 
