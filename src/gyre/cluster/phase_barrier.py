@@ -46,12 +46,18 @@ class ClusterGate:
         self._emit, self._calls = emit, StallLimit(key=CALLS, seconds=deadline_s)
         self._watchdog = Watchdog(ranks, emit=emit, hang_s=hang_s)
 
+    def note(self, name: str, holdings: DeviceHoldings) -> None:
+        """Take what a worker says that it has, when it has begun."""
+        self._held[name] = holdings
+
     async def enter(self, phase: Phase, *, step: int) -> None:
         """MemoryBudgetError of the first worker that could not; the others have moved theirs by
         then. RankError when a rank's worker broke or the ranks hang."""
         engines = self._engines()
         colocated = bool(self._neighbors)
         engines_first = colocated and phase in RANKS_ALONE
+        if colocated:
+            await self._look_at(self._ranks if engines_first else engines)
         alone: list[asyncio.Future[Any]] = []
         if engines_first:
             alone = self._ask(engines, phase, step)
@@ -88,6 +94,13 @@ class ClusterGate:
                 held[handle.name] = result.component_bytes
         self._learn(engines, answers)
         self._emit("cluster.memory", phase=phase, step=step, device_bytes=held)
+
+    async def _look_at(self, handles: Sequence[WorkerHandle]) -> None:
+        """Ask workers what they have now: work of the last phase may have left more than they had
+        when they entered it. One that is lost is found by its `enter`."""
+        deadline_s = self._calls.seconds
+        calls = (ask(handle, "holdings", deadline_s=deadline_s) for handle in handles)
+        self._learn(handles, await asyncio.gather(*calls, return_exceptions=True))
 
     def _ask(
         self, engines: Sequence[WorkerHandle], phase: Phase, step: int

@@ -243,7 +243,10 @@ class ReadOver:
             self._keeper.keep(homes)
 
     def _forget(self) -> None:
+        kept_any = self._keeper is not None
         self._keeper = self._last = None
+        if kept_any and self._device.type == "cuda":
+            torch.cuda.empty_cache()  # other processes of the device need the room
 
     def _open(self, offer: Offer, stack: ExitStack) -> _VersionReader:
         found = stack.enter_context(self._opener.open_parts(offer))

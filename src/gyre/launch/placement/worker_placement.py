@@ -116,6 +116,7 @@ class WorkerPlacement:
         self._round = uuid.uuid4().hex
         self._group: TrainerGroup | None = None
         self._pool: EnginePool | None = None
+        self._gate: ClusterGate | None = None
         self._metadata: PodMetadata | None = None
         self._stage: tuple[Stage, Plan] | None = None
         fleet.forward_to(emit)
@@ -181,9 +182,7 @@ class WorkerPlacement:
             f"start of stage {stage.name}", "begin", *begun, stall_limit=self.stall_limit
         )
         group.version = versions[0]
-        if plan.kv_pages > 0:
-            self._pool = await self._make_pool(group.version)
-        gate = ClusterGate(
+        gate = self._gate = ClusterGate(
             self._handles,
             emit=self._emit,
             deadline_s=self._settings.call_deadline_s,
@@ -192,6 +191,8 @@ class WorkerPlacement:
             on_lost=self._lose_engine,
             neighbors=self._neighbors(),
         )
+        if plan.kv_pages > 0:
+            self._pool = await self._make_pool(group.version)
         return StageParts(
             trainer=group,
             gate=gate,
@@ -314,7 +315,7 @@ class WorkerPlacement:
 
     async def start_engine(self, name: str) -> WorkerHandle:
         """Start a worker with an engine alone, on dummy weights."""
-        assert self._stage is not None
+        assert self._stage is not None and self._gate is not None
         stage, plan = self._stage
         handle = await self._fleet.cluster.start(self._spec(name, None))
         try:
@@ -327,6 +328,8 @@ class WorkerPlacement:
             await ask(handle, "begin", *begun, **limits)
             if not self._takes_turns:
                 await ask(handle, "enter", "rollout", 0, **limits)
+            if beside:
+                self._gate.note(name, await ask(handle, "holdings", **limits))
         except BaseException:  # it would keep its device
             await self._fleet.cluster.stop(handle)
             raise

@@ -132,6 +132,7 @@ def test_an_engine_that_cannot_begin_its_stage_does_not_keep_its_device(monkeypa
         _spec=lambda name, rank: name,
         _neighbors=dict,
         _takes_turns=True,
+        _gate=object(),
         _handles=[],
         _settings=SimpleNamespace(start_deadline_s=1.0),
         _emit=lambda kind, **fields: None,
