@@ -45,9 +45,9 @@ def receive(
     emit: Emit,
 ) -> Swap:
     """Receive a version beside the running one and verify it; nothing of `own` is written.
-    `shared`: the engine was built on its trainer's tensors. `parts`: what opens
-    registered ones. InputError for a version that the
-    engine cannot take, SnapshotError for one that is not whole."""
+    `shared`: the engine was built on its trainer's tensors. `parts` opens what was registered.
+    InputError for a version that the engine cannot take, SnapshotError for one that is not
+    whole."""
     match offer.source:
         case SharedStorage(tensors=tensors) if shared and shares_storage(tensors, own):
             return VersionBump()

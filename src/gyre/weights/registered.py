@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import Literal
 
 import psutil
@@ -60,6 +61,7 @@ class _VersionReader:
         offer: Offer,
         parts: tuple[OpenPart, ...],
         own: Mapping[str, Tensor],
+        *,
         bucket_bytes: int,
     ) -> None:
         self.offer, self._parts, self._own = offer, parts, own
@@ -204,12 +206,12 @@ class ReadOver:
     def run(self) -> None:
         assert self._keeper is None and self._last is None, "this swap has run already"
         size_bytes = sum(tensor.nbytes for tensor in self._own.values())
-        room = self._free_bytes(self._device)
-        undo_from = choose_undo(size_bytes=size_bytes, free_bytes=room, has_last=True)
-        if undo_from == "publisher" and (last := self._open_last()) is None:
-            undo_from = choose_undo(size_bytes=size_bytes, free_bytes=room, has_last=False)
-        elif undo_from == "publisher":
-            self._last = last
+        choose = partial(
+            choose_undo, size_bytes=size_bytes, free_bytes=self._free_bytes(self._device)
+        )
+        if choose(has_last=True) == "publisher":
+            self._last = self._open_last()
+        undo_from = choose(has_last=self._last is not None)
         if undo_from != "publisher":
             keep_on = self._device if undo_from == "device" else torch.device("cpu")
             self._keeper = _Keeper(keep_on)
@@ -250,7 +252,7 @@ class ReadOver:
 
     def _open(self, offer: Offer, stack: ExitStack) -> _VersionReader:
         found = stack.enter_context(self._opener.open_parts(offer))
-        return _VersionReader(offer, found, self._own, self._bucket_bytes)
+        return _VersionReader(offer, found, self._own, bucket_bytes=self._bucket_bytes)
 
     def _open_last(self) -> _VersionReader | None:
         """Open the version that the engine has to the bit, if its publisher has it still."""
