@@ -3,6 +3,7 @@ folder. Out: its client URL."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -11,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,9 +75,20 @@ class EtcdProcess:
         self.process.wait(20)
         self.process = None
 
-    def send(self, signum: signal.Signals) -> None:
+    def end(self) -> None:
+        """End it with SIGTERM, so that it may say goodbye to its clients."""
         assert self.process is not None
-        self.process.send_signal(signum)
+        self.process.terminate()
+        self.process.wait(20)
+        self.process = None
+
+    def stop(self) -> None:
+        assert self.process is not None
+        stop_process(self.process)
+
+    def go_on(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
 
     def copy_data(self, name: str) -> Path:
         """Copy the data of a killed etcd."""
@@ -91,6 +104,13 @@ class EtcdProcess:
     def close(self) -> None:
         if self.process is not None:
             self.kill()
+
+
+def stop_process(process: subprocess.Popen[Any]) -> None:
+    """Stop a child, and return when all its threads stand still."""
+    process.send_signal(signal.SIGSTOP)
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
 
 
 def free_ports(number: int) -> list[int]:

@@ -3,7 +3,8 @@ watches. In: the store of `hold_store`. Out: the contract, weaker in four ways.
 
 Commits are entries of one shared log: `compare_set` gives each slot to one writer. Every process
 applies the log to a table of its own, so all agree on what was refused. A lease is a counter that
-its holder raises; a process that sees it still for long enough appends its end.
+its holder raises; a process that sees it still for long enough appends its end. Every 1,000 entries
+the one who wrote the last leaves a snapshot, and the log before the snapshot before is given up.
 
 Weaker than etcd: the store is as mortal as the process that holds it, and calls fail for good when
 that is gone. News come by polling. A lease ends only while another process looks, and late where it
@@ -36,10 +37,13 @@ from gyre.distributed.rendezvous.contract import (
     Lease,
     LeaseLost,
 )
-from gyre.distributed.rendezvous.table import CommitResult, KeyTable, revision_of
+from gyre.distributed.rendezvous.table import CommitResult, KeyTable, TableSnapshot, revision_of
 
 POLL_S = 0.05  # between two looks for news
+CLOSE_S = 5.0  # for the task that follows the store
 OBSERVE_S = 0.2  # between two looks at the leases
+TRIM_EVERY = 1_000  # entries of the log
+NEWEST = "snapshot"  # key of the slot that the newest snapshot is followed by
 
 T = TypeVar("T")
 
@@ -54,6 +58,7 @@ class LogEntry:
     checks: tuple[KeyCheck, ...] = ()
     grant_s: float = 0.0
     end: int = 0
+    is_trimmed: bool = False  # the entry was given up: a snapshot has what it led to
 
 
 class StillLeases:
@@ -156,9 +161,10 @@ class StoreRendezvous:
                     await changed.wait()
 
     async def close(self) -> None:
+        self._thread.shutdown(wait=False)
         if self._follower is not None:
             self._follower.cancel()
-        self._thread.shutdown(wait=False)
+            await asyncio.wait([self._follower], timeout=CLOSE_S)
 
     async def _run(self, work: Callable[[], T], deadline_s: float) -> T:
         """Do work on the store's thread. DeadlineError when it is late, or the store is gone."""
@@ -207,9 +213,24 @@ class StoreRendezvous:
             self._catch_up()
             slot = self._next
             taken = self._store.compare_set(f"log/{slot}", "", text)
-            outcome = self._apply(taken)
+            result = self._apply(taken)
             if taken.decode() == text:
-                return slot, outcome
+                if self._next % TRIM_EVERY == 0:
+                    self._trim(self._next)
+                return slot, result
+
+    def _trim(self, slot: int) -> None:
+        """Leave a snapshot of all before a slot. Readers of the last entries are still served by
+        the log, those of older ones by a snapshot; so two snapshots stay."""
+        text = msgspec.json.encode(self._table.snapshot()).decode()
+        self._store.set(f"{NEWEST}/{slot}", text)
+        newest = int(self._store.compare_set(NEWEST, "", f"{slot}"))
+        while newest < slot:
+            newest = int(self._store.compare_set(NEWEST, f"{newest}", f"{slot}"))
+        trimmed = msgspec.json.encode(LogEntry(writer="", is_trimmed=True)).decode()
+        for old in range(max(0, slot - 2 * TRIM_EVERY), slot - TRIM_EVERY):
+            self._store.set(f"log/{old}", trimmed)
+        self._store.delete_key(f"{NEWEST}/{slot - 2 * TRIM_EVERY}")
 
     def _catch_up(self) -> None:
         while self._store.check([f"log/{self._next}"]):
@@ -217,6 +238,11 @@ class StoreRendezvous:
 
     def _apply(self, text: bytes) -> CommitResult:
         entry = msgspec.json.decode(text, type=LogEntry)
+        if entry.is_trimmed:
+            self._next = int(self._store.get(NEWEST))
+            taken = self._store.get(f"{NEWEST}/{self._next}")
+            self._table.load(msgspec.json.decode(taken, type=TableSnapshot))
+            return CommitResult()
         self._next += 1
         if entry.grant_s:
             self._table.grant(Lease(id=self._next, ttl_s=entry.grant_s))
