@@ -26,33 +26,39 @@ class EtcdProcess:
     def __init__(self, folder: Path, *flags: str, scheme: str = "http") -> None:
         if shutil.which("etcd") is None:
             pytest.skip("etcd is not installed (Debian: etcd-server)")
+        folder.mkdir(exist_ok=True)
         self.folder, self._flags = folder, flags
         client, peer, health = free_ports(3)
-        self.url, self._peer = f"{scheme}://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
+        self.url, self.peer = f"{scheme}://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
         self._health = f"http://127.0.0.1:{health}"
         self.process: subprocess.Popen[bytes] | None = None
-        self.start()
+        if "--initial-cluster" not in flags:
+            self.start()
 
     @property
     def data(self) -> Path:
         return self.folder / "data"
 
     def start(self) -> None:
+        self.launch(self._flags)
+        self.await_health()
+
+    def launch(self, flags: tuple[str, ...]) -> None:
         assert self.process is None
+        self._flags = flags
+        alone = () if "--initial-cluster" in flags else ("--initial-cluster", f"one={self.peer}")
         log = (self.folder / "etcd.log").open("ab")
         self.process = subprocess.Popen(
             ["etcd", "--name", "one", "--data-dir", str(self.data),
              "--listen-client-urls", self.url, "--advertise-client-urls", self.url,
-             "--listen-peer-urls", self._peer, "--initial-advertise-peer-urls", self._peer,
-             "--initial-cluster", f"one={self._peer}", "--listen-metrics-urls", self._health,
-             "--heartbeat-interval", "10", "--election-timeout", "100",
-             *self._flags],
+             "--listen-peer-urls", self.peer, "--initial-advertise-peer-urls", self.peer,
+             "--listen-metrics-urls", self._health,
+             "--heartbeat-interval", "10", "--election-timeout", "100", *alone, *flags],
             stdout=log, stderr=log,
         )  # fmt: skip
         log.close()
-        self._until_healthy()
 
-    def _until_healthy(self) -> None:
+    def await_health(self) -> None:
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s:
             assert self.process is not None and self.process.poll() is None, self.log()
@@ -104,6 +110,19 @@ class EtcdProcess:
     def close(self) -> None:
         if self.process is not None:
             self.kill()
+
+
+def start_members(folder: Path, number: int) -> list[EtcdProcess]:
+    """Start the members of one cluster."""
+    members = [
+        EtcdProcess(folder / f"member-{index}", "--initial-cluster") for index in range(number)
+    ]
+    peers = ",".join(f"member-{index}={member.peer}" for index, member in enumerate(members))
+    for index, member in enumerate(members):
+        member.launch(("--name", f"member-{index}", "--initial-cluster", peers))
+    for member in members:
+        member.await_health()
+    return members
 
 
 def stop_process(process: subprocess.Popen[Any]) -> None:

@@ -79,7 +79,7 @@ def meet_at_store(port: int) -> Meeting:
 
     def connect(emit: Callable[..., None]) -> StoreRendezvous:
         store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=SOON_S))
-        return StoreRendezvous(PrefixStore(name, store))
+        return StoreRendezvous(PrefixStore(name, store), emit=emit)
 
     return Meeting(connect=connect)
 

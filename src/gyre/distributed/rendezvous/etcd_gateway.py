@@ -129,10 +129,10 @@ class EtcdGateway:
         except msgspec.DecodeError as error:
             raise EtcdRefusal(0, f"{self.endpoint} speaks no JSON: {error}") from error
         if response.status_code != 200:
-            code, message = int(body.get("code", 0)), str(body.get("message", ""))
+            code, reason = int(body.get("code", 0)), str(body.get("message", ""))
             if code == CANCELLED:  # by an etcd that is about to end
-                raise EtcdUnavailable(message)
-            raise EtcdRefusal(code, message)
+                raise EtcdUnavailable(reason)
+            raise EtcdRefusal(code, reason)
         return body
 
     def _fail_over(self, reason: str, failed: int) -> bool:

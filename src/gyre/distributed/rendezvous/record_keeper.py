@@ -66,6 +66,7 @@ class RecordKeeper:
         self._superseded: Superseded | None = None
 
     async def start(self) -> None:
+        assert not self._tasks, f"'{self._name}' has joined already"
         self._lease = await self._rendezvous.grant(self._lease_s, deadline_s=self._deadline_s)
         self._alive_s = time.monotonic()
         listing = await self._rendezvous.list(STATE, deadline_s=self._deadline_s)

@@ -26,6 +26,7 @@ import msgspec
 from torch.distributed import Store
 
 from gyre.core.errors import DeadlineError
+from gyre.core.events import Emit
 from gyre.distributed.rendezvous.contract import (
     KeyAction,
     KeyChanges,
@@ -43,6 +44,7 @@ POLL_S = 0.05  # between two looks for news
 CLOSE_S = 5.0  # for the task that follows the store
 OBSERVE_S = 0.2  # between two looks at the leases
 TRIM_EVERY = 1_000  # entries of the log
+HOLDER = "the process that holds the rendezvous"
 NEWEST = "snapshot"  # key of the slot that the newest snapshot is followed by
 
 T = TypeVar("T")
@@ -91,9 +93,12 @@ class StillLeases:
 class StoreRendezvous:
     """One process's end. One thread makes all calls of the store, and alone touches the table."""
 
-    def __init__(self, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, store: Store, *, emit: Emit, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Take a store under the run's own prefix (PrefixStore), on a connection of its own."""
-        self._store, self._clock = store, clock
+        self._store, self._emit, self._clock = store, emit, clock
+        self._lost_s: float | None = None  # since when the store has not answered
         self._table, self._next = KeyTable(), 0
         self._leases = StillLeases(most_step_s=2 * OBSERVE_S)
         self._observed_s = clock()
@@ -170,13 +175,28 @@ class StoreRendezvous:
         """Do work on the store's thread. DeadlineError when it is late, or the store is gone."""
         if self._follower is None:
             self._follower = asyncio.create_task(self._follow())
+        elif self._follower.done():
+            self._follower.result()
         try:
             async with asyncio.timeout(deadline_s):
-                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+                result = await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except TimeoutError as error:
-            raise _away(f"did not answer within {deadline_s:g} s") from error
+            raise self._note_lost(f"did not answer within {deadline_s:g} s") from error
         except RuntimeError as error:
-            raise _away(f"is gone ({str(error).splitlines()[0][:120]})") from error
+            raise self._note_lost(f"is gone ({str(error).splitlines()[0][:120]})") from error
+        if self._lost_s is not None:
+            seconds, self._lost_s = time.monotonic() - self._lost_s, None
+            self._emit("rendezvous.back", endpoint=HOLDER, seconds=seconds)
+        return result
+
+    def _note_lost(self, what: str) -> DeadlineError:
+        if self._lost_s is None:
+            self._lost_s = time.monotonic()
+            self._emit("rendezvous.lost", reason=f"{HOLDER} {what}")
+        return DeadlineError(
+            f"{HOLDER} {what}",
+            hint="start the processes of the run again; engines serve the version that they have",
+        )
 
     async def _follow(self) -> None:
         """Look for news and at the leases, until `close` or the store's end."""
@@ -255,10 +275,3 @@ class StoreRendezvous:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _away(what: str) -> DeadlineError:
-    return DeadlineError(
-        f"the process that holds the rendezvous {what}",
-        hint="start the processes of the run again; engines serve the version that they have",
-    )

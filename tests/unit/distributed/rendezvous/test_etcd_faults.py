@@ -19,7 +19,7 @@ import httpx2
 import pytest
 
 from certificates import make_certificate
-from etcd_process import EtcdProcess, free_ports
+from etcd_process import EtcdProcess, free_ports, start_members
 from gyre.core.errors import ConfigError, DeadlineError
 from gyre.distributed.rendezvous.contract import (
     CommitRefused,
@@ -360,6 +360,50 @@ def test_the_next_endpoint_is_asked_when_one_does_not_answer(etcd) -> None:
         assert len(meeting.events) == 1, "it stays with the one that answers"
 
     go(meet_at_etcd([dead, etcd.url]), main)
+
+
+def test_a_cluster_of_three_loses_a_member_and_nothing_else(tmp_path) -> None:
+    """Whichever member is killed, stopped or restarted, commits go on at another one; and no member
+    that is behind is taken for one with older data."""
+    members = start_members(tmp_path, 3)
+
+    async def main(meeting: Meeting) -> None:
+        writer, reader = meeting.join(), meeting.join()
+        pod = store_of(meeting, "one")
+        await pod.join("engine", "host/1")
+        start = (await writer.list("", deadline_s=SOON_S)).revision
+        seen: list[str | None] = []
+
+        async def watch() -> None:
+            async with aclosing(reader.watch("n", after=start, deadline_s=SOON_S)) as changes:
+                async for at in changes:
+                    seen.append(at.changes[0].value)
+                    if seen[-1] == "40":
+                        return
+
+        watching = asyncio.create_task(watch())
+        for number in range(1, 41):
+            if number == 10:
+                members[0].kill()
+            elif number == 20:
+                await restart(members[0])
+                members[1].stop()
+            elif number == 30:
+                members[1].go_on()
+                members[2].kill()
+            await writer.commit(KeyPut(key="n", value=f"{number}"), deadline_s=SOON_S)
+        await watching
+        assert seen == [f"{number}" for number in range(1, 41)]
+        assert set(await pod.members()) == {"one"}
+        assert "rendezvous.failover" in meeting.kinds()
+        assert "rendezvous.rewound" not in meeting.kinds()
+        await pod.leave()
+
+    try:
+        go(meet_at_etcd([member.url for member in members]), main)
+    finally:
+        for member in members:
+            member.close()
 
 
 def test_a_watch_from_a_compacted_revision_says_so(etcd) -> None:

@@ -128,6 +128,23 @@ def test_old_offers_are_deleted_and_the_last_one_stays_for_its_readers(go) -> No
     go(main)
 
 
+def test_a_withdrawn_offer_is_not_found_and_the_one_before_still_is(go) -> None:
+    async def main(meeting: Meeting) -> None:
+        trainer, engine = store_of(meeting, "trainer"), store_of(meeting, "engine")
+        await trainer.claim_epoch(1)
+        for version in (1, 2):
+            await trainer.publish_offer(registered_offer(version))
+        await trainer.withdraw_offer(1, 2)
+        assert same_offer(await engine.latest_offer(), registered_offer(1))
+        await trainer.withdraw_offer(1, 1)
+        await trainer.withdraw_offer(1, 1)
+        assert await engine.latest_offer() is None
+        listing = await meeting.joined[0].list("pieces/", deadline_s=SOON_S)
+        assert listing.entries == ()
+
+    go(main)
+
+
 def test_members_come_and_go_and_are_watched(go) -> None:
     async def main(meeting: Meeting) -> None:
         one, two = store_of(meeting, "one"), store_of(meeting, "two")

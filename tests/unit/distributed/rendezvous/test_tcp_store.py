@@ -99,6 +99,7 @@ def test_a_holder_that_stops_is_waited_for_until_the_deadline(holder) -> None:
         process.send_signal(signal.SIGCONT)
         await one.keep_alive(lease, deadline_s=SOON_S)
         assert (await other.get("a", deadline_s=SOON_S)).value == "1", "nobody could look meanwhile"
+        assert meeting.kinds() == ["rendezvous.lost", "rendezvous.back"]
 
     go(meet_at_store(port), main)
 
@@ -118,5 +119,6 @@ def test_a_holder_that_dies_ends_calls_and_watches(holder) -> None:
             await watching
         with pytest.raises(DeadlineError, match="is gone"):
             await one.get("a", deadline_s=SOON_S)
+        assert meeting.kinds() == ["rendezvous.lost"], "once"
 
     go(meet_at_store(port), main)
