@@ -20,7 +20,7 @@ import msgspec
 from gyre.core.errors import ConfigError, DeadlineError, RankError
 from gyre.core.events import Emit
 
-ATTEMPT_S = 2.0  # for an answer of one endpoint, before the next is asked
+STILL_S = 3.0  # without a byte from an endpoint, after which the next is asked
 FIRST_PAUSE_S = 0.05  # after all endpoints have failed; doubles each time
 MOST_PAUSE_S = 1.0
 CANCELLED, NOT_FOUND, OUT_OF_RANGE = 1, 5, 11  # of gRPC's codes
@@ -74,7 +74,7 @@ class EtcdGateway:
         failed, reason = 0, "no time was left for a call"
         while (left_s := end_s - time.monotonic()) > 0:
             try:
-                body = await self._post(path, message, min(left_s, ATTEMPT_S))
+                body = await self._post(path, message, left_s)
             except (httpx2.TransportError, OSError, TimeoutError, EtcdUnavailable) as error:
                 refuse_untrusted(self.endpoint, error)
                 reason = f"{self.endpoint}: {str(error) or type(error).__name__}"
@@ -99,7 +99,7 @@ class EtcdGateway:
             "POST",
             self.endpoint + path,
             content=msgspec.json.encode(message),
-            timeout=httpx2.Timeout(None, connect=ATTEMPT_S),
+            timeout=httpx2.Timeout(None, connect=STILL_S),
         ) as response:
             if response.status_code >= 500:
                 raise EtcdUnavailable(f"status {response.status_code}")
@@ -115,12 +115,10 @@ class EtcdGateway:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _post(
-        self, path: str, message: Mapping[str, Any], timeout_s: float
-    ) -> dict[str, Any]:
-        async with asyncio.timeout(timeout_s):
+    async def _post(self, path: str, message: Mapping[str, Any], left_s: float) -> dict[str, Any]:
+        async with asyncio.timeout(left_s):
             response = await self._client.post(
-                self.endpoint + path, content=msgspec.json.encode(message)
+                self.endpoint + path, content=msgspec.json.encode(message), timeout=STILL_S
             )
         if response.status_code >= 500:
             raise EtcdUnavailable(f"status {response.status_code} {response.text[:200].strip()}")
