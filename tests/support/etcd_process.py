@@ -96,6 +96,16 @@ class EtcdProcess:
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
 
+    def ctl(self, *words: str) -> str:
+        """Run etcd's own command; return what it prints."""
+        command = shutil.which("etcdctl")
+        if command is None:
+            pytest.skip("etcdctl is not installed (Debian: etcd-client)")
+        return subprocess.run(
+            [command, "--endpoints", self.url, *words],
+            env={"ETCDCTL_API": "3"}, check=True, capture_output=True, text=True, timeout=30,
+        ).stdout  # fmt: skip
+
     def copy_data(self, name: str) -> Path:
         """Copy the data of a killed etcd."""
         assert self.process is None
