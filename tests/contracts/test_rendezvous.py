@@ -21,7 +21,7 @@ from gyre.distributed.rendezvous.contract import (
     LeaseLost,
 )
 from gyre.distributed.rendezvous.leader import campaign
-from rendezvous_cases import KINDS, LEASE_S, SOON_S, Meeting, meetings
+from rendezvous_cases import KINDS, LEASE_S, LIVE_S, SOON_S, Meeting, meetings
 
 Go = Callable[[Callable[[Meeting], Awaitable[None]]], None]
 
@@ -174,12 +174,12 @@ def test_a_watch_from_a_revision_that_is_not_there_yet_says_so(go) -> None:
 def test_a_key_goes_with_its_lease_and_a_watcher_sees_it(go) -> None:
     async def main(meeting: Meeting) -> None:
         one, other = meeting.join(), meeting.join()
-        lease = await one.grant(LEASE_S, deadline_s=SOON_S)
+        lease = await one.grant(LIVE_S, deadline_s=SOON_S)
         at = await put(one, "m/one", "here", lease=lease)
         await put(one, "m/stays", "here")
         assert (await other.get("m/one", deadline_s=SOON_S)).lease_id == lease.id
-        for _ in range(6):  # twice the lease, kept alive
-            await asyncio.sleep(LEASE_S / 3)
+        for _ in range(6):  # longer than the lease, kept alive
+            await asyncio.sleep(LIVE_S / 5)
             await one.keep_alive(lease, deadline_s=SOON_S)
         assert set(await values(other)) == {"m/one", "m/stays"}
         async with aclosing(other.watch("m/", after=at, deadline_s=SOON_S)) as changes:

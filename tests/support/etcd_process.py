@@ -3,6 +3,7 @@ folder. Out: its client URL."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -11,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,33 +26,39 @@ class EtcdProcess:
     def __init__(self, folder: Path, *flags: str, scheme: str = "http") -> None:
         if shutil.which("etcd") is None:
             pytest.skip("etcd is not installed (Debian: etcd-server)")
+        folder.mkdir(exist_ok=True)
         self.folder, self._flags = folder, flags
         client, peer, health = free_ports(3)
-        self.url, self._peer = f"{scheme}://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
+        self.url, self.peer = f"{scheme}://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
         self._health = f"http://127.0.0.1:{health}"
         self.process: subprocess.Popen[bytes] | None = None
-        self.start()
+        if "--initial-cluster" not in flags:
+            self.start()
 
     @property
     def data(self) -> Path:
         return self.folder / "data"
 
     def start(self) -> None:
+        self.launch(self._flags)
+        self.await_health()
+
+    def launch(self, flags: tuple[str, ...]) -> None:
         assert self.process is None
+        self._flags = flags
+        alone = () if "--initial-cluster" in flags else ("--initial-cluster", f"one={self.peer}")
         log = (self.folder / "etcd.log").open("ab")
         self.process = subprocess.Popen(
             ["etcd", "--name", "one", "--data-dir", str(self.data),
              "--listen-client-urls", self.url, "--advertise-client-urls", self.url,
-             "--listen-peer-urls", self._peer, "--initial-advertise-peer-urls", self._peer,
-             "--initial-cluster", f"one={self._peer}", "--listen-metrics-urls", self._health,
-             "--heartbeat-interval", "10", "--election-timeout", "100",
-             *self._flags],
+             "--listen-peer-urls", self.peer, "--initial-advertise-peer-urls", self.peer,
+             "--listen-metrics-urls", self._health,
+             "--heartbeat-interval", "10", "--election-timeout", "100", *alone, *flags],
             stdout=log, stderr=log,
         )  # fmt: skip
         log.close()
-        self._until_healthy()
 
-    def _until_healthy(self) -> None:
+    def await_health(self) -> None:
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s:
             assert self.process is not None and self.process.poll() is None, self.log()
@@ -73,9 +81,30 @@ class EtcdProcess:
         self.process.wait(20)
         self.process = None
 
-    def send(self, signum: signal.Signals) -> None:
+    def end(self) -> None:
+        """End it with SIGTERM, so that it may say goodbye to its clients."""
         assert self.process is not None
-        self.process.send_signal(signum)
+        self.process.terminate()
+        self.process.wait(20)
+        self.process = None
+
+    def stop(self) -> None:
+        assert self.process is not None
+        stop_process(self.process)
+
+    def go_on(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    def ctl(self, *words: str) -> str:
+        """Run etcd's own command; return what it prints."""
+        command = shutil.which("etcdctl")
+        if command is None:
+            pytest.skip("etcdctl is not installed (Debian: etcd-client)")
+        return subprocess.run(
+            [command, "--endpoints", self.url, *words],
+            env={"ETCDCTL_API": "3"}, check=True, capture_output=True, text=True, timeout=30,
+        ).stdout  # fmt: skip
 
     def copy_data(self, name: str) -> Path:
         """Copy the data of a killed etcd."""
@@ -91,6 +120,26 @@ class EtcdProcess:
     def close(self) -> None:
         if self.process is not None:
             self.kill()
+
+
+def start_members(folder: Path, number: int) -> list[EtcdProcess]:
+    """Start the members of one cluster."""
+    members = [
+        EtcdProcess(folder / f"member-{index}", "--initial-cluster") for index in range(number)
+    ]
+    peers = ",".join(f"member-{index}={member.peer}" for index, member in enumerate(members))
+    for index, member in enumerate(members):
+        member.launch(("--name", f"member-{index}", "--initial-cluster", peers))
+    for member in members:
+        member.await_health()
+    return members
+
+
+def stop_process(process: subprocess.Popen[Any]) -> None:
+    """Stop a child, and return when all its threads stand still."""
+    process.send_signal(signal.SIGSTOP)
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
 
 
 def free_ports(number: int) -> list[int]:

@@ -23,7 +23,8 @@ from gyre.distributed.rendezvous.tcp_store import StoreRendezvous
 
 KINDS = ("local", "store", "etcd")
 SOON_S = 20.0  # a deadline that is not met
-LEASE_S = 1.0  # the shortest that etcd grants
+LEASE_S = 1.0  # the shortest that etcd grants, for one that is to end
+LIVE_S = 2.0  # for one that is to last, on a machine that is busy
 WHOLE_S = 60.0  # for a test
 NUMBERS = itertools.count()
 
@@ -79,7 +80,7 @@ def meet_at_store(port: int) -> Meeting:
 
     def connect(emit: Callable[..., None]) -> StoreRendezvous:
         store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=SOON_S))
-        return StoreRendezvous(PrefixStore(name, store))
+        return StoreRendezvous(PrefixStore(name, store), emit=emit)
 
     return Meeting(connect=connect)
 

@@ -910,6 +910,9 @@ EVENTS = {
     "rendezvous.rewritten": EventKind(
         "Records that the rendezvous had lost were written again.", "count reason", counted=True
     ),
+    "rendezvous.watch_reopened": EventKind(
+        "The connection of a watch ended; it goes on from where it was.", "reason", counted=True
+    ),
     "rendezvous.rewound": EventKind(
         "The rendezvous went back to older data; whoever owns a record writes it again.",
         "revision expected",

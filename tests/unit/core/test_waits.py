@@ -52,6 +52,7 @@ OWNED = {
     ("cluster/worker/trainer_endpoint.py", "_withdraw"): "copies on the compute thread",
     ("core/chunks.py", "__anext__"): "the engine or the router, which ends every stream",
     ("distributed/rendezvous/record_keeper.py", "_check"): "nothing: the task is done",
+    ("distributed/rendezvous/tcp_store.py", "_run"): "nothing: the task is done",
     ("distributed/rendezvous/tcp_store.py", "_follow"): "`close`, or the store's end",
     ("distributed/process_group.py", "_finish"): "nothing: it enqueues a wait of the GPU's stream",
     ("engine/frontend/async_frontend.py", "by_deadline"): "nothing: the work is done",

@@ -49,6 +49,7 @@ COUNTED = [
     "rendezvous.rewritten",
     "rendezvous.stale_offer",
     "rendezvous.superseded",
+    "rendezvous.watch_reopened",
     "retry.request_requeued",
     "reward.worker_replaced",
     "reward.fork_server_replaced",

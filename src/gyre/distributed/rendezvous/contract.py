@@ -120,17 +120,17 @@ class HistoryLost(RankError):
     """Changes after a revision can't be had: they were compacted, or the store went back to older
     data. List again, and watch from there."""
 
-    def __init__(self, after: int, reason: str) -> None:
+    def __init__(self, after: int, reason: str, *, went_back: bool) -> None:
         super().__init__(
             f"the rendezvous has no changes after revision {after}: {reason}",
             hint="list the keys again; whoever owns a record writes it again",
         )
-        self.after, self.reason = after, reason
+        self.after, self.reason, self.went_back = after, reason, went_back
 
 
 class Rendezvous(Protocol):
-    """Keys of one run. Every call raises DeadlineError when the store can't be reached in time. A
-    commit whose answer was lost may be carried out late: give it checks."""
+    """Keys of one run. Every call raises DeadlineError when the store can't be reached in time.
+    Such a commit may be carried out still, once, but not after a later one of this process."""
 
     async def get(self, key: str, *, deadline_s: float) -> KeyEntry | None: ...
 

@@ -1,5 +1,6 @@
 """etcd rendezvous: the contract over an etcd v3. In: a gateway, the run's prefix. Out: the
-contract, as strong as etcd: transactions, leases and watches are its own.
+contract, as strong as etcd: transactions, leases and watches are its own. Each commit is carried
+out once: it carries a mark, by which a repeated call sees that the one before had arrived.
 
 A store that went back to older data (a restored backup) is noticed in two ways. A linearizable
 answer may not be behind one that came before it was asked. After each interruption the last change
@@ -12,13 +13,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
+import time
+import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from itertools import groupby
 from typing import Any
 
 import httpx2
 
+from gyre.core.errors import DeadlineError
 from gyre.core.events import Emit
 from gyre.distributed.rendezvous.contract import (
     CommitRefused,
@@ -39,9 +43,12 @@ from gyre.distributed.rendezvous.etcd_gateway import (
     EtcdAnswer,
     EtcdGateway,
     EtcdRefusal,
+    EtcdUnavailable,
 )
 
 FUTURE = "future revision"  # in etcd's message for a revision that it has not reached
+CLOSE_S = 1.0  # for taking the mark of this process away
+REOPEN_S = 0.05  # before a watch that broke is opened again
 SILENCE_S = 10.0  # without a message, after which a watch is opened anew
 
 
@@ -56,6 +63,11 @@ class EtcdRendezvous:
         # key, value and revision of the newest entry that this process wrote or saw
         self._known: tuple[str, str, int] | None = None
         self._rewinds = 0
+        self._is_unsure = False  # whether etcd was away, and its history is to be confirmed
+        # a key of this process alone, beside the run's: the number of its last commit
+        self._session = f"{prefix[:-1]}.sessions/{uuid.uuid4().hex}"
+        self._number, self._marked = 0, 0
+        self._committing = asyncio.Lock()
 
     async def get(self, key: str, *, deadline_s: float) -> KeyEntry | None:
         body = (await self._call("kv/range", self._range(key), deadline_s)).body
@@ -70,32 +82,67 @@ class EtcdRendezvous:
         self, *actions: KeyAction, checks: Sequence[KeyCheck] = (), deadline_s: float
     ) -> int:
         puts = [action for action in actions if isinstance(action, KeyPut)]
-        before = self._revision
-        message = {
-            "compare": [part for check in checks for part in self._compare(check)],
-            "success": [self._operation(action) for action in actions],
-            # what the checks met, and whether a lost call has written this already
-            "failure": [{"request_range": self._range(at.key)} for at in (*checks, *puts)],
-        }
+        end_s = time.monotonic() + deadline_s
+        await self._await_turn(deadline_s)
         try:
-            answer = await self._call("kv/txn", message, deadline_s)
+            revision = await self._commit_once(actions, checks, end_s)
         except EtcdRefusal as error:
             if error.code == NOT_FOUND:
                 raise LeaseLost(await self._lost_of(puts, deadline_s)) from error
             raise
-        body = answer.body
-        revision = int(body["header"]["revision"])
-        if not body.get("succeeded", False):
-            found = [self._entries(part["response_range"]) for part in body["responses"]]
-            at = [next(iter(entries), None) for entries in found]
-            written = at[len(checks) :]
-            if not answer.is_repeat or not is_written(puts, written, before):
-                refused = next(n for n, check in enumerate(checks) if not check.holds(at[n]))
-                raise CommitRefused(checks[refused], at[refused])
-            revision = max(entry.revision for entry in written if entry is not None)
+        finally:
+            self._committing.release()
         if puts:
             self._note(puts[0].key, puts[0].value, revision)
         return revision
+
+    async def _await_turn(self, deadline_s: float) -> None:
+        """Take the lock: the mark of each commit follows that of the one before."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._committing.acquire()
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"other commits of this process took all of the {deadline_s:g} s of one",
+                hint="see whether etcd is slow or away",
+            ) from error
+
+    async def _commit_once(
+        self, actions: Sequence[KeyAction], checks: Sequence[KeyCheck], end_s: float
+    ) -> int:
+        """Commit with a mark that only this process writes. A call that is repeated finds its own
+        mark where it was carried out before, and one that is late finds a newer one."""
+        self._number += 1
+        mark = f"{self._number}"
+        message = {
+            "success": [
+                {"request_put": {"key": _encode(self._session), "value": _encode(mark)}},
+                *(self._operation(action) for action in actions),
+            ],
+            "failure": [
+                {"request_range": {"key": _encode(self._session)}},
+                *({"request_range": self._range(check.key)} for check in checks),
+            ],
+        }
+        while True:
+            compared = {"key": _encode(self._session), "target": "MOD"}
+            message["compare"] = [
+                {**compared, "mod_revision": self._marked},
+                *(part for check in checks for part in self._compare(check)),
+            ]
+            left_s = end_s - time.monotonic()
+            body = (await self._call("kv/txn", message, left_s)).body
+            if body.get("succeeded", False):
+                self._marked = int(body["header"]["revision"])
+                return self._marked
+            marks, *found = (self._entries(part["response_range"]) for part in body["responses"])
+            before, self._marked = self._marked, marks[0].revision if marks else 0
+            if marks and marks[0].value == mark:
+                return self._marked
+            if self._marked == before:
+                at = [next(iter(entries), None) for entries in found]
+                refused = next(n for n, check in enumerate(checks) if not check.holds(at[n]))
+                raise CommitRefused(checks[refused], at[refused])
 
     async def grant(self, ttl_s: float, *, deadline_s: float) -> Lease:
         message = {"TTL": math.ceil(ttl_s), "ID": 0}
@@ -120,7 +167,8 @@ class EtcdRendezvous:
         while True:
             await self._confirm_history(deadline_s)
             if self._rewinds != rewinds or self._revision < after:
-                raise HistoryLost(after, f"etcd went back to revision {self._revision}")
+                reason = f"etcd went back to revision {self._revision}"
+                raise HistoryLost(after, reason, went_back=True)
             message = {"create_request": {**self._below(prefix), "start_revision": after + 1}}
             try:
                 async with aclosing(self._gateway.stream("/v3/watch", message)) as answers:
@@ -130,23 +178,34 @@ class EtcdRendezvous:
                         for changes in self._read_changes(answer, after):
                             after = changes.revision
                             yield changes
-            except (httpx2.TransportError, OSError, StopAsyncIteration, TimeoutError):
-                continue  # the call above says whether etcd is away, and where it is
+            except TimeoutError:
+                continue  # nothing was heard, which may be as it is
+            except (httpx2.TransportError, OSError, StopAsyncIteration, EtcdUnavailable) as error:
+                reason = str(error) or type(error).__name__
+                self._emit("rendezvous.watch_reopened", reason=reason)
+                await asyncio.sleep(REOPEN_S)
 
     async def close(self) -> None:
+        if self._number:
+            message = {"key": _encode(self._session)}
+            with suppress(DeadlineError):  # a small key stays
+                await self._gateway.call("/v3/kv/deleterange", message, deadline_s=CLOSE_S)
         await self._gateway.close()
 
     async def _call(self, path: str, message: Mapping[str, Any], deadline_s: float) -> EtcdAnswer:
         """Call etcd, and look at where its revisions are."""
         asked_at, rewinds = self._revision, self._rewinds
+        end_s = time.monotonic() + deadline_s
         answer = await self._gateway.call(f"/v3/{path}", message, deadline_s=deadline_s)
-        header = answer.body.get("header") or answer.body["result"]["header"]
-        revision = int(header.get("revision", 0))
-        if rewinds == self._rewinds and revision < asked_at:
-            self._rewind(revision)
-        self._revision = max(self._revision, revision)
-        if answer.was_away:
-            await self._confirm_history(deadline_s)
+        self._is_unsure |= answer.was_away
+        if path.startswith("kv/"):  # others may come from a member that is behind
+            revision = int(answer.body["header"]["revision"])
+            if rewinds == self._rewinds and revision < asked_at:
+                self._rewind(revision)
+            self._revision = max(self._revision, revision)
+        if self._is_unsure:
+            with suppress(DeadlineError):  # the answer stands; the next call looks again
+                await self._confirm_history(end_s - time.monotonic())
         return answer
 
     async def _confirm_history(self, deadline_s: float) -> None:
@@ -162,6 +221,7 @@ class EtcdRendezvous:
             is_yet_to_come = FUTURE in error.message
             known = None  # compacted: only the present revision can tell
             answer = await self._gateway.call("/v3/kv/range", message, deadline_s=deadline_s)
+        self._is_unsure = False
         if rewinds != self._rewinds:
             return
         revision = int(answer.body["header"]["revision"])
@@ -227,12 +287,12 @@ class EtcdRendezvous:
         ]
 
     def _read_changes(self, answer: Mapping[str, Any], after: int) -> list[KeyChanges]:
-        """Return the changes of a message by revision. HistoryLost where etcd ended the watch."""
+        """Return the changes of a message by revision. HistoryLost where they were compacted."""
         result = answer.get("result", {})
-        if result.get("canceled") or "error" in answer:
-            at = result.get("compact_revision")
-            reason = f"those up to {at} were compacted" if at else str(answer.get("error", result))
-            raise HistoryLost(after, reason)
+        if at := result.get("compact_revision"):
+            raise HistoryLost(after, f"those up to {at} were compacted", went_back=False)
+        if "error" in answer or result.get("canceled"):
+            raise EtcdUnavailable(str(answer.get("error") or result.get("cancel_reason")))
         found = []
         for event in result.get("events", ()):
             revision, is_gone = int(event["kv"]["mod_revision"]), event.get("type") == "DELETE"
@@ -245,16 +305,6 @@ class EtcdRendezvous:
             KeyChanges(revision=revision, changes=tuple(change for _, change in group))
             for revision, group in groupby(found, key=lambda item: item[0])
         ]
-
-
-def is_written(puts: Sequence[KeyPut], found: Sequence[KeyEntry | None], before: int) -> bool:
-    """Return whether a commit whose answer was lost did write: its keys hold what it puts, from one
-    revision after it was sent."""
-    revisions = {
-        entry.revision if entry is not None and entry.value == put.value else 0
-        for put, entry in zip(puts, found, strict=True)
-    }
-    return len(revisions) == 1 and min(revisions) > before
 
 
 def _encode(text: str | bytes) -> str:

@@ -20,10 +20,10 @@ import msgspec
 from gyre.core.errors import ConfigError, DeadlineError, RankError
 from gyre.core.events import Emit
 
-ATTEMPT_S = 2.0  # for an answer of one endpoint, before the next is asked
+STILL_S = 3.0  # without a byte from an endpoint, after which the next is asked
 FIRST_PAUSE_S = 0.05  # after all endpoints have failed; doubles each time
 MOST_PAUSE_S = 1.0
-NOT_FOUND, OUT_OF_RANGE = 5, 11  # of gRPC's codes
+CANCELLED, NOT_FOUND, OUT_OF_RANGE = 1, 5, 11  # of gRPC's codes
 
 
 class EtcdRefusal(RankError):
@@ -39,10 +39,9 @@ class EtcdRefusal(RankError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EtcdAnswer:
-    """An answer. `is_repeat`: a call before it was lost, and may have been carried out."""
+    """An answer. Calls before it may have failed, and may have been carried out all the same."""
 
     body: Mapping[str, Any]
-    is_repeat: bool
     was_away: bool  # some endpoint failed before this answer
 
 
@@ -72,21 +71,20 @@ class EtcdGateway:
         """Ask one endpoint after the other until one answers. EtcdRefusal for an error of the
         caller's; DeadlineError when none has answered in time."""
         end_s, pause_s = time.monotonic() + deadline_s, FIRST_PAUSE_S
-        failed, is_repeat, reason = 0, False, "no time was left for a call"
+        failed, reason = 0, "no time was left for a call"
         while (left_s := end_s - time.monotonic()) > 0:
             try:
-                body = await self._post(path, message, min(left_s, ATTEMPT_S))
+                body = await self._post(path, message, left_s)
             except (httpx2.TransportError, OSError, TimeoutError, EtcdUnavailable) as error:
                 refuse_untrusted(self.endpoint, error)
-                reason = f"{self.endpoint}: {error or type(error).__name__}"
+                reason = f"{self.endpoint}: {str(error) or type(error).__name__}"
                 failed += 1
-                is_repeat |= not isinstance(error, httpx2.ConnectError)
                 if self._fail_over(reason, failed):
                     await asyncio.sleep(min(pause_s, max(0.0, end_s - time.monotonic())))
                     pause_s = min(2 * pause_s, MOST_PAUSE_S)
             else:
                 self._note_back()
-                return EtcdAnswer(body=body, is_repeat=is_repeat, was_away=failed > 0)
+                return EtcdAnswer(body=body, was_away=failed > 0)
         raise DeadlineError(
             f"etcd did not answer {path} within {deadline_s:g} s; last: {reason}",
             hint="see that etcd runs and that cluster.rendezvous.endpoints are its client URLs",
@@ -96,13 +94,15 @@ class EtcdGateway:
         self, path: str, message: Mapping[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the messages of an answer without end, from the endpoint that answered last. Ends,
-        or raises httpx2.TransportError, when the connection does."""
+        or raises httpx2.TransportError, when the connection does. EtcdUnavailable as in a call."""
         async with self._client.stream(
             "POST",
             self.endpoint + path,
             content=msgspec.json.encode(message),
-            timeout=httpx2.Timeout(None, connect=ATTEMPT_S),
+            timeout=httpx2.Timeout(None, connect=STILL_S),
         ) as response:
+            if response.status_code >= 500:
+                raise EtcdUnavailable(f"status {response.status_code}")
             async for line in response.aiter_lines():
                 if line.strip():
                     yield msgspec.json.decode(line)
@@ -115,12 +115,10 @@ class EtcdGateway:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _post(
-        self, path: str, message: Mapping[str, Any], timeout_s: float
-    ) -> dict[str, Any]:
-        async with asyncio.timeout(timeout_s):
+    async def _post(self, path: str, message: Mapping[str, Any], left_s: float) -> dict[str, Any]:
+        async with asyncio.timeout(left_s):
             response = await self._client.post(
-                self.endpoint + path, content=msgspec.json.encode(message)
+                self.endpoint + path, content=msgspec.json.encode(message), timeout=STILL_S
             )
         if response.status_code >= 500:
             raise EtcdUnavailable(f"status {response.status_code} {response.text[:200].strip()}")
@@ -129,7 +127,10 @@ class EtcdGateway:
         except msgspec.DecodeError as error:
             raise EtcdRefusal(0, f"{self.endpoint} speaks no JSON: {error}") from error
         if response.status_code != 200:
-            raise EtcdRefusal(int(body.get("code", 0)), str(body.get("message", "")))
+            code, reason = int(body.get("code", 0)), str(body.get("message", ""))
+            if code == CANCELLED:  # by an etcd that is about to end
+                raise EtcdUnavailable(reason)
+            raise EtcdRefusal(code, reason)
         return body
 
     def _fail_over(self, reason: str, failed: int) -> bool:

@@ -46,6 +46,7 @@ from gyre.distributed.rendezvous.pod_records import (
     find_newer,
     find_old,
     from_text,
+    keys_of_pieces,
     order_of,
     path_of,
     to_text,
@@ -58,7 +59,8 @@ PAUSE_S = 0.05  # before the pieces of an offer are read again
 
 
 class MetadataStore:
-    """One process's view of its pod, and its own records there."""
+    """One process's view of its pod, and its own records there. Between `join` and `leave` they are
+    written again when the rendezvous has lost them."""
 
     def __init__(
         self,
@@ -96,8 +98,6 @@ class MetadataStore:
             async for listing in listings:
                 yield read_members(listing)
 
-    # publishing
-
     async def claim_epoch(self, epoch: int) -> None:
         """Become the publisher of an epoch; every older one is refused from now on. Superseded if
         there is a newer one, or another of the same epoch."""
@@ -124,6 +124,14 @@ class MetadataStore:
         self._seen = max(self._seen, order)
         await self._delete_old(order)
 
+    async def withdraw_offer(self, epoch: int, version: int) -> None:
+        """Offer a version no longer: its owners are about to overwrite it."""
+        key = path_of(OFFERS, epoch, version)
+        entry = await self._rendezvous.get(key, deadline_s=self._deadline_s)
+        if entry is not None:
+            record = from_text(entry.value, OfferRecord, key)
+            await self._keeper.delete([key, *keys_of_pieces(record)], is_published=True)
+
     async def note_committed(self, epoch: int, version: int) -> None:
         """Say that every receiver serves a version."""
         await self._note_version(epoch, version, "committed")
@@ -132,8 +140,6 @@ class MetadataStore:
         """Return the last versions, the newest at the end."""
         entries = (await self._list(VERSIONS)).entries
         return tuple(from_text(at.value, VersionRecord, at.key) for at in entries)
-
-    # receiving
 
     async def latest_offer(self) -> Offer | None:
         """Return the newest offer, or None before the first. One older than this process has seen
@@ -191,8 +197,6 @@ class MetadataStore:
         found = (from_text(at.value, ReceiverRecord, at.key) for at in entries)
         return {record.name: record for record in found}
 
-    # what is under way
-
     async def begin_operation(self, kind: OperationKind, *, epoch: int, version: int) -> int:
         """Say what begins; return the revision since when. InputError names what is under way. It
         ends with `finish_operation`, or with this process's lease."""
@@ -237,11 +241,8 @@ class MetadataStore:
         """Delete what receivers need no more: records before their pieces."""
         offers = {entry.key: entry for entry in (await self._list(OFFERS)).entries}
         keys = find_old(offers, OFFERS, newest, KEPT_OFFERS)
-        pieces = [
-            f"{path_of(PIECES, *record.order)}/{number:04}"
-            for record in (from_text(offers[key].value, OfferRecord, key) for key in keys)
-            for number in range(record.num_pieces)
-        ]
+        records = (from_text(offers[key].value, OfferRecord, key) for key in keys)
+        pieces = [key for record in records for key in keys_of_pieces(record)]
         versions = [entry.key for entry in (await self._list(VERSIONS)).entries]
         await self._keeper.delete(keys + pieces, is_published=True)
         await self._keeper.delete(

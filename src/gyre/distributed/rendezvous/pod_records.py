@@ -158,7 +158,6 @@ def encode_offer(offer: Offer, *, piece_bytes: int = PIECE_BYTES) -> dict[str, s
     assert isinstance(offer.source, RegisteredShards), type(offer.source)
     manifest = offer.manifest
     pieces = [*cut_pieces([to_text(entry) for entry in manifest.entries], piece_bytes)]
-    below = path_of(PIECES, manifest.epoch, manifest.version)
     record = OfferRecord(
         epoch=manifest.epoch,
         version=manifest.version,
@@ -167,8 +166,13 @@ def encode_offer(offer: Offer, *, piece_bytes: int = PIECE_BYTES) -> dict[str, s
         parts=offer.source.parts,
         num_pieces=len(pieces),
     )
-    keys = {f"{below}/{number:04}": piece for number, piece in enumerate(pieces)}
-    return {**keys, path_of(OFFERS, *record.order): to_text(record)}
+    texts = dict(zip(keys_of_pieces(record), pieces, strict=True))
+    return {**texts, path_of(OFFERS, *record.order): to_text(record)}
+
+
+def keys_of_pieces(record: OfferRecord) -> list[str]:
+    below = path_of(PIECES, *record.order)
+    return [f"{below}/{number:04}" for number in range(record.num_pieces)]
 
 
 def cut_pieces(texts: Sequence[str], most_bytes: int) -> Iterable[str]:

@@ -66,6 +66,7 @@ class RecordKeeper:
         self._superseded: Superseded | None = None
 
     async def start(self) -> None:
+        assert not self._tasks, f"'{self._name}' has joined already"
         self._lease = await self._rendezvous.grant(self._lease_s, deadline_s=self._deadline_s)
         self._alive_s = time.monotonic()
         listing = await self._rendezvous.list(STATE, deadline_s=self._deadline_s)
@@ -95,8 +96,19 @@ class RecordKeeper:
         Superseded if a newer publisher is there."""
         self._check(record)
         before, self._own[record.key] = self._own.get(record.key), record
-        revision = at if at is not None else 0
-        end_s = time.monotonic() + self._deadline_s
+        try:
+            return await self._write(record, at)
+        except BaseException as error:
+            if before is not None:
+                self._own[record.key] = before
+            else:
+                self.forget([record.key])
+            if isinstance(error, CommitRefused):
+                raise self._explain(error) from error
+            raise
+
+    async def _write(self, record: OwnRecord, at: int | None) -> int:
+        revision, end_s = at or 0, time.monotonic() + self._deadline_s
         while True:
             lease = self._lease
             try:
@@ -106,8 +118,7 @@ class RecordKeeper:
                 await self._renew(lease)
             except CommitRefused as refused:
                 if refused.check.key != record.key or at is not None:
-                    self._forget_or_restore(record.key, before)
-                    raise self._explain(refused) from refused
+                    raise
                 revision = refused.found.revision if refused.found else 0
 
     async def delete(self, keys: Sequence[str], *, is_published: bool = False) -> None:
@@ -143,12 +154,6 @@ class RecordKeeper:
                 task.result()
         if record.is_published and self._superseded is not None:
             raise self._superseded
-
-    def _forget_or_restore(self, key: str, before: OwnRecord | None) -> None:
-        if before is None:
-            self._own.pop(key, None)
-        else:
-            self._own[key] = before
 
     def _explain(self, refused: CommitRefused) -> RankError:
         if refused.check.key != EPOCH or refused.found is None or EPOCH not in self._own:
@@ -192,14 +197,14 @@ class RecordKeeper:
                         if any(change.key in self._own for change in changes.changes):
                             await self._compare(rewound=False, reason="others changed them")
             except HistoryLost as lost:
-                after = await self._come_back(lost.reason)
+                after = await self._come_back(lost)
             except DeadlineError:
                 await asyncio.sleep(PAUSE_S)
 
-    async def _come_back(self, reason: str) -> int:
+    async def _come_back(self, lost: HistoryLost) -> int:
         while True:
             try:
-                return await self._compare(rewound=True, reason=reason)
+                return await self._compare(rewound=lost.went_back, reason=lost.reason)
             except DeadlineError:
                 await asyncio.sleep(PAUSE_S)
 

@@ -39,6 +39,15 @@ class CommitResult:
     lost: Lease | None = None  # a lease that has ended
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSnapshot:
+    """A table at one revision, without how it came to be."""
+
+    revision: int
+    entries: tuple[KeyEntry, ...]
+    leases: dict[int, float]
+
+
 @dataclass(slots=True)
 class KeyTable:
     """Entries by key, live leases, and the last changes."""
@@ -59,6 +68,16 @@ class KeyTable:
             if isinstance(action, KeyPut) and action.lease and action.lease.id not in self.leases:
                 return CommitResult(lost=action.lease)
         return self._write(actions)
+
+    def snapshot(self) -> TableSnapshot:
+        entries = tuple(self.entries.values())
+        return TableSnapshot(revision=self.revision, entries=entries, leases=dict(self.leases))
+
+    def load(self, snapshot: TableSnapshot) -> None:
+        """Become the table of a snapshot. What led to it is forgotten."""
+        self.revision = self.forgotten = snapshot.revision
+        self.entries = {entry.key: entry for entry in snapshot.entries}
+        self.leases, self.history = dict(snapshot.leases), deque()
 
     def grant(self, lease: Lease) -> None:
         assert lease.id > 0 and lease.id not in self.leases, lease
@@ -81,9 +100,11 @@ class KeyTable:
         """Yield what changed under a prefix since a revision. HistoryLost if it is forgotten, or is
         yet to come."""
         if after < self.forgotten:
-            raise HistoryLost(after, f"those up to {self.forgotten} were compacted")
+            reason = f"those up to {self.forgotten} were compacted"
+            raise HistoryLost(after, reason, went_back=False)
         if after > self.revision:
-            raise HistoryLost(after, f"the store is at revision {self.revision}")
+            reason = f"the store is at revision {self.revision}"
+            raise HistoryLost(after, reason, went_back=True)
         for past in self.history:
             own = tuple(change for change in past.changes if change.key.startswith(prefix))
             if past.revision > after and own:

@@ -3,7 +3,8 @@ watches. In: the store of `hold_store`. Out: the contract, weaker in four ways.
 
 Commits are entries of one shared log: `compare_set` gives each slot to one writer. Every process
 applies the log to a table of its own, so all agree on what was refused. A lease is a counter that
-its holder raises; a process that sees it still for long enough appends its end.
+its holder raises; a process that sees it still for long enough appends its end. Every 1,000 entries
+the one who wrote the last leaves a snapshot, and the log before the snapshot before is given up.
 
 Weaker than etcd: the store is as mortal as the process that holds it, and calls fail for good when
 that is gone. News come by polling. A lease ends only while another process looks, and late where it
@@ -25,6 +26,7 @@ import msgspec
 from torch.distributed import Store
 
 from gyre.core.errors import DeadlineError
+from gyre.core.events import Emit
 from gyre.distributed.rendezvous.contract import (
     KeyAction,
     KeyChanges,
@@ -36,10 +38,14 @@ from gyre.distributed.rendezvous.contract import (
     Lease,
     LeaseLost,
 )
-from gyre.distributed.rendezvous.table import CommitResult, KeyTable, revision_of
+from gyre.distributed.rendezvous.table import CommitResult, KeyTable, TableSnapshot, revision_of
 
 POLL_S = 0.05  # between two looks for news
+CLOSE_S = 5.0  # for the task that follows the store
 OBSERVE_S = 0.2  # between two looks at the leases
+TRIM_EVERY = 1_000  # entries of the log
+HOLDER = "the process that holds the rendezvous"
+NEWEST = "snapshot"  # key of the slot that the newest snapshot is followed by
 
 T = TypeVar("T")
 
@@ -54,6 +60,7 @@ class LogEntry:
     checks: tuple[KeyCheck, ...] = ()
     grant_s: float = 0.0
     end: int = 0
+    is_trimmed: bool = False  # the entry was given up: a snapshot has what it led to
 
 
 class StillLeases:
@@ -86,9 +93,12 @@ class StillLeases:
 class StoreRendezvous:
     """One process's end. One thread makes all calls of the store, and alone touches the table."""
 
-    def __init__(self, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, store: Store, *, emit: Emit, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Take a store under the run's own prefix (PrefixStore), on a connection of its own."""
-        self._store, self._clock = store, clock
+        self._store, self._emit, self._clock = store, emit, clock
+        self._lost_s: float | None = None  # since when the store has not answered
         self._table, self._next = KeyTable(), 0
         self._leases = StillLeases(most_step_s=2 * OBSERVE_S)
         self._observed_s = clock()
@@ -156,21 +166,37 @@ class StoreRendezvous:
                     await changed.wait()
 
     async def close(self) -> None:
+        self._thread.shutdown(wait=False)
         if self._follower is not None:
             self._follower.cancel()
-        self._thread.shutdown(wait=False)
+            await asyncio.wait([self._follower], timeout=CLOSE_S)
 
     async def _run(self, work: Callable[[], T], deadline_s: float) -> T:
         """Do work on the store's thread. DeadlineError when it is late, or the store is gone."""
         if self._follower is None:
             self._follower = asyncio.create_task(self._follow())
+        elif self._follower.done():
+            self._follower.result()
         try:
             async with asyncio.timeout(deadline_s):
-                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+                result = await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except TimeoutError as error:
-            raise _away(f"did not answer within {deadline_s:g} s") from error
+            raise self._note_lost(f"did not answer within {deadline_s:g} s") from error
         except RuntimeError as error:
-            raise _away(f"is gone ({str(error).splitlines()[0][:120]})") from error
+            raise self._note_lost(f"is gone ({str(error).splitlines()[0][:120]})") from error
+        if self._lost_s is not None:
+            seconds, self._lost_s = time.monotonic() - self._lost_s, None
+            self._emit("rendezvous.back", endpoint=HOLDER, seconds=seconds)
+        return result
+
+    def _note_lost(self, what: str) -> DeadlineError:
+        if self._lost_s is None:
+            self._lost_s = time.monotonic()
+            self._emit("rendezvous.lost", reason=f"{HOLDER} {what}")
+        return DeadlineError(
+            f"{HOLDER} {what}",
+            hint="start the processes of the run again; engines serve the version that they have",
+        )
 
     async def _follow(self) -> None:
         """Look for news and at the leases, until `close` or the store's end."""
@@ -207,9 +233,24 @@ class StoreRendezvous:
             self._catch_up()
             slot = self._next
             taken = self._store.compare_set(f"log/{slot}", "", text)
-            outcome = self._apply(taken)
+            result = self._apply(taken)
             if taken.decode() == text:
-                return slot, outcome
+                if self._next % TRIM_EVERY == 0:
+                    self._trim(self._next)
+                return slot, result
+
+    def _trim(self, slot: int) -> None:
+        """Leave a snapshot of all before a slot. Readers of the last entries are still served by
+        the log, those of older ones by a snapshot; so two snapshots stay."""
+        text = msgspec.json.encode(self._table.snapshot()).decode()
+        self._store.set(f"{NEWEST}/{slot}", text)
+        newest = int(self._store.compare_set(NEWEST, "", f"{slot}"))
+        while newest < slot:
+            newest = int(self._store.compare_set(NEWEST, f"{newest}", f"{slot}"))
+        trimmed = msgspec.json.encode(LogEntry(writer="", is_trimmed=True)).decode()
+        for old in range(max(0, slot - 2 * TRIM_EVERY), slot - TRIM_EVERY):
+            self._store.set(f"log/{old}", trimmed)
+        self._store.delete_key(f"{NEWEST}/{slot - 2 * TRIM_EVERY}")
 
     def _catch_up(self) -> None:
         while self._store.check([f"log/{self._next}"]):
@@ -217,6 +258,11 @@ class StoreRendezvous:
 
     def _apply(self, text: bytes) -> CommitResult:
         entry = msgspec.json.decode(text, type=LogEntry)
+        if entry.is_trimmed:
+            self._next = int(self._store.get(NEWEST))
+            taken = self._store.get(f"{NEWEST}/{self._next}")
+            self._table.load(msgspec.json.decode(taken, type=TableSnapshot))
+            return CommitResult()
         self._next += 1
         if entry.grant_s:
             self._table.grant(Lease(id=self._next, ttl_s=entry.grant_s))
@@ -229,10 +275,3 @@ class StoreRendezvous:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _away(what: str) -> DeadlineError:
-    return DeadlineError(
-        f"the process that holds the rendezvous {what}",
-        hint="start the processes of the run again; engines serve the version that they have",
-    )

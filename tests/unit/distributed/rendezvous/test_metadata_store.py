@@ -16,7 +16,7 @@ from gyre.distributed.rendezvous.contract import Lease
 from gyre.distributed.rendezvous.metadata_store import KEPT_VERSIONS, MetadataStore
 from gyre.distributed.rendezvous.pod_records import Superseded
 from offers import registered_offer, same_offer
-from rendezvous_cases import KINDS, LEASE_S, SOON_S, Meeting, meetings
+from rendezvous_cases import KINDS, LEASE_S, LIVE_S, SOON_S, Meeting, meetings
 
 MANY = 9_000  # tensors, whose text is longer than etcd takes in one commit
 
@@ -36,7 +36,7 @@ def go(meet) -> Go:
 
 def store_of(meeting: Meeting, name: str, *, deadline_s: float = SOON_S) -> MetadataStore:
     return MetadataStore(
-        meeting.join(), name=name, emit=meeting.emit, lease_s=LEASE_S, deadline_s=deadline_s
+        meeting.join(), name=name, emit=meeting.emit, lease_s=LIVE_S, deadline_s=deadline_s
     )
 
 
@@ -128,6 +128,23 @@ def test_old_offers_are_deleted_and_the_last_one_stays_for_its_readers(go) -> No
     go(main)
 
 
+def test_a_withdrawn_offer_is_not_found_and_the_one_before_still_is(go) -> None:
+    async def main(meeting: Meeting) -> None:
+        trainer, engine = store_of(meeting, "trainer"), store_of(meeting, "engine")
+        await trainer.claim_epoch(1)
+        for version in (1, 2):
+            await trainer.publish_offer(registered_offer(version))
+        await trainer.withdraw_offer(1, 2)
+        assert same_offer(await engine.latest_offer(), registered_offer(1))
+        await trainer.withdraw_offer(1, 1)
+        await trainer.withdraw_offer(1, 1)
+        assert await engine.latest_offer() is None
+        listing = await meeting.joined[0].list("pieces/", deadline_s=SOON_S)
+        assert listing.entries == ()
+
+    go(main)
+
+
 def test_members_come_and_go_and_are_watched(go) -> None:
     async def main(meeting: Meeting) -> None:
         one, two = store_of(meeting, "one"), store_of(meeting, "two")
@@ -144,8 +161,8 @@ def test_members_come_and_go_and_are_watched(go) -> None:
         watching = asyncio.create_task(watch())
         await asyncio.sleep(0.1)
         await two.join("engine", "host/2")
-        for _ in range(8):  # more than a lease
-            await asyncio.sleep(LEASE_S / 5)
+        for _ in range(6):  # longer than a lease
+            await asyncio.sleep(LIVE_S / 5)
             members = await one.members()
             assert set(members) == {"one", "two"} and members["two"].place == "host/2"
         await two.leave()
@@ -205,7 +222,7 @@ def test_a_clock_of_the_wall_that_jumps_ends_no_lease(go, monkeypatch) -> None:
         now_s = time.time()
         for jump_s in (86_400.0, -86_400.0):
             monkeypatch.setattr(time, "time", lambda jump_s=jump_s: now_s + jump_s)
-            await asyncio.sleep(LEASE_S)
+            await asyncio.sleep(LIVE_S * 0.6)
             assert set(await one.members()) == {"one"}
         assert meeting.events == []
         await one.leave()
