@@ -71,7 +71,12 @@ from gyre.loop.resume import StageProgress, note_outcome
 from gyre.loop.schedule import Rhythm, Turn, export_if_due, run_steps, step_done
 from gyre.loop.scoring import Scoring
 from gyre.loop.stopping import StepUnfinished
-from gyre.objectives.config import needs_critic, needs_policy_logprobs, needs_reference
+from gyre.objectives.config import (
+    corrects_importance,
+    needs_critic,
+    needs_policy_logprobs,
+    needs_reference,
+)
 from gyre.observability.overlap import roles_account
 from gyre.observability.samples import sample_row
 
@@ -147,6 +152,12 @@ class Ring:
             self._parts.source.restore(progress.source)
         if reason := why_filtered_by_score(self._stage.objective, self._config.accuracy):
             self._emit("fallback.filter_by_score", stage=self._stage.name, reason=reason)
+        if self._overlaps and not corrects_importance(self._stage.objective):
+            self._emit(
+                "warn.staleness_uncorrected",
+                stage=self._stage.name,
+                reason="rollout.max_staleness without a correction: objective.correction = 'none'",
+            )
         self._published = tuple(progress.published)
         await self.publish(progress.step)
         turn = Turn(
@@ -309,15 +320,14 @@ class Ring:
         """Break off what is under way, and keep the tokens that there are. Before rollouts began,
         or in an evaluation, there are no new ones."""
         await self._pipeline.halt()
-        newest = self._pipeline.newest
-        if newest is None:
+        if self._pipeline.is_empty:
             return progress
         unfinished = self._so_far(progress)
-        partials = [p for group in newest.groups for p in group.partials.values()]
+        partials = [p for group in unfinished.in_flight for p in group.partials.values()]
         self._emit(
             "step.broken_off",
-            step=newest.step,
-            groups=len(newest.groups),
+            step=progress.step + 1,
+            groups=unfinished.num_unfinished_groups,
             partial_tokens=sum(len(partial.tokens) for partial in partials),
         )
         return unfinished
@@ -343,6 +353,7 @@ class Ring:
             deadline_s=config.deadline_s,
             emit=self._emit,
             window=self._config.window,
+            repetition=config.repetition,
         )
 
     async def _passes(
@@ -433,6 +444,9 @@ class Ring:
                 rounds=rollouts.refills,
                 missing=rollouts.num_missing,
             )
+        finishes = [r.finish for group in scored.sampled for r in group.rollouts]
+        if repeating := finishes.count("repetition"):
+            self._emit("rollouts.repetition_stopped", step=step, count=repeating)
         if scored.num_carried:
             self._emit("rollouts.carried", step=step, groups=scored.num_carried)
         self._emit("reward.window", step=step, **scored.windows)

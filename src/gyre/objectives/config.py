@@ -365,6 +365,15 @@ def needs_policy_logprobs(config: AnyObjective) -> bool:
     return isinstance(config, PolicyConfig) and config.kl_coef > 0.0 and config.kl_in == "reward"
 
 
+def corrects_importance(config: AnyObjective) -> bool:
+    """Return whether the loss accounts for tokens that another policy chose, or has no ratio that
+    would have to."""
+    if not isinstance(config, PolicyConfig):
+        return True
+    starts_there = config.ratio_base == "engine" and config.surrogate != "reinforce"
+    return config.tis_cap > 0.0 or config.rejection_level != "none" or starts_there
+
+
 def needs_critic(config: AnyObjective) -> bool:
     """Return whether the trainer holds a critic: values before the step, value loss in it."""
     return config.kind == "ppo"

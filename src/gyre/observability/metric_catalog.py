@@ -71,8 +71,9 @@ PANELS = (
         panel_id="left_out",
         title="Left out",
         unit="fraction",
-        help="Share of groups that teach nothing, and of completions that no reward could score.",
-        metrics=("equal_groups_share", "unscored_share"),
+        help="Share of groups that teach nothing, of completions that no reward could score, and "
+        "of those that were ended because they repeated themselves.",
+        metrics=("equal_groups_share", "unscored_share", "repetition_share"),
     ),
     Panel(
         panel_id="length",

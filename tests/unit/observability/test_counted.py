@@ -57,6 +57,7 @@ COUNTED = [
     "trainer.idle_ranks",
     "warn.reference_rounded",
     "warn.reward_failed",
+    "warn.staleness_uncorrected",
     "weights.commit_failed",
     "weights.publish_failed",
 ]
@@ -92,6 +93,7 @@ ORDINARY = {
     "reward.window": "a reading",
     "step.roles": "a reading",
     "rollouts.carried": "they go on in the next step",
+    "rollouts.repetition_stopped": "asked for, by rollout.stop_repetition",
     "rollouts.refilled": "the groups that were replaced are counted",
     "run.resumed": "asked for; warn.steps_lost counts the steps that are done again",
     "run.stopped": "asked for, by a signal",

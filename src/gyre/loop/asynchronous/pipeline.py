@@ -27,7 +27,7 @@ from gyre.loop.asynchronous.credits import Credits
 from gyre.loop.collect import InFlightGroup, carry_over
 from gyre.loop.refill import StepRollouts
 from gyre.loop.scoring import Scoring
-from gyre.loop.stopping import StopRequest
+from gyre.loop.stopping import StepUnfinished, StopRequest
 from gyre.observability.overlap import IdleTime
 
 
@@ -81,9 +81,9 @@ class Pipeline:
         return list(self._live[-1].groups if self._live else self._carried)
 
     @property
-    def newest(self) -> Collection | None:
-        """The newest collection that is not trained on."""
-        return self._live[-1] if self._live else None
+    def is_empty(self) -> bool:
+        """Whether every collection that was begun is trained on."""
+        return not self._live
 
     # -- the collector
 
@@ -156,11 +156,16 @@ class Pipeline:
 
     @asynccontextmanager
     async def at_rest(self) -> AsyncIterator[None]:
-        """Keep the engine free of rollouts: wait for those under way, and begin none."""
+        """Keep the engine free of rollouts: wait for those under way, and begin none. Past the
+        deadline of a stop they are broken off."""
         self._change(self._credits.hold())
         try:
             with self._learner_idle.waiting():
-                await self._until(lambda: self._credits.is_at_rest, of_collector=True)
+                try:
+                    resting = self._until(lambda: self._credits.is_at_rest, of_collector=True)
+                    await self._stop.within(resting)
+                except StepUnfinished:
+                    await self.halt()
             yield
         finally:
             self._change(self._credits.release())
