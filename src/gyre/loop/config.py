@@ -108,7 +108,7 @@ class RolloutConfig(Section):
 
     @property
     def repetition(self) -> RepetitionRule | None:
-        """What ends a completion early."""
+        """Return what ends a completion early, or None."""
         if not self.stop_repetition:
             return None
         low, high = self.repetition_pattern_tokens
@@ -125,7 +125,7 @@ class RolloutConfig(Section):
 
     @property
     def lead(self) -> int:
-        """Collections that may run ahead of the learner's step."""
+        """Return how many collections may run ahead of the learner's step."""
         carries = most_carries(
             max_tokens=self.max_tokens, max_tokens_per_iteration=self.max_tokens_per_iteration
         )

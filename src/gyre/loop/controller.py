@@ -53,7 +53,7 @@ from gyre.loop.assemble import (
 from gyre.loop.asynchronous.collection import Collection
 from gyre.loop.asynchronous.credits import Credits
 from gyre.loop.asynchronous.pipeline import Pipeline
-from gyre.loop.asynchronous.staleness import note_published, split_stale, staleness_of
+from gyre.loop.asynchronous.staleness import StalenessBound
 from gyre.loop.collect import Collector, InFlightGroup, Window, as_group, keep_scores
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.evaluate import Rollouts
@@ -119,9 +119,8 @@ class Ring:
         self._emit = parts.observers.events.emit
         self._phase = parts.observers.spans.phase
         self._overlaps = config.rollout.max_staleness > 0
+        self._staleness = StalenessBound(config.rollout.max_staleness, emit=self._emit)
         self._pipeline = self._make_pipeline(StageProgress(stage=stage.name))
-        self._published: tuple[int, ...] = ()  # versions, ascending
-        self._published_step = 0  # of the newest
         self._reported_s = time.monotonic()  # when the newest step was reported
         self.train_s = 0.0  # that the newest update took: it is not begun when a stop leaves less
         self._handover = Handover(
@@ -158,7 +157,7 @@ class Ring:
                 stage=self._stage.name,
                 reason="rollout.max_staleness without a correction: objective.correction = 'none'",
             )
-        self._published = tuple(progress.published)
+        self._staleness.published = tuple(progress.published)
         await self.publish(progress.step)
         turn = Turn(
             step=self.run_step,
@@ -196,7 +195,7 @@ class Ring:
         return Pipeline(
             self._roll_out,
             open_scoring=lambda: Scoring(self._scorer, deadline_s=rollout.reward_deadline_s),
-            drop_stale=self._drop_stale,
+            drop_stale=self._staleness.drop_stale,
             credits=Credits(
                 lead=rollout.lead,
                 last=self._stage.steps,
@@ -224,7 +223,7 @@ class Ring:
             accuracy=self._config.accuracy,
         )
         self._count(assembled, scored, step)
-        staleness = self._measure_staleness(scored.groups, step)
+        staleness = self._staleness.measure(scored.groups, step)
         self._pipeline.trained(step)  # an update cannot be broken off
         await self._enter("train", step)
         train_from_s = time.monotonic()
@@ -282,29 +281,6 @@ class Ring:
             windows=account,
         )
 
-    def _drop_stale(self, groups: Sequence[InFlightGroup], step: int) -> list[InFlightGroup]:
-        """Leave out the carried groups that would be too old when this step trains."""
-        bound = self._config.rollout.max_staleness
-        kept, stale = split_stale(
-            groups,
-            self._published,
-            max_staleness=bound,
-            versions_ahead=step - 1 - self._published_step,
-        )
-        if stale:
-            tokens = sum(len(partial.tokens) for g in stale for partial in g.partials.values())
-            tokens += sum(int(r.sampled.sum()) for g in stale for r in g.rollouts.values())
-            self._emit("drop.stale", step=step, count=len(stale), tokens=tokens)
-        return kept
-
-    def _measure_staleness(self, groups: Sequence[Group], step: int) -> Mapping[str, float]:
-        """Report the ages of a batch's tokens where collector and learner overlap."""
-        if not self._overlaps:
-            return {}
-        staleness = staleness_of(groups, self._published)
-        self._emit("rollouts.staleness", step=step, tokens=dict(staleness.tokens))
-        return staleness.metrics()
-
     def _so_far(self, progress: StageProgress) -> StageProgress:
         """Return the progress with what the collector has now."""
         collected, in_flight = self._pipeline.state()
@@ -313,7 +289,7 @@ class Ring:
             source=self._parts.source.state(),
             collected=collected,
             in_flight=in_flight,
-            published=self._published,
+            published=self._staleness.published,
         )
 
     async def _halt(self, progress: StageProgress) -> StageProgress:
@@ -392,7 +368,7 @@ class Ring:
         await self._enter("handover", step)
         with self._phase("handover", step=step):
             version = await self._handover.publish(step=step, policy=policy)
-        self._published, self._published_step = note_published(self._published, version), step
+        self._staleness.note_published(version, step=step)
 
     async def _evaluate(self, progress: StageProgress, when: str) -> StageProgress:
         if not self._parts.eval_prompts:

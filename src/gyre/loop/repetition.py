@@ -1,4 +1,4 @@
-"""Repetition: whether a completion has begun to repeat itself. In: its tokens, piece by piece. Out:
+"""Repetition: whether the end of a completion repeats itself. In: its tokens, piece by piece. Out:
 after how many of them it is certain.
 
 A pattern is a run of min_pattern to max_pattern tokens. The completion repeats itself once its last

@@ -82,7 +82,7 @@ class Pipeline:
 
     @property
     def is_empty(self) -> bool:
-        """Whether every collection that was begun is trained on."""
+        """Return whether no collection waits or is under way."""
         return not self._live
 
     # -- the collector

@@ -153,10 +153,28 @@ def test_the_next_rollouts_run_while_the_policy_trains(tmp_path):
     assert entered == {"handover", "score", "train"}, "engines keep what rollouts need"
 
 
+def train_behind(bench: Bench, lead: int) -> None:
+    """Let each update end when the collector is as far ahead as it may be."""
+    step, ended = bench.trainer.step, [0]
+
+    def hear(row: Any) -> None:
+        if (row["kind"], row.get("phase")) == ("phase.ended", "rollout"):
+            ended[0] = row["step"]
+
+    async def step_behind(batch: Any) -> Any:
+        while ended[0] < min(ALL["steps"], batch.step + lead):
+            await asyncio.sleep(0.001)
+        return await step(batch)
+
+    bench.events.subscribe(hear)
+    bench.trainer.step = step_behind  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("weight_update", ["drain", "continue"])
 @pytest.mark.parametrize("bound", [1, 2, 3])
 def test_no_token_is_older_than_the_bound(tmp_path, bound, weight_update):
-    bench = make(tmp_path, bound, weight_update, trainer=SLOW_TRAINER)
+    bench = make(tmp_path, bound, weight_update)
+    train_behind(bench, bound)
     turn(bench)
     found = [
         {int(age): n for age, n in row["tokens"].items()}
@@ -174,7 +192,17 @@ def test_no_token_is_older_than_the_bound(tmp_path, bound, weight_update):
 
 
 def test_continue_changes_weights_under_running_completions(tmp_path):
-    bench = make(tmp_path, 1, "continue", engine=SLOW_ENGINE)
+    """Each update ends while completions of the next step have some of their tokens."""
+    slow = FakeEngineConfig(token_delay_s=0.01)
+    bench = make(tmp_path, 1, "continue", engine=slow, steps=4)
+    step = bench.trainer.step
+
+    async def step_under_way(batch: Any) -> Any:
+        while batch.step < 4 and not bench.engine.is_reciting():
+            await asyncio.sleep(0.001)
+        return await step(batch)
+
+    bench.trainer.step = step_under_way  # type: ignore[method-assign]
     turn(bench)
     mixed = 0
     for rollout in bench.seen:
