@@ -1,5 +1,5 @@
-"""The real trainer and an engine with weights of its own, each on its own thread: rollouts run while
-the policy trains, and it learns."""
+"""Engines with weights of their own, in threads of their own: rollouts run while the policy trains,
+and the real one learns."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from cluster_roles import start_workers
 from fakes.scorer import TableScorer
 from fakes.source import ListSource
-from gyre.core.records import Rollout
+from fakes.trainer import CountingTrainer
+from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
+from gyre.core.records import RoleSpec, Rollout
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.loop.config import EvalConfig, RolloutConfig
@@ -26,6 +29,7 @@ from gyre.objectives.config import GrpoConfig
 from gyre.observability.events import EventLog, read_events
 from gyre.observability.samples import SampleLog
 from gyre.observability.spans import Spans
+from local_cluster import LocalCluster
 from loop_cases import TOKENIZER, TRAIN, Gate, run
 from trainer_cases import CPU, make_trainer
 from unit.loop.test_native import SPEC
@@ -47,11 +51,53 @@ class NoSnapshots:
     async def save(self, **given: Any) -> None: ...
 
 
+class Log:
+    """The sinks of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "events.jsonl"
+        self.events = EventLog(self.path, attempt=1)
+        self.samples = SampleLog(folder / "samples.jsonl", self.events)
+
+    def close(self) -> list[dict]:
+        """Return the rows."""
+        self.samples.close()
+        self.events.close()
+        return list(read_events(self.path))
+
+
+def ring_of(
+    log: Log, trainer: Any, engine: Any, objective: GrpoConfig, steps: int, **rollout: Any
+) -> Ring:
+    emit = log.events.emit
+    observers = Observers(
+        events=log.events, samples=log.samples, spans=Spans(emit), sample_groups_per_step=1
+    )
+    parts = Parts(
+        source=ListSource(TRAIN, seed=5),
+        trainer=trainer,
+        gate=Gate(),
+        snapshots=NoSnapshots(),
+        observers=observers,
+        text=TOKENIZER,
+        engine=engine,
+        lifecycle=engine,
+        scorer=TableScorer(low_share, emit=emit),
+    )
+    config = RingConfig(
+        rollout=RolloutConfig(**ROLLOUT | rollout),
+        evaluation=EvalConfig(),
+        snapshot_every_steps=0,
+        accuracy=None,
+        max_failed_share=1.0,
+    )
+    return Ring(StageSpec(name="main", objective=objective, steps=steps, seed=11), parts, config)
+
+
 def learn(folder: Path, *, steps: int, objective: GrpoConfig, **rollout: Any) -> list[dict]:
     """Run a ring from the same initial weights; returns the rows of its log."""
-    folder.mkdir(parents=True, exist_ok=True)
-    events = EventLog(folder / "events.jsonl", attempt=1)
-    samples = SampleLog(folder / "samples.jsonl", events)
+    log = Log(folder)
     decoders = [Decoder(SPEC, device=CPU, dtype=torch.float32) for _ in range(2)]
     for decoder in decoders:
         init_weights(decoder, 3)
@@ -64,45 +110,19 @@ def learn(folder: Path, *, steps: int, objective: GrpoConfig, **rollout: Any) ->
             learning_rate=1e-2,
             steps=steps,
             tokens_per_chunk=512,
-            emit=events.emit,
+            emit=log.events.emit,
         )
         engine = NativeEngine(
             decoders[1],
             EngineConfig(num_pages=400),
             TOKENIZER,
             compute=engine_thread,
-            emit=events.emit,
+            emit=log.events.emit,
             device=CPU,
             dtype=torch.float32,
             shared_weights=False,
         )
-        parts = Parts(
-            source=ListSource(TRAIN, seed=5),
-            trainer=trainer,
-            gate=Gate(),
-            snapshots=NoSnapshots(),
-            observers=Observers(
-                events=events,
-                samples=samples,
-                spans=Spans(events.emit),
-                sample_groups_per_step=1,
-            ),
-            text=TOKENIZER,
-            engine=engine,
-            lifecycle=engine,
-            scorer=TableScorer(low_share, emit=events.emit),
-        )
-        ring = Ring(
-            StageSpec(name="main", objective=objective, steps=steps, seed=11),
-            parts,
-            RingConfig(
-                rollout=RolloutConfig(**ROLLOUT | rollout),
-                evaluation=EvalConfig(),
-                snapshot_every_steps=0,
-                accuracy=None,
-                max_failed_share=1.0,
-            ),
-        )
+        ring = ring_of(log, trainer, engine, objective, steps, **rollout)
 
         async def go() -> None:
             await engine.start(dummy=True)
@@ -113,9 +133,8 @@ def learn(folder: Path, *, steps: int, objective: GrpoConfig, **rollout: Any) ->
         try:
             run(go())
         finally:
-            samples.close()
-            events.close()
-    return list(read_events(folder / "events.jsonl"))
+            rows = log.close()
+    return rows
 
 
 def metrics(rows: list[dict], name: str) -> list[float]:
@@ -154,3 +173,42 @@ def test_it_learns_from_stale_rollouts(tmp_path, weight_update, bound, correctio
     assert max(metrics(rows, "staleness_max")) <= bound
     policies = {row["policy"] for row in rows if row["kind"] == "engine.committed"}
     assert policies == {weight_update}
+
+
+@pytest.mark.parametrize("weight_update", ["drain", "continue"])
+def test_a_pool_of_two_engines_takes_versions_beside_its_rollouts(tmp_path, weight_update):
+    """Engines behind workers; each has served rollouts of more than one version."""
+    log = Log(tmp_path)
+    cluster = LocalCluster(on_event=lambda worker, kind, **fields: None)
+    names = ("engine-0", "engine-1")
+    specs = [RoleSpec(name=name, builder="cluster_roles:fake_engine") for name in names]
+    pool = EnginePool(
+        cluster,
+        start_workers(cluster, specs),
+        settings=PoolSettings(call_deadline_s=30.0, hang_s=30.0, progress_tokens=4),
+        emit=log.events.emit,
+    )
+    trainer = CountingTrainer(emit=log.events.emit)
+    ring = ring_of(
+        log, trainer, pool, GrpoConfig(), 6, max_staleness=2, weight_update=weight_update
+    )
+
+    async def go() -> dict[str, int]:
+        await pool.start(dummy=True)
+        await ring.run(StageProgress(stage="main"))
+        found = {status.name: status.stats for status in await pool.inspect()}
+        await pool.terminate()
+        await pool.close()
+        await cluster.close()
+        return {name: stats.generated_tokens for name, stats in found.items() if stats is not None}
+
+    try:
+        generated = run(go())
+    finally:
+        rows = log.close()
+    assert generated.keys() == set(names) and min(generated.values()) > 0
+    assert sum(generated.values()) == 6 * 4 * 8 * 8
+    ages = metrics(rows, "staleness_max")
+    assert len(ages) == 6 and ages[0] == 0 and 1 <= max(ages) <= 2
+    versions = [row["version"] for row in rows if row["kind"] == "weights.published"]
+    assert versions == list(range(7))
