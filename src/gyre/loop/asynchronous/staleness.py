@@ -1,6 +1,6 @@
 """Staleness: by how many published versions a token is older than the weights that it trains. In:
 versions of tokens, the versions published so far. Out: ages, groups that are too old, metrics.
-Pure, but for StalenessBound, which tells what it drops.
+Pure, but for StalenessBound, which emits what it drops.
 
 A version counts updates, and a step may make several or none. The age of a token is the number of
 versions that were published after the one that chose it.
