@@ -242,6 +242,9 @@ EVENTS = {
     "fallback.filter_by_score": EventKind(
         "Groups are filtered by score, since the config has no accuracy.", "stage reason", True
     ),
+    "warn.collector_failed": EventKind(
+        "Rollouts failed while the run was ending for another reason.", "error", counted=True
+    ),
     "warn.staleness_uncorrected": EventKind(
         "Rollouts are older than the weights that they train, and no correction is set.",
         "stage reason",

@@ -205,6 +205,7 @@ class Ring:
             ),
             size=rollout.completions_per_prompt,
             stop=self._parts.stop,
+            emit=self._emit,
         )
 
     async def run_step(self, progress: StageProgress) -> StageProgress:

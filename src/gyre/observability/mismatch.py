@@ -85,8 +85,11 @@ def find_mismatch(steps: Sequence[Metrics], dtype: str) -> Mismatch | None:
     found = [step for step in measured if not step["logprob_gap"] <= widest]
     if not found:
         return None
+    cause = _cause(measured, found)
+    if cause == "stale weights" and all(step.get("staleness_max", 0.0) > 0.0 for step in found):
+        return None  # asked for, by rollout.max_staleness
     return Mismatch(
-        cause=_cause(measured, found),
+        cause=cause,
         gap=_mean(found, "logprob_gap"),
         num_steps=len(found),
         num_measured=len(measured),

@@ -55,6 +55,7 @@ COUNTED = [
     "trainer.nothing_to_train",
     "trainer.oversized_chunks",
     "trainer.idle_ranks",
+    "warn.collector_failed",
     "warn.reference_rounded",
     "warn.reward_failed",
     "warn.staleness_uncorrected",

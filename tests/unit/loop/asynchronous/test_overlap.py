@@ -378,7 +378,7 @@ def test_a_stop_does_not_wait_for_rollouts_that_run_ahead(tmp_path, weight_updat
         tmp_path,
         1,
         weight_update,
-        stop=StopRequest(deadline_s=0.05),
+        stop=StopRequest(deadline_s=25.0),  # the test's own limit is near
         faults=Faults(stalled=frozenset({"4.1"})),
     )
     ask_at(bench, "train", 3)
@@ -421,3 +421,22 @@ def test_staleness_without_a_correction_is_said(tmp_path, objective, warned):
     bench = make(tmp_path, 1, objective=objective, steps=2)
     turn(bench)
     assert len(bench.rows("warn.staleness_uncorrected")) == warned
+
+
+def test_an_error_that_nobody_waits_for_is_an_event(tmp_path):
+    """Collector and learner fail at once: the learner's error is raised, the other one is told."""
+    faults = Faults(refuse=lambda request: "as told" if request.request_id == "3.2" else "")
+    bench = make(tmp_path, 1, faults=faults)
+
+    async def fail(batch: Any) -> Any:
+        while not bench.rows("engine.refused"):
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        raise RuntimeError("no memory")
+
+    step = bench.trainer.step
+    bench.trainer.step = lambda batch: fail(batch) if batch.step == 2 else step(batch)  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no memory"):
+        turn(bench)
+    (row,) = bench.rows("warn.collector_failed")
+    assert "EngineRefused" in row["error"] and "as told" in row["error"]
