@@ -201,7 +201,7 @@ def trl_policy(data: Data, args: dict[str, Any]) -> torch.Tensor:
         ),
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        off_policy_mask_threshold=args.get("off_policy"),
         importance_sampling_level=args.get("level", "token"),
         beta=args.get("beta", 0.0),
         args=SimpleNamespace(
@@ -229,6 +229,8 @@ def trl_policy(data: Data, args: dict[str, Any]) -> torch.Tensor:
         "advantages": data["advantages"], "old_per_token_logps": data["old"],
         "ref_per_token_logps": data["reference"], "num_items_in_batch": mask.sum(),
     }  # fmt: skip
+    if "off_policy" in args:
+        inputs["sampling_per_token_logps"] = data["behaviour"]
     if "is" in args:
         inputs["importance_sampling_ratio"] = trl_weights(data, args)
     return trainer.loss(inputs)

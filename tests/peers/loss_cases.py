@@ -306,6 +306,34 @@ CORRECTION_ROWS = [
         **{"is": "token", "is_threshold": "0.7_1.4"},
     ),
     verl(
+        "correction = tis",
+        {"kind": "grpo", "correction": "tis"},
+        SEQ,
+        **{"is": "token", "is_threshold": 2.0},
+        data="far",
+    ),
+    verl(
+        "correction = icepop",
+        {"kind": "grpo", "correction": "icepop"},
+        SEQ,
+        **{"is": "token", "is_threshold": "0.5_5.0"},
+        data="far",
+    ),
+    verl("correction = none", {"kind": "grpo", "correction": "none"}, SEQ, data="far"),
+    trl(
+        "off-policy sequence mask",
+        grpo(off_policy_mask_threshold=0.02),
+        "grpo",
+        off_policy=0.02,
+    ),
+    trl(
+        "off-policy sequence mask, token weights",
+        grpo(off_policy_mask_threshold=0.02, tis_cap=1.2),
+        "grpo",
+        off_policy=0.02,
+        **{"is": "token_truncate", "is_max": 1.2},
+    ),
+    verl(
         "IcePop, sequences",
         grpo(
             tis_cap=1.6,

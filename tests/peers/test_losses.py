@@ -21,7 +21,7 @@ from gyre.core.records import Evaluation, Group, Prompt, Rollout, Sampling, Scor
 from gyre.core.scores import AccuracyMetric
 from gyre.loop.assemble import Passes, assemble
 from gyre.objectives.advantages import Sample, estimate, rank_pairs
-from gyre.objectives.api import denominator, loss_sum
+from gyre.objectives.api import denominator, finish_sums, loss_sum
 from gyre.objectives.config import (
     VARIANTS,
     DpoConfig,
@@ -160,6 +160,7 @@ OFF = {
     "kl_ratio_weighted": False,
     "rejection_level": "none",
     "importance_level": "token",
+    "off_policy_mask_threshold": 0.0,
     "value_clip": 0.0,
     "label_smoothing": 0.0,
     "average_logprobs": False,
@@ -401,6 +402,33 @@ def check_rloo_and_one_action_per_sequence() -> None:
     )
 
 
+# what verl's compute_offpolicy_metrics says of the trainer's log-probs before the update
+VERL_CHI2 = {"token": 0.9816235465395371, "sequence": 4.317783797561671}
+
+
+def check_chi2() -> None:
+    """The metrics are verl's chi2_token and chi2_seq on the same data (0.9.1); the penalty's
+    gradient is 2 (r - 1) r."""
+    data = tensors("ragged")
+    mask = data["mask"]
+    row = Row(name="", ours={}, peer="none", call="policy", args={})
+    plain = GrpoConfig(tis_cap=0.0, aggregation="token")
+    given = inputs(plain, data, row)
+    found = finish_sums(loss_sum(plain, given)[1])
+    assert found["chi2_token"] == pytest.approx(VERL_CHI2["token"], rel=1e-5)
+    assert found["chi2_sequence"] == pytest.approx(VERL_CHI2["sequence"], rel=1e-5)
+    grads = []
+    for coef in (0.0, 0.5):
+        config = plain.model_copy(update={"chi2_coef": coef})
+        data["logprobs"].grad = None
+        loss_sum(config, inputs(config, data, row))[0].backward()
+        grads.append(data["logprobs"].grad.clone())
+    ratio = (data["logprobs"] - data["behaviour"]).exp().detach()
+    np.testing.assert_allclose(
+        grads[1] - grads[0], 0.5 * 2 * (ratio - 1) * ratio * mask, rtol=1e-9, atol=1e-12
+    )
+
+
 NONE: dict[str, tuple[str, Callable[[], None]]] = {
     "baseline": (
         "peers have the baselines, not every baseline with every scale",
@@ -418,6 +446,7 @@ NONE: dict[str, tuple[str, Callable[[], None]]] = {
     "bootstrap_truncated": ("all peers take 0 after the last token", check_bootstrap_truncated),
     "whiten": ("peers whiten always", check_no_whitening),
     "vf_coef": ("peers train actor and critic apart", check_vf_coef),
+    "chi2_coef": ("verl measures the divergence and does not penalize it", check_chi2),
     "sft_coef": ("TRL's mean is over all chosen tokens", check_sft_coef),
     "pairs": ("TRL's online DPO ranks in its trainer", check_online_pairs),
     "pairs_per_group": ("as pairs", check_online_pairs),

@@ -180,8 +180,8 @@ def slow_weight(config, s: Sequence, t: int) -> float:
 
 def slow_policy(config, sequences: list[Sequence]) -> Tensor:
     """GRPO (2402.03300 eq. 3), DAPO (2503.14476 eq. 8), Dr. GRPO (2503.20783), GSPO (2507.18071 eq.
-    5), CISPO (2506.13585 eq. 4), REINFORCE; truncated importance weights, KL in the loss, entropy
-    bonus."""
+    5), CISPO (2506.13585 eq. 4), REINFORCE; truncated importance weights, the off-policy sequence
+    mask (2512.02556), chi^2 to the engine, KL in the loss, entropy bonus."""
     per_sequence: list[list[Tensor]] = []
     corrects = config.tis_cap > 0.0 or config.rejection_level != "none"
     for s in sequences:
@@ -213,6 +213,13 @@ def slow_policy(config, sequences: list[Sequence]) -> Tensor:
             else:
                 loss = -advantage * s.logprobs[t]
             loss = loss * slow_weight(config, s, t)
+            gaps = [number(s.behaviour[i]) - number(s.logprobs[i]) for i in range(len(s))]
+            delta = config.off_policy_mask_threshold
+            if delta and advantage < 0 and sum(gaps) / len(s) > delta:
+                loss = 0.0 * s.logprobs[t]
+            if config.chi2_coef:
+                ratio_to_engine = torch.exp(s.logprobs[t] - number(s.behaviour[t]))
+                loss = loss + config.chi2_coef * (ratio_to_engine - 1) ** 2
             if config.kl_coef and config.kl_in == "loss":
                 kl = slow_bounded_kl(config, s.logprobs[t], number(s.reference[t]))
                 # 2512.02556: the plain ratio, whose gradient counts, but not at a bound

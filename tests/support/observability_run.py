@@ -156,6 +156,14 @@ class Writer:
             reference_s=reference_s,
             hidden_s=rollout_s + reference_s,
         )
+        self.log.emit(
+            "step.roles",
+            step=step,
+            seconds=4.0 * rule_s,
+            collector_idle_s=0.5 * rule_s,
+            learner_idle_s=rule_s,
+            synchronous_s=6.5 * rule_s,
+        )
         answer, form = (
             skill + self.rng.gauss(0, 0.03),
             min(1.0, 0.93 + 0.07 * skill + self.rng.gauss(0, 0.006)),

@@ -529,3 +529,21 @@ def test_parallel_settings_are_inherited():
 def test_a_place_in_a_list_has_few_digits() -> None:
     with pytest.raises(ConfigError, match="is no place in a list of 1"):
         apply_overrides({"rewards": {"parts": [{}]}}, ["rewards.parts." + "9" * 5000 + ".weight=1"])
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({}, "set cluster.kind = 'pod', or max_staleness = 0"),
+        ({"cluster": {"kind": "ray"}}, "which an update overwrites"),
+        ({"objective": {"kind": "sft"}}, "trains on given data"),
+    ],
+)
+def test_rollouts_beside_training_are_refused_where_the_config_rules_them_out(tables, words):
+    told = refusal(rollout={"max_staleness": 2}, **tables)
+    assert told.startswith("rollout.max_staleness = 2") and words in told
+
+
+def test_new_weights_under_running_rollouts_need_rollouts_beside_training():
+    told = refusal(rollout={"weight_update": "continue"})
+    assert "weight_update = 'continue' needs max_staleness of 1 or more" in told

@@ -53,6 +53,22 @@ def as_partial(index: int, parts: Sequence[Partial | TokenChunk]) -> Partial:
     )
 
 
+def first_tokens(partial: Partial, count: int) -> Partial:
+    """Return the first `count` tokens of a Partial."""
+    support = partial.support
+    if support is not None:
+        offsets = support.offsets[: count + 1]
+        support = Support(offsets=offsets, ids=support.ids[: offsets[-1]])
+    return Partial(
+        index=partial.index,
+        tokens=partial.tokens[:count],
+        logprobs=partial.logprobs[:count],
+        raw_logprobs=partial.raw_logprobs[:count],
+        versions=partial.versions[:count],
+        support=support,
+    )
+
+
 def join_supports(supports: Sequence[Support | None]) -> Support | None:
     """Join the supports piece by piece; a piece without one was not truncated or has no tokens."""
     parts = [support for support in supports if support is not None]

@@ -210,6 +210,9 @@ EVENTS = {
         own={"missing": Field("int", "groups", "groups that the step lacks")},
     ),
     "rollouts.carried": EventKind("Unfinished groups continue in the next step.", "step groups"),
+    "rollouts.repetition_stopped": EventKind(
+        "Completions that repeated themselves were ended early.", "step count"
+    ),
     "drop.stale": EventKind(
         "Unfinished groups would be older than rollout.max_staleness when they are trained on.",
         "step count tokens",
@@ -242,6 +245,14 @@ EVENTS = {
     ),
     "fallback.filter_by_score": EventKind(
         "Groups are filtered by score, since the config has no accuracy.", "stage reason", True
+    ),
+    "warn.collector_failed": EventKind(
+        "Rollouts failed while the run was ending for another reason.", "error", counted=True
+    ),
+    "warn.staleness_uncorrected": EventKind(
+        "Rollouts are older than the weights that they train, and no correction is set.",
+        "stage reason",
+        counted=True,
     ),
     "handover.engine_started": EventKind("The engine started again for weights.", "dummy step"),
     "handover.engine_terminated": EventKind("The engine made room for training.", "step"),
@@ -883,7 +894,11 @@ EVENTS = {
         "count",
         counted=True,
     ),
-    "rendezvous.opened": EventKind("The run's rendezvous was opened.", "kind_of place"),
+    "rendezvous.opened": EventKind(
+        "The rendezvous of a run was opened.",
+        "store place",
+        own={"store": Field("str", "", "store (of the driver) or etcd")},
+    ),
     "rendezvous.lease_lost": EventKind(
         "A member's lease had ended; it took a new one.",
         "member seconds",

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-Finish = Literal["stop", "length", "abort", "deadline", "refused", "interrupted"]
+# the loop says "repetition"; an engine says the others
+Finish = Literal["stop", "length", "abort", "deadline", "refused", "interrupted", "repetition"]
 Tier = Literal["device", "host", "disk", "none"]
 Phase = Literal["idle", "rollout", "score", "train", "handover", "evaluate"]
 Which = Literal["policy", "reference", "critic", "reward"]

@@ -143,6 +143,9 @@ def reward_metrics(groups: Sequence[Group], accuracy: AccuracyMetric | None) -> 
         metrics["train_accuracy"] = float(np.mean([is_right(score, accuracy) for score in scores]))
     metrics["length"] = float(np.mean([int(rollout.sampled.sum()) for rollout in rollouts]))
     metrics["cut_off_share"] = float(np.mean([rollout.finish == "length" for rollout in rollouts]))
+    repeating = [rollout.finish == "repetition" for rollout in rollouts]
+    if any(repeating):
+        metrics["repetition_share"] = float(np.mean(repeating))
     versions = np.concatenate([rollout.versions[rollout.sampled] for rollout in rollouts])
     if len(versions):
         metrics["stale_tokens_share"] = float(np.mean(versions < versions.max()))

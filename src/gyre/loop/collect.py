@@ -14,13 +14,24 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from gyre.core.chunks import as_partial
+from gyre.core.chunks import as_partial, first_tokens
 from gyre.core.contracts import RolloutEngine
 from gyre.core.errors import ConfigError, DeadlineError, EngineRefused
 from gyre.core.events import Emit
-from gyre.core.records import Group, Partial, Prompt, Request, Rollout, Sampling, Score, TokenChunk
+from gyre.core.records import (
+    Finish,
+    Group,
+    Partial,
+    Prompt,
+    Request,
+    Rollout,
+    Sampling,
+    Score,
+    TokenChunk,
+)
 from gyre.core.seeds import derive_seed
 from gyre.loop.ports import TextPort
+from gyre.loop.repetition import CHECK_TOKENS, RepetitionFinder, RepetitionRule
 from gyre.loop.scoring import Scoring
 
 STOP_S = 10.0  # longest wait for an engine to stop what nobody wants any more
@@ -87,6 +98,7 @@ def requests_for(
     cap: int,
     tenant_salt: str = "",
     most: int = MOST_COMPLETIONS,
+    chunk_tokens: int = 0,
 ) -> list[SubmittedRequest]:
     """Build the requests for the unfinished completions of a group.
 
@@ -96,10 +108,11 @@ def requests_for(
 
     `cap` bounds the tokens that a completion may take in this step (0: no bound). With it each
     completion is its own request from the start, so its draws do not depend on how often it is
-    carried over. The same holds for groups with more than `most` completions. Requests of one
+    carried over. The same holds for groups with more than `most` completions, and with
+    `chunk_tokens`: completions that are looked at as they grow end one by one. Requests of one
     `tenant_salt` share cached prefixes.
     """
-    if not cap and sampling.n <= most:
+    if not cap and not chunk_tokens and sampling.n <= most:
         if len(group.rollouts) == sampling.n:
             return []
         done = (_beginning(i, rollout) for i, rollout in group.rollouts.items())
@@ -116,7 +129,9 @@ def requests_for(
         )
         return [SubmittedRequest(group=group, request=request, samples=tuple(range(sampling.n)))]
     open_samples = [sample for sample in range(sampling.n) if sample not in group.rollouts]
-    return [_ask_one(group, sample, sampling, cap, tenant_salt) for sample in open_samples]
+    return [
+        _ask_one(group, sample, sampling, cap, tenant_salt, chunk_tokens) for sample in open_samples
+    ]
 
 
 def count_begun(group: InFlightGroup, size: int) -> dict[int, int]:
@@ -145,7 +160,12 @@ def _beginning(sample: int, rollout: Rollout) -> Partial:
 
 
 def _ask_one(
-    group: InFlightGroup, sample: int, sampling: Sampling, cap: int, tenant_salt: str
+    group: InFlightGroup,
+    sample: int,
+    sampling: Sampling,
+    cap: int,
+    tenant_salt: str,
+    chunk_tokens: int,
 ) -> SubmittedRequest:
     begun = group.partials.get(sample)
     taken = group.begun_tokens.get(sample, 0 if begun is None else len(begun.tokens))
@@ -156,7 +176,7 @@ def _ask_one(
             sampling, n=1, max_tokens=min(sampling.max_tokens, taken + (cap or sampling.max_tokens))
         ),
         seed=derive_seed(group.seed, sample),
-        chunk_tokens=0,
+        chunk_tokens=chunk_tokens,
         tenant_salt=tenant_salt,
         partials=() if begun is None else (replace(begun, index=0),),
     )
@@ -206,15 +226,16 @@ class Collector:
         tenant_salt: str = "",
         length_key: str = "rollout.max_tokens",
         window: Window | None = None,
+        repetition: RepetitionRule | None = None,
     ) -> None:
         """Bind the engine and the limits of one step.
 
         `cap`: tokens that a completion may take in this step, 0 for no bound. `tenant_salt`:
         requests with the same salt share cached prefixes. `length_key`: the config key of the
         completion length, for error messages. `window`: the engine's capacity; None submits
-        everything together.
+        everything together. `repetition`: what ends a completion early; None lets it run.
         """
-        self._window = window
+        self._window, self._repetition = window, repetition
         self._tenant_salt, self._length_key = tenant_salt, length_key
         if sampling.shapes_logits:
             raise ConfigError(
@@ -253,8 +274,11 @@ class Collector:
             if self._window is None
             else min(MOST_COMPLETIONS, self._window.completions)
         )
+        chunk_tokens = 0 if self._repetition is None else CHECK_TOKENS
         for group in groups:
-            yield from requests_for(group, sampling, cap=cap, tenant_salt=salt, most=most)
+            yield from requests_for(
+                group, sampling, cap=cap, tenant_salt=salt, most=most, chunk_tokens=chunk_tokens
+            )
 
     async def _run_part(self, asked: Sequence[SubmittedRequest], timeout_s: float) -> None:
         """Wait for the last answer to these requests, until the step's deadline."""
@@ -318,10 +342,35 @@ class Collector:
 
     async def _listen(self, asked: SubmittedRequest, stream: AsyncIterator[TokenChunk]) -> None:
         chunks: dict[int, list[TokenChunk]] = {}
+        finder = None if self._repetition is None else RepetitionFinder(self._repetition)
+        if finder is not None:
+            for partial in asked.request.partials:
+                finder.find(partial.tokens.tolist())
         async for chunk in stream:
             chunks.setdefault(chunk.index, []).append(chunk)
+            end = None if finder is None else finder.find(chunk.tokens.tolist())
+            if end is not None:
+                if chunk.finish is None:
+                    await self._engine.abort(asked.request.request_id)
+                self._end_repetition(asked, chunks.pop(chunk.index), end)
+                return
             if chunk.finish is not None:
                 self._finish(asked, chunk.index, chunks.pop(chunk.index))
+
+    def _end_repetition(
+        self, asked: SubmittedRequest, chunks: list[TokenChunk], num_tokens: int
+    ) -> None:
+        """End a completion with its first `num_tokens`, whatever the engine has chosen beyond: so
+        its end does not depend on when the loop looked."""
+        group, (sample,) = asked.group, asked.samples
+        before = group.partials.pop(sample, None)
+        partial = as_partial(sample, chunks if before is None else [before, *chunks])
+        self._keep(group, sample, first_tokens(partial, num_tokens), "repetition")
+
+    def _keep(self, group: InFlightGroup, sample: int, partial: Partial, finish: Finish) -> None:
+        rollout = make_rollout(group, sample, partial, finish, self._sampling, self._text)
+        group.rollouts[sample] = rollout
+        self._scoring.offer(rollout)
 
     def _finish(self, asked: SubmittedRequest, index: int, chunks: list[TokenChunk]) -> None:
         last, group, sample = chunks[-1], asked.group, asked.samples[index]
@@ -342,9 +391,7 @@ class Collector:
         if last.finish == "length" and len(partial.tokens) == allowed < self._sampling.max_tokens:
             group.partials[sample] = replace(partial, index=sample)
             return
-        rollout = make_rollout(group, sample, partial, last, self._sampling, self._text)
-        group.rollouts[sample] = rollout
-        self._scoring.offer(rollout)
+        self._keep(group, sample, partial, last.finish)
 
 
 def _no_answer(request_id: str, last: TokenChunk, length_key: str) -> EngineRefused:
@@ -364,13 +411,12 @@ def make_rollout(
     group: InFlightGroup,
     sample: int,
     partial: Partial,
-    last: TokenChunk,
+    finish: Finish,
     sampling: Sampling,
     text: TextPort,
 ) -> Rollout:
     """Lay prompt and completion out as one sequence, masks as data."""
     num_prompt, num_chosen = len(group.prompt.tokens), len(partial.tokens)
-    assert last.finish is not None
     pad = np.zeros(num_prompt, dtype=np.float32)
     return Rollout(
         rollout_id=f"{group.group_id}.{sample}",
@@ -382,7 +428,7 @@ def make_rollout(
         raw_logprobs=np.concatenate([pad, partial.raw_logprobs]),
         versions=np.concatenate([np.full(num_prompt, -1, dtype=np.int32), partial.versions]),
         sampling=sampling,
-        finish=last.finish,
+        finish=finish,
         text=text.decode(partial.tokens, skip_special=True),
         support=partial.support,
     )

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from gyre.core.config import Section
 from gyre.core.records import Sampling
 from gyre.loop.asynchronous.credits import lead_of, most_carries
+from gyre.loop.repetition import RepetitionRule
 
 SERVING_ONLY = (
     "presence_penalty",
@@ -22,6 +23,7 @@ SERVING_ONLY = (
 
 # of one step, which is laid out whole in host memory before it is dealt to the trainer's ranks
 MOST_SEQUENCES = 2**18
+MOST_PATTERN_TOKENS = 1024  # compared for each token that is sampled
 
 
 class RolloutConfig(Section):
@@ -55,6 +57,14 @@ class RolloutConfig(Section):
     max_tokens_per_iteration: int = Field(default=0, ge=0)
     """Partial rollouts: a completion that has taken this many tokens in one loop step is set aside
     and continued in the next one, under the weights of then; 0 finishes each in its own step."""
+    stop_repetition: int = Field(default=0, ge=0)
+    """A completion ends early once its last tokens are one pattern this many times over; 0 turns it
+    off. Its finish is "repetition". It is scored as it stands and trained on: mask_truncated and
+    bootstrap_truncated do not concern it. Each completion is then a request of its own. vLLM:
+    min_count of RepetitionDetectionParams."""
+    repetition_pattern_tokens: tuple[int, int] = (8, 64)
+    """Shortest and longest pattern that stop_repetition looks for. A shorter loop is found as a
+    multiple of itself."""
     max_staleness: int = Field(default=0, ge=0, le=64)
     """Asynchronous training: versions by which the oldest token of a batch may be older than the
     weights that it trains. 0 is the synchronous order; 1 is one step off: the next rollouts run
@@ -85,6 +95,26 @@ class RolloutConfig(Section):
         return values
 
     @model_validator(mode="after")
+    def check_repetition(self) -> RolloutConfig:
+        low, high = self.repetition_pattern_tokens
+        if self.stop_repetition == 1:
+            raise ValueError("stop_repetition = 1: need 2 or more, or 0 to turn it off")
+        if not 1 <= low <= high <= MOST_PATTERN_TOKENS:
+            raise ValueError(
+                f"repetition_pattern_tokens = [{low}, {high}]: need 1 <= shortest <= longest <= "
+                f"{MOST_PATTERN_TOKENS}"
+            )
+        return self
+
+    @property
+    def repetition(self) -> RepetitionRule | None:
+        """Return what ends a completion early, or None."""
+        if not self.stop_repetition:
+            return None
+        low, high = self.repetition_pattern_tokens
+        return RepetitionRule(count=self.stop_repetition, min_pattern=low, max_pattern=high)
+
+    @model_validator(mode="after")
     def check_weight_update(self) -> RolloutConfig:
         if self.weight_update == "continue" and not self.max_staleness:
             raise ValueError(
@@ -95,7 +125,7 @@ class RolloutConfig(Section):
 
     @property
     def lead(self) -> int:
-        """Collections that may run ahead of the learner's step."""
+        """Return how many collections may run ahead of the learner's step."""
         carries = most_carries(
             max_tokens=self.max_tokens, max_tokens_per_iteration=self.max_tokens_per_iteration
         )

@@ -53,7 +53,7 @@ from gyre.loop.assemble import (
 from gyre.loop.asynchronous.collection import Collection
 from gyre.loop.asynchronous.credits import Credits
 from gyre.loop.asynchronous.pipeline import Pipeline
-from gyre.loop.asynchronous.staleness import note_published, split_stale, staleness_of
+from gyre.loop.asynchronous.staleness import StalenessBound
 from gyre.loop.collect import Collector, InFlightGroup, Window, as_group, keep_scores
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.evaluate import Rollouts
@@ -71,7 +71,12 @@ from gyre.loop.resume import StageProgress, note_outcome
 from gyre.loop.schedule import Rhythm, Turn, export_if_due, run_steps, step_done
 from gyre.loop.scoring import Scoring
 from gyre.loop.stopping import StepUnfinished
-from gyre.objectives.config import needs_critic, needs_policy_logprobs, needs_reference
+from gyre.objectives.config import (
+    corrects_importance,
+    needs_critic,
+    needs_policy_logprobs,
+    needs_reference,
+)
 from gyre.observability.overlap import roles_account
 from gyre.observability.samples import sample_row
 
@@ -114,9 +119,8 @@ class Ring:
         self._emit = parts.observers.events.emit
         self._phase = parts.observers.spans.phase
         self._overlaps = config.rollout.max_staleness > 0
+        self._staleness = StalenessBound(config.rollout.max_staleness, emit=self._emit)
         self._pipeline = self._make_pipeline(StageProgress(stage=stage.name))
-        self._published: tuple[int, ...] = ()  # versions, ascending
-        self._published_step = 0  # of the newest
         self._reported_s = time.monotonic()  # when the newest step was reported
         self.train_s = 0.0  # that the newest update took: it is not begun when a stop leaves less
         self._handover = Handover(
@@ -148,7 +152,13 @@ class Ring:
             self._parts.source.restore(progress.source)
         if reason := why_filtered_by_score(self._stage.objective, self._config.accuracy):
             self._emit("fallback.filter_by_score", stage=self._stage.name, reason=reason)
-        self._published = tuple(progress.published)
+        if self._overlaps and not corrects_importance(self._stage.objective):
+            self._emit(
+                "warn.staleness_uncorrected",
+                stage=self._stage.name,
+                reason="rollout.max_staleness without a correction: objective.correction = 'none'",
+            )
+        self._staleness.published = tuple(progress.published)
         await self.publish(progress.step)
         turn = Turn(
             step=self.run_step,
@@ -186,7 +196,7 @@ class Ring:
         return Pipeline(
             self._roll_out,
             open_scoring=lambda: Scoring(self._scorer, deadline_s=rollout.reward_deadline_s),
-            drop_stale=self._drop_stale,
+            drop_stale=self._staleness.drop_stale,
             credits=Credits(
                 lead=rollout.lead,
                 last=self._stage.steps,
@@ -196,6 +206,7 @@ class Ring:
             ),
             size=rollout.completions_per_prompt,
             stop=self._parts.stop,
+            emit=self._emit,
         )
 
     async def run_step(self, progress: StageProgress) -> StageProgress:
@@ -214,7 +225,7 @@ class Ring:
             accuracy=self._config.accuracy,
         )
         self._count(assembled, scored, step)
-        staleness = self._measure_staleness(scored.groups, step)
+        staleness = self._staleness.measure(scored.groups, step)
         self._pipeline.trained(step)  # an update cannot be broken off
         await self._enter("train", step)
         train_from_s = time.monotonic()
@@ -272,29 +283,6 @@ class Ring:
             windows=account,
         )
 
-    def _drop_stale(self, groups: Sequence[InFlightGroup], step: int) -> list[InFlightGroup]:
-        """Leave out the carried groups that would be too old when this step trains."""
-        bound = self._config.rollout.max_staleness
-        kept, stale = split_stale(
-            groups,
-            self._published,
-            max_staleness=bound,
-            versions_ahead=step - 1 - self._published_step,
-        )
-        if stale:
-            tokens = sum(len(partial.tokens) for g in stale for partial in g.partials.values())
-            tokens += sum(int(r.sampled.sum()) for g in stale for r in g.rollouts.values())
-            self._emit("drop.stale", step=step, count=len(stale), tokens=tokens)
-        return kept
-
-    def _measure_staleness(self, groups: Sequence[Group], step: int) -> Mapping[str, float]:
-        """Report the ages of a batch's tokens where collector and learner overlap."""
-        if not self._overlaps:
-            return {}
-        staleness = staleness_of(groups, self._published)
-        self._emit("rollouts.staleness", step=step, tokens=dict(staleness.tokens))
-        return staleness.metrics()
-
     def _so_far(self, progress: StageProgress) -> StageProgress:
         """Return the progress with what the collector has now."""
         collected, in_flight = self._pipeline.state()
@@ -303,22 +291,21 @@ class Ring:
             source=self._parts.source.state(),
             collected=collected,
             in_flight=in_flight,
-            published=self._published,
+            published=self._staleness.published,
         )
 
     async def _halt(self, progress: StageProgress) -> StageProgress:
         """Break off what is under way, and keep the tokens that there are. Before rollouts began,
         or in an evaluation, there are no new ones."""
         await self._pipeline.halt()
-        newest = self._pipeline.newest
-        if newest is None:
+        if self._pipeline.is_empty:
             return progress
         unfinished = self._so_far(progress)
-        partials = [p for group in newest.groups for p in group.partials.values()]
+        partials = [p for group in unfinished.in_flight for p in group.partials.values()]
         self._emit(
             "step.broken_off",
-            step=newest.step,
-            groups=len(newest.groups),
+            step=progress.step + 1,
+            groups=unfinished.num_unfinished_groups,
             partial_tokens=sum(len(partial.tokens) for partial in partials),
         )
         return unfinished
@@ -344,6 +331,7 @@ class Ring:
             deadline_s=config.deadline_s,
             emit=self._emit,
             window=self._config.window,
+            repetition=config.repetition,
         )
 
     async def _passes(
@@ -382,7 +370,7 @@ class Ring:
         await self._enter("handover", step)
         with self._phase("handover", step=step):
             version = await self._handover.publish(step=step, policy=policy)
-        self._published, self._published_step = note_published(self._published, version), step
+        self._staleness.note_published(version, step=step)
 
     async def _evaluate(self, progress: StageProgress, when: str) -> StageProgress:
         if not self._parts.eval_prompts:
@@ -434,6 +422,9 @@ class Ring:
                 rounds=rollouts.refills,
                 missing=rollouts.num_missing,
             )
+        finishes = [r.finish for group in scored.sampled for r in group.rollouts]
+        if repeating := finishes.count("repetition"):
+            self._emit("rollouts.repetition_stopped", step=step, count=repeating)
         if scored.num_carried:
             self._emit("rollouts.carried", step=step, groups=scored.num_carried)
         self._emit("reward.window", step=step, **scored.windows)

@@ -51,14 +51,15 @@ class StopRequest:
         """Return the seconds left to the step in flight; infinity without a request."""
         return float("inf") if self._until_s is None else max(0.0, self._until_s - self._clock())
 
-    async def within(self, work: Coroutine[Any, Any, Result]) -> Result:
+    async def within(self, work: Coroutine[Any, Any, Result], *, at_once: bool = False) -> Result:
         """Await `work` and return its result. Raises StepUnfinished when the stop deadline passes
-        first; `work` is then cancelled and has ended."""
+        first, or with `at_once` when the stop is asked for; `work` is then cancelled and has
+        ended."""
         task = asyncio.ensure_future(work)
         asked = asyncio.Event()
         entry = (asyncio.get_running_loop(), asked)
         self._waiting.append(entry)
-        alarm = asyncio.ensure_future(self._expire(asked))
+        alarm = asyncio.ensure_future(self._expire(asked, 0.0 if at_once else None))
         try:
             await asyncio.wait((task, alarm), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -73,7 +74,7 @@ class StopRequest:
                 one.cancel()
             await asyncio.gather(task, alarm, return_exceptions=True)
 
-    async def _expire(self, asked: asyncio.Event) -> None:
+    async def _expire(self, asked: asyncio.Event, grace_s: float | None) -> None:
         if not self.is_asked:
             await asked.wait()
-        await asyncio.sleep(self.remaining_s())
+        await asyncio.sleep(self.remaining_s() if grace_s is None else grace_s)

@@ -61,6 +61,17 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {name: {**_GRPO, **changes} for name, changes in _CHANGES.items()}
 )
 
+Correction = Literal["tis", "icepop", "none"]
+CORRECTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        # Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"
+        "tis": {},
+        # Ling Team 2025, arXiv 2510.18855, section 3.2: M(k) = k for k in [0.5, 5], else 0
+        "icepop": {"tis_cap": 5.0, "rejection_level": "token", "rejection_band": (0.5, 5.0)},
+        "none": {"tis_cap": 0.0},
+    }
+)
+
 
 class SftConfig(Section):
     """Supervised fine-tuning: cross-entropy on the target tokens."""
@@ -138,6 +149,10 @@ class PolicyConfig(Section):
     ratio_base: Literal["trainer", "engine"] = "trainer"
     """Whose log-probs the ratio divides by: the trainer's before the update, or those that the
     engine sampled with."""
+    correction: Correction = "tis"
+    """Row of named choices that fills the four keys below where they are not set: truncated
+    importance sampling at 2; IcePop, which keeps ratios in [0.5, 5] and drops the other tokens; or
+    none of them."""
     tis_cap: float = Field(default=2.0, ge=0.0)
     """Truncated importance sampling: tokens are weighted by min(trainer / engine probability,
     this); 0 turns it off, and so does ratio_base = 'engine', whose ratio already starts there.
@@ -155,6 +170,16 @@ class PolicyConfig(Section):
     """Lowest and highest ratio that is kept, both included. IcePop is tis_cap = 5, rejection_level
     = 'token', rejection_band = [0.5, 5]. TRL's default is importance_level = 'sequence', tis_cap =
     3, rejection_level = 'sequence', rejection_band = [0, 3]."""
+    off_policy_mask_threshold: float = Field(default=0.0, ge=0.0)
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, section 3.1): a token with a
+    negative advantage has no policy loss where the mean of log(engine / trainer) over its sequence
+    exceeds this, in nats. The trainer's log-probs are the current ones. 0 turns it off; TRL
+    suggests 0.5."""
+    chi2_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of (trainer / engine - 1)^2 per token in the loss, with the ratio's gradient. Over the
+    engine's tokens its mean is chi^2(trainer, engine), by how much staleness widens the importance
+    weights (Laidlaw et al. 2024, arXiv 2403.03185, penalize the same divergence). 0 turns it
+    off."""
     aggregation: Literal["token", "sequence", "fixed_length"] = "token"
     """What an update's loss is a mean over: its tokens, its sequences, or sequences times
     fixed_length_tokens."""
@@ -185,6 +210,13 @@ class PolicyConfig(Section):
     """Leave completions that reached rollout.max_tokens out of the loss. Their scores still count
     in their group's baseline; the denominator and the batch's statistics do not see them (DAPO's
     overlong filtering)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def fill_from_correction(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("correction") not in CORRECTIONS:
+            return values
+        return {**CORRECTIONS[values["correction"]], **values}
 
     @model_validator(mode="before")
     @classmethod
@@ -331,6 +363,15 @@ def needs_policy_logprobs(config: AnyObjective) -> bool:
     """Return whether the trainer must compute the policy's log-probs of each step's tokens before
     the advantages."""
     return isinstance(config, PolicyConfig) and config.kl_coef > 0.0 and config.kl_in == "reward"
+
+
+def corrects_importance(config: AnyObjective) -> bool:
+    """Return whether the loss accounts for tokens that another policy chose, or has no ratio that
+    would have to."""
+    if not isinstance(config, PolicyConfig):
+        return True
+    starts_there = config.ratio_base == "engine" and config.surrogate != "reinforce"
+    return config.tis_cap > 0.0 or config.rejection_level != "none" or starts_there
 
 
 def needs_critic(config: AnyObjective) -> bool:

@@ -88,15 +88,18 @@ def _corrected(
     current log-probs."""
     weighs = config.tis_cap > 0.0 and config.ratio_base == "trainer"
     rejects = config.rejection_level != "none"
+    if config.off_policy_mask_threshold:
+        loss_N, masked = _without_off_policy(config, inputs, loss_N)
+    else:
+        masked = {}
     if not weighs and not rejects:
-        return loss_N, {}
+        return loss_N, masked
     assert inputs.behavior_logprobs_N is not None, (
-        "engine corrections need behavior_logprobs_N; set tis_cap = 0 and rejection_level = "
-        "'none' to go without"
+        "engine corrections need behavior_logprobs_N; set correction = 'none' to go without"
     )
     log_ratio_N = _trainer_logprobs(inputs) - inputs.behavior_logprobs_N
     spread = log_ratio_N, inputs.sequence_index_N, inputs.target_counts_S
-    weights_N, sums = torch.ones_like(loss_N), {}
+    weights_N, sums = torch.ones_like(loss_N), dict(masked)
     if weighs:
         log_weight_N = terms.importance_log_ratio(config.importance_level, *spread)
         weights_N = terms.truncated_weights(log_weight_N, config.tis_cap)
@@ -117,6 +120,27 @@ def _corrected(
     return weights_N * loss_N, sums
 
 
+def _without_off_policy(
+    config: PolicyConfig, inputs: LossInputs, loss_N: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Remove the loss of bad answers that the current policy would hardly give. As in TRL and
+    slime, their tokens still count in the loss's mean."""
+    assert inputs.behavior_logprobs_N is not None, (
+        "off_policy_mask_threshold needs behavior_logprobs_N"
+    )
+    assert inputs.logprobs_N is not None and inputs.advantages_N is not None
+    masked_N = terms.off_policy_masked(
+        inputs.behavior_logprobs_N,
+        inputs.logprobs_N,
+        inputs.advantages_N,
+        inputs.sequence_index_N,
+        inputs.target_counts_S,
+        config.off_policy_mask_threshold,
+    )
+    sums = {"off_policy_masked_fraction": terms.mean_sum(masked_N.float())}
+    return torch.where(masked_N, torch.zeros_like(loss_N), loss_N), sums
+
+
 def _trainer_logprobs(inputs: LossInputs) -> Tensor:
     """Return the trainer's log-probs to compare with the engine's: those before the update where
     available."""
@@ -127,9 +151,17 @@ def _trainer_logprobs(inputs: LossInputs) -> Tensor:
 def _regularized(
     config: PolicyConfig, inputs: LossInputs, loss_N: Tensor, old_N: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Add the KL to the reference and the entropy bonus, and measure both. The engine correction
-    applies to neither."""
+    """Add the KL to the reference, the chi^2 to the engine and the entropy bonus, and measure them.
+    The engine correction applies to none."""
     sums: dict[str, Tensor] = {}
+    if config.chi2_coef:
+        assert inputs.logprobs_N is not None and inputs.behavior_logprobs_N is not None, (
+            "chi2_coef needs behavior_logprobs_N"
+        )
+        log_ratio_N = terms.log_ratio(inputs.logprobs_N, inputs.behavior_logprobs_N)
+        chi2_N = terms.chi2_estimate(log_ratio_N)
+        loss_N = loss_N + config.chi2_coef * chi2_N
+        sums["chi2_penalty"] = terms.mean_sum(chi2_N)
     if config.kl_coef and config.kl_in == "loss":
         kl_N, bounded_N = _kl_in_loss(config, inputs, old_N)
         loss_N = loss_N + config.kl_coef * kl_N
@@ -186,11 +218,18 @@ def _gap_sums(inputs: LossInputs) -> dict[str, Tensor]:
     """Measure the gap between the trainer's and the engine's log-probs at equal weights: 0 and 1
     when both agree. `logprob_gap_mult` is the mean of exp |difference|, the form of published
     thresholds. The part where the trainer is above, and the share of large gaps, indicate the cause
-    (`observability.mismatch`)."""
+    (`observability.mismatch`). chi2 is the mean of ratio^2 - 1, over tokens or over sequences with
+    the product of their ratios (verl: chi2_token, chi2_seq): the variance of importance weights."""
     if inputs.behavior_logprobs_N is None:
         return {}
+    index_N, counts_S = inputs.sequence_index_N, inputs.target_counts_S
     with torch.no_grad():
         trainer_N = _trainer_logprobs(inputs)
+        unbounded_N = trainer_N - inputs.behavior_logprobs_N
+        squares = {
+            level: terms.importance_log_ratio(level, unbounded_N, index_N, counts_S).mul(2).exp()
+            for level in ("token", "sequence")
+        }
         signed_N = terms.log_ratio(trainer_N, inputs.behavior_logprobs_N)
         gap_N = signed_N.abs()
         return {
@@ -198,7 +237,16 @@ def _gap_sums(inputs: LossInputs) -> dict[str, Tensor]:
             "logprob_gap_mult": terms.mean_sum(gap_N.exp()),
             "logprob_gap_above": terms.mean_sum(signed_N.clamp(min=0.0)),
             "logprob_gap_large_fraction": terms.mean_sum((gap_N > LARGE_GAP).float()),
+            "chi2_token": terms.mean_sum(squares["token"] - 1.0),
+            "chi2_sequence": _mean_over_sequences(squares["sequence"] - 1.0, index_N, counts_S),
             "engine_kl": terms.mean_sum(
                 terms.kl_estimate("k3", inputs.behavior_logprobs_N, trainer_N)
             ),
         }
+
+
+def _mean_over_sequences(values_N: Tensor, index_N: Tensor, counts_S: Tensor) -> Tensor:
+    """Return a metric of values that all tokens of a sequence share: (sum, count) over the
+    sequences."""
+    values_S = terms.sequence_means(values_N, index_N, counts_S)
+    return torch.stack([values_S.float().sum(), (counts_S > 0).sum().float()])

@@ -164,6 +164,31 @@ def truncated_weights(log_weight_N: Tensor, cap: float) -> Tensor:
     return log_weight_N.detach().exp().clamp(max=cap)
 
 
+def off_policy_masked(
+    behavior_logprobs_N: Tensor,
+    logprobs_N: Tensor,
+    advantages_N: Tensor,
+    sequence_index_N: Tensor,
+    target_counts_S: Tensor,
+    threshold: float,
+) -> Tensor:
+    """Return whether a token's advantage is negative and its sequence off policy: bool [N].
+
+    DeepSeek-AI 2025, "DeepSeek-V3.2", arXiv 2512.02556, section 3.1, "Off-Policy Sequence Masking":
+    that is, mean over the sequence of log(behavior / policy) > threshold.
+    """
+    with torch.no_grad():
+        gap_N = behavior_logprobs_N - logprobs_N
+        means_S = sequence_means(gap_N, sequence_index_N, target_counts_S)
+        return (advantages_N < 0) & (means_S[sequence_index_N] > threshold)
+
+
+def chi2_estimate(log_ratio_N: Tensor) -> Tensor:
+    """Estimate chi^2(policy, behavior) per token from tokens of the behavior policy: (r - 1)^2,
+    whose mean is that of r^2 - 1. `log_ratio_N` is bounded."""
+    return torch.expm1(log_ratio_N).square()
+
+
 def out_of_band(log_ratio_N: Tensor, band: tuple[float, float]) -> tuple[Tensor, Tensor]:
     """Return whether each ratio is below the band, and whether above it: bool [N] each. The bounds
     belong to the band."""

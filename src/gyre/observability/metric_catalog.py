@@ -71,8 +71,9 @@ PANELS = (
         panel_id="left_out",
         title="Left out",
         unit="fraction",
-        help="Share of groups that teach nothing, and of completions that no reward could score.",
-        metrics=("equal_groups_share", "unscored_share"),
+        help="Share of groups that teach nothing, of completions that no reward could score, and "
+        "of those that were ended because they repeated themselves.",
+        metrics=("equal_groups_share", "unscored_share", "repetition_share"),
     ),
     Panel(
         panel_id="length",
@@ -116,16 +117,33 @@ PANELS = (
         title="Engine corrections",
         unit="fraction",
         help="Effective sample size of the importance weights as a share of the tokens, and the "
-        "shares of tokens "
-        "truncated at tis_cap, outside the rejection band, and chosen by older weights.",
+        "shares of tokens truncated at tis_cap, outside the rejection band, masked with their "
+        "sequence, and chosen by older weights.",
         metrics=(
             "tis_ess",
             "tis_truncated_fraction",
             "rejected_fraction",
             "rejected_low_fraction",
             "rejected_high_fraction",
+            "off_policy_masked_fraction",
             "stale_tokens_share",
         ),
+    ),
+    Panel(
+        panel_id="staleness",
+        title="Staleness",
+        unit="versions",
+        help="By how many published versions the tokens of a batch are older than the weights that "
+        "they train: the mean, the youngest and the oldest.",
+        metrics=("staleness_mean", "staleness_min", "staleness_max"),
+    ),
+    Panel(
+        panel_id="chi2",
+        title="Chi-squared to the engine",
+        unit="",
+        help="Variance of the importance weights, mean of their squares less 1: over tokens, and "
+        "over sequences with the product of their tokens' weights.",
+        metrics=("chi2_token", "chi2_sequence"),
     ),
     Panel(
         panel_id="loss",

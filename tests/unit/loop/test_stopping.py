@@ -191,6 +191,16 @@ def test_work_that_ends_in_time_gives_its_result_and_its_error():
     run(go())
 
 
+def test_what_may_be_broken_off_at_once_has_no_deadline():
+    async def go() -> None:
+        stop = StopRequest(deadline_s=30.0)
+        asyncio.get_running_loop().call_later(0.01, stop.ask)
+        with pytest.raises(StepUnfinished):
+            await stop.within(asyncio.sleep(20.0), at_once=True)
+
+    run(go())
+
+
 def test_a_cancellation_from_outside_reaches_the_work():
     ended: list[str] = []
 

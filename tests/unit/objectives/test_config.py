@@ -92,6 +92,8 @@ def test_what_is_not_set():
         ("ppo", "clip_high", [0.0, 5.0], [-0.01]),
         ("ppo", "dual_clip", [0.0, 1.01], [-0.01, 1.0]),
         ("ppo", "tis_cap", [0.0, 0.5], [-0.01]),
+        ("ppo", "off_policy_mask_threshold", [0.0, 0.5], [-0.01]),
+        ("grpo", "chi2_coef", [0.0, 0.5], [-0.01]),
         ("ppo", "fixed_length_tokens", [0], [-1]),
         ("ppo", "kl_coef", [0.0], [-0.01]),
         ("ppo", "kl_clamp", [0.0], [-0.01]),
@@ -108,6 +110,21 @@ def test_a_value_may_be_as_large_and_as_small_as_it_makes_sense(kind, key, accep
     for value in refused:
         with pytest.raises(ValidationError, match=key):
             UNION.validate_python({"kind": kind, key: value})
+
+
+def test_a_correction_fills_what_is_not_set():
+    icepop = GrpoConfig(correction="icepop")
+    assert (icepop.tis_cap, icepop.rejection_level, icepop.rejection_band) == (
+        5.0,
+        "token",
+        (0.5, 5.0),
+    )
+    assert GrpoConfig(correction="icepop", tis_cap=3.0).tis_cap == 3.0
+    assert GrpoConfig(correction="tis") == GrpoConfig()
+    none = PpoConfig(correction="none")
+    assert (none.tis_cap, none.rejection_level) == (0.0, "none")
+    with pytest.raises(ValidationError, match="icepop"):
+        GrpoConfig(correction="icepops")
 
 
 @pytest.mark.parametrize("band", [(0.0, 3.0), (0.0, 1.0), (1.0, 2.0), (0.5, 5.0)])

@@ -63,6 +63,11 @@ POLICIES = [
     ),
     GrpoConfig(variant="gspo", rejection_level="sequence_mean", rejection_band=(0.9, 1.1)),
     GrpoConfig(tis_cap=0.0, rejection_level="token", rejection_band=(0.8, 1.4)),
+    GrpoConfig(correction="icepop", kl_coef=0.1),
+    GrpoConfig(off_policy_mask_threshold=0.05, kl_coef=0.1),
+    GrpoConfig(variant="gspo", off_policy_mask_threshold=0.02, correction="none"),
+    GrpoConfig(variant="dapo", chi2_coef=0.2, correction="icepop"),
+    GrpoConfig(correction="none", off_policy_mask_threshold=0.01, chi2_coef=0.1),
 ]
 PPOS = [
     PpoConfig(),
@@ -120,6 +125,34 @@ def test_corrections_say_what_they_did():
     assert "tis_weight_square" not in metrics
     none_kept = config.model_copy(update={"rejection_band": (1.0, 1.0000001)})
     assert finish_sums(loss_sum(none_kept, chunk_inputs(sequences))[1])["tis_ess"] == 0.0
+
+
+def test_the_sequence_mask_says_what_it_took_and_asks_for_both_signs():
+    """Bad answers that the policy has left are masked; good ones, and near ones, are kept."""
+    config = GrpoConfig(off_policy_mask_threshold=0.1, correction="none", aggregation="token")
+    sequences = random_sequences(3, [4, 4, 4, 4])
+    shifts, signs = [-0.3, -0.3, 0.0, 0.3], [-1.0, 1.0, -1.0, -1.0]
+    for sequence, shift, sign in zip(sequences, shifts, signs, strict=True):
+        sequence.behaviour[:] = sequence.logprobs.detach() - shift
+        sequence.advantages[:] = sign
+    loss, sums = loss_sum(config, chunk_inputs(sequences))
+    loss.backward()
+    assert finish_sums(sums)["off_policy_masked_fraction"] == pytest.approx(0.25)
+    assert [bool(s.logprobs.grad.abs().sum() == 0) for s in sequences] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_chi2_is_the_variance_of_the_weights():
+    """E[(r - 1)^2] = E[r^2] - 1 over the engine's own tokens, where E[r] = 1."""
+    generator = torch.Generator().manual_seed(5)
+    engine = torch.softmax(torch.randn(6, generator=generator, dtype=torch.float64), 0)
+    policy = torch.softmax(torch.randn(6, generator=generator, dtype=torch.float64), 0)
+    estimate = (engine * terms.chi2_estimate((policy / engine).log())).sum()
+    torch.testing.assert_close(estimate, (policy.square() / engine).sum() - 1)
 
 
 def test_a_rejected_token_gives_nothing_even_where_its_loss_is_not_finite():

@@ -115,6 +115,16 @@ def test_the_cause_is_told_from_the_metrics_of_the_steps(made, dtype, cause):
         assert cause in found.line and "\n" not in found.line
 
 
+@pytest.mark.parametrize("made", ["stale sometimes", "stale always"])
+def test_a_gap_of_tokens_that_may_be_old_is_no_finding(made):
+    """With rollout.max_staleness the steps say how old; other causes are still told."""
+    aged = [step | {"staleness_max": float(step["stale_tokens_share"] > 0)} for step in steps(made)]
+    assert find_mismatch(aged, "bfloat16") is None
+    wrong = [step | {"staleness_max": 1.0} for step in steps("other prompt")]
+    found = find_mismatch(wrong, "bfloat16")
+    assert found is not None and found.cause == "template"
+
+
 def test_a_gap_that_is_no_number_is_told():
     found = find_mismatch([{"logprob_gap": 0.0}, {"logprob_gap": float("nan")}], "float32")
     assert (

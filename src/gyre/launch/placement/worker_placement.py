@@ -157,7 +157,7 @@ class WorkerPlacement:
             emit=self._emit,
         )
         place = ", ".join(settings.endpoints) or f"{host}:{port}"
-        self._emit("rendezvous.opened", kind_of=settings.kind, place=place)
+        self._emit("rendezvous.opened", store=settings.kind, place=place)
         self._metadata = PodMetadata(
             opened, name="driver", role="driver", config=settings, emit=self._emit
         )

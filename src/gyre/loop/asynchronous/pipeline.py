@@ -22,12 +22,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from gyre.core.events import Emit
 from gyre.loop.asynchronous.collection import Collection, CollectionRecord
 from gyre.loop.asynchronous.credits import Credits
 from gyre.loop.collect import InFlightGroup, carry_over
 from gyre.loop.refill import StepRollouts
 from gyre.loop.scoring import Scoring
-from gyre.loop.stopping import StopRequest
+from gyre.loop.stopping import StepUnfinished, StopRequest
 from gyre.observability.overlap import IdleTime
 
 
@@ -43,16 +44,19 @@ class Pipeline:
         credits: Credits,
         size: int,
         stop: StopRequest,
+        emit: Emit,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`drop_stale` returns the carried groups that a step keeps; `size` is the number of
         completions per prompt."""
         self._roll_out, self._open_scoring, self._drop_stale = roll_out, open_scoring, drop_stale
-        self._credits, self._size, self._stop = credits, size, stop
+        self._credits, self._size = credits, size
+        self._stop, self._emit = stop, emit
         self._live: list[Collection] = []  # begun and not trained on, in order: at most 2 + lead
         self._carried: list[InFlightGroup] = []  # what the next one begins with
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._has_raised = False  # the learner knows the collector's error
         self._collector_idle, self._learner_idle = IdleTime(clock), IdleTime(clock)
 
     # -- from one attempt to the next
@@ -81,9 +85,9 @@ class Pipeline:
         return list(self._live[-1].groups if self._live else self._carried)
 
     @property
-    def newest(self) -> Collection | None:
-        """The newest collection that is not trained on."""
-        return self._live[-1] if self._live else None
+    def is_empty(self) -> bool:
+        """Return whether no collection waits or is under way."""
+        return not self._live
 
     # -- the collector
 
@@ -93,11 +97,15 @@ class Pipeline:
         self._task.add_done_callback(lambda _: self._changed.set())
 
     async def halt(self) -> None:
-        """Break off the collection under way: its groups keep the tokens that they have."""
+        """Break off the collection under way: its groups keep the tokens that they have. An error
+        that no wait has raised is an event."""
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        if task is None:
+            return
+        task.cancel()
+        (error,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(error, Exception) and not self._has_raised:
+            self._emit("warn.collector_failed", error=f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
         """End the task and every question to the rewards."""
@@ -156,11 +164,16 @@ class Pipeline:
 
     @asynccontextmanager
     async def at_rest(self) -> AsyncIterator[None]:
-        """Keep the engine free of rollouts: wait for those under way, and begin none."""
+        """Keep the engine free of rollouts: wait for those under way, and begin none. A stop breaks
+        them off at once, as they run ahead of the step that it lets end."""
         self._change(self._credits.hold())
         try:
             with self._learner_idle.waiting():
-                await self._until(lambda: self._credits.is_at_rest, of_collector=True)
+                try:
+                    resting = self._until(lambda: self._credits.is_at_rest, of_collector=True)
+                    await self._stop.within(resting, at_once=True)
+                except StepUnfinished:
+                    await self.halt()
             yield
         finally:
             self._change(self._credits.release())
@@ -183,6 +196,7 @@ class Pipeline:
         while not holds():
             task = self._task
             if of_collector and task is not None and task.done():
+                self._has_raised = True
                 await task
                 raise AssertionError("the collector ended without an error")
             self._changed.clear()

@@ -1,6 +1,6 @@
 """Staleness: by how many published versions a token is older than the weights that it trains. In:
 versions of tokens, the versions published so far. Out: ages, groups that are too old, metrics.
-Pure.
+Pure, but for StalenessBound, which emits what it drops.
 
 A version counts updates, and a step may make several or none. The age of a token is the number of
 versions that were published after the one that chose it.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gyre.core.events import Emit
 from gyre.core.records import Group
 from gyre.loop.collect import InFlightGroup
 
@@ -87,3 +88,41 @@ def staleness_of(groups: Sequence[Group], published: Sequence[int]) -> Staleness
     versions = np.concatenate([rollout.versions[rollout.sampled] for rollout in rollouts])
     found, counts = np.unique(ages(versions, published), return_counts=True)
     return Staleness(tokens=dict(zip(found.tolist(), counts.tolist(), strict=True)))
+
+
+class StalenessBound:
+    """Holds rollouts to `max_staleness`: knows the published versions, and drops what would be too
+    old. A bound of 0, the synchronous order, drops and reports nothing."""
+
+    def __init__(self, max_staleness: int, *, emit: Emit) -> None:
+        self._max_staleness, self._emit = max_staleness, emit
+        self._step = 0  # that published the newest version
+        self.published: tuple[int, ...] = ()  # versions, ascending
+
+    def note_published(self, version: int, *, step: int) -> None:
+        """Note that the engine has a version, the one of this step."""
+        self.published, self._step = note_published(self.published, version), step
+
+    def drop_stale(self, groups: Sequence[InFlightGroup], step: int) -> list[InFlightGroup]:
+        """Return the groups without those that would be too old when this step trains."""
+        kept, stale = split_stale(
+            groups,
+            self.published,
+            max_staleness=self._max_staleness,
+            versions_ahead=step - 1 - self._step,
+        )
+        if stale:
+            parts = [partial.tokens for group in stale for partial in group.partials.values()]
+            rollouts = [rollout for group in stale for rollout in group.rollouts.values()]
+            parts += [rollout.tokens[rollout.sampled] for rollout in rollouts]
+            tokens = sum(len(part) for part in parts)
+            self._emit("drop.stale", step=step, count=len(stale), tokens=tokens)
+        return kept
+
+    def measure(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+        """Report the ages of a batch's tokens, and return their metrics."""
+        if not self._max_staleness:
+            return {}
+        staleness = staleness_of(groups, self.published)
+        self._emit("rollouts.staleness", step=step, tokens=dict(staleness.tokens))
+        return staleness.metrics()

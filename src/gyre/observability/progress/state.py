@@ -13,6 +13,7 @@ from gyre.observability.metric_catalog import pick
 
 HISTORY_STEPS = 64  # steps that the sparklines and the estimate of time left look back on
 PACE_STEPS = 16
+ROLES = ("seconds", "collector_idle_s", "learner_idle_s", "synchronous_s")
 CONTRADICTION = "warn.figures_contradict"
 
 
@@ -40,6 +41,8 @@ class LiveState:
     last_counted: str = ""
     # of rewards: how often each kind was met, by what it is
     failures: Mapping[str, int] = field(default_factory=dict)
+    # seconds by field of step.roles, over the whole run
+    roles: Mapping[str, float] = field(default_factory=dict)
     contradiction: Mapping[str, Any] | None = None  # the newest warn.figures_contradict row
     done: Mapping[str, Any] | None = None  # the run.done row
 
@@ -87,6 +90,10 @@ def advance(state: LiveState, row: Mapping[str, Any]) -> LiveState:
         state = replace(state, failures={**state.failures, failure: times})
     if kind == CONTRADICTION:
         return replace(state, contradiction=dict(row))
+    if kind == "step.roles":
+        seconds = {name: as_number(row.get(name)) or 0.0 for name in ROLES}
+        roles = {name: state.roles.get(name, 0.0) + value for name, value in seconds.items()}
+        return replace(state, roles=roles)
     if kind == "run.started":
         return replace(state, name=str(row.get("name", "")), stages=read_stages(row.get("stages")))
     if kind == "stage.started":

@@ -361,6 +361,8 @@ def summary_lines(state: LiveState, run_folder: Path, report: Path | None) -> li
     lines = [f"{state.name or run_folder.name}: {ending} after {show_seconds(seconds)}"]
     lines += [eval_span(name, rows) for name, rows in state.evals.items()]
     lines += meanings(state)
+    if state.roles:
+        lines.append(roles_line(state.roles))
     if state.contradiction is not None:
         lines.append(contradiction_line(state.contradiction))
     if state.num_counted:
@@ -380,6 +382,19 @@ def summary_lines(state: LiveState, run_folder: Path, report: Path | None) -> li
         f"{'next' if i == 0 else '':<8} gyre {command} {run_folder}"
         for i, command in enumerate(commands)
     ]
+
+
+def roles_line(roles: Mapping[str, float]) -> str:
+    """Format who waited, and what the synchronous order would have cost, as a line of text."""
+    collector, learner = (
+        show_share(roles[name] / max(roles["seconds"], 1e-9))
+        for name in ("collector_idle_s", "learner_idle_s")
+    )
+    return (
+        f"idle: collector {collector}, learner {learner}; steps took "
+        f"{show_seconds(roles['seconds'])}, one after the other "
+        f"{show_seconds(roles['synchronous_s'])}"
+    )
 
 
 def eval_span(name: str, rows: tuple[Mapping[str, Any], ...]) -> str:

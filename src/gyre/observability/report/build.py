@@ -35,7 +35,7 @@ from gyre.observability.progress.terminal import (
     trace_lines,
 )
 from gyre.observability.report.curves import curve_panels, outcomes
-from gyre.observability.report.phases import memory, overlap, timeline
+from gyre.observability.report.phases import memory, overlap, roles, timeline
 from gyre.observability.report.samples import samples
 from gyre.observability.report.story import Story, tell
 
@@ -96,6 +96,7 @@ def gather(folder: Path) -> dict[str, Any]:
         "timeline": timeline(story),
         "memory": memory(story),
         "overlap": overlap(story),
+        "roles": roles(story),
         "samples": samples(folder / "samples.jsonl", rows.lineage, story),
         "counted": counted_events(story),
         "kinds": _count_kinds(rows),

@@ -141,9 +141,20 @@ def step_columns(outer: Sequence[Span]) -> dict[str, Any]:
 
 def overlap(story: Story) -> dict[str, Any] | None:
     """Return how much reward time each window hid, per step and in total. None without data."""
-    names = ("rule_s", "rollout_s", "reference_s", "hidden_s")
+    return _by_step(story, "reward.window", ("rule_s", "rollout_s", "reference_s", "hidden_s"))
+
+
+def roles(story: Story) -> dict[str, Any] | None:
+    """Return how long collector and learner waited, per step and in total. None without data: the
+    two took turns."""
+    names = ("seconds", "collector_idle_s", "learner_idle_s", "synchronous_s")
+    return _by_step(story, "step.roles", names)
+
+
+def _by_step(story: Story, kind: str, names: Sequence[str]) -> dict[str, Any] | None:
+    """Return these fields of the events of one kind: per step, thinned, and in total."""
     steps: list[dict[str, float]] = []
-    for told in story.of_kind("reward.window"):
+    for told in story.of_kind(kind):
         numbers = {name: as_number(told.row.get(name)) or 0.0 for name in names}
         step = told.row.get("step")
         numbers["x"] = (

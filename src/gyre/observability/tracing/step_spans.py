@@ -55,8 +55,12 @@ class StepSpans:
         # phases after a step carry its number too, but end after its row
         step.parts = [phase for phase in self._ended if phase.step == row["step"]]
         step.cover()
-        others = [phase for phase in self._ended if phase.step != row["step"]]
-        self._ended = []
+        others, ahead = [], []
+        for phase in self._ended:
+            if phase.step != row["step"]:
+                # rollouts that ran ahead wait for their step
+                (ahead if (phase.step or 0) > row["step"] else others).append(phase)
+        self._ended = ahead
         return [make_trace(phase) for phase in [*others, step]]
 
     def rest(self) -> list[list[SpanRecord]]:

@@ -153,10 +153,28 @@ def test_the_next_rollouts_run_while_the_policy_trains(tmp_path):
     assert entered == {"handover", "score", "train"}, "engines keep what rollouts need"
 
 
+def train_behind(bench: Bench, lead: int) -> None:
+    """Let each update end when the collector is as far ahead as it may be."""
+    step, ended = bench.trainer.step, [0]
+
+    def hear(row: Any) -> None:
+        if (row["kind"], row.get("phase")) == ("phase.ended", "rollout"):
+            ended[0] = row["step"]
+
+    async def step_behind(batch: Any) -> Any:
+        while ended[0] < min(ALL["steps"], batch.step + lead):
+            await asyncio.sleep(0.001)
+        return await step(batch)
+
+    bench.events.subscribe(hear)
+    bench.trainer.step = step_behind  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("weight_update", ["drain", "continue"])
 @pytest.mark.parametrize("bound", [1, 2, 3])
 def test_no_token_is_older_than_the_bound(tmp_path, bound, weight_update):
-    bench = make(tmp_path, bound, weight_update, trainer=SLOW_TRAINER)
+    bench = make(tmp_path, bound, weight_update)
+    train_behind(bench, bound)
     turn(bench)
     found = [
         {int(age): n for age, n in row["tokens"].items()}
@@ -174,7 +192,17 @@ def test_no_token_is_older_than_the_bound(tmp_path, bound, weight_update):
 
 
 def test_continue_changes_weights_under_running_completions(tmp_path):
-    bench = make(tmp_path, 1, "continue", engine=SLOW_ENGINE)
+    """Each update ends while completions of the next step have some of their tokens."""
+    slow = FakeEngineConfig(token_delay_s=0.01)
+    bench = make(tmp_path, 1, "continue", engine=slow, steps=4)
+    step = bench.trainer.step
+
+    async def step_under_way(batch: Any) -> Any:
+        while batch.step < 4 and not bench.engine.is_reciting():
+            await asyncio.sleep(0.001)
+        return await step(batch)
+
+    bench.trainer.step = step_under_way  # type: ignore[method-assign]
     turn(bench)
     mixed = 0
     for rollout in bench.seen:
@@ -319,3 +347,96 @@ def test_the_report_of_roles_adds_up(tmp_path):
         assert 0 <= row["collector_idle_s"] <= row["seconds"] + 1e-3
     seeds = {request.seed for _, request in bench.engine.asked}
     assert derive_seed(11, "rollout", 5, 0) in seeds, "seeds are those of the synchronous order"
+
+
+@pytest.mark.parametrize("stop_at", [1, 4])
+@pytest.mark.parametrize("weight_update", ["drain", "continue"])
+def test_a_killed_run_repeats_and_skips_no_prompt(tmp_path, weight_update, stop_at):
+    """A snapshot between two steps, with rollouts under way; the log goes on behind it."""
+    settings: dict[str, Any] = {"engine": SLOW_ENGINE, "snapshot_every": 1}
+    killed = make(tmp_path, 2, weight_update, **settings)
+    turn(killed)
+    kept = killed.shelf.kept[stop_at]
+    progress = from_snapshot(json.loads(kept[0]), kept[1])
+    assert progress.num_unfinished_groups >= 4
+    again = make(tmp_path, 2, weight_update, **settings)
+    turn(again, kept=kept)
+    before = trained_groups(killed)[: 4 * stop_at]
+    order = before + trained_groups(again)
+    assert order == [f"{number}.{i}" for number in range(1, 9) for i in range(4)]
+    prompts = {r.group_id: r.prompt.prompt_id for r in [*killed.seen, *again.seen]}
+    assert prompts == dict(zip(order, prompts_in_order(32), strict=True))
+    assert [row["step"] for row in again.rows("step.done")] == list(range(1, 9))
+    seen = [rollout.rollout_id for rollout in again.seen]
+    assert len(seen) == len(set(seen)), "nothing is scored twice"
+
+
+@pytest.mark.parametrize("weight_update", ["drain", "continue"])
+def test_a_stop_does_not_wait_for_rollouts_that_run_ahead(tmp_path, weight_update):
+    """One completion of the next step never ends; the step that trains is done and saved."""
+    bench = make(
+        tmp_path,
+        1,
+        weight_update,
+        stop=StopRequest(deadline_s=25.0),  # the test's own limit is near
+        faults=Faults(stalled=frozenset({"4.1"})),
+    )
+    ask_at(bench, "train", 3)
+    progress = turn(bench)
+    assert progress.step == 3 == max(bench.shelf.kept)
+    assert len(progress.in_flight) == 4 and not progress.collected
+    (row,) = bench.rows("step.broken_off")
+    assert (row["step"], row["groups"]) == (4, 4)
+    again = make(tmp_path, 1, weight_update)
+    assert turn(again, kept=bench.shelf.kept[3]).done
+    assert trained_groups(again) == [f"{number}.{i}" for number in range(4, 9) for i in range(4)]
+
+
+@pytest.mark.parametrize("weight_update", ["drain", "continue"])
+def test_a_handover_that_fails_ends_the_run_and_leaves_nothing(tmp_path, weight_update):
+    bench = make(tmp_path, 2, weight_update, engine=SLOW_ENGINE)
+
+    def hear(row: Any) -> None:
+        if (row["kind"], row.get("phase"), row.get("step")) == ("phase.started", "train", 3):
+            bench.engine.fail_commit = True
+
+    bench.events.subscribe(hear)
+    with pytest.raises(RuntimeError, match="told to fail"):
+        turn(bench)
+    assert not bench.engine.live
+    (row,) = bench.rows("weights.publish_failed")
+    assert row["version"] == 3 and bench.engine.calls[-1][1] == "rollback"
+
+
+@pytest.mark.parametrize(
+    ("objective", "warned"),
+    [
+        (GrpoConfig(correction="none"), True),
+        (GrpoConfig(correction="icepop"), False),
+        (GrpoConfig(), False),
+        (GrpoConfig(correction="none", ratio_base="engine"), False),
+    ],
+)
+def test_staleness_without_a_correction_is_said(tmp_path, objective, warned):
+    bench = make(tmp_path, 1, objective=objective, steps=2)
+    turn(bench)
+    assert len(bench.rows("warn.staleness_uncorrected")) == warned
+
+
+def test_an_error_that_nobody_waits_for_is_an_event(tmp_path):
+    """Collector and learner fail at once: the learner's error is raised, the other one is told."""
+    faults = Faults(refuse=lambda request: "as told" if request.request_id == "3.2" else "")
+    bench = make(tmp_path, 1, faults=faults)
+
+    async def fail(batch: Any) -> Any:
+        while not bench.rows("engine.refused"):
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        raise RuntimeError("no memory")
+
+    step = bench.trainer.step
+    bench.trainer.step = lambda batch: fail(batch) if batch.step == 2 else step(batch)  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no memory"):
+        turn(bench)
+    (row,) = bench.rows("warn.collector_failed")
+    assert "EngineRefused" in row["error"] and "as told" in row["error"]

@@ -20,6 +20,7 @@ from gyre.observability.progress.terminal import (
     show_measure,
     show_number,
     show_seconds,
+    summary_lines,
 )
 from gyre.observability.report.build import gather, summarize
 from observability_run import Clock, write_run
@@ -262,6 +263,20 @@ def test_summary_shows_before_after_and_what_to_type(tmp_path: Path) -> None:
     ):
         assert part in text
     assert "--resume" not in text
+
+
+def test_the_summary_says_who_waited_for_whom() -> None:
+    rows = [
+        {"kind": "step.roles", "t": step, "step": step, "seconds": 10.0, "collector_idle_s": 1.0}
+        | {"learner_idle_s": 4.0, "synchronous_s": 15.0}
+        for step in (1, 2)
+    ]
+    state = LiveState()
+    for row in rows:
+        state = advance(state, row)
+    (line,) = [line for line in summary_lines(state, Path("demo"), None) if "idle" in line]
+    assert line == "idle: collector 10.0%, learner 40.0%; steps took 20 s, one after the other 30 s"
+    assert not [line for line in summary_lines(LiveState(), Path("demo"), None) if "idle" in line]
 
 
 def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:

@@ -145,6 +145,14 @@ def test_time_memory_and_overlap_are_accounted_for(page: Page) -> None:
     assert overlap["hidden_s"] == pytest.approx(
         overlap["rollout_s"] + overlap["reference_s"], abs=1e-3
     )
+    roles = data["roles"]
+    idle_s = roles["total"]["collector_idle_s"] + roles["total"]["learner_idle_s"]
+    assert roles["total"]["synchronous_s"] == pytest.approx(
+        2 * roles["total"]["seconds"] - idle_s, rel=1e-3
+    )
+    assert roles["x"] == data["overlap"]["x"] and len(roles["steps"]["learner_idle_s"]) == len(
+        roles["x"]
+    )
     memory = data["memory"]
     assert set(memory["owners"]) >= {"engine.kv", "actor.optimizer", "reference"}
     assert max(memory["tiers"]["disk"]["reference"]) == 13 << 20
@@ -292,7 +300,9 @@ def test_missing_pieces_leave_out_their_parts_only(tmp_path: Path) -> None:
     EventLog(tmp_path / "events.jsonl", attempt=1, check_schema=False).close()
     data = Page(write_report(tmp_path).read_text()).data
     assert data["panels"] == []
-    assert [data[part] for part in ("timeline", "memory", "samples", "overlap")] == [None] * 4
+    assert [data[part] for part in ("timeline", "memory", "samples", "overlap", "roles")] == [
+        None
+    ] * 5
     log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock(), check_schema=False)
     log.emit("step.done", step=1, stage="sft", metrics={"loss": 2.5, "bad": math.inf})
     (tmp_path / "config.toml").write_text("not = [toml")

@@ -85,6 +85,27 @@ def runs(draw: st.DrawFn) -> list[dict[str, Any]]:
     return rows
 
 
+def test_rollouts_that_ran_ahead_are_told_with_their_step() -> None:
+    def ended(phase: str, step: int, t: float) -> dict[str, Any]:
+        return {"kind": "phase.ended", "phase": phase, "step": step, "t": t, "seconds": 1.0}
+
+    def done(step: int, t: float) -> dict[str, Any]:
+        more = {"stage": "main", "version": step, "num_tokens": 1, "seconds": 2.0}
+        return {"kind": "step.done", "step": step, "t": t, **more}
+
+    rows = [
+        ended("rollout", 1, 1.0),
+        ended("rollout", 2, 2.0),
+        ended("train", 1, 2.5),
+        done(1, 3.0),
+        ended("train", 2, 4.0),
+        done(2, 5.0),
+    ]
+    steps = StepSpans()
+    traces = [trace for row in rows for trace in steps.take(row)] + steps.rest()
+    assert [shape(trace) for trace in traces] == [("train_step", "rollout", "train")] * 2
+
+
 @given(runs())
 def test_every_phase_is_told_once_within_its_step(rows: list[dict[str, Any]]) -> None:
     steps = StepSpans()

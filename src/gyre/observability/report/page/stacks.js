@@ -228,6 +228,37 @@ function overlapCard() {
     chart ? chart.plot : null);
 }
 
+function rolesCard() {
+  const data = DATA.roles;
+  if (!data) return null;
+  const { total, steps } = data;
+  const parts = [
+    { name: "collector waited for a credit", colour: cssColour(1), values: steps.collector_idle_s, total: total.collector_idle_s },
+    { name: "learner waited for rollouts", colour: cssColour(2), values: steps.learner_idle_s, total: total.learner_idle_s },
+  ];
+  const where = el("p", {});
+  const values = parts.map(() => [el("span", { class: "num" }), el("b", {})]);
+  const show = (at) => {
+    const wall = (at === null ? total.seconds : steps.seconds[at]) || 1;
+    parts.forEach((part, index) => {
+      const idle = at === null ? part.total : part.values[at];
+      values[index][0].textContent = seconds(idle);
+      values[index][1].textContent = percent(idle / wall, 0);
+    });
+    const [spent, plain] = at === null ? [total.seconds, total.synchronous_s] : [steps.seconds[at], steps.synchronous_s[at]];
+    where.textContent = `${at === null ? "" : `${stepName(data.x[at])}: `}${seconds(spent)}; one after the other ${seconds(plain)}`;
+  };
+  const chart = data.x.length > 1 ? new StackChart(parts, {
+    height: 186, format: seconds, yName: "Idle time per step (seconds)", xName: "Step", label: (at) => stepName(data.x[at]), step: (at) => stageStep(data.x[at]), onhover: show,
+    describe: "Seconds per step that collector and learner waited for each other. Arrow keys read values.",
+  }) : null;
+  show(null);
+  return el("div", { class: "card" },
+    el("div", { class: "card-head" }, el("h3", {}, `The synchronous order would take ${percent(total.seconds ? total.synchronous_s / total.seconds : 1, 0)} of the time`), where),
+    el("ul", { class: "share", style: { margin: "12px 0 4px" } }, parts.map((part, at) => el("li", {}, dot(part.colour), el("span", {}, part.name), values[at]))),
+    chart ? chart.plot : null);
+}
+
 function memorySection() {
   if (!DATA.memory) return;
   const memory = DATA.memory;

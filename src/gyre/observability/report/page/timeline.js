@@ -9,7 +9,7 @@ function timeSection() {
   const stack = el("div", { class: "stack" });
   node.append(stack);
   if (DATA.timeline) stack.append(new Timeline(DATA.timeline).node);
-  const pair = [DATA.timeline ? perStepCard() : null, overlapCard()].filter(Boolean);
+  const pair = [DATA.timeline ? perStepCard() : null, overlapCard(), rolesCard()].filter(Boolean);
   if (pair.length) stack.append(el("div", { class: pair.length > 1 ? "pair" : "stack" }, pair));
   for (const text of DATA.timeline ? DATA.timeline.notes : []) node.append(note(text));
   for (const gap of RUN.gaps) node.append(note(`${seconds(gap)} between two attempts, lost work included, are cut out of all times.`));
