@@ -534,8 +534,9 @@ def test_a_place_in_a_list_has_few_digits() -> None:
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({}, "set cluster.kind = 'pod', or max_staleness = 0"),
-        ({"cluster": {"kind": "ray"}}, "which an update overwrites"),
+        ({}, "set cluster.kind = 'pod' and cluster.colocated = false, or max_staleness = 0"),
+        ({"cluster": {"kind": "pod"}}, "or share its device"),
+        ({"cluster": {"kind": "ray"}}, "they read the trainer's storage"),
         ({"objective": {"kind": "sft"}}, "trains on given data"),
     ],
 )

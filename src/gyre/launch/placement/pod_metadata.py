@@ -48,7 +48,7 @@ def open_rendezvous(
         timeout=timedelta(seconds=config.deadline_s),
         use_libuv=True,
     )
-    return StoreRendezvous(PrefixStore(f"gyre/{run_id}/pod", store))
+    return StoreRendezvous(PrefixStore(f"gyre/{run_id}/pod", store), emit=emit)
 
 
 class PodMetadata:
