@@ -3,8 +3,8 @@ after how many of them it is certain.
 
 A pattern is a run of min_pattern to max_pattern tokens. The completion repeats itself once its last
 tokens are one pattern `count` times over, as in vLLM's RepetitionDetectionParams. Kimi k1.5 ends
-such rollouts early, too (arXiv 2501.12599, section 2.6.2). Each token costs one comparison for each
-length of a pattern.
+such rollouts early, too (arXiv 2501.12599, "Partial Rollouts"). Each token costs one comparison for
+each length of a pattern.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"
         "tis": {},
-        # Ling Team 2025, arXiv 2510.18855, section 3.2: M(k) = k for k in [0.5, 5], else 0
+        # Ling Team 2025, arXiv 2510.18855, "IcePop": M(k) = k for k in [0.5, 5], else 0
         "icepop": {"tis_cap": 5.0, "rejection_level": "token", "rejection_band": (0.5, 5.0)},
         "none": {"tis_cap": 0.0},
     }

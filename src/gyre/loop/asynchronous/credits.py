@@ -8,7 +8,8 @@ A collection is the rollouts of one step, and collections are numbered by their 
 may begin while the learner is at step c - lead or later. So at most `lead` versions are published
 between its begin and its training. With lead 0 the two take turns.
 
-This is the capacity of AReaL (Fu et al. 2025, arXiv 2505.24298, section 5.1), counted in batches.
+This is the capacity of AReaL, counted in batches (Fu et al. 2025, arXiv 2505.24298,
+"Staleness-Aware Training").
 """
 
 from __future__ import annotations
