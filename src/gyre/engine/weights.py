@@ -55,8 +55,9 @@ class EngineWeights:
 
     @property
     def is_dummy(self) -> bool:
-        """Return whether the numbers are of no version: no work until a commit."""
-        return not self.state.serves
+        """Return whether the numbers are of no version: no work until a commit. What comes in the
+        middle of a swap waits for it on the compute thread."""
+        return not self.state.is_whole
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -99,11 +99,6 @@ class ReceiverState:
                 hint="offer it as a new version instead",
             )
 
-    @property
-    def serves(self) -> bool:
-        """Return whether `version` is there whole, to answer with."""
-        return self.is_whole and not self.is_swapping
-
     def is_prepared(self, version: int) -> bool:
         return self.prepared is not None and self.prepared.version == version
 
