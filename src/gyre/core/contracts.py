@@ -15,8 +15,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
+from gyre.core.abilities import EngineAbilities
 from gyre.core.offers import Offer
 from gyre.core.records import (
+    CommitPolicy,
     Component,
     EngineStats,
     Evaluation,
@@ -33,8 +35,6 @@ from gyre.core.records import (
     Usage,
     Which,
 )
-
-CommitPolicy = Literal["drain", "keep_prefix", "continue"]
 
 
 class PromptSource(Protocol):
@@ -77,6 +77,10 @@ class RolloutEngine(Protocol):
 
     async def health(self) -> Health: ...
 
+    async def abilities(self) -> EngineAbilities:
+        """Return what it can do; what a request asks for beyond that is refused."""
+        ...
+
     async def drain(self, *, deadline_s: float) -> None:
         """Wait until nothing is waiting or running."""
         ...
@@ -97,7 +101,8 @@ class EngineLifecycle(Protocol):
     async def commit(self, version: int, *, policy: CommitPolicy) -> None:
         """Swap to the prepared version, whole; after an error the last one still serves. drain:
         wait for requests first; keep_prefix: cached blocks of the old version stay but only match
-        the old version; continue: running requests go on, tokens carry their version."""
+        the old version; continue: running requests go on, tokens carry their version. InputError
+        for a policy that is not among its abilities."""
         ...
 
     async def rollback(self) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from gyre.core.abilities import SOURCES, EngineAbilities
 from gyre.core.chunks import TokenStream
 from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import InputError
@@ -157,6 +158,14 @@ class NativeEngine:
     async def health(self) -> Health:
         reason = self.worker.why_blocked()
         return Health(ok=reason is None, reason=reason or "")
+
+    async def abilities(self) -> EngineAbilities:
+        shared = self.worker.weights.shared
+        return EngineAbilities(
+            engine="the native engine",
+            stop_strings=self.limits.can_decode,
+            sources=tuple(source for source in SOURCES if (source == "SharedStorage") == shared),
+        )
 
     async def drain(self, *, deadline_s: float) -> None:
         await self.frontend.wait_until(self.frontend.is_drained, deadline_s)

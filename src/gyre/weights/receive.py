@@ -95,7 +95,7 @@ async def carry(offer: Offer) -> Offer:
     match offer.source:
         case RemoteTensors(fetch=fetch):
             return await fetch()
-        case LocalTensors() | FolderTensors():
+        case LocalTensors() | FolderTensors() | RegisteredShards():
             return offer
         case _:
             return copy_out(offer, [entry.name for entry in offer.manifest.entries])

@@ -16,6 +16,7 @@ from fakes.config import FakeEngineConfig
 from fakes.recital import Recital
 from fakes.script import Script
 from fakes.tenant import FakeComponents
+from gyre.core.abilities import EngineAbilities
 from gyre.core.chunks import TokenStream
 from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import DeadlineError, InputError
@@ -135,6 +136,13 @@ class ScriptedEngine:
             pages_used=running,
             pages_total=self._config.max_running,
             version=self._state.version,
+        )
+
+    async def abilities(self) -> EngineAbilities:
+        return EngineAbilities(
+            engine="the scripted engine",
+            stop_strings=self._decode is not None,
+            sources=("LocalTensors",),
         )
 
     async def health(self) -> Health:
