@@ -54,7 +54,8 @@ test: style
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
 # Types are checked beside the tests: that takes a minute of one core, and a fault in either fails the whole.
-# Without the package index the tests that need the peers fail, each with the reason; the others still run.
+# Without the package index the tests that need the peers fail, and those of vLLM are skipped, each with the reason; the
+# others still run.
 test-all: style
 	-$(MAKE) peers
 	-$(MAKE) vllm
@@ -117,4 +118,4 @@ bench: install
 	$(BIN)/python bench/serve.py --mode all --peer-python .venvs/bench_vllm/bin/python --gateway-peer-python .venvs/bench_litellm/bin/python
 
 clean:
-	rm -rf $(VENV) $(PEERS) runs
+	rm -rf $(VENV) $(PEERS) .venvs/vllm runs

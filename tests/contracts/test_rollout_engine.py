@@ -27,8 +27,8 @@ from cluster_roles import start_workers
 from fakes.config import FakeEngineConfig
 from fakes.engine import ScriptedEngine
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
-from gyre.core.abilities import COMMIT_POLICIES, EngineAbilities, find_unable
 from gyre.core.chunks import collect
+from gyre.core.contracts import COMMIT_POLICIES, EngineAbilities, find_unable
 from gyre.core.errors import DeadlineError, InputError, SnapshotError
 from gyre.core.offers import LocalTensors, Offer
 from gyre.core.records import CommitPolicy, Completion, Request, RoleSpec, Sampling
@@ -66,6 +66,8 @@ class Subject:
     first_epoch: int = 0
     is_new: bool = True  # nobody has used the engine before
     num_lives: int = 3  # how often a test may start it
+    # of a completion that a test ends: the sidecar tells of it late
+    long_tokens: int = 100
 
     def offer(self, version: int, epoch: int = 0) -> Offer:
         epoch += self.first_epoch
@@ -152,7 +154,7 @@ SIDECAR = pytest.param("vLLM sidecar", marks=pytest.mark.slow)
 def sidecar(tmp_path_factory) -> Iterator[tuple[Sidecar, Path]]:
     environment()
     folder = tmp_path_factory.mktemp("vllm") / "model"
-    save_small(folder)
+    save_small(folder, num_layers=16)  # slow enough to be interrupted
     with closing(Sidecar(role_spec(folder, vocab_size=TINY_VOCAB))) as started:
         yield started, folder
 
@@ -173,6 +175,7 @@ def subject(request) -> Iterator[Subject]:
             is_new=is_new,
             first_epoch=10 * (started.num_pools + 1),
             num_lives=2,
+            long_tokens=300,
         )
 
 
@@ -250,7 +253,7 @@ def test_a_refusal_is_an_answer_for_each_completion(subject: Subject) -> None:
         assert [part.finish for part in dummy] == ["refused"] * 2
         await subject.engine.prepare(subject.offer(1))
         await subject.engine.commit(1, policy="drain")
-        for request in (ask(max_tokens=500), replace(ask(), grammar="root ::= x")):
+        for request in (ask(max_tokens=600), replace(ask(), grammar="root ::= x")):
             parts = await read(subject, request)
             assert [part.finish for part in parts] == ["refused"] * 2 and all(
                 part.reason for part in parts
@@ -321,7 +324,7 @@ def test_raw_logprobs_are_told_or_are_no_numbers(subject: Subject) -> None:
 def test_abort_ends_a_request_with_what_it_has(subject: Subject) -> None:
     async def main() -> None:
         await subject.engine.start(dummy=False)
-        stream = subject.engine.submit(ask(max_tokens=100, chunk_tokens=1))
+        stream = subject.engine.submit(ask(max_tokens=subject.long_tokens, chunk_tokens=1))
         other = subject.engine.submit(ask("other"))
         await anext(stream)
         await subject.engine.abort("r")
@@ -346,9 +349,10 @@ def test_abort_before_anything_ran(subject: Subject) -> None:
 def test_interrupted_requests_go_on_from_their_partials(subject: Subject) -> None:
     async def main() -> None:
         await subject.engine.start(dummy=False)
-        whole = await read(subject, ask(chunk_tokens=0))
+        most = subject.long_tokens
+        whole = await read(subject, ask(chunk_tokens=0, max_tokens=most))
         streams = [
-            subject.engine.submit(ask(chunk_tokens=1)),
+            subject.engine.submit(ask(chunk_tokens=1, max_tokens=most)),
             subject.engine.submit(ask("late", chunk_tokens=0)),
         ]
         await anext(streams[0])
@@ -359,12 +363,12 @@ def test_interrupted_requests_go_on_from_their_partials(subject: Subject) -> Non
         }
         await collect(streams[1])
         assert [partial.index for partial in partials["r"]] == [0, 1]
-        rest = await read(subject, replace(ask("go on"), partials=partials["r"]))
+        rest = await read(subject, replace(ask("go on", max_tokens=most), partials=partials["r"]))
         draws_by_position = (await subject.engine.abilities()).draws_by_position
         for index in (0, 1):
             begun = partials["r"][index].tokens.tolist()
             joined = [*begun, *rest[index].tokens.tolist()]
-            assert len(joined) == MAX_TOKENS and rest[index].finish == "length"
+            assert len(joined) == most and rest[index].finish == "length"
             assert begun == whole[index].tokens.tolist()[: len(begun)]
             if draws_by_position:
                 assert joined == whole[index].tokens.tolist()
@@ -461,7 +465,7 @@ def test_destroyed_and_instantiated_again(subject: Subject) -> None:
             assert parts[0].tokens.tolist() == expected and set(parts[0].versions.tolist()) == {
                 version
             }
-            stream = subject.engine.submit(ask(max_tokens=100))
+            stream = subject.engine.submit(ask(max_tokens=subject.long_tokens))
             await subject.engine.terminate()
             assert [part.finish for part in await collect(stream)] == ["abort"] * 2
             assert not (await subject.engine.health()).ok

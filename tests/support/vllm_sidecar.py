@@ -20,7 +20,8 @@ import pytest
 import torch
 import transformers
 
-from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
+from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings, Revive
+from gyre.cluster.engine_pool.restarts import RestartPolicy
 from gyre.cluster.process_cluster import ProcessCluster
 from gyre.core.contracts import WorkerHandle
 from gyre.core.offers import Offer
@@ -32,7 +33,7 @@ from gyre.sidecars.vllm.requests import TokenLimits
 from gyre.sidecars.vllm.versions import build_for
 from gyre.weights.transports.publish import join_parts, publish_part
 from gyre.weights.transports.shared_memory import SharedMemoryStore
-from native_cases import tiny_config
+from native_cases import CONTEXT, tiny_config
 from offers import offer_of
 
 ENVIRONMENT = Path(__file__).parents[2] / ".venvs" / "vllm"
@@ -60,7 +61,7 @@ def role_spec(
     settings = {
         "folder": str(folder),
         "dtype": "float32",
-        "context_tokens": 128,
+        "context_tokens": CONTEXT,
         "max_running": 6,
         "token_budget": 64,
         "prefix_cache": True,
@@ -73,7 +74,7 @@ def role_spec(
     }
     role = VllmRole(
         settings=VllmSettings(**{**settings, **changes}),
-        limits=TokenLimits(vocab_size=vocab_size, context_tokens=128, most_completions=64),
+        limits=TokenLimits(vocab_size=vocab_size, context_tokens=CONTEXT, most_completions=64),
         drain_deadline_s=30.0,
         during_training="keep",
     )
@@ -88,10 +89,11 @@ def role_spec(
     )
 
 
-def save_small(folder: Path, *, seed: int = 0, family: str = "qwen3") -> Any:
+def save_small(folder: Path, *, seed: int = 0, family: str = "qwen3", num_layers: int = 2) -> Any:
     """A random model in hub layout, of a head dim that vLLM has on a CPU. Returns transformers'."""
-    shape = {"head_dim": 32, "tie_word_embeddings": family == "qwen3"}
-    config = type(tiny_config(family))(**{**tiny_config(family).to_dict(), **shape})
+    shape = {"head_dim": 32, "tie_word_embeddings": True, "num_hidden_layers": num_layers}
+    given = {**tiny_config(family).to_dict(), "layer_types": None, **shape}
+    config = type(tiny_config(family))(**given)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
@@ -107,18 +109,31 @@ class Sidecar:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.cluster = ProcessCluster(gpus=0, on_event=self._note)
+        self._spec = spec
         self.handle: WorkerHandle = self._wait(self.cluster.start(spec))
         self.num_pools = 0
 
-    def pool(self, **settings: Any) -> EnginePool:
+    @property
+    def pid(self) -> int:
+        return int(self.handle.place.rpartition(" ")[2])
+
+    async def start_again(self, name: str) -> WorkerHandle:
+        """Start another life of it, which starts vLLM by its first hand-over."""
+        started = asyncio.run_coroutine_threadsafe(self.cluster.start(self._spec), self._loop)
+        self.handle = await asyncio.wrap_future(started)
+        return self.handle
+
+    def pool(self, revive: Revive | None = None, **settings: Any) -> EnginePool:
         """A new pool over it, at version 0."""
         self.num_pools += 1
-        given = {"call_deadline_s": START_S, "hang_s": 60.0, "progress_tokens": 4, **settings}
+        once = RestartPolicy(max_restarts=1)
+        given = {"call_deadline_s": START_S, "hang_s": 60.0, "progress_tokens": 4, "restarts": once}
         return EnginePool(
             self.cluster,
             [self.handle],
-            settings=PoolSettings(**given),
+            settings=PoolSettings(**{**given, **settings}),
             emit=lambda kind, **fields: None,
+            revive=revive,
         )
 
     def close(self) -> None:

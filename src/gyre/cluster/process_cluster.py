@@ -37,8 +37,8 @@ from gyre.cluster.worker.rpc import STARTS, arrive
 from gyre.cluster.worker.server import CallFailure, OnEvent, Reply, WorkerFault, settle_reply
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError, WorkerLost
-from gyre.core.interpreters import show_gyre_alone, variables_for
 from gyre.core.records import RoleSpec
+from gyre.distributed.interpreters import show_gyre_alone, variables_for
 
 LEAVE_S = 3.0  # for a worker to end after its socket was closed
 STOP_S = 20.0  # longest wait for a killed worker to be gone
@@ -199,8 +199,7 @@ class ProcessHandle:
         return None
 
     def _wait_for_end(self, limit_s: float) -> None:
-        """Wait until the process has ended, and leave it to be reaped: until then nobody else has
-        its number."""
+        """Wait until the process has ended, and leave it unreaped: its number stays its own."""
         until_s = time.monotonic() + limit_s
         seen = os.WEXITED | os.WNOWAIT | os.WNOHANG
         while os.waitid(os.P_PID, self._process.pid, seen) is None and time.monotonic() < until_s:

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import torch
 
-from gyre.core.abilities import SOURCES, EngineAbilities
 from gyre.core.chunks import TokenStream
-from gyre.core.contracts import CommitPolicy
+from gyre.core.contracts import SOURCES, CommitPolicy, EngineAbilities
 from gyre.core.errors import InputError
 from gyre.core.events import Emit
 from gyre.core.offers import Offer

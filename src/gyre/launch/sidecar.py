@@ -115,7 +115,7 @@ def make_vllm_role(
 
 
 def refuse_unsupported(engine: RolloutEngineConfig, spec: ModelSpec, build: VllmBuild) -> None:
-    """Raise ConfigError for keys of [engine] that vLLM has no use for, and for a model or a way to
+    """Raise ConfigError for keys of [engine] that vLLM does not use. Also for a model or a way to
     park that the build does not have."""
     unused = sorted(engine.model_fields_set - SHARED_KEYS)
     if unused:

@@ -16,9 +16,8 @@ from fakes.config import FakeEngineConfig
 from fakes.recital import Recital
 from fakes.script import Script
 from fakes.tenant import FakeComponents
-from gyre.core.abilities import EngineAbilities
 from gyre.core.chunks import TokenStream
-from gyre.core.contracts import CommitPolicy
+from gyre.core.contracts import CommitPolicy, EngineAbilities
 from gyre.core.errors import DeadlineError, InputError
 from gyre.core.events import Emit
 from gyre.core.offers import Offer

@@ -58,21 +58,35 @@ def go(work: Callable[[ProcessCluster], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_another_interpreter_sees_gyre_and_none_of_our_packages(tmp_path: Path) -> None:
-    """An environment with msgspec and numpy alone, as a worker's link needs them."""
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """The Python of an environment with msgspec and numpy alone, as a worker's link needs them."""
     venv.create(tmp_path / "env", with_pip=False)
     (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
     for name in ("msgspec", "numpy"):
         (site / name).symlink_to(Path(__import__(name).__file__).parent)
     (site / "numpy.libs").symlink_to(Path(__import__("numpy").__file__).parents[1] / "numpy.libs")
     (site / "process_roles.py").symlink_to(Path(HERE) / "process_roles.py")
+    return tmp_path / "env" / "bin" / "python"
 
+
+def test_another_interpreter_sees_gyre_and_none_of_our_packages(bare: Path) -> None:
     async def main(cluster: ProcessCluster) -> None:
-        python = tmp_path / "env" / "bin" / "python"
-        handle = await cluster.start(spec(interpreter=str(python), environment={}))
+        handle = await cluster.start(spec(interpreter=str(bare), environment={}))
         told = await ask(handle, "packages", ["gyre", "numpy", "torch", "pytest"], deadline_s=30)
         assert told == {"gyre": True, "numpy": True, "torch": False, "pytest": False}
-        assert await ask(handle, "prefix", deadline_s=30) == str(tmp_path / "env")
+        assert await ask(handle, "prefix", deadline_s=30) == str(bare.parents[1])
+
+    go(main)
+
+
+def test_an_environment_that_lacks_a_package_is_named(bare: Path) -> None:
+    """A sidecar's builder imports more than a link does."""
+    builder = "gyre.launch.placement.vllm_worker:build_vllm_engine"
+
+    async def main(cluster: ProcessCluster) -> None:
+        with pytest.raises(ConfigError, match=r"lacks what .*vllm_worker imports: No module named"):
+            await cluster.start(spec(interpreter=str(bare), environment={}, builder=builder))
 
     go(main)
 

@@ -34,9 +34,8 @@ from gyre.cluster.watchdog import GRACE_S, Watchdog, find_cause
 from gyre.cluster.worker.endpoints import add_stats
 from gyre.cluster.worker.rpc import CALLS, LOSSES
 from gyre.cluster.worker.server import WorkerFault
-from gyre.core.abilities import EngineAbilities
 from gyre.core.chunks import TokenStream
-from gyre.core.contracts import Cluster, CommitPolicy, WorkerHandle
+from gyre.core.contracts import Cluster, CommitPolicy, EngineAbilities, WorkerHandle
 from gyre.core.errors import GyreError, RankError
 from gyre.core.events import Emit
 from gyre.core.liveness import StallLimit

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gyre.core.abilities import EngineAbilities
-from gyre.core.contracts import CommitPolicy
+from gyre.core.contracts import CommitPolicy, EngineAbilities
 from gyre.core.records import EngineStats, Partial, Request, TokenChunk, Usage
 
 if TYPE_CHECKING:

@@ -96,7 +96,7 @@ class WorkerProcess:
 
 
 def leave() -> NoReturn:
-    """End the process at once, with those that it started: nobody else would."""
+    """End the process at once, with those that it started."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)

@@ -15,6 +15,7 @@ import psutil
 
 from gyre.cluster.worker.endpoints import EngineEndpoint
 from gyre.cluster.worker.server import Context
+from gyre.core.offers import Offer
 from gyre.core.records import Phase
 from gyre.sidecars.vllm.engine import VllmEngine
 from gyre.sidecars.vllm.llm import VllmRole, import_vllm
@@ -46,6 +47,7 @@ class VllmWorker:
             version=role.version,
         )
         self.engine = EngineEndpoint(self._vllm, ticks=lambda: context.ticks)
+        self.engine.prepare = self._prepare
 
     async def begin(self, stage_name: str, plan_json: str, version: int, snapshot: str) -> int:
         """Begin a stage; the weights come by its first hand-over."""
@@ -69,6 +71,11 @@ class VllmWorker:
 
     async def wake(self) -> None:
         await self._vllm.wake()
+
+    async def _prepare(self, offer: Offer) -> None:
+        """Start vLLM where it is not: one that was started anew catches up without a phase."""
+        await self._take_memory()
+        await self._vllm.prepare(offer)
 
     async def _take_memory(self) -> None:
         if not self._vllm.is_started:

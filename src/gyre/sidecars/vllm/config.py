@@ -7,7 +7,6 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from gyre.core.config import Section
-from gyre.core.errors import ConfigError
 
 DuringTraining = Literal["keep", "sleep", "terminate"]
 # arguments of vLLM's AsyncEngineArgs that may be given; the others are Gyre's to set
@@ -72,9 +71,8 @@ class VllmConfig(Section):
     def check_extra(self) -> VllmConfig:
         unknown = sorted(set(self.extra) - set(EXTRA_ARGUMENTS))
         if unknown:
-            raise ConfigError(
+            raise ValueError(
                 f"engine.vllm.extra has {', '.join(unknown)}; it takes "
-                f"{', '.join(EXTRA_ARGUMENTS)}",
-                hint="the other arguments of vLLM follow from the config",
+                f"{', '.join(EXTRA_ARGUMENTS)}. The other arguments of vLLM follow from the config"
             )
         return self

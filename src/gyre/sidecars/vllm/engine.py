@@ -15,9 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from gyre.core.abilities import EngineAbilities, find_unable_commit
 from gyre.core.chunks import TokenStream
-from gyre.core.contracts import CommitPolicy
+from gyre.core.contracts import CommitPolicy, EngineAbilities, find_unable_commit
 from gyre.core.errors import DeadlineError, InputError, RankError
 from gyre.core.events import Emit
 from gyre.core.offers import FolderTensors, Offer
@@ -54,7 +53,7 @@ LOOK_S = 0.005  # between two looks whether nothing is in flight
 
 
 @dataclass(slots=True, kw_only=True)
-class Flight:
+class RequestInFlight:
     """A request that has no whole answer yet."""
 
     request: Request
@@ -85,7 +84,7 @@ class VllmEngine:
         self._state = ReceiverState(version=version, is_whole=False)
         self._process: LlmProcess | None = None
         self._is_parked = False
-        self._flights: dict[str, Flight] = {}
+        self._flights: dict[str, RequestInFlight] = {}
         self._open = asyncio.Event()  # clear while a commit is under way
         self._open.set()
         self._refusals = Refusals(emit)
@@ -105,7 +104,7 @@ class VllmEngine:
             index: Growth(request, index, self.limits.eos_ids)
             for index in range(request.sampling.n)
         }
-        flight = Flight(request=request, stream=stream, growths=growths)
+        flight = RequestInFlight(request=request, stream=stream, growths=growths)
         self._flights[request.request_id] = flight
         self._prompt_tokens += len(request.tokens)
         loop = asyncio.get_running_loop()
@@ -136,7 +135,7 @@ class VllmEngine:
         }
 
     async def stats(self) -> EngineStats:
-        """RankError once vLLM's processes have died: whoever polls it learns so."""
+        """RankError once vLLM's processes have died, so that a pool that polls it replaces it."""
         process = self._process
         if process is not None and process.has_died:
             raise RankError("vLLM's engine process has died", hint="start the sidecar again")
@@ -279,8 +278,8 @@ class VllmEngine:
 
     # -- one completion
 
-    async def _complete(self, flight: Flight, index: int) -> None:
-        """Ask vLLM for one completion, and pass on what it tells."""
+    async def _complete(self, flight: RequestInFlight, index: int) -> None:
+        """Ask vLLM for one completion, and pass on its tokens."""
         await self._open.wait()
         process, growth = self._process, flight.growths[index]
         assert process is not None
@@ -296,6 +295,7 @@ class VllmEngine:
                 await process.llm.abort(name)
             raise
         except Exception as error:  # noqa: BLE001  whatever broke, the completion gets its answer
+            process.note(error)
             self._fail(flight, index, error)
         finally:
             flight.sent.discard(index)
@@ -315,7 +315,7 @@ class VllmEngine:
             prompt["cache_salt"] = request.tenant_salt
         return llm.generate(prompt, params, name)
 
-    def _take(self, flight: Flight, index: int, output: Any) -> None:
+    def _take(self, flight: RequestInFlight, index: int, output: Any) -> None:
         told = output.outputs[0]
         growth, tokens = flight.growths[index], list(told.token_ids)
         logprobs = [] if told.logprobs is None else told.logprobs.logprobs
@@ -329,15 +329,17 @@ class VllmEngine:
             finish = FINISHES[told.finish_reason]
         self._pass_on(flight, index, finish)
 
-    def _fail(self, flight: Flight, index: int, error: Exception) -> None:
-        """Answer a completion of which vLLM told something that cannot be, or nothing any more."""
+    def _fail(self, flight: RequestInFlight, index: int, error: Exception) -> None:
+        """Abort a completion whose answer was invalid, or that vLLM broke on."""
         if index not in flight.stream.unfinished:
             return
         text = f"vLLM failed on it: {type(error).__name__}: {error}"
         self._emit("engine.completion_failed", request_id=flight.request.request_id, error=text)
         self._pass_on(flight, index, "abort", text)
 
-    def _pass_on(self, flight: Flight, index: int, finish: Finish | None, reason: str = "") -> None:
+    def _pass_on(
+        self, flight: RequestInFlight, index: int, finish: Finish | None, reason: str = ""
+    ) -> None:
         for chunk in flight.growths[index].take(finish, reason):
             flight.stream.push(chunk)
         if not flight.stream.unfinished:
@@ -345,21 +347,21 @@ class VllmEngine:
             if flight.timer is not None:
                 flight.timer.cancel()
 
-    def _end(self, flight: Flight, finish: Finish, reason: str) -> None:
+    def _end(self, flight: RequestInFlight, finish: Finish, reason: str) -> None:
         """Answer what is left of a request with what it has, and let vLLM forget it."""
         for index in flight.stream.unfinished:
             self._pass_on(flight, index, finish, reason)
             if task := flight.tasks.get(index):
                 task.cancel()
 
-    def _expire(self, flight: Flight) -> None:
+    def _expire(self, flight: RequestInFlight) -> None:
         self._emit("engine.deadline", request_id=flight.request.request_id)
         self._end(flight, "deadline", f"no answer within {flight.request.deadline_s:g} s")
 
     # -- waits and weights
 
-    async def _settle(self, flights: list[Flight], deadline_s: float) -> None:
-        """Wait until vLLM was told of all that is ended."""
+    async def _settle(self, flights: list[RequestInFlight], deadline_s: float) -> None:
+        """Wait until vLLM has dropped all that is ended."""
         tasks = [task for flight in flights for task in flight.tasks.values()]
         if not tasks:
             return

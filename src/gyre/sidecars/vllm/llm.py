@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.metadata
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -77,6 +78,9 @@ def engine_arguments(settings: VllmSettings, build: VllmBuild) -> dict[str, Any]
     }
     # a step takes at least one token of each sequence
     arguments["max_num_batched_tokens"] = max(settings.token_budget, settings.max_running)
+    if not build.chunks_prefill:
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(settings.token_budget, settings.context_tokens)
     if settings.kv_bytes:
         arguments["kv_cache_memory_bytes"] = settings.kv_bytes
     return {**arguments, **settings.extra}
@@ -99,13 +103,19 @@ def installed_build() -> VllmBuild:
 
 def import_vllm() -> VllmBuild:
     """Import what a start needs, so that the start itself is shorter; return the build."""
-    for module in ("vllm.engine.arg_utils", "vllm.v1.engine.async_llm", "vllm.sampling_params"):
-        importlib.import_module(module)
+    try:
+        for module in ("vllm.engine.arg_utils", "vllm.v1.engine.async_llm", "vllm.sampling_params"):
+            importlib.import_module(module)
+    except ImportError as error:
+        raise errors.ConfigError(
+            f"the environment in {sys.prefix} has no whole vLLM: {error}",
+            hint="make it again: gyre sidecar install vllm",
+        ) from error
     return installed_build()
 
 
 class LlmCounters:
-    """What vLLM tells of its steps; kept by a stat logger."""
+    """Counters of vLLM's steps, from its stat logger."""
 
     def __init__(self) -> None:
         self.running = self.waiting = self.steps = self.preemptions = 0
@@ -129,6 +139,7 @@ class LlmProcess:
         self.counters = LlmCounters()
         self.llm: Any = None
         self.pages_total = self.page_tokens = 0
+        self._is_dead = False
 
     async def start(self) -> None:
         """Start vLLM on dummy weights. DeadlineError, with its processes ended, when it is late."""
@@ -145,6 +156,14 @@ class LlmProcess:
                 f"vLLM had not started after {self._settings.start_deadline_s:g} s",
                 hint="look at its log above; a higher engine.vllm.start_deadline_s allows more",
             ) from None
+        except GyreError:
+            raise
+        except Exception as error:
+            told = " ".join(str(error).split()[:40])
+            raise RankError(
+                f"vLLM could not start: {type(error).__name__}: {told}",
+                hint="its log above has the cause; [engine.vllm] and the model decide what it gets",
+            ) from error
         cache = self.llm.vllm_config.cache_config
         self.pages_total, self.page_tokens = cache.num_gpu_blocks or 0, cache.block_size or 0
 
@@ -158,7 +177,11 @@ class LlmProcess:
 
     @property
     def has_died(self) -> bool:
-        return self.llm is not None and self.llm.errored
+        return self._is_dead or (self.llm is not None and self.llm.errored)
+
+    def note(self, error: Exception) -> None:
+        """Look at an error of a completion: does it say that the engine's process has died?"""
+        self._is_dead |= type(error).__name__ == "EngineDeadError"
 
     async def call_workers(self, method: str, *args: Any) -> None:
         """Call a method of the worker extension on every rank. The first error is raised as what

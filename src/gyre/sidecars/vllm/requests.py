@@ -1,7 +1,7 @@
-"""Requests: the contract's requests in vLLM's words, and vLLM's answers as chunks. In: a Request
-and the tokens that vLLM told. Out: arguments of SamplingParams; TokenChunks. Pure; imports no vLLM.
+"""Requests: the contract's requests as arguments of vLLM, and vLLM's answers as chunks. In: a
+Request, and the tokens of an answer. Out: arguments of SamplingParams; TokenChunks. Pure.
 
-Each completion is a request of vLLM by itself. vLLM is told the stop ids, since it has no
+Each completion is a request of vLLM by itself. It gets the stop ids with it, since vLLM has no
 tokenizer.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from gyre.core.abilities import EngineAbilities, find_unable
 from gyre.core.chunks import as_partial
+from gyre.core.contracts import EngineAbilities, find_unable
 from gyre.core.records import Finish, Partial, Request, Sampling, TokenChunk
 from gyre.core.seeds import derive_seed
 from gyre.sidecars.vllm.versions import COLDEST, HOTTEST
@@ -87,7 +87,7 @@ def sampling_arguments(
     request: Request, index: int, *, begun_tokens: int, eos_ids: Iterable[int]
 ) -> dict[str, Any]:
     """Return the arguments of SamplingParams for one completion, of which `begun_tokens` are there.
-    What goes on draws by another seed than what began: the draws would be the same again."""
+    A continuation draws by another seed than its beginning: the draws would be the same again."""
     sampling = request.sampling
     return {
         "n": 1,
@@ -105,7 +105,7 @@ def sampling_arguments(
 
 
 class Growth:
-    """One completion as it grows: what vLLM told, and what was passed on of it."""
+    """One completion as it grows: the tokens that vLLM gave, and the chunks made of them."""
 
     def __init__(self, request: Request, index: int, eos_ids: Iterable[int]) -> None:
         self.index = index
@@ -137,7 +137,7 @@ class Growth:
         return "length" if count >= sampling.max_tokens else None
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Take what vLLM told. ValueError where the numbers do not match."""
+        """Take tokens of vLLM. ValueError where the numbers do not match."""
         if len(tokens) != len(logprobs):
             raise ValueError(f"{len(tokens)} tokens came with {len(logprobs)} log-probs")
         self._tokens += tokens
@@ -191,7 +191,7 @@ class Growth:
 
 
 def tell_logprobs(told_c: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """Return (processed, raw) log-probs, from those that vLLM tells with processed_logprobs. For
+    """Return (processed, raw) log-probs, from those of vLLM with processed_logprobs. For
     greedy choices these are of the plain softmax, and the processed one is that of certainty."""
     if sampling.temperature == 0.0:
         return np.zeros_like(told_c), told_c

