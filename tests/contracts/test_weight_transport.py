@@ -4,6 +4,7 @@ not at all."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from gyre.core.offers import FolderTensors, Offer
 from gyre.weights.receive import receive
 from gyre.weights.swap import VersionBump
 from gyre.weights.tensor_source import LiveTensors
-from gyre.weights.transports.addresses import SHM, host_id
-from gyre.weights.transports.opened import Reading, open_shards
+from gyre.weights.transports.addresses import SHM, TCP, host_id
+from gyre.weights.transports.opened import PartOpener, Reading, open_shards
+from gyre.weights.transports.tcp_server import PartServer
 from offers import FailAt, Fault, offer_of
 from part_cases import (
+    RUN,
+    TOKEN,
     register,
     shared_folder,
     silent,
@@ -27,8 +31,9 @@ from part_cases import (
     with_wrong_checksum,
 )
 
+Publish = Callable[..., Offer]
 CPU = torch.device("cpu")
-TRANSPORTS = [SHM]
+TRANSPORTS = [SHM, TCP]
 
 
 @pytest.fixture
@@ -42,15 +47,37 @@ def scheme(request) -> str:
     return request.param
 
 
+def reading_by(scheme: str, folder: Path) -> Reading:
+    return Reading(
+        host_id=host_id(folder),
+        folder=folder,
+        preference=(scheme,),
+        token=TOKEN,
+        num_connections=2,
+        deadline_s=20.0,
+    )
+
+
+@contextmanager
+def publishers(folder: Path, num_ranks: int) -> Iterator[Publish]:
+    """Ranks that register, and a server beside them."""
+    server = PartServer(run_id=RUN, token=TOKEN, emit=silent, host="127.0.0.1", folder=folder)
+    try:
+        with stores_of(folder, num_ranks, served_at=(server.place,)) as stores:
+            yield lambda whole, **settings: register(stores, whole, **settings)
+    finally:
+        server.close()
+
+
 @pytest.fixture
 def reading(scheme: str, shared_memory: Path) -> Reading:
-    return Reading(host_id=host_id(shared_memory), folder=shared_memory, preference=(scheme,))
+    return reading_by(scheme, shared_memory)
 
 
 @pytest.fixture
-def publish(shared_memory: Path):
-    with stores_of(shared_memory, 3) as stores:
-        yield lambda whole, **settings: register(stores, whole, **settings)
+def publish(shared_memory: Path) -> Iterator[Publish]:
+    with publishers(shared_memory, 3) as found:
+        yield found
 
 
 def same(found, expected) -> bool:
@@ -122,7 +149,7 @@ def source(request, shared_memory: Path):
 
         def __exit__(self, *error) -> None: ...
 
-    with stores_of(shared_memory, 2) as stores:
+    with publishers(shared_memory, 2) as publish:
 
         def give(whole: dict[str, torch.Tensor]) -> Offer:
             given.update(whole)
@@ -131,17 +158,16 @@ def source(request, shared_memory: Path):
                 return offer
             if name == "folder":
                 return replace(offer, source=FolderTensors(folder="/given"))
-            return register(stores, whole, version=2)
+            return publish(whole, version=2)
 
         def take(offer: Offer, own: dict[str, torch.Tensor]):
-            reading = Reading(host_id=host_id(shared_memory), folder=shared_memory)
             return receive(
                 offer,
                 own,
                 shared=False,
                 device=CPU,
                 open_folder=lambda folder: Folder(),
-                reading=reading,
+                parts=PartOpener(reading_by(name, shared_memory)),
                 emit=silent,
             )
 
@@ -214,6 +240,7 @@ def test_one_storage_moves_no_byte():
         shared=True,
         device=CPU,
         open_folder=lambda folder: pytest.fail("no folder is read"),
+        parts=PartOpener(),
         emit=silent,
     )
     assert isinstance(swap, VersionBump) and not swap.moves_bytes

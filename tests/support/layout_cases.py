@@ -50,7 +50,10 @@ def held_by(layout: ShardLayout, whole: dict[str, torch.Tensor], rank: int):
     """What one rank of shard × tensor holds of whole tensors."""
     shard, tensor_rank = divmod(rank, len(layout.model.ranks))
     places = layout.ranks[shard]
-    own = {name: torch.empty(place.stop - place.start) for name, place in places.items()}
+    device = next(iter(whole.values())).device
+    own = {
+        name: torch.empty(place.stop - place.start, device=device) for name, place in places.items()
+    }
     source = local_source(LiveTensors(whole), layout.model, tensor_rank)
     fill(own, places, source, dtype=torch.float32)
     return own

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gyre.core.offers import LocalShards, Offer
 from gyre.core.records import Manifest
-from gyre.distributed.process_group import alone
+from gyre.distributed.process_group import RankGroup
 from gyre.weights.gather import ShardSource
 from gyre.weights.shards import ShardLayout, row_layout
 from gyre.weights.transports.publish import join_parts, publish_part
@@ -23,6 +23,7 @@ from layout_cases import held_by
 from offers import offer_of
 
 RUN = "0123abcd"
+TOKEN = b"a token of the run's own"
 SHAPES = {"embed": (13, 8), "norm": (8,), "empty": (0, 3), "big": (40, 8)}
 
 
@@ -43,13 +44,18 @@ def shared_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+def filled(version: int) -> dict[str, Tensor]:
+    """Large enough that writing it takes a while."""
+    return {name: torch.full((250_000,), float(version)) for name in ("a", "b", "c")}
+
+
 def shard_offer(
     layout: ShardLayout, whole: dict[str, Tensor], holder: int, *, version: int, epoch: int = 0
 ) -> Offer:
     """What one rank of a sharded trainer offers of its float32 tensors."""
-    source = ShardSource(
-        layout, held_by(layout, whole, holder), group=alone(), dtype=torch.bfloat16
-    )
+    device = next(iter(whole.values())).device
+    group = RankGroup(name="test", rank=holder, size=layout.num_holders, device=device)
+    source = ShardSource(layout, held_by(layout, whole, holder), group=group, dtype=torch.bfloat16)
     manifest = Manifest(version=version, entries=(), shared=False, epoch=epoch)
     return Offer(manifest=manifest, source=LocalShards(shards=source))
 

@@ -84,6 +84,7 @@ FIELDS = {
     "num_tokens": Field("int", "tokens", "tokens trained on"),
     "num_updates": Field("int", "updates", "optimizer updates"),
     "number": Field("int", "", "which restart, from 1"),
+    "peer": Field("str", "", "address of the other side of a connection"),
     "pages": Field("int", "pages", "KV pages"),
     "part": Field("str", "", "reward part"),
     "path": Field("str", "", "file or folder"),
@@ -370,8 +371,19 @@ EVENTS = {
     ),
     "weights.read": EventKind(
         "A registered version was read over the engine's weights and verified.",
-        "version size_bytes buckets",
-        own={"buckets": Field("int", "buckets", "pieces that it was read in")},
+        "version size_bytes buckets undo_from",
+        own={
+            "buckets": Field("int", "buckets", "pieces that it was read in"),
+            "undo_from": Field(
+                "str", "", "what keeps the last version meanwhile: `device`, `publisher` or `host`"
+            ),
+        },
+    ),
+    "weights.reader_refused": EventKind(
+        "A server of registered weights refused a reader.", "peer reason", True
+    ),
+    "weights.reader_lost": EventKind(
+        "A reader of registered weights hung up, or was too slow.", "peer error", True
     ),
     "weights.leftovers_removed": EventKind(
         "Parts of versions in shared memory whose owners had died were removed.",

@@ -38,6 +38,7 @@ from gyre.engine.scheduler.journal import Interrupt
 from gyre.engine.scheduler.state import Counters
 from gyre.models.decoder import Decoder
 from gyre.observability.refusals import Refusals
+from gyre.weights.transports.opened import Reading
 
 
 class NativeEngine:
@@ -168,6 +169,10 @@ class NativeEngine:
 
     async def drain(self, *, deadline_s: float) -> None:
         await self.frontend.wait_until(self.frontend.is_drained, deadline_s)
+
+    def read_parts(self, reading: Reading) -> None:
+        """Say how registered versions are read, if not from this host's shared memory alone."""
+        self.worker.weights.read_parts(reading)
 
     # -- EngineLifecycle
 

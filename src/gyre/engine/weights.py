@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -32,6 +33,7 @@ from gyre.weights.protocol import (
 )
 from gyre.weights.receive import receive
 from gyre.weights.swap import Swap
+from gyre.weights.transports.opened import PartOpener, Reading
 
 
 class EngineWeights:
@@ -44,6 +46,7 @@ class EngineWeights:
         self.state = ReceiverState(version=version)
         self._device = device
         self.swap: Swap | None = None  # of the prepared version
+        self._parts = PartOpener(pin=device.type == "cuda")
 
     @property
     def version(self) -> int:
@@ -63,6 +66,11 @@ class EngineWeights:
     def present(self) -> bool:
         """Return whether there are bytes under the parameters; their owner may have parked them."""
         return is_present(self.decoder.embed.weight.untyped_storage())
+
+    def read_parts(self, reading: Reading) -> None:
+        """Say how registered versions are read, if not from this host's shared memory alone."""
+        self._parts.close()
+        self._parts = PartOpener(replace(reading, pin=self._device.type == "cuda"))
 
     def forget(self) -> None:
         """Refuse work until a commit, whatever the weights hold."""
@@ -92,6 +100,7 @@ class EngineWeights:
             shared=self.shared,
             device=self._device,
             open_folder=partial(open_verified, spec=self.decoder.spec),
+            parts=self._parts,
             emit=self.emit,
         )
         self.state = self.state.after(prepared)

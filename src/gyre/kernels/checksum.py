@@ -1,5 +1,5 @@
-"""Checksum: a multilinear sum over the numbers of a tensor. In: a run of a tensor, and where it
-lies. Out: a sum modulo 2^64. The sums of runs that tile a tensor add up to the tensor's.
+"""Checksum: a multilinear sum over the numbers of a tensor. In: a run of a tensor, and its place
+there. Out: a sum modulo 2^64. The sums of runs that tile a tensor add up to the tensor's.
 
 A number's bits are a word of at most 32 bits (8 bytes are two words). Word i of the whole row-major
 tensor has the weight T(i % 1024) · M(i // 1024), both fixed, random and odd; the checksum is
@@ -7,11 +7,11 @@ tensor has the weight T(i % 1024) · M(i // 1024), both fixed, random and odd; t
 pass at about the speed of memory: in C on a CPU, in Triton on a GPU. The plain form in torch, equal
 to the bit, is slower.
 
-It always detects one changed number. Over weights drawn at random, other changes, swaps and moves
-stay unseen with a probability of at most about 2^-43 for words of 16 bits, 2^-27 for 32: a
-multilinear family (Carter and Wegman 1979; Lemire and Kaser, "Strongly universal string hashing is
-fast") loses a bit of the sum for each trailing zero bit of a difference. The weights are public:
-it detects faults of memory, software and networks, and is no protection from an adversary.
+It always detects one changed number. Other changes, swaps and moves stay unseen with a probability
+of at most 2^-41 for words of 16 bits and 2^-25 for 32, over weights drawn at random. The family is
+multilinear (Carter and Wegman 1979; Lemire and Kaser, "Strongly universal string hashing is fast"),
+which loses a bit of the sum for each trailing zero bit of a difference. The weights are public: it
+detects faults of memory, software and networks, and is no cryptographic hash.
 """
 
 # N numbers of the run, W words, B blocks

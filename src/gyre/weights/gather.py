@@ -143,6 +143,11 @@ class ShardSource(Mapping[str, Tensor]):
     def shapes(self) -> Mapping[str, Shape]:
         return self.layout.shapes
 
+    @property
+    def holder(self) -> int:
+        """Return which of the layout's holders this rank is."""
+        return self._group.rank
+
     def read(self, name: str, start: int, stop: int, out_N: Tensor) -> None:
         """Write this rank's numbers [start, stop) into `out_N`, rounded to `dtype`."""
         place = self.layout.ranks[self._group.rank][name]

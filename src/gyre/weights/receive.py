@@ -28,7 +28,7 @@ from gyre.weights.manifest import dtype_name, make_manifest
 from gyre.weights.registered import ReadOver
 from gyre.weights.swap import Exchange, GatherOver, Swap, VersionBump, shares_storage, stage
 from gyre.weights.tensor_source import TensorSource
-from gyre.weights.transports.opened import Reading, read_here
+from gyre.weights.transports.opened import PartOpener
 
 # opens a checkpoint folder and verifies its files; InputError or SnapshotError
 OpenFolder = Callable[[str], AbstractContextManager[TensorSource]]
@@ -41,13 +41,13 @@ def receive(
     shared: bool,
     device: torch.device,
     open_folder: OpenFolder,
-    reading: Reading | None = None,
+    parts: PartOpener,
     emit: Emit,
 ) -> Swap:
     """Receive a version beside the running one and verify it; nothing of `own` is written.
-    `shared`: the engine was built on its trainer's tensors. `reading`: how registered parts are
-    read; from this host's shared memory if left out. InputError for a version that the
-    engine cannot take, SnapshotError for one that is not whole."""
+    `shared`: the engine was built on its trainer's tensors. `parts` opens what was registered.
+    InputError for a version that the engine cannot take, SnapshotError for one that is not
+    whole."""
     match offer.source:
         case SharedStorage(tensors=tensors) if shared and shares_storage(tensors, own):
             return VersionBump()
@@ -70,8 +70,7 @@ def receive(
             return Exchange(staged, own)
         case RegisteredShards() if not shared:
             _check_entries(offer.manifest.entries, own)
-            reading = reading or read_here(pin=device.type == "cuda")
-            return ReadOver(offer, own, reading=reading, emit=emit)
+            return ReadOver(offer, own, parts=parts, emit=emit)
         case RemoteTensors():
             raise InputError(
                 f"version {offer.version} is in another process",

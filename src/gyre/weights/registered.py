@@ -3,108 +3,103 @@ RegisteredShards, the engine's own tensors. Out: a Swap.
 
 A bucket is copied over the engine's numbers while a thread reads the next one; what comes from
 shared memory is copied from the publisher's own pages. The numbers are verified where they end up,
-on the engine's device, segment by segment. What a bucket overwrites is kept until the swap is
-settled: on the engine's device if it has the room, else in host memory. So `undo` needs no other
-process, whatever became of the publisher.
+on the engine's device, segment by segment.
+
+`undo` takes the last version from where memory allows. Its bytes are kept on the engine's device
+where a second set of weights has room. Else the publisher's last version is read again, which it
+keeps until it begins the next but one; the swap begins only if the engine has that version to the
+bit. Without one the bytes are kept in host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
+from typing import Literal
 
+import psutil
 import torch
 from torch import Tensor
 
+from gyre.core.errors import GyreError
 from gyre.core.events import Emit
 from gyre.core.offers import Offer
+from gyre.core.rounding import round_up
 from gyre.weights.boxes import views
-from gyre.weights.manifest import verify_manifest
-from gyre.weights.transports.opened import OpenPart, Reading, open_parts, open_shards
-from gyre.weights.transports.part_layout import ReadBucket, dtype_of, plan_reads
+from gyre.weights.manifest import find_faults, verify_manifest
+from gyre.weights.transports.mapped import huge_pages
+from gyre.weights.transports.opened import OpenPart, OpenTensors, PartOpener
+from gyre.weights.transports.part_layout import ALIGN_BYTES, ReadBucket, dtype_of, plan_reads
 
 BUCKET_BYTES = 64 << 20
-SPARE_BYTES = 1 << 30  # left free on a device for everything else
+SPARE_BYTES = 1 << 30  # of a device, left free for everything else
+
+UndoFrom = Literal["device", "publisher", "host"]
 
 
-class ReadOver:
-    """Parts are read over the engine's numbers, a bucket at a time."""
+def choose_undo(*, size_bytes: int, free_bytes: int, has_last: bool) -> UndoFrom:
+    """Return where the last version's bytes come from if they are wanted. Pure."""
+    if free_bytes >= size_bytes + SPARE_BYTES:
+        return "device"
+    return "publisher" if has_last else "host"
 
-    moves_bytes = True
+
+def free_bytes_of(device: torch.device) -> int:
+    """Return the free memory of a device; of the host for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+class _VersionReader:
+    """The parts of one version, and how they are copied over an engine's numbers."""
 
     def __init__(
         self,
         offer: Offer,
+        parts: tuple[OpenPart, ...],
         own: Mapping[str, Tensor],
         *,
-        reading: Reading,
-        emit: Emit,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int,
     ) -> None:
-        """Open every part, and verify the bytes where they need not cross to a device. InputError
-        or SnapshotError; nothing of `own` is written."""
-        self._offer, self._own, self._emit = offer, own, emit
+        self.offer, self._parts, self._own = offer, parts, own
         self._device = next(iter(own.values())).device
-        self._stack = ExitStack()
-        self._homes: list[Tensor] = []
-        self._kept: list[Tensor] = []
-        with ExitStack() as stack:
-            if self._device.type == "cpu":
-                with open_shards(offer, reading) as tensors:
-                    for _ in tensors.values():
-                        pass
-            self._parts = stack.enter_context(open_parts(offer, reading))
-            self._buckets = plan_reads(
-                offer.manifest.entries, num_owners=len(self._parts), bucket_bytes=bucket_bytes
-            )
-            self._stack = stack.pop_all()
+        self.buckets = plan_reads(
+            offer.manifest.entries, num_owners=len(parts), bucket_bytes=bucket_bytes
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(bucket.stop - bucket.start for bucket in self.buckets)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Return whether all bytes are in this process's address space."""
+        return all(part.reader.view(0, 0) is not None for part in self._parts)
+
+    def verify_bytes(self) -> None:
+        for _ in OpenTensors(self.offer.manifest, self._parts).values():
+            pass  # each is verified
+        self._check()
 
     @torch.no_grad()
-    def run(self) -> None:
-        assert not self._homes, "this swap has run already"
-        keep_on = self._where_to_keep()
+    def copy_over(self, before_write: Callable[[list[Tensor]], None]) -> None:
+        """Overwrite every number and verify them. `before_write` gets views of what each bucket is
+        about to overwrite."""
         for bucket, bytes_N in self._read_ahead():
             homes, values = self._pairs(bucket, bytes_N)
-            kept = [torch.empty_like(home, device=keep_on) for home in homes]
-            torch._foreach_copy_(kept, homes)
-            self._homes += homes
-            self._kept += kept
+            before_write(homes)
             torch._foreach_copy_(homes, values, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        self._check()
+        verify_manifest(self.offer.manifest, self._own)
+
+    def _check(self) -> None:
         for part in self._parts:
             part.reader.check()
-        verify_manifest(self._offer.manifest, self._own)
-        size_bytes = sum(bucket.stop - bucket.start for bucket in self._buckets)
-        self._emit(
-            "weights.read",
-            version=self._offer.version,
-            size_bytes=size_bytes,
-            buckets=len(self._buckets),
-        )
-
-    @torch.no_grad()
-    def undo(self) -> None:
-        if self._homes:
-            torch._foreach_copy_(self._homes, self._kept)
-        self._forget()
-
-    def settle(self) -> None:
-        self._forget()
-        self._stack.close()
-
-    def _forget(self) -> None:
-        self._homes.clear()
-        self._kept.clear()
-
-    def _where_to_keep(self) -> torch.device:
-        """Return the engine's device if a second set of its weights has room there."""
-        if self._device.type != "cuda":
-            return self._device
-        size_bytes = sum(tensor.nbytes for tensor in self._own.values())
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return self._device if free >= size_bytes + SPARE_BYTES else torch.device("cpu")
 
     def _pairs(self, bucket: ReadBucket, bytes_N: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of the engine's numbers, and what belongs there, shaped alike."""
@@ -120,33 +115,148 @@ class ReadOver:
 
     def _read_ahead(self) -> Iterator[tuple[ReadBucket, Tensor]]:
         """Yield each bucket with its bytes, valid until the next one is asked for."""
-        longest = max((one.stop - one.start for one in self._buckets), default=0)
-        if all(_is_mapped(part) for part in self._parts):
-            for bucket in self._buckets:
+        if self.is_mapped:
+            for bucket in self.buckets:
                 bytes_N = self._parts[bucket.owner].reader.view(bucket.start, bucket.stop)
                 assert bytes_N is not None
                 yield bucket, bytes_N
             return
         pin = self._device.type == "cuda"
+        longest = max((one.stop - one.start for one in self.buckets), default=0)
         rooms = [torch.empty(longest, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
 
         def read(number: int) -> Tensor:
-            bucket = self._buckets[number]
+            bucket = self.buckets[number]
             bytes_N = rooms[number % 2][: bucket.stop - bucket.start]
             self._parts[bucket.owner].reader.read(bucket.start, bytes_N)
             return bytes_N
 
         with ThreadPoolExecutor(1, thread_name_prefix="read-parts") as reading:
-            ahead = reading.submit(read, 0) if self._buckets else None
-            for number, bucket in enumerate(self._buckets):
+            ahead = reading.submit(read, 0) if self.buckets else None
+            for number, bucket in enumerate(self.buckets):
                 assert ahead is not None
                 bytes_N = ahead.result()  # each read has a deadline
-                if number + 1 < len(self._buckets):
+                if number + 1 < len(self.buckets):
                     ahead = reading.submit(read, number + 1)
                 yield bucket, bytes_N
-                if pin:  # the room is read into again two buckets later
+                if pin:  # the room is read into again when the next bucket is taken
                     torch.cuda.current_stream(self._device).synchronize()
 
 
-def _is_mapped(part: OpenPart) -> bool:
-    return part.reader.view(0, 0) is not None
+class _Keeper:
+    """The bytes that a swap overwrites, a bucket at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._homes: list[Tensor] = []
+        self._kept: list[Tensor] = []
+
+    def keep(self, homes: list[Tensor]) -> None:
+        starts = [0]
+        for home in homes:
+            starts.append(round_up(starts[-1] + home.nbytes, ALIGN_BYTES))
+        if self._device.type == "cpu":
+            room_N = huge_pages(starts[-1])
+        else:
+            room_N = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
+        kept = [
+            room_N[start : start + home.nbytes].view(home.dtype).view(home.shape)
+            for start, home in zip(starts, homes, strict=False)
+        ]
+        torch._foreach_copy_(kept, homes)
+        self._homes += homes
+        self._kept += kept
+
+    def put_back(self) -> None:
+        if self._homes:
+            torch._foreach_copy_(self._homes, self._kept)
+
+
+class ReadOver:
+    """Parts are read over the engine's numbers, a bucket at a time."""
+
+    moves_bytes = True
+
+    def __init__(
+        self,
+        offer: Offer,
+        own: Mapping[str, Tensor],
+        *,
+        parts: PartOpener,
+        emit: Emit,
+        bucket_bytes: int = BUCKET_BYTES,
+        free_bytes: Callable[[torch.device], int] = free_bytes_of,
+    ) -> None:
+        """Open every part, and verify the bytes of shared memory on a CPU: elsewhere they would
+        have to travel twice. InputError or SnapshotError; nothing of `own` is written."""
+        self._own, self._opener, self._emit = own, parts, emit
+        self._bucket_bytes, self._free_bytes = bucket_bytes, free_bytes
+        self._device = next(iter(own.values())).device
+        # where the last version is: in memory, or to be read again
+        self._keeper: _Keeper | None = None
+        self._last: _VersionReader | None = None
+        self._has_run = False
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            self._next = self._open(offer, stack)
+            if self._device.type == "cpu" and self._next.is_mapped:
+                self._next.verify_bytes()
+            self._stack = stack.pop_all()
+
+    def run(self) -> None:
+        assert self._keeper is None and self._last is None, "this swap has run already"
+        size_bytes = sum(tensor.nbytes for tensor in self._own.values())
+        choose = partial(
+            choose_undo, size_bytes=size_bytes, free_bytes=self._free_bytes(self._device)
+        )
+        if choose(has_last=True) == "publisher":
+            self._last = self._open_last()
+        undo_from = choose(has_last=self._last is not None)
+        if undo_from != "publisher":
+            keep_on = self._device if undo_from == "device" else torch.device("cpu")
+            self._keeper = _Keeper(keep_on)
+        self._next.copy_over(self._keep)
+        self._has_run = True
+        self._emit(
+            "weights.read",
+            version=self._next.offer.version,
+            size_bytes=self._next.size_bytes,
+            buckets=len(self._next.buckets),
+            undo_from=undo_from,
+        )
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        if self._last is not None:
+            self._last.copy_over(lambda homes: None)
+        elif self._keeper is not None:
+            self._keeper.put_back()
+        self._has_run = False
+        self._forget()
+
+    def settle(self) -> None:
+        if self._has_run:
+            self._opener.last = self._next.offer
+        self._forget()
+        self._stack.close()
+
+    def _keep(self, homes: list[Tensor]) -> None:
+        if self._keeper is not None:
+            self._keeper.keep(homes)
+
+    def _forget(self) -> None:
+        self._keeper = self._last = None
+
+    def _open(self, offer: Offer, stack: ExitStack) -> _VersionReader:
+        found = stack.enter_context(self._opener.open_parts(offer))
+        return _VersionReader(offer, found, self._own, bucket_bytes=self._bucket_bytes)
+
+    def _open_last(self) -> _VersionReader | None:
+        """Open the version that the engine has to the bit, if its publisher has it still."""
+        last = self._opener.last
+        if last is None or find_faults(last.manifest, self._own):
+            return None
+        try:
+            return self._open(last, self._stack)
+        except GyreError:  # its publisher is past it
+            return None

@@ -122,7 +122,7 @@ OWNED = {
     ("trainer/trainer.py", "_computed"): "the compute thread",
     # CUDA, whose synchronize has no deadline: at a start, an end or a move, not in an engine's step
     ("weights/registered.py", "_read_ahead"): "the device; the thread's reads have deadlines",
-    ("weights/registered.py", "run"): "the device, which copies from host memory",
+    ("weights/registered.py", "copy_over"): "the device, which copies from host memory",
     ("weights/transports/publish.py", "_to_host"): "the device, which copies to host memory",
     ("distributed/comm_stats.py", "take"): "the device, behind a step that has ended",
     ("engine/kv_cache/host_pool.py", "wait"): "the device's copies",
@@ -138,6 +138,10 @@ OWNED = {
     ("trainer/checkpoint/staging.py", "_copy_down"): "the saver, which waits by its deadline",
     ("trainer/trainer.py", "step_now"): "the device, at a step's end",
     ("weights/swap.py", "run"): "the device's copies",
+    # TCP between a publisher and the readers of its versions
+    ("weights/transports/tcp_reader.py", "close"): "the threads' requests, each with a deadline",
+    ("weights/transports/tcp_server.py", "_next"): "the reader's next request, or its end",
+    ("weights/transports/tcp_wire.py", "read_exactly"): "`ends_at`: it sets what is left of it",
     # processes
     ("cluster/driver_guard.py", "guard_driver"): "the guard, which is what the front waits for",
     ("cluster/ray_cluster.py", "__init__"): "Ray, which ends the processes that it started",

@@ -59,6 +59,8 @@ COUNTED = [
     "warn.reward_failed",
     "weights.commit_failed",
     "weights.publish_failed",
+    "weights.reader_lost",
+    "weights.reader_refused",
 ]
 ORDINARY_ENDINGS = (
     "started",

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-LIBRARIES = ("decoder.c", "trainer.c", "checksum.c")
+LIBRARIES = ("decoder.c", "trainer.c")
 SOURCES = Path(__file__).parent
 FLAGS = (
     "-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fopenmp",

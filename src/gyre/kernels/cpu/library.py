@@ -14,6 +14,7 @@ from gyre.kernels.cpu.build import CompiledLibrary, InstructionSet, Unavailable
 
 PARTS = ("attn_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "mlp_norm", "gate_up", "down")
 DTYPES = {torch.bfloat16: True, torch.float32: False}
+ANY_PROCESSOR = InstructionSet(name="any", features=(), flags=())
 CHECKSUM_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
 
 
@@ -93,5 +94,9 @@ class ChecksumLibrary:
 
 
 def load_checksum(instructions: InstructionSet | None = None) -> ChecksumLibrary | Unavailable:
+    """Return the library, on a processor without the vectors of the others too: compilers vectorize
+    it by themselves."""
     built = build.load("checksum.c", bf16=False, instructions=instructions)
+    if isinstance(built, Unavailable) and instructions is None:
+        built = build.load("checksum.c", bf16=False, instructions=ANY_PROCESSOR)
     return built if isinstance(built, Unavailable) else ChecksumLibrary(built)

@@ -1,4 +1,4 @@
-"""Checksum in Triton: one read per number. In: words of a run, where it lies, the weights of a
+"""Checksum in Triton: one read per number. In: words of a run, its place, the weights of a
 block. Out: the sum of `kernels.checksum`, an int64 scalar on the device.
 
 A program takes whole blocks of the whole tensor, of which it reads the words that are in the run.
@@ -31,7 +31,8 @@ def sum_words(
         block, end = first // BLOCK, last // BLOCK + 1
         _sum_words[(triton.cdiv(end - block, BLOCKS),)](
             words_W, total, weights_T, block, start, stop, left, width, columns,
-            BITS=8 * words_W.element_size(), BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=4,
+            ALL_COLUMNS=width == columns, BITS=8 * words_W.element_size(), BLOCK=BLOCK,
+            BLOCKS=BLOCKS, num_warps=4,
         )  # fmt: skip
     return total
 
@@ -48,7 +49,7 @@ def _mix(index):
 @triton.jit
 def _sum_words(
     words_ptr, total_ptr, weights_ptr, first_block, start, stop, left, width, columns,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    ALL_COLUMNS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     within = tl.arange(0, BLOCK)
     weight = tl.load(weights_ptr + within)
@@ -56,9 +57,12 @@ def _sum_words(
     block = tl.program_id(0).to(tl.int64) * BLOCKS + first_block
     for _ in range(BLOCKS):
         whole = block * BLOCK + within.to(tl.int64)
-        column = whole % columns - left
-        at = whole // columns * width + column
-        inside = (column >= 0) & (column < width) & (at >= start) & (at < stop)
+        at = whole
+        inside = (at >= start) & (at < stop)
+        if not ALL_COLUMNS:  # divisions would cost more than all else
+            column = whole % columns - left
+            at = whole // columns * width + column
+            inside = (column >= 0) & (column < width) & (at >= start) & (at < stop)
         word = tl.load(words_ptr + (at - start), mask=inside, other=0).to(tl.int64)
         word = word & ((1 << BITS) - 1)
         total += tl.sum(word * weight) * _mix(block)

@@ -24,7 +24,7 @@ class OpenSlot:
 
 
 class PartStore(Protocol):
-    """An owner's memory for two versions. Version n - 1 stays readable until n + 1 is begun."""
+    """An owner's memory for two versions. Version n - 1 stays readable until n + 1 begins."""
 
     def writing(
         self, *, epoch: int, version: int, size_bytes: int

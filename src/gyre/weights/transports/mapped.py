@@ -1,10 +1,12 @@
-"""Mapped files: bytes of an open file as a tensor, page-locked for a CUDA device on request. In: a
-file handle. Out: a flat uint8 tensor over a shared mapping, which lives as long as its tensors."""
+"""Mapped memory: bytes of an open file, page-locked for a CUDA device on request; host memory in
+huge pages. In: a file handle; a size. Out: flat uint8 tensors, over pages that live as long."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
+import weakref
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,16 @@ import torch
 from torch import Tensor
 
 from gyre.core.errors import MemoryBudgetError
+
+
+def huge_pages(size_bytes: int) -> Tensor:
+    """Return room that is filled once: small pages would each be fetched from the system. The
+    bytes come from the system only when they are written."""
+    pages = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # only a hint: a kernel without huge pages gives small ones
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:size_bytes]
 
 
 class MappedFile:
@@ -27,28 +39,28 @@ class MappedFile:
         held: Any = (ctypes.c_ubyte * size_bytes).from_address(address)
         held.pages = pages  # tensors hold the buffer, which holds the mapping
         self.bytes_N: Tensor = torch.frombuffer(held, dtype=torch.uint8)
-        self._registered: int | None = None
+        self._unlock: weakref.finalize | None = None
         if pin:
-            self._register(address, size_bytes)
-
-    @property
-    def is_pinned(self) -> bool:
-        return self._registered is not None
+            self._register(address, pages)
 
     def close(self) -> None:
         """Unlock the pages. The mapping ends with the last tensor over it."""
-        if self._registered is not None:
-            runtime: Any = torch.cuda.cudart()
-            torch.cuda.check_error(int(runtime.cudaHostUnregister(self._registered)))
-            self._registered = None
+        if self._unlock is not None:
+            self._unlock()
         self.bytes_N = self.bytes_N[:0].clone()
 
-    def _register(self, address: int, size_bytes: int) -> None:
+    def _register(self, address: int, pages: mmap.mmap) -> None:
         runtime: Any = torch.cuda.cudart()
-        code = int(runtime.cudaHostRegister(address, size_bytes, 0))
+        code = int(runtime.cudaHostRegister(address, len(pages), 0))
         if code != 0:
             raise MemoryBudgetError(
-                f"could not page-lock {size_bytes} bytes of shared memory (CUDA error {code})",
+                f"could not page-lock {len(pages)} bytes of shared memory (CUDA error {code})",
                 hint="raise the limit on locked memory (ulimit -l)",
             )
-        self._registered = address
+        # before the pages are unmapped: it holds them
+        self._unlock = weakref.finalize(self, _unregister, address, pages)
+
+
+def _unregister(address: int, pages: mmap.mmap) -> None:
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostUnregister(address))

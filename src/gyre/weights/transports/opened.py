@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gyre.core.errors import InputError, SnapshotError
+from gyre.core.errors import SnapshotError
 from gyre.core.offers import Offer, RegisteredPart, RegisteredShards
 from gyre.core.records import Manifest, TensorEntry
 from gyre.kernels.checksum import as_hex
@@ -24,7 +24,8 @@ from gyre.weights.manifest import segment_sum
 from gyre.weights.transports.addresses import SHARED_MEMORY, SHM, TCP, choose_address, host_id
 from gyre.weights.transports.contracts import PartReader
 from gyre.weights.transports.part_layout import PlacedSegment, dtype_of, part_bytes, place_part
-from gyre.weights.transports.shared_memory import SharedMemoryPart
+from gyre.weights.transports.slots import MappedSlot, SharedMemoryPart
+from gyre.weights.transports.tcp_reader import TcpPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +36,9 @@ class Reading:
     folder: Path = SHARED_MEMORY
     preference: tuple[str, ...] = (SHM, TCP)
     pin: bool = False  # page-lock shared memory for a CUDA device
-
-
-def read_here(*, pin: bool = False) -> Reading:
-    """Return how a process reads that was told nothing: from the shared memory of its host."""
-    return Reading(host_id=host_id(), preference=(SHM,), pin=pin)
+    token: bytes = b""  # of the run, for servers; without one nothing is read by TCP
+    num_connections: int = 4  # to each server
+    deadline_s: float = 60.0  # of each request to a server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,52 +49,89 @@ class OpenPart:
     placed: tuple[PlacedSegment, ...]
 
 
-@contextmanager
-def open_parts(offer: Offer, reading: Reading) -> Iterator[tuple[OpenPart, ...]]:
-    """Open all parts of a version, by owner. InputError for one that is not there, SnapshotError
-    for one that is not whole."""
-    assert isinstance(offer.source, RegisteredShards)
-    with ExitStack() as stack:
-        parts = []
-        for owner, part in enumerate(offer.source.parts):
-            placed = place_part(offer.manifest.entries, owner)
-            if part_bytes(placed) != part.size_bytes:
-                raise SnapshotError(
-                    f"rank {owner} registered {part.size_bytes} bytes of version {offer.version}, "
-                    f"and its manifest lists {part_bytes(placed)}",
-                    hint="register the version again",
-                )
-            reader = _open(part, offer.manifest, reading)
-            stack.callback(reader.close)
-            parts.append(OpenPart(reader=reader, placed=placed))
-        yield tuple(parts)
+class PartOpener:
+    """Opens parts. Slots of shared memory stay mapped from version to version, as their publisher
+    uses them again."""
 
+    def __init__(self, reading: Reading | None = None, *, pin: bool = False) -> None:
+        """Read from the shared memory of this host alone if `reading` is left out."""
+        self._given, self._pin = reading, pin
+        self._slots: dict[str, MappedSlot] = {}
+        self.last: Offer | None = None  # that an engine has taken
 
-def _open(part: RegisteredPart, manifest: Manifest, reading: Reading) -> PartReader:
-    address = choose_address(part.addresses, host=reading.host_id, preference=reading.preference)
-    if address.scheme == SHM:
-        return SharedMemoryPart(
-            address.name,
-            epoch=manifest.epoch,
-            version=manifest.version,
-            size_bytes=part.size_bytes,
-            folder=reading.folder,
-            pin=reading.pin,
+    @property
+    def _reading(self) -> Reading:
+        if self._given is None:  # now, since a host without shared memory may never be asked
+            self._given = Reading(host_id=host_id(), preference=(SHM,), pin=self._pin)
+        return self._given
+
+    @contextmanager
+    def open_parts(self, offer: Offer) -> Iterator[tuple[OpenPart, ...]]:
+        """Open all parts of a version, by owner. InputError for one that is not there,
+        SnapshotError for one that is not whole."""
+        assert isinstance(offer.source, RegisteredShards)
+        with ExitStack() as stack:
+            parts = []
+            for owner, part in enumerate(offer.source.parts):
+                placed = place_part(offer.manifest.entries, owner)
+                if part_bytes(placed) != part.size_bytes:
+                    raise SnapshotError(
+                        f"rank {owner} registered {part.size_bytes} bytes of version "
+                        f"{offer.version}, and its manifest lists {part_bytes(placed)}",
+                        hint="register the version again",
+                    )
+                reader = self._open(part, offer.manifest)
+                stack.callback(reader.close)
+                parts.append(OpenPart(reader=reader, placed=placed))
+            yield tuple(parts)
+
+    def close(self) -> None:
+        """Keep nothing mapped, once the parts that are open are closed."""
+        for slot in self._slots.values():
+            slot.retire()
+        self._slots.clear()
+
+    def _open(self, part: RegisteredPart, manifest: Manifest) -> PartReader:
+        reading = self._reading
+        address = choose_address(
+            part.addresses, host=reading.host_id, preference=reading.preference
         )
-    raise InputError(
-        f"{address} cannot be opened: there is no reader for {address.scheme}",
-        hint="run the receiver in the pod whose /dev/shm the publisher has",
-    )
+        wanted = {
+            "epoch": manifest.epoch,
+            "version": manifest.version,
+            "size_bytes": part.size_bytes,
+        }
+        if address.scheme == SHM:
+            return SharedMemoryPart(self._map(address.name), **wanted)
+        return TcpPart(
+            address,
+            token=reading.token,
+            num_connections=reading.num_connections,
+            deadline_s=reading.deadline_s,
+            **wanted,
+        )
+
+    def _map(self, name: str) -> MappedSlot:
+        for known in [known for known, slot in self._slots.items() if not slot.is_current]:
+            self._slots.pop(known).retire()  # its publisher has ended, or took another file
+        if name not in self._slots:
+            reading = self._reading
+            self._slots[name] = MappedSlot(reading.folder, name, pin=reading.pin)
+        return self._slots[name]
 
 
 @contextmanager
 def open_shards(offer: Offer, reading: Reading) -> Iterator[OpenTensors]:
     """Give the version's whole tensors by name. They are valid within the block. At its end
     SnapshotError where a part was overwritten meanwhile: nothing that was read may be used."""
-    with open_parts(offer, reading) as parts:
-        yield OpenTensors(offer.manifest, parts)
-        for part in parts:
-            part.reader.check()
+    opener = PartOpener(reading)
+    try:
+        with opener.open_parts(offer) as parts:
+            yield OpenTensors(offer.manifest, parts)
+            for part in parts:
+                part.reader.check()
+    finally:
+        opener.close()
 
 
 class OpenTensors(Mapping[str, Tensor]):

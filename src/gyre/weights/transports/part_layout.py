@@ -95,20 +95,19 @@ def plan_reads(
 def _plan_part(
     entries: Sequence[TensorEntry], owner: int, bucket_bytes: int
 ) -> Iterator[ReadBucket]:
+    """Cut a part at lines of 64 bytes, which are whole numbers of any dtype."""
     pieces: list[ReadPiece] = []
-    base = 0  # byte of the part where the bucket begins
+    base = end = 0  # bytes of the part between which the bucket is
     for placed in place_part(entries, owner):
         size_bytes = dtype_of(placed.entry).itemsize
         at = placed.start
         while at < placed.stop:
-            room = (base + bucket_bytes - at) // size_bytes
-            if pieces and room <= 0:
+            if pieces and at >= end:
                 yield _close(owner, base, pieces)
                 pieces = []
-                continue
             if not pieces:
-                base, room = at, bucket_bytes // size_bytes
-            stop = min(placed.stop, at + room * size_bytes)
+                base, end = at, at + bucket_bytes // ALIGN_BYTES * ALIGN_BYTES
+            stop = min(placed.stop, end)
             first = placed.segment.start + (at - placed.start) // size_bytes
             count = (stop - at) // size_bytes
             run = BoxRun(start=first, stop=first + count, columns=placed.segment.columns)

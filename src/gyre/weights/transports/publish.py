@@ -138,7 +138,8 @@ def _owned_runs(
 def _shard_runs(shards: ShardSource, rank: int) -> Iterator[tuple[TensorEntry, tuple[Tensor, ...]]]:
     layout = shards.layout
     owned: dict[str, list[tuple[Segment, Tensor]]] = {name: [] for name in layout.model.shapes}
-    if rank < layout.num_holders:
+    if rank < layout.num_holders:  # any other has a copy of what a lower one owns
+        assert shards.holder == rank, f"rank {rank} holds the shards of rank {shards.holder}"
         places = layout.ranks[rank * len(layout.ranks) // layout.num_holders]
         for name, run, at in layout.owned(rank):
             first = at - places[name].at

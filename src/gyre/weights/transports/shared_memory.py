@@ -1,22 +1,19 @@
 """Shared memory: parts in files that processes of one host map. In: a run, an owner, a folder in a
-tmpfs. Out: a PartStore of two slots; a PartReader that copies nothing.
+tmpfs. Out: a PartStore of two slots.
 
-A slot is locked while its owner lives. A file has its header and its lock before it has its name,
-so whoever finds an unlocked slot of this user has found one whose owner died. It is left readable
-until its run goes on, or another run begins.
+A slot is locked while its owner lives. A file has its header and its lock before it has its name.
+So an unlocked slot of this user is one whose owner died. It stays readable until its run continues,
+or another run begins.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-
-from torch import Tensor
 
 from gyre.core.errors import InputError, MemoryBudgetError, is_disk_full
 from gyre.core.events import Emit
@@ -27,21 +24,20 @@ from gyre.weights.transports.contracts import OpenSlot
 from gyre.weights.transports.mapped import MappedFile
 from gyre.weights.transports.slot_header import (
     HEADER_BYTES,
+    RUN_ID,
     SlotHeader,
-    find_version,
     name_parts,
     pack,
     slot_name,
-    still_whole,
     unpack,
 )
+from gyre.weights.transports.slots import READ_FLAGS
 
 SLOTS = 2
-RUN_ID = re.compile(r"[A-Za-z0-9]{1,32}")
-_READ_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
-class _Slot:
+class _OwnedSlot:
     """One file that this process owns, mapped."""
 
     def __init__(self, handle: int, header: SlotHeader, capacity_bytes: int, *, pin: bool) -> None:
@@ -72,13 +68,15 @@ class SharedMemoryStore:
         folder: Path = SHARED_MEMORY,
         served_at: tuple[str, ...] = (),
         pin: bool = False,
+        group: Path = CONTROL_GROUP,
     ) -> None:
         """`served_at`: "host:port" of servers that give others the same bytes."""
         assert RUN_ID.fullmatch(run_id), f"a run's id is letters and digits, got {run_id!r}"
-        self._run_id, self._owner, self._folder = run_id, owner, folder
+        self._run_id, self._owner, self._folder, self._group = run_id, owner, folder, group
+        self._written = 0  # versions
         self._served_at, self._pin, self._emit = served_at, pin, emit
         self._host = host_id(folder)
-        self._slots: list[_Slot] = []
+        self._slots: list[_OwnedSlot] = []
         remove_leftovers(folder, keep_run=run_id, emit=emit)
 
     @contextmanager
@@ -100,12 +98,17 @@ class SharedMemoryStore:
         part = RegisteredPart(addresses=self._addresses(number), size_bytes=size_bytes)
         yield OpenSlot(part=part, bytes_N=slot.bytes_N[:size_bytes])
         slot.put(replace(begun, sequence=begun.sequence + 1))
+        self._written += 1
+        if self._written == SLOTS:
+            # every rank of this attempt has registered: those of an older one are past their time
+            remove_leftovers(self._folder, keep_run=None, emit=self._emit)
 
     def close(self) -> None:
         """Remove the files. Readers that have mapped them keep the memory."""
         for number, slot in enumerate(self._slots):
-            with suppress(FileNotFoundError):  # an operator may have removed it
-                (self._folder / slot_name(self._run_id, self._owner, number)).unlink()
+            path = self._folder / slot_name(self._run_id, self._owner, number)
+            if _is_same(path, os.fstat(slot.handle)):  # an operator may have removed it
+                path.unlink()
             slot.close()
         self._slots = []
 
@@ -133,16 +136,23 @@ class SharedMemoryStore:
             self.close()
             raise
 
-    def _take_slot(self, number: int, size_bytes: int) -> _Slot:
+    def _take_slot(self, number: int, size_bytes: int) -> _OwnedSlot:
         """Go on with a slot of this run whose owner died, or make one."""
         path = self._folder / slot_name(self._run_id, self._owner, number)
         handle = _lock_dead(path)
         if handle is not None:
-            header = unpack(os.pread(handle, HEADER_BYTES, 0))
-            if header is not None and os.fstat(handle).st_size == HEADER_BYTES + size_bytes:
-                return _Slot(handle, header, size_bytes, pin=self._pin)
-            path.unlink()
-            os.close(handle)
+            try:
+                header = _own_header(handle, path)
+                if header is None:
+                    raise InputError(
+                        f"{path} has the name of a slot of this run, and another content",
+                        hint="remove the file, or give this run an id of its own",
+                    )
+                if os.fstat(handle).st_size == HEADER_BYTES + size_bytes:
+                    return _OwnedSlot(os.dup(handle), header, size_bytes, pin=self._pin)
+                path.unlink()
+            finally:
+                os.close(handle)
         empty = SlotHeader(run_id=self._run_id, owner=self._owner)
         handle = os.open(self._folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -150,12 +160,20 @@ class SharedMemoryStore:
             self._allocate(handle, HEADER_BYTES + size_bytes)
             os.pwrite(handle, pack(empty), 0)
             self._name(handle, path)
-            return _Slot(handle, empty, size_bytes, pin=self._pin)
+            return _OwnedSlot(handle, empty, size_bytes, pin=self._pin)
         except BaseException:
             os.close(handle)
             raise
 
     def _allocate(self, handle: int, size_bytes: int) -> None:
+        room = group_room(self._group)
+        if room is not None and room < size_bytes:
+            raise MemoryBudgetError(
+                f"this container has {room} of {size_bytes} bytes left that a slot of this rank's "
+                f"weights needs; a rank has {SLOTS} slots, and shared memory counts as the "
+                "container's",
+                hint="raise the memory limit of the container that publishes",
+            )
         try:
             # without it a full file system is a SIGBUS at the first byte that has no page
             os.posix_fallocate(handle, 0, size_bytes)
@@ -185,76 +203,27 @@ class SharedMemoryStore:
             os.close(folder)
 
 
-class SharedMemoryPart:
-    """A PartReader over the publisher's own pages."""
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        epoch: int,
-        version: int,
-        size_bytes: int,
-        folder: Path = SHARED_MEMORY,
-        pin: bool = False,
-    ) -> None:
-        """InputError for a slot that is not there, foreign or of another version, SnapshotError for
-        one that is not whole."""
-        self._name = name
-        mode = os.O_RDWR if pin else os.O_RDONLY
-        try:
-            self._handle = os.open(folder / name, mode | _READ_FLAGS)
-        except OSError as error:
-            raise InputError(
-                f"{folder / name} cannot be opened: {error.strerror}",
-                hint="its publisher has ended, or has another user or /dev/shm: register again",
-            ) from error
-        try:
-            self._header = find_version(
-                self._page(), name, epoch=epoch, version=version, size_bytes=size_bytes
-            )
-            found = os.fstat(self._handle)
-            if found.st_uid != os.geteuid() or found.st_size < HEADER_BYTES + size_bytes:
-                raise InputError(
-                    f"{folder / name} is of user {found.st_uid} and has {found.st_size} bytes; "
-                    f"user {os.geteuid()} and {HEADER_BYTES + size_bytes} were expected",
-                    hint="run publisher and receiver as one user",
-                )
-            self._mapped = MappedFile(
-                self._handle, HEADER_BYTES + size_bytes, writable=False, pin=pin
-            )
-        except BaseException:
-            os.close(self._handle)
-            raise
-
-    def view(self, start: int, stop: int) -> Tensor:
-        return self._mapped.bytes_N[HEADER_BYTES + start : HEADER_BYTES + stop]
-
-    def read(self, start: int, out_N: Tensor) -> None:
-        out_N.copy_(self.view(start, start + len(out_N)))
-        self.check()
-
-    def check(self) -> None:
-        still_whole(self._page(), self._name, self._header)
-
-    def close(self) -> None:
-        self._mapped.close()
-        os.close(self._handle)
-
-    def _page(self) -> bytes:
-        return os.pread(self._handle, HEADER_BYTES, 0)
+def group_room(group: Path) -> int | None:
+    """Return the bytes that a container may take yet; None without a limit. The system would end
+    a process that takes more."""
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        found = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such group, or the word "max"
+        return None
+    cache = int(found.get("inactive_file", 0)) + int(found.get("active_file", 0))
+    return limit - used + cache
 
 
-def remove_leftovers(folder: Path, *, keep_run: str, emit: Emit) -> None:
-    """Remove slots of this user whose owners are dead, but for those of the run that goes on."""
+def remove_leftovers(folder: Path, *, keep_run: str | None, emit: Emit) -> None:
+    """Remove slots of this user whose owners are dead, but for those of the run that continues."""
     count = size_bytes = 0
     for path in sorted(folder.glob("gyre-*")):
         named = name_parts(path.name)
         if named is None or named[0] == keep_run or (handle := _lock_dead(path)) is None:
             continue
         try:
-            header = unpack(os.pread(handle, HEADER_BYTES, 0))
-            if header is not None and (header.run_id, header.owner) == named[:2]:
+            if _own_header(handle, path) is not None:
                 count, size_bytes = count + 1, size_bytes + os.fstat(handle).st_size
                 path.unlink()
         finally:
@@ -263,10 +232,26 @@ def remove_leftovers(folder: Path, *, keep_run: str, emit: Emit) -> None:
         emit("weights.leftovers_removed", count=count, size_bytes=size_bytes, folder=str(folder))
 
 
+def _own_header(handle: int, path: Path) -> SlotHeader | None:
+    """Return the header of a slot, or None for a file that has only the name of one."""
+    header, named = unpack(os.pread(handle, HEADER_BYTES, 0)), name_parts(path.name)
+    if header is None or named is None or (header.run_id, header.owner) != named[:2]:
+        return None
+    return header
+
+
+def _is_same(path: Path, found: os.stat_result) -> bool:
+    """Return whether the name is that file's still."""
+    try:
+        return os.path.samestat(path.stat(follow_symlinks=False), found)
+    except FileNotFoundError:
+        return False
+
+
 def _lock_dead(path: Path) -> int | None:
     """Return a locked handle of a regular file of this user that no process has locked, or None."""
     try:
-        handle = os.open(path, os.O_RDWR | os.O_NONBLOCK | _READ_FLAGS)
+        handle = os.open(path, os.O_RDWR | READ_FLAGS)
     except OSError:  # another user's, gone, a link
         return None
     found = os.fstat(handle)
@@ -274,9 +259,7 @@ def _lock_dead(path: Path) -> int | None:
     if not is_ours or not try_lock(handle):
         os.close(handle)
         return None
-    with suppress(FileNotFoundError):
-        now = path.stat(follow_symlinks=False)
-        if (now.st_dev, now.st_ino) == (found.st_dev, found.st_ino):
-            return handle
+    if _is_same(path, found):
+        return handle
     os.close(handle)  # another process was faster
     return None

@@ -8,6 +8,7 @@ reader that finds the same even number before and after has read one version.
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ MAGIC = b"GyrePart"
 FORMAT = 1
 # magic, format, owner, sequence, epoch, version, bytes of the part, run
 _FIELDS = struct.Struct("<8sIIQqqQ32s")
+RUN_ID = re.compile(r"[A-Za-z0-9]{1,32}")
+_NAME = re.compile(rf"gyre-(?P<run>{RUN_ID.pattern})-(?P<owner>[0-9]+)-(?P<slot>[0-9]+)")
 AGAIN = "prepare the version again, or take a newer one: its publisher has registered others since"
 
 
@@ -73,16 +76,14 @@ def slot_name(run_id: str, owner: int, slot: int) -> str:
 
 def name_parts(name: str) -> tuple[str, int, int] | None:
     """Return (run, owner, slot) of a slot's name, or None."""
-    match name.split("-"):
-        case ["gyre", run_id, owner, slot] if owner.isdigit() and slot.isdigit():
-            return run_id, int(owner), int(slot)
-    return None
+    found = _NAME.fullmatch(name)
+    return None if found is None else (found["run"], int(found["owner"]), int(found["slot"]))
 
 
 def find_version(
-    page: bytes, name: str, *, epoch: int, version: int, size_bytes: int
+    page: bytes, name: str, *, epoch: int, version: int, size_bytes: int, room: int
 ) -> SlotHeader:
-    """Return the header if the slot has the version whole."""
+    """Return the header if the slot, which has `room` bytes, has the version whole."""
     found, named = unpack(page), name_parts(name)
     if found is None or named is None or (found.run_id, found.owner) != named[:2]:
         raise InputError(
@@ -100,9 +101,11 @@ def find_version(
             f"{version} of epoch {epoch}",
             hint=AGAIN,
         )
-    if found.size_bytes != size_bytes:
+    if not found.size_bytes == size_bytes <= room:
         raise SnapshotError(
-            f"{name} has {found.size_bytes} bytes, and its manifest lists {size_bytes}", hint=AGAIN
+            f"{name} has {found.size_bytes} bytes in a file of {room}, and its manifest lists "
+            f"{size_bytes}",
+            hint=AGAIN,
         )
     return found
 

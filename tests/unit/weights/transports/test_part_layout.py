@@ -62,6 +62,7 @@ def test_every_number_moves_once_in_bounded_buckets(case, bucket_bytes):
     at = [0] * num_owners
     for bucket in plan_reads(entries, num_owners=num_owners, bucket_bytes=bucket_bytes):
         assert 0 < bucket.stop - bucket.start <= bucket_bytes
+        assert bucket.start % 64 == 0, "numbers of any dtype are where their memory may be"
         assert bucket.start >= at[bucket.owner], "a part is read from its start to its end"
         at[bucket.owner] = bucket.stop
         for piece in bucket.pieces:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gyre.cluster.worker.frames import decode, encode
 from gyre.core.errors import InputError, SnapshotError
 from gyre.core.offers import FolderTensors
 from gyre.distributed.layout import BoxRun, find_gap
 from gyre.models.layout import model_layout
 from gyre.weights.manifest import find_faults
+from gyre.weights.receive import carry
 from gyre.weights.shards import row_layout
 from gyre.weights.transports.addresses import host_id
 from gyre.weights.transports.opened import Reading, open_shards
@@ -80,6 +83,16 @@ def test_parts_that_are_not_one_version_are_not_joined():
         with pytest.raises(SnapshotError, match=what):
             join_parts(1, 0, parts)
     assert join_parts(1, 0, [second, first]).version == 1
+
+
+def test_parts_and_their_offer_cross_to_other_processes():
+    with shared_folder() as folder:
+        parts = published(folder)
+    assert decode(encode(parts)) == parts
+    offer = join_parts(1, 0, parts)
+    crossed = decode(encode(offer))
+    assert (crossed.manifest, crossed.source) == (offer.manifest, offer.source)
+    assert asyncio.run(carry(offer)) is offer
 
 
 def test_tensors_elsewhere_cannot_be_registered():

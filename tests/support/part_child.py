@@ -1,0 +1,71 @@
+"""A publisher or a receiver of parts in a process of its own, to be killed. In: a folder, the id of
+a run; a command by line, as JSON. Out: a line for each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from gyre.cluster.worker.frames import decode, encode
+from gyre.core.offers import Offer
+from gyre.weights.registered import ReadOver
+from gyre.weights.transports.addresses import host_id
+from gyre.weights.transports.opened import PartOpener, Reading
+from gyre.weights.transports.shared_memory import SharedMemoryStore
+from part_cases import filled, register, silent, whole_tensors
+
+
+def main() -> None:
+    folder, run_id = Path(sys.argv[1]), sys.argv[2]
+    store = SharedMemoryStore(run_id=run_id, owner=0, emit=silent, folder=folder)
+    for line in sys.stdin:
+        command = json.loads(line)
+        match command.pop("do"):
+            case "register":
+                version, epoch = command["version"], command["epoch"]
+                offer = register([store], whole_tensors(version), version=version, epoch=epoch)
+                answer = encode(offer).hex()
+            case "churn":
+                for version in range(1, command["count"] + 1):
+                    say(encode(register([store], filled(version), version=version)).hex())
+                answer = "end"
+            case "write half":
+                size_bytes = command.pop("size_bytes")
+                with store.writing(**command, size_bytes=size_bytes) as slot:
+                    slot.bytes_N[: size_bytes // 2] = 7
+                    say("half is written")
+                    sys.stdin.readline()  # it is killed here
+                raise AssertionError("it lives")
+            case "receive":
+                receive_half(folder, decode(bytes.fromhex(command["offer"])))
+                raise AssertionError("it lives")
+            case other:
+                raise AssertionError(other)
+        say(answer)
+
+
+def receive_half(folder: Path, offer: Offer) -> None:
+    """Stop after the first buckets, when the next one asks for a tensor of the engine's."""
+
+    class Stopping(dict):
+        left = 3
+
+        def __getitem__(self, name: str):
+            self.left -= 1
+            if self.left == 0:
+                say("in a bucket")
+                sys.stdin.readline()
+            return super().__getitem__(name)
+
+    opener = PartOpener(Reading(host_id=host_id(folder), folder=folder))
+    own = Stopping(whole_tensors(0))
+    ReadOver(offer, own, parts=opener, emit=silent, bucket_bytes=128).run()
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
