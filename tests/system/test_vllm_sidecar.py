@@ -16,7 +16,7 @@ import torch
 
 from gyre.cluster.process_cluster import ProcessCluster
 from gyre.core.chunks import collect
-from gyre.core.errors import DeadlineError, SnapshotError
+from gyre.core.errors import DeadlineError, InputError, SnapshotError
 from gyre.core.records import Completion, Request
 from native_cases import VOCAB, by_transformers, make_requests, run, tokens_of
 from vllm_sidecar import (
@@ -163,6 +163,24 @@ def test_only_addresses_cross_into_vllms_processes(
 
     go(main())
     assert sum(sent) < sum(tensor.nbytes for tensor in tensors.values()) / 10
+
+
+def test_a_phase_and_a_sleep_level_that_it_has_not(sidecar: Sidecar) -> None:
+    """It keeps its memory while the trainer trains, as its role says; a CPU build cannot sleep."""
+
+    async def call(method: str, *args: Any) -> Any:
+        return await asyncio.wrap_future(sidecar.handle.begin(method, *args))
+
+    async def main() -> None:
+        assert await call("begin", "main", "{}", 7, "") == 7
+        for phase in ("train", "handover", "rollout"):
+            assert await call("enter", phase, 1) == 0
+        assert (await call("engine.health")).ok
+        with pytest.raises(InputError, match="cannot be parked at sleep level 1; it takes none"):
+            await call("park", 1)
+        assert (await call("engine.health")).ok
+
+    go(main())
 
 
 def test_vllm_that_dies_in_a_rollout_is_started_again_and_catches_up(

@@ -19,7 +19,7 @@ from gyre.models.hub.checkpoint import Checkpoint
 from gyre.models.hub.verified import open_verified
 from gyre.models.names import hub_entries
 from gyre.models.spec import ModelSpec
-from gyre.weights.transports.opened import open_shards, read_here
+from gyre.weights.transports.opened import OpenTensors, PartOpener
 
 
 class OfferText(msgspec.Struct):
@@ -53,26 +53,34 @@ def decode_offer(text: str) -> Offer:
 
 
 @contextmanager
-def open_tensors(offer: Offer, spec: ModelSpec) -> Iterator[Mapping[str, Tensor]]:
+def open_tensors(
+    offer: Offer, spec: ModelSpec, opener: PartOpener
+) -> Iterator[Mapping[str, Tensor]]:
     """Give a version's whole tensors by our names, each read and verified when it is asked for. At
     the end SnapshotError where the version was overwritten meanwhile."""
     if isinstance(offer.source, FolderTensors):
         with open_verified(offer.source.folder, spec=spec) as checkpoint:
             yield FolderView(checkpoint)
         return
-    with open_shards(offer, read_here()) as tensors:
-        shapes = {name: tuple(tensors[name].shape) for name in tensors}
-        wanted = dict(spec.parameter_shapes())
-        wrong = sorted(shapes.keys() ^ wanted.keys()) or sorted(
-            name for name, shape in wanted.items() if shapes[name] != tuple(shape)
+    _check_shapes(offer, spec)
+    with opener.open_parts(offer) as parts:
+        yield OpenTensors(offer.manifest, parts)
+        for part in parts:
+            part.reader.check()
+
+
+def _check_shapes(offer: Offer, spec: ModelSpec) -> None:
+    found = {entry.name: entry.shape for entry in offer.manifest.entries}
+    wanted = {name: tuple(shape) for name, shape in spec.parameter_shapes().items()}
+    wrong = sorted(
+        name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)
+    )
+    if wrong:
+        raise InputError(
+            f"{len(wrong)} tensors of version {offer.version} do not fit vLLM's model: "
+            f"{', '.join(wrong[:3])}",
+            hint="publish weights of the model that vLLM was started with",
         )
-        if wrong:
-            raise InputError(
-                f"{len(wrong)} tensors of version {offer.version} do not fit vLLM's model: "
-                f"{', '.join(wrong[:3])}",
-                hint="publish weights of the model that vLLM was started with",
-            )
-        yield tensors
 
 
 class FolderView(Mapping[str, Tensor]):

@@ -114,6 +114,7 @@ class Growth:
         self._request = request
         self._stop_ids = frozenset(stop_ids_of(request.sampling, eos_ids))
         self._passed: list[TokenChunk] = []
+        self._num_passed = 0  # tokens in them
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
 
@@ -160,6 +161,7 @@ class Growth:
         if finish is not None:
             chunks.append(self._cut(len(self._tokens), finish, reason))
         self._passed += chunks
+        self._num_passed += sum(len(chunk.tokens) for chunk in chunks)
         return chunks
 
     def partial(self) -> Partial:
@@ -170,8 +172,7 @@ class Growth:
 
     @property
     def _num_told(self) -> int:
-        passed = sum(len(chunk.tokens) for chunk in self._passed)
-        return self.begun_tokens + passed + len(self._tokens)
+        return self.begun_tokens + self._num_passed + len(self._tokens)
 
     def _cut(self, count: int, finish: Finish | None, reason: str) -> TokenChunk:
         tokens = np.asarray(self._tokens[:count], np.int32)

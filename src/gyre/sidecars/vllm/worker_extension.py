@@ -10,6 +10,7 @@ again.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,8 +22,12 @@ from gyre.core.errors import GyreError, InputError, SnapshotError
 from gyre.core.offers import Offer
 from gyre.models.spec import ModelSpec, spec_from_hub_config
 from gyre.sidecars.vllm.host_tensors import decode_offer, hub_rows, open_tensors
+from gyre.weights.transports.opened import PartOpener
 
 HEAD = "lm_head.weight"
+# warns of layers without numbers at every load: of rotary embeddings, which have none, and of a
+# tied head. What is missing is found here, by name
+NOISY = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 class WorkerExtension:
@@ -50,15 +55,18 @@ class WeightUpdates:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
+        logging.getLogger(NOISY).setLevel(logging.ERROR)
         config = worker.vllm_config.model_config.hf_config.to_dict()
         self._spec: ModelSpec = spec_from_hub_config(config)
+        # slots stay mapped from version to version, page-locked for a GPU
+        self._opener = PartOpener(pin=worker.device.type == "cuda")
         self._prepared: Offer | None = None
         self._current: Offer | None = None  # None: the numbers are dummies
         self._is_torn = False  # they are of no version: a load has begun, and not ended
 
     def prepare(self, offer: Offer) -> None:
         self._prepared = None
-        with open_tensors(offer, self._spec) as tensors:
+        with open_tensors(offer, self._spec, self._opener) as tensors:
             for name in tensors:
                 _ = tensors[name]  # verified as it is read
         self._prepared = offer
@@ -83,7 +91,7 @@ class WeightUpdates:
 
     def _load(self, offer: Offer) -> None:
         """Write a version into the model, whole. After an error the numbers are of no version."""
-        with open_tensors(offer, self._spec) as tensors:
+        with open_tensors(offer, self._spec, self._opener) as tensors:
             self._is_torn = True
             self._reload(tensors)
         self._is_torn = False
