@@ -9,7 +9,7 @@ GYRE := $(BIN)/gyre
 WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo install install-dev test test-all test-failed peers test-every docs check style types mutants gpu-test bench bench-gpu bench-gpus clean
+.PHONY: demo install install-dev test test-all test-failed peers vllm test-every docs check style types mutants gpu-test bench bench-gpu bench-gpus clean
 
 demo: install
 	$(GYRE) train configs/arith_grpo_cpu.toml --check-goal
@@ -34,6 +34,12 @@ $(PEERS)/.installed: tests/peers/environment.py $(VENV)/.installed-dev
 	$(BIN)/python tests/peers/environment.py $(PEERS)
 	touch $@
 
+# vLLM's CPU build in an environment of its own, for the tests of the sidecar; about a minute.
+vllm: .venvs/vllm/gyre-sidecar.json
+
+.venvs/vllm/gyre-sidecar.json: $(VENV)/.installed-dev
+	$(GYRE) sidecar install vllm --folder .venvs/vllm
+
 check: style types
 
 style: install-dev
@@ -48,9 +54,11 @@ test: style
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
 # Types are checked beside the tests: that takes a minute of one core, and a fault in either fails the whole.
-# Without the package index the tests that need the peers fail, each with the reason; the others still run.
+# Without the package index the tests that need the peers fail, and those of vLLM are skipped, each with the reason; the
+# others still run.
 test-all: style
 	-$(MAKE) peers
+	-$(MAKE) vllm
 	$(MAKE) --jobs 2 types test-every
 
 test-every: install-dev
@@ -110,4 +118,4 @@ bench: install
 	$(BIN)/python bench/serve.py --mode all --peer-python .venvs/bench_vllm/bin/python --gateway-peer-python .venvs/bench_litellm/bin/python
 
 clean:
-	rm -rf $(VENV) $(PEERS) runs
+	rm -rf $(VENV) $(PEERS) .venvs/vllm runs

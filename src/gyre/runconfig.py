@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -43,6 +43,7 @@ from gyre.objectives.config import (
 )
 from gyre.observability.config import ObserveConfig
 from gyre.rewards.config import RewardsConfig
+from gyre.sidecars.vllm.config import VllmConfig
 from gyre.text.config import TokenizerConfig
 from gyre.trainer.config import SnapshotConfig, TrainerConfig
 
@@ -95,6 +96,22 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
 )
 
 
+class RolloutEngineConfig(EngineConfig):
+    """The rollout engine: the native one, or vLLM in a sidecar.
+
+    KV memory is the first of these that is set: `num_pages`, `kv_bytes`, `kv_fraction` of the free
+    bytes. Otherwise it holds `max_running` sequences of full context, within a quarter of the free
+    bytes. vLLM has its own settings in `engine.vllm`; of these it takes max_running, max_queued,
+    token_budget, prefix_cache and drain_deadline_s.
+    """
+
+    kind: Literal["native", "vllm"] = Field(
+        default="native", description="Which engine samples; vllm needs cluster.kind = 'pod'."
+    )
+    vllm: VllmConfig = Field(default_factory=VllmConfig)
+    """vLLM's settings. Used with kind = "vllm"."""
+
+
 class RunConfig(Section):
     """A whole run. Each table belongs to one room, which documents its keys."""
 
@@ -112,7 +129,7 @@ class RunConfig(Section):
     """How the main stage updates."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """Completions per step. Used by grpo, ppo, and dpo with pairs = "online"."""
-    engine: EngineConfig = Field(default_factory=EngineConfig)
+    engine: RolloutEngineConfig = Field(default_factory=RolloutEngineConfig)
     """The engine that samples. Used with rollouts, by `gyre eval` and by `gyre chat`."""
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)
     """What completions are scored by. Used with rollouts and by `gyre score`."""
@@ -186,6 +203,11 @@ class RunConfig(Section):
             restarts_engine=self.memory.leave.get("engine") == "destroy",
         ):
             raise ValueError(reason)
+        if self.engine.kind == "vllm" and self.cluster.kind != "pod":
+            raise ValueError(
+                f"engine.kind = 'vllm' with cluster.kind = '{self.cluster.kind}': vLLM runs as a "
+                "sidecar of a pod, set cluster.kind = 'pod' or engine.kind = 'native'"
+            )
         if self.trainer.matmul == "fp8" and self.run.dtype == "float16":
             raise ValueError(
                 "trainer.matmul = 'fp8' with run.dtype = 'float16': a GPU that has the one has "

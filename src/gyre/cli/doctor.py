@@ -42,7 +42,7 @@ class Finding:
 
 def run_doctor(*, quiet: bool) -> Mapping[str, Any]:
     found = [*_hardware(), *_torch(), *_tiles(), find_c_kernels(), *find_serving()]
-    findings = [*found, _sandbox(), *_packages()]
+    findings = [*found, _sandbox(), *_packages(), find_vllm()]
     if not quiet:
         width = max(len(finding.what) for finding in findings)
         for finding in findings:
@@ -172,6 +172,27 @@ def _packages() -> list[Finding]:
                 Finding(what=package, verdict="ok", detail=importlib.metadata.version(package))
             )
     return found
+
+
+def find_vllm() -> Finding:
+    """Return whether the environment of vLLM's sidecar is there. Imports nothing of it."""
+    from gyre.launch.sidecar import find_device
+    from gyre.sidecars.vllm.environment import default_folder, find_environment
+    from gyre.sidecars.vllm.versions import build_for
+
+    build = build_for(find_device())
+    folder = default_folder(build)
+    found = find_environment(folder)
+    if found is None:
+        half = " (half-made)" if folder.exists() else ""
+        return Finding(
+            what="vLLM sidecar",
+            verdict="missing",
+            detail=f"no environment in {folder}{half}",
+            advice="for engine.kind = 'vllm': gyre sidecar install vllm",
+        )
+    detail = f"vLLM {found.version} on {build.device}, torch {found.torch}, in {folder}"
+    return Finding(what="vLLM sidecar", verdict="ok", detail=detail)
 
 
 def find_serving() -> list[Finding]:

@@ -1,6 +1,9 @@
 """Process cluster: workers as processes of this host, each behind a unix socket. In: RoleSpecs.
 Out: handles. Implements Cluster.
 
+A worker may run in another environment's Python. Of the packages here it then sees gyre alone.
+The processes that a worker starts are of its group, and end with it.
+
 What crosses the socket is plain values, arrays and records (`worker/frames.py`). So neither side
 can make the other run code. A worker that crashes takes nobody with it; one whose starter is gone
 ends by itself. The event loop that started a worker reads its answers. A call is sent at once, by
@@ -11,6 +14,7 @@ for a worker that does not read.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import queue
@@ -18,9 +22,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+import time
+from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
 from gyre.cluster.worker import frames
@@ -29,29 +38,42 @@ from gyre.cluster.worker.server import CallFailure, OnEvent, Reply, WorkerFault,
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError, WorkerLost
 from gyre.core.records import RoleSpec
+from gyre.distributed.interpreters import show_gyre_alone, variables_for
 
 LEAVE_S = 3.0  # for a worker to end after its socket was closed
 STOP_S = 20.0  # longest wait for a killed worker to be gone
+LOOK_S = 0.01  # between two looks whether it is gone
 PROGRAM = "gyre.cluster.worker.process"
 
 
 class ProcessHandle:
     """One process. Any thread may call it; the event loop that made it reads its answers."""
 
-    def __init__(self, spec: RoleSpec, devices: str, on_event: OnEvent) -> None:
-        """Start the process, which sees the GPUs that `devices` lists."""
+    def __init__(self, spec: RoleSpec, environment: Mapping[str, str], on_event: OnEvent) -> None:
+        """Start the process. ConfigError where its interpreter cannot be started."""
         self.name, self._on_event = spec.name, on_event
         self._link, theirs = socket.socketpair()
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices, **spec.environment}
-        self._process = subprocess.Popen(
-            # -P: no Python of the folder where the server was started is imported
-            [sys.executable, "-P", "-m", PROGRAM, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal is for the starter, which then stops it
-        )
-        theirs.close()
+        interpreter = spec.interpreter or sys.executable
+        limits = json.dumps(asdict(spec.limits))
+        try:
+            self._process = subprocess.Popen(
+                # -P: no Python of the folder where the server was started is imported
+                [interpreter, "-P", "-m", PROGRAM, str(theirs.fileno()), limits],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                # Ctrl-C in a terminal is for the starter, which then stops it; what it starts
+                # itself can be ended with it
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._link.close()
+            raise ConfigError(
+                f"worker {spec.name} cannot be started by {interpreter}: {error.strerror}",
+                hint="give the path of a Python as the role's interpreter",
+            ) from error
+        finally:
+            theirs.close()
         self.place = f"this host, pid {self._process.pid}"
         self.gone: Future[str] = Future()
         self.gone.set_running_or_notify_cancel()  # whoever stops waiting for it does not end it
@@ -62,6 +84,7 @@ class ProcessHandle:
         self._num_unsent = 0  # entries of the outbox, that of the writer's hand included
         # over the five above: frames go out in the order of their numbers
         self._lock = threading.Lock()
+        self._ending = threading.Lock()  # one thread at a time waits for the end
         self._inbox = frames.Inbox()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._link.fileno(), self._read)
@@ -80,14 +103,7 @@ class ProcessHandle:
             self._stopped = self._stopped or "it was stopped"
         with suppress(OSError):  # hung up already
             self._link.shutdown(socket.SHUT_RDWR)  # ends a write to a worker that does not read
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(LEAVE_S)
-            return True
-        self._process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_S)
-            return True
-        return False
+        return self._wait() is not None
 
     def _send(self, *message: Any) -> Future[Any]:
         payload = frames.encode(list(message))  # TypeError before a number is taken
@@ -172,13 +188,22 @@ class ProcessHandle:
         settle_reply(out, reply, self.name, self._on_event)
 
     def _wait(self) -> int | None:
-        """Return the exit code of a worker that has hung up; kills one that stays."""
-        with suppress(subprocess.TimeoutExpired):
-            return self._process.wait(LEAVE_S)
-        self._process.kill()
-        with suppress(subprocess.TimeoutExpired):
+        """Return the exit code of a worker that has hung up; kills one that stays, and what is left
+        of the processes that it started."""
+        with self._ending, suppress(subprocess.TimeoutExpired):
+            if self._process.returncode is None:
+                self._wait_for_end(LEAVE_S)
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
             return self._process.wait(STOP_S)
         return None
+
+    def _wait_for_end(self, limit_s: float) -> None:
+        """Wait until the process has ended, and leave it unreaped: its number stays its own."""
+        until_s = time.monotonic() + limit_s
+        seen = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        while os.waitid(os.P_PID, self._process.pid, seen) is None and time.monotonic() < until_s:
+            time.sleep(LOOK_S)
 
     def _lost(self) -> WorkerLost:
         cause = self.gone.result() if self.gone.done() else self._stopped
@@ -202,6 +227,7 @@ class ProcessCluster:
         self._on_event = on_event
         self._gpus = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus)
         self._taken: dict[ProcessHandle, tuple[str, ...]] = {}
+        self._package: tempfile.TemporaryDirectory[str] | None = None
 
     async def start(self, spec: RoleSpec) -> WorkerHandle:
         wanted = math.ceil(spec.gpus)
@@ -221,7 +247,8 @@ class ProcessCluster:
             )
         own = free[:wanted]
         seen = [self._gpus[number] for number in spec.devices]
-        handle = ProcessHandle(spec, ",".join([*own, *seen]), self._on_event)
+        environment = self._environment(spec, ",".join([*own, *seen]))
+        handle = ProcessHandle(spec, environment, self._on_event)
         self._taken[handle] = tuple(own)
         try:
             await arrive(handle.built, handle, "build", spec.deadline_s, key=STARTS)
@@ -248,6 +275,19 @@ class ProcessCluster:
 
     async def close(self) -> None:
         await asyncio.gather(*(self.stop(handle) for handle in list(self._taken)))
+        if self._package is not None:
+            self._package.cleanup()
+            self._package = None
+
+    def _environment(self, spec: RoleSpec, devices: str) -> dict[str, str]:
+        """Return a worker's environment variables; it sees the GPUs that `devices` lists."""
+        found = dict(os.environ)
+        if spec.interpreter:
+            if self._package is None:
+                self._package = tempfile.TemporaryDirectory(prefix="gyre-package-")
+                show_gyre_alone(Path(self._package.name))
+            found = variables_for(Path(self._package.name), found)
+        return {**found, "CUDA_VISIBLE_DEVICES": devices, **spec.environment}
 
 
 def visible_devices(given: str | None, count: int) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from gyre.cluster.worker.rpc import STARTS, arrive
 from gyre.cluster.worker.server import OnEvent, Reply, WorkerFault, WorkerServer, settle_reply
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError, WorkerLate, WorkerLost
-from gyre.core.records import RoleSpec
+from gyre.core.records import ProcessLimits, RoleSpec
 
 WATCH = "watch"  # the concurrency group that answers while the object is busy
 LEAVE_S = 3.0  # for a killed worker to go by Ray's hand
@@ -271,6 +271,12 @@ class RayCluster:
         return sum(node["Alive"] for node in self._ray.nodes())
 
     async def start(self, spec: RoleSpec) -> WorkerHandle:
+        if spec.interpreter or spec.limits != ProcessLimits():
+            raise ConfigError(
+                f"worker {spec.name} is to run in {spec.interpreter or 'limits of its own'}, and "
+                "Ray's workers run in the environment and the limits of their node",
+                hint='start it with cluster.kind = "pod"',
+            )
         actor_class = self._remote(Actor)
         actor = actor_class.options(
             name=f"gyre-{spec.name}-{os.getpid()}-{next(self._numbers)}",

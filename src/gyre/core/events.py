@@ -288,11 +288,16 @@ EVENTS = {
         },
     ),
     # Engine
+    "engine.installing": EventKind(
+        "The environment of an engine's sidecar is being made.",
+        "doing",
+        own={"doing": Field("str", "", "what is done now, for people")},
+    ),
     "engine.loaded": EventKind(
         "A served engine's worker has the model on its device.",
         "load_format imports_s seconds",
         own={
-            "load_format": Field("str", "", "auto: from files; dummy: drawn"),
+            "load_format": Field("str", "", "auto: from files; dummy: drawn; vllm: no weights yet"),
             "imports_s": Field("float", "s", "from the process's start until the call to load"),
         },
     ),
@@ -321,6 +326,11 @@ EVENTS = {
     "engine.refused": EventKind(
         "Requests were refused for one kind of reason; the first is named.",
         "request_id reason count",
+        counted=True,
+    ),
+    "engine.completion_failed": EventKind(
+        "A sidecar's engine broke on a completion, which was aborted.",
+        "request_id error",
         counted=True,
     ),
     "engine.deadline": EventKind("A request passed its deadline.", "request_id", counted=True),

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+CommitPolicy = Literal["drain", "keep_prefix", "continue"]
 # the loop says "repetition"; an engine says the others
 Finish = Literal["stop", "length", "abort", "deadline", "refused", "interrupted", "repetition"]
 Tier = Literal["device", "host", "disk", "none"]
@@ -158,7 +159,8 @@ class TokenChunk:
     tokens: np.ndarray  # int32 [c], new since the last chunk
     # float32 [c], processed: after penalties, bias, temperature and truncation
     logprobs: np.ndarray
-    raw_logprobs: np.ndarray  # float32 [c], of the plain softmax
+    # float32 [c], of the plain softmax; NaN where the engine cannot tell (`EngineAbilities`)
+    raw_logprobs: np.ndarray
     versions: np.ndarray  # int32 [c]
     support: Support | None = None
     finish: Finish | None = None
@@ -430,6 +432,14 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessLimits:
+    """What a worker's process and each of its children may take, whatever they run."""
+
+    data_bytes: int = 0  # of private writable memory, as RLIMIT_DATA counts it; 0: no limit
+    cores: tuple[int, ...] = ()  # that they run on; () means those of the starter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpec:
     """A worker to be started: one process with its devices."""
 
@@ -443,3 +453,7 @@ class RoleSpec:
     devices: tuple[int, ...] = ()  # GPUs of its host by number, that other workers may name too
     cpus: float = 1.0
     deadline_s: float = 120.0  # from the start until the builder has returned
+    # Python of another environment, which the process runs in; "" means this one. Of our packages
+    # it sees gyre alone
+    interpreter: str = ""
+    limits: ProcessLimits = field(default_factory=ProcessLimits)

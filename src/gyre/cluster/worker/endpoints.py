@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gyre.core.contracts import CommitPolicy
+from gyre.core.contracts import CommitPolicy, EngineAbilities
 from gyre.core.offers import Offer
 from gyre.core.records import EngineStats, Partial, Request, TokenChunk, Usage
 
@@ -80,6 +80,9 @@ class EngineEndpoint:
 
     async def interrupt(self, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
         return await self.engine.interrupt(deadline_s=deadline_s)
+
+    async def abilities(self) -> EngineAbilities:
+        return await self.engine.abilities()
 
     async def start(self, dummy: bool) -> None:
         await self.engine.start(dummy=dummy)

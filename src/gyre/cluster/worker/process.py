@@ -1,5 +1,6 @@
-"""Worker process: the program that a process of ProcessCluster runs. In: the number of its socket,
-then calls as frames. Out: a frame for each answer. It ends when the starter hangs up.
+"""Worker process: the program that a process of ProcessCluster runs. In: the number of its socket
+and its limits, then calls as frames. Out: a frame for each answer. It ends when the starter hangs
+up, and with it all processes of its group.
 
 The starter sends ("build", spec), ("ask", method, args) and ("look", what). The worker answers with
 (kind, value, failure, events), of kind "reply" or "looked".
@@ -11,16 +12,20 @@ thread answers `look` itself, so that a busy object can be looked at.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import resource
+import signal
 import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from gyre.cluster.worker import frames
 from gyre.cluster.worker.server import Reply, WorkerServer, describe_failure
 from gyre.core.errors import WorkerLost
+from gyre.core.records import ProcessLimits
 
 Work = Callable[..., Awaitable[Reply]]
 
@@ -47,7 +52,7 @@ class WorkerProcess:
             try:
                 number, payload = frames.receive(self._link)
             except (WorkerLost, OSError):
-                os._exit(0)
+                leave()
             try:
                 kind, *rest = frames.decode(payload)
             except frames.FrameError as error:
@@ -87,8 +92,25 @@ class WorkerProcess:
             try:
                 frames.send(self._link, number, payload)
             except OSError:  # the starter hung up
-                os._exit(0)
+                leave()
+
+
+def leave() -> NoReturn:
+    """End the process at once, with those that it started."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def apply_limits(limits: ProcessLimits) -> None:
+    """Bound this process and all that it starts. OSError for what the host does not allow."""
+    if limits.cores:
+        os.sched_setaffinity(0, limits.cores)
+    if limits.data_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (limits.data_bytes, limits.data_bytes))
 
 
 if __name__ == "__main__":
+    # before threads start, which keep the cores that they began with
+    apply_limits(ProcessLimits(**json.loads(sys.argv[2])))
     WorkerProcess(socket.socket(fileno=int(sys.argv[1]))).run()

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from gyre.core.errors import GyreError, is_disk_full
+from gyre.core.errors import ConfigError, GyreError, is_disk_full
 from gyre.core.events import check_event
 from gyre.core.records import RoleSpec
 
@@ -85,11 +85,24 @@ class WorkerServer:
         module, _, function = self._spec.builder.partition(":")
 
         async def make() -> int:
-            builder = getattr(importlib.import_module(module), function)
+            builder = getattr(self._import(module), function)
             self._role = await _settle(builder(self._context, **self._spec.arguments))
             return os.getpid()
 
         return await self._reply(make)
+
+    def _import(self, module: str) -> Any:
+        """Import a builder's module. ConfigError where another environment lacks a package of it;
+        in our own that is a fault of ours."""
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            if not self._spec.interpreter:
+                raise
+            raise ConfigError(
+                f"the environment in {sys.prefix} lacks what {module} imports: {error}",
+                hint="make it again: gyre sidecar install vllm",
+            ) from error
 
     async def ask(self, method: str, args: tuple[Any, ...]) -> Reply:
         async def call() -> Any:

@@ -12,7 +12,7 @@ import hashlib
 import os
 import uuid
 from collections.abc import Coroutine, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -29,10 +29,11 @@ from gyre.core.events import Emit
 from gyre.core.liveness import StallLimit
 from gyre.core.records import RoleSpec
 from gyre.distributed.init import child_environment, hold_store
-from gyre.launch.factories import Facts, Machine, make_facts
+from gyre.launch.factories import Facts, Machine, dtype_name, make_facts
 from gyre.launch.placement.pod_metadata import PodMetadata, open_rendezvous
 from gyre.launch.placement.step_exports import make_exports
 from gyre.launch.placement.worker import WorkerSpec
+from gyre.launch.sidecar import make_vllm_role
 from gyre.launch.stages import Stage
 from gyre.loop.ports import StageParts
 from gyre.observability.hardware import describe_hardware
@@ -116,6 +117,7 @@ class WorkerPlacement:
         self._round = uuid.uuid4().hex
         self._group: TrainerGroup | None = None
         self._pool: EnginePool | None = None
+        self._facts: Facts | None = None
         self._gate: ClusterGate | None = None
         self._metadata: PodMetadata | None = None
         self._stage: tuple[Stage, Plan] | None = None
@@ -131,7 +133,7 @@ class WorkerPlacement:
 
     async def open(self, tokenizer: Tokenizer) -> Facts:
         """Start the ranks; each makes the model, without its weights."""
-        facts = make_facts(self._config, tokenizer)
+        facts = self._facts = make_facts(self._config, tokenizer)
         self._store = hold_store(self._fleet.host, timeout_s=self._settings.start_deadline_s)
         if not self._fleet.ranks_have_engines:
             await self._join_pod()
@@ -353,6 +355,8 @@ class WorkerPlacement:
         )
         number = int(name.rpartition("-")[2])
         given = fleet.devices_of(rank, number)
+        if rank is None and self._config.engine.kind == "vllm":
+            return replace(self._vllm_role(name), gpus=given.gpus, devices=given.devices)
         return RoleSpec(
             name=name,
             builder="gyre.launch.placement.worker:build_rank",
@@ -362,6 +366,20 @@ class WorkerPlacement:
             devices=given.devices,
             cpus=self._settings.cpus_per_worker,
             deadline_s=self._settings.start_deadline_s,
+        )
+
+    def _vllm_role(self, name: str) -> RoleSpec:
+        """Return the role of a vLLM engine; makes its environment where it is missing."""
+        facts = self._facts
+        assert facts is not None
+        return make_vllm_role(
+            self._config,
+            facts.spec,
+            name=name,
+            dtype=dtype_name(self._machine),
+            eos_ids=facts.spec.eos_ids,
+            scratch=self._folder / "vllm",
+            emit=self._emit,
         )
 
     def _environment(self) -> dict[str, str]:

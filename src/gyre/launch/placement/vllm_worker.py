@@ -1,0 +1,103 @@
+"""vLLM worker: the object in a sidecar's process, in vLLM's environment. In: a VllmRole as JSON,
+then calls. Out: an EngineEndpoint, as in any other engine's worker.
+
+launch.sidecar starts it, by the name "gyre.launch.placement.vllm_worker:build_vllm_engine". Imports
+nothing that vLLM's environment lacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+import psutil
+
+from gyre.cluster.worker.endpoints import EngineEndpoint
+from gyre.cluster.worker.server import Context
+from gyre.core.offers import Offer
+from gyre.core.records import DeviceHoldings, Phase
+from gyre.sidecars.vllm.engine import VllmEngine
+from gyre.sidecars.vllm.llm import VllmRole, import_vllm
+from gyre.sidecars.vllm.versions import VllmBuild
+
+
+async def build_vllm_engine(context: Context, *, role_json: str) -> VllmWorker:
+    """Import vLLM and check its version. No device memory is taken before the engine's start."""
+    role = msgspec.json.decode(role_json, type=VllmRole)
+    imports_s, begun_s = time.time() - psutil.Process().create_time(), time.monotonic()
+    build = await asyncio.to_thread(import_vllm)
+    seconds = time.monotonic() - begun_s
+    context.emit("engine.loaded", load_format="vllm", imports_s=imports_s, seconds=seconds)
+    return VllmWorker(context, role, build)
+
+
+class VllmWorker:
+    """vLLM as an engine without a trainer rank. `engine` is there from the start of the process,
+    and its memory from the first phase that needs it until one that does not."""
+
+    def __init__(self, context: Context, role: VllmRole, build: VllmBuild) -> None:
+        self._role = role
+        self._vllm = VllmEngine(
+            role.settings,
+            build,
+            role.limits,
+            emit=context.emit,
+            drain_deadline_s=role.drain_deadline_s,
+            version=role.version,
+        )
+        self.engine = EngineEndpoint(self._vllm, ticks=lambda: context.ticks)
+        self._receive, self.engine.prepare = self.engine.prepare, self._prepare
+
+    async def begin(
+        self,
+        stage_name: str,
+        plan_json: str,
+        version: int,
+        snapshot: str,
+        neighbor_bytes: int = 0,
+    ) -> int:
+        """Begin a stage; the weights come by its first hand-over."""
+        return version
+
+    async def enter(
+        self, phase: Phase, step: int, neighbor_bytes: int | None = None
+    ) -> DeviceHoldings:
+        """Take or give back memory for a phase. What is held afterwards, vLLM's processes alone
+        know: nothing is told of it."""
+        if phase in ("handover", "rollout", "evaluate"):
+            await self._take_memory()
+        elif phase == "train":
+            await self._give_back()
+        return await self.holdings()
+
+    async def holdings(self) -> DeviceHoldings:
+        return DeviceHoldings()
+
+    async def end(self, last: bool) -> None:
+        """End a stage."""
+        await self._vllm.terminate()
+
+    async def park(self, level: int) -> None:
+        await self._vllm.park(level)
+
+    async def wake(self) -> None:
+        await self._vllm.wake()
+
+    async def _prepare(self, offer: Offer) -> None:
+        """Start vLLM where it is not: one that was started anew catches up without a phase."""
+        await self._take_memory()
+        await self._receive(offer)
+
+    async def _take_memory(self) -> None:
+        if not self._vllm.is_started:
+            await self._vllm.start(dummy=True)
+        elif self._vllm.is_parked:
+            await self._vllm.wake()
+
+    async def _give_back(self) -> None:
+        match self._role.during_training:
+            case "terminate":
+                await self._vllm.terminate()
+            case "sleep" if self._vllm.is_started and not self._vllm.is_parked:
+                await self._vllm.park(2)

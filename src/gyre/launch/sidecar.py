@@ -1,0 +1,136 @@
+"""Sidecar: the role of a vLLM engine, ready to be started. In: the config, the model's spec. Out: a
+RoleSpec in vLLM's environment, which is made when it is missing.
+
+The config's [engine] sizes it, as far as vLLM has the same sizes; what else is set there is refused
+by name. Imports no vLLM.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import torch
+
+from gyre.core.errors import ConfigError
+from gyre.core.events import Emit
+from gyre.core.records import ProcessLimits, RoleSpec
+from gyre.models.hub.export import write_json
+from gyre.models.hub.folders import CONFIG_FILE
+from gyre.models.spec import ModelSpec, hub_config_from_spec
+from gyre.runconfig import RolloutEngineConfig, RunConfig
+from gyre.sidecars.vllm.environment import (
+    default_folder,
+    find_environment,
+    install,
+    process_variables,
+    python_of,
+)
+from gyre.sidecars.vllm.llm import VllmRole, VllmSettings
+from gyre.sidecars.vllm.requests import TokenLimits
+from gyre.sidecars.vllm.versions import VllmBuild, build_for
+
+BUILDER = "gyre.launch.placement.vllm_worker:build_vllm_engine"
+# keys of [engine] that mean the same for vLLM
+SHARED_KEYS = {
+    *("kind", "vllm", "max_running", "max_queued"),
+    *("token_budget", "prefix_cache", "drain_deadline_s"),
+}
+
+
+def find_device() -> str:
+    """Return "cuda" where torch sees a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def ensure_environment(config: RunConfig, build: VllmBuild, emit: Emit) -> Path:
+    """Return the environment's folder; makes a missing one. ConfigError where that fails."""
+    named = config.engine.vllm.environment
+    folder = Path(named).absolute() if named else default_folder(build)
+    found = find_environment(folder)
+    if found is not None and found.version == build.version:
+        return folder
+    install(build, folder, say=lambda text: emit("engine.installing", doing=text))
+    return folder
+
+
+def make_vllm_role(
+    config: RunConfig,
+    spec: ModelSpec,
+    *,
+    name: str,
+    dtype: str,
+    eos_ids: tuple[int, ...],
+    scratch: Path,
+    emit: Emit,
+    threads: int = 1,
+    cores: tuple[int, ...] = (),
+    version: int = 0,
+) -> RoleSpec:
+    """Return the role of one vLLM engine. `scratch` is a folder of the run, into which the model's
+    config.json goes: weights come with the first hand-over."""
+    device = find_device() if config.run.device == "auto" else config.run.device
+    build = build_for(device)
+    refuse_unsupported(config.engine, spec, build)
+    environment = ensure_environment(config, build, emit)
+    scratch.mkdir(parents=True, exist_ok=True)
+    write_json(scratch / CONFIG_FILE, {**hub_config_from_spec(spec), "dtype": dtype})
+    engine, vllm = config.engine, config.engine.vllm
+    role = VllmRole(
+        settings=VllmSettings(
+            folder=str(scratch.absolute()),
+            dtype=dtype,
+            context_tokens=spec.context_tokens,
+            max_running=engine.max_running,
+            token_budget=engine.token_budget,
+            prefix_cache=engine.prefix_cache,
+            gpu_memory_utilization=vllm.gpu_memory_utilization,
+            kv_bytes=vllm.kv_bytes,
+            enforce_eager=vllm.enforce_eager,
+            start_deadline_s=vllm.start_deadline_s,
+            update_deadline_s=vllm.update_deadline_s,
+            extra=vllm.extra,
+        ),
+        limits=TokenLimits(
+            vocab_size=spec.vocab_size,
+            context_tokens=spec.context_tokens,
+            most_completions=engine.max_running + engine.max_queued,
+            eos_ids=eos_ids,
+        ),
+        drain_deadline_s=engine.drain_deadline_s,
+        during_training=vllm.during_training,
+        version=version,
+    )
+    return RoleSpec(
+        name=name,
+        builder=BUILDER,
+        arguments={"role_json": msgspec.json.encode(role).decode()},
+        environment=process_variables(build, threads=threads, eager=vllm.enforce_eager),
+        gpus=1.0 if device == "cuda" else 0.0,
+        cpus=config.cluster.cpus_per_worker,
+        deadline_s=config.cluster.start_deadline_s,
+        interpreter=str(python_of(environment)),
+        limits=ProcessLimits(data_bytes=vllm.data_bytes, cores=cores),
+    )
+
+
+def refuse_unsupported(engine: RolloutEngineConfig, spec: ModelSpec, build: VllmBuild) -> None:
+    """Raise ConfigError for keys of [engine] that vLLM does not use. Also for a model or a way to
+    park that the build does not have."""
+    unused = sorted(engine.model_fields_set - SHARED_KEYS)
+    if unused:
+        raise ConfigError(
+            f"engine.{unused[0]} is the native engine's, and engine.kind = 'vllm'",
+            hint="remove it; [engine.vllm] has vLLM's settings",
+        )
+    if build.head_dims and spec.head_dim not in build.head_dims:
+        raise ConfigError(
+            f"vLLM {build.version} on {build.device} has no attention for heads of "
+            f"{spec.head_dim}; it has {', '.join(map(str, build.head_dims))}",
+            hint="take another model.head_dim, or engine.kind = 'native'",
+        )
+    if engine.vllm.during_training == "sleep" and not build.sleep_levels:
+        raise ConfigError(
+            f"vLLM {build.version} on {build.device} has no sleep levels",
+            hint="set engine.vllm.during_training to 'terminate' or 'keep'",
+        )

