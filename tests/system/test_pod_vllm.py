@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from system_runs import events_of, gyre, read_story, write_config
+
 from vllm_sidecar import environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -197,10 +197,13 @@ class VllmEngine:
             seconds=round(time.monotonic() - begun_s, 3),
         )
 
-    async def prepare(self, offer: Offer) -> None:
+    async def prepare(self, offer: Offer, *, reverts: bool = False) -> None:
         process = self._need_started("prepare")
         manifest = offer.manifest
-        self._state.refuse_stale(manifest)
+        if reverts:
+            self._state.refuse_revert(manifest)
+        else:
+            self._state.refuse_stale(manifest)
         prepared = Prepared(epoch=manifest.epoch, version=manifest.version)
         if self._state.prepared == prepared:
             return
