@@ -17,7 +17,7 @@ ETCD = {"kind": "etcd", "endpoints": ["http://10.0.0.1:2379", "https://[::1]:237
 def test_an_etcd_of_several_endpoints() -> None:
     config = RendezvousConfig.model_validate(ETCD)
     assert config.endpoints == ("http://10.0.0.1:2379", "https://[::1]:2379")
-    assert RendezvousConfig().kind == "local"
+    assert RendezvousConfig().kind == "store"
 
 
 @pytest.mark.parametrize(

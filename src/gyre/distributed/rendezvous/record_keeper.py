@@ -88,7 +88,10 @@ class RecordKeeper:
                 await task
 
     def epoch_check(self) -> KeyCheck:
-        """Return what refuses a commit once a newer publisher is there."""
+        """Return what refuses a commit once a newer publisher is there. Superseded if it is known
+        to be there already."""
+        if self._superseded is not None:
+            raise self._superseded
         return KeyCheck(key=EPOCH, value=self._own[EPOCH].value)
 
     async def write(self, record: OwnRecord, *, at: int | None = None) -> int:
@@ -156,7 +159,11 @@ class RecordKeeper:
             raise self._superseded
 
     def _explain(self, refused: CommitRefused) -> RankError:
-        if refused.check.key != EPOCH or refused.found is None or EPOCH not in self._own:
+        if refused.check.key != EPOCH or refused.found is None:
+            return refused
+        if self._superseded is not None:  # which the watch has seen while the commit was under way
+            return self._superseded
+        if EPOCH not in self._own:
             return refused
         own = from_text(self._own[EPOCH].value, EpochRecord, EPOCH)
         return Superseded(own, from_text(refused.found.value, EpochRecord, EPOCH))
