@@ -26,6 +26,7 @@ from gyre.objectives.config import (
 )
 from gyre.planner.decide import make_plan
 from gyre.planner.hardware import read_hardware
+from gyre.planner.memory_model.activations import ITEM_BYTES
 from gyre.planner.memory_model.job import MODELS
 from gyre.planner.memory_model.states import matrix_shapes
 from gyre.planner.model_zoo import model_numbers
@@ -33,6 +34,7 @@ from gyre.planner.plan import Dtype, Hardware, ModelNumbers, Plan, PlanInputs, S
 from gyre.runconfig import RunConfig
 from gyre.trainer.adamw.blocks import check_codes
 from gyre.trainer.config import HIGH_RATE, refuse_cut
+from gyre.weights.transports.shared_memory import SLOTS
 
 
 def plan_run(
@@ -71,6 +73,12 @@ def plan_run(
         lie_apart=apart,
     )
     inputs = replace(inputs, engines=ranks + config.cluster.engine_workers)
+    if is_pod and inputs.online:
+        size_bytes = SLOTS * inputs.model.num_parameters * ITEM_BYTES[dtype]
+        remark = (
+            f"{SLOTS} versions of the weights are kept in /dev/shm: {size_bytes / 2**20:,.1f} MiB"
+        )
+        inputs = replace(inputs, remarks=(*inputs.remarks, remark))
     return make_plan(inputs, cut_hardware(read_hardware(disk), share))
 
 

@@ -102,6 +102,16 @@ def test_a_reward_model_is_planned_for_with_its_own_size(tmp_path, inner):
         plan_run(gone, stage, spec, data, dtype="float32", folder=tmp_path)
 
 
+def test_a_pod_is_planned_with_weights_of_its_engine_and_two_versions_in_shared_memory(tmp_path):
+    config = online(tmp_path, cluster={"kind": "pod"}, run={"device": "cpu"})
+    (stage,), data, spec = plan_stages(config, "all"), load_online(config), trainer_cases.SPEC
+    plan = plan_run(config, stage, spec, data, dtype="float32", folder=tmp_path)
+    sizes = {component.name: component.size_bytes for component in plan.components}
+    assert sizes["engine.weights"] == 4 * spec.num_parameters
+    told = f"{2 * 4 * spec.num_parameters / 2**20:,.1f} MiB"
+    assert any(remark.endswith(f"/dev/shm: {told}") for remark in plan.remarks), plan.remarks
+
+
 def test_moments_in_8_bits_are_planned_for_a_model_that_can_have_them(tmp_path):
     config = online(tmp_path, trainer={"moments": "8_bit"}, run={"device": "cpu"})
     (stage,), data, given = (
