@@ -109,7 +109,7 @@ def test_a_pod_is_planned_with_weights_of_its_engine_and_two_versions_in_shared_
     sizes = {component.name: component.size_bytes for component in plan.components}
     assert sizes["engine.weights"] == 4 * spec.num_parameters
     told = f"{2 * 4 * spec.num_parameters / 2**20:,.1f} MiB"
-    assert any(remark.endswith(f"/dev/shm: {told}") for remark in plan.remarks), plan.remarks
+    assert any(note.endswith(f"/dev/shm: {told}") for note in plan.notes), plan.notes
 
 
 def test_moments_in_8_bits_are_planned_for_a_model_that_can_have_them(tmp_path):
