@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from gyre.cli import keys
+from gyre.cli import keys, sidecar
 from gyre.cli.answer import AsJson, answer, say_stopped
 from gyre.cli.bench.command import bench_app
 from gyre.core.errors import RunStopped
@@ -39,6 +39,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(keys.app, name="keys")
+app.add_typer(sidecar.app, name="sidecar")
 app.add_typer(bench_app)
 
 Target = Annotated[

@@ -8,6 +8,7 @@ pickle.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ import torch
 from gyre.cluster.process_cluster import ProcessCluster
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
-from gyre.launch.placement.worker_placement import LOOPBACK, WorkerDevices
+from gyre.launch.factories import Facts
+from gyre.launch.placement.pod_members import PodMembers
+from gyre.launch.placement.worker_placement import LOOPBACK, WorkerDevices, name_run
+from gyre.planner.plan import Dtype
 from gyre.runconfig import RunConfig
 from gyre.weights.transports.addresses import SHARED_MEMORY
 from gyre.weights.transports.shared_memory import remove_leftovers
@@ -30,6 +34,7 @@ class PodWorkers:
     def __init__(self, config: RunConfig) -> None:
         """ConfigError when this host has too few GPUs."""
         settings = config.cluster
+        self._config = config
         num_gpus = torch.cuda.device_count() if config.run.device != "cpu" else 0
         self._on_gpus = num_gpus > 0
         self._colocated = settings.colocated
@@ -62,6 +67,19 @@ class PodWorkers:
 
     def forward_to(self, emit: Emit) -> None:
         self._emit = emit
+
+    def open_members(self, folder: Path, facts: Facts, dtype: Dtype) -> PodMembers | None:
+        if not self._config.cluster.members_address:
+            return None
+        return PodMembers(
+            self._config,
+            folder,
+            facts,
+            dtype,
+            cluster=self.cluster,
+            run_id=name_run(folder),
+            emit=self._emit,
+        )
 
     async def stop_workers(self) -> None:
         """End the sidecars, and remove what they have left in shared memory."""

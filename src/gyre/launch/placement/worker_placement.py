@@ -29,13 +29,14 @@ from gyre.core.events import Emit
 from gyre.core.liveness import StallLimit
 from gyre.core.records import RoleSpec
 from gyre.distributed.init import child_environment, hold_store
-from gyre.launch.factories import Facts, Machine, make_facts
+from gyre.launch.factories import Facts, Machine, dtype_name, make_facts
+from gyre.launch.placement.pod_members import PodMembers
 from gyre.launch.placement.step_exports import make_exports
 from gyre.launch.placement.worker import WorkerSpec
 from gyre.launch.stages import Stage
 from gyre.loop.ports import StageParts
 from gyre.observability.hardware import describe_hardware
-from gyre.planner.plan import Plan
+from gyre.planner.plan import Dtype, Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
 from gyre.trainer.checkpoint.store import Fault, Snapshot, join_faults
@@ -91,6 +92,10 @@ class Fleet(Protocol):
         """Send the workers' events to another log from now on."""
         ...
 
+    def open_members(self, folder: Path, facts: Facts, dtype: Dtype) -> PodMembers | None:
+        """Listen for members of other hosts; None where the run has none."""
+        ...
+
     async def stop_workers(self) -> None: ...
 
     async def close(self) -> None: ...
@@ -116,6 +121,7 @@ class WorkerPlacement:
         self._group: TrainerGroup | None = None
         self._pool: EnginePool | None = None
         self._stage: tuple[Stage, Plan] | None = None
+        self._members: PodMembers | None = None  # of other hosts
         fleet.forward_to(emit)
 
     @property
@@ -129,6 +135,8 @@ class WorkerPlacement:
     async def open(self, tokenizer: Tokenizer) -> Facts:
         """Start the ranks; each makes the model, without its weights."""
         facts = make_facts(self._config, tokenizer)
+        dtype = dtype_name(self._machine)
+        self._members = self._fleet.open_members(self._folder, facts, dtype)
         self._store = hold_store(self._fleet.host, timeout_s=self._settings.start_deadline_s)
         names = [f"worker-{rank}" for rank in range(self._fleet.num_workers)]
         self._emit("cluster.starting", workers=names, engine_workers=self._fleet.engine_workers)
@@ -162,6 +170,8 @@ class WorkerPlacement:
         group.version = versions[0]
         if plan.kv_pages > 0:
             self._pool = await self._make_pool(group.version)
+            if self._members is not None:
+                await self._members.begin(stage, plan, self._pool)
         gate = ClusterGate(
             self._handles,
             emit=self._emit,
@@ -209,6 +219,8 @@ class WorkerPlacement:
         pool, self._pool = self._pool, None
         if pool is not None:
             await pool.close()
+        if self._members is not None:
+            await self._members.end(failed=failed)
         if failed or self._group is None:
             return
         await self._group.run("end of the stage", "end", last, stall_limit=self.stall_limit)
@@ -229,6 +241,8 @@ class WorkerPlacement:
         """End the workers of this attempt."""
         if self._pool is not None:
             await self._pool.close()
+        if self._members is not None:
+            await self._members.close()
         await self._fleet.stop_workers()
         self._store = None
 
@@ -310,6 +324,7 @@ class WorkerPlacement:
             store_host=fleet.host,
             store_port=self._store.port,
             round_id=self._round,
+            served_at=() if self._members is None else self._members.served_at,
         )
         number = int(name.rpartition("-")[2])
         given = fleet.devices_of(rank, number)
