@@ -76,6 +76,15 @@ def varied_with_members(task, completion, *, events):
         time.sleep(0.1)
 
 
+def varied_once_joined(task, completion, *, events):
+    """As `varied`; once an engine has weights it waits until a member takes work."""
+    while True:
+        told = Path(events).read_text()
+        if '"weights.published"' not in told or '"engine.rejoined"' in told:
+            return varied(task, completion)
+        time.sleep(0.1)
+
+
 def digit_share(task, completion):
     """What a random model does a little and can learn to do always: write digits."""
     return sum(char.isdigit() for char in completion) / max(1, len(completion))

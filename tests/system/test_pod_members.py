@@ -3,6 +3,7 @@ of its own, join over TCP, take work, and are lost or leave. The run's numbers d
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -20,6 +21,10 @@ import psutil
 import pytest
 from system_runs import Command, Fault, events_of, read_story, write_config
 
+from gyre.cluster.members import AdmittedMember, MemberListener
+from gyre.cluster.worker.link import LinkHandle
+from gyre.core.records import RoleSpec
+
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's"),
     pytest.mark.slow,
@@ -27,6 +32,13 @@ pytestmark = [
 ]
 DEADLINE_S = 120.0  # for a run to come to the next point
 JOIN = "from gyre.cli.main import main; main()"
+STAY = """
+import socket, sys, time
+from gyre.cluster.worker.handshake import JoinRequest, ask_to_join
+link = socket.create_connection((sys.argv[1], int(sys.argv[2])), 10)
+ask_to_join(link, b"t" * 32, JoinRequest(name="a", place="there"), deadline_s=10)
+time.sleep(300)
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +47,7 @@ class Network:
 
     name: str
     address: str
+    there: str  # the other side's device
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +74,7 @@ def network() -> Iterator[Network]:
         ip("link", "set", here, "up")
         ip("-n", name, "addr", "add", f"{subnet}.2/30", "dev", there)
         ip("-n", name, "link", "set", there, "up")
-        yield Network(name=name, address=f"{subnet}.1")
+        yield Network(name=name, address=f"{subnet}.1", there=there)
     finally:
         ip("link", "del", here, check=False)
         ip("netns", "del", name)
@@ -180,3 +193,81 @@ def test_members_come_work_are_lost_and_leave(tmp_path: Path, network: Network) 
     taken = [row["version"] for row in told("engine.committed") if row["worker"] == "member-a"]
     assert taken[0] == joined["member-a"] and taken == sorted(taken) and len(taken) >= 2
     assert token.read_text().strip() not in (run / "events.jsonl").read_text() + answer.err
+
+
+def test_a_member_waits_for_rollouts_and_ends_with_the_run(
+    tmp_path: Path, network: Network
+) -> None:
+    """A cold start has none. A stranger is refused meanwhile, and the run goes on."""
+    sets = {
+        **settings(tmp_path, "varied", members_address=f"{network.address}:0"),
+        "cold_start": {"steps": 3, "examples_per_step": 8, "warmup_steps": 1},
+        "rollout.max_tokens": 16,
+    }
+    events = str(tmp_path / "runs" / "tiny" / "events.jsonl")
+    part = {"kind": "function", "path": "system_rewards:varied_once_joined", "limit_s": DEADLINE_S}
+    sets["rewards"] = {"workers": 1, "parts": [{**part, "options": {"events": events}}]}
+    run = tmp_path / "runs" / "tiny"
+    command = Command("train", write_config(tmp_path, sets), "--plain", folder=tmp_path)
+
+    def told(*kinds: str) -> list[Any]:
+        return events_of(run, *kinds) if (run / "events.jsonl").exists() else []
+
+    def tail() -> str:
+        return f"{told()[-30:]}"
+
+    try:
+        listening = until(lambda: told("member.listening"), tail)[0]
+        wrong = tmp_path / "wrong.token"
+        wrong.write_text("0" * 64)
+        wrong.chmod(0o600)
+        words = ("sidecar", "join", listening["address"], "--token-file", wrong)
+        stranger = Command(*words, folder=tmp_path).wait()
+        assert stranger.code == 2 and "the token is not that of this run" in stranger.err
+        with member(network, listening["address"], Path(listening["token_file"]), "a") as first:
+            answer = command.wait()
+            assert first.wait(30) == 0, tail()
+    except BaseException:
+        command.kill()
+        raise
+    assert answer.code == 0 and not answer.left_behind, answer.err
+    assert [row["member"] for row in told("member.joined")] == ["member-a"]
+    (joined,) = told("engine.rejoined")
+    assert joined["engine"] == "member-a" and joined["version"] >= 3, "that of the cold start's end"
+    assert not told("engine.lost") and len(told("member.refused")) == 1
+
+
+def test_a_network_that_falls_silent_is_noticed(network: Network) -> None:
+    """Nobody hangs up, and nothing is asked of the member."""
+
+    async def main() -> str:
+        admitted: asyncio.Queue[AdmittedMember] = asyncio.Queue()
+        listener = MemberListener(
+            host=network.address,
+            port=0,
+            token=b"t" * 32,
+            refuse=lambda request: None,
+            on_admitted=admitted.put_nowait,
+            emit=lambda kind, **fields: None,
+            silence_s=2.0,
+        )
+        host, _, port = listener.place.rpartition(":")
+        down = ("ip", "-n", network.name, "link", "set", network.there, "down")
+        words = ("ip", "netns", "exec", network.name, sys.executable, "-c", STAY, host, port)
+        stays = await asyncio.create_subprocess_exec(*words)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                one = await admitted.get()
+                spec = RoleSpec(name="member-a", builder="x:y")
+                handle = LinkHandle(spec, one.link, place="there", on_event=lambda *_, **__: None)
+                subprocess.run(down, check=True)
+                cause = await asyncio.wrap_future(handle.gone)
+            assert stays.returncode is None
+            return cause
+        finally:
+            stays.kill()
+            await stays.wait()
+            subprocess.run((*down[:-1], "up"), check=True)
+            await listener.close()
+
+    assert "silent" in asyncio.run(main())

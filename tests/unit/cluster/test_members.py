@@ -190,7 +190,7 @@ def test_a_driver_without_the_token_is_not_obeyed() -> None:
         link, _ = listening.accept()
         with link:
             link.sendall(HELLO)
-            ask = link.recv(240, socket.MSG_WAITALL)
+            ask = link.recv(272, socket.MSG_WAITALL)
             link.sendall(pack_answer(OTHER, HELLO, ask, ADMITTED))
 
     with listening, socket.create_connection(listening.getsockname(), 10) as link:
@@ -208,7 +208,7 @@ def test_a_silent_driver_is_a_deadline() -> None:
         ask_to_join(link, TOKEN, WHO, deadline_s=0.1)
 
 
-@given(at=st.integers(0, 239), bit=st.integers(0, 7))
+@given(at=st.integers(0, 271), bit=st.integers(0, 7))
 def test_no_bit_of_the_question_can_be_changed(at: int, bit: int) -> None:
     ask = bytearray(pack_ask(TOKEN, HELLO, NONCE, WHO))
     assert read_ask(TOKEN, HELLO, bytes(ask)) == WHO
@@ -231,6 +231,14 @@ def test_no_bit_of_the_driver_s_proof_can_be_changed(at: int, bit: int) -> None:
 def test_names_that_are_none_are_refused(name: str) -> None:
     ask = pack_ask(TOKEN, HELLO, NONCE, JoinRequest(name=name, place=""))
     with pytest.raises(InputError, match="no name"):
+        read_ask(TOKEN, HELLO, ask)
+
+
+def test_another_gyre_is_refused(monkeypatch) -> None:
+    with monkeypatch.context() as older:
+        older.setattr("gyre.cluster.worker.handshake.VERSION", "0.0.1")
+        ask = pack_ask(TOKEN, HELLO, NONCE, WHO)
+    with pytest.raises(InputError, match=r"it has Gyre 0\.0\.1"):
         read_ask(TOKEN, HELLO, ask)
 
 

@@ -22,10 +22,8 @@ OWNED = {
     ("cluster/phase_barrier.py", "enter"): "nothing: the calls are done",
     ("cluster/members.py", "close"): "nothing: the tasks are cancelled",
     ("cluster/worker/handshake.py", "_read"): "the socket's timeout",
-    (
-        "launch/placement/pod_members.py",
-        "close",
-    ): "the tasks, which are cancelled; a server's close",
+    ("launch/placement/pod_members.py", "leave_pool"): "the tasks, which are cancelled",
+    ("launch/placement/pod_members.py", "close"): "the tasks, and a server's close",
     ("cluster/worker/link.py", "_write"): "`_read`, at the worker's end",
     ("cluster/worker/link.py", "_lost"): "nothing: it asks whether the future is done",
     ("cluster/worker/link.py", "_read"): "nothing: it takes what is there",

@@ -646,7 +646,7 @@ class EnginePool:
             except LOSSES as error:
                 self._lose(member, str(error))
             except Exception as error:  # noqa: BLE001  the one that began it is raised
-                if member.guest and isinstance(error, GyreError):
+                if member.guest and isinstance(error, GyreError | OSError):
                     self._lose(member, str(error))
                 else:
                     own.append(error)

@@ -2,7 +2,7 @@
 connected socket, the token. Out: who asks to join, or an error that says why it was refused.
 
     driver  hello    protocol, 32 random bytes.
-    member  asks     32 random bytes, its name and place, HMAC-SHA256 over all that was said.
+    member  asks     32 random bytes, its Gyre, name and place, HMAC-SHA256 over all of it.
     driver  answers  A code, HMAC-SHA256 over all that was said, a message.
 
 Messages have fixed sizes, so a stranger makes the other side keep a few hundred bytes.
@@ -21,13 +21,14 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gyre.core import VERSION
 from gyre.core.errors import DeadlineError, InputError
 
 PROTOCOL = b"GYREMBR1"
 NONCE_BYTES = 32
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?")
 _HELLO = struct.Struct("<8s32s")
-_ASK = struct.Struct("<32s48s128s32s")
+_ASK = struct.Struct("<32s32s48s128s32s")
 _ANSWER = struct.Struct("<B32s256s")
 ADMITTED, REFUSED = range(2)
 NO_PROOF = bytes(32)
@@ -51,17 +52,23 @@ def prove(token: bytes, side: bytes, *said: bytes) -> bytes:
 def pack_ask(token: bytes, hello: bytes, nonce: bytes, request: JoinRequest) -> bytes:
     """Return the member's message, with its proof. Pure."""
     place = request.place.encode()[:128]
-    data = _ASK.pack(nonce, request.name.encode("ascii"), place, NO_PROOF)[:-32]
+    data = _ASK.pack(nonce, VERSION.encode(), request.name.encode("ascii"), place, NO_PROOF)[:-32]
     return data + prove(token, b"member", hello, data)
 
 
 def read_ask(token: bytes, hello: bytes, ask: bytes) -> JoinRequest:
-    """Return who asks. InputError for one that has another token, or a name that is none. Pure."""
+    """Return who asks. InputError for one that has another token, another Gyre, or a name that is
+    none. Pure."""
     if not hmac.compare_digest(prove(token, b"member", hello, ask[:-32]), ask[-32:]):
         raise InputError(
             "the token is not that of this run", hint="copy the run's token file to the member"
         )
-    _, name, place, _ = _ASK.unpack(ask)
+    _, version, name, place, _ = _ASK.unpack(ask)
+    if version.rstrip(b"\0") != VERSION.encode():
+        raise InputError(
+            f"it has Gyre {version.rstrip(bytes(1)).decode('ascii', 'replace')}, the run {VERSION}",
+            hint="install the run's version of Gyre on the member's host",
+        )
     text = name.rstrip(b"\0").decode("ascii", "replace")
     if not NAME.fullmatch(text):
         raise InputError(

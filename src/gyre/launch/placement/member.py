@@ -53,6 +53,7 @@ class MemberWorker:
     def __init__(self, worker: RankWorker, reading: Reading, *, drain_s: float) -> None:
         self._worker, self._reading, self._drain_s = worker, reading, drain_s
         self._leaves = asyncio.Event()
+        self._turn = asyncio.Lock()  # a stage may end while it begins
 
     @property
     def engine(self) -> EngineEndpoint | None:
@@ -60,14 +61,16 @@ class MemberWorker:
 
     async def begin(self, stage_name: str, plan_json: str) -> None:
         """Make the stage's engine, on dummy weights."""
-        await self._worker.begin(stage_name, plan_json, 0, "")
-        assert self._worker.engine is not None
-        self._worker.engine.engine.read_parts(self._reading)
+        async with self._turn:
+            await self._worker.begin(stage_name, plan_json, 0, "")
+            assert self._worker.engine is not None
+            self._worker.engine.engine.read_parts(self._reading)
 
     async def end(self) -> None:
         """End the stage, and keep what the next one needs."""
-        if self._worker.engine is not None:
-            await self._worker.end(False)
+        async with self._turn:
+            if self._worker.engine is not None:
+                await self._worker.end(False)
 
     async def until_leaving(self) -> float:
         """Return when a signal asks this member to leave, with the seconds that it may take. Waits

@@ -40,6 +40,8 @@ from gyre.weights.transports.tcp_server import PartServer
 MEMBER_BUILDER = "gyre.launch.placement.member:build_member"
 TOKEN_FILE = "members.token"
 LEAST_TOKEN_BYTES = 16
+# what a member may fail with; it costs the member alone
+FAILURES = (GyreError, WorkerFault, OSError)
 
 
 class PodMembers:
@@ -67,6 +69,7 @@ class PodMembers:
         self._pool: EnginePool | None = None
         self._handles: dict[str, LinkHandle | None] = {}  # by name; None while it is built
         self._tasks: set[asyncio.Task[None]] = set()
+        self._serving: set[asyncio.Task[None]] = set()  # those that bring a member to the pool
         self._fault: BaseException | None = None
         self._parts = PartServer(run_id=run_id, token=token, emit=emit, host=host)
         self.served_at = (self._parts.place,)
@@ -89,17 +92,21 @@ class PodMembers:
         self._stage, self._pool = (stage.name, plan.to_json()), pool
         for handle in self._handles.values():
             if handle is not None:
-                self._keep(self._serve(handle))
+                self._begin_serving(handle)
 
-    async def end(self, *, failed: bool) -> None:
-        """End the stage. Its pool is closed by now."""
+    async def leave_pool(self) -> None:
+        """Bring no member to the stage's pool any more, which is to be closed."""
         self._stage = self._pool = None
-        if failed:
-            return
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+    async def end(self) -> None:
+        """End the stage on the members, after `leave_pool`. They wait for the next one."""
         for handle in [one for one in self._handles.values() if one is not None]:
             try:
                 await ask(handle, "end", deadline_s=self._start_deadline_s, key=STARTS)
-            except (GyreError, WorkerFault) as error:
+            except FAILURES as error:
                 await self._part_with(handle, str(error))
         if self._fault is not None:
             raise self._fault
@@ -147,7 +154,7 @@ class PodMembers:
         )
         try:
             await self._cluster.adopt(handle, spec)
-        except (GyreError, WorkerFault) as error:
+        except FAILURES as error:
             del self._handles[name]
             self._emit("member.refused", peer=admitted.peer, reason=str(error), count=1)
             return
@@ -155,7 +162,12 @@ class PodMembers:
         self._emit("member.joined", member=name, place=place)
         self._keep(self._follow(handle))
         if self._stage is not None:
-            await self._serve(handle)
+            self._begin_serving(handle)
+
+    def _begin_serving(self, handle: LinkHandle) -> None:
+        task = self._keep(self._serve(handle))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
 
     async def _serve(self, handle: LinkHandle) -> None:
         """Make a member a guest of the stage's pool."""
@@ -164,9 +176,8 @@ class PodMembers:
         limits = {"deadline_s": self._start_deadline_s, "key": STARTS}
         try:
             await ask(handle, "begin", *stage, **limits)
-            if pool is self._pool:
-                await pool.add(handle)
-        except (GyreError, WorkerFault) as error:
+            await pool.add(handle)
+        except FAILURES as error:
             await self._part_with(handle, str(error))
 
     async def _follow(self, handle: LinkHandle) -> None:
@@ -176,7 +187,7 @@ class PodMembers:
             if self._pool is not None:
                 await self._pool.remove(handle, deadline_s=drain_s)
             reason = "it was asked to"
-        except (GyreError, WorkerFault) as error:
+        except FAILURES as error:
             reason = str(error)
         await self._part_with(handle, reason)
 
@@ -194,7 +205,7 @@ class PodMembers:
             requests=requests,
         )
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Hold a task until it ends; a fault in one ends the run with the stage."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -205,6 +216,7 @@ class PodMembers:
                 self._fault = self._fault or finished.exception()
 
         task.add_done_callback(done)
+        return task
 
 
 def describe_member(

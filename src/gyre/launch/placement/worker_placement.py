@@ -217,12 +217,14 @@ class WorkerPlacement:
         """End the stage. After a failure no worker is called any more: `close` ends them."""
         alone = self._engines_alone()
         pool, self._pool = self._pool, None
+        if self._members is not None:
+            await self._members.leave_pool()
         if pool is not None:
             await pool.close()
-        if self._members is not None:
-            await self._members.end(failed=failed)
         if failed or self._group is None:
             return
+        if self._members is not None:
+            await self._members.end()
         await self._group.run("end of the stage", "end", last, stall_limit=self.stall_limit)
         for handle in alone:
             await self._fleet.cluster.stop(handle)
@@ -239,6 +241,8 @@ class WorkerPlacement:
 
     async def close(self) -> None:
         """End the workers of this attempt."""
+        if self._members is not None:
+            await self._members.leave_pool()
         if self._pool is not None:
             await self._pool.close()
         if self._members is not None:
