@@ -28,9 +28,9 @@ class ClusterConfig(Section):
     """pod: trainer ranks and engines share devices, one after the other. false: each engine has a
     device of its own."""
     members_address: str = ""
-    """pod: "host:port" at which engines of other hosts join the run (gyre sidecar join); port 0
-    takes a free one. Empty: none may. Frames and weights are not encrypted: listen on a private
-    network."""
+    """pod: "host:port" at which engines of other hosts join the run (gyre sidecar join); they read
+    weights at the next port. Port 0 takes free ones. Empty: none may join. Neither is encrypted:
+    listen on a private network."""
     address: str = ""
     """Of a running Ray cluster, "host:port" or "auto"; without it Ray is started here, on loopback
     alone."""

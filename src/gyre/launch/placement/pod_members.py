@@ -64,14 +64,15 @@ class PodMembers:
         self._start_deadline_s = settings.start_deadline_s
         self._arguments = describe_member(config, folder / "tokenizer", facts, dtype)
         token = keep_token(folder / TOKEN_FILE)
-        host, port = split_address(settings.members_address)
+        host, port = listening_address(settings.members_address)
         self._stage: tuple[str, str] | None = None
         self._pool: EnginePool | None = None
         self._handles: dict[str, LinkHandle | None] = {}  # by name; None while it is built
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving: set[asyncio.Task[None]] = set()  # those that bring a member to the pool
         self._fault: BaseException | None = None
-        self._parts = PartServer(run_id=run_id, token=token, emit=emit, host=host)
+        parts_port = port + 1 if port else 0
+        self._parts = PartServer(run_id=run_id, token=token, emit=emit, host=host, port=parts_port)
         self.served_at = (self._parts.place,)
         try:
             self._listener = MemberListener(
@@ -296,6 +297,19 @@ def split_address(address: str) -> tuple[str, int]:
             f"{address!r} is no address", hint="give host:port, or [host]:port for IPv6"
         )
     return bare, int(port)
+
+
+def listening_address(address: str) -> tuple[str, int]:
+    """Return where a run listens for members; the weights are at the next port. InputError for an
+    address that members could not be told. Pure."""
+    host, port = split_address(address)
+    if host in ("0.0.0.0", "::") or port == 65535:
+        raise InputError(
+            f"cluster.members_address = {address!r}: members are told this host and this port "
+            "and the next one",
+            hint="give the address of this host in the members' network, and a port below 65535",
+        )
+    return host, port
 
 
 def name_here() -> str:
