@@ -235,6 +235,8 @@ def test_a_member_waits_for_rollouts_and_ends_with_the_run(
     (joined,) = told("engine.rejoined")
     assert joined["engine"] == "member-a" and joined["version"] >= 3, "that of the cold start's end"
     assert not told("engine.lost") and len(told("member.refused")) == 1
+    (left,) = told("member.left")
+    assert left["reason"] == "the run has ended"
 
 
 def test_a_network_that_falls_silent_is_noticed(network: Network) -> None:

@@ -150,7 +150,7 @@ class EnginePool:
 
     async def remove(self, handle: WorkerHandle, *, deadline_s: float) -> None:
         """Let a guest go. It gets no new requests; those that it has not answered by the deadline
-        go on elsewhere, from what has come of them."""
+        go on elsewhere, from what has come of them. The caller hangs up."""
         member = self.members.get(handle.name)
         if member is None or member.handle is not handle or member.state == "lost":
             return
@@ -161,7 +161,8 @@ class EnginePool:
         if member.state != "lost":
             member.lose()
             self._call_or_break(self._requeue, member)
-            self._come_back(self._part_with(member))
+            await member.close()
+            self.members.pop(handle.name)
             self._call_or_break(self.router.route)
 
     # RolloutEngine
@@ -470,7 +471,7 @@ class EnginePool:
             )
 
     async def _part_with(self, member: EngineReplica) -> None:
-        """End the link to a guest that is lost or leaves."""
+        """End the link to a guest that is lost."""
         await member.close()
         await self._cluster.stop(member.handle)
         if self.members.get(member.name) is member:

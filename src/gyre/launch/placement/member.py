@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -47,11 +47,28 @@ CONNECT_S = 10.0
 GRACE_S = 15.0  # for the driver to let it go, on top of the time to drain
 
 
+class MemberEnd:
+    """Ends the process: with code 0 after the driver's goodbye, with 1 where the link was lost, so
+    that whoever has started it may start it again."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self.goodbye = ""
+
+    def __call__(self, cause: str) -> None:
+        print(f"left the run: {self.goodbye or cause}", file=sys.stderr, flush=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(0 if self.goodbye else 1)  # nothing is unsaved, and threads may be anywhere
+
+
 class MemberWorker:
     """One engine, which begins and ends with each stage."""
 
-    def __init__(self, worker: RankWorker, reading: Reading, *, drain_s: float) -> None:
+    def __init__(
+        self, worker: RankWorker, reading: Reading, *, drain_s: float, end: MemberEnd
+    ) -> None:
         self._worker, self._reading, self._drain_s = worker, reading, drain_s
+        self._end = end
         self._leaves = asyncio.Event()
         self._turn = asyncio.Lock()  # a stage may end while it begins
 
@@ -78,14 +95,18 @@ class MemberWorker:
         await self._leaves.wait()
         return self._drain_s
 
-    def leave(self, on_late: Callable[[str], None]) -> None:
+    def part(self, reason: str) -> None:
+        """Take the driver's goodbye; it hangs up next."""
+        self._end.goodbye = reason
+
+    def leave(self) -> None:
         """Ask for leave; a second time end now."""
         if self._leaves.is_set():
-            on_late("a second signal ended it")
+            self._end("a second signal ended it")
         self._leaves.set()
         wait_s = self._drain_s + GRACE_S
         why = f"the driver had not let it go after {wait_s:g} s"
-        asyncio.get_running_loop().call_later(wait_s, on_late, why)
+        asyncio.get_running_loop().call_later(wait_s, self._end, why)
 
 
 async def build_member(
@@ -98,7 +119,7 @@ async def build_member(
     folder: Path,
     token: bytes,
     drain_s: float,
-    on_late: Callable[[str], None],
+    end: MemberEnd,
 ) -> MemberWorker:
     """Make the model, without its weights. The driver gives the first four; the others are this
     process's own. InputError for files that are not whole."""
@@ -131,10 +152,11 @@ async def build_member(
         round_id="",
     )
     worker = RankWorker(context, alone, config, machine, policy, None)
-    member = MemberWorker(worker, Reading(host_id=host_id(), token=token), drain_s=drain_s)
+    reading = Reading(host_id=host_id(), token=token)
+    member = MemberWorker(worker, reading, drain_s=drain_s, end=end)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, member.leave, on_late)
+        loop.add_signal_handler(number, member.leave)
     return member
 
 
@@ -156,15 +178,15 @@ def join_run(address: str, token_file: Path, *, name: str, drain_s: float) -> No
         ) from error
     print(f"joined {address} as member-{own}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="gyre-member-") as folder:
-        end = partial(_end, folder)
+        end = MemberEnd(folder)
         own_parts = {
             "folder": Path(folder),
             "token": token,
             "drain_s": drain_s,
-            "on_late": partial(end, 1),
+            "end": end,
         }
         builders = {MEMBER_BUILDER: partial(build_member, **own_parts)}
-        WorkerProcess(link, builders=builders, on_end=partial(end, 0)).run()
+        WorkerProcess(link, builders=builders, on_end=end).run()
 
 
 def connect(address: str) -> socket.socket:
@@ -180,10 +202,3 @@ def connect(address: str) -> socket.socket:
         ) from error
     notice_silence(link, SILENCE_S)
     return link
-
-
-def _end(folder: str, code: int, cause: str) -> None:
-    """End this process. It has no unsaved state, and its threads may be anywhere."""
-    print(f"left the run: {cause}", file=sys.stderr, flush=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(code)

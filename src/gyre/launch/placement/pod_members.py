@@ -40,6 +40,7 @@ from gyre.weights.transports.tcp_server import PartServer
 MEMBER_BUILDER = "gyre.launch.placement.member:build_member"
 TOKEN_FILE = "members.token"
 LEAST_TOKEN_BYTES = 16
+PART_S = 10.0  # for a member to take the goodbye
 # what a member may fail with; it costs the member alone
 FAILURES = (GyreError, WorkerFault, OSError)
 
@@ -102,11 +103,14 @@ class PodMembers:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
 
-    async def end(self) -> None:
-        """End the stage on the members, after `leave_pool`. They wait for the next one."""
+    async def end(self, *, last: bool) -> None:
+        """End the stage on the members, after `leave_pool`. They wait for the next one; after the
+        last they go."""
         for handle in [one for one in self._handles.values() if one is not None]:
             try:
                 await ask(handle, "end", deadline_s=self._start_deadline_s, key=STARTS)
+                if last:
+                    await self._let_go(handle, "the run has ended")
             except FAILURES as error:
                 await self._part_with(handle, str(error))
         if self._fault is not None:
@@ -187,9 +191,13 @@ class PodMembers:
             drain_s = await asyncio.wrap_future(handle.begin("until_leaving"))
             if self._pool is not None:
                 await self._pool.remove(handle, deadline_s=drain_s)
-            reason = "it was asked to"
+            await self._let_go(handle, "it was asked to")
         except FAILURES as error:
-            reason = str(error)
+            await self._part_with(handle, str(error))
+
+    async def _let_go(self, handle: LinkHandle, reason: str) -> None:
+        """Say goodbye, and hang up."""
+        await ask(handle, "part", reason, deadline_s=PART_S, key="")
         await self._part_with(handle, reason)
 
     async def _part_with(self, handle: LinkHandle, reason: str) -> None:

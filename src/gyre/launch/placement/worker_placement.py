@@ -224,7 +224,7 @@ class WorkerPlacement:
         if failed or self._group is None:
             return
         if self._members is not None:
-            await self._members.end()
+            await self._members.end(last=last)
         await self._group.run("end of the stage", "end", last, stall_limit=self.stall_limit)
         for handle in alone:
             await self._fleet.cluster.stop(handle)

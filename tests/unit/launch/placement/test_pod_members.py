@@ -14,7 +14,7 @@ from gyre.cluster.worker.handshake import NAME
 from gyre.cluster.worker.server import Context, WorkerServer
 from gyre.core.errors import InputError
 from gyre.core.records import RoleSpec
-from gyre.launch.placement.member import build_member
+from gyre.launch.placement.member import MemberEnd, build_member
 from gyre.launch.placement.pod_members import (
     digest_files,
     keep_token,
@@ -109,7 +109,7 @@ def test_files_that_are_damaged_or_reach_elsewhere_are_refused(
         "folder": folder,
         "token": b"t" * 32,
         "drain_s": 1.0,
-        "on_late": lambda cause: None,
+        "end": MemberEnd(str(folder)),
     }
     with pytest.raises(InputError, match=match):
         asyncio.run(build_member(Context("member-a"), **given))
