@@ -49,7 +49,7 @@ GRACE_S = 15.0  # for the driver to let it go, on top of the time to drain
 
 class MemberEnd:
     """Ends the process: with code 0 after the driver's goodbye, with 1 where the link was lost, so
-    that whoever has started it may start it again."""
+    that a supervisor may start it again."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

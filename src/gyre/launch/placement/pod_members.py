@@ -309,11 +309,11 @@ def split_address(address: str) -> tuple[str, int]:
 
 def listening_address(address: str) -> tuple[str, int]:
     """Return where a run listens for members; the weights are at the next port. InputError for an
-    address that members could not be told. Pure."""
+    address that is no use to members. Pure."""
     host, port = split_address(address)
     if host in ("0.0.0.0", "::") or port == 65535:
         raise InputError(
-            f"cluster.members_address = {address!r}: members are told this host and this port "
+            f"cluster.members_address = {address!r}: members get this host, this port "
             "and the next one",
             hint="give the address of this host in the members' network, and a port below 65535",
         )

@@ -76,8 +76,8 @@ def test_what_is_no_address(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["0.0.0.0:7000", "[::]:7000", "10.0.0.7:65535"])
-def test_members_cannot_be_told_every_address(text: str) -> None:
-    with pytest.raises(InputError, match="members are told"):
+def test_an_address_is_one_that_members_can_use(text: str) -> None:
+    with pytest.raises(InputError, match="members get this host"):
         listening_address(text)
 
 
