@@ -208,6 +208,11 @@ class RunConfig(Section):
                 f"engine.kind = 'vllm' with cluster.kind = '{self.cluster.kind}': vLLM runs as a "
                 "sidecar of a pod, set cluster.kind = 'pod' or engine.kind = 'native'"
             )
+        if self.engine.kind == "vllm" and self.cluster.members_address:
+            raise ValueError(
+                "engine.kind = 'vllm' with cluster.members_address: members run the native engine, "
+                "leave members_address out or set engine.kind = 'native'"
+            )
         if self.trainer.matmul == "fp8" and self.run.dtype == "float16":
             raise ValueError(
                 "trainer.matmul = 'fp8' with run.dtype = 'float16': a GPU that has the one has "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -50,6 +51,36 @@ def varied_once_back(task, completion, *, events):
     while True:
         told = Path(events).read_text()
         if told.count('"engine.rejoined"') >= told.count('"engine.lost"'):
+            return varied(task, completion)
+        time.sleep(0.1)
+
+
+def varied_with_members(task, completion, *, events):
+    """As `varied`; once rollouts have begun, scores of the first steps wait for what members do: a
+    and b have come, b is lost, a has left."""
+    wanted = [
+        [("engine.rejoined", "member-a"), ("engine.rejoined", "member-b")],
+        [("engine.lost", "member-b")],
+        [("member.left", "member-a")],
+    ]
+    while True:
+        rows = [
+            json.loads(line) for line in Path(events).read_text().splitlines() if line[-1] == "}"
+        ]
+        if not any(row["kind"] == "phase.started" for row in rows):
+            return varied(task, completion)
+        step = sum(row["kind"] == "step.done" for row in rows)
+        told = {(row["kind"], row.get("engine", row.get("member"))) for row in rows}
+        if told.issuperset(wanted[step] if step < len(wanted) else []):
+            return varied(task, completion)
+        time.sleep(0.1)
+
+
+def varied_once_joined(task, completion, *, events):
+    """As `varied`; once an engine has weights it waits until a member takes work."""
+    while True:
+        told = Path(events).read_text()
+        if '"weights.published"' not in told or '"engine.rejoined"' in told:
             return varied(task, completion)
         time.sleep(0.1)
 

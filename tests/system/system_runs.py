@@ -287,6 +287,8 @@ def _arm(fault: Fault) -> None:
 
         def emit(self: EventLog, kind: str, /, **fields: Any) -> None:
             plain_emit(self, kind, **fields)
+            if kind == "member.joined":
+                pids[fields["member"]] = int(fields["place"].rpartition(" ")[2])
             if kind == "cluster.started":
                 pids.update(
                     {

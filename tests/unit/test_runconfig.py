@@ -548,3 +548,9 @@ def test_rollouts_beside_training_are_refused_where_the_config_rules_them_out(ta
 def test_new_weights_under_running_rollouts_need_rollouts_beside_training():
     told = refusal(rollout={"weight_update": "continue"})
     assert "weight_update = 'continue' needs max_staleness of 1 or more" in told
+
+
+def test_members_run_the_native_engine():
+    pod = {"kind": "pod", "members_address": "127.0.0.1:0"}
+    told = refusal(engine={"kind": "vllm"}, cluster=pod)
+    assert told.startswith("engine.kind = 'vllm' with cluster.members_address")

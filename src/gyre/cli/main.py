@@ -39,8 +39,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(keys.app, name="keys")
-app.add_typer(bench_app)
 app.add_typer(sidecar.app, name="sidecar")
+app.add_typer(bench_app)
 
 Target = Annotated[
     Path,

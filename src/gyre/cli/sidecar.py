@@ -1,5 +1,5 @@
-"""gyre sidecar: make the environments that engines of other projects run in. In: a name, a folder.
-Out: what the environment has."""
+"""gyre sidecar: engines in processes of their own. In: an engine's name, or a run's address and its
+token. Out: an environment for that engine, or an engine that works for the run until it ends."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import Annotated, Any
 
 import typer
 
-from gyre.cli.answer import AsJson, answer
+from gyre.cli.answer import AsJson, answer, loading
 
-app = typer.Typer(no_args_is_help=True, help="Make the environments of engines such as vLLM.")
+app = typer.Typer(
+    no_args_is_help=True, help="Install engines such as vLLM; join a run with an engine."
+)
 
 
 @app.callback()
 def options() -> None:
-    """Make the environments of engines such as vLLM."""
+    """Install engines such as vLLM; join a run with an engine."""
 
 
 @app.command()
@@ -55,3 +57,30 @@ def run_install(name: str, folder: Path | None, *, quiet: bool) -> Mapping[str, 
             + (f'; name it as engine.vllm.environment = "{where}"' if folder else "")
         )
     return {"folder": str(where), **asdict(record)}
+
+
+@app.command()
+def join(
+    address: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="Of the run: cluster.members_address.")
+    ],
+    token_file: Annotated[
+        Path, typer.Option(help="Copy of members.token in the run's folder, of mode 600.")
+    ],
+    name: Annotated[str, typer.Option(help="Of this member; left out: the host's name.")] = "",
+    drain_s: Annotated[
+        float, typer.Option(min=0.0, help="Seconds for answers under way, after SIGTERM.")
+    ] = 30.0,
+) -> None:
+    """Generate rollouts for a run in a pod on another host, until it ends or a signal comes.
+
+    SIGTERM lets answers under way end; a second one ends them."""
+    answer(lambda: run_join(address, token_file, name=name, drain_s=drain_s), as_json=False)
+
+
+def run_join(address: str, token_file: Path, *, name: str, drain_s: float) -> Mapping[str, Any]:
+    with loading():
+        from gyre.launch.placement.member import join_run
+
+    join_run(address, token_file, name=name, drain_s=drain_s)
+    return {}

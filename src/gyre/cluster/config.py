@@ -28,6 +28,10 @@ class ClusterConfig(Section):
     colocated: bool = True
     """pod: trainer ranks and engines share devices, one after the other. false: each engine has a
     device of its own."""
+    members_address: str = ""
+    """pod: "host:port" at which engines of other hosts join the run (gyre sidecar join); they read
+    weights at the next port. Port 0 takes free ones. Empty: none may join. Neither is encrypted:
+    listen on a private network."""
     address: str = ""
     """Of a running Ray cluster, "host:port" or "auto"; without it Ray is started here, on loopback
     alone."""
@@ -79,4 +83,9 @@ class ClusterConfig(Section):
             )
         if self.kind == "pod" and self.address:
             raise ValueError("kind = 'pod' works on this host: leave address out")
+        if self.members_address and self.kind != "pod":
+            raise ValueError(
+                f"kind = '{self.kind}' has no members of other hosts: give kind = 'pod' for "
+                "members_address"
+            )
         return self

@@ -505,6 +505,26 @@ EVENTS = {
             "device_bytes": Field("map", "bytes", "bytes held on the device, by worker"),
         },
     ),
+    "member.listening": EventKind(
+        "Engines of other hosts may join the run.",
+        "address token_file",
+        own={
+            "address": Field("str", "", "host and port to join at"),
+            "token_file": Field("str", "", "file with the token that a member needs"),
+        },
+    ),
+    "member.refused": EventKind(
+        "Connections to the members' address were refused. Told once a second at most.",
+        "peer reason count",
+        counted=True,
+        own={"count": Field("int", "", "connections refused since the last such event")},
+    ),
+    "member.joined": EventKind("An engine of another host joined the run.", "member place"),
+    "member.left": EventKind(
+        "An engine of another host left the run, or was lost.",
+        "member place reason requests",
+        own={"requests": Field("int", "requests", "requests that it was given in this stage")},
+    ),
     "engine.lost": EventKind(
         "An engine's worker ended.",
         "engine place cause requests",
@@ -524,7 +544,9 @@ EVENTS = {
     "engine.waits_for_weights": EventKind(
         "A restarted engine waits for the next version.", "engine version reason"
     ),
-    "engine.rejoined": EventKind("A restarted engine takes requests.", "engine version"),
+    "engine.rejoined": EventKind(
+        "An engine that was restarted, or joined, takes requests.", "engine version"
+    ),
     "engine.reverted": EventKind(
         "An engine serves its last version again, since another could not take the next one.",
         "engine version",

@@ -101,6 +101,16 @@ class LoadBalancer:
     # What is known of the engines
     # ----------------------------------------------------------------------------------------------
 
+    def add(self, name: str) -> None:
+        """Take in an engine that was not there at the start, or is back under its name."""
+        self._places.setdefault(name, len(self._places))
+        self._standings.setdefault(name, Standing())
+        self._counts.setdefault(name, RoutingStats())
+
+    def num_routed(self, name: str) -> int:
+        """Return the requests that the engine of this name was given, in all its lives."""
+        return self._counts[name].requests if name in self._counts else 0
+
     def learn(self, member: EngineReplica, stats: EngineStats) -> None:
         """Take in how large the prefix cache of an engine is that has just started."""
         engine = self._life_of(member)

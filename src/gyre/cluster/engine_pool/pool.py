@@ -9,8 +9,9 @@ Past 500 lines: it implements RolloutEngine and EngineLifecycle over one state o
 An engine that is lost costs its own requests only: the others go on with them. It is started again
 where that is possible, and takes work once it has the weights that the others have. An engine
 beside a trainer rank is vital: with it the rank is gone, so every stream ends with RankError and
-the run restarts. A fault in the pool itself, such as a full disk under the events, ends every
-stream with that fault.
+the run restarts. A guest was started elsewhere, and comes and goes: it is not started again, and
+what it cannot do costs itself alone. A fault in the pool itself, such as a full disk under the
+events, ends every stream with that fault.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -28,7 +30,7 @@ from gyre.cluster.engine_pool.load_balancer import LoadBalancer
 from gyre.cluster.engine_pool.probe import find_status
 from gyre.cluster.engine_pool.replica import EngineReplica
 from gyre.cluster.engine_pool.restarts import RestartPolicy, restart_wait_s
-from gyre.cluster.engine_pool.router import RequestRouter
+from gyre.cluster.engine_pool.router import Live, RequestRouter
 from gyre.cluster.engine_pool.routing import RoutingPolicy
 from gyre.cluster.watchdog import GRACE_S, Watchdog, find_cause
 from gyre.cluster.worker.endpoints import add_stats
@@ -36,7 +38,7 @@ from gyre.cluster.worker.rpc import CALLS, LOSSES
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.chunks import TokenStream
 from gyre.core.contracts import Cluster, CommitPolicy, EngineAbilities, WorkerHandle
-from gyre.core.errors import GyreError, RankError
+from gyre.core.errors import DeadlineError, GyreError, RankError
 from gyre.core.events import Emit
 from gyre.core.liveness import StallLimit
 from gyre.core.offers import FolderTensors, Offer, RegisteredShards
@@ -119,8 +121,9 @@ class EnginePool:
 
     @property
     def handles(self) -> list[WorkerHandle]:
-        """Return the handles of the engines that are not lost."""
-        return [member.handle for member in self.members.values() if member.state != "lost"]
+        """Return the handles of the engines that are not lost, without guests."""
+        members = [member for member in self.members.values() if not member.guest]
+        return [member.handle for member in members if member.state != "lost"]
 
     @property
     def version(self) -> int:
@@ -132,6 +135,35 @@ class EnginePool:
         member = self.members.get(handle.name)
         if member is not None and member.handle is handle:
             self._lose(member, cause)
+
+    async def add(self, handle: WorkerHandle) -> None:
+        """Take in a guest, an engine on dummy weights. It gets work once it has the pool's version.
+        GyreError or WorkerFault where it cannot start."""
+        member = self._make_member(handle, "fresh", guest=True)
+        await member.ask("engine.start", True)
+        self.balancer.add(handle.name)
+        if self.balancer.estimates:
+            self.balancer.learn(member, await member.ask("engine.stats"))
+        self.members[handle.name] = member
+        self._watch_all()
+        await self._catch_up(member)
+
+    async def remove(self, handle: WorkerHandle, *, deadline_s: float) -> None:
+        """Let a guest go. It gets no new requests; those that it has not answered by the deadline
+        go on elsewhere, from what has come of them. The caller hangs up."""
+        member = self.members.get(handle.name)
+        if member is None or member.handle is not handle or member.state == "lost":
+            return
+        member.leaves = True
+        lives = [live for live in self.router.all() if live.member is member]
+        with suppress(DeadlineError):  # it is the answer: the rest goes elsewhere
+            await self.router.until_gone(lives, deadline_s)
+        if member.state != "lost":
+            member.lose()
+            self._call_or_break(self._requeue, member)
+            await member.close()
+            self.members.pop(handle.name)
+            self._call_or_break(self.router.route)
 
     # RolloutEngine
     # ----------------------------------------------------------------------------------------------
@@ -365,9 +397,12 @@ class EnginePool:
     # Losses and returns
     # ----------------------------------------------------------------------------------------------
 
-    def _make_member(self, handle: WorkerHandle, state: Literal["up", "fresh"]) -> EngineReplica:
+    def _make_member(
+        self, handle: WorkerHandle, state: Literal["up", "fresh"], *, guest: bool = False
+    ) -> EngineReplica:
         return EngineReplica(
             handle,
+            guest=guest,
             vital=handle.name in self._vital,
             state=state,
             deadline_s=self._settings.call_deadline_s
@@ -382,11 +417,11 @@ class EnginePool:
         engine is being restarted."""
         if self._broken is not None:
             return self._broken
-        up = [member for member in self.members.values() if member.state == "up"]
+        up = [member for member in self.members.values() if member.takes_work]
         if up or self.returns:
             return up or None
-        if any(member.state == "fresh" for member in self.members.values()):
-            return ()
+        if any(member.state != "lost" for member in self.members.values()):
+            return None if any(member.leaves for member in self.members.values()) else ()
         return RankError(
             "every engine is lost", hint="events.jsonl says why each was; look for engine.lost"
         )
@@ -421,6 +456,16 @@ class EnginePool:
                 )
             )
             return
+        self._tell_requeued(member, again)
+        self._come_back(self._part_with(member) if member.guest else self._restart(member))
+        self.router.route()
+
+    def _requeue(self, member: EngineReplica) -> None:
+        """Take the requests of an engine that leaves."""
+        self._tell_requeued(member, self.router.take_back(member))
+        self.balancer.lose(member, asyncio.get_running_loop().time())
+
+    def _tell_requeued(self, member: EngineReplica, again: Sequence[Live]) -> None:
         for live in again:
             self._emit(
                 "retry.request_requeued",
@@ -428,8 +473,13 @@ class EnginePool:
                 engine=member.name,
                 kept_tokens=live.book.num_tokens,
             )
-        self._come_back(self._restart(member))
-        self.router.route()
+
+    async def _part_with(self, member: EngineReplica) -> None:
+        """End the link to a guest that is lost."""
+        await member.close()
+        await self._cluster.stop(member.handle)
+        if self.members.get(member.name) is member:
+            del self.members[member.name]
 
     def _call_or_break(self, work: Callable[..., None], *args: Any) -> None:
         """Call `work`. An error in it, such as a full disk under the events, breaks the pool: every
@@ -601,7 +651,10 @@ class EnginePool:
             except LOSSES as error:
                 self._lose(member, str(error))
             except Exception as error:  # noqa: BLE001  the one that began it is raised
-                own.append(error)
+                if member.guest and isinstance(error, GyreError | OSError):
+                    self._lose(member, str(error))
+                else:
+                    own.append(error)
 
         tasks = {member: asyncio.create_task(one(member, call)) for member, call in calls.items()}
         guard = asyncio.create_task(self._guard(watched, tasks))

@@ -34,11 +34,14 @@ class EngineReplica:
         state: Literal["up", "fresh"],
         deadline_s: float,
         hang_s: float,
+        guest: bool = False,
         on_news: Callable[[EngineReplica, News], None],
         on_lost: Callable[[EngineReplica, str], None],
     ) -> None:
         self.name, self.handle, self.vital = handle.name, handle, vital
         self.state: Literal["up", "fresh", "lost"] = state
+        self.guest = guest  # started elsewhere
+        self.leaves = False  # it is asked to end what it has, and nothing more
         self.unanswered: set[str] = set()
         self.prepared: int | None = None  # the version that waits for its commit
         self.catching_up = False  # somebody brings it to the current weights
@@ -49,6 +52,10 @@ class EngineReplica:
         self._on_news, self._on_lost = on_news, on_lost
         self._pump: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def takes_work(self) -> bool:
+        return self.state == "up" and not self.leaves
 
     def send(self, requests: Sequence[Request]) -> None:
         """Give requests to the engine, together and at once: what is asked later finds them

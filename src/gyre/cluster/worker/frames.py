@@ -27,6 +27,7 @@ from gyre.core.records import Manifest
 
 _HEAD = struct.Struct("<QQ")  # the call's number, bytes that follow
 PIECE_BYTES = 1 << 20  # read at most this much at a time
+UNBOUNDED = 1 << 62  # bytes of a frame between a process and one that it has started
 _PACKAGE = "gyre."  # only its classes are looked up by name
 ARRAY, RECORD, TUPLE, MAP, ERROR, OS_ERROR, OFFER = range(7)  # codes of MessagePack's extensions
 _NAME = re.compile(r"gyre(\.\w+)+:\w+")
@@ -69,16 +70,22 @@ def receive(source: socket.socket) -> tuple[int, bytes]:
 class Inbox:
     """Frames of which the bytes come in pieces, for a reader that does not wait for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = UNBOUNDED) -> None:
+        self._most_bytes = most_bytes  # of one frame
         self._data = bytearray()
 
     def take(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """Add bytes; yield the call's number and the payload of each frame that is whole now."""
+        """Add bytes; yield the call's number and the payload of each frame that is whole now.
+        FrameError for one that is too large."""
         self._data += data
         start = 0
         try:
             while len(self._data) - start >= _HEAD.size:
                 number, size_bytes = _HEAD.unpack_from(self._data, start)
+                if size_bytes > self._most_bytes:
+                    raise FrameError(
+                        f"a frame of {size_bytes} bytes came, at most {self._most_bytes} are read"
+                    )
                 begin, end = start + _HEAD.size, start + _HEAD.size + size_bytes
                 if len(self._data) < end:
                     break

@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from gyre.cluster.worker import frames
@@ -30,11 +30,26 @@ from gyre.core.records import ProcessLimits
 Work = Callable[..., Awaitable[Reply]]
 
 
+def leave(cause: str) -> NoReturn:
+    """End this process at once, with those that it started: its starter is gone."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
 class WorkerProcess:
     """The worker's end of the socket."""
 
-    def __init__(self, link: socket.socket) -> None:
-        self._link = link
+    def __init__(
+        self,
+        link: socket.socket,
+        *,
+        builders: Mapping[str, Callable[..., Any]] | None = None,
+        on_end: Callable[[str], None] = leave,
+    ) -> None:
+        """Refuse all but `builders`, by name, where they are given. `on_end` ends the process, once
+        the starter has hung up or does not read."""
+        self._link, self._builders, self._on_end = link, builders, on_end
         self._sending = threading.Lock()  # the event loop and the reader thread send
         self._server: WorkerServer | None = None
         self._loop = asyncio.new_event_loop()
@@ -51,15 +66,16 @@ class WorkerProcess:
         while True:
             try:
                 number, payload = frames.receive(self._link)
-            except (WorkerLost, OSError):
-                leave()
+            except (WorkerLost, OSError) as error:
+                self._on_end(str(error))
+                return
             try:
                 kind, *rest = frames.decode(payload)
             except frames.FrameError as error:
                 self._reply(number, Reply(value=None, failure=describe_failure(error), events=()))
                 continue
             if kind == "build":  # made here, so that a builder that hangs can be looked at
-                self._server = WorkerServer(*rest)
+                self._server = WorkerServer(*rest, builders=self._builders)
             assert self._server is not None, "the first frame is the build"
             if kind == "look":
                 self._send(number, "looked", self._server.look(*rest), None, ())
@@ -91,15 +107,8 @@ class WorkerProcess:
         with self._sending:
             try:
                 frames.send(self._link, number, payload)
-            except OSError:  # the starter hung up
-                leave()
-
-
-def leave() -> NoReturn:
-    """End the process at once, with those that it started."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(0)
+            except OSError as error:  # the starter hung up
+                self._on_end(str(error))
 
 
 def apply_limits(limits: ProcessLimits) -> None:

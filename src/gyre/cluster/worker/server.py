@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from gyre.core.errors import ConfigError, GyreError, is_disk_full
+from gyre.core.errors import ConfigError, GyreError, InputError, is_disk_full
 from gyre.core.events import check_event
 from gyre.core.records import RoleSpec
 
@@ -77,19 +77,32 @@ class Context:
 class WorkerServer:
     """One worker's object, and how it is called."""
 
-    def __init__(self, spec: RoleSpec) -> None:
-        self._spec, self._context = spec, Context(spec.name)
+    def __init__(
+        self, spec: RoleSpec, *, builders: Mapping[str, Callable[..., Any]] | None = None
+    ) -> None:
+        """Call and import no other builder than `builders`, by name, where they are given."""
+        self._spec, self._context, self._builders = spec, Context(spec.name), builders
         self._role: Any = None
 
     async def build(self) -> Reply:
-        module, _, function = self._spec.builder.partition(":")
-
         async def make() -> int:
-            builder = getattr(self._import(module), function)
+            builder = self._find_builder()
             self._role = await _settle(builder(self._context, **self._spec.arguments))
             return os.getpid()
 
         return await self._reply(make)
+
+    def _find_builder(self) -> Callable[..., Any]:
+        name, builders = self._spec.builder, self._builders
+        if builders is None:
+            module, _, function = name.partition(":")
+            return getattr(self._import(module), function)
+        if name not in builders:
+            raise InputError(
+                f"this worker builds {', '.join(builders)}, and was asked for {name}",
+                hint="run the same version of Gyre on both sides",
+            )
+        return builders[name]
 
     def _import(self, module: str) -> Any:
         """Import a builder's module. ConfigError where another environment lacks a package of it;

@@ -9,6 +9,7 @@ pickle.
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ import torch
 from gyre.cluster.process_cluster import ProcessCluster
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
-from gyre.launch.placement.worker_placement import LOOPBACK, WorkerDevices
+from gyre.launch.factories import Facts
+from gyre.launch.placement.pod_members import PodMembers
+from gyre.launch.placement.worker_placement import LOOPBACK, WorkerDevices, name_run
+from gyre.planner.plan import Dtype
 from gyre.runconfig import RunConfig
 from gyre.weights.transports.addresses import SHARED_MEMORY
 from gyre.weights.transports.shared_memory import remove_leftovers
@@ -36,6 +40,7 @@ class PodWorkers:
                 "cluster.rendezvous.kind = 'etcd': the HTTP client for etcd is not installed",
                 hint="pip install 'gyre-rl[pod]'",
             )
+        self._config = config
         num_gpus = torch.cuda.device_count() if config.run.device != "cpu" else 0
         self._on_gpus = num_gpus > 0
         self._colocated = settings.colocated
@@ -68,6 +73,19 @@ class PodWorkers:
 
     def forward_to(self, emit: Emit) -> None:
         self._emit = emit
+
+    def open_members(self, folder: Path, facts: Facts, dtype: Dtype) -> PodMembers | None:
+        if not self._config.cluster.members_address:
+            return None
+        return PodMembers(
+            self._config,
+            folder,
+            facts,
+            dtype,
+            cluster=self.cluster,
+            run_id=name_run(folder),
+            emit=self._emit,
+        )
 
     async def stop_workers(self) -> None:
         """End the sidecars, and remove what they have left in shared memory."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -69,6 +69,7 @@ class WorkerSpec:
     store_host: str
     store_port: int
     round_id: str  # differs at every start of the ranks
+    served_at: Sequence[str] = ()  # "host:port" of servers of the run's registered shards
 
 
 async def build_rank(context: Context, **fields: Any) -> RankWorker:
@@ -203,6 +204,7 @@ class RankWorker:
             run_id=self._spec.run_id,
             owner=rank,
             emit=self._context.emit,
+            served_at=tuple(self._spec.served_at),
             pin=self._machine.device.type == "cuda",
         )
         return partial(publish_part, rank=rank, num_ranks=self._spec.world_size, store=store)

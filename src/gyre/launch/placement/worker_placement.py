@@ -30,6 +30,7 @@ from gyre.core.liveness import StallLimit
 from gyre.core.records import RoleSpec
 from gyre.distributed.init import child_environment, hold_store
 from gyre.launch.factories import Facts, Machine, dtype_name, make_facts
+from gyre.launch.placement.pod_members import PodMembers
 from gyre.launch.placement.pod_metadata import PodMetadata, open_rendezvous
 from gyre.launch.placement.step_exports import make_exports
 from gyre.launch.placement.worker import WorkerSpec
@@ -37,7 +38,7 @@ from gyre.launch.sidecar import make_vllm_role
 from gyre.launch.stages import Stage
 from gyre.loop.ports import StageParts
 from gyre.observability.hardware import describe_hardware
-from gyre.planner.plan import Plan
+from gyre.planner.plan import Dtype, Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
 from gyre.trainer.checkpoint.store import Fault, Snapshot, join_faults
@@ -93,6 +94,10 @@ class Fleet(Protocol):
         """Send the workers' events to another log from now on."""
         ...
 
+    def open_members(self, folder: Path, facts: Facts, dtype: Dtype) -> PodMembers | None:
+        """Listen for members of other hosts; None where the run has none."""
+        ...
+
     async def stop_workers(self) -> None: ...
 
     async def close(self) -> None: ...
@@ -121,6 +126,7 @@ class WorkerPlacement:
         self._gate: ClusterGate | None = None
         self._metadata: PodMetadata | None = None
         self._stage: tuple[Stage, Plan] | None = None
+        self._members: PodMembers | None = None  # of other hosts
         fleet.forward_to(emit)
 
     @property
@@ -134,6 +140,8 @@ class WorkerPlacement:
     async def open(self, tokenizer: Tokenizer) -> Facts:
         """Start the ranks; each makes the model, without its weights."""
         facts = self._facts = make_facts(self._config, tokenizer)
+        dtype = dtype_name(self._machine)
+        self._members = self._fleet.open_members(self._folder, facts, dtype)
         self._store = hold_store(self._fleet.host, timeout_s=self._settings.start_deadline_s)
         if not self._fleet.ranks_have_engines:
             await self._join_pod()
@@ -195,6 +203,8 @@ class WorkerPlacement:
         )
         if plan.kv_pages > 0:
             self._pool = await self._make_pool(group.version)
+            if self._members is not None:
+                await self._members.begin(stage, plan, self._pool)
         return StageParts(
             trainer=group,
             gate=gate,
@@ -232,10 +242,14 @@ class WorkerPlacement:
         """End the stage. After a failure no worker is called any more: `close` ends them."""
         alone = self._engines_alone()
         pool, self._pool = self._pool, None
+        if self._members is not None:
+            await self._members.leave_pool()
         if pool is not None:
             await pool.close()
         if failed or self._group is None:
             return
+        if self._members is not None:
+            await self._members.end(last=last)
         await self._group.run("end of the stage", "end", last, stall_limit=self.stall_limit)
         for handle in alone:
             await self._fleet.cluster.stop(handle)
@@ -252,8 +266,12 @@ class WorkerPlacement:
 
     async def close(self) -> None:
         """End the workers of this attempt."""
+        if self._members is not None:
+            await self._members.leave_pool()
         if self._pool is not None:
             await self._pool.close()
+        if self._members is not None:
+            await self._members.close()
         await self._fleet.stop_workers()
         metadata, self._metadata = self._metadata, None
         if metadata is not None:
@@ -352,6 +370,7 @@ class WorkerPlacement:
             store_host=fleet.host,
             store_port=self._store.port,
             round_id=self._round,
+            served_at=() if self._members is None else self._members.served_at,
         )
         number = int(name.rpartition("-")[2])
         given = fleet.devices_of(rank, number)
