@@ -37,9 +37,9 @@ class ClusterGate:
         neighbors: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
         """`ranks` must all be there. `engines()` are workers with an engine alone, which come and
-        go: `on_lost` hears of one that broke or did not answer, and the others go on. `neighbors`
-        are, by name, the workers on the same device: there one side leaves before the other
-        comes, and each is told what the others have."""
+        go: `on_lost` hears of one that broke or did not answer, and the others continue.
+        `neighbors` are, by name, the workers on the same device: there one side leaves before the
+        other comes, and each hears what the others have."""
         self._neighbors = neighbors or {}
         self._held: dict[str, DeviceHoldings] = {}  # by name, as last heard
         self._ranks, self._engines, self._on_lost = tuple(ranks), engines, on_lost
@@ -47,7 +47,7 @@ class ClusterGate:
         self._watchdog = Watchdog(ranks, emit=emit, hang_s=hang_s)
 
     def note(self, name: str, holdings: DeviceHoldings) -> None:
-        """Take what a worker says that it has, when it has begun."""
+        """Take what a worker says that it has, after its start."""
         self._held[name] = holdings
 
     async def enter(self, phase: Phase, *, step: int) -> None:

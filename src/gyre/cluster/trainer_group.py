@@ -56,8 +56,8 @@ class TrainerGroup:
         look_s: float = LOOK_S,
         grace_s: float = GRACE_S,
     ) -> None:
-        """With `registers_shards` the ranks copy each version to where other processes read it;
-        else engines beside the ranks read it in place."""
+        """Make a group of started ranks. With `registers_shards` they copy each version to where
+        other processes read it; else engines beside the ranks read it in place."""
         self._registers_shards = registers_shards
         self._cluster, self._handles, self._emit, self._grace_s = (
             cluster,

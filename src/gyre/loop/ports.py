@@ -66,7 +66,7 @@ class StageSpec:
 
 
 class VersionLog(Protocol):
-    """Where processes of a pod learn of versions. No call fails because nobody can be told;
+    """Where processes of a pod learn of versions. No call fails because the store is away;
     RankError where a newer attempt at the run publishes."""
 
     async def offered(self, offer: Offer) -> None: ...

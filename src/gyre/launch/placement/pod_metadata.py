@@ -1,8 +1,9 @@
 """Pod metadata: what the processes of a run write at its rendezvous. In: the config's
 `[cluster.rendezvous]`, a run, this process. Out: the records of the driver and of a sidecar.
 
-No call here holds weights up. Where the rendezvous can't be reached in time, the run goes on with
-what its processes told each other, and an event counts it. A newer publisher ends the run.
+No call here holds weights up. Where the rendezvous can't be reached in time, the run continues
+with what its processes know from each other, and an event counts it. A newer publisher ends the
+run.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class VllmWorker:
     async def enter(
         self, phase: Phase, step: int, neighbor_bytes: int | None = None
     ) -> DeviceHoldings:
-        """Take or give back memory for a phase. What is held afterwards, vLLM's processes alone
-        know: nothing is told of it."""
+        """Take or give back memory for a phase. Only vLLM's processes know what is held
+        afterwards: no bytes are reported."""
         if phase in ("handover", "rollout", "evaluate"):
             await self._take_memory()
         elif phase == "train":

@@ -1,7 +1,7 @@
 """Opened versions: registered shards in a receiver's process. In: an Offer of RegisteredShards, and
 how this receiver may read. Out: its parts; whole tensors by name, verified.
 
-A tensor that lies in one segment of shared memory is a view of the publisher's pages. Any other is
+A tensor in one segment of shared memory is a view of the publisher's pages. Any other is
 assembled in host memory when it is asked for.
 """
 

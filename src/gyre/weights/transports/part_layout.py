@@ -1,4 +1,4 @@
-"""Part layout: where an owner's segments lie in the bytes that it registers, and how a receiver
+"""Part layout: where an owner's segments are in the bytes that it registers, and how a receiver
 reads them in buckets. In: the entries of a manifest. Out: places in bytes. Pure.
 
 A part has the owner's segments in the manifest's order, each at the next multiple of 64 bytes.

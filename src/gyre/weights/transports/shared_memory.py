@@ -57,7 +57,7 @@ class _OwnedSlot:
 
 class SharedMemoryStore:
     """A PartStore of two files. Opening one removes what dead processes of this user have left, and
-    goes on with the slots of its own run."""
+    reuses the slots of its own run."""
 
     def __init__(
         self,

@@ -104,7 +104,7 @@ class MappedSlot:
         self._close_unused()
 
     def retire(self) -> None:
-        """Close it as soon as nobody uses it."""
+        """Close it after its last user."""
         self._is_retired = True
         self._close_unused()
 

@@ -5,7 +5,7 @@ records; an error that the other side has named.
     reader  proof                   HMAC-SHA256 of the nonce, keyed by the run's token.
     server  answer                  Refused, or welcome.
     reader  request                 Bytes of a part of a version; any number of times.
-    server  answer, bytes, answer   The second tells whether the version was there to the end.
+    server  answer, bytes, answer   The second says whether the version was there to the end.
 
 The token is needed to read the weights. Bytes are neither encrypted nor authenticated, so the
 network must be trusted. The checksums of the manifest detect its faults.
