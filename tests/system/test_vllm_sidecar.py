@@ -17,7 +17,7 @@ import torch
 from gyre.cluster.process_cluster import ProcessCluster
 from gyre.core.chunks import collect
 from gyre.core.errors import DeadlineError, InputError, SnapshotError
-from gyre.core.records import Completion, Request
+from gyre.core.records import Completion, DeviceHoldings, Request
 from native_cases import VOCAB, by_transformers, make_requests, run, tokens_of
 from vllm_sidecar import (
     Sidecar,
@@ -174,7 +174,7 @@ def test_a_phase_and_a_sleep_level_that_it_has_not(sidecar: Sidecar) -> None:
     async def main() -> None:
         assert await call("begin", "main", "{}", 7, "") == 7
         for phase in ("train", "handover", "rollout"):
-            assert await call("enter", phase, 1) == 0
+            assert await call("enter", phase, 1) == DeviceHoldings()
         assert (await call("engine.health")).ok
         with pytest.raises(InputError, match="cannot be parked at sleep level 1; it takes none"):
             await call("park", 1)
