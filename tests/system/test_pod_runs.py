@@ -66,6 +66,18 @@ def test_a_pod_gives_what_one_process_gives(tmp_path: Path, undisturbed: Story) 
     assert undisturbed == alone
 
 
+def test_the_config_of_the_pod_runs(tmp_path: Path) -> None:
+    sets = ["trainer.steps=2", "cold_start.steps=10", "eval.num_problems=16"]
+    argv = [part for one in [f"run.folder={tmp_path / 'runs'}", *sets] for part in ("--set", one)]
+    config = Path(__file__).parents[2] / "configs" / "arith_grpo_pod.toml"
+    answer = gyre("train", config, "--plain", *argv, folder=tmp_path)
+    assert answer.code == 0 and not answer.left_behind, answer.err
+    run = tmp_path / "runs" / "arith_grpo_pod"
+    published = [row["version"] for row in events_of(run, "weights.published")]
+    assert len(published) == 3 and published[0] == 10 and published == sorted(published)
+    assert [row["store"] for row in events_of(run, "rendezvous.opened")] == ["store"]
+
+
 @pytest.mark.parametrize("zero", [1, 3])
 def test_ranks_and_engines_in_any_numbers(tmp_path: Path, undisturbed: Story, zero: int) -> None:
     cluster = {**IN_POD["cluster"], "num_workers": 2, "engine_workers": 1 + zero // 3}

@@ -52,14 +52,17 @@ class StepSpans:
             return []
         step = make_phase(row, "train_step", stage)
         step.attributes |= {"gyre.version": row["version"], "gyre.num_tokens": row["num_tokens"]}
-        # phases after a step carry its number too, but end after its row
-        step.parts = [phase for phase in self._ended if phase.step == row["step"]]
-        step.cover()
+        # phases after a step carry its number too, but end after its row; so do those after the
+        # last step of the stage before
         others, ahead = [], []
         for phase in self._ended:
-            if phase.step != row["step"]:
-                # rollouts that ran ahead wait for their step
-                (ahead if (phase.step or 0) > row["step"] else others).append(phase)
+            if phase.attributes["gyre.stage"] != stage or (phase.step or 0) < row["step"]:
+                others.append(phase)
+            elif phase.step == row["step"]:
+                step.parts.append(phase)
+            else:  # rollouts that ran ahead wait for their step
+                ahead.append(phase)
+        step.cover()
         self._ended = ahead
         return [make_trace(phase) for phase in [*others, step]]
 
