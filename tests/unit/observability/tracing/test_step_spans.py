@@ -54,6 +54,24 @@ def test_a_step_holds_its_phases_and_they_hold_theirs() -> None:
     assert [shape(spans) for spans in steps.rest()] == ["export"] and steps.rest() == []
 
 
+def test_what_ends_after_the_last_step_of_a_stage_is_of_no_step_of_the_next() -> None:
+    """Though its number comes again there."""
+    steps = StepSpans()
+    steps.take({"kind": "stage.started", "stage": "cold_start"})
+    steps.take(done(10.0, 1.0, step=2) | {"stage": "cold_start"})
+    steps.take(ended("evaluate", 11.0, 1.0, step=2))
+    steps.take({"kind": "stage.started", "stage": "main"})
+    steps.take(ended("rollout", 12.0, 1.0, step=1))
+    assert [shape(spans) for spans in steps.take(done(12.0, 1.0, step=1))] == [
+        "evaluate",
+        ("train_step", "rollout"),
+    ]
+    steps.take(ended("rollout", 13.0, 1.0, step=2))
+    assert [shape(spans) for spans in steps.take(done(13.0, 1.0, step=2))] == [
+        ("train_step", "rollout")
+    ]
+
+
 pauses = st.floats(0.0, 0.01)
 
 
