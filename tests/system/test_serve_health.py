@@ -18,6 +18,8 @@ from system_models import save_checkpoint
 from scraped import counts_changed, read_samples
 from served import Served, serving
 
+pytestmark = pytest.mark.slow  # `make test` has the servers of test_serve.py
+
 ASKED = {
     "model": "qwen",
     "messages": [{"role": "user", "content": "How many apples are left?"}],

@@ -28,6 +28,8 @@ from gyre.distributed.rendezvous.pod_records import Superseded
 from offers import registered_offer, same_offer
 from rendezvous_cases import LEASE_S, SOON_S, Meeting, go, meet_at_etcd
 
+pytestmark = pytest.mark.slow  # `make test` has the suite over a sound etcd
+
 PREFIX = "/gyre/run/"
 
 
