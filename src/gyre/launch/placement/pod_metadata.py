@@ -12,13 +12,12 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
 
-from gyre.core.errors import DeadlineError, InputError
+from gyre.core.errors import DeadlineError, InputError, RankError
 from gyre.core.events import Emit
 from gyre.core.offers import Offer
 from gyre.distributed.config import RendezvousConfig
@@ -67,8 +66,8 @@ class PodMetadata:
             deadline_s=config.deadline_s,
         )
         self._deadline_s = config.deadline_s
-        self._epoch: int | None = None  # that this process publishes under
-        self._notes: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue(maxsize=64)
+        # epochs and versions that this engine has come to serve
+        self._notes: asyncio.Queue[tuple[int, int]] = asyncio.Queue(maxsize=64)
         self._writer: asyncio.Task[None] | None = None
 
     async def join(self) -> None:
@@ -99,9 +98,8 @@ class PodMetadata:
 
     async def _publish(self, offer: Offer) -> None:
         epoch = offer.manifest.epoch
-        if self._epoch != epoch:
-            await self._store.claim_epoch(epoch)
-            self._epoch = epoch
+        # each time: what a newer publisher is at would keep an older one from being told so
+        await self._store.claim_epoch(epoch)
         await self._begin_update(epoch, offer.version)
         await self._store.publish_offer(offer)
 
@@ -127,15 +125,20 @@ class PodMetadata:
     def note_serving(self, epoch: int, version: int) -> None:
         """Say which version this engine serves, as soon as the rendezvous takes it."""
         try:
-            self._notes.put_nowait(self._store.note_receiver(epoch, version, "committed"))
+            self._notes.put_nowait((epoch, version))
         except asyncio.QueueFull:
             self._emit("drop.rendezvous_notes", count=1)
 
     async def _write(self) -> None:
         while True:
-            note = await self._notes.get()
-            await self._try(note, "version of a receiver")
-            self._notes.task_done()
+            epoch, version = await self._notes.get()
+            what = f"version {version} of a receiver"
+            try:
+                await self._try(self._store.note_receiver(epoch, version, "committed"), what)
+            except RankError as error:  # its record is another process's now
+                self._emit("rendezvous.not_told", what=what, reason=str(error))
+            finally:
+                self._notes.task_done()
 
     async def _try(self, call: Awaitable[None], what: str) -> None:
         try:
