@@ -399,6 +399,8 @@ def test_a_bad_override_is_refused_as_the_file_would_be(tmp_path):
         ("model=3", "model = 3: need a table"),
         ("cluster.num_workers=2", "give kind = 'ray'"),
         ("cluster.kind=slurm", "need 'inline', 'ray' or 'pod'"),
+        ("cluster.colocated=false", "kind = 'inline' does not use colocated"),
+        ("cluster.rendezvous.lease_s=3", "kind = 'inline' does not use rendezvous"),
     ]:
         with pytest.raises(ConfigError, match=re.escape(words)):
             load_run_config(path, [override])

@@ -83,6 +83,10 @@ class ClusterConfig(Section):
             )
         if self.kind == "pod" and self.address:
             raise ValueError("kind = 'pod' works on this host: leave address out")
+        changed = not self.colocated or self.rendezvous != RendezvousConfig()
+        if changed and self.kind != "pod":
+            key = "rendezvous" if self.colocated else "colocated"
+            raise ValueError(f"kind = '{self.kind}' does not use {key}: give kind = 'pod'")
         if self.members_address and self.kind != "pod":
             raise ValueError(
                 f"kind = '{self.kind}' has no members of other hosts: give kind = 'pod' for "

@@ -271,10 +271,11 @@ class RayCluster:
         return sum(node["Alive"] for node in self._ray.nodes())
 
     async def start(self, spec: RoleSpec) -> WorkerHandle:
-        if spec.interpreter or spec.limits != ProcessLimits():
+        if spec.interpreter or spec.limits != ProcessLimits() or spec.devices:
+            own = spec.interpreter or ("GPUs of a number" if spec.devices else "limits of its own")
             raise ConfigError(
-                f"worker {spec.name} is to run in {spec.interpreter or 'limits of its own'}, and "
-                "Ray's workers run in the environment and the limits of their node",
+                f"worker {spec.name} is to run in {own}, and Ray's workers run in the environment, "
+                "the limits and the GPUs of their node",
                 hint='start it with cluster.kind = "pod"',
             )
         actor_class = self._remote(Actor)
