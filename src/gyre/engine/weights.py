@@ -89,10 +89,7 @@ class EngineWeights:
         version is a no-op; another that was prepared is given up first. InputError for one of an
         older publisher, unless it is the last version and `reverts`."""
         manifest = offer.manifest
-        if reverts:
-            self.state.refuse_revert(manifest)
-        else:
-            self.state.refuse_stale(manifest)
+        self.state.refuse(manifest, reverts=reverts)
         prepared = Prepared(epoch=manifest.epoch, version=manifest.version)
         if self.state.prepared == prepared:
             return

@@ -89,6 +89,14 @@ class ReceiverState:
                 "higher",
             )
 
+    def refuse(self, manifest: Manifest, *, reverts: bool) -> None:
+        """Raise InputError for a manifest that a receiver may not prepare. `reverts`: it is of the
+        version that served before."""
+        if reverts:
+            self.refuse_revert(manifest)
+        else:
+            self.refuse_stale(manifest)
+
     def refuse_revert(self, manifest: Manifest) -> None:
         """Raise InputError unless the manifest is of the version that served before this one."""
         if manifest.version != self.last:

@@ -180,10 +180,7 @@ class ScriptedEngine:
                 reason="as told",
             )
             raise RuntimeError(f"the fake engine was told not to take version {manifest.version}")
-        if reverts:
-            self._state.refuse_revert(manifest)
-        else:
-            self._state.refuse_stale(manifest)
+        self._state.refuse(manifest, reverts=reverts)
         verify_manifest(manifest, offer.source.tensors)  # type: ignore[union-attr]
         self._state = self._state.after(Prepared(epoch=manifest.epoch, version=manifest.version))
 

@@ -200,10 +200,7 @@ class VllmEngine:
     async def prepare(self, offer: Offer, *, reverts: bool = False) -> None:
         process = self._need_started("prepare")
         manifest = offer.manifest
-        if reverts:
-            self._state.refuse_revert(manifest)
-        else:
-            self._state.refuse_stale(manifest)
+        self._state.refuse(manifest, reverts=reverts)
         prepared = Prepared(epoch=manifest.epoch, version=manifest.version)
         if self._state.prepared == prepared:
             return
