@@ -72,7 +72,8 @@ def plan_run(
         engines_alone=alone,
         lie_apart=apart,
     )
-    inputs = replace(inputs, engines=ranks + config.cluster.engine_workers)
+    beside = 0 if is_pod and config.cluster.engine_workers else ranks
+    inputs = replace(inputs, engines=beside + config.cluster.engine_workers)
     if is_pod and inputs.online:
         size_bytes = SLOTS * inputs.model.num_parameters * ITEM_BYTES[dtype]
         remark = (
