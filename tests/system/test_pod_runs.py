@@ -75,7 +75,9 @@ def test_the_config_of_the_pod_runs(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "arith_grpo_pod"
     published = [row["version"] for row in events_of(run, "weights.published")]
     assert len(published) == 3 and published[0] == 10 and published == sorted(published)
-    assert [row["store"] for row in events_of(run, "rendezvous.opened")] == ["store"]
+    (opened,) = events_of(run, "rendezvous.opened")
+    assert opened["store"] == "store" and opened["place"].startswith("127.0.0.1:")
+    assert "rendezvous.opened: store=store" in answer.err
 
 
 @pytest.mark.parametrize("zero", [1, 3])

@@ -27,6 +27,8 @@ from gyre.observability.progress.state import CONTRADICTION, LiveState, advance,
 ECHO_COLUMNS = 5  # that stay free to the right of the panel, for ^C^C
 MOST_KINDS = 3  # of counted events that the end of a run names
 SPARKS = "▁▂▃▄▅▆▇█"
+# events that a person who waits is to see, though nothing is wrong
+ANNOUNCED = ("engine.installing", "rendezvous.opened")
 SHOWN = (
     ("reward", "reward"),
     ("accuracy", "accuracy"),
@@ -108,6 +110,8 @@ class LineProgress:
             self._repeated.clear()
         elif kind == "trace.written":
             self._print("\n".join(trace_lines(row)))
+        elif kind in ANNOUNCED:
+            self._print(f"{kind}: {event_detail(row)}")
         elif kind == "attempt.started" and row.get("resumed_from"):
             self._print(f"resumed as attempt {row['attempt']}")
         if failure:
@@ -163,7 +167,7 @@ class PanelProgress:
             self._console.print(
                 "\n".join(trace_lines(row)), markup=False, highlight=False, soft_wrap=True
             )
-        if row["kind"] == "warn.steps_lost":
+        if row["kind"] in ("warn.steps_lost", *ANNOUNCED):
             self._console.print(
                 f"{row['kind']}: {event_detail(row)}", markup=False, highlight=False, soft_wrap=True
             )
