@@ -43,6 +43,11 @@ def find_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def build_of(config: RunConfig) -> VllmBuild:
+    """Return the version of vLLM for the run's device."""
+    return build_for(find_device() if config.run.device == "auto" else config.run.device)
+
+
 def ensure_environment(config: RunConfig, build: VllmBuild, emit: Emit) -> Path:
     """Return the environment's folder; makes a missing one. ConfigError where that fails."""
     named = config.engine.vllm.environment
@@ -69,8 +74,7 @@ def make_vllm_role(
 ) -> RoleSpec:
     """Return the role of one vLLM engine. `scratch` is a folder of the run, into which the model's
     config.json goes: weights come with the first hand-over."""
-    device = find_device() if config.run.device == "auto" else config.run.device
-    build = build_for(device)
+    build = build_of(config)
     refuse_unsupported(config.engine, spec, build)
     environment = ensure_environment(config, build, emit)
     scratch.mkdir(parents=True, exist_ok=True)
@@ -106,7 +110,7 @@ def make_vllm_role(
         builder=BUILDER,
         arguments={"role_json": msgspec.json.encode(role).decode()},
         environment=process_variables(build, threads=threads, eager=vllm.enforce_eager),
-        gpus=1.0 if device == "cuda" else 0.0,
+        gpus=1.0 if build.device == "cuda" else 0.0,
         cpus=config.cluster.cpus_per_worker,
         deadline_s=config.cluster.start_deadline_s,
         interpreter=str(python_of(environment)),

@@ -34,7 +34,7 @@ from gyre.launch.placement.pod_members import PodMembers
 from gyre.launch.placement.pod_metadata import PodMetadata, open_rendezvous
 from gyre.launch.placement.step_exports import make_exports
 from gyre.launch.placement.worker import WorkerSpec
-from gyre.launch.sidecar import make_vllm_role
+from gyre.launch.sidecar import build_of, ensure_environment, make_vllm_role
 from gyre.launch.stages import Stage
 from gyre.loop.ports import StageParts
 from gyre.observability.hardware import describe_hardware
@@ -143,6 +143,8 @@ class WorkerPlacement:
         dtype = dtype_name(self._machine)
         self._members = self._fleet.open_members(self._folder, facts, dtype)
         self._store = hold_store(self._fleet.host, timeout_s=self._settings.start_deadline_s)
+        if self._config.engine.kind == "vllm":  # minutes, and no lease is kept alive meanwhile
+            ensure_environment(self._config, build_of(self._config), self._emit)
         if not self._fleet.ranks_have_engines:
             await self._join_pod()
         names = [f"worker-{rank}" for rank in range(self._fleet.num_workers)]
@@ -388,7 +390,7 @@ class WorkerPlacement:
         )
 
     def _vllm_role(self, name: str) -> RoleSpec:
-        """Return the role of a vLLM engine; makes its environment where it is missing."""
+        """Return the role of a vLLM engine, whose environment `open` has made."""
         facts = self._facts
         assert facts is not None
         return make_vllm_role(
