@@ -17,6 +17,7 @@ from gyre.cluster.worker.endpoints import EngineEndpoint
 from gyre.cluster.worker.server import Context
 from gyre.core.offers import Offer
 from gyre.core.records import DeviceHoldings, Phase
+from gyre.observability.spans import ActivityClock
 from gyre.sidecars.vllm.engine import VllmEngine
 from gyre.sidecars.vllm.llm import VllmRole, import_vllm
 from gyre.sidecars.vllm.versions import VllmBuild
@@ -29,6 +30,7 @@ async def build_vllm_engine(context: Context, *, role_json: str) -> VllmWorker:
     build = await asyncio.to_thread(import_vllm)
     seconds = time.monotonic() - begun_s
     context.emit("engine.loaded", load_format="vllm", imports_s=imports_s, seconds=seconds)
+    ActivityClock(context.emit).begin("dummy_start", ago_s=imports_s + seconds).end()
     return VllmWorker(context, role, build)
 
 
@@ -38,6 +40,7 @@ class VllmWorker:
 
     def __init__(self, context: Context, role: VllmRole, build: VllmBuild) -> None:
         self._role = role
+        self._activities = ActivityClock(context.emit)
         self._vllm = VllmEngine(
             role.settings,
             build,
@@ -46,7 +49,9 @@ class VllmWorker:
             drain_deadline_s=role.drain_deadline_s,
             version=role.version,
         )
-        self.engine = EngineEndpoint(self._vllm, ticks=lambda: context.ticks)
+        self.engine = EngineEndpoint(
+            self._vllm, ticks=lambda: context.ticks, activities=self._activities
+        )
         self._receive, self.engine.prepare = self.engine.prepare, self._prepare
 
     async def begin(
@@ -76,13 +81,15 @@ class VllmWorker:
 
     async def end(self, last: bool) -> None:
         """End a stage."""
-        await self._vllm.terminate()
+        await self.engine.terminate()
 
     async def park(self, level: int) -> None:
-        await self._vllm.park(level)
+        with self._activities.timing("park"):
+            await self._vllm.park(level)
 
     async def wake(self) -> None:
-        await self._vllm.wake()
+        with self._activities.timing("wake"):
+            await self._vllm.wake()
 
     async def _prepare(self, offer: Offer) -> None:
         """Start vLLM where it is not: one that was started anew catches up without a phase."""
@@ -91,13 +98,13 @@ class VllmWorker:
 
     async def _take_memory(self) -> None:
         if not self._vllm.is_started:
-            await self._vllm.start(dummy=True)
+            await self.engine.start(True)
         elif self._vllm.is_parked:
-            await self._vllm.wake()
+            await self.wake()
 
     async def _give_back(self) -> None:
         match self._role.during_training:
             case "terminate":
-                await self._vllm.terminate()
+                await self.engine.terminate()
             case "sleep" if self._vllm.is_started and not self._vllm.is_parked:
-                await self._vllm.park(2)
+                await self.park(2)
