@@ -1,5 +1,6 @@
 """Worker extension: how a version's numbers get into vLLM's workers. In: calls by collective_rpc
-with an offer as JSON. Out: JSON, "" or the error; the bytes of a process on its device. vLLM mixes the class into its worker's.
+with an offer as JSON. Out: JSON, "" or the error; a process's bytes on its
+device. vLLM mixes the class into its worker's.
 
 No weight crosses a process by pickle or a socket: each worker opens the publisher's shared memory,
 or the folder, by itself. The numbers go in by vLLM's own layerwise reload, which keeps the
@@ -134,8 +135,8 @@ class WeightUpdates:
 
 
 def _device_bytes(worker: Any) -> int:
-    """Return the driver's reading for this process. Where the driver does not know it by its id, as
-    in a container that hides those of the host: what vLLM's allocators hold, without the context."""
+    """Return the driver's reading for this process. In a container that hides the host's process
+    ids it has none: then what vLLM's allocators hold, without the context."""
     device = worker.device
     if device.type != "cuda":
         return 0
