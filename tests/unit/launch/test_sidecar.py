@@ -69,6 +69,7 @@ def test_a_role_has_the_sizes_of_the_config_and_its_own_environment(tmp_path: Pa
     )
     assert made.interpreter == str(tmp_path / "env" / "bin" / "python")
     assert made.limits.cores == (0,) and made.environment["OMP_NUM_THREADS"] == "1"
+    assert made.environment["NCCL_NVLS_ENABLE"] == "0", "NVLink multicast"
     role = msgspec.json.decode(made.arguments["role_json"], type=VllmRole)
     arguments = engine_arguments(role.settings, CPU)
     assert arguments["max_num_seqs"] == 4 and arguments["kv_cache_memory_bytes"] == 1 << 20

@@ -68,8 +68,7 @@ class VllmWorker:
     async def enter(
         self, phase: Phase, step: int, neighbor_bytes: int | None = None
     ) -> DeviceHoldings:
-        """Take or give back memory for a phase. Only vLLM's processes know what is held
-        afterwards: no bytes are reported."""
+        """Take or give back memory for a phase."""
         if phase in ("handover", "rollout", "evaluate"):
             await self._take_memory()
         elif phase == "train":
@@ -77,7 +76,7 @@ class VllmWorker:
         return await self.holdings()
 
     async def holdings(self) -> DeviceHoldings:
-        return DeviceHoldings()
+        return await self._vllm.holdings()
 
     async def end(self, last: bool) -> None:
         """End a stage."""

@@ -21,6 +21,7 @@ from gyre.core.errors import DeadlineError, InputError, RankError
 from gyre.core.events import Emit
 from gyre.core.offers import FolderTensors, Offer
 from gyre.core.records import (
+    DeviceHoldings,
     EngineStats,
     Finish,
     Health,
@@ -267,6 +268,13 @@ class VllmEngine:
         """Take the memory again after `park`."""
         await self._need_started("wake").wake_up()
         self._is_parked = False
+
+    async def holdings(self) -> DeviceHoldings:
+        """Return what vLLM's processes have on their device; nothing where it is not started."""
+        if self._process is None:
+            return DeviceHoldings()
+        held = await self._process.device_bytes()
+        return DeviceHoldings(component_bytes=held, process_bytes=held)
 
     @property
     def is_started(self) -> bool:

@@ -186,24 +186,17 @@ class LlmProcess:
     async def call_workers(self, method: str, *args: Any) -> None:
         """Call a method of the worker extension on every rank. The first error is raised as what
         it was."""
-        deadline_s = self._settings.update_deadline_s
-        try:
-            told = await asyncio.wait_for(
-                self.llm.collective_rpc(method, args=args), timeout=deadline_s
-            )
-        except TimeoutError:
-            raise DeadlineError(
-                f"vLLM's workers had not answered '{method}' after {deadline_s:g} s",
-                hint="a higher engine.vllm.update_deadline_s allows more time",
-            ) from None
-        except Exception as error:
-            raise RankError(f"vLLM's workers cannot be called: {error}") from error
+        told = await self._ask_workers(method, *args)
         for rank, answer in enumerate(told):
             if answer:
                 name, message, hint = msgspec.json.decode(answer, type=tuple[str, str, str])
                 kind = getattr(errors, name, RankError) if name else RankError
                 assert issubclass(kind, GyreError)
                 raise kind(f"vLLM's worker {rank}: {message}", hint=hint)
+
+    async def device_bytes(self) -> int:
+        """Return what vLLM's workers have on their devices, of the one with most."""
+        return max(await self._ask_workers("gyre_device_bytes"))
 
     async def pause(self) -> None:
         """Let no step begin, and drop cached KV: it is of the weights that go."""
@@ -221,6 +214,21 @@ class LlmProcess:
 
     async def wake_up(self) -> None:
         await asyncio.wait_for(self.llm.wake_up(), self._settings.update_deadline_s)
+
+    async def _ask_workers(self, method: str, *args: Any) -> list[Any]:
+        """Return the answer of each rank."""
+        deadline_s = self._settings.update_deadline_s
+        try:
+            return await asyncio.wait_for(
+                self.llm.collective_rpc(method, args=args), timeout=deadline_s
+            )
+        except TimeoutError:
+            raise DeadlineError(
+                f"vLLM's workers had not answered '{method}' after {deadline_s:g} s",
+                hint="a higher engine.vllm.update_deadline_s allows more time",
+            ) from None
+        except Exception as error:
+            raise RankError(f"vLLM's workers cannot be called: {error}") from error
 
     def _make(self) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
