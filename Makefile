@@ -111,6 +111,7 @@ bench-gpus:
 	cd bench && PYTHONPATH=../src python3 pod_handover.py $(RECORD)
 	cd bench && PYTHONPATH=../src python3 snapshot.py --to build/snapshots $(RECORD)
 	cd bench && PYTHONPATH=../src python3 ring.py --config ../configs/grpo_8b_ray.toml $(RECORD)
+	cd bench && PYTHONPATH=../src python3 async_ring.py --completions 512 --leg-s 900 $(RECORD)
 
 bench: install
 	$(BIN)/python bench/sandbox.py
