@@ -13,11 +13,12 @@ The pool's router sees these bounds, which spread the load over two engines a li
 
 A step lasts from one `step.done` to the next. The first `--warm-up` steps are left out: they lock
 pages and capture graphs. A leg is killed at its last step, before it saves anything, and at
-`--leg-s`; what it has told by then counts. The limit is the longer of rollout and training.
+`--leg-s`; the steps that it has done by then count. The limit is the longer of rollout and
+training.
 
 Prediction, before the first run, with 128 completions: rollouts take 1.6 times as long as training,
 since the longest completion decodes alone for most of them. So 1.6 times the synchronous rate, less
-a hand-over. Colocated lies between: its training is halved, its rollouts are hardly shorter.
+a hand-over. Colocated is between them: its training is halved, its rollouts are hardly shorter.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ LOOK_S, GONE_S = 0.25, 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogNormal:
-    """Lengths whose logarithms are normal, from `least` to `most`, which lie two deviations from
+    """Lengths whose logarithms are normal, from `least` to `most`, which are two deviations from
     the median."""
 
     least: int
@@ -277,7 +278,7 @@ def steps_of(run_folder: Path) -> list[dict[str, Any]]:
 
 
 def read_leg(rows: list[dict[str, Any]], warm_up: int) -> dict[str, Any]:
-    """Return what a leg told of its steps behind the warm-up; of one step if there is no other."""
+    """Return a leg's numbers, of its steps behind the warm-up or of the last one."""
     steps = [row for row in rows if row["kind"] == "step.done"]
     first = min(warm_up, len(steps) - 1)
     begun, counted = steps[first - 1] if first else None, steps[first:]

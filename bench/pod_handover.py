@@ -13,9 +13,10 @@ its bucket sizes is fastest. In the end both engines must have the same bytes fr
 The limit: half of the bytes over each GPU's PCIe link, at the rate of a page-locked copy that both
 GPUs make at once. The other half can come from the neighbor by NVLink.
 
-Prediction, before the first run on GPUs: 0.37 s, as one engine takes 0.35 s for all bytes over its
-link. The peer 0.6 s: 0.15 s over the links, 0.05 s of broadcasts, 0.03 s of copies, and as much
-again for its buffers, messages and collections of garbage, which alone take 0.3 s on a CPU.
+Prediction, before the first run on GPUs: 0.33 s, as an engine takes 0.30 s for all bytes over its
+link, and keeps and verifies beside that. The peer 0.6 s: 0.15 s over the links, 0.05 s of
+broadcasts, 0.03 s of copies, and as much again for its buffers, messages and collections of
+garbage, which alone take 0.3 s on a CPU.
 """
 
 from __future__ import annotations
