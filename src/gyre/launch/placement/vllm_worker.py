@@ -52,6 +52,7 @@ class VllmWorker:
         self.engine = EngineEndpoint(
             self._vllm, ticks=lambda: context.ticks, activities=self._activities
         )
+        self._beginning: asyncio.Task[None] | None = None
         self._receive, self.engine.prepare = self.engine.prepare, self._prepare
 
     async def begin(
@@ -62,7 +63,8 @@ class VllmWorker:
         snapshot: str,
         neighbor_bytes: int = 0,
     ) -> int:
-        """Begin a stage; the weights come by its first hand-over."""
+        """Begin a stage, and vLLM's start; the weights come by the first hand-over."""
+        self._begin_start()
         return version
 
     async def enter(
@@ -95,7 +97,18 @@ class VllmWorker:
         await self._take_memory()
         await self._receive(offer)
 
+    def _begin_start(self) -> None:
+        """Let processes, imports and initialization go on while the policy trains."""
+        if self._vllm.begin_start():
+            self._beginning = asyncio.create_task(self._dummy_start())
+
+    async def _dummy_start(self) -> None:
+        with self._activities.timing("dummy_start"):
+            await self._vllm.wait_until_begun()
+
     async def _take_memory(self) -> None:
+        if self._beginning is not None and self._beginning.done():
+            self._beginning.result()  # it may have raised
         if not self._vllm.is_started:
             await self.engine.start(True)
         elif self._vllm.is_parked:
@@ -105,5 +118,6 @@ class VllmWorker:
         match self._role.during_training:
             case "terminate":
                 await self.engine.terminate()
+                self._begin_start()
             case "sleep" if self._vllm.is_started and not self._vllm.is_parked:
                 await self.park(2)
