@@ -197,10 +197,10 @@ def test_a_start_that_has_begun_waits_for_its_memory(sidecar: Sidecar) -> None:
         assert await call("begin", "main", "{}", 7, "") == 7
         while ("pod.activity", "dummy_start") not in [
             (kind, fields.get("activity")) for kind, fields in sidecar.events
-        ]:
-            await asyncio.sleep(0.05)  # `go` has the deadline
+        ]:  # `go` has the deadline
+            assert (await call("engine.health")).reason == "the engine is not started"
+            await asyncio.sleep(0.05)
         assert vllm_processes(own)
-        assert (await call("engine.health")).reason == "the engine is not started"
 
     go(main())
 
