@@ -26,6 +26,7 @@ from gyre.memory.errors import refuse_unowned
 from gyre.memory.probe import read_host
 
 COMPONENT = "engine.vllm"  # weights, KV, graphs and contexts: vLLM does not part them
+OTHER_PROCESS = "its figure is below the allocators': another process has this id for it"
 OPEN_S = 30.0  # longest wait for NVML
 POLL_S = 0.05  # between two looks at memory that is on its way back
 
@@ -41,6 +42,7 @@ class ProcessBytes:
     device: str  # NVML's name of it; "" for a CPU
     driver_bytes: int | None  # by the driver, contexts included; None where it does not say
     allocator_bytes: int
+    why_missing: str = ""  # the driver's figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +147,8 @@ class VllmMemory:
         self._beyond_bytes = 0
         counted = read_from(processes)
         if counted == "allocators":
-            reason = "it names no bytes of vLLM's processes, as in a container without their ids"
-            self._do_without("driver", reason)
+            found = [one.why_missing for one in processes if one.driver_bytes is None]
+            self._do_without("driver", found[0] if found else OTHER_PROCESS)
         use = None if self._read is None else self._read()
         if use is None:
             return

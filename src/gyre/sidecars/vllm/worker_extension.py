@@ -144,24 +144,29 @@ def _process_bytes(worker: Any) -> ProcessBytes:
     cumem = importlib.import_module("vllm.device_allocator.cumem").CuMemAllocator.get_instance()
     asleep = sum(data.handle[1] for data in cumem.pointer_to_data.values() if data.is_asleep)
     name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    driver_bytes, why_missing = _ask_driver(name)
     return ProcessBytes(
         device=name,
-        driver_bytes=_driver_bytes(name),
+        driver_bytes=driver_bytes,
         allocator_bytes=torch.cuda.memory_reserved(device) - asleep,
+        why_missing=why_missing,
     )
 
 
-def _driver_bytes(device: str) -> int | None:
+def _ask_driver(device: str) -> tuple[int | None, str]:
+    """Return the driver's figure for this process, or why there is none."""
     nvml = importlib.import_module("vllm.third_party.pynvml")
-    nvml.nvmlInit()
     try:
+        nvml.nvmlInit()  # stays open: opening takes longer than a reading
         handle = nvml.nvmlDeviceGetHandleByUUID(device.encode())
-        for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if process.pid == os.getpid():
-                return process.usedGpuMemory
-    finally:
-        nvml.nvmlShutdown()
-    return None
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except nvml.NVMLError as error:
+        return None, f"NVML: {error}"
+    for process in running:
+        if process.pid == os.getpid():
+            found = process.usedGpuMemory
+            return found, "it does not say how much" if found is None else ""
+    return None, "it knows no process of this id, as in a container that hides the host's"
 
 
 def _updates(worker: Any) -> WeightUpdates:

@@ -30,7 +30,12 @@ TOTAL = 80_000 * MIB
 
 def process(allocated: int, driver: int | None = None, device: str = DEVICE) -> ProcessBytes:
     driver_bytes = None if driver is None else driver * MIB
-    return ProcessBytes(device=device, driver_bytes=driver_bytes, allocator_bytes=allocated * MIB)
+    return ProcessBytes(
+        device=device,
+        driver_bytes=driver_bytes,
+        allocator_bytes=allocated * MIB,
+        why_missing="" if driver_bytes else "no process of this id",
+    )
 
 
 class Device:
@@ -143,7 +148,19 @@ def test_without_the_drivers_word_the_start_is_measured_beyond_the_allocators() 
     asyncio.run(main())
     assert [row["read_from"] for row in device.rows("memory")] == ["allocators"] * 2
     (missing,) = device.rows("fallback.device_reading")
-    assert missing["what"] == "driver" and "container" in missing["reason"]
+    assert missing["what"] == "driver" and "another process has this id" in missing["reason"]
+
+
+def test_the_driver_says_why_it_has_no_figure() -> None:
+    device = Device(others=100)
+
+    async def main() -> None:
+        await device.memory.begin(0)
+        await device.start(1000, process(600))
+
+    asyncio.run(main())
+    (missing,) = device.rows("fallback.device_reading")
+    assert missing == {"what": "driver", "reason": "no process of this id"}
 
 
 def test_a_device_that_cannot_be_read_is_named_once_and_proves_nothing() -> None:
