@@ -63,6 +63,7 @@ class VllmWorker:
             held_bytes=self._held_bytes,
         )
         self._receive, self.engine.prepare = self.engine.prepare, self._prepare
+        self._start_engine, self.engine.start = self.engine.start, self._start
 
     async def begin(
         self,
@@ -115,10 +116,13 @@ class VllmWorker:
         await self._take_memory()
         await self._receive(offer)
 
+    async def _start(self, dummy: bool) -> None:
+        await self._start_engine(dummy)
+        await self._memory.note_start()
+
     async def _take_memory(self) -> None:
         if not self._vllm.is_started:
-            await self.engine.start(True)
-            await self._memory.note_start()
+            await self._start(True)
         elif self._vllm.is_parked:
             await self.wake()
 
