@@ -16,6 +16,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
 from system_runs import events_of, gyre, read_story, write_config
 
+from gyre.observability.events import read_events
+from gyre.observability.report.pod import pod_timeline
+from gyre.observability.report.story import tell
 from vllm_sidecar import environment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -55,7 +58,8 @@ def test_a_run_turns_with_vllm_on_the_trainers_device(tmp_path: Path, during_tra
     assert max(gaps) < 0.5, gaps
     versions = [row["version"] for row in events_of(run, "weights.published")]
     assert versions == list(range(STEPS + 1))
-    rows = [row for row in events_of(run, "memory") if row["step"] >= 2]
+    of_steps = [row for row in events_of(run, "memory") if row["step"] >= 2]
+    rows = [row for row in of_steps if row["worker"] == "worker-0"]
     free = {
         phase: [row["device_free_bytes"] for row in rows if row["phase"] == phase]
         for phase in ("train", "rollout")
@@ -63,3 +67,34 @@ def test_a_run_turns_with_vllm_on_the_trainers_device(tmp_path: Path, during_tra
     # vLLM's KV alone is 512 MiB
     assert min(free["train"]) > max(free["rollout"]) + 256 * MIB, free
     assert max(free["train"]) - min(free["train"]) <= 64 * MIB, free
+    look_at_vllms_memory(run, during_training)
+
+
+def look_at_vllms_memory(run: Path, during_training: str) -> None:
+    """What vLLM says that it has is what the device has beside the rank's: each release is proved, and
+    told as an activity with its bytes."""
+    rows = [
+        row for row in events_of(run, "memory") if row["worker"] == "engine-0" and row["step"] >= 2
+    ]
+    held = {
+        phase: [row["owners"]["engine.vllm"]["device"] for row in rows if row["phase"] == phase]
+        for phase in ("train", "rollout")
+    }
+    assert min(held["rollout"]) > 512 * MIB, held
+    assert max(held["train"]) < min(held["rollout"]) - 256 * MIB, held
+    if during_training == "terminate":
+        assert not any(held["train"]), held
+    missing = [row["what"] for row in events_of(run, "fallback.device_reading")]
+    assert "device" not in missing, "its ledger reads the device"
+    counted = {row["read_from"] for row in rows if row["phase"] == "rollout"}
+    assert counted == ({"allocators"} if "driver" in missing else {"driver"})
+    outside = [row["outside_bytes"] for row in rows]
+    assert max(map(abs, outside)) <= 1024 * MIB, outside
+    data = pod_timeline(tell(read_events(run / "events.jsonl")))
+    assert data is not None
+    told = {row["activity"]: row for row in data["rows"]}
+    leaves, comes = {"terminate": ("terminate", "dummy_start"), "sleep": ("park", "wake")}[
+        during_training
+    ]
+    assert told[leaves]["bytes"] > 256 * MIB and told[comes]["bytes"] > 256 * MIB, told
+    assert told["terminate" if leaves == "park" else "park"]["absent"]

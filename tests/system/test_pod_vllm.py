@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from system_runs import events_of, gyre, read_story, write_config
 
+from gyre.observability.events import read_events
+from gyre.observability.report.pod import pod_steps, pod_timeline
+from gyre.observability.report.story import tell
 from vllm_sidecar import environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -46,3 +49,23 @@ def test_a_policy_learns_from_rollouts_of_vllm(tmp_path: Path) -> None:
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
     versions = [row["version"] for row in events_of(run, "weights.published")]
     assert versions == list(range(15))
+    look_at_timeline(run)
+
+
+def look_at_timeline(run: Path) -> None:
+    """vLLM's process tells what it does as a native engine does; what it has not is said by name."""
+    story = tell(read_events(run / "events.jsonl"))
+    steps, data = pod_steps(story), pod_timeline(story)
+    assert len(steps) == 14 and data is not None
+    for step in steps:
+        told = {"train", "convert", "register", "update", "rollout", "wait_rollout"}
+        assert set(step.activities) - {"score"} == told
+        assert step.activities["update"].worker == "engine-0"
+        assert step.activities["update"].size_bytes
+        busy_s = sum(piece.end_s - piece.start_s for piece in step.lanes[0].pieces)
+        assert step.seconds / 10 < busy_s <= step.seconds * 1.001
+    rows = {row["activity"]: row for row in data["rows"]}
+    # imports and the start are before the first step: vLLM keeps its memory
+    assert rows["dummy_start"]["outside_s"] > 1.0
+    assert rows["dummy_start"]["absent"] == "outside of steps only"
+    assert rows["terminate"]["absent"] == "engines keep their processes and their memory"

@@ -181,6 +181,12 @@ def test_a_phase_and_a_sleep_level_that_it_has_not(sidecar: Sidecar) -> None:
         assert (await call("engine.health")).ok
 
     go(main())
+    rows = [fields for kind, fields in sidecar.events if kind == "memory"]
+    assert [row["phase"] for row in rows] == ["train", "handover", "rollout"]
+    held = [row["owners"]["engine.vllm"] for row in rows]
+    # a build for CPUs: its weights and KV are host memory, and nothing is on a device
+    assert all(row["read_from"] == "host" and "device_free_bytes" not in row for row in rows)
+    assert all(one["device"] == 0 and one["host"] > 16 << 20 for one in held)
 
 
 def test_a_start_that_has_begun_waits_for_its_memory(sidecar: Sidecar) -> None:

@@ -437,15 +437,21 @@ EVENTS = {
     # Memory
     "memory": EventKind(
         "Memory was measured at a phase change. Peaks are those of the phase that was left.",
-        "phase left step owners device_free_bytes device_peak_bytes host_rss_bytes"
+        "phase left step owners read_from? device_free_bytes? device_peak_bytes host_rss_bytes"
         " host_peak_rss_bytes unowned_bytes fragment_bytes outside_bytes neighbor_bytes"
-        " planned_working_bytes"
-        " planned_peak_device_bytes planned_peak_host_bytes budget_device_bytes"
-        " budget_host_bytes waited_s seconds",
+        " planned_working_bytes?"
+        " planned_peak_device_bytes? planned_peak_host_bytes? budget_device_bytes?"
+        " budget_host_bytes? waited_s seconds",
         own={
             "phase": Field("str", "", "phase that is entered"),
             "left": Field("str | null", "", "phase that was left"),
             "owners": Field("map", "bytes", "by component: bytes on device, host and disk"),
+            "read_from": Field(
+                "str",
+                "",
+                "of vLLM's processes: `driver`, `allocators` (and what their start took beyond), "
+                "`host` (a CPU: nothing is on a device), `none` (no process)",
+            ),
             "device_free_bytes": Field("int", "bytes", "free on the device"),
             "device_peak_bytes": Field("int", "bytes", "most that was taken on the device"),
             "host_rss_bytes": Field("int", "bytes", "resident memory of the process"),
@@ -463,6 +469,19 @@ EVENTS = {
             "budget_host_bytes": Field("int", "bytes", "budget of the host"),
             "waited_s": Field("float", "s", "time until the device showed the freed memory"),
             "seconds": Field("float", "s", "how long the change took, moves and proof together"),
+        },
+    ),
+    "fallback.device_reading": EventKind(
+        "A reading of vLLM's device memory is missing, and its ledger does without.",
+        "what reason",
+        counted=True,
+        own={
+            "what": Field(
+                "str",
+                "",
+                "driver: its figure for a process, whose allocators are counted instead; device: "
+                "releases are proved by the ranks' ledgers alone",
+            )
         },
     ),
     "memory.move": EventKind(

@@ -20,6 +20,7 @@ from gyre.models.hub.export import write_json
 from gyre.models.hub.folders import CONFIG_FILE
 from gyre.models.spec import ModelSpec, hub_config_from_spec
 from gyre.runconfig import RolloutEngineConfig, RunConfig
+from gyre.sidecars.vllm.device_memory import ProofLimits
 from gyre.sidecars.vllm.environment import (
     default_folder,
     find_environment,
@@ -104,6 +105,7 @@ def make_vllm_role(
         ),
         drain_deadline_s=engine.drain_deadline_s,
         during_training=vllm.during_training,
+        proof=_proof_limits(config),
         version=version,
     )
     return RoleSpec(
@@ -119,6 +121,13 @@ def make_vllm_role(
         deadline_s=config.cluster.start_deadline_s,
         interpreter=str(python_of(environment)),
         limits=ProcessLimits(data_bytes=vllm.data_bytes, cores=cores),
+    )
+
+
+def _proof_limits(config: RunConfig) -> ProofLimits:
+    return ProofLimits(
+        outside_tolerance_bytes=config.memory.outside_tolerance_bytes,
+        release_deadline_s=config.memory.release_deadline_s,
     )
 
 

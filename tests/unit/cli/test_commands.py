@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from gyre.cli.answer import answer
 from gyre.cli.main import app
 from gyre.core.errors import DeadlineError, GyreError
+from gyre.observability.events import EventLog
 
 COMMANDS = ("train", "plan", "eval", "chat", "score", "report", "doctor")
 SUM = '[model.shape]\nfamily = "qwen3"\n'
@@ -234,3 +235,20 @@ def test_a_run_on_ray_without_ray_says_what_to_install(monkeypatch, tmp_path):
     error = error_of(result)
     assert error["kind"] == "config" and "gyre-rl[cluster]" in error["hint"]
     assert not list(tmp_path.iterdir())
+
+
+def test_the_report_of_a_pod_has_its_timeline_in_each_form(tmp_path: Path) -> None:
+    """In the terminal, as JSON and in the page the same table and lanes; the path comes last."""
+    log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=iter(range(1, 9)).__next__)
+    log.emit("pod.activity", worker="worker-0", activity="train", seconds=1.0)
+    log.emit("pod.activity", worker="engine-0", activity="update", seconds=0.5, size_bytes=1536)
+    done = {"version": 1, "metrics": {}, "num_tokens": 1, "num_updates": 1, "seconds": 3.0}
+    log.emit("step.done", stage="main", step=1, **done)
+    log.close()
+    shown = invoke("report", tmp_path).stdout.splitlines()
+    assert shown[-1] == str(tmp_path / "report.html")
+    told = json.loads(invoke("report", tmp_path, "--json").stdout.splitlines()[-1])
+    assert told["report"] == shown[-1]
+    assert shown[:-2] == [*told["pod"]["table"], "", *told["pod"]["drawing"]]
+    assert any(line.startswith("U  update") and "1.5 KiB" in line for line in shown)
+    assert json.dumps(told["pod"]["drawing"][1])[1:-1] in (tmp_path / "report.html").read_text()

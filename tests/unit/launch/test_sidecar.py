@@ -15,6 +15,7 @@ from gyre.launch.sidecar import make_vllm_role, refuse_unsupported
 from gyre.models.config import ShapeConfig
 from gyre.models.spec import ModelSpec, spec_from_hub_config, spec_from_shape
 from gyre.runconfig import RolloutEngineConfig, RunConfig
+from gyre.sidecars.vllm.device_memory import ProofLimits
 from gyre.sidecars.vllm.environment import RECORD, EnvironmentRecord
 from gyre.sidecars.vllm.llm import VllmRole, VllmSettings, engine_arguments
 from gyre.sidecars.vllm.versions import build_for
@@ -55,6 +56,7 @@ def test_a_role_has_the_sizes_of_the_config_and_its_own_environment(tmp_path: Pa
             "model": {"path": "nowhere"},
             "objective": {"kind": "sft"},
             "engine": {"max_running": 4, "token_budget": 64, "vllm": vllm},
+            "memory": {"outside_tolerance_bytes": 7, "release_deadline_s": 2.5},
         }
     )
     made = make_vllm_role(
@@ -76,6 +78,7 @@ def test_a_role_has_the_sizes_of_the_config_and_its_own_environment(tmp_path: Pa
     assert arguments["load_format"] == "dummy" and arguments["dtype"] == "float32"
     assert arguments["logprobs_mode"] == "processed_logprobs"
     assert role.limits.eos_ids == (3,)
+    assert role.proof == ProofLimits(outside_tolerance_bytes=7, release_deadline_s=2.5)
     found = json.loads((tmp_path / "model" / "config.json").read_text())
     assert spec_from_hub_config(found) == spec_of()
 

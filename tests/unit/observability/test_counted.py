@@ -21,6 +21,7 @@ COUNTED = [
     "drop.stale",
     "drop.truncated",
     "drop.unscored",
+    "fallback.device_reading",
     "fallback.filter_by_score",
     "rollouts.refills_exhausted",
     "sandbox.call_refused",

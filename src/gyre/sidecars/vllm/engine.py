@@ -21,7 +21,6 @@ from gyre.core.errors import DeadlineError, InputError, RankError
 from gyre.core.events import Emit
 from gyre.core.offers import FolderTensors, Offer
 from gyre.core.records import (
-    DeviceHoldings,
     EngineStats,
     Finish,
     Health,
@@ -30,6 +29,7 @@ from gyre.core.records import (
     Request,
 )
 from gyre.observability.refusals import Refusals
+from gyre.sidecars.vllm.device_memory import ProcessBytes
 from gyre.sidecars.vllm.host_tensors import encode_offer
 from gyre.sidecars.vllm.llm import LlmProcess, VllmSettings
 from gyre.sidecars.vllm.requests import (
@@ -291,13 +291,23 @@ class VllmEngine:
         await self._need_started("wake").wake_up()
         self._is_parked = False
 
-    async def holdings(self) -> DeviceHoldings:
-        """Return what vLLM's processes have on their device: all that they may have while a start
-        waits for its memory."""
-        if self._process is None:
-            return DeviceHoldings(process_bytes=0 if self._begun is None else self._begun_bytes)
-        held = await self._process.device_bytes()
-        return DeviceHoldings(component_bytes=held, process_bytes=held)
+    @property
+    def begun_bytes(self) -> int:
+        """Return what a start that waits for its memory may have on the device at most."""
+        return 0 if self._begun is None else self._begun_bytes
+
+    async def device_bytes(self) -> list[ProcessBytes]:
+        """Return what each of vLLM's processes has on its device; nothing where it is not started,
+        or has died: `stats` says so to its owner."""
+        process = self._process
+        if process is None or process.has_died:
+            return []
+        try:
+            return await process.device_bytes()
+        except RankError:
+            if process.has_died:
+                return []
+            raise
 
     @property
     def is_started(self) -> bool:

@@ -22,6 +22,7 @@ import psutil
 from gyre.core import errors
 from gyre.core.errors import DeadlineError, GyreError, RankError
 from gyre.sidecars.vllm.config import DuringTraining
+from gyre.sidecars.vllm.device_memory import ProcessBytes, ProofLimits
 from gyre.sidecars.vllm.gate import Gate
 from gyre.sidecars.vllm.requests import TokenLimits
 from gyre.sidecars.vllm.versions import VllmBuild, find_build
@@ -60,6 +61,7 @@ class VllmRole:
     limits: TokenLimits
     drain_deadline_s: float
     during_training: DuringTraining
+    proof: ProofLimits = field(default_factory=ProofLimits)  # of its device memory
     version: int = 0  # of the weights in the settings' folder
 
 
@@ -242,9 +244,10 @@ class LlmProcess:
                 assert issubclass(kind, GyreError)
                 raise kind(f"vLLM's worker {rank}: {message}", hint=hint)
 
-    async def device_bytes(self) -> int:
-        """Return what vLLM's workers have on their devices, of the one with most."""
-        return max(await self._ask_workers("gyre_device_bytes"))
+    async def device_bytes(self) -> list[ProcessBytes]:
+        """Return what each of vLLM's workers says that it has on its device."""
+        found = await self._ask_workers("gyre_device_bytes")
+        return [msgspec.json.decode(answer, type=ProcessBytes) for answer in found]
 
     async def pause(self) -> None:
         """Let no step begin, and drop cached KV: it is of the weights that go."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from gyre.core.errors import GyreError, InputError, SnapshotError
 from gyre.core.offers import Offer
 from gyre.models.spec import ModelSpec, spec_from_hub_config
+from gyre.sidecars.vllm.device_memory import ProcessBytes
 from gyre.sidecars.vllm.host_tensors import decode_offer, hub_rows, open_tensors
 from gyre.weights.transports.opened import PartOpener
 
@@ -51,9 +52,9 @@ class WorkerExtension:
         """Forget what was prepared."""
         return _tell_error(_updates(self).rollback)
 
-    def gyre_device_bytes(self) -> int:
-        """Return what this process has on its device, context and graphs included."""
-        return _device_bytes(self)
+    def gyre_device_bytes(self) -> str:
+        """Return what this process has on its device, as JSON of a ProcessBytes."""
+        return msgspec.json.encode(_process_bytes(self)).decode()
 
 
 class WeightUpdates:
@@ -134,25 +135,38 @@ class WeightUpdates:
             head.quant_method.process_weights_after_loading(head)
 
 
-def _device_bytes(worker: Any) -> int:
-    """Return the driver's reading for this process. In a container that hides the host's process
-    ids it has none: then what vLLM's allocators hold, without the context."""
+def _process_bytes(worker: Any) -> ProcessBytes:
+    """Return what this process has on its device: by the driver, which in a container that hides
+    the host's process ids has no figure for it, and by vLLM's allocators, without the context."""
     device = worker.device
     if device.type != "cuda":
-        return 0
-    nvml = importlib.import_module("vllm.third_party.pynvml")
-    nvml.nvmlInit()
-    try:
-        uuid = torch.cuda.get_device_properties(device).uuid
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
-        for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if process.pid == os.getpid() and process.usedGpuMemory is not None:
-                return process.usedGpuMemory
-    finally:
-        nvml.nvmlShutdown()
+        return ProcessBytes(device="", driver_bytes=None, allocator_bytes=0)
     cumem = importlib.import_module("vllm.device_allocator.cumem").CuMemAllocator.get_instance()
     asleep = sum(data.handle[1] for data in cumem.pointer_to_data.values() if data.is_asleep)
-    return torch.cuda.memory_reserved(device) - asleep
+    name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    driver_bytes, why_missing = _ask_driver(name)
+    return ProcessBytes(
+        device=name,
+        driver_bytes=driver_bytes,
+        allocator_bytes=torch.cuda.memory_reserved(device) - asleep,
+        why_missing=why_missing,
+    )
+
+
+def _ask_driver(device: str) -> tuple[int | None, str]:
+    """Return the driver's figure for this process, or why there is none."""
+    nvml = importlib.import_module("vllm.third_party.pynvml")
+    try:
+        nvml.nvmlInit()  # stays open: opening takes longer than a reading
+        handle = nvml.nvmlDeviceGetHandleByUUID(device.encode())
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except nvml.NVMLError as error:
+        return None, f"NVML: {error}"
+    for process in running:
+        if process.pid == os.getpid():
+            found = process.usedGpuMemory
+            return found, "it does not say how much" if found is None else ""
+    return None, "it knows no process of this id, as in a container that hides the host's"
 
 
 def _updates(worker: Any) -> WeightUpdates:

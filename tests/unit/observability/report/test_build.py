@@ -300,9 +300,8 @@ def test_missing_pieces_leave_out_their_parts_only(tmp_path: Path) -> None:
     EventLog(tmp_path / "events.jsonl", attempt=1, check_schema=False).close()
     data = Page(write_report(tmp_path).read_text()).data
     assert data["panels"] == []
-    assert [data[part] for part in ("timeline", "memory", "samples", "overlap", "roles")] == [
-        None
-    ] * 5
+    parts = ("timeline", "memory", "samples", "overlap", "roles", "pod")
+    assert [data[part] for part in parts] == [None] * 6
     log = EventLog(tmp_path / "events.jsonl", attempt=1, clock=Clock(), check_schema=False)
     log.emit("step.done", step=1, stage="sft", metrics={"loss": 2.5, "bad": math.inf})
     (tmp_path / "config.toml").write_text("not = [toml")
