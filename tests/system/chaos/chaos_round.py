@@ -37,6 +37,7 @@ MEMBER_MEMORY = 'mount -t tmpfs none /dev/shm && exec "$@"'
 LOOK_S = 0.003
 RUN_S = 200.0  # for one run, with all its faults
 HOLD_S = 30.0  # longest that rollouts wait for a fault to be told
+MEMBER_WAIT_S = 5.0  # between two starts of a member
 AGAIN_S = 0.2  # before a victim that is not there is looked for again
 MOST_RESUMES = 10
 NAMED_ERROR = 2  # exit code of an error that a user can act on
@@ -109,6 +110,7 @@ class ChaosRound:
         self._mark = uuid.uuid4().hex
         self._member: subprocess.Popen[bytes] | None = None
         self._listening: Mapping[str, Any] = {}
+        self._member_s = 0.0  # when it was started
         self.found = Found(rows=self._tail.rows)
 
     def play(self) -> Found:
@@ -288,6 +290,9 @@ class ChaosRound:
             return
         if self._member is not None and self._member.poll() is None:
             return
+        if time.monotonic() < self._member_s + MEMBER_WAIT_S:
+            return
+        self._member_s = time.monotonic()
         words = ["sidecar", "join", self._listening["address"], "--token-file"]
         words += [self._listening["token_file"], "--name", f"a{self.found.num_members}"]
         # with a shared memory of its own weights can come by TCP alone
