@@ -42,6 +42,10 @@ class ProcessRole:
     def take(self, size_bytes: int) -> None:
         self._taken = bytearray(size_bytes)
 
+    def work(self, seconds: float) -> str:
+        time.sleep(seconds)  # the event loop stands still meanwhile
+        return "done"
+
     def start_child(self) -> tuple[int, int]:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         return os.getpid(), child.pid

@@ -60,7 +60,6 @@ def settings(folder: Path, shape: RunShape, rendezvous: dict[str, Any]) -> dict[
         "progress_tokens": 2,
         "max_restarts": 30,
         "hang_s": 6.0,
-        "call_deadline_s": 15.0,
     }
     if rendezvous:
         cluster["rendezvous"] = rendezvous

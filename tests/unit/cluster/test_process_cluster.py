@@ -19,7 +19,7 @@ from cluster_roles import HERE
 from gyre.cluster.process_cluster import ProcessCluster, describe_end, visible_devices
 from gyre.cluster.worker.process_group import find_members
 from gyre.cluster.worker.rpc import ask
-from gyre.core.errors import ConfigError, WorkerLost
+from gyre.core.errors import ConfigError, WorkerLate, WorkerLost
 from gyre.core.records import ProcessLimits, RoleSpec
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -134,6 +134,18 @@ def test_what_a_worker_has_started_ends_with_it(way: str) -> None:
         while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie":
             assert time.monotonic() < until_s
             await asyncio.sleep(0.02)
+
+    go(main)
+
+
+def test_a_call_to_a_process_that_stands_still_ends_before_its_deadline() -> None:
+    async def main(cluster: ProcessCluster) -> None:
+        handle = await cluster.start(spec())
+        own, _ = await ask(handle, "start_child", deadline_s=30)
+        assert await ask(handle, "work", 3.0, deadline_s=30, hang_s=2.0) == "done", "it is busy"
+        psutil.Process(own).suspend()
+        with pytest.raises(WorkerLate, match="answers nothing for 2 s, and was asked for 'prefix'"):
+            await ask(handle, "prefix", deadline_s=600, hang_s=2.0)
 
     go(main)
 
