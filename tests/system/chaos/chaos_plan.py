@@ -187,6 +187,7 @@ class RunShape:
     ranks: int = 1
     engines: int = 1
     members: int = 0
+    colocated: bool = True
     abilities: frozenset[str] = frozenset()  # of this machine
     only: frozenset[str] = frozenset()  # kinds that are played; empty for all
 

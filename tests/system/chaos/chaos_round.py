@@ -296,7 +296,8 @@ class ChaosRound:
         words = ["sidecar", "join", self._listening["address"], "--token-file"]
         words += [self._listening["token_file"], "--name", f"a{self.found.num_members}"]
         # with a shared memory of its own weights can come by TCP alone
-        own = ["unshare", "-m", "sh", "-c", MEMBER_MEMORY, "sh"] if os.geteuid() == 0 else []
+        has_own = "own shared memory" in self._shape.abilities
+        own = ["unshare", "-m", "sh", "-c", MEMBER_MEMORY, "sh"] if has_own else []
         with (self._folder / "member.err").open("ab") as err:
             self._member = subprocess.Popen(
                 [*own, sys.executable, "-c", GYRE, *words], stderr=err, env=self._environment()

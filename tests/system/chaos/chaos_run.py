@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,10 +37,18 @@ FAULTS = 5  # in a round
 STEPS = 9
 
 
-def find_abilities(*, inside: bool) -> frozenset[str]:
-    """Return what this machine can do."""
+def can_mount() -> bool:
+    """Return whether a process here may have a /dev/shm of its own."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return False
+    words = ["unshare", "-m", "sh", "-c", OWN_MEMORY, "sh", "true"]
+    return subprocess.run(words, capture_output=True).returncode == 0
+
+
+def find_abilities(*, inside: bool, has_etcd: bool) -> frozenset[str]:
+    """Return what can be played on this machine."""
     has = {"own shared memory"} if inside else set()
-    return frozenset(has | ({"etcd"} if shutil.which("etcd") else set()))
+    return frozenset(has | ({"etcd"} if has_etcd and shutil.which("etcd") else set()))
 
 
 def run_undisturbed(folder: Path, shape: RunShape) -> Story:
@@ -60,6 +69,7 @@ def settings(folder: Path, shape: RunShape, rendezvous: dict[str, Any]) -> dict[
         "progress_tokens": 2,
         "max_restarts": 30,
         "hang_s": 6.0,
+        "colocated": shape.colocated,
     }
     if rendezvous:
         cluster["rendezvous"] = rendezvous
@@ -163,6 +173,8 @@ def main() -> int:
     options.add_argument("--ranks", type=int, default=1)
     options.add_argument("--engines", type=int, default=2)
     options.add_argument("--members", type=int, default=0)
+    options.add_argument("--apart", action="store_true", help="engines have own devices")
+    options.add_argument("--store", action="store_true", help="meet without an etcd")
     options.add_argument("--steps", type=int, default=STEPS)
     options.add_argument("--faults", type=int, default=FAULTS, help="in a round")
     options.add_argument("--only", nargs="*", default=[], metavar="KIND", choices=KIND_BY_NAME)
@@ -170,7 +182,7 @@ def main() -> int:
     options.add_argument("--keep", type=Path, default=None, help="for what went wrong")
     options.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = options.parse_args()
-    if not args.inside and os.geteuid() == 0 and shutil.which("unshare"):
+    if not args.inside and can_mount():
         words = ["unshare", "-m", "sh", "-c", OWN_MEMORY, "sh", sys.executable, *sys.argv]
         os.execvp(words[0], [*words, "--inside"])
     shape = RunShape(
@@ -178,7 +190,8 @@ def main() -> int:
         ranks=args.ranks,
         engines=args.engines,
         members=args.members,
-        abilities=find_abilities(inside=args.inside),
+        colocated=not args.apart,
+        abilities=find_abilities(inside=args.inside, has_etcd=not args.store),
         only=frozenset(args.only),
     )
     result = play(args.seed, args.seconds, shape, faults=args.faults, keep=args.keep)
