@@ -29,6 +29,7 @@ from slow_link import SlowLink
 from system_runs import MARK, processes_with, write_config
 
 from etcd_process import EtcdProcess
+from gyre.launch.placement.worker_placement import name_run
 from gyre.weights.transports.addresses import SHARED_MEMORY
 
 HERE = Path(__file__).parent
@@ -115,7 +116,7 @@ class ChaosRound:
 
     def play(self) -> Found:
         """Let the run come to its end, whatever strikes it."""
-        before = set(os.listdir(SHARED_MEMORY))
+        before = self._list_memory()
         with self._meeting() as rendezvous:
             try:
                 self._supervise(rendezvous)
@@ -126,9 +127,16 @@ class ChaosRound:
         found.missed = [one.fault for one in self._waiting]
         if left := processes_with(self._mark, gone_within_s=20.0):
             found.said.append(f"processes that stay: {left}")
-        if left := sorted(set(os.listdir(SHARED_MEMORY)) - before):
+        if left := sorted(self._list_memory() - before):
             found.said.append(f"left in shared memory: {left}")
         return found
+
+    def _list_memory(self) -> set[str]:
+        """Return what is in shared memory; of one that others use too, what is this run's."""
+        found = set(os.listdir(SHARED_MEMORY))
+        if "own shared memory" in self._shape.abilities or not self._run.exists():
+            return found
+        return {name for name in found if name.startswith(f"gyre-{name_run(self._run)}-")}
 
     def _supervise(self, rendezvous: dict[str, Any]) -> None:
         sets = self._settings(self._folder, self._shape, rendezvous)
