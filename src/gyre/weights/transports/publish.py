@@ -26,6 +26,7 @@ from gyre.core.offers import (
 from gyre.core.records import Manifest, Segment, TensorEntry
 from gyre.distributed.layout import BoxRun, find_gap
 from gyre.kernels.checksum import as_hex
+from gyre.observability.spans import ActivityClock
 from gyre.weights.gather import ShardSource
 from gyre.weights.manifest import dtype_name, segment_sum
 from gyre.weights.transports.contracts import PartStore
@@ -48,13 +49,41 @@ class PublishedPart:
 
 
 @torch.no_grad()
-def publish_part(offer: Offer, *, rank: int, num_ranks: int, store: PartStore) -> PublishedPart:
+def publish_part(
+    offer: Offer,
+    *,
+    rank: int,
+    num_ranks: int,
+    store: PartStore,
+    activities: ActivityClock | None = None,
+) -> PublishedPart:
     """Copy this rank's part of a version into the store, with a checksum of each segment.
     InputError for an offer of which this process has no tensors."""
-    runs_of = _owned_runs(offer, rank, num_ranks)
-    placed = place_part([entry for entry, _ in runs_of], rank)
-    runs = [run_N for _, runs in runs_of for run_N in runs]
-    manifest = offer.manifest
+    activities = activities or ActivityClock()
+    with activities.timing("convert") as converting:
+        runs_of = _owned_runs(offer, rank, num_ranks)
+        placed = place_part([entry for entry, _ in runs_of], rank)
+        runs = [run_N for _, runs in runs_of for run_N in runs]
+        converting.size_bytes = _rounded_bytes(placed, runs)
+    with activities.timing("register") as registering:
+        registering.size_bytes = part_bytes(placed)
+        part, totals = _write_part(offer.manifest, placed, runs, store)
+    entries = tuple(
+        replace(
+            entry,
+            segments=tuple(replace(one, checksum=as_hex(next(totals))) for one in entry.segments),
+        )
+        for entry, _ in runs_of
+    )
+    return PublishedPart(
+        version=offer.version, epoch=offer.manifest.epoch, owner=rank, entries=entries, part=part
+    )
+
+
+def _write_part(
+    manifest: Manifest, placed: Sequence[PlacedSegment], runs: Sequence[Tensor], store: PartStore
+) -> tuple[RegisteredPart, Iterator[int]]:
+    """Copy the segments into the store; return where they are and their sums, in order."""
     with store.writing(
         epoch=manifest.epoch, version=manifest.version, size_bytes=part_bytes(placed)
     ) as slot:
@@ -64,20 +93,13 @@ def publish_part(offer: Offer, *, rank: int, num_ranks: int, store: PartStore) -
         ]
         # the copies have ended when their device has given the sums
         totals = iter(_to_host(sums))
-    entries = tuple(
-        replace(
-            entry,
-            segments=tuple(replace(one, checksum=as_hex(next(totals))) for one in entry.segments),
-        )
-        for entry, _ in runs_of
-    )
-    return PublishedPart(
-        version=manifest.version,
-        epoch=manifest.epoch,
-        owner=rank,
-        entries=entries,
-        part=slot.part,
-    )
+    return slot.part, totals
+
+
+def _rounded_bytes(placed: Sequence[PlacedSegment], runs: Sequence[Tensor]) -> int:
+    """Return the bytes of numbers whose format changes as they are written."""
+    pairs = zip(placed, runs, strict=True)
+    return sum(one.stop - one.start for one, run_N in pairs if run_N.dtype != dtype_of(one.entry))
 
 
 def join_parts(version: int, epoch: int, parts: Sequence[PublishedPart]) -> Offer:
