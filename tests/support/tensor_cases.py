@@ -1,0 +1,137 @@
+"""Cases for tensor parallel: what one rank holds of a model, and passes over it; functions here run
+in rank processes (rank_pool)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gyre.core.records import Checkpointing
+from gyre.distributed.process_group import RankGroup
+from gyre.engine.replay import replay
+from gyre.engine.scheduler.journal import Entry, read_journal
+from gyre.kernels.attention import PackedLayout, varlen_attention
+from gyre.kernels.rope import rope_tables
+from gyre.models.decoder import Decoder
+from gyre.models.init import FreshWeights
+from gyre.models.layers.layer import Layer
+from gyre.models.layers.tensor_parallel import ReplicatedRows, SequenceParallel
+from gyre.models.layout import local_spec, model_layout
+from gyre.models.spec import ModelSpec
+from gyre.weights.boxes import local_source
+
+CPU = torch.device("cpu")
+LENGTHS = [5, 1, 6]  # of packed sequences: twelve tokens
+
+
+def decoder_of(
+    spec: ModelSpec, group: RankGroup | None, *, dtype: torch.dtype, scale: float = 1.0
+) -> Decoder:
+    """A rank's part of the model of a seed, or the whole of it. `scale` times the matrices."""
+    tensor = None if group is None else ReplicatedRows(group)
+    decoder = Decoder(spec, device=CPU, dtype=dtype, tensor=tensor)
+    fill_decoder(decoder, seed=7, scale=scale)
+    return decoder
+
+
+@torch.no_grad()
+def fill_decoder(decoder: Decoder, *, seed: int, scale: float = 1.0) -> None:
+    """Read the rank's part of initial weights, through the table. Vectors differ from one."""
+    tensor, spec = decoder.tensor, decoder.whole_spec
+    ranks, rank = (1, 0) if tensor is None else (tensor.group.size, tensor.group.rank)
+    source = local_source(FreshWeights(spec, seed), model_layout(spec, ranks), rank)
+    for name, parameter in decoder.named_parameters():
+        source.read(name, 0, parameter.numel(), parameter.view(-1))
+        if parameter.dim() > 1:
+            parameter.mul_(scale)
+        elif name.endswith("norm.weight"):
+            parameter.mul_(torch.linspace(0.5, 1.5, parameter.numel()))
+
+
+def gradients_of(
+    group: RankGroup | None, spec: ModelSpec, checkpointing: Checkpointing
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return hidden states, logits and the gradient of every local parameter, in float64."""
+    decoder = decoder_of(spec, group, dtype=torch.float64)
+    layout = PackedLayout.of(LENGTHS, CPU)
+    tokens_T = torch.arange(sum(LENGTHS)) * 5 % spec.vocab_size
+    hidden_NE = decoder.hidden(
+        tokens_T,
+        layout.positions_T,
+        lambda _, q_THD, k_TKD, v_TKD: varlen_attention(q_THD, k_TKD, v_TKD, layout, None),
+        torch.tensor([0, 3, 4, 9, 11]),
+        checkpointing=checkpointing,
+    )
+    (hidden_NE.square() * torch.arange(1.0, 6.0)[:, None]).sum().backward()
+    with torch.no_grad():
+        logits_NV = decoder.logits(hidden_NE)
+    return hidden_NE.detach(), logits_NV, gradients(decoder)
+
+
+def layer_over_ranks(
+    group: RankGroup | None, spec: ModelSpec, how: str = ""
+) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, int]]:
+    """Run one layer, each rank on its rows of the residual stream. Return the rows after it, the
+    gradient of those before it and of every local parameter, and the bytes sent."""
+    whole = decoder_of(spec, None, dtype=torch.float64)
+    layout, tokens = PackedLayout.of(LENGTHS, CPU), sum(LENGTHS)
+    x_TE, up_TE = (
+        torch.randn(
+            tokens, spec.hidden_size, generator=torch.Generator().manual_seed(seed)
+        ).double()
+        for seed in (0, 1)
+    )
+    layer = whole.layers[0]
+    if group is not None:
+        held = decoder_of(spec, group, dtype=torch.float64).layers[0].state_dict()
+        tensor = ReplicatedRows(group) if how == "replicated" else SequenceParallel(group)
+        local = local_spec(spec, group.size)
+        layer = Layer(local, device=CPU, dtype=torch.float64, tensor=tensor)
+        layer.load_state_dict(held)
+        if how == "sequence":
+            x_TE, up_TE = (rows_TE.chunk(group.size)[group.rank] for rows_TE in (x_TE, up_TE))
+        group.traffic.take()
+    x_TE.requires_grad_()
+    tables = rope_tables(layout.positions_T, whole.inv_freq_F, torch.float64)
+    out_TE = layer(
+        0,
+        x_TE,
+        *tables,
+        lambda _, q_THD, k_TKD, v_TKD: varlen_attention(q_THD, k_TKD, v_TKD, layout, None),
+        None,
+    )
+    out_TE.backward(up_TE)
+    assert x_TE.grad is not None
+    sent = {} if group is None else dict(group.traffic.take().bytes_by_kind)
+    return out_TE.detach(), x_TE.grad, gradients(layer), sent
+
+
+def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
+    found = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return {name: grad for name, grad in found.items() if grad is not None}
+
+
+def played(
+    group: RankGroup | None, spec: ModelSpec, journal: str | Sequence[Entry]
+) -> tuple[dict[tuple[str, int], list[Any]], list[str]]:
+    """Play a journal on a rank's part of the model. Return what each completion got, chunk by
+    chunk as plain values, and the kinds of events. A version is the seed of its weights."""
+    decoder, kinds = decoder_of(spec, group, dtype=torch.float32), []
+    entries = read_journal(Path(journal)) if isinstance(journal, str) else journal
+    found: dict[tuple[str, int], list[Any]] = {}
+    chunks = replay(
+        entries,
+        decoder,
+        # peaked choices, so that no rounding changes one
+        load=lambda version: fill_decoder(decoder, seed=version, scale=8.0),
+        emit=lambda kind, **fields: kinds.append(kind),
+    )
+    for chunk in chunks:
+        arrays = (chunk.tokens, chunk.logprobs, chunk.raw_logprobs, chunk.versions)
+        values = (*(array.tolist() for array in arrays), chunk.finish, chunk.reason)
+        found.setdefault((chunk.request_id, chunk.index), []).append(values)
+    return found, kinds
