@@ -249,7 +249,9 @@ class CoreWorker:
             dummy=dummy,
             version=self.weights.version,
             pages=self.memory.num_pages,
-            scoring_bytes=scoring_bytes(self._config, vocab_size=self.decoder.spec.vocab_size),
+            scoring_bytes=scoring_bytes(
+                self._config, vocab_size=self.decoder.whole_spec.vocab_size
+            ),
             seconds=time.monotonic() - begun_s,
         )
 

@@ -78,7 +78,7 @@ class NativeEngine:
         )
         self.frontend = AsyncFrontend(self.worker, compute=compute, emit=emit, clock=clock)
         self.limits = RequestLimits(
-            vocab_size=decoder.spec.vocab_size,
+            vocab_size=decoder.whole_spec.vocab_size,
             context_tokens=decoder.spec.context_tokens,
             cache_tokens=self.worker.memory.num_pages * config.page_tokens,
             can_decode=tokenizer is not None,

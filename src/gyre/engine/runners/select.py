@@ -82,7 +82,9 @@ def find_torch_reason(
 ) -> str | None:
     """Return why torch must serve a decoder on `device`, or None where our own kernels do.
     InputError where it must, and engine.batch_invariant needs ours."""
-    if device.type == "cuda":
+    if decoder.tensor is not None:
+        reason = "several tensor ranks: torch sums their partial products between its own"
+    elif device.type == "cuda":
         reason = why_too_old(device) or why_not_fused(decoder.spec, decoder.dtype, page_tokens)
     else:
         reason = why_not_kernels(decoder, config)
