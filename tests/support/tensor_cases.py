@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.records import Checkpointing
-from gyre.distributed.process_group import RankGroup
+from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.replay import replay
 from gyre.engine.scheduler.journal import Entry, read_journal
 from gyre.kernels.attention import PackedLayout, varlen_attention
@@ -29,11 +29,12 @@ LENGTHS = [5, 1, 6]  # of packed sequences: twelve tokens
 
 
 def decoder_of(
-    spec: ModelSpec, group: RankGroup | None, *, dtype: torch.dtype, scale: float = 1.0
+    spec: ModelSpec, group: RankGroup, *, dtype: torch.dtype, scale: float = 1.0
 ) -> Decoder:
-    """A rank's part of the model of a seed, or the whole of it. `scale` times the matrices."""
-    tensor = None if group is None else ReplicatedRows(group)
-    decoder = Decoder(spec, device=CPU, dtype=dtype, tensor=tensor)
+    """A rank's part of the model of a seed; the whole of it where there is one rank. `scale` times
+    the matrices."""
+    tensor = None if group.size == 1 else ReplicatedRows(group)
+    decoder = Decoder(spec, device=group.device, dtype=dtype, tensor=tensor)
     fill_decoder(decoder, seed=7, scale=scale)
     return decoder
 
@@ -45,39 +46,44 @@ def fill_decoder(decoder: Decoder, *, seed: int, scale: float = 1.0) -> None:
     ranks, rank = (1, 0) if tensor is None else (tensor.group.size, tensor.group.rank)
     source = local_source(FreshWeights(spec, seed), model_layout(spec, ranks), rank)
     for name, parameter in decoder.named_parameters():
-        source.read(name, 0, parameter.numel(), parameter.view(-1))
+        read = torch.empty(parameter.shape, dtype=parameter.dtype)
+        source.read(name, 0, parameter.numel(), read.view(-1))
+        parameter.copy_(read)
         if parameter.dim() > 1:
             parameter.mul_(scale)
         elif name.endswith("norm.weight"):
-            parameter.mul_(torch.linspace(0.5, 1.5, parameter.numel()))
+            parameter.mul_(torch.linspace(0.5, 1.5, parameter.numel(), device=parameter.device))
 
 
 def gradients_of(
-    group: RankGroup | None, spec: ModelSpec, checkpointing: Checkpointing
+    group: RankGroup,
+    spec: ModelSpec,
+    checkpointing: Checkpointing,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return hidden states, logits and the gradient of every local parameter, in float64."""
-    decoder = decoder_of(spec, group, dtype=torch.float64)
-    layout = PackedLayout.of(LENGTHS, CPU)
-    tokens_T = torch.arange(sum(LENGTHS)) * 5 % spec.vocab_size
+    """Return hidden states, logits and the gradient of every local parameter."""
+    decoder, device = decoder_of(spec, group, dtype=dtype), group.device
+    layout = PackedLayout.of(LENGTHS, device)
+    tokens_T = torch.arange(sum(LENGTHS), device=device) * 5 % spec.vocab_size
     hidden_NE = decoder.hidden(
         tokens_T,
         layout.positions_T,
         lambda _, q_THD, k_TKD, v_TKD: varlen_attention(q_THD, k_TKD, v_TKD, layout, None),
-        torch.tensor([0, 3, 4, 9, 11]),
+        torch.tensor([0, 3, 4, 9, 11], device=device),
         checkpointing=checkpointing,
     )
-    (hidden_NE.square() * torch.arange(1.0, 6.0)[:, None]).sum().backward()
+    (hidden_NE.square() * torch.arange(1.0, 6.0, device=device)[:, None]).sum().backward()
     with torch.no_grad():
         logits_NV = decoder.logits(hidden_NE)
-    return hidden_NE.detach(), logits_NV, gradients(decoder)
+    return hidden_NE.detach().cpu(), logits_NV.cpu(), gradients(decoder)
 
 
 def layer_over_ranks(
-    group: RankGroup | None, spec: ModelSpec, how: str = ""
+    group: RankGroup, spec: ModelSpec, how: str = ""
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, int]]:
     """Run one layer, each rank on its rows of the residual stream. Return the rows after it, the
     gradient of those before it and of every local parameter, and the bytes sent."""
-    whole = decoder_of(spec, None, dtype=torch.float64)
+    whole = decoder_of(spec, alone(), dtype=torch.float64)
     layout, tokens = PackedLayout.of(LENGTHS, CPU), sum(LENGTHS)
     x_TE, up_TE = (
         torch.randn(
@@ -86,7 +92,7 @@ def layer_over_ranks(
         for seed in (0, 1)
     )
     layer = whole.layers[0]
-    if group is not None:
+    if group.size > 1:
         held = decoder_of(spec, group, dtype=torch.float64).layers[0].state_dict()
         tensor = ReplicatedRows(group) if how == "replicated" else SequenceParallel(group)
         local = local_spec(spec, group.size)
@@ -106,17 +112,17 @@ def layer_over_ranks(
     )
     out_TE.backward(up_TE)
     assert x_TE.grad is not None
-    sent = {} if group is None else dict(group.traffic.take().bytes_by_kind)
+    sent = dict(group.traffic.take().bytes_by_kind)
     return out_TE.detach(), x_TE.grad, gradients(layer), sent
 
 
 def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
     found = {name: parameter.grad for name, parameter in module.named_parameters()}
-    return {name: grad for name, grad in found.items() if grad is not None}
+    return {name: grad.cpu() for name, grad in found.items() if grad is not None}
 
 
 def played(
-    group: RankGroup | None, spec: ModelSpec, journal: str | Sequence[Entry]
+    group: RankGroup, spec: ModelSpec, journal: str | Sequence[Entry]
 ) -> tuple[dict[tuple[str, int], list[Any]], list[str]]:
     """Play a journal on a rank's part of the model. Return what each completion got, chunk by
     chunk as plain values, and the kinds of events. A version is the seed of its weights."""
@@ -135,3 +141,22 @@ def played(
         values = (*(array.tolist() for array in arrays), chunk.finish, chunk.reason)
         found.setdefault((chunk.request_id, chunk.index), []).append(values)
     return found, kinds
+
+
+def close(found: Tensor, expected: Tensor, what: str, *, relative: float = 1e-11) -> None:
+    """Equal within a part of the largest number."""
+    scale = max(float(expected.abs().max()), 1e-3)
+    assert found.shape == expected.shape, what
+    assert float((found - expected).abs().max()) < relative * scale, what
+
+
+def joined(spec: ModelSpec, prefix: str, name: str, locals_: Sequence[Tensor]) -> Tensor:
+    """The sum of what ranks hold of a whole gradient: of each number, all parts of it."""
+    layout = model_layout(spec, len(locals_))
+    whole = torch.zeros(layout.shapes[prefix + name], dtype=locals_[0].dtype)
+    for boxes, local in zip(layout.ranks, locals_, strict=True):
+        for box in boxes[prefix + name]:
+            rows = whole[box.start : box.start + box.rows]
+            part = rows[:, slice(*box.columns)] if box.columns else rows
+            part += local[box.at : box.at + box.rows]
+    return whole

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gyre.core.records import Request, Sampling
+from gyre.distributed.process_group import alone
 from gyre.engine.config import EngineConfig
 from gyre.engine.scheduler.journal import (
     Abort,
@@ -94,7 +95,7 @@ def test_two_ranks_choose_as_one(pair: RankPool, tmp_path: Path, which: str, ove
     for entry in entries:
         writer.write(entry)
     writer.flush()
-    one, kinds = played(None, spec, str(writer.path))
+    one, kinds = played(alone(), spec, str(writer.path))
     (first, its_kinds), (second, _) = pair.run(played, spec, str(writer.path))
     assert first == second, "both ranks have the same answers, to the bit"
     assert its_kinds == kinds and "engine.preempted" in kinds and "engine.torch_kernels" in kinds
@@ -151,7 +152,7 @@ def test_two_ranks_play_any_journal_alike(pair: RankPool) -> None:
     @settings(max_examples=8, derandomize=True)
     @given(journals())
     def play(entries: list[Entry]) -> None:
-        one, _ = played(None, spec, entries)
+        one, _ = played(alone(), spec, entries)
         first, second = (found for found, _ in pair.run(played, spec, entries))
         assert first == second and first.keys() == one.keys()
         for key, chunks in one.items():

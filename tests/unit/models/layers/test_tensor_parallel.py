@@ -3,18 +3,15 @@ gradients are those of one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from gyre.models.layout import model_layout
-from gyre.models.spec import ModelSpec
+from gyre.distributed.process_group import alone
 from layout_cases import spec_of
 from rank_pool import RankPool
-from tensor_cases import gradients_of, layer_over_ranks
+from tensor_cases import close, gradients_of, joined, layer_over_ranks
 
 SIZES = {"hidden_size": 8, "num_layers": 2, "vocab_size": 11}
 SPECS = {
@@ -26,24 +23,6 @@ SPECS = {
 }
 
 
-def close(found: Tensor, expected: Tensor, what: str) -> None:
-    scale = max(float(expected.abs().max()), 1e-3)
-    assert found.shape == expected.shape, what
-    assert float((found - expected).abs().max()) < 1e-11 * scale, what
-
-
-def joined(spec: ModelSpec, prefix: str, name: str, locals_: Sequence[Tensor]) -> Tensor:
-    """The sum of what ranks hold of a whole gradient: of each number, all parts of it."""
-    layout = model_layout(spec, len(locals_))
-    whole = torch.zeros(layout.shapes[prefix + name], dtype=torch.float64)
-    for boxes, local in zip(layout.ranks, locals_, strict=True):
-        for box in boxes[prefix + name]:
-            rows = whole[box.start : box.start + box.rows]
-            part = rows[:, slice(*box.columns)] if box.columns else rows
-            part += local[box.at : box.at + box.rows]
-    return whole
-
-
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("which", SPECS)
 def test_a_decoder_over_two_ranks_is_that_of_one(pair: RankPool, which, checkpointing) -> None:
@@ -51,7 +30,7 @@ def test_a_decoder_over_two_ranks_is_that_of_one(pair: RankPool, which, checkpoi
     on every rank, so theirs are whole on each. Those of heads' norms and of repeated KV heads are
     of the rank's own heads, and add up."""
     spec = SPECS[which]
-    hidden_NE, logits_NV, expected = gradients_of(None, spec, checkpointing)
+    hidden_NE, logits_NV, expected = gradients_of(alone(), spec, checkpointing)
     results = pair.run(gradients_of, spec, checkpointing)
     for found_NE, found_NV, gradients in results:
         close(found_NE, hidden_NE, "hidden")
@@ -73,7 +52,7 @@ def test_a_layer_over_two_ranks_is_that_of_one(pair: RankPool, which, how) -> No
     """Sequence parallel computes the norms of a rank's own rows, so their gradients add up, too.
     What ranks send is what docs/parallel.md says."""
     spec = SPECS[which]
-    out_TE, grad_TE, expected, _ = layer_over_ranks(None, spec)
+    out_TE, grad_TE, expected, _ = layer_over_ranks(alone(), spec)
     results = pair.run(layer_over_ranks, spec, how)
     own = out_TE.chunk(2) if how == "sequence" else [out_TE] * 2
     own_grads = grad_TE.chunk(2) if how == "sequence" else [grad_TE] * 2
