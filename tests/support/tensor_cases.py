@@ -3,17 +3,23 @@ in rank processes (rank_pool)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gyre.core.records import Checkpointing
+from gyre.core.chunks import collect
+from gyre.core.records import Checkpointing, Request
 from gyre.distributed.process_group import RankGroup, alone
+from gyre.engine.config import EngineConfig
+from gyre.engine.engine import NativeEngine
 from gyre.engine.replay import replay
 from gyre.engine.scheduler.journal import Entry, read_journal
+from gyre.engine.tensor_group import enlist, follow, lead
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.rope import rope_tables
 from gyre.models.decoder import Decoder
@@ -23,6 +29,7 @@ from gyre.models.layers.tensor_parallel import ReplicatedRows, SequenceParallel
 from gyre.models.layout import local_spec, model_layout
 from gyre.models.spec import ModelSpec
 from gyre.weights.boxes import local_source
+from offers import offer_of
 
 CPU = torch.device("cpu")
 LENGTHS = [5, 1, 6]  # of packed sequences: twelve tokens
@@ -160,3 +167,88 @@ def joined(spec: ModelSpec, prefix: str, name: str, locals_: Sequence[Tensor]) -
             part = rows[:, slice(*box.columns)] if box.columns else rows
             part += local[box.at : box.at + box.rows]
     return whole
+
+
+def offered(decoder: Decoder, version: int) -> Any:
+    """An offer of a version in this process: of other numbers, as the rank holds them."""
+    other = Decoder(
+        decoder.whole_spec, device=decoder.device, dtype=decoder.dtype, tensor=decoder.tensor
+    )
+    fill_decoder(other, seed=version, scale=8.0)
+    tensors = {name: parameter.detach() for name, parameter in other.named_parameters()}
+    return offer_of(version, tensors, shared=False, checksums=True)
+
+
+Drive = Callable[[NativeEngine, Callable[[int], Any]], Awaitable[Any]]
+
+
+def served(
+    group: RankGroup,
+    spec: ModelSpec,
+    drive: Drive,
+    settings: dict[str, Any],
+    *,
+    breaks: int = -1,
+    others: dict[str, Any] | None = None,
+) -> Any:
+    """Let rank 0 have an engine, which `drive` uses, and the others follow it; a group of one has
+    an engine alone. Return what `drive` did; of a follower the steps that it made. `breaks` is a
+    rank whose model fails in a step; `others` are settings of the followers that differ."""
+    decoder = decoder_of(spec, group, dtype=torch.float32, scale=8.0)
+    given = settings if group.rank == 0 else {**settings, **(others or {})}
+    followers = lead(group, timeout_s=20.0) if group.rank == 0 and group.size > 1 else None
+    stream = enlist(group, timeout_s=20.0) if group.rank > 0 else None
+    compute = ThreadPoolExecutor(1)
+    engine = NativeEngine(
+        decoder,
+        EngineConfig.model_validate(given),
+        compute=compute,
+        emit=lambda kind, **fields: None,
+        device=group.device,
+        dtype=torch.float32,
+        version=1,
+        shared_weights=False,
+        followers=followers,
+    )
+    if group.rank == breaks:
+        break_late(decoder)
+    try:
+        if stream is None:
+            return asyncio.run(drive(engine, lambda version: offered(decoder, version)))
+        weights = engine.worker.weights
+        follow(
+            stream,
+            engine.worker,
+            group,
+            prepare=lambda version: weights.prepare(offered(decoder, version)),
+        )
+        assert engine.core is not None
+        return engine.core.state.counters.steps
+    finally:
+        if followers is not None:
+            followers.close()
+        compute.shutdown()
+
+
+def break_late(decoder: Decoder) -> None:
+    """Fail in the sixth step, between two collectives."""
+    plain, calls = decoder.hidden, iter(range(5))
+
+    def broken(*args: Any) -> Tensor:
+        if next(calls, None) is None:
+            raise RuntimeError("cosmic ray")
+        return plain(*args)
+
+    decoder.hidden = broken  # type: ignore[method-assign]
+
+
+async def answers(engine: NativeEngine, asked: Sequence[Request]) -> dict[str, list[Any]]:
+    """Each request's tokens, versions and endings."""
+    found = await asyncio.gather(*[collect(engine.submit(request)) for request in asked])
+    return {
+        request.request_id: [
+            (part.tokens.tolist(), part.versions.tolist(), part.finish, part.reason)
+            for part in parts
+        ]
+        for request, parts in zip(asked, found, strict=True)
+    }
