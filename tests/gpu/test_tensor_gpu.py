@@ -4,6 +4,7 @@ inference pass and an engine do what one GPU does."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from gyre.core.records import Request, Sampling
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.config import EngineConfig
+from gyre.engine.engine import NativeEngine
 from gyre.engine.scheduler.journal import Add, Commit, Entry, Start, Steps
 from layout_cases import spec_of
 from rank_pool import RankPool
-from tensor_cases import close, decoder_of, gradients_of, joined, played
+from tensor_cases import answers, close, decoder_of, gradients_of, joined, played, served
 
 pytestmark = [
     pytest.mark.gpu,
@@ -156,11 +158,8 @@ def test_the_fused_pass_gives_the_logits_of_one_gpu(
     assert error < 2e-2, error
 
 
-@pytest.mark.parametrize("which", SPECS)
-def test_an_engine_over_two_gpus_chooses_as_one(pair: RankPool, which: str) -> None:
-    config = EngineConfig(page_tokens=16, max_running=4, token_budget=32, num_pages=64)
-    settings = config.model_dump(mode="json")
-    asked = [
+def requests() -> list[Request]:
+    return [
         Request(
             request_id=f"r{number}",
             tokens=np.random.default_rng(number).integers(0, 1001, 20 + number).astype(np.int32),
@@ -168,9 +167,15 @@ def test_an_engine_over_two_gpus_chooses_as_one(pair: RankPool, which: str) -> N
         )
         for number in range(6)
     ]
+
+
+@pytest.mark.parametrize("which", SPECS)
+def test_an_engine_over_two_gpus_chooses_as_one(pair: RankPool, which: str) -> None:
+    config = EngineConfig(page_tokens=16, max_running=4, token_budget=32, num_pages=64)
+    settings = config.model_dump(mode="json")
     entries: list[Entry] = [
         Start(settings=settings, num_pages=64, num_slots=0, version=1, eos_ids=()),
-        *map(Add.of, asked),
+        *map(Add.of, requests()),
         Steps(count=10),
         Commit(version=2, policy="keep_prefix"),
         Steps(count=200),
@@ -181,3 +186,20 @@ def test_an_engine_over_two_gpus_chooses_as_one(pair: RankPool, which: str) -> N
     assert first.keys() == one.keys()
     for key, chunks in one.items():
         assert [chunk[0] for chunk in first[key]] == [chunk[0] for chunk in chunks], key
+
+
+async def drive(engine: NativeEngine, offer: Callable[[int], Any]) -> list[Any]:
+    await engine.start(dummy=False)
+    found = [await answers(engine, requests())]
+    await engine.prepare(offer(2))
+    await engine.commit(2, policy="drain")
+    found += [await answers(engine, requests())]
+    await engine.terminate()
+    return found
+
+
+def test_a_leader_and_a_follower_serve_as_one_engine(pair: RankPool) -> None:
+    settings = {"page_tokens": 16, "max_running": 4, "token_budget": 32, "num_pages": 64}
+    one = pair.run(by_itself, served, SPECS["qwen3"], drive, settings)[0]
+    found, steps = pair.run(served, SPECS["qwen3"], drive, settings)
+    assert found == one and steps > 0

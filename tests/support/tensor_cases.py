@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def served(
     given = settings if group.rank == 0 else {**settings, **(others or {})}
     followers = lead(group, timeout_s=20.0) if group.rank == 0 and group.size > 1 else None
     stream = enlist(group, timeout_s=20.0) if group.rank > 0 else None
-    compute = ThreadPoolExecutor(1)
+    compute = ThreadPoolExecutor(1, initializer=partial(use, group.device))
     engine = NativeEngine(
         decoder,
         EngineConfig.model_validate(given),
@@ -228,6 +229,12 @@ def served(
         if followers is not None:
             followers.close()
         compute.shutdown()
+
+
+def use(device: torch.device) -> None:
+    """Let this thread compute on the device, which is its own setting."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def break_late(decoder: Decoder) -> None:
