@@ -22,11 +22,13 @@ from gyre.engine.replay import replay
 from gyre.engine.scheduler.journal import Entry, read_journal
 from gyre.engine.tensor_group import enlist, follow, lead
 from gyre.kernels.attention import PackedLayout, varlen_attention
+from gyre.kernels.logprobs import token_logprobs
 from gyre.kernels.rope import rope_tables
 from gyre.models.decoder import Decoder
 from gyre.models.init import FreshWeights
 from gyre.models.layers.layer import Layer
 from gyre.models.layers.tensor_parallel import ReplicatedRows, SequenceParallel
+from gyre.models.layers.vocabulary_logprobs import vocabulary_logprobs
 from gyre.models.layout import local_spec, model_layout
 from gyre.models.spec import ModelSpec
 from gyre.weights.boxes import local_source
@@ -259,3 +261,59 @@ async def answers(engine: NativeEngine, asked: Sequence[Request]) -> dict[str, l
         ]
         for request, parts in zip(asked, found, strict=True)
     }
+
+
+def logprobs_of(
+    group: RankGroup,
+    vocab_size: int,
+    *,
+    truncated: bool = False,
+    unused: str = "",
+    chunk: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Return log-probs, entropies and gradients, the head's of this rank's rows; and bytes sent.
+    `unused` names an output that no gradient goes through."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    rows, hidden = 7, 6
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    hidden_NE, weight_VE = random(rows, hidden), random(vocab_size, hidden)
+    up_N, up_too_N = random(rows), random(rows)
+    targets_N = torch.arange(rows) * 5 % vocab_size
+    temperature_N = torch.linspace(0.5, 1.5, rows)
+    support = None
+    if truncated:  # the target, and another
+        ids_N2 = torch.stack([targets_N, (targets_N + 3) % vocab_size], 1)
+        support = torch.arange(rows + 1) * 2, ids_N2.flatten().int()
+    hidden_NE.requires_grad_()
+    given = targets_N, temperature_N, support
+    if group.size == 1:
+        weight_VE.requires_grad_()
+        found = token_logprobs(hidden_NE, weight_VE, *given, chunk=chunk)
+    else:
+        own = -(-vocab_size // group.size)
+        padded_VE = torch.zeros(own * group.size, hidden, dtype=dtype)
+        padded_VE[:vocab_size] = weight_VE
+        weight_VE = padded_VE.view(group.size, own, hidden)[group.rank].clone().requires_grad_()
+        tensor = ReplicatedRows(group)
+        group.traffic.take()
+        found = vocabulary_logprobs(
+            hidden_NE, weight_VE, *given, vocab_size=vocab_size, tensor=tensor, chunk=chunk
+        )
+    used = [
+        (x_N, grad_N)
+        for name, x_N, grad_N in zip(("logprobs", "entropy"), found, (up_N, up_too_N), strict=True)
+        if name != unused
+    ]
+    torch.autograd.backward([x_N for x_N, _ in used], [grad_N.to(x_N) for x_N, grad_N in used])
+    sent = dict(group.traffic.take().bytes_by_kind)
+    assert hidden_NE.grad is not None and weight_VE.grad is not None
+    return {
+        "logprobs": found[0].detach(),
+        "entropy": found[1].detach(),
+        "hidden": hidden_NE.grad,
+        "head": weight_VE.grad,
+    }, sent
