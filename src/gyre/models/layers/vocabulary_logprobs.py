@@ -1,10 +1,10 @@
 """Log-probs of given tokens where each rank holds some rows of the head. In: hidden rows, this
-rank's rows of the head, targets, temperatures, optional truncation support. Out: logprobs_N and
-entropy_N, equal on every rank, both with a hand-written backward.
+rank's rows of the head, targets, temperatures, optional support. Out: logprobs_N and entropy_N,
+equal on every rank, both with a hand-written backward.
 
 A rank's part of the vocabulary is to the others what a block of it is in kernels.logprobs. Forward,
 the ranks gather three numbers per row: the log of the part's sum, its mean logit, the target's
-logit. Backward, they sum the gradient of the hidden rows. Logits never leave their rank.
+logit. Backward, they sum the gradient of the hidden rows. Logits stay on their rank.
 """
 
 # N rows, E hidden size, V rows of the head: this rank's, S ranks, Z entries of the support
@@ -57,7 +57,7 @@ def vocabulary_logprobs(
 
 
 class VocabularyLogprobs(torch.autograd.Function):
-    """Targets and ids of the support count from the rank's first row; others' lie outside."""
+    """Targets and ids of the support count from the rank's first row."""
 
     @staticmethod
     def forward(
@@ -126,8 +126,8 @@ class VocabularyLogprobs(torch.autograd.Function):
 
 
 def joined(parts_B3N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log of the sum over several parts of the vocabulary, the mean logit and the
-    target's logit, which the parts without the target have as 0."""
+    """Return log of the sum, mean logit and target's logit over parts of the vocabulary. Parts
+    without the target have 0 for its logit."""
     totals_BN, means_BN, targets_BN = parts_B3N.unbind(1)
     total_N = totals_BN.logsumexp(0)
     return total_N, ((totals_BN - total_N).exp() * means_BN).sum(0), targets_BN.sum(0)
