@@ -132,11 +132,14 @@ def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def played(
-    group: RankGroup, spec: ModelSpec, journal: str | Sequence[Entry]
+    group: RankGroup,
+    spec: ModelSpec,
+    journal: str | Sequence[Entry],
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[dict[tuple[str, int], list[Any]], list[str]]:
     """Play a journal on a rank's part of the model. Return what each completion got, chunk by
     chunk as plain values, and the kinds of events. A version is the seed of its weights."""
-    decoder, kinds = decoder_of(spec, group, dtype=torch.float32), []
+    decoder, kinds = decoder_of(spec, group, dtype=dtype), []
     entries = read_journal(Path(journal)) if isinstance(journal, str) else journal
     found: dict[tuple[str, int], list[Any]] = {}
     chunks = replay(

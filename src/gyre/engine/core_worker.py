@@ -251,7 +251,9 @@ class CoreWorker:
         try:
             if not self.weights.shared and tiers[WEIGHTS] == "none":
                 self.memory.move(WEIGHTS, "device")
-            core = self._make_core(self.memory.provide_kv(), self.memory.provide_host())
+            pool, host = self.memory.provide_kv(), self.memory.provide_host()
+            with self._starting(entry := self.describe_start(dummy)):
+                core = self._make_core(pool, host)
             if dummy:
                 self.weights.make_dummy()
         except BaseException:  # what it took for a start that did not come about goes back
@@ -261,11 +263,6 @@ class CoreWorker:
             raise
         self.core = core
         self._mend()
-        entry = self.describe_start(dummy)
-        if self._followers is not None:
-            with self._watch():
-                self._followers.begin()
-                self._followers.send(entry)
         self._record(entry)
         self.emit(
             "engine.started",
@@ -278,8 +275,21 @@ class CoreWorker:
             seconds=time.monotonic() - begun_s,
         )
 
+    @contextmanager
+    def _starting(self, entry: Start) -> Iterator[None]:
+        """Let the followers make their cores in the block, too: ranks capture graphs together."""
+        if self._followers is None:
+            yield
+            return
+        self._followers.begin()
+        try:
+            self._followers.send(entry)
+            yield
+        except Exception as error:
+            raise self._end_life(error) from error
+
     def describe_start(self, dummy: bool) -> Start:
-        """Return the entry of the core's start."""
+        """Return the entry of a core that starts now."""
         return Start(
             settings=self._config.model_dump(mode="json"),
             num_pages=self.memory.num_pages,

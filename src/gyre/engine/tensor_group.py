@@ -164,8 +164,8 @@ def _play(
         case Start():
             if worker.core is not None:
                 worker.terminate()
-            worker.start(entry.dummy)
             _refuse_other(entry, worker.describe_start(entry.dummy), group)
+            worker.start(entry.dummy)
         case Commit(version=version, policy=policy):
             prepare(version)
             worker.commit(version, policy)

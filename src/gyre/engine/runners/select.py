@@ -82,9 +82,7 @@ def find_torch_reason(
 ) -> str | None:
     """Return why torch must serve a decoder on `device`, or None where our own kernels do.
     InputError where it must, and engine.batch_invariant needs ours."""
-    if decoder.tensor is not None:
-        reason = "several tensor ranks: torch sums their partial products between its own"
-    elif device.type == "cuda":
+    if device.type == "cuda":
         reason = why_too_old(device) or why_not_fused(decoder.spec, decoder.dtype, page_tokens)
     else:
         reason = why_not_kernels(decoder, config)
@@ -102,6 +100,8 @@ def why_not_kernels(decoder: Decoder, config: EngineConfig) -> str | None:
     """Return why the C kernels cannot serve, or None."""
     if not config.c_kernels:
         return "engine.c_kernels = false"
+    if decoder.tensor is not None:
+        return "several tensor ranks: the C step is one call, without a point to sum at"
     if decoder.spec.window_tokens is not None:
         return "sliding windows: the C kernels look at everything"
     if config.overlap:
