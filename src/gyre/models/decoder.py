@@ -21,7 +21,7 @@ from gyre.core.records import Checkpointing, Projection
 from gyre.kernels.norm import rms_norm
 from gyre.kernels.rope import rope_frequencies, rope_tables
 from gyre.models.layers.layer import NOTHING, Attend, Layer
-from gyre.models.layers.tensor_parallel import TensorParallel
+from gyre.models.layers.tensor_parallel import ReplicatedRows
 from gyre.models.layers.vocabulary import embedded, joined_logits
 from gyre.models.layers.weights import Weights
 from gyre.models.layout import local_spec
@@ -50,7 +50,7 @@ class Decoder(nn.Module):
         *,
         device: torch.device,
         dtype: torch.dtype,
-        tensor: TensorParallel | None = None,
+        tensor: ReplicatedRows | None = None,
     ) -> None:
         """Make the parameters. `spec` is of the whole model, of which `tensor` joins the ranks."""
         super().__init__()
