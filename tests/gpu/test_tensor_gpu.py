@@ -200,17 +200,34 @@ def test_graphs_over_two_gpus_choose_the_same_twice(
     pair: RankPool, which: str, invariant: bool
 ) -> None:
     """In bfloat16 with the collectives inside the graphs: both ranks have the same answers, and
-    again in another run. Against one GPU a choice between near tokens may differ."""
-    entries = journal(batch_invariant=invariant)
-    one, _ = pair.run(by_itself, played, SPECS[which], entries, torch.bfloat16)[0]
-    (first, kinds), (second, _) = pair.run(played, SPECS[which], entries, torch.bfloat16)
-    (again, _), _ = pair.run(played, SPECS[which], entries, torch.bfloat16)
+    again in another run. Rounding differs from one GPU's, so a choice between near tokens may, and
+    all that follow it: log-probs are compared up to there."""
+    entries, given = journal(batch_invariant=invariant), (torch.bfloat16, 1.0)
+    one, _ = pair.run(by_itself, played, SPECS[which], entries, *given)[0]
+    (first, kinds), (second, _) = pair.run(played, SPECS[which], entries, *given)
+    (again, _), _ = pair.run(played, SPECS[which], entries, *given)
     assert "engine.graphs_captured" in kinds and "engine.torch_kernels" not in kinds
     assert first == second == again
-    ours, theirs = tokens_of(first), tokens_of(one)
+    close_up_to_a_choice(first, one)
+
+
+def close_up_to_a_choice(
+    first: dict[tuple[str, int], list[Any]], one: dict[tuple[str, int], list[Any]]
+) -> None:
+    """Plain log-probs are alike up to the first token that differs, and for long enough that most
+    of them are of steps that only decode."""
+    ours, theirs, compared = tokens_of(first), tokens_of(one), 0
     assert ours.keys() == theirs.keys()
-    alike = sum(ours[key] == theirs[key] for key in theirs)
-    assert alike >= len(theirs) // 2, f"{alike} of {len(theirs)} completions are alike"
+    for key in theirs:
+        pairs = zip(ours[key], theirs[key], strict=True)
+        alike = next((at for at, (a, b) in enumerate(pairs) if a != b), len(theirs[key]))
+        found, expected = (
+            [number for chunk in answers_[key] for number in chunk[2]][:alike]
+            for answers_ in (first, one)
+        )
+        np.testing.assert_allclose(found, expected, atol=0.15)
+        compared += alike
+    assert compared >= 4 * len(theirs), f"{compared} tokens of {len(theirs)} completions"
 
 
 async def drive(engine: NativeEngine, offer: Callable[[int], Any]) -> list[Any]:

@@ -140,6 +140,8 @@ def played(
     spec: ModelSpec,
     journal: str | Sequence[Entry],
     dtype: torch.dtype = torch.float32,
+    # of the matrices: peaked choices, so that no rounding of float32 changes one
+    scale: float = 8.0,
 ) -> tuple[dict[tuple[str, int], list[Any]], list[str]]:
     """Play a journal on a rank's part of the model. Return what each completion got, chunk by
     chunk as plain values, and the kinds of events. A version is the seed of its weights."""
@@ -149,8 +151,7 @@ def played(
     chunks = replay(
         entries,
         decoder,
-        # peaked choices, so that no rounding changes one
-        load=lambda version: fill_decoder(decoder, seed=version, scale=8.0),
+        load=lambda version: fill_decoder(decoder, seed=version, scale=scale),
         emit=lambda kind, **fields: kinds.append(kind),
     )
     for chunk in chunks:

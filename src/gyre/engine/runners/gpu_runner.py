@@ -15,6 +15,7 @@ import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -348,7 +349,9 @@ class GpuRunner:
         self.recapture()
         if self._attention.measures_prefill:
             self._attention.choose_prefill(self.emit)  # alone: it takes the faster one
-        with ThreadPoolExecutor(2, thread_name_prefix="compile") as beside:
+        # a new thread computes on the first device, which may be another rank's
+        use = partial(torch.cuda.set_device, self.device)
+        with ThreadPoolExecutor(2, thread_name_prefix="compile", initializer=use) as beside:
             compiling = [beside.submit(self._compile_sampling)]
             if not self._attention.measures_prefill:
                 compiling.append(beside.submit(self._attention.choose_prefill, self.emit))
