@@ -38,8 +38,9 @@ from gyre.kernels import flash
 from gyre.kernels.attention import varlen_attention
 from gyre.kernels.dispatch import why_torch
 from gyre.kernels.rope import rope_tables
-from gyre.models.decoder import Decoder, Layer
+from gyre.models.decoder import Decoder
 from gyre.models.flops import forward_flops
+from gyre.models.layers.layer import Layer
 from gyre.models.spec import ModelSpec
 from gyre.objectives.config import SftConfig
 from gyre.trainer.batching.microbatch import MicroBatch, build_chunk

@@ -3,7 +3,8 @@ In: each collective, by kind and tensors. Out: bytes by kind, seconds.
 
 Bytes are those of the ring algorithms over n ranks. A gather or scatter of W bytes in total sends
 (n - 1)/n · W, an all-reduce of W twice that, a broadcast W. The planner predicts the same
-(`planner.search.speed.sent_bytes`).
+(`planner.search.speed.sent_bytes`). An all-to-all and a send count what leaves this rank. A graph
+sends at each replay what its capture recorded (`Captured`).
 
 On a CPU a rank waits from the call to the collective's end, including the wait for later ranks. On
 a GPU the compute stream waits between two events around the collective. If the collective overlaps
@@ -22,7 +23,8 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send"]
+MOST_EVENTS = 4096  # pairs that are kept for `take`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +36,25 @@ class Sent:
 
 
 def ring_bytes(kind: Kind, whole_bytes: int, ranks: int) -> int:
-    """Return the bytes that one rank sends. `whole_bytes`: of the reduced or broadcast tensor, or
-    of all gathered or scattered slices together."""
+    """Return the bytes that one rank sends. `whole_bytes`: of the reduced or broadcast tensor, of
+    all gathered or scattered slices together, or of what this rank sends to others."""
     if ranks <= 1:
         return 0
-    if kind == "broadcast":
+    if kind in ("broadcast", "all_to_all", "send"):
         return whole_bytes
     once = whole_bytes * (ranks - 1) // ranks
     return 2 * once if kind == "all_reduce" else once
+
+
+@dataclass(slots=True)
+class Captured:
+    """What the collectives inside one captured graph send at each replay."""
+
+    bytes_by_kind: dict[str, int] = field(default_factory=dict)
+
+    def count(self, kind: Kind, whole_bytes: int, ranks: int) -> None:
+        sent = ring_bytes(kind, whole_bytes, ranks)
+        self.bytes_by_kind[kind] = self.bytes_by_kind.get(kind, 0) + sent
 
 
 class Traffic:
@@ -72,14 +85,31 @@ class Traffic:
             yield
             end.record()
             self._events.append((begin, end))
+            if len(self._events) > MOST_EVENTS:  # nobody has taken them for long
+                self._add_reached()
             return
         started_s = time.perf_counter()
         yield
         self._wait_s += time.perf_counter() - started_s
 
+    def _add_reached(self) -> None:
+        """Add up the waits that the device has passed already."""
+        left = []
+        for begin, end in self._events:
+            if end.query():
+                self._wait_s += max(0.0, begin.elapsed_time(end)) / 1e3
+            else:
+                left.append((begin, end))
+        self._events = left
+
     def count(self, kind: Kind, whole_bytes: int, ranks: int) -> None:
         """Count bytes only."""
         self._bytes[kind] = self._bytes.get(kind, 0) + ring_bytes(kind, whole_bytes, ranks)
+
+    def replayed(self, captured: Captured) -> None:
+        """Count the collectives of a graph that was replayed. Its waits are inside the graph."""
+        for kind, sent in captured.bytes_by_kind.items():
+            self._bytes[kind] = self._bytes.get(kind, 0) + sent
 
     def awaited(self, reached: Any, done: Any) -> None:
         """Record a wait: computation reached it at the event `reached`, for work on another stream

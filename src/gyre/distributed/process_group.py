@@ -3,10 +3,11 @@ the ranks, or a RankError that names collective, group and rank.
 
 A group of one, `alone()`, does nothing and needs no torch.distributed. Every collective has the
 group's timeout. `distributed.failure_detector` defines how a failing rank affects the others. Gloo
-cannot be aborted, so on a CPU the waiting thread polls the failure detector.
+cannot be aborted, so on a CPU the waiting thread polls the failure detector. Inside `capturing`
+collectives take the bare path of a graph capture: no look-up, no timing, no count on the way.
 """
 
-# B bytes, N numbers of a flat tensor, S ranks of the group
+# B bytes, N numbers of a flat tensor, S ranks of the group, T rows, E numbers of a row
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -24,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gyre.core.errors import RankError
-from gyre.distributed.comm_stats import Kind, Traffic
+from gyre.distributed.comm_stats import Captured, Kind, Traffic
 from gyre.distributed.failure_detector import FailureDetector
 from gyre.distributed.kv_store import KVStore, LocalKVStore
+from gyre.distributed.point_to_point import PointToPoint
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # of `share`: what fits into a frame is shared by one collective; text's length first
@@ -66,6 +68,7 @@ class RankGroup:
         self.notes: KVStore = notes or LocalKVStore()
         self._group, self._board = process_group, board
         self.traffic = traffic or Traffic()  # of all groups of this rank
+        self._captured: Captured | None = None  # while a graph is captured
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -131,6 +134,74 @@ class RankGroup:
         self._run("reduce_scatter", x_SN, start)
         return out_SN
 
+    def all_to_all(self, x_TE: Tensor, sent_S: Sequence[int], received_S: Sequence[int]) -> Tensor:
+        """Send the first `sent_S[0]` rows to rank 0, the next to rank 1 and so on. Return the rows
+        that the ranks sent to this one, in rank order; `received_S` is how many, of
+        `exchange_counts` where the rank doesn't know."""
+        assert len(sent_S) == len(received_S) == self.size and sum(sent_S) == len(x_TE)
+        if self.size == 1:
+            return x_TE
+        out_TE = x_TE.new_empty(sum(received_S), *x_TE.shape[1:])
+        others = len(x_TE) - sent_S[self.rank]
+        self._begin(
+            "all_to_all",
+            others * math.prod(x_TE.shape[1:]) * x_TE.element_size(),
+            x_TE.device,
+            lambda: dist.all_to_all_single(
+                out_TE,
+                x_TE.contiguous(),
+                list(received_S),
+                list(sent_S),
+                group=self._group,
+                async_op=True,
+            ),
+        )()
+        return out_TE
+
+    def exchange_counts(self, sent_S: Sequence[int]) -> list[int]:
+        """Tell each rank how many rows it will get; return how many this one will. The host waits
+        for them."""
+        ones_S = [1] * self.size
+        return self.all_to_all(torch.tensor(sent_S, device=self.device), ones_S, ones_S).tolist()
+
+    def begin_point_to_point(
+        self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+    ) -> Callable[[], None]:
+        """Start to send a tensor to each rank of `sends` and to fill one from each of `receives`.
+        All start at once, so two ranks may send to each other; no other rank takes part. Return the
+        wait function, to be called before the tensors are read or overwritten."""
+        assert self.rank not in sends and self.rank not in receives
+        if not sends and not receives:
+            return lambda: None
+        device = next(iter((*sends.values(), *receives.values()))).device
+
+        def start() -> PointToPoint:
+            ops = [
+                dist.P2POp(dist.isend, x_N, group=self._group, group_peer=rank)
+                for rank, x_N in sends.items()
+            ]
+            ops += [
+                dist.P2POp(dist.irecv, x_N, group=self._group, group_peer=rank)
+                for rank, x_N in receives.items()
+            ]
+            return PointToPoint(dist.batch_isend_irecv(ops), device)
+
+        sent = sum(x_N.numel() * x_N.element_size() for x_N in sends.values())
+        return self._begin("send", sent, device, start)
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[Captured]:
+        """Let the block's collectives be captured in a graph. Yields what each replay sends, for
+        `Traffic.replayed`. The step that replays the graph needs a deadline of its own. All ranks
+        capture at the same point."""
+        assert self._captured is None, f"group '{self.name}' is being captured"
+        self.check("capture")
+        self._captured = Captured()
+        try:
+            yield self._captured
+        finally:
+            self._captured = None
+
     def all_gather(self, x_SN: Tensor, own_N: Tensor) -> None:
         """Concatenate every rank's numbers; `own_N` may be this rank's slice of `x_SN`."""
         self.begin_all_gather(x_SN, own_N)()
@@ -143,7 +214,8 @@ class RankGroup:
             return lambda: None
         return self._begin(
             "all_gather",
-            x_SN,
+            x_SN.numel() * x_SN.element_size(),
+            x_SN.device,
             lambda: dist.all_gather_into_tensor(x_SN, own_N, group=self._group, async_op=True),
         )
 
@@ -244,7 +316,7 @@ class RankGroup:
             time.sleep(LOOK_S)
         return found
 
-    def _finish(self, work: dist.Work | None) -> None:
+    def _finish(self, work: dist.Work | PointToPoint | None) -> None:
         """Wait for a collective: on a GPU the stream waits; on a CPU this thread, until the group
         fails."""
         if work is None:
@@ -261,19 +333,32 @@ class RankGroup:
 
     def _run(self, what: Kind, whole: Tensor, start: Callable[[], dist.Work | None]) -> None:
         """Run a collective. `whole`: the tensor that all ranks produce together."""
-        self._begin(what, whole, start)()
+        self._begin(what, whole.numel() * whole.element_size(), whole.device, start)()
 
     def _begin(
-        self, what: Kind, whole: Tensor, start: Callable[[], dist.Work | None]
+        self,
+        what: Kind,
+        whole_bytes: int,
+        device: torch.device,
+        start: Callable[[], dist.Work | PointToPoint | None],
     ) -> Callable[[], None]:
         """Start a collective and return its wait function; on a GPU the compute stream waits."""
+        if self._captured is not None:
+            self._captured.count(what, whole_bytes, self.size)
+            bare = start()
+
+            def end() -> None:
+                if bare is not None:
+                    bare.wait()
+
+            return end
         self.check(what)
-        self.traffic.count(what, whole.numel() * whole.element_size(), self.size)
+        self.traffic.count(what, whole_bytes, self.size)
         with self._named(what):
             work = start()
 
         def wait() -> None:
-            with self._named(what), self.traffic.waiting(whole.device):
+            with self._named(what), self.traffic.waiting(device):
                 self._finish(work)
 
         return wait

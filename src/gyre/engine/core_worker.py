@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -55,6 +56,16 @@ class Played:
     partials: Partials = field(default_factory=dict)  # of what an Interrupt ended
 
 
+class FollowingRanks(Protocol):
+    """Ranks that play what this one plays (engine.tensor_group)."""
+
+    def begin(self) -> None: ...
+
+    def send(self, entry: Entry) -> None: ...
+
+    def end(self, error: Exception | None) -> Exception | None: ...
+
+
 class CoreWorker:
     """One core after another, each from a start to its end, with weights and memory that stay."""
 
@@ -71,6 +82,7 @@ class CoreWorker:
         shared_weights: bool,
         eos_ids: tuple[int, ...],
         journal_folder: Path | None = None,
+        followers: FollowingRanks | None = None,
     ) -> None:
         self.core: EngineCore | None = None  # None while not started
         self.failure = ""  # why the core broke
@@ -88,6 +100,7 @@ class CoreWorker:
         self.emit = emit
         self._device = device
         self._eos_ids = eos_ids
+        self._followers = followers
         self._journal = None if journal_folder is None else JournalWriter(journal_folder)
         self._chunks: list[TokenChunk] = []  # came out between two bursts; the next one takes them
 
@@ -142,6 +155,7 @@ class CoreWorker:
                     break
                 if count == 0 and core.runner.has_moved():
                     self._play(Recapture())
+                self._lead(Steps(count=1))
                 count += 1
                 self._chunks += core.step()
                 if self._chunks or self.in_a_hurry:
@@ -161,6 +175,7 @@ class CoreWorker:
     def _play(self, entry: Entry, host: HostKv | None = None) -> Partials:
         if self.core is None:
             return {}
+        self._lead(entry)
         self._record(entry)
         partials, chunks = self.core.play(entry, host)
         self._chunks += chunks
@@ -174,6 +189,11 @@ class CoreWorker:
         chunks, self._chunks = self._chunks, []
         return chunks
 
+    def _lead(self, entry: Entry) -> None:
+        """Let the followers play an entry, before this rank does."""
+        if self._followers is not None:
+            self._followers.send(entry)
+
     def _record(self, entry: Entry) -> None:
         if self._journal is not None:
             self._journal.write(entry)
@@ -186,8 +206,14 @@ class CoreWorker:
         try:
             yield
         except Exception as error:
-            self.break_core(error)
+            self.break_core(self._end_life(error))
             raise CoreFailed(self.failure) from error
+
+    def _end_life(self, error: Exception) -> Exception:
+        """Return the error, or of several ranks one that names the rank at fault."""
+        if self._followers is None:
+            return error
+        return self._followers.end(error) or error
 
     def _refuse_broken(self) -> None:
         if self.failure:
@@ -225,7 +251,9 @@ class CoreWorker:
         try:
             if not self.weights.shared and tiers[WEIGHTS] == "none":
                 self.memory.move(WEIGHTS, "device")
-            core = self._make_core(self.memory.provide_kv(), self.memory.provide_host())
+            pool, host = self.memory.provide_kv(), self.memory.provide_host()
+            with self._starting(entry := self.describe_start(dummy)):
+                core = self._make_core(pool, host)
             if dummy:
                 self.weights.make_dummy()
         except BaseException:  # what it took for a start that did not come about goes back
@@ -235,22 +263,40 @@ class CoreWorker:
             raise
         self.core = core
         self._mend()
-        self._record(
-            Start(
-                settings=self._config.model_dump(mode="json"),
-                num_pages=self.memory.num_pages,
-                num_slots=self.memory.num_slots,
-                version=self.weights.version,
-                eos_ids=self._eos_ids,
-            )
-        )
+        self._record(entry)
         self.emit(
             "engine.started",
             dummy=dummy,
             version=self.weights.version,
             pages=self.memory.num_pages,
-            scoring_bytes=scoring_bytes(self._config, vocab_size=self.decoder.spec.vocab_size),
+            scoring_bytes=scoring_bytes(
+                self._config, vocab_size=self.decoder.whole_spec.vocab_size
+            ),
             seconds=time.monotonic() - begun_s,
+        )
+
+    @contextmanager
+    def _starting(self, entry: Start) -> Iterator[None]:
+        """Let the followers make their cores in the block, too: ranks capture graphs together."""
+        if self._followers is None:
+            yield
+            return
+        self._followers.begin()
+        try:
+            self._followers.send(entry)
+            yield
+        except Exception as error:
+            raise self._end_life(error) from error
+
+    def describe_start(self, dummy: bool) -> Start:
+        """Return the entry of a core that starts now."""
+        return Start(
+            settings=self._config.model_dump(mode="json"),
+            num_pages=self.memory.num_pages,
+            num_slots=self.memory.num_slots,
+            version=self.weights.version,
+            eos_ids=self._eos_ids,
+            dummy=dummy,
         )
 
     def commit(self, version: int, policy: CommitPolicy) -> None:
@@ -268,6 +314,8 @@ class CoreWorker:
 
     def terminate(self) -> None:
         """Free everything; everyone is answered."""
+        if self._followers is not None:
+            self._followers.end(None)
         self.core = None
         self._mend()
         self.weights.rollback()

@@ -31,7 +31,7 @@ from gyre.core.records import (
     Usage,
 )
 from gyre.engine.config import EngineConfig, plan_engine
-from gyre.engine.core_worker import CoreFailed, CoreWorker
+from gyre.engine.core_worker import CoreFailed, CoreWorker, FollowingRanks
 from gyre.engine.frontend.admission import Load, RequestLimits, find_overload, find_refusal
 from gyre.engine.frontend.async_frontend import AsyncFrontend, by_deadline
 from gyre.engine.scheduler.core import Decodes, EngineCore
@@ -59,6 +59,7 @@ class NativeEngine:
         version: int = 0,
         shared_weights: bool = True,
         journal_folder: Path | None = None,
+        followers: FollowingRanks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config = plan_engine(config, device_type=device.type)
@@ -75,10 +76,11 @@ class NativeEngine:
             shared_weights=shared_weights,
             eos_ids=eos_ids,
             journal_folder=journal_folder if config.journal else None,
+            followers=followers,
         )
         self.frontend = AsyncFrontend(self.worker, compute=compute, emit=emit, clock=clock)
         self.limits = RequestLimits(
-            vocab_size=decoder.spec.vocab_size,
+            vocab_size=decoder.whole_spec.vocab_size,
             context_tokens=decoder.spec.context_tokens,
             cache_tokens=self.worker.memory.num_pages * config.page_tokens,
             can_decode=tokenizer is not None,

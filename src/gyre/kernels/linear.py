@@ -10,6 +10,8 @@ that attention or a norm keeps anyway, are rounded again, at the cost of one rea
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +31,8 @@ from gyre.kernels.float8 import (
 
 # of input and weight; None for products that are not in 8 bits
 Amaxes = tuple[Tensor | None, Tensor | None]
+# partial products, summed over the ranks that hold them; their tensor becomes scratch
+Reduce = Callable[[Tensor], Tensor]
 
 
 def linear(
@@ -39,10 +43,15 @@ def linear(
     onto_TO: Tensor | None = None,
     float8: bool,
     amax: Amax | None = None,
+    reduce: Reduce | None = None,
 ) -> tuple[Tensor, Amaxes]:
     """Return x · weightᵀ plus the bias or `onto_TO`, and the data that `OutputGradient` needs.
     `amax` is that of x, if its producer has found it; here and below it belongs to the operand
-    about to be rounded."""
+    about to be rounded. `reduce` sums the product over ranks before `onto_TO` is added; with one
+    rank, None, a wide product adds it itself."""
+    if reduce is not None:
+        assert onto_TO is not None and bias_O is None and not float8, "8 bits are of one rank"
+        return reduce(F.linear(x_TI, weight_OI)) + onto_TO, (None, None)
     if not float8:
         if onto_TO is not None:
             return torch.addmm(onto_TO, x_TI, weight_OI.t()), (None, None)

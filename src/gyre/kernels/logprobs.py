@@ -197,11 +197,9 @@ class TokenLogprobs(torch.autograd.Function):
             logits_NW = block_logits(
                 hidden_NE, head_weight_VE, temperature_N, rows_Z, ids_Z, start, stop
             )
-            probs_NW = torch.softmax(logits_NW, -1)
-            # The largest probability never underflows, so log of it and its logit give the log of
-            # the sum.
-            totals.append(logits_NW.amax(-1) - probs_NW.amax(-1).log())
-            means.append(torch.linalg.vecdot(probs_NW, logits_NW))
+            probs_NW, total_N, mean_N = block_statistics(logits_NW)
+            totals.append(total_N)
+            means.append(mean_N)
             found_N = logits_NW.gather(
                 1, (targets_N - start).clamp(0, stop - start - 1)[:, None]
             ).squeeze(1)
@@ -427,6 +425,14 @@ class FusedLogprobs(torch.autograd.Function):
             grad_hidden_NE = part_NE if grad_hidden_NE is None else grad_hidden_NE.add_(part_NE)
         assert grad_hidden_NE is not None
         return grad_hidden_NE.to(hidden_NE.dtype), grad_weight_VE, None, None, None
+
+
+def block_statistics(logits_NW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the softmax within a vocabulary block, the log of its sum, and the mean logit."""
+    probs_NW = torch.softmax(logits_NW, -1)
+    # The largest probability never underflows, so log of it and its logit give the log of the sum.
+    total_N = logits_NW.amax(-1) - probs_NW.amax(-1).log()
+    return probs_NW, total_N, torch.linalg.vecdot(probs_NW, logits_NW)
 
 
 def block_logits(

@@ -6,13 +6,11 @@ and knows the sequence boundaries. Everything else is per token, so the same cod
 micro-batch and a decoding batch.
 """
 
-# T tokens, E hidden size, H heads, K kv heads, D head dim, A = H·D, N rows, V vocabulary
+# T tokens, E hidden size, H heads, K kv heads, D head dim, N rows, V vocabulary
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -21,31 +19,15 @@ from torch import Tensor, nn
 
 from gyre.core.records import Checkpointing, Projection
 from gyre.kernels.norm import rms_norm
-from gyre.kernels.recompute import RecomputeLayer, RecomputeQK
 from gyre.kernels.rope import rope_frequencies, rope_tables
-from gyre.models.layers.blocks import attention_inputs, layer_output
+from gyre.models.layers.layer import NOTHING, Attend, Layer
+from gyre.models.layers.tensor_parallel import ReplicatedRows
+from gyre.models.layers.vocabulary import embedded, joined_logits
+from gyre.models.layers.weights import Weights
+from gyre.models.layout import local_spec
 from gyre.models.spec import ModelSpec
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-NOTHING: frozenset[Projection] = frozenset()
-
-
 Out = TypeVar("Out")
-
-
-class Weights(nn.Module):
-    """A named weight, with a bias where the family has one. A checkpoint or an initializer fills
-    it."""
-
-    bias: nn.Parameter | None
-
-    def __init__(
-        self, *shape: int, bias: bool = False, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
-        bias_R = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
-        self.register_parameter("bias", bias_R)
 
 
 class Head(Weights):
@@ -57,102 +39,28 @@ class Head(Weights):
         return run(hidden_NE, self.weight)
 
 
-class Layer(nn.Module):
-    """One decoder layer: its parameters, and its two halves around attention."""
-
-    def __init__(self, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.spec = spec
-        hidden, q_rows = spec.hidden_size, spec.num_heads * spec.head_dim
-        kv_rows = spec.num_kv_heads * spec.head_dim
-        make = partial(Weights, device=device, dtype=dtype)
-        self.attn_norm = make(hidden)
-        self.qkv = make(q_rows + 2 * kv_rows, hidden, bias=spec.qkv_bias)
-        if spec.qk_norm:
-            self.q_norm = make(spec.head_dim)
-            self.k_norm = make(spec.head_dim)
-        self.out = make(hidden, q_rows)
-        self.mlp_norm = make(hidden)
-        self.gate_up = make(2 * spec.mlp_size, hidden)
-        self.down = make(hidden, spec.mlp_size)
-
-    def forward(
-        self,
-        index: int,
-        x_TE: Tensor,
-        cos_T1D: Tensor,
-        sin_T1D: Tensor,
-        attend: Attend,
-        rows_N: Tensor | None,
-        *,
-        selective: bool = False,
-        recompute: bool = False,
-        float8: frozenset[Projection] = NOTHING,
-    ) -> Tensor:
-        """Return the residual stream after the layer, of `rows_N` only where given. `selective`,
-        `recompute` and `float8` as in blocks."""
-        spec, turned = self.spec, RecomputeQK() if selective else None
-        x_TE, q_THD, k_TKD, v_TKD = attention_inputs(
-            x_TE,
-            self.attn_norm.weight,
-            self.qkv.weight,
-            self.qkv.bias,
-            self.q_norm.weight if spec.qk_norm else None,
-            self.k_norm.weight if spec.qk_norm else None,
-            cos_T1D,
-            sin_T1D,
-            heads=(spec.num_heads, spec.num_kv_heads),
-            eps=spec.norm_eps,
-            recompute_qk=turned,
-            float8=float8,
-        )
-        with turned.hooks(q_THD, k_TKD) if turned else contextlib.nullcontext():
-            attended_TA = attend(index, q_THD, k_TKD, v_TKD).flatten(1)
-        if rows_N is not None:
-            x_TE, attended_TA = x_TE.index_select(0, rows_N), attended_TA.index_select(0, rows_N)
-        return layer_output(
-            x_TE,
-            attended_TA,
-            self.out.weight,
-            self.mlp_norm.weight,
-            self.gate_up.weight,
-            self.down.weight,
-            eps=spec.norm_eps,
-            selective=selective,
-            recompute=recompute,
-            float8=float8,
-        )
-
-    def replayed(
-        self,
-        index: int,
-        x_TE: Tensor,
-        cos_T1D: Tensor,
-        sin_T1D: Tensor,
-        attend: Attend,
-        rows_N: Tensor | None,
-        *,
-        float8: frozenset[Projection] = NOTHING,
-    ) -> Tensor:
-        """Run like `forward`, but keep only x_TE; the backward pass recomputes the rest."""
-        input_TE = x_TE.detach().requires_grad_(x_TE.requires_grad)
-        rest = cos_T1D, sin_T1D, attend, rows_N
-        with RecomputeLayer(
-            lambda: self(index, input_TE, *rest, recompute=True, float8=float8)
-        ).hooks():
-            return self(index, x_TE, *rest, float8=float8)
-
-
 class Decoder(nn.Module):
-    """The whole model. Parameter names are those of `ModelSpec.parameter_shapes`; weights are
-    uninitialized until `init_weights` or `load_hub`."""
+    """The whole model, or what one rank of the tensor axis holds of it. Parameter names are those
+    of `ModelSpec.parameter_shapes`; weights are uninitialized until `init_weights` or `load_hub`.
+    """
 
-    def __init__(self, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        tensor: ReplicatedRows | None = None,
+    ) -> None:
+        """Make the parameters. `spec` is of the whole model, of which `tensor` joins the ranks."""
         super().__init__()
-        self.spec = spec
+        self.whole_spec = spec
+        self.tensor = tensor
+        self.spec = spec if tensor is None else local_spec(spec, tensor.group.size)
+        spec = self.spec  # of what this rank holds
         self.embed = Weights(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
         self.layers = nn.ModuleList(
-            Layer(spec, device=device, dtype=dtype) for _ in range(spec.num_layers)
+            Layer(spec, device=device, dtype=dtype, tensor=tensor) for _ in range(spec.num_layers)
         )
         self.final_norm = Weights(spec.hidden_size, device=device, dtype=dtype)
         if not spec.tied:
@@ -176,6 +84,10 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.embed.weight.dtype
 
+    def embedded(self, tokens_T: Tensor) -> Tensor:
+        """Return the residual stream before the first layer."""
+        return embedded(tokens_T, self.embed.weight, self.tensor)
+
     def hidden(
         self,
         tokens_T: Tensor,
@@ -193,7 +105,7 @@ class Decoder(nn.Module):
         layer: everything the backward pass reads, only what is expensive to recompute, or the input
         alone. `float8` names the projections with 8-bit operands.
         """
-        x_TE = F.embedding(tokens_T, self.embed.weight)
+        x_TE = self.embedded(tokens_T)
         cos_T1D, sin_T1D = rope_tables(positions_T, self.inv_freq_F, x_TE.dtype)
         last, full = len(self.layers) - 1, checkpointing == "full" and torch.is_grad_enabled()
         for index, layer in enumerate(self.layers):
@@ -213,5 +125,9 @@ class Decoder(nn.Module):
         return run(hidden_NE, self.embed.weight) if self.spec.tied else self.head(hidden_NE, run)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
-        """Return logits_NV in the compute dtype."""
-        return F.linear(hidden_NE, self.head_weight)
+        """Return logits_NV of the whole vocabulary in the compute dtype."""
+        return self.joined_logits(F.linear(hidden_NE, self.head_weight))
+
+    def joined_logits(self, own_NV: Tensor) -> Tensor:
+        """Return the logits of the whole vocabulary, of those of this rank's part."""
+        return joined_logits(own_NV, self.whole_spec.vocab_size, self.tensor)

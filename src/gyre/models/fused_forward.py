@@ -3,9 +3,9 @@ positions, rows, the decoder's weights, KV pages. Out: the residual stream, logi
 models.decoder.Decoder, whose rounding it reproduces.
 
 Per layer four matrix products, and between them: norm; per-head norm, rotation and KV write;
-attention; gated activation. Residuals are added by the norm that follows, or by the products
-themselves. With `invariant` the products are those of kernels.gpu.matmul, so that a token's bits do
-not depend on the other tokens; otherwise the library's.
+attention; gated activation. Residuals are added by the norm that follows, or at one rank by the
+products themselves. With `invariant` the products are those of kernels.gpu.matmul, so that a
+token's bits do not depend on the other tokens; otherwise the library's.
 """
 
 # T tokens, N rows that choose, E hidden size, H heads, K kv heads, D head dim, F = D / 2, M mlp
@@ -22,7 +22,9 @@ from torch import Tensor
 from gyre.kernels.gpu import pointwise
 from gyre.kernels.gpu.matmul import invariant_linear
 from gyre.kernels.rope import rope_tables
-from gyre.models.decoder import Decoder, Layer
+from gyre.models.decoder import Decoder
+from gyre.models.layers.layer import Layer
+from gyre.models.layers.tensor_parallel import reducer_of
 
 Attend = Callable[[int, Tensor, Tensor], None]  # (layer, q_THD, out_THD to fill)
 PagesOf = Callable[[int], Tensor]  # a layer's pages, [page, 2, K, page_tokens, D]
@@ -49,6 +51,7 @@ class FusedForward:
         self._cos_PF = cos_P1D[:, 0, :half].contiguous()
         # the second half is the one that is not negated
         self._sin_PF = sin_P1D[:, 0, half:].contiguous()
+        self._reduce = reducer_of(decoder.tensor)
         self._zero_E = torch.zeros(spec.hidden_size, device=decoder.device, dtype=decoder.dtype)
 
     def residual(
@@ -63,7 +66,7 @@ class FusedForward:
         skipping the last output projection and MLP for the others. Writes the keys and values of
         all tokens to their pages."""
         last = self.decoder.spec.num_layers - 1
-        x_TE, y_TE = F.embedding(token_T, self.decoder.embed.weight), None
+        x_TE, y_TE = self.decoder.embedded(token_T), None
         for index in range(last + 1):
             chosen_N = source_N if index == last else None
             x_TE, y_TE = self._layer(index, x_TE, y_TE, position_T, row_T, attend, chosen_N)
@@ -75,7 +78,8 @@ class FusedForward:
 
     def project(self, hidden_NE: Tensor) -> Tensor:
         """Return logits_NV of rows after the final norm."""
-        return self._linear(hidden_NE, self.decoder.head_weight, None)
+        own_NV = self._linear(hidden_NE, self.decoder.head_weight, None)
+        return self.decoder.joined_logits(own_NV)
 
     def layer(
         self, index: int, x_TE: Tensor, position_T: Tensor, row_T: Tensor, attend: Attend
@@ -106,11 +110,28 @@ class FusedForward:
     ) -> tuple[Tensor, Tensor | None]:
         """Run one layer on the residual stream and its pending addend. Returns both, or those of
         `source_N` where given."""
-        spec, layer, num_tokens = self.decoder.spec, self.decoder.layers[index], len(x_TE)
+        layer = self.decoder.layers[index]
         assert isinstance(layer, Layer)
-        qkv_TJD = self._linear(
-            self.normed(x_TE, layer.attn_norm.weight, y_TE), layer.qkv.weight, layer.qkv.bias
-        )
+        normed_TE = self.normed(x_TE, layer.attn_norm.weight, y_TE)
+        attended_TA = self._attention(index, layer, normed_TE, position_T, row_T, attend)
+        if source_N is not None:
+            x_TE = x_TE.index_select(0, source_N)
+            attended_TA = attended_TA.index_select(0, source_N)
+        x_TE, y_TE = self._to_residual(x_TE, attended_TA, layer.out.weight)
+        return self._mlp(layer, x_TE, self.normed(x_TE, layer.mlp_norm.weight, y_TE))
+
+    def _attention(
+        self,
+        index: int,
+        layer: Layer,
+        normed_TE: Tensor,
+        position_T: Tensor,
+        row_T: Tensor,
+        attend: Attend,
+    ) -> Tensor:
+        """Return attended_TA; keys and values go to their pages."""
+        spec, num_tokens = self.decoder.spec, len(normed_TE)
+        qkv_TJD = self._linear(normed_TE, layer.qkv.weight, layer.qkv.bias)
         qkv_TJD = qkv_TJD.view(num_tokens, -1, spec.head_dim)
         pointwise.turn_and_write(
             qkv_TJD,
@@ -126,18 +147,19 @@ class FusedForward:
             eps=spec.norm_eps,
         )
         attended_THD = torch.empty(
-            num_tokens, spec.num_heads, spec.head_dim, device=x_TE.device, dtype=x_TE.dtype
+            num_tokens,
+            spec.num_heads,
+            spec.head_dim,
+            device=normed_TE.device,
+            dtype=normed_TE.dtype,
         )
         attend(index, qkv_TJD[:, : spec.num_heads], attended_THD)
-        attended_TA = attended_THD.view(num_tokens, -1)
-        if source_N is not None:
-            x_TE = x_TE.index_select(0, source_N)
-            attended_TA = attended_TA.index_select(0, source_N)
-        x_TE, y_TE = self._to_residual(x_TE, attended_TA, layer.out.weight)
-        gate_up_T2M = self._linear(
-            self.normed(x_TE, layer.mlp_norm.weight, y_TE), layer.gate_up.weight, None
-        )
-        product_TM = torch.empty(len(x_TE), spec.mlp_size, device=x_TE.device, dtype=x_TE.dtype)
+        return attended_THD.view(num_tokens, -1)
+
+    def _mlp(self, layer: Layer, x_TE: Tensor, normed_TE: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream and its pending addend after the dense MLP."""
+        gate_up_T2M = self._linear(normed_TE, layer.gate_up.weight, None)
+        product_TM = x_TE.new_empty(len(x_TE), self.decoder.spec.mlp_size)
         pointwise.silu_mul(gate_up_T2M, product_TM)
         return self._to_residual(x_TE, product_TM, layer.down.weight)
 
@@ -150,7 +172,11 @@ class FusedForward:
         self, x_TE: Tensor, z_TI: Tensor, weight_EI: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return x and y, whose sum is x + z · weightᵀ. With few rows the next norm adds y. With
-        many the product adds in place, which saves a pass over memory."""
+        many the product adds in place, which saves a pass over memory. Partial products of several
+        ranks are summed first, and the next norm adds them."""
+        if self._reduce is not None:
+            y_TE = self._reduce(self._linear(z_TI, weight_EI, None))
+            return (x_TE + y_TE, None) if self.invariant else (x_TE, y_TE)
         if self.invariant:
             return invariant_linear(z_TI, weight_EI, None, residual_MN=x_TE), None
         rows = len(z_TI)

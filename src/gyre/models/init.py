@@ -84,6 +84,7 @@ def deviation(spec: ModelSpec, name: str, columns: int) -> float:
 
 
 def init_weights(decoder: Decoder, seed: int) -> None:
+    assert decoder.tensor is None, "a part of a model is read through its layout"
     source = FreshWeights(decoder.spec, seed)
     for name, parameter in decoder.named_parameters():
         source.read(name, 0, parameter.numel(), parameter.detach().view(-1))

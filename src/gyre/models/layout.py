@@ -21,18 +21,13 @@ from gyre.models.spec import ModelSpec
 
 
 def local_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
-    """Return the model that each tensor rank holds. ConfigError names what does not divide."""
-    for what, count in (("attention heads", spec.num_heads), ("MLP columns", spec.mlp_size)):
-        if count % num_ranks:
-            raise ConfigError(
-                f"{count} {what} do not divide over {num_ranks} tensor ranks",
-                hint=f"choose a number of tensor ranks that divides {count}",
-            )
-    if spec.num_kv_heads % num_ranks and num_ranks % spec.num_kv_heads:
+    """Return the model that each tensor rank holds. ConfigError names what does not divide, and the
+    numbers of ranks that do."""
+    if (reason := find_uneven(spec, num_ranks)) is not None:
+        fits = [n for n in range(1, spec.num_heads + 1) if find_uneven(spec, n) is None]
         raise ConfigError(
-            f"{spec.num_kv_heads} KV heads neither divide over {num_ranks} tensor ranks nor repeat "
-            "on them evenly",
-            hint=f"choose a divisor or a multiple of {spec.num_kv_heads}",
+            f"{reason} over {num_ranks} tensor ranks",
+            hint=f"this model takes {', '.join(map(str, fits))} tensor ranks",
         )
     return replace(
         spec,
@@ -41,6 +36,16 @@ def local_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
         num_kv_heads=max(1, spec.num_kv_heads // num_ranks),
         mlp_size=spec.mlp_size // num_ranks,
     )
+
+
+def find_uneven(spec: ModelSpec, num_ranks: int) -> str | None:
+    """Return what does not divide evenly over so many ranks, or None."""
+    for what, count in (("attention heads", spec.num_heads), ("MLP columns", spec.mlp_size)):
+        if count % num_ranks:
+            return f"{count} {what} do not divide"
+    if spec.num_kv_heads % num_ranks and num_ranks % spec.num_kv_heads:
+        return f"{spec.num_kv_heads} KV heads neither divide nor repeat evenly"
+    return None
 
 
 def model_layout(spec: ModelSpec, num_ranks: int) -> ModelLayout:

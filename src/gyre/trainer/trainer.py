@@ -204,7 +204,7 @@ class NativeTrainer:
             objective=self.objective,
             config=self.config,
             seed=self.seed,
-            vocab_size=self.decoder.spec.vocab_size,
+            vocab_size=self.decoder.whole_spec.vocab_size,
             device=device,
             emit=self.emit,
             rank=data.rank,

@@ -23,7 +23,8 @@ from gyre.kernels.float8 import (
 from gyre.kernels.linear import OutputGradient, amaxes_of, linear
 from gyre.kernels.norm import rms_norm_forward
 from gyre.kernels.rope import rope_frequencies, rope_tables, turn
-from gyre.models.layers.blocks import attention_inputs, layer_output
+from gyre.models.layers.blocks import attention_inputs, attention_output
+from gyre.models.layers.mlp import mlp as dense_mlp
 
 CPU = torch.device("cpu")
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}  # the largest relative error of rounding a normal number
@@ -186,9 +187,19 @@ def layer_by(matmul: Any, tokens: int, *, selective: bool = False) -> dict[str, 
             eps=1e-6,
             float8=float8,
         )
-        rest = weights["out"], norms[1], weights["gate_up"], weights["down"]
-        y_TE = layer_output(
-            again_TE, q_THD.flatten(1), *rest, eps=1e-6, selective=selective, float8=float8
+        amax = Amax() if "out" in float8 else None
+        middle_TE = attention_output(
+            again_TE, q_THD.flatten(1), weights["out"], float8=float8, grad_amax=amax
+        )
+        y_TE = dense_mlp(
+            middle_TE,
+            norms[1],
+            weights["gate_up"],
+            weights["down"],
+            eps=1e-6,
+            selective=selective,
+            float8=float8,
+            grad_amax=amax,
         )
     y_TE.backward(random(tokens, hidden, seed=30, scale=1e-3, dtype=dtype))
     tensors = {"y": y_TE.detach(), "x": x_TE.grad, "norm": norms[0].grad, "mlp_norm": norms[1].grad}

@@ -226,5 +226,7 @@ def test_an_export_has_the_same_bytes_at_any_layout(tmp_path, num_ranks, num_sha
 @given(specs(), RANKS)
 def test_what_does_not_divide_is_refused_by_name(spec, num_ranks):
     assume(not fits(spec, num_ranks))
-    with pytest.raises(ConfigError, match=r"heads|MLP columns"):
+    with pytest.raises(ConfigError, match=r"heads|MLP columns") as refused:
         model_layout(spec, num_ranks)
+    accepted = [n for n in range(1, 17) if n <= spec.num_heads and fits(spec, n)]
+    assert refused.value.hint == f"this model takes {', '.join(map(str, accepted))} tensor ranks"

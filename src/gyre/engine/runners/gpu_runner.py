@@ -11,9 +11,11 @@ thus be launched before the last one's tokens are known.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from gyre.core.events import Emit
 from gyre.core.rounding import ceil_div
+from gyre.distributed.comm_stats import Captured
 from gyre.engine.kv_cache.pool import KvPool, to_device
 from gyre.engine.runners.device_events import ResultEvent
 from gyre.engine.runners.gpu_attention import ChunkArrays, GpuAttention
@@ -112,21 +115,23 @@ class GpuRunner:
         self._mixed = MirroredBuffer(
             {**tokens, "source": ("int32", max_running)}, self.device, deadline_s=deadline_s
         )
-        self._sampling = SampleScratch.make(max_running, spec.vocab_size, self.device)
+        vocab_size = decoder.whole_spec.vocab_size
+        self._sampling = SampleScratch.make(max_running, vocab_size, self.device)
         self._out_3B = torch.zeros(3, max_running, dtype=torch.int32, device=self.device)
         self._out_host = [
             torch.zeros(3, max_running, dtype=torch.int32, pin_memory=True)
             for _ in range(OUT_SLOTS)
         ]
         self._turn = 0
-        self._rules = SamplerState(spec.vocab_size, self.device, rows_at_once=rows_at_once)
+        self._rules = SamplerState(vocab_size, self.device, rows_at_once=rows_at_once)
         self._rows_at_once = rows_at_once  # of logits, where prompts are scored
         self._batches = plan_graph_batches(max_running)
         self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._sent: dict[tuple[int, bool], Captured] = {}  # by each replay, over tensor ranks
         # Where graphs that stop before sampling leave their logits. Made now, so the ledger knows
         # it from the start.
         self._logits_NV = torch.empty(
-            max_running, spec.vocab_size, device=self.device, dtype=decoder.dtype
+            max_running, vocab_size, device=self.device, dtype=decoder.dtype
         )
         self._memory = torch.cuda.graph_pool_handle()
         self._addresses: tuple[int, ...] = ()
@@ -203,6 +208,8 @@ class GpuRunner:
             self._capture(size, plain)
         self._stage_decode(rows, step, size)
         self.graphs[size, plain].replay()
+        if self.decoder.tensor is not None:
+            self.decoder.tensor.group.traffic.replayed(self._sent[size, plain])
         return None if plain else self._logits_NV[:count]
 
     def _stage_decode(self, rows: InputBatch, step: Step, size: int) -> None:
@@ -342,7 +349,9 @@ class GpuRunner:
         self.recapture()
         if self._attention.measures_prefill:
             self._attention.choose_prefill(self.emit)  # alone: it takes the faster one
-        with ThreadPoolExecutor(2, thread_name_prefix="compile") as beside:
+        # a new thread computes on the first device, which may be another rank's
+        use = partial(torch.cuda.set_device, self.device)
+        with ThreadPoolExecutor(2, thread_name_prefix="compile", initializer=use) as beside:
             compiling = [beside.submit(self._compile_sampling)]
             if not self._attention.measures_prefill:
                 compiling.append(beside.submit(self._attention.choose_prefill, self.emit))
@@ -373,8 +382,11 @@ class GpuRunner:
             graph = torch.cuda.CUDAGraph()
             # Other threads may pin memory and copy meanwhile (a snapshot's), which is nothing to
             # this graph.
-            with torch.cuda.graph(
-                graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"
+            with (
+                self._capturing() as sent,
+                torch.cuda.graph(
+                    graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"
+                ),
             ):
                 logits_NV = self._decode_logits(size)
                 if plain:
@@ -382,7 +394,13 @@ class GpuRunner:
                 else:
                     self._logits_NV[:size].copy_(logits_NV)
         torch.cuda.current_stream().wait_stream(stream)
-        self.graphs[size, plain] = graph
+        self.graphs[size, plain], self._sent[size, plain] = graph, sent
+
+    def _capturing(self) -> contextlib.AbstractContextManager[Captured]:
+        """Let collectives be captured. Ranks choose graphs by the steps that they share, so they
+        capture at the same point."""
+        tensor = self.decoder.tensor
+        return contextlib.nullcontext(Captured()) if tensor is None else tensor.group.capturing()
 
     def _warm(self) -> None:
         """Compile what no graph holds: the page table's kernel, and in invariant mode the products'

@@ -100,6 +100,8 @@ def why_not_kernels(decoder: Decoder, config: EngineConfig) -> str | None:
     """Return why the C kernels cannot serve, or None."""
     if not config.c_kernels:
         return "engine.c_kernels = false"
+    if decoder.tensor is not None:
+        return "several tensor ranks: the C step is one call, without a point to sum at"
     if decoder.spec.window_tokens is not None:
         return "sliding windows: the C kernels look at everything"
     if config.overlap:

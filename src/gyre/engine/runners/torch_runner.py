@@ -124,7 +124,7 @@ class Runner:
         # of logits, where prompts, alternatives or penalties need more than one
         self._rows_at_once = rows_at_once
         self.last_token_R = torch.zeros(max_running, dtype=torch.int64, device=device)
-        self._rules = SamplerState(decoder.spec.vocab_size, device, rows_at_once=rows_at_once)
+        self._rules = SamplerState(decoder.whole_spec.vocab_size, device, rows_at_once=rows_at_once)
 
     @torch.inference_mode()
     def launch(self, rows: InputBatch, step: Step) -> TorchFlight:

@@ -34,6 +34,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_slots: int  # pages of the host pool
     version: int  # of the weights
     eos_ids: tuple[int, ...]
+    dummy: bool = False  # random weights, until a Commit
 
 
 class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):

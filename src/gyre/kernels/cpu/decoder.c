@@ -389,19 +389,31 @@ static void attention_stage(const Model *m, const Step *s, const Work *w, int64_
     BARRIER
 }
 
-static void mlp_stage(const Model *m, const real *const *part, float *x, const uint32_t *attended, int64_t tokens,
-                      const Work *w, int64_t thread, int64_t threads, float *scratch) {
-    int64_t begin, end, width = m->heads * m->head_dim;
+static void attention_output_stage(const Model *m, const real *const *part, float *x, const uint32_t *attended,
+                                   int64_t tokens, int64_t thread, int64_t threads, float *scratch) {
+    int64_t begin, end;
     share(m->hidden, thread, threads, &begin, &end);
-    add_product(part[OUT], width, begin, end, attended, tokens, m->hidden, x, scratch);
-    BARRIER
+    add_product(part[OUT], m->heads * m->head_dim, begin, end, attended, tokens, m->hidden, x, scratch);
+}
+
+static void mlp_stage(const Model *m, const real *const *part, float *x, int64_t tokens, const Work *w, int64_t thread,
+                      int64_t threads, float *scratch) {
+    int64_t begin, end, first, last;
     norm_stage(m, part[MLP_NORM], x, tokens, w, thread, threads);
     BARRIER
-    int64_t first, last;
     share(m->mlp / 2, thread, threads, &first, &last);
     gate_product(m, part[GATE_UP], 2 * first, 2 * last, w->normed, tokens, w->product, scratch);
     BARRIER
+    share(m->hidden, thread, threads, &begin, &end);
     add_product(part[DOWN], m->mlp, begin, end, w->product, tokens, m->hidden, x, scratch);
+}
+
+/* A layer after its attention, in place: x += out · attended, then x += mlp(x). */
+static void output_stages(const Model *m, const real *const *part, float *x, const uint32_t *attended, int64_t tokens,
+                          const Work *w, int64_t thread, int64_t threads, float *scratch) {
+    attention_output_stage(m, part, x, attended, tokens, thread, threads, scratch);
+    BARRIER
+    mlp_stage(m, part, x, tokens, w, thread, threads, scratch);
     BARRIER
 }
 
@@ -415,14 +427,14 @@ static void run_team(const Model *m, const Step *s, const Work *w, int64_t threa
         norm_stage(m, part[ATTN_NORM], w->x, s->tokens, w, thread, threads); /* blocks that this thread wrote or saw */
         BARRIER
         attention_stage(m, s, w, layer, thread, threads, scratch);
-        if (layer + 1 < m->layers) mlp_stage(m, part, w->x, w->attended, s->tokens, w, thread, threads, scratch);
+        if (layer + 1 < m->layers) output_stages(m, part, w->x, w->attended, s->tokens, w, thread, threads, scratch);
     }
     if (s->samples == 0) return; /* a prompt's middle: its keys and values were all that was wanted */
     share(blocks_of(s->samples), thread, threads, &begin, &end);
     for (int64_t b = begin; b < end; b++) keep_block(m, s, w, b);
     BARRIER
     const real *const *part = m->weights + (m->layers - 1) * PARTS;
-    mlp_stage(m, part, w->kept_x, w->kept_attended, s->samples, w, thread, threads, scratch);
+    output_stages(m, part, w->kept_x, w->kept_attended, s->samples, w, thread, threads, scratch);
     share(s->samples - s->projected, thread, threads, &begin, &end);
     for (int64_t n = begin; n < end; n++) {
         int64_t at = s->projected + n;

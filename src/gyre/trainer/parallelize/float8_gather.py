@@ -33,7 +33,8 @@ from gyre.kernels.float8 import (
     scale_of,
     why_not,
 )
-from gyre.models.decoder import Decoder, Layer
+from gyre.models.decoder import Decoder
+from gyre.models.layers.layer import Layer
 
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 HINT = "leave trainer.matmul out: the compute dtype multiplies any shape on any device"

@@ -118,7 +118,7 @@ class Evaluator:
         float8 = NOTHING if self.reward_model else actor.float8
         assert head is not None, "this trainer was given no reward model"
         self.memory.need("reward" if self.reward_model else "actor.params")
-        chunks = self.planner.whole(sequences, decoder.spec.vocab_size)
+        chunks = self.planner.whole(sequences, decoder.whole_spec.vocab_size)
         self.meter.count(decoder.spec, chunks, scalar=True, backward=False)
         with self.memory.visiting("reward" if self.reward_model else "actor"):
             return scores_of(decoder, head, len(sequences), chunks, self.data, float8)

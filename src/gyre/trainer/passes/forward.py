@@ -19,6 +19,7 @@ from gyre.distributed.process_group import RankGroup
 from gyre.kernels.attention import varlen_attention
 from gyre.kernels.logprobs import token_logprobs
 from gyre.models.decoder import NOTHING, Decoder
+from gyre.models.layers.vocabulary_logprobs import vocabulary_logprobs
 from gyre.models.scalar_head import ScalarHead
 from gyre.trainer.batching.microbatch import MicroBatch, target_mask
 from gyre.trainer.parallelize.sharded_module import is_sharded, reshard
@@ -56,13 +57,17 @@ def chunk_logprobs(
     """Return (logprobs_N, entropy_N) of the micro-batch's targets."""
     hidden_NE = hidden_states(decoder, chunk, chunk.rows_N, checkpointing, float8)
     keep_logits = checkpointing == "none" and torch.is_grad_enabled()
+    tensor, vocab_size = decoder.tensor, decoder.whole_spec.vocab_size
     given = chunk.targets_N, chunk.temperature_N, chunk.support
-    return decoder.through_head(
-        hidden_NE,
-        lambda hidden_NE, weight_VE: token_logprobs(
-            hidden_NE, weight_VE, *given, keep_logits=keep_logits
-        ),
-    )
+
+    def run(hidden_NE: Tensor, weight_VE: Tensor) -> tuple[Tensor, Tensor]:
+        if tensor is None:
+            return token_logprobs(hidden_NE, weight_VE, *given, keep_logits=keep_logits)
+        return vocabulary_logprobs(
+            hidden_NE, weight_VE, *given, vocab_size=vocab_size, tensor=tensor
+        )
+
+    return decoder.through_head(hidden_NE, run)
 
 
 def chunk_values(

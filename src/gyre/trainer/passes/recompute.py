@@ -52,6 +52,7 @@ def recomputed_logprobs(
     """Return (logprobs_N, entropy_N) as `forward` computes them. The micro-batch has no
     truncation."""
     assert chunk.support is None, "runconfig refuses truncation together with this"
+    assert decoder.tensor is None, "the head is whole here"
     x_TE = F.embedding(chunk.tokens_T, decoder.embed.weight)
     cos_T1D, sin_T1D = rope_tables(chunk.layout.positions_T, decoder.inv_freq_F, x_TE.dtype)
 

@@ -35,7 +35,12 @@ def is_blank(decoder: Decoder) -> bool:
 
 def blank_copy(decoder: Decoder) -> Decoder:
     """Return a meta-device model of the same shapes and dtype."""
-    return Decoder(decoder.spec, device=torch.device("meta"), dtype=decoder.dtype)
+    return Decoder(
+        decoder.whole_spec,
+        device=torch.device("meta"),
+        dtype=decoder.dtype,
+        tensor=decoder.tensor,
+    )
 
 
 def cut_weights(

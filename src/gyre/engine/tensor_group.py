@@ -1,0 +1,208 @@
+"""Tensor group: an engine over the ranks of the tensor axis. In: on rank 0 the entries of its
+journal, as they take effect; on the others a stream of them. Out: the same steps on every rank.
+
+Rank 0 leads: it has the requests, and sends each entry before it plays it, each step before its
+first collective. The others follow: what they choose equals what rank 0 chooses, and is dropped.
+All ranks are on one host. A rank that fails or dies ends the steps on all.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+
+from gyre.core.errors import ConfigError, RankError
+from gyre.distributed.process_group import RankGroup
+from gyre.engine.core_worker import CoreFailed, CoreWorker
+from gyre.engine.scheduler.journal import (
+    Commit,
+    Entry,
+    MoveComponent,
+    Start,
+    decode_entry,
+    encode_entry,
+)
+
+WHAT = "the engine's steps"
+LOOPBACK = "127.0.0.1"
+TOKEN_BYTES = 16
+_LENGTH = struct.Struct("<I")  # bytes of the entry that follows
+
+
+class EntryStream:
+    """Entries over a connected socket."""
+
+    def __init__(self, connection: socket.socket, rank: int, *, timeout_s: float) -> None:
+        """Bind the socket. `rank` is at the other end."""
+        connection.settimeout(timeout_s)
+        self._socket, self._rank, self._timeout_s = connection, rank, timeout_s
+
+    def write(self, data: bytes) -> None:
+        """Send an encoded entry. RankError if the other end takes none within the timeout."""
+        try:
+            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+        except OSError as error:
+            raise RankError(
+                f"rank {self._rank} of the engine took no entry within {self._timeout_s:g} s: "
+                f"{error}",
+                hint="it hangs, or has ended; its log says why",
+            ) from error
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield entries as they come, until the other end closes. An idle leader sends none."""
+        self._socket.settimeout(None)
+        with self._socket.makefile("rb") as file:
+            while head := file.read(_LENGTH.size):
+                size = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else 0
+                data = file.read(size)
+                if len(data) != size or size == 0:
+                    raise RankError(f"rank {self._rank} ended within an entry")
+                yield decode_entry(data)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Followers:
+    """The other ranks, as rank 0 sees them. For the compute thread."""
+
+    def __init__(self, group: RankGroup, streams: Sequence[EntryStream]) -> None:
+        self._group, self._streams = group, streams
+        self._life = ExitStack()
+
+    def begin(self) -> None:
+        """Watch the ranks, from the start of a core to its end."""
+        self._life.enter_context(self._group.guard(WHAT))
+
+    def send(self, entry: Entry) -> None:
+        data = encode_entry(entry)
+        for stream in self._streams:
+            stream.write(data)
+
+    def end(self, error: Exception | None) -> Exception | None:
+        """End the watch with the core. Returns the error that names the rank at fault. After an
+        error there are no followers any more."""
+        life, self._life = self._life, ExitStack()
+        try:
+            if error is None:
+                life.close()
+            else:
+                self.close()
+                life.__exit__(type(error), error, error.__traceback__)
+        except RankError as named:
+            return named
+        return error
+
+    def close(self) -> None:
+        """Let the followers end."""
+        for stream in self._streams:
+            stream.close()
+
+
+def lead(group: RankGroup, *, timeout_s: float) -> Followers:
+    """Connect rank 0 with the others, which call `enlist`. `timeout_s`: for all of them to come,
+    and for each to take an entry."""
+    token = secrets.token_bytes(TOKEN_BYTES)
+    with closing(socket.create_server((LOOPBACK, 0), backlog=group.size)) as server:
+        server.settimeout(timeout_s)
+        group.share([server.getsockname()[1], token.hex()])
+        streams: dict[int, EntryStream] = {}
+        while len(streams) < group.size - 1:
+            try:
+                connection, _ = server.accept()
+            except OSError as error:
+                missing = sorted({*range(1, group.size)} - {*streams})
+                raise RankError(
+                    f"ranks {missing} of the engine did not connect within {timeout_s:g} s"
+                ) from error
+            rank = _greeted(connection, token, timeout_s)
+            if rank is None:
+                connection.close()  # somebody else on this host
+                continue
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            streams[rank] = EntryStream(connection, rank, timeout_s=timeout_s)
+    return Followers(group, [streams[rank] for rank in sorted(streams)])
+
+
+def enlist(group: RankGroup, *, timeout_s: float) -> EntryStream:
+    """Connect one of the other ranks with rank 0, which calls `lead`."""
+    port, token = group.share(None)[0]
+    connection = socket.create_connection((LOOPBACK, port), timeout=timeout_s)
+    connection.sendall(bytes.fromhex(token) + bytes([group.rank]))
+    return EntryStream(connection, 0, timeout_s=timeout_s)
+
+
+def follow(
+    stream: EntryStream,
+    worker: CoreWorker,
+    group: RankGroup,
+    *,
+    prepare: Callable[[int], None],
+) -> None:
+    """Play what rank 0 plays, until it closes the stream or is gone. `prepare(version)` prepares
+    this rank's part of a version that is about to be committed. RankError names a rank that
+    failed, ConfigError what differs from rank 0."""
+    with closing(stream), ExitStack() as life:
+        for entry in stream.entries():
+            if isinstance(entry, Start):
+                life.close()  # of the core before it
+                life.enter_context(group.guard(WHAT))
+            try:
+                _play(entry, worker, group, prepare)
+            except CoreFailed as failed:  # by its type the guard tells a lost rank from a cause
+                raise failed.__cause__ or failed from None
+
+
+def _play(
+    entry: Entry, worker: CoreWorker, group: RankGroup, prepare: Callable[[int], None]
+) -> None:
+    match entry:
+        case Start():
+            if worker.core is not None:
+                worker.terminate()
+            _refuse_other(entry, worker.describe_start(entry.dummy), group)
+            worker.start(entry.dummy)
+        case Commit(version=version, policy=policy):
+            prepare(version)
+            worker.commit(version, policy)
+        case MoveComponent(component=component, tier=tier):
+            if worker.memory.tier(component) != tier:
+                worker.move([component], tier)
+        case _:
+            worker.play([entry])
+
+
+def _refuse_other(leader: Start, own: Start, group: RankGroup) -> None:
+    """Refuse to follow a core that is built otherwise: its decisions would differ."""
+    parts = {
+        **{f"engine.{name}": (leader.settings[name], own.settings[name]) for name in own.settings},
+        "KV pages": (leader.num_pages, own.num_pages),
+        "host pages": (leader.num_slots, own.num_slots),
+        "the version of the weights": (leader.version, own.version),
+        "eos ids": (tuple(leader.eos_ids), tuple(own.eos_ids)),
+    }
+    differing = [
+        f"{what} ({theirs} there, {ours} here)"
+        for what, (theirs, ours) in parts.items()
+        if theirs != ours
+    ]
+    if differing:
+        raise ConfigError(
+            f"rank {group.rank} of the engine differs from rank 0 in {', '.join(differing)}",
+            hint="give all ranks of an engine the same config, and engine.num_pages or kv_bytes",
+        )
+
+
+def _greeted(connection: socket.socket, token: bytes, timeout_s: float) -> int | None:
+    """Return the rank at the other end; None for who does not know the token."""
+    connection.settimeout(timeout_s)
+    try:
+        found = connection.recv(TOKEN_BYTES + 1, socket.MSG_WAITALL)
+    except OSError:
+        return None
+    is_rank = len(found) == TOKEN_BYTES + 1 and hmac.compare_digest(found[:-1], token)
+    return found[-1] if is_rank else None

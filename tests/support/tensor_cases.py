@@ -1,0 +1,360 @@
+"""Cases for tensor parallel: what one rank holds of a model, and passes over it; functions here run
+in rank processes (rank_pool)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gyre.core.chunks import collect
+from gyre.core.records import Checkpointing, Request
+from gyre.distributed.process_group import RankGroup, alone
+from gyre.engine.config import EngineConfig
+from gyre.engine.engine import NativeEngine
+from gyre.engine.replay import replay
+from gyre.engine.scheduler.journal import Entry, read_journal
+from gyre.engine.tensor_group import enlist, follow, lead
+from gyre.kernels.attention import PackedLayout, varlen_attention
+from gyre.kernels.logprobs import token_logprobs
+from gyre.kernels.rope import rope_tables
+from gyre.models.decoder import Decoder
+from gyre.models.init import FreshWeights
+from gyre.models.layers.layer import Layer
+from gyre.models.layers.tensor_parallel import ReplicatedRows, SequenceParallel
+from gyre.models.layers.vocabulary_logprobs import vocabulary_logprobs
+from gyre.models.layout import local_spec, model_layout
+from gyre.models.scalar_head import ScalarHead
+from gyre.models.spec import ModelSpec
+from gyre.weights.boxes import local_source
+from gyre.weights.gather import gather_runs
+from offers import offer_of
+from trainer_cases import make_trainer
+from zero_cases import batch_for
+
+CPU = torch.device("cpu")
+LENGTHS = [5, 1, 6]  # of packed sequences: twelve tokens
+
+
+def decoder_of(
+    spec: ModelSpec, group: RankGroup, *, dtype: torch.dtype, scale: float = 1.0
+) -> Decoder:
+    """A rank's part of the model of a seed; the whole of it where there is one rank. `scale` times
+    the matrices."""
+    tensor = None if group.size == 1 else ReplicatedRows(group)
+    decoder = Decoder(spec, device=group.device, dtype=dtype, tensor=tensor)
+    fill_decoder(decoder, seed=7, scale=scale)
+    return decoder
+
+
+@torch.no_grad()
+def fill_decoder(decoder: Decoder, *, seed: int, scale: float = 1.0) -> None:
+    """Read the rank's part of initial weights, through the table. Vectors differ from one."""
+    tensor, spec = decoder.tensor, decoder.whole_spec
+    ranks, rank = (1, 0) if tensor is None else (tensor.group.size, tensor.group.rank)
+    source = local_source(FreshWeights(spec, seed), model_layout(spec, ranks), rank)
+    for name, parameter in decoder.named_parameters():
+        read = torch.empty(parameter.shape, dtype=parameter.dtype)
+        source.read(name, 0, parameter.numel(), read.view(-1))
+        parameter.copy_(read)
+        if parameter.dim() > 1:
+            parameter.mul_(scale)
+        elif name.endswith("norm.weight"):
+            parameter.mul_(torch.linspace(0.5, 1.5, parameter.numel(), device=parameter.device))
+
+
+def gradients_of(
+    group: RankGroup,
+    spec: ModelSpec,
+    checkpointing: Checkpointing,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return hidden states, logits and the gradient of every local parameter."""
+    decoder, device = decoder_of(spec, group, dtype=dtype), group.device
+    layout = PackedLayout.of(LENGTHS, device)
+    tokens_T = torch.arange(sum(LENGTHS), device=device) * 5 % spec.vocab_size
+    hidden_NE = decoder.hidden(
+        tokens_T,
+        layout.positions_T,
+        lambda _, q_THD, k_TKD, v_TKD: varlen_attention(q_THD, k_TKD, v_TKD, layout, None),
+        torch.tensor([0, 3, 4, 9, 11], device=device),
+        checkpointing=checkpointing,
+    )
+    (hidden_NE.square() * torch.arange(1.0, 6.0, device=device)[:, None]).sum().backward()
+    with torch.no_grad():
+        logits_NV = decoder.logits(hidden_NE)
+    return hidden_NE.detach().cpu(), logits_NV.cpu(), gradients(decoder)
+
+
+def layer_over_ranks(
+    group: RankGroup, spec: ModelSpec, how: str = ""
+) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, int]]:
+    """Run one layer, each rank on its rows of the residual stream. Return the rows after it, the
+    gradient of those before it and of every local parameter, and the bytes sent."""
+    whole = decoder_of(spec, alone(), dtype=torch.float64)
+    layout, tokens = PackedLayout.of(LENGTHS, CPU), sum(LENGTHS)
+    x_TE, up_TE = (
+        torch.randn(
+            tokens, spec.hidden_size, generator=torch.Generator().manual_seed(seed)
+        ).double()
+        for seed in (0, 1)
+    )
+    layer = whole.layers[0]
+    if group.size > 1:
+        held = decoder_of(spec, group, dtype=torch.float64).layers[0].state_dict()
+        tensor = ReplicatedRows(group) if how == "replicated" else SequenceParallel(group)
+        local = local_spec(spec, group.size)
+        layer = Layer(local, device=CPU, dtype=torch.float64, tensor=tensor)
+        layer.load_state_dict(held)
+        if how == "sequence":
+            x_TE, up_TE = (rows_TE.chunk(group.size)[group.rank] for rows_TE in (x_TE, up_TE))
+        group.traffic.take()
+    x_TE.requires_grad_()
+    tables = rope_tables(layout.positions_T, whole.inv_freq_F, torch.float64)
+    out_TE = layer(
+        0,
+        x_TE,
+        *tables,
+        lambda _, q_THD, k_TKD, v_TKD: varlen_attention(q_THD, k_TKD, v_TKD, layout, None),
+        None,
+    )
+    out_TE.backward(up_TE)
+    assert x_TE.grad is not None
+    sent = dict(group.traffic.take().bytes_by_kind)
+    return out_TE.detach(), x_TE.grad, gradients(layer), sent
+
+
+def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
+    found = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return {name: grad.cpu() for name, grad in found.items() if grad is not None}
+
+
+def played(
+    group: RankGroup,
+    spec: ModelSpec,
+    journal: str | Sequence[Entry],
+    dtype: torch.dtype = torch.float32,
+    # of the matrices: peaked choices, so that no rounding of float32 changes one
+    scale: float = 8.0,
+) -> tuple[dict[tuple[str, int], list[Any]], list[str]]:
+    """Play a journal on a rank's part of the model. Return what each completion got, chunk by
+    chunk as plain values, and the kinds of events. A version is the seed of its weights."""
+    decoder, kinds = decoder_of(spec, group, dtype=dtype), []
+    entries = read_journal(Path(journal)) if isinstance(journal, str) else journal
+    found: dict[tuple[str, int], list[Any]] = {}
+    chunks = replay(
+        entries,
+        decoder,
+        load=lambda version: fill_decoder(decoder, seed=version, scale=scale),
+        emit=lambda kind, **fields: kinds.append(kind),
+    )
+    for chunk in chunks:
+        arrays = (chunk.tokens, chunk.logprobs, chunk.raw_logprobs, chunk.versions)
+        values = (*(array.tolist() for array in arrays), chunk.finish, chunk.reason)
+        found.setdefault((chunk.request_id, chunk.index), []).append(values)
+    return found, kinds
+
+
+def close(found: Tensor, expected: Tensor, what: str, *, relative: float = 1e-11) -> None:
+    """Equal within a part of the largest number."""
+    scale = max(float(expected.abs().max()), 1e-3)
+    assert found.shape == expected.shape, what
+    assert float((found - expected).abs().max()) < relative * scale, what
+
+
+def joined(spec: ModelSpec, prefix: str, name: str, locals_: Sequence[Tensor]) -> Tensor:
+    """The sum of what ranks hold of a whole gradient: of each number, all parts of it."""
+    layout = model_layout(spec, len(locals_))
+    whole = torch.zeros(layout.shapes[prefix + name], dtype=locals_[0].dtype)
+    for boxes, local in zip(layout.ranks, locals_, strict=True):
+        for box in boxes[prefix + name]:
+            rows = whole[box.start : box.start + box.rows]
+            part = rows[:, slice(*box.columns)] if box.columns else rows
+            part += local[box.at : box.at + box.rows]
+    return whole
+
+
+def offered(decoder: Decoder, version: int) -> Any:
+    """An offer of a version in this process: of other numbers, as the rank holds them."""
+    other = Decoder(
+        decoder.whole_spec, device=decoder.device, dtype=decoder.dtype, tensor=decoder.tensor
+    )
+    fill_decoder(other, seed=version, scale=8.0)
+    tensors = {name: parameter.detach() for name, parameter in other.named_parameters()}
+    return offer_of(version, tensors, shared=False, checksums=True)
+
+
+Drive = Callable[[NativeEngine, Callable[[int], Any]], Awaitable[Any]]
+
+
+def served(
+    group: RankGroup,
+    spec: ModelSpec,
+    drive: Drive,
+    settings: dict[str, Any],
+    *,
+    breaks: int = -1,
+    others: dict[str, Any] | None = None,
+) -> Any:
+    """Let rank 0 have an engine, which `drive` uses, and the others follow it; a group of one has
+    an engine alone. Return what `drive` did; of a follower the steps that it made. `breaks` is a
+    rank whose model fails in a step; `others` are settings of the followers that differ."""
+    decoder = decoder_of(spec, group, dtype=torch.float32, scale=8.0)
+    given = settings if group.rank == 0 else {**settings, **(others or {})}
+    followers = lead(group, timeout_s=20.0) if group.rank == 0 and group.size > 1 else None
+    stream = enlist(group, timeout_s=20.0) if group.rank > 0 else None
+    compute = ThreadPoolExecutor(1, initializer=partial(use, group.device))
+    engine = NativeEngine(
+        decoder,
+        EngineConfig.model_validate(given),
+        compute=compute,
+        emit=lambda kind, **fields: None,
+        device=group.device,
+        dtype=torch.float32,
+        version=1,
+        shared_weights=False,
+        followers=followers,
+    )
+    if group.rank == breaks:
+        break_late(decoder)
+    try:
+        if stream is None:
+            return asyncio.run(drive(engine, lambda version: offered(decoder, version)))
+        weights = engine.worker.weights
+        follow(
+            stream,
+            engine.worker,
+            group,
+            prepare=lambda version: weights.prepare(offered(decoder, version)),
+        )
+        assert engine.core is not None
+        return engine.core.state.counters.steps
+    finally:
+        if followers is not None:
+            followers.close()
+        compute.shutdown()
+
+
+def use(device: torch.device) -> None:
+    """Let this thread compute on the device, which is its own setting."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def break_late(decoder: Decoder) -> None:
+    """Fail in the sixth step, between two collectives."""
+    plain, calls = decoder.hidden, iter(range(5))
+
+    def broken(*args: Any) -> Tensor:
+        if next(calls, None) is None:
+            raise RuntimeError("cosmic ray")
+        return plain(*args)
+
+    decoder.hidden = broken  # type: ignore[method-assign]
+
+
+async def answers(engine: NativeEngine, asked: Sequence[Request]) -> dict[str, list[Any]]:
+    """Each request's tokens, versions and endings."""
+    found = await asyncio.gather(*[collect(engine.submit(request)) for request in asked])
+    return {
+        request.request_id: [
+            (part.tokens.tolist(), part.versions.tolist(), part.finish, part.reason)
+            for part in parts
+        ]
+        for request, parts in zip(asked, found, strict=True)
+    }
+
+
+def logprobs_of(
+    group: RankGroup,
+    vocab_size: int,
+    *,
+    truncated: bool = False,
+    unused: str = "",
+    chunk: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Return log-probs, entropies and gradients, the head's of this rank's rows; and bytes sent.
+    `unused` names an output that no gradient goes through."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    rows, hidden = 7, 6
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    hidden_NE, weight_VE = random(rows, hidden), random(vocab_size, hidden)
+    up_N, up_too_N = random(rows), random(rows)
+    targets_N = torch.arange(rows) * 5 % vocab_size
+    temperature_N = torch.linspace(0.5, 1.5, rows)
+    support = None
+    if truncated:  # the target, and another
+        ids_N2 = torch.stack([targets_N, (targets_N + 3) % vocab_size], 1)
+        support = torch.arange(rows + 1) * 2, ids_N2.flatten().int()
+    hidden_NE.requires_grad_()
+    given = targets_N, temperature_N, support
+    if group.size == 1:
+        weight_VE.requires_grad_()
+        found = token_logprobs(hidden_NE, weight_VE, *given, chunk=chunk)
+    else:
+        own = -(-vocab_size // group.size)
+        padded_VE = torch.zeros(own * group.size, hidden, dtype=dtype)
+        padded_VE[:vocab_size] = weight_VE
+        weight_VE = padded_VE.view(group.size, own, hidden)[group.rank].clone().requires_grad_()
+        tensor = ReplicatedRows(group)
+        group.traffic.take()
+        found = vocabulary_logprobs(
+            hidden_NE, weight_VE, *given, vocab_size=vocab_size, tensor=tensor, chunk=chunk
+        )
+    used = [
+        (x_N, grad_N)
+        for name, x_N, grad_N in zip(("logprobs", "entropy"), found, (up_N, up_too_N), strict=True)
+        if name != unused
+    ]
+    torch.autograd.backward([x_N for x_N, _ in used], [grad_N.to(x_N) for x_N, grad_N in used])
+    sent = dict(group.traffic.take().bytes_by_kind)
+    assert hidden_NE.grad is not None and weight_VE.grad is not None
+    return {
+        "logprobs": found[0].detach(),
+        "entropy": found[1].detach(),
+        "hidden": hidden_NE.grad,
+        "head": weight_VE.grad,
+    }, sent
+
+
+def trained(group: RankGroup, kind: str, spec: ModelSpec) -> dict[str, dict[str, Tensor]]:
+    """Run forward and backward over a batch by a trainer of the rank's part of the model. Return
+    the gradients of each trained model."""
+    extra: dict[str, Any] = {}
+    head = ScalarHead(spec.hidden_size, device=CPU)
+    torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(1))
+    if kind == "ppo":
+        extra["critic"] = (decoder_of(spec, group, dtype=torch.float32), head)
+    if kind == "rm":
+        extra["head"] = head
+    decoder = decoder_of(spec, group, dtype=torch.float32)
+    trainer = make_trainer(kind, decoder=decoder, group=alone(), **extra)
+    (update,) = trainer.plan(batch_for(6, seed=0)).updates
+    trainer.forward_backward(update)
+    found: dict[str, dict[str, Tensor]] = {}
+    for learner in trainer.models.learners:
+        optimizer = learner.optimizer
+        optimizer.reduce()
+        grad_N = torch.zeros(optimizer.layout.size)
+        for span in optimizer.spans():
+            grad_N[span.first : span.last] = span.grad_N
+        found[learner.name] = {
+            name: values_N.view(optimizer.shapes[name])
+            for name, _, values_N in gather_runs(
+                optimizer.layout,
+                optimizer.runs(grad_N),
+                group=optimizer.mesh.shard,
+                dtype=torch.float32,
+            )
+        }
+    return found

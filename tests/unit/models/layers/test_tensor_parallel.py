@@ -1,0 +1,71 @@
+"""Layers over the ranks of the tensor axis, real processes over gloo: hidden states, logits and
+gradients are those of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gyre.distributed.process_group import alone
+from layout_cases import spec_of
+from rank_pool import RankPool
+from tensor_cases import close, gradients_of, joined, layer_over_ranks
+
+SIZES = {"hidden_size": 8, "num_layers": 2, "vocab_size": 11}
+SPECS = {
+    "llama": replace(spec_of("llama", **SIZES), context_tokens=64),
+    "qwen2": replace(spec_of("qwen2", **SIZES, tied=True), context_tokens=64),
+    "qwen3": replace(spec_of("qwen3", **SIZES), context_tokens=64),
+    # each rank has the only head
+    "repeated": replace(spec_of("qwen3", **SIZES, num_kv_heads=1), context_tokens=64),
+}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("which", SPECS)
+def test_a_decoder_over_two_ranks_is_that_of_one(pair: RankPool, which, checkpointing) -> None:
+    """Gradients of what ranks hold once are whole. Norms around the products see the whole stream
+    on every rank, so theirs are whole on each. Those of heads' norms and of repeated KV heads are
+    of the rank's own heads, and add up."""
+    spec = SPECS[which]
+    hidden_NE, logits_NV, expected = gradients_of(alone(), spec, checkpointing)
+    results = pair.run(gradients_of, spec, checkpointing)
+    for found_NE, found_NV, gradients in results:
+        close(found_NE, hidden_NE, "hidden")
+        close(found_NV, logits_NV, "logits")
+        assert torch.equal(found_NV, results[0][1]), "ranks choose by the same numbers"
+        assert gradients.keys() == expected.keys()
+    for name, whole in expected.items():
+        parts = [gradients[name] for _, _, gradients in results]
+        if name.endswith(("attn_norm.weight", "mlp_norm.weight", "final_norm.weight")):
+            for part in parts:
+                close(part, whole, name)
+            continue
+        close(joined(spec, "", name, parts), whole, name)
+
+
+@pytest.mark.parametrize("how", ["replicated", "sequence"])
+@pytest.mark.parametrize("which", SPECS)
+def test_a_layer_over_two_ranks_is_that_of_one(pair: RankPool, which, how) -> None:
+    """Sequence parallel computes the norms of a rank's own rows, so their gradients add up, too.
+    What ranks send is what docs/parallel.md says."""
+    spec = SPECS[which]
+    out_TE, grad_TE, expected, _ = layer_over_ranks(alone(), spec)
+    results = pair.run(layer_over_ranks, spec, how)
+    own = out_TE.chunk(2) if how == "sequence" else [out_TE] * 2
+    own_grads = grad_TE.chunk(2) if how == "sequence" else [grad_TE] * 2
+    half = out_TE.numel() * 8 // 2  # (t - 1) / t · TEb
+    for rank, (rows_TE, grad_rows_TE, _, sent) in enumerate(results):
+        close(rows_TE, own[rank], "rows")
+        close(grad_rows_TE, own_grads[rank], "gradient of rows")
+        by_rows = {"all_gather": 6 * half, "reduce_scatter": 4 * half}
+        assert sent == (by_rows if how == "sequence" else {"all_reduce": 8 * half})
+    for name, whole in expected.items():
+        parts = [gradients[name] for _, _, gradients, _ in results]
+        if how == "replicated" and name in ("attn_norm.weight", "mlp_norm.weight"):
+            for part in parts:
+                close(part, whole, name)
+            continue
+        close(joined(spec, "layers.0.", name, parts), whole, name)
