@@ -17,6 +17,8 @@ from gyre.core.records import Manifest
 from gyre.distributed.process_group import RankGroup
 from gyre.weights.gather import ShardSource
 from gyre.weights.shards import ShardLayout, row_layout
+from gyre.weights.transports.addresses import host_id
+from gyre.weights.transports.device.live_server import LiveServer
 from gyre.weights.transports.publish import join_parts, publish_part
 from gyre.weights.transports.shared_memory import SharedMemoryStore
 from layout_cases import held_by
@@ -71,6 +73,21 @@ def stores_of(folder: Path, num_ranks: int, **settings) -> Iterator[list[SharedM
         yield stores
 
 
+@contextmanager
+def live_servers(
+    folder: Path, num_ranks: int, *schemes: str, **settings
+) -> Iterator[list[LiveServer]]:
+    """A server for each rank, of small buckets."""
+    given = {"run_id": RUN, "host": host_id(folder), "emit": silent, "bucket_bytes": 64}
+    given |= {"device": torch.device("cpu"), "deadline_s": 20.0, **settings}
+    with ExitStack() as stack:
+        servers = []
+        for owner in range(num_ranks):
+            servers.append(LiveServer(owner=owner, schemes=schemes, **given))
+            stack.callback(servers[-1].close)
+        yield servers
+
+
 def register(
     stores: Sequence[SharedMemoryStore],
     whole: dict[str, Tensor],
@@ -78,8 +95,10 @@ def register(
     version: int,
     epoch: int = 0,
     sharded: bool = False,
+    lives: Sequence[LiveServer] = (),
 ) -> Offer:
-    """Register a version as its ranks do: every rank its shards, or a cut of whole tensors."""
+    """Register a version as its ranks do: every rank its shards, or a cut of whole tensors. `lives`
+    serve them from the tensors too, which may not change."""
     num_ranks = len(stores)
     if sharded:
         shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
@@ -91,7 +110,13 @@ def register(
     else:
         offers = [offer_of(version, whole, epoch=epoch)] * num_ranks
     parts = [
-        publish_part(offer, rank=rank, num_ranks=num_ranks, store=store)
+        publish_part(
+            offer,
+            rank=rank,
+            num_ranks=num_ranks,
+            store=store,
+            live=lives[rank] if lives else None,
+        )
         for rank, (offer, store) in enumerate(zip(offers, stores, strict=True))
     ]
     return join_parts(version, epoch, parts)

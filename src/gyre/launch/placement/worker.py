@@ -48,10 +48,14 @@ from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import load_tokenizer
 from gyre.trainer.checkpoint.store import Fault, find_faults, load
 from gyre.weights.gather import ShardSource
+from gyre.weights.transports.addresses import GLOO, NCCL, SHM, host_id
+from gyre.weights.transports.device.live_server import LiveServer
+from gyre.weights.transports.opened import Reading
 from gyre.weights.transports.publish import PublishedPart, publish_part
 from gyre.weights.transports.shared_memory import SharedMemoryStore
 
 Result = TypeVar("Result")
+LIVE_DEADLINE_S = 20.0  # of a bucket from device to device; well below cluster.hang_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +144,7 @@ class RankWorker:
         self._device: StageRuntime | None = None
         self._head: ScalarHead | None = None
         self._store: SharedMemoryStore | None = None  # of versions that engines elsewhere take
+        self._live: LiveServer | None = None  # of the version that the trainer has on its device
         self._shards: ShardSource | None = None  # of the trained model, where no rank has it whole
         self.trainer: TrainerEndpoint | None = None
         self.engine: EngineEndpoint | None = None
@@ -183,6 +188,7 @@ class RankWorker:
                 rank=self._spec.rank,
                 compute=self._machine.compute,
                 publish=None if self._spec.has_engine else self._open_store(self._spec.rank),
+                withdraw=self._withdraw,
             )
             version = device.trainer.version
         if device.engine is not None:
@@ -192,7 +198,24 @@ class RankWorker:
                 ticks=lambda: self._context.ticks,
                 on_commit=self._note_serving,
             )
+            if self._spec.rank is None and (scheme := self._live_scheme()) is not None:
+                # where it ends, the version's slot has the same bytes
+                preference, deadline_s = (scheme, SHM), LIVE_DEADLINE_S
+                device.engine.read_parts(
+                    Reading(host_id=host_id(), preference=preference, deadline_s=deadline_s)
+                )
         return version
+
+    def _live_scheme(self) -> str | None:
+        """Return how engines read from the ranks' devices; None where they read shared memory."""
+        if self._config.cluster.weight_transport == "shm":
+            return None
+        return NCCL if self._machine.device.type == "cuda" else GLOO
+
+    def _withdraw(self) -> None:
+        """End what reads the trainer's tensors, before they change or leave the device."""
+        if self._live is not None:
+            self._live.withdraw()
 
     def _note_serving(self, epoch: int, version: int) -> None:
         if self._metadata is not None:
@@ -207,7 +230,18 @@ class RankWorker:
             served_at=tuple(self._spec.served_at),
             pin=self._machine.device.type == "cuda",
         )
-        return partial(publish_part, rank=rank, num_ranks=self._spec.world_size, store=store)
+        if (scheme := self._live_scheme()) is not None:
+            self._live = LiveServer(
+                run_id=self._spec.run_id,
+                owner=rank,
+                host=host_id(),
+                device=self._machine.device,
+                emit=self._context.emit,
+                schemes=(scheme,),
+                deadline_s=LIVE_DEADLINE_S,
+            )
+        ranks = self._spec.world_size
+        return partial(publish_part, rank=rank, num_ranks=ranks, store=store, live=self._live)
 
     async def end(self, last: bool) -> None:
         """Close the stage's objects, and keep the policy for the next stage, or shards for an
@@ -215,6 +249,9 @@ class RankWorker:
         device, self._device = self._device, None
         assert device is not None
         self.trainer = self.engine = None
+        if self._live is not None:
+            await self._on_compute(self._live.close)
+            self._live = None
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -232,6 +269,7 @@ class RankWorker:
         """Move this worker's memory on its device for a phase; return what it has there
         afterwards. `neighbor_bytes` are those of other workers on the same device."""
         assert self._device is not None
+        await self._on_compute(self._withdraw)
         await self._device.enter(phase, step=step, neighbor_bytes=neighbor_bytes)
         return await self._device.holdings()
 

@@ -3,6 +3,8 @@ RegisteredPart, and the receiver's host. Out: one of them, or InputError. Pure, 
 
     shm://HOST/NAME         a file in the shared memory of one host, or of one container
     tcp://HOST:PORT/NAME    the same bytes, from a server
+    nccl://HOST/NAME        the same bytes, broadcast from the publisher's GPU to others of the host
+    gloo://HOST/NAME        the same, from a publisher on a CPU
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from pathlib import Path
 
 from gyre.core.errors import InputError
 
-SHM, TCP = "shm", "tcp"
+SHM, TCP, NCCL, GLOO = "shm", "tcp", "nccl", "gloo"
+DEVICE_SCHEMES = (NCCL, GLOO)  # served while the publisher's tensors are of the version
 SHARED_MEMORY = Path("/dev/shm")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-PLANNED = ("cuda-ipc", "nccl")  # a later version of Gyre has them
+PLANNED = ("cuda-ipc",)  # a later version of Gyre has it
 _ADDRESS = re.compile(r"(?P<scheme>[a-z-]+)://(?P<place>[^/\s]+)/(?P<name>[A-Za-z0-9-]+)")
 
 
@@ -56,12 +59,12 @@ def parse(address: str) -> PartAddress:
 def choose_address(
     addresses: Sequence[str], *, host: str, preference: Sequence[str] = (SHM, TCP)
 ) -> PartAddress:
-    """Return the address to open: the first scheme of `preference` that is offered, shared memory
+    """Return the address to open: the first scheme of `preference` that is offered, all but TCP
     only of the same host. InputError names what was offered."""
     offered = [parse(address) for address in addresses]
     for scheme in preference:
         for address in offered:
-            if address.scheme == scheme and (scheme != SHM or address.place == host):
+            if address.scheme == scheme and (scheme == TCP or address.place == host):
                 return address
     later = sorted({address.scheme for address in offered} & set(PLANNED))
     raise InputError(

@@ -28,7 +28,7 @@ from gyre.distributed.layout import BoxRun, find_gap
 from gyre.kernels.checksum import as_hex
 from gyre.weights.gather import ShardSource
 from gyre.weights.manifest import dtype_name, segment_sum
-from gyre.weights.transports.contracts import PartStore
+from gyre.weights.transports.contracts import LivePublisher, PartStore
 from gyre.weights.transports.part_layout import PlacedSegment, dtype_of, part_bytes, place_part
 
 HOST_PIECE_BYTES = 1 << 20  # copied and summed while it is in the processor's cache
@@ -48,9 +48,17 @@ class PublishedPart:
 
 
 @torch.no_grad()
-def publish_part(offer: Offer, *, rank: int, num_ranks: int, store: PartStore) -> PublishedPart:
-    """Copy this rank's part of a version into the store, with a checksum of each segment.
-    InputError for an offer of which this process has no tensors."""
+def publish_part(
+    offer: Offer,
+    *,
+    rank: int,
+    num_ranks: int,
+    store: PartStore,
+    live: LivePublisher | None = None,
+) -> PublishedPart:
+    """Copy this rank's part of a version into the store, with a checksum of each segment. `live`
+    serves it from the rank's own tensors too, until they change. InputError for an offer of which
+    this process has no tensors."""
     runs_of = _owned_runs(offer, rank, num_ranks)
     placed = place_part([entry for entry, _ in runs_of], rank)
     runs = [run_N for _, runs in runs_of for run_N in runs]
@@ -71,12 +79,16 @@ def publish_part(offer: Offer, *, rank: int, num_ranks: int, store: PartStore) -
         )
         for entry, _ in runs_of
     )
+    part = slot.part
+    if live is not None:
+        further = live.put(epoch=manifest.epoch, version=manifest.version, placed=placed, runs=runs)
+        part = replace(part, addresses=(*part.addresses, *further))
     return PublishedPart(
         version=manifest.version,
         epoch=manifest.epoch,
         owner=rank,
         entries=entries,
-        part=slot.part,
+        part=part,
     )
 
 

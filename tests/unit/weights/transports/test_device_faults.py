@@ -1,0 +1,193 @@
+"""Faults while a version is broadcast: whoever dies or stands still, it arrives whole or is refused
+by name, and the next version makes a new group."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from gyre.cluster.worker.frames import encode
+from gyre.core.errors import DeadlineError, GyreError, InputError, SnapshotError
+from gyre.core.offers import Offer
+from gyre.weights.registered import ReadOver
+from gyre.weights.transports.addresses import GLOO, SHM, host_id
+from gyre.weights.transports.device.live_server import LiveServer
+from gyre.weights.transports.opened import PartOpener, Reading
+from part_cases import RUN, live_servers, register, shared_folder, silent, stores_of, whole_tensors
+
+from .test_faults import DEADLINE_S, child
+
+Tell = Callable[..., None]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with shared_folder() as found:
+        yield found
+
+
+class Receiver:
+    """An engine's tensors, and what it was told."""
+
+    def __init__(self, folder: Path, *preference: str, deadline_s: float = 20.0) -> None:
+        self.told: list[str] = []
+        reading = Reading(
+            host_id=host_id(folder), folder=folder, preference=preference, deadline_s=deadline_s
+        )
+        self.opener = PartOpener(reading, emit=self.emit)
+        self.own = At(whole_tensors(0))
+
+    def emit(self, kind: str, /, **fields) -> None:
+        self.told.append(kind)
+
+    def prepare(self, offer: Offer) -> ReadOver:
+        return ReadOver(offer, self.own, parts=self.opener, emit=self.emit, bucket_bytes=128)
+
+    def take(self, swap: ReadOver) -> None:
+        swap.run()
+        swap.settle()
+
+    def has(self, version: int) -> bool:
+        return all(torch.equal(self.own[n], t) for n, t in whole_tensors(version).items())
+
+
+class At(dict):
+    """Tensors that call `act` when the third bucket asks for its own."""
+
+    left, act = 0, staticmethod(lambda: None)
+
+    def __getitem__(self, name: str):
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+        return super().__getitem__(name)
+
+
+def act_amid(receiver: Receiver, act: Callable[[], None]) -> None:
+    receiver.own.left, receiver.own.act = 3, act
+
+
+def test_readers_take_a_version_together_and_keep_their_group(folder):
+    """Versions 1 to 4 go to both at once, by one group. A third that comes late has a round of its
+    own while the version is there; the others then form a group again."""
+    with (
+        stores_of(folder, 2) as stores,
+        live_servers(folder, 2, GLOO) as lives,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        readers = [Receiver(folder, GLOO, SHM) for _ in range(2)]
+        for version in range(1, 5):
+            offer = register(stores, whole_tensors(version), version=version, lives=lives)
+            swaps = [reader.prepare(offer) for reader in readers]
+            for done in [
+                threads.submit(reader.take, swap)
+                for reader, swap in zip(readers, swaps, strict=True)
+            ]:
+                done.result(DEADLINE_S)
+            assert all(reader.has(version) for reader in readers)
+        assert [live.broadcaster.generation for live in lives] == [1, 1]
+        late = Receiver(folder, GLOO, SHM)
+        late.take(late.prepare(offer))
+        assert late.has(4)
+        assert [live.broadcaster.generation for live in lives] == [2, 2]
+        for reader in (*readers, late):
+            assert set(reader.told) == {"weights.read"}, "the slot was not needed"
+            reader.opener.close()
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+def test_a_reader_that_is_lost_in_a_bucket_ends_the_round_for_all(folder, fault):
+    deadline_s = 20.0 if fault == "killed" else 1.0
+    with (
+        stores_of(folder, 1) as stores,
+        live_servers(folder, 1, GLOO, deadline_s=deadline_s) as lives,
+        child(folder, "receiver") as other,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        offer = register(stores, whole_tensors(1), version=1, lives=lives)
+        told = {"do": "receive", "offer": encode(offer).hex(), "preference": [GLOO]}
+        assert other.tell(**told) == "opened"
+        reader = Receiver(folder, GLOO)
+        swap = reader.prepare(offer)
+        running = threads.submit(swap.run)
+        assert other.tell(do="go on") == "in a bucket"
+        if fault == "killed":
+            other.kill()
+            expected = pytest.raises(SnapshotError, match=r"hung up|is broken")
+        else:
+            os.kill(other.process.pid, signal.SIGSTOP)
+            expected = pytest.raises((SnapshotError, DeadlineError), match=r"within 1 s|is broken")
+        with expected:
+            running.result(DEADLINE_S)
+        swap.undo()
+        assert reader.has(0)
+        swap.settle()
+        offer = register(stores, whole_tensors(2), version=2, lives=lives)
+        reader.take(reader.prepare(offer))
+        assert reader.has(2)
+        assert lives[0].broadcaster.generation == 2
+        reader.opener.close()
+
+
+@pytest.mark.parametrize("preference", [(GLOO,), (GLOO, SHM)])
+@pytest.mark.parametrize("fault", ["killed", "withdrawn"])
+def test_a_publisher_that_is_lost_in_a_bucket(folder, fault, preference):
+    """The version is refused by name, or comes whole out of the slot; the next one is broadcast."""
+    with child(folder, RUN, GLOO) as publisher, stores_of(folder, 1) as stores:
+        reader = Receiver(folder, *preference)
+        if fault == "killed":
+            offer = publisher.register(1)
+            failed = read_amid(reader, offer, publisher.kill)
+        else:
+            publisher.kill()
+            with live_servers(folder, 1, GLOO) as lives:
+                offer = register(stores, whole_tensors(1), version=1, lives=lives)
+                failed = read_amid(reader, offer, lives[0].withdraw)
+        assert isinstance(failed, GyreError) == (SHM not in preference), failed
+        assert reader.has(0 if failed else 1)
+        assert ("weights.slot_used" in reader.told) == (SHM in preference)
+        with live_servers(folder, 1, GLOO) as lives:
+            offer = register(stores, whole_tensors(2), version=2, lives=lives)
+            reader.take(reader.prepare(offer))
+        assert reader.has(2)
+        reader.opener.close()
+
+
+def read_amid(reader: Receiver, offer: Offer, act: Callable[[], None]) -> GyreError | None:
+    swap = reader.prepare(offer)
+    act_amid(reader, act)
+    try:
+        reader.take(swap)
+    except GyreError as error:
+        swap.undo()
+        swap.settle()
+        return error
+    return None
+
+
+def test_a_version_that_was_withdrawn_is_read_from_its_slot(folder):
+    with stores_of(folder, 1) as stores, live_servers(folder, 1, GLOO) as lives:
+        offer = register(stores, whole_tensors(1), version=1, lives=lives)
+        early, late = Receiver(folder, GLOO, SHM), Receiver(folder, GLOO, SHM)
+        swap = early.prepare(offer)
+        lives[0].withdraw()
+        early.take(swap)
+        late.take(late.prepare(offer))
+        for reader in (early, late):
+            assert reader.has(1)
+            assert reader.told == ["weights.slot_used", "weights.read"]
+        alone = Receiver(folder, GLOO)
+        with pytest.raises(InputError, match="version 1 of epoch 0 is no longer on its publisher"):
+            alone.prepare(offer)
+
+
+def test_one_server_of_a_rank(folder):
+    given = {"device": torch.device("cpu"), "emit": silent, "schemes": [GLOO]}
+    with live_servers(folder, 1, GLOO), pytest.raises(InputError, match="another process of run"):
+        LiveServer(run_id=RUN, owner=0, host=host_id(folder), **given)
