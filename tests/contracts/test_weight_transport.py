@@ -16,13 +16,14 @@ from gyre.core.offers import FolderTensors, Offer
 from gyre.weights.receive import receive
 from gyre.weights.swap import VersionBump
 from gyre.weights.tensor_source import LiveTensors
-from gyre.weights.transports.addresses import DEVICE_SCHEMES, GLOO, SHM, TCP, host_id
+from gyre.weights.transports.addresses import CUDA_IPC, GLOO, LIVE_SCHEMES, SHM, TCP, host_id
 from gyre.weights.transports.opened import PartOpener, Reading, open_shards
 from gyre.weights.transports.tcp_server import PartServer
 from offers import FailAt, Fault, offer_of
 from part_cases import (
     RUN,
     TOKEN,
+    Memory,
     live_servers,
     register,
     shared_folder,
@@ -34,7 +35,7 @@ from part_cases import (
 
 Publish = Callable[..., Offer]
 CPU = torch.device("cpu")
-TRANSPORTS = [SHM, TCP, GLOO]
+TRANSPORTS = [SHM, TCP, GLOO, CUDA_IPC]
 
 
 @pytest.fixture
@@ -50,11 +51,12 @@ def scheme(request) -> str:
 
 def reading_by(scheme: str, folder: Path, *, slot_behind: bool = False) -> Reading:
     """By that scheme alone; what is of the newest version alone may have the slot behind it."""
-    behind = (SHM,) if slot_behind and scheme in DEVICE_SCHEMES else ()
+    behind = (SHM,) if slot_behind and scheme in LIVE_SCHEMES else ()
     return Reading(
         host_id=host_id(folder),
         folder=folder,
         preference=(scheme, *behind),
+        open_staging=Memory,
         token=TOKEN,
         num_connections=2,
         deadline_s=20.0,
@@ -65,7 +67,7 @@ def reading_by(scheme: str, folder: Path, *, slot_behind: bool = False) -> Readi
 def publishers(scheme: str, folder: Path, num_ranks: int) -> Iterator[Publish]:
     """Ranks that register, and servers beside them."""
     server = PartServer(run_id=RUN, token=TOKEN, emit=silent, host="127.0.0.1", folder=folder)
-    schemes = [scheme] if scheme in DEVICE_SCHEMES else []
+    schemes = [scheme] if scheme in LIVE_SCHEMES else []
     try:
         with (
             stores_of(folder, num_ranks, served_at=(server.place,)) as stores,

@@ -15,7 +15,7 @@ from gyre.weights.transports.addresses import SHM, host_id
 from gyre.weights.transports.device.live_server import LiveServer
 from gyre.weights.transports.opened import PartOpener, Reading
 from gyre.weights.transports.shared_memory import SharedMemoryStore
-from part_cases import filled, live_servers, register, silent, whole_tensors
+from part_cases import Memory, filled, live_servers, register, silent, whole_tensors
 
 
 def main() -> None:
@@ -69,7 +69,9 @@ def receive_half(folder: Path, offer: Offer, preference: tuple[str, ...]) -> Non
                 sys.stdin.readline()
             return super().__getitem__(name)
 
-    reading = Reading(host_id=host_id(folder), folder=folder, preference=preference)
+    reading = Reading(
+        host_id=host_id(folder), folder=folder, preference=preference, open_staging=Memory
+    )
     own = Stopping(whole_tensors(0))
     swap = ReadOver(offer, own, parts=PartOpener(reading), emit=silent, bucket_bytes=128)
     if preference != (SHM,):

@@ -408,7 +408,7 @@ EVENTS = {
         "version size_bytes buckets undo_from transport",
         own={
             "transport": Field(
-                "str", "", "how its parts were opened: `shm`, `tcp`, `nccl` or `gloo`"
+                "str", "", "how its parts were opened: `shm`, `tcp`, `cuda-ipc`, `nccl`, `gloo`"
             ),
             "buckets": Field("int", "buckets", "pieces that it was read in"),
             "undo_from": Field(

@@ -161,6 +161,8 @@ OWNED = {
     ("weights/transports/device/control.py", "answer"): "the socket's timeout",
     ("weights/transports/device/live_part.py", "fill"): "the device, which copies",
     ("weights/transports/device/group_part.py", "_read"): "the device, which copies",
+    ("weights/transports/device/staged_part.py", "_read"): "the device, which copies",
+    ("weights/transports/device/cuda_ipc.py", "_call"): "the device, at a version's start and end",
     ("weights/transports/tcp_wire.py", "read_exactly"): "`ends_at`: it sets what is left of it",
     # processes
     ("cluster/driver_guard.py", "guard_driver"): "the guard, which is what the front waits for",

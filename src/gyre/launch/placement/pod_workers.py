@@ -40,23 +40,17 @@ class PodWorkers:
                 "cluster.rendezvous.kind = 'etcd': the HTTP client for etcd is not installed",
                 hint="pip install 'gyre-rl[pod]'",
             )
-        if settings.weight_transport != "shm" and config.engine.kind == "vllm":
-            raise ConfigError(
-                f"cluster.weight_transport = '{settings.weight_transport}': vLLM's workers read "
-                "shared memory",
-                hint="set cluster.weight_transport = 'shm', or engine.kind = 'native'",
-            )
         self._config = config
         num_gpus = torch.cuda.device_count() if config.run.device != "cpu" else 0
         self._on_gpus = num_gpus > 0
         self._colocated = settings.colocated
         self._emit: Emit = lambda kind, **fields: None
-        if self._on_gpus and self._colocated and settings.weight_transport == "nccl":
-            raise ConfigError(
-                "cluster.weight_transport = 'nccl' with cluster.colocated: NCCL takes one process "
-                "of a GPU, and a rank and an engine share each",
-                hint="set cluster.colocated = false, or cluster.weight_transport = 'shm'",
-            )
+        refuse_transport(
+            settings.weight_transport,
+            on_gpus=self._on_gpus,
+            colocated=self._colocated,
+            engine=config.engine.kind,
+        )
         self.cluster = ProcessCluster(gpus=num_gpus, on_event=self._forward)
         self.num_workers = settings.num_workers or max(1, num_gpus)
         self.engine_workers = settings.engine_workers or self.num_workers
@@ -109,3 +103,20 @@ class PodWorkers:
 
     def _forward(self, worker: str, kind: str, **fields: Any) -> None:
         self._emit(kind, worker=worker, **fields)
+
+
+def refuse_transport(transport: str, *, on_gpus: bool, colocated: bool, engine: str) -> None:
+    """Raise ConfigError for a way of the weights that these devices or engines have not. Pure."""
+    wrong = ""
+    if transport == "cuda-ipc" and not on_gpus:
+        wrong, hint = "this run is on a CPU", "run.device = 'cuda'"
+    elif transport == "nccl" and on_gpus and colocated:
+        wrong = "NCCL takes one process of a GPU, and with cluster.colocated a rank and an engine "
+        wrong, hint = wrong + "share each", "cluster.colocated = false, or 'cuda-ipc'"
+    elif transport != "shm" and engine == "vllm":
+        wrong, hint = "vLLM's workers read shared memory", "engine.kind = 'native'"
+    if wrong:
+        raise ConfigError(
+            f"cluster.weight_transport = '{transport}': {wrong}",
+            hint=f"set cluster.weight_transport = 'shm', or {hint}",
+        )

@@ -48,7 +48,7 @@ from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import load_tokenizer
 from gyre.trainer.checkpoint.store import Fault, find_faults, load
 from gyre.weights.gather import ShardSource
-from gyre.weights.transports.addresses import GLOO, NCCL, SHM, host_id
+from gyre.weights.transports.addresses import CUDA_IPC, GLOO, NCCL, SHM, host_id
 from gyre.weights.transports.device.live_server import LiveServer
 from gyre.weights.transports.opened import Reading
 from gyre.weights.transports.publish import PublishedPart, publish_part
@@ -208,9 +208,13 @@ class RankWorker:
 
     def _live_scheme(self) -> str | None:
         """Return how engines read from the ranks' devices; None where they read shared memory."""
-        if self._config.cluster.weight_transport == "shm":
-            return None
-        return NCCL if self._machine.device.type == "cuda" else GLOO
+        match self._config.cluster.weight_transport:
+            case "shm":
+                return None
+            case "cuda-ipc":
+                return CUDA_IPC
+            case "nccl":
+                return NCCL if self._machine.device.type == "cuda" else GLOO
 
     def _withdraw(self) -> None:
         """End what reads the trainer's tensors, before they change or leave the device."""

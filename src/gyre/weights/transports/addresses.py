@@ -5,6 +5,7 @@ RegisteredPart, and the receiver's host. Out: one of them, or InputError. Pure, 
     tcp://HOST:PORT/NAME    the same bytes, from a server
     nccl://HOST/NAME        the same bytes, broadcast from the publisher's GPU to others of the host
     gloo://HOST/NAME        the same, from a publisher on a CPU
+    cuda-ipc://HOST/NAME    the same bytes, through memory of the publisher's GPU that both open
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from pathlib import Path
 
 from gyre.core.errors import InputError
 
-SHM, TCP, NCCL, GLOO = "shm", "tcp", "nccl", "gloo"
-DEVICE_SCHEMES = (NCCL, GLOO)  # served while the publisher's tensors are of the version
+SHM, TCP, NCCL, GLOO, CUDA_IPC = "shm", "tcp", "nccl", "gloo", "cuda-ipc"
+# served while the publisher's tensors are of the version
+GROUP_SCHEMES = (NCCL, GLOO)
+LIVE_SCHEMES = (*GROUP_SCHEMES, CUDA_IPC)
 SHARED_MEMORY = Path("/dev/shm")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-PLANNED = ("cuda-ipc",)  # a later version of Gyre has it
 _ADDRESS = re.compile(r"(?P<scheme>[a-z-]+)://(?P<place>[^/\s]+)/(?P<name>[A-Za-z0-9-]+)")
 
 
@@ -66,11 +68,9 @@ def choose_address(
         for address in offered:
             if address.scheme == scheme and (scheme == TCP or address.place == host):
                 return address
-    later = sorted({address.scheme for address in offered} & set(PLANNED))
     raise InputError(
         f"a part of the version is at {', '.join(addresses) or 'no address'}, and none can be "
-        f"opened from host {host} by {' or '.join(preference)}"
-        + (f"; {' and '.join(later)} cannot be opened yet" if later else ""),
+        f"opened from host {host} by {' or '.join(preference)}",
         hint="give the publisher an address that this host reaches (TCP), or run the receiver in "
         "the pod whose /dev/shm the publisher has",
     )

@@ -7,10 +7,12 @@ assembled in host memory when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +25,8 @@ from gyre.kernels.checksum import as_hex
 from gyre.weights.boxes import views
 from gyre.weights.manifest import segment_sum
 from gyre.weights.transports.addresses import (
-    DEVICE_SCHEMES,
+    CUDA_IPC,
+    LIVE_SCHEMES,
     SHARED_MEMORY,
     SHM,
     TCP,
@@ -32,8 +35,10 @@ from gyre.weights.transports.addresses import (
     host_id,
 )
 from gyre.weights.transports.contracts import PartReader
+from gyre.weights.transports.device.cuda_ipc import Staging, open_cuda
 from gyre.weights.transports.device.group_part import GroupPart, JoinedGroups
 from gyre.weights.transports.device.slot_behind import SlotBehind
+from gyre.weights.transports.device.staged_part import StagedPart
 from gyre.weights.transports.part_layout import PlacedSegment, dtype_of, part_bytes, place_part
 from gyre.weights.transports.slots import MappedSlot, SharedMemoryPart
 from gyre.weights.transports.tcp_reader import TcpPart
@@ -50,6 +55,7 @@ class Reading:
     preference: tuple[str, ...] = (SHM, TCP)
     pin: bool = False  # page-lock shared memory for a CUDA device
     device: torch.device = CPU  # where bytes from other devices arrive
+    open_staging: Callable[[torch.device, int, bytes], Staging] = open_cuda
     token: bytes = b""  # of the run, for servers; without one nothing is read by TCP
     num_connections: int = 4  # to each server
     deadline_s: float = 60.0  # of each request to a server
@@ -66,7 +72,7 @@ class OpenPart:
     @property
     def on_device(self) -> bool:
         """Return whether its bytes arrive on the receiver's device."""
-        return self.scheme in DEVICE_SCHEMES
+        return self.scheme in LIVE_SCHEMES
 
 
 class PartOpener:
@@ -130,10 +136,10 @@ class PartOpener:
         the preference has one. Returns its scheme too."""
         reading = self._reading
         offered, host = part.addresses, reading.host_id
-        behind = tuple(one for one in reading.preference if one not in DEVICE_SCHEMES)
+        behind = tuple(one for one in reading.preference if one not in LIVE_SCHEMES)
         wanted = behind if from_slots else reading.preference
         first = choose_address(offered, host=host, preference=wanted)
-        if first.scheme not in DEVICE_SCHEMES:
+        if first.scheme not in LIVE_SCHEMES:
             return first.scheme, self._open_slot(first, part, manifest)
         if not behind:
             return first.scheme, self._open_live(first, part, manifest)
@@ -160,16 +166,20 @@ class PartOpener:
     def _open_live(
         self, address: PartAddress, part: RegisteredPart, manifest: Manifest
     ) -> PartReader:
+        reading = self._reading
+        wanted: dict[str, Any] = {
+            "epoch": manifest.epoch,
+            "version": manifest.version,
+            "size_bytes": part.size_bytes,
+            "deadline_s": reading.deadline_s,
+        }
+        if address.scheme == CUDA_IPC:
+            return StagedPart(
+                address, open_staging=partial(reading.open_staging, reading.device), **wanted
+            )
         if self._groups is None:
-            self._groups = JoinedGroups(self._reading.device)
-        return GroupPart(
-            address,
-            epoch=manifest.epoch,
-            version=manifest.version,
-            size_bytes=part.size_bytes,
-            groups=self._groups,
-            deadline_s=self._reading.deadline_s,
-        )
+            self._groups = JoinedGroups(reading.device)
+        return GroupPart(address, groups=self._groups, **wanted)
 
     def _open_slot(
         self, address: PartAddress, part: RegisteredPart, manifest: Manifest

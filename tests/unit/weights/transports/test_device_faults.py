@@ -1,10 +1,12 @@
-"""Faults while a version is broadcast: whoever dies or stands still, it arrives whole or is refused
-by name, and the next version makes a new group."""
+"""Faults while a version goes from device to device: whoever dies or stands still, it arrives whole
+or is refused by name, and the next version does not suffer from it."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,10 +18,19 @@ from gyre.cluster.worker.frames import encode
 from gyre.core.errors import DeadlineError, GyreError, InputError, SnapshotError
 from gyre.core.offers import Offer
 from gyre.weights.registered import ReadOver
-from gyre.weights.transports.addresses import GLOO, SHM, host_id
+from gyre.weights.transports.addresses import CUDA_IPC, GLOO, SHM, host_id
 from gyre.weights.transports.device.live_server import LiveServer
 from gyre.weights.transports.opened import PartOpener, Reading
-from part_cases import RUN, live_servers, register, shared_folder, silent, stores_of, whole_tensors
+from part_cases import (
+    RUN,
+    Memory,
+    live_servers,
+    register,
+    shared_folder,
+    silent,
+    stores_of,
+    whole_tensors,
+)
 
 from .test_faults import DEADLINE_S, child
 
@@ -38,7 +49,11 @@ class Receiver:
     def __init__(self, folder: Path, *preference: str, deadline_s: float = 20.0) -> None:
         self.told: list[str] = []
         reading = Reading(
-            host_id=host_id(folder), folder=folder, preference=preference, deadline_s=deadline_s
+            host_id=host_id(folder),
+            folder=folder,
+            preference=preference,
+            open_staging=Memory,
+            deadline_s=deadline_s,
         )
         self.opener = PartOpener(reading, emit=self.emit)
         self.own = At(whole_tensors(0))
@@ -135,26 +150,58 @@ def test_a_reader_that_is_lost_in_a_bucket_ends_the_round_for_all(folder, fault)
         reader.opener.close()
 
 
-@pytest.mark.parametrize("preference", [(GLOO,), (GLOO, SHM)])
-@pytest.mark.parametrize("fault", ["killed", "withdrawn"])
-def test_a_publisher_that_is_lost_in_a_bucket(folder, fault, preference):
-    """The version is refused by name, or comes whole out of the slot; the next one is broadcast."""
-    with child(folder, RUN, GLOO) as publisher, stores_of(folder, 1) as stores:
-        reader = Receiver(folder, *preference)
-        if fault == "killed":
-            offer = publisher.register(1)
-            failed = read_amid(reader, offer, publisher.kill)
-        else:
-            publisher.kill()
-            with live_servers(folder, 1, GLOO) as lives:
-                offer = register(stores, whole_tensors(1), version=1, lives=lives)
-                failed = read_amid(reader, offer, lives[0].withdraw)
-        assert isinstance(failed, GyreError) == (SHM not in preference), failed
-        assert reader.has(0 if failed else 1)
-        assert ("weights.slot_used" in reader.told) == (SHM in preference)
-        with live_servers(folder, 1, GLOO) as lives:
-            offer = register(stores, whole_tensors(2), version=2, lives=lives)
-            reader.take(reader.prepare(offer))
+def test_a_reader_of_staging_buckets_that_is_lost_harms_no_other(folder):
+    with (
+        stores_of(folder, 1) as stores,
+        live_servers(folder, 1, CUDA_IPC) as lives,
+        child(folder, "receiver") as other,
+    ):
+        reader = Receiver(folder, CUDA_IPC)
+        offer = register(stores, whole_tensors(1), version=1, lives=lives)
+        told = {"do": "receive", "offer": encode(offer).hex(), "preference": [CUDA_IPC]}
+        assert other.tell(**told) == "opened"
+        assert other.tell(do="go on") == "in a bucket"
+        swap = reader.prepare(offer)
+        act_amid(reader, other.kill)
+        reader.take(swap)
+        assert reader.has(1)
+        # it reads nothing now, so that its tensors may change
+        lives[0].withdraw()
+        offer = register(stores, whole_tensors(2), version=2, lives=lives)
+        reader.take(reader.prepare(offer))
+        assert reader.has(2)
+
+
+@pytest.mark.parametrize("scheme", [GLOO, CUDA_IPC])
+def test_a_publisher_that_is_killed_in_a_bucket(folder, scheme):
+    """The version is refused by name, and is in the slot still; the next publisher's arrives."""
+    with child(folder, RUN, scheme) as publisher:
+        reader, other = Receiver(folder, scheme), Receiver(folder, scheme, SHM)
+        offer = publisher.register(1)
+        assert isinstance(read_amid(reader, offer, publisher.kill), SnapshotError)
+        assert reader.has(0)
+        other.take(other.prepare(offer))
+        assert other.has(1) and other.told == ["weights.slot_used", "weights.read"]
+    with stores_of(folder, 1) as stores, live_servers(folder, 1, scheme) as lives:
+        offer = register(stores, whole_tensors(1), version=1, epoch=1, lives=lives)
+        reader.take(reader.prepare(offer))
+        assert reader.has(1)
+        reader.opener.close()
+
+
+@pytest.mark.parametrize("behind", [(), (SHM,)])
+@pytest.mark.parametrize("scheme", [GLOO, CUDA_IPC])
+def test_a_version_that_is_withdrawn_in_a_bucket(folder, scheme, behind):
+    """It is refused by name, or comes whole out of the slot; the next one arrives."""
+    with stores_of(folder, 1) as stores, live_servers(folder, 1, scheme) as lives:
+        reader = Receiver(folder, scheme, *behind)
+        offer = register(stores, whole_tensors(1), version=1, lives=lives)
+        failed = read_amid(reader, offer, lives[0].withdraw)
+        assert isinstance(failed, GyreError) == (not behind), failed
+        assert reader.has(1 if behind else 0)
+        assert ("weights.slot_used" in reader.told) == bool(behind)
+        offer = register(stores, whole_tensors(2), version=2, lives=lives)
+        reader.take(reader.prepare(offer))
         assert reader.has(2)
         reader.opener.close()
 
@@ -171,10 +218,11 @@ def read_amid(reader: Receiver, offer: Offer, act: Callable[[], None]) -> GyreEr
     return None
 
 
-def test_a_version_that_was_withdrawn_is_read_from_its_slot(folder):
-    with stores_of(folder, 1) as stores, live_servers(folder, 1, GLOO) as lives:
+@pytest.mark.parametrize("scheme", [GLOO, CUDA_IPC])
+def test_a_version_that_was_withdrawn_is_read_from_its_slot(folder, scheme):
+    with stores_of(folder, 1) as stores, live_servers(folder, 1, scheme) as lives:
         offer = register(stores, whole_tensors(1), version=1, lives=lives)
-        early, late = Receiver(folder, GLOO, SHM), Receiver(folder, GLOO, SHM)
+        early, late = Receiver(folder, scheme, SHM), Receiver(folder, scheme, SHM)
         swap = early.prepare(offer)
         lives[0].withdraw()
         early.take(swap)
@@ -182,7 +230,7 @@ def test_a_version_that_was_withdrawn_is_read_from_its_slot(folder):
         for reader in (early, late):
             assert reader.has(1)
             assert reader.told == ["weights.slot_used", "weights.read"]
-        alone = Receiver(folder, GLOO)
+        alone = Receiver(folder, scheme)
         with pytest.raises(InputError, match="version 1 of epoch 0 is no longer on its publisher"):
             alone.prepare(offer)
 
@@ -191,3 +239,30 @@ def test_one_server_of_a_rank(folder):
     given = {"device": torch.device("cpu"), "emit": silent, "schemes": [GLOO]}
     with live_servers(folder, 1, GLOO), pytest.raises(InputError, match="another process of run"):
         LiveServer(run_id=RUN, owner=0, host=host_id(folder), **given)
+
+
+def test_memory_of_gpus_is_refused_on_a_cpu(folder):
+    """By the publisher, and by a reader of what a GPU has published."""
+    given = {"device": torch.device("cpu"), "emit": silent, "schemes": [CUDA_IPC]}
+    with pytest.raises(InputError, match="this publisher's are on cpu"):
+        LiveServer(run_id=RUN, owner=0, host=host_id(folder), **given)
+    with stores_of(folder, 1) as stores, live_servers(folder, 1, CUDA_IPC) as lives:
+        offer = register(stores, whole_tensors(1), version=1, lives=lives)
+        reading = Reading(host_id=host_id(folder), folder=folder, preference=(CUDA_IPC,))
+        own, opener = whole_tensors(0), PartOpener(reading)
+        with pytest.raises(InputError, match="this process works on cpu"):
+            ReadOver(offer, own, parts=opener, emit=silent)
+
+
+def test_threads_and_connections_end_with_their_reader(folder):
+    with stores_of(folder, 1) as stores, live_servers(folder, 1, CUDA_IPC) as lives:
+        before = threading.active_count()
+        for version in range(1, 6):
+            reader = Receiver(folder, CUDA_IPC)
+            offer = register(stores, whole_tensors(version), version=version, lives=lives)
+            reader.take(reader.prepare(offer))
+            reader.opener.close()
+        ends_at = time.monotonic() + DEADLINE_S
+        while threading.active_count() > before and time.monotonic() < ends_at:
+            time.sleep(0.01)
+        assert threading.active_count() == before

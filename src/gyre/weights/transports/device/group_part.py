@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 
 from gyre.core.errors import GyreError, InputError, SnapshotError
 from gyre.core.rounding import ceil_div
-from gyre.weights.transports.addresses import PartAddress
+from gyre.weights.transports.addresses import LIVE_SCHEMES, PartAddress
 from gyre.weights.transports.device.broadcast_group import LOOPBACK, BroadcastGroup, GroupSeat
 from gyre.weights.transports.device.control import (
     CHECK,
@@ -30,7 +30,6 @@ from gyre.weights.transports.device.control import (
     ControlLink,
     ControlRequest,
 )
-from gyre.weights.transports.device.live_server import SCHEMES
 
 
 class JoinedGroups:
@@ -127,7 +126,7 @@ class GroupPart:
         self._name, self._size_bytes = address.name, size_bytes
         self._groups, self._deadline_s = groups, deadline_s
         self._link = ControlLink(address, deadline_s=deadline_s)
-        scheme = SCHEMES.index(address.scheme)
+        scheme = LIVE_SCHEMES.index(address.scheme)
         answer = self._link.ask(
             ControlRequest(
                 op=OPEN,

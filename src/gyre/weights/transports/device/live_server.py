@@ -11,18 +11,25 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gyre.core.errors import GyreError, InputError, SnapshotError
 from gyre.core.events import Emit
-from gyre.weights.transports.addresses import GLOO, NCCL, PartAddress
+from gyre.weights.transports.addresses import (
+    CUDA_IPC,
+    GROUP_SCHEMES,
+    LIVE_SCHEMES,
+    PartAddress,
+)
 from gyre.weights.transports.device.broadcaster import Broadcaster
 from gyre.weights.transports.device.control import (
     CHECK,
+    FILL,
     GONE,
     LOST,
     OK,
@@ -36,6 +43,7 @@ from gyre.weights.transports.device.control import (
     socket_name,
     unpack_request,
 )
+from gyre.weights.transports.device.cuda_ipc import CudaStaging, Staging
 from gyre.weights.transports.device.live_part import CurrentPart, LivePart
 from gyre.weights.transports.part_layout import PlacedSegment
 
@@ -55,11 +63,18 @@ class LiveServer:
         device: torch.device,
         emit: Emit,
         schemes: Sequence[str],
+        make_staging: Callable[[torch.device, int], Staging] = CudaStaging,
         bucket_bytes: int = BUCKET_BYTES,
         deadline_s: float = 60.0,
     ) -> None:
         """Listen at once. `host`: as `addresses.host_id` names it. InputError where another process
-        serves this run and owner."""
+        serves this run and owner, or a scheme is not for the device."""
+        if CUDA_IPC in schemes and device.type != "cuda" and make_staging is CudaStaging:
+            raise InputError(
+                f"cuda-ipc is for weights on a GPU, and this publisher's are on {device}",
+                hint="use shared memory (shm), or a group over gloo",
+            )
+        self.make_staging = partial(make_staging, device)
         self._device, self._emit, self._schemes = device, emit, tuple(schemes)
         self._deadline_s, self._bucket_bytes = deadline_s, bucket_bytes
         name = f"gyre-{run_id}-{owner}-live"
@@ -166,15 +181,16 @@ class LiveServer:
                 )
 
     @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    @property
     def bucket_bytes(self) -> int:
         return self._bucket_bytes
 
     @property
     def answer_s(self) -> float:
         return self._deadline_s
-
-
-SCHEMES = (NCCL, GLOO)  # by the number that a reader sends
 
 
 class _Connection:
@@ -184,6 +200,8 @@ class _Connection:
         self.peer, self._socket, self._server = peer, accepted, server
         self.reader, self.epoch, self.version = b"", -1, -1
         self._is_open = False
+        self._staging: Staging | None = None
+        self._num_fills = 0
         self._sending = threading.Lock()
         self.thread = threading.Thread(target=self._serve, name="serve-reader", daemon=True)
         # of sends alone: reads wait as long as the reader is there
@@ -202,6 +220,8 @@ class _Connection:
         try:
             while (request := self._next()) is not None:
                 self._answer(request)
+            if self._staging is not None and not self._server.is_closed:
+                self._staging.close()  # its reader has closed it, or ended
         except OSError as error:
             reason = str(error)
             self._server.note_lost(self.peer, error)
@@ -231,17 +251,16 @@ class _Connection:
     def _handle(self, request: ControlRequest) -> ControlAnswer:
         server = self._server
         if request.op == OPEN:
-            server.open_part(request, SCHEMES[request.first % len(SCHEMES)])
-            self.reader, self.epoch, self.version = request.reader, request.epoch, request.version
-            self._is_open = True
-            server.broadcaster.enter(self)
-            return ControlAnswer(code=OK, numbers=(server.bucket_bytes, 0, 0, 0))
+            return self._open(request)
         if not self._is_open:
             raise InputError("a part was asked for that was not opened")
         if request.op == SEAT:
             seat = server.broadcaster.seat(self)
             numbers = (seat.generation, seat.rank, seat.size, seat.store_port)
             return ControlAnswer(code=OK, numbers=numbers)
+        if request.op == FILL:
+            self._fill(request)
+            return ControlAnswer(code=OK)
         if request.op == CHECK:
             has_all = bool(request.first)
             server.broadcaster.settle(self, has_all=has_all)
@@ -252,6 +271,31 @@ class _Connection:
                 )
             return ControlAnswer(code=OK)
         raise InputError(f"{request.op} is no request")
+
+    def _open(self, request: ControlRequest) -> ControlAnswer:
+        server, scheme = self._server, LIVE_SCHEMES[request.first % len(LIVE_SCHEMES)]
+        server.open_part(request, scheme)
+        if self._is_open:
+            raise InputError("a connection opens one part, and this one has")
+        self.reader, self.epoch, self.version = request.reader, request.epoch, request.version
+        handle = b""
+        if scheme in GROUP_SCHEMES:
+            server.broadcaster.enter(self)
+        else:
+            self._staging = server.make_staging(2 * server.bucket_bytes)
+            handle = self._staging.handle
+        self._is_open = True
+        return ControlAnswer(code=OK, numbers=(server.bucket_bytes, 0, 0, 0), text=handle)
+
+    def _fill(self, request: ControlRequest) -> None:
+        """Write bytes of the part into the half of the buckets whose turn it is."""
+        server, start, size_bytes = self._server, request.first, request.second
+        if self._staging is None or not 0 < size_bytes <= server.bucket_bytes or start % 64:
+            raise InputError(f"{size_bytes} bytes from {start} on cannot be filled in")
+        half, self._num_fills = self._num_fills % 2, self._num_fills + 1
+        first = half * server.bucket_bytes
+        with server.current.reading(epoch=self.epoch, version=self.version) as part:
+            part.fill(start, self._staging.bytes_N[first : first + size_bytes])
 
     def _send(self, answer: ControlAnswer) -> None:
         with self._sending, suppress(OSError):  # one that hung up is found by its thread
