@@ -1,11 +1,11 @@
 """Addresses: where a part is, and which of its addresses a receiver opens. In: the addresses of a
 RegisteredPart, and the receiver's host. Out: one of them, or InputError. Pure, but for `host_id`.
 
-    shm://HOST/NAME         a file in the shared memory of one host, or of one container
-    tcp://HOST:PORT/NAME    the same bytes, from a server
-    nccl://HOST/NAME        the same bytes, broadcast from the publisher's GPU to others of the host
-    gloo://HOST/NAME        the same, from a publisher on a CPU
-    cuda-ipc://HOST/NAME    the same bytes, through memory of the publisher's GPU that both open
+    shm://HOST/NAME         A file in the shared memory of one host, or of one container.
+    tcp://HOST:PORT/NAME    The same bytes, from a server.
+    nccl://HOST/NAME        The same bytes, broadcast from the publisher's GPU to others.
+    gloo://HOST/NAME        The same, from a publisher on a CPU.
+    cuda-ipc://HOST/NAME    The same bytes, through memory of the publisher's GPU that both open.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """Broadcaster: a publisher's side of its groups. In: readers that come and go, the part that is
 there now. Out: rounds; each broadcasts one version to all readers that waited when it began.
 
-    waiting ──▶ seated in a round ──▶ has all          the group is kept for the next round
-       │              │ a reader hangs up, the version is withdrawn, a deadline
-       └─ hung up     └──▶ lost: every other reader is told, and the next round makes a new group
+    waiting ──▶ seated in a round ──▶ has all.
+       │              └──▶ lost: a reader hung up, the version was withdrawn, or a deadline passed.
+       └─ hung up.
+
+The group of a round that all have is kept for the next one. Where a round is lost, every other
+reader hears of it, and the next round makes a new group.
 """
 
 # N bytes of a bucket
@@ -72,7 +75,6 @@ class Broadcaster:
         self._readers: tuple[bytes, ...] = ()  # of the group
         self._generation = 0
         self._store: Any = None  # where members meet
-        self._rooms: list[torch.Tensor] = []
 
     @property
     def generation(self) -> int:
@@ -196,19 +198,16 @@ class Broadcaster:
     def _broadcast(self, found: _Round, group: BroadcastGroup) -> None:
         first = found.members[0]
         wanted = {"epoch": first.epoch, "version": first.version}
-        if not self._rooms:
-            self._rooms = [
-                torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._device)
-                for _ in range(2)
-            ]
         with self._current.reading(**wanted) as part:
             size_bytes = part.size_bytes
+        longest = min(self._bucket_bytes, size_bytes)
+        rooms = [torch.empty(longest, dtype=torch.uint8, device=self._device) for _ in range(2)]
         limits: dict[str, Any] = {"look": found.look, "deadline_s": self._deadline_s}
         works: list[Any] = []  # one or two under way
         for number, start in enumerate(range(0, size_bytes, self._bucket_bytes)):
             if len(works) == 2:
                 group.wait(works.pop(0), **limits)
-            room_N = self._rooms[number % 2][: min(self._bucket_bytes, size_bytes - start)]
+            room_N = rooms[number % 2][: min(self._bucket_bytes, size_bytes - start)]
             with self._current.reading(**wanted) as part:
                 part.fill(start, room_N)
             works.append(group.begin(room_N))

@@ -103,11 +103,12 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 class ControlLink:
-    """The reader's side. After an error it is closed."""
+    """The reader's side. After an error it is of no use, and stays open until it is closed: its
+    publisher may free what both have only when this side has let go."""
 
     def __init__(self, address: PartAddress, *, deadline_s: float) -> None:
         """Connect. InputError where no publisher of this user listens."""
-        self._address, self._deadline_s = address, deadline_s
+        self._address, self._deadline_s, self._is_lost = address, deadline_s, False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self._socket.settimeout(deadline_s)
@@ -131,6 +132,8 @@ class ControlLink:
         return self.answer()
 
     def send(self, request: ControlRequest) -> None:
+        if self._is_lost:
+            raise SnapshotError(f"{self._address} was lost before", hint=AGAIN)
         try:
             self._socket.settimeout(self._deadline_s)
             self._socket.sendall(pack_request(request))
@@ -149,7 +152,7 @@ class ControlLink:
                     raise ConnectionResetError("its publisher has ended")
                 data += found
         except TimeoutError as error:
-            self.close()
+            self.give_up()
             raise DeadlineError(
                 f"{self._address} has not answered within {self._deadline_s:g} s",
                 hint="its publisher may hang; " + AGAIN,
@@ -158,7 +161,7 @@ class ControlLink:
             raise self._lost(error) from error
         answer = unpack_answer(data)
         if answer.code != OK:
-            self.close()
+            self.give_up()
             kind: type[GyreError] = InputError if answer.code == GONE else SnapshotError
             message = answer.text.rstrip(b"\0").decode(errors="ignore")
             raise kind(f"{self._address}: {message}", hint=AGAIN)
@@ -174,9 +177,14 @@ class ControlLink:
             self.answer()
             raise AssertionError("a publisher has answered what nobody asked")
 
+    def give_up(self) -> None:
+        """Ask nothing any more."""
+        self._is_lost = True
+
     def close(self) -> None:
+        self.give_up()
         self._socket.close()
 
     def _lost(self, error: Exception) -> SnapshotError:
-        self.close()
+        self.give_up()
         return SnapshotError(f"{self._address} was lost: {error}", hint=AGAIN)

@@ -1,9 +1,9 @@
 """CUDA IPC: device memory that other processes of the host open. In: a size; or a handle of 64
 bytes. Out: bytes on a device, shared until they are closed.
 
-The memory is of the driver's plain allocator, and of nothing else: virtual memory, in which the
-engine's and the trainer's weights lie, cannot be exported. A process cannot open its own handle. Of
-another GPU the driver maps the memory over NVLink or PCIe, if the two GPUs are peers.
+The memory is of the driver's plain allocator, and of nothing else: virtual memory, which the
+engine's and the trainer's weights have, cannot be exported. A process cannot open its own handle.
+Memory of another GPU is mapped over NVLink or PCIe, if the two GPUs are peers.
 """
 
 # N bytes

@@ -40,7 +40,6 @@ class JoinedGroups:
         self.device = device
         self._groups: dict[str, BroadcastGroup] = {}
         self._readers: dict[str, bytes] = {}  # who this process is, to each publisher
-        self._rooms: dict[str, list[Tensor]] = {}
         self._stores: dict[int, TCPStore] = {}  # by port
 
     def reader(self, name: str) -> bytes:
@@ -85,15 +84,6 @@ class JoinedGroups:
                 ) from error
         return self._stores[port]
 
-    def rooms(self, name: str, bucket_bytes: int) -> list[Tensor]:
-        """Return room for two buckets of a publisher."""
-        found = self._rooms.get(name)
-        if found is None or len(found[0]) != bucket_bytes:
-            found = self._rooms[name] = [
-                torch.empty(bucket_bytes, dtype=torch.uint8, device=self.device) for _ in range(2)
-            ]
-        return found
-
     def leave(self, name: str) -> None:
         """Leave the group of one publisher, after an error. Its publisher makes a new one, since
         this reader has another id from now on."""
@@ -104,7 +94,6 @@ class JoinedGroups:
     def close(self) -> None:
         for name in tuple(self._groups):
             self.leave(name)
-        self._rooms.clear()
         self._stores.clear()
 
 
@@ -127,19 +116,23 @@ class GroupPart:
         self._groups, self._deadline_s = groups, deadline_s
         self._link = ControlLink(address, deadline_s=deadline_s)
         scheme = LIVE_SCHEMES.index(address.scheme)
-        answer = self._link.ask(
-            ControlRequest(
-                op=OPEN,
-                epoch=epoch,
-                version=version,
-                part_bytes=size_bytes,
-                first=scheme,
-                reader=groups.reader(address.name),
-            )
+        opening = ControlRequest(
+            op=OPEN,
+            epoch=epoch,
+            version=version,
+            part_bytes=size_bytes,
+            first=scheme,
+            reader=groups.reader(address.name),
         )
+        try:
+            answer = self._link.ask(opening)
+        except GyreError:
+            self._link.close()
+            raise
         self._bucket_bytes = answer.numbers[0]
         self._group: BroadcastGroup | None = None
         self._works: list[Any] = []  # of the buckets that travel
+        self._rooms: list[Tensor] = []  # for two
         self._number = -1  # of the bucket at hand
         self._bucket_N = torch.empty(0, dtype=torch.uint8)
         self._is_settled = False
@@ -181,6 +174,8 @@ class GroupPart:
         seat = GroupSeat(
             name=self._name, generation=generation, rank=rank, size=size, store_port=port
         )
+        longest, device = min(self._bucket_bytes, self._size_bytes), self._groups.device
+        self._rooms = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(2)]
         self._group = self._groups.join(seat, look=self._link.look, deadline_s=self._deadline_s)
         self._post(0)
         return self._group
@@ -194,7 +189,7 @@ class GroupPart:
         """Begin to receive a bucket, into the room of the last but one."""
         assert self._group is not None
         count = min(self._bucket_bytes, self._size_bytes - number * self._bucket_bytes)
-        room_N = self._groups.rooms(self._name, self._bucket_bytes)[number % 2][:count]
+        room_N = self._rooms[number % 2][:count]
         self._works.append((self._group.begin(room_N), room_N))
 
     def _next(self, group: BroadcastGroup) -> None:

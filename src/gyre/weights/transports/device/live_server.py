@@ -11,6 +11,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -49,6 +50,7 @@ from gyre.weights.transports.part_layout import PlacedSegment
 
 BUCKET_BYTES = 32 << 20  # of device memory; a group has two, and so has each staged reader
 MOST_READERS = 64
+RETRY_S = 1.0  # after an error of accept, which may last
 
 
 class LiveServer:
@@ -145,6 +147,7 @@ class LiveServer:
             except OSError as error:
                 if not self._closed:
                     self._emit("weights.reader_lost", peer="", error=str(error))
+                    time.sleep(RETRY_S)
                 continue
             pid, user = peer_of(accepted)
             refused = ""
@@ -220,15 +223,24 @@ class _Connection:
         try:
             while (request := self._next()) is not None:
                 self._answer(request)
-            if self._staging is not None and not self._server.is_closed:
-                self._staging.close()  # its reader has closed it, or ended
+            self._free()
         except OSError as error:
             reason = str(error)
+            self._server.note_lost(self.peer, error)
+            self._free()
+        except RuntimeError as error:  # of the device
+            reason = str(error).splitlines()[0]
             self._server.note_lost(self.peer, error)
         finally:
             self._server.broadcaster.leave(self, reason)
             self._server.forget(self)
             self._socket.close()
+
+    def _free(self) -> None:
+        """Free the staging buckets, now that the reader has closed them, or ended. If this side
+        hung up first, they stay until the process ends."""
+        if self._staging is not None and not self._server.is_closed:
+            self._staging.close()
 
     def _next(self) -> ControlRequest | None:
         """Wait for the next request, as long as the reader is there. None when it hung up."""

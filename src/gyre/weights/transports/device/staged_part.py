@@ -1,8 +1,8 @@
 """Staged part: a part from its publisher's device, by two buckets of memory that both processes
 have. In: its address, how such memory is opened. Out: a PartReader.
 
-    reader      asks for bucket n + 1 ─▶ copies bucket n out ─▶ asks for bucket n + 2 ─▶ …
-    publisher   rounds bucket n + 1 into the other half meanwhile
+    reader      Asks for bucket n + 1, copies bucket n out, asks for bucket n + 2.
+    publisher   Rounds bucket n + 1 into the other half meanwhile.
 
 A copy has ended before its half is asked for again, and a fill before it is answered: each side
 waits for its own device, and neither for the other's.
@@ -49,17 +49,17 @@ class StagedPart:
         publisher's device, or its memory cannot be opened."""
         self._link = ControlLink(address, deadline_s=deadline_s)
         self._num_fills = 0  # that were asked for
-        answer = self._link.ask(
-            ControlRequest(
-                op=OPEN,
-                epoch=epoch,
-                version=version,
-                part_bytes=size_bytes,
-                first=LIVE_SCHEMES.index(address.scheme),
-            )
-        )
-        self._bucket_bytes = answer.numbers[0]
         try:
+            answer = self._link.ask(
+                ControlRequest(
+                    op=OPEN,
+                    epoch=epoch,
+                    version=version,
+                    part_bytes=size_bytes,
+                    first=LIVE_SCHEMES.index(address.scheme),
+                )
+            )
+            self._bucket_bytes = answer.numbers[0]
             self._staging = open_staging(2 * self._bucket_bytes, answer.text)
         except GyreError:
             self._link.close()
@@ -72,7 +72,7 @@ class StagedPart:
         try:
             self._read(start, out_N)
         except BaseException:
-            self._link.close()  # what it would answer next is not known
+            self._link.give_up()  # what it would answer next is not known
             raise
 
     def check(self) -> None:
