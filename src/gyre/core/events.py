@@ -422,6 +422,11 @@ EVENTS = {
     "weights.reader_lost": EventKind(
         "A reader of registered weights hung up, or was too slow.", "peer error", True
     ),
+    "weights.slot_failed": EventKind(
+        "A version was not written to its slot, and is on its publisher's device alone.",
+        "version error",
+        counted=True,
+    ),
     "weights.slot_used": EventKind(
         "A part was read from its slot, and not from its publisher's device.",
         "version address reason",

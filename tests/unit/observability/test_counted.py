@@ -76,6 +76,7 @@ COUNTED = [
     "weights.publish_failed",
     "weights.reader_lost",
     "weights.reader_refused",
+    "weights.slot_failed",
     "weights.slot_used",
 ]
 ORDINARY_ENDINGS = (

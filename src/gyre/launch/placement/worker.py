@@ -242,6 +242,8 @@ class RankWorker:
                 device=self._machine.device,
                 emit=self._context.emit,
                 schemes=(scheme,),
+                # members of other hosts read slots as soon as a version is offered
+                writes_behind=not self._spec.served_at,
                 deadline_s=LIVE_DEADLINE_S,
             )
         ranks = self._spec.world_size

@@ -6,7 +6,7 @@ All implementations pass tests/contracts/test_weight_transport.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -50,8 +50,13 @@ class LivePublisher(Protocol):
         returned. Returns further addresses of the part."""
         ...
 
+    def write_behind(self, *, epoch: int, version: int, write: Callable[[], None]) -> bool:
+        """Run `write`, which reads the tensors of the version that is served, on a thread of its
+        own; `withdraw` waits for it. False where the publisher wants it done before."""
+        ...
+
     def withdraw(self) -> None:
-        """Serve nothing any more; returns when nothing is being read."""
+        """Serve nothing any more; returns when nothing reads the tensors."""
         ...
 
 

@@ -7,6 +7,7 @@ assembled in host memory when it is asked for.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from gyre.weights.transports.slots import MappedSlot, SharedMemoryPart
 from gyre.weights.transports.tcp_reader import TcpPart
 
 CPU = torch.device("cpu")
+SLOT_S = 0.02  # between two looks whether a slot is whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +155,14 @@ class PartOpener:
             )
 
         def open_slot() -> PartReader:
-            return self._open_slot(second, part, manifest)
+            ends_at = time.monotonic() + reading.deadline_s
+            while True:
+                try:
+                    return self._open_slot(second, part, manifest)
+                except SnapshotError:  # its publisher may be writing it, behind its device
+                    if time.monotonic() > ends_at:
+                        raise
+                time.sleep(SLOT_S)
 
         second = choose_address(offered, host=host, preference=behind)
         try:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from gyre.weights.registered import ReadOver
 from gyre.weights.transports.addresses import CUDA_IPC, GLOO, SHM, host_id
 from gyre.weights.transports.device.live_server import LiveServer
 from gyre.weights.transports.opened import PartOpener, Reading
+from gyre.weights.transports.shared_memory import SharedMemoryStore
 from part_cases import (
     RUN,
     Memory,
@@ -233,6 +235,65 @@ def test_a_version_that_was_withdrawn_is_read_from_its_slot(folder, scheme):
         alone = Receiver(folder, scheme)
         with pytest.raises(InputError, match="version 1 of epoch 0 is no longer on its publisher"):
             alone.prepare(offer)
+
+
+class HeldStore(SharedMemoryStore):
+    """A slot is whole only when it may be."""
+
+    may_end = threading.Event()
+
+    @contextmanager
+    def writing(self, **version):
+        with super().writing(**version) as slot:
+            yield slot
+            assert self.may_end.wait(DEADLINE_S)
+
+
+def test_a_slot_is_written_behind_its_version(folder):
+    """A reader has the version while the slot is not whole; one that needs the slot waits for it,
+    and so does whoever wants the tensors back."""
+    store = HeldStore(run_id=RUN, owner=0, emit=silent, folder=folder)
+    with live_servers(folder, 1, CUDA_IPC) as lives, ThreadPoolExecutor(2) as threads:
+        offer = register([store], whole_tensors(1), version=1, lives=lives)
+        early, late = Receiver(folder, CUDA_IPC), Receiver(folder, CUDA_IPC, SHM)
+        early.take(early.prepare(offer))
+        assert early.has(1)
+        with pytest.raises(SnapshotError, match="not whole: its publisher is writing it"):
+            Receiver(folder, SHM).prepare(offer)
+        withdrawn = threads.submit(lives[0].withdraw)
+        while lives[0].current.has(epoch=0, version=1):
+            time.sleep(0.001)
+        prepared = threads.submit(late.prepare, offer)
+        assert not withdrawn.done() and not prepared.done()
+        store.may_end.set()
+        withdrawn.result(DEADLINE_S)
+        late.take(prepared.result(DEADLINE_S))
+        assert late.has(1) and late.told == ["weights.slot_used", "weights.read"]
+    store.close()
+
+
+def test_a_slot_that_cannot_be_written_is_told(folder):
+    class TornStore(SharedMemoryStore):
+        @contextmanager
+        def writing(self, **version):
+            with super().writing(**version) as slot:
+                yield slot
+                raise OSError("torn")
+
+    told = []
+    store = TornStore(run_id=RUN, owner=0, emit=silent, folder=folder)
+    emit = lambda kind, **fields: told.append((kind, fields))  # noqa: E731
+    with live_servers(folder, 1, CUDA_IPC, emit=emit) as lives:
+        offer = register([store], whole_tensors(1), version=1, lives=lives)
+        reader = Receiver(folder, CUDA_IPC)
+        reader.take(reader.prepare(offer))
+        assert reader.has(1)
+        lives[0].withdraw()
+        ends_at = time.monotonic() + DEADLINE_S
+        while not told and time.monotonic() < ends_at:
+            time.sleep(0.001)
+        assert told == [("weights.slot_failed", {"version": 1, "error": "torn"})]
+    store.close()
 
 
 def test_one_server_of_a_rank(folder):

@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 
 import torch
@@ -66,11 +66,13 @@ class LiveServer:
         emit: Emit,
         schemes: Sequence[str],
         make_staging: Callable[[torch.device, int], Staging] = CudaStaging,
+        writes_behind: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
         deadline_s: float = 60.0,
     ) -> None:
-        """Listen at once. `host`: as `addresses.host_id` names it. InputError where another process
-        serves this run and owner, or a scheme is not for the device."""
+        """Listen at once. `host`: as `addresses.host_id` names it. `writes_behind`: a slot may be
+        written after its version is offered, as nobody else reads it then. InputError where another
+        process serves this run and owner, or a scheme is not for the device."""
         if CUDA_IPC in schemes and device.type != "cuda" and make_staging is CudaStaging:
             raise InputError(
                 f"cuda-ipc is for weights on a GPU, and this publisher's are on {device}",
@@ -79,6 +81,8 @@ class LiveServer:
         self.make_staging = partial(make_staging, device)
         self._device, self._emit, self._schemes = device, emit, tuple(schemes)
         self._deadline_s, self._bucket_bytes = deadline_s, bucket_bytes
+        self._writes_behind = writes_behind
+        self._stream: torch.cuda.Stream | None = None
         name = f"gyre-{run_id}-{owner}-live"
         self._addresses = {
             scheme: PartAddress(scheme=scheme, place=host, name=name) for scheme in schemes
@@ -119,8 +123,32 @@ class LiveServer:
         self.current.put(LivePart(epoch=epoch, version=version, placed=placed, runs=runs))
         return tuple(str(address) for address in self._addresses.values())
 
+    def write_behind(self, *, epoch: int, version: int, write: Callable[[], None]) -> bool:
+        """Run `write` on a thread of its own; False where slots are to be written before."""
+        if not self._writes_behind:
+            return False
+        reading = ExitStack()
+        reading.enter_context(self.current.reading(epoch=epoch, version=version))
+
+        def run() -> None:
+            try:
+                with reading, self._beside_readers():
+                    write()
+            except (GyreError, OSError, RuntimeError) as error:
+                self._emit("weights.slot_failed", version=version, error=str(error))
+
+        threading.Thread(target=run, name="write-slot", daemon=True).start()
+        return True
+
+    def _beside_readers(self) -> AbstractContextManager[object]:
+        """Use a stream of its own: what is filled for a reader waits for the default one."""
+        if self._device.type != "cuda":
+            return nullcontext()
+        self._stream = self._stream or torch.cuda.Stream(self._device)
+        return torch.cuda.stream(self._stream)
+
     def withdraw(self) -> None:
-        """Serve nothing any more; returns when nothing is being read. DeadlineError."""
+        """Serve nothing any more; returns when nothing reads the tensors. DeadlineError."""
         self.current.withdraw()
 
     def close(self) -> None:
