@@ -40,7 +40,7 @@ GROUPS = (
     ("Data", ("data",)),
     ("Engine", ("engine",)),
     ("Weights and memory", ("weights", "memory", "device", "policy")),
-    ("Cluster", ("cluster", "member", "rank", "rendezvous")),
+    ("Cluster", ("cluster", "member", "pod", "rank", "rendezvous")),
     ("Rewards and sandboxes", ("reward", "sandbox")),
     ("Snapshots", ("snapshot",)),
     ("Serving", ("serve",)),

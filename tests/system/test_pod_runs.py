@@ -18,6 +18,9 @@ from system_runs import Answer, Fault, Story, events_of, gyre, read_story, write
 
 from etcd_process import EtcdProcess
 from gyre.launch.placement.worker_placement import name_run
+from gyre.observability.events import read_events
+from gyre.observability.report.pod import PodStep, pod_steps
+from gyre.observability.report.story import tell
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="shared memory is a folder on Linux"),
@@ -94,7 +97,11 @@ def test_the_config_of_the_pod_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("zero", [1, 3])
 def test_ranks_and_engines_in_any_numbers(tmp_path: Path, undisturbed: Story, zero: int) -> None:
     cluster = {**IN_POD["cluster"], "num_workers": 2, "engine_workers": 1 + zero // 3}
-    story = finished(tmp_path, {**IN_POD, "cluster": cluster, "parallel.zero": zero})
+    residency = "phase" if zero == 3 else "auto"
+    sets = {**IN_POD, "cluster": cluster, "parallel.zero": zero, "memory.residency": residency}
+    story = finished(tmp_path, sets)
+    steps = pod_steps(tell(read_events(tmp_path / "runs" / "tiny" / "events.jsonl")))
+    look_at_activities(steps, moves=zero == 3, num_engines=cluster["engine_workers"])
     assert len(story.steps) == len(undisturbed.steps)
     for here, there in zip(story.steps, undisturbed.steps, strict=True):
         assert here["num_tokens"] == there["num_tokens"]
@@ -103,6 +110,31 @@ def test_ranks_and_engines_in_any_numbers(tmp_path: Path, undisturbed: Story, ze
                 there["metrics"][name], rel=1e-3, abs=1e-4
             ), name
         assert here["metrics"]["logprob_gap_max"] < 1e-4
+
+
+def look_at_activities(steps: tuple[PodStep, ...], *, moves: bool, num_engines: int) -> None:
+    """Each step has what the drawing has, with bytes, in lanes of all processes. What no activity
+    takes is the driver's part, its messages, and phases that move nothing: a rank's lane is filled
+    to a tenth at least, and never past the step."""
+    kept = {"train", "convert", "register", "wait_rollout", "rollout", "update"}
+    moved = {"offload", "onload", "wake", "park"} if moves else set()
+    assert len(steps) == 4
+    for step in steps:
+        assert set(step.activities) - {"start", "score"} == kept | moved
+        assert all(time.seconds > 0 for time in step.activities.values())
+        sized = {name for name, time in step.activities.items() if time.size_bytes}
+        assert sized - {"start"} == {"register", "update"} | moved
+        update, register = step.activities["update"], step.activities["register"]
+        # parts are rounded up to whole lines of the cache
+        assert update.size_bytes == pytest.approx(
+            num_engines * (register.size_bytes or 0), rel=0.01
+        )
+        names = [lane.worker for lane in step.lanes]
+        assert names == ["worker-0", "worker-1", *(f"engine-{at}" for at in range(num_engines))]
+        for lane in step.lanes:
+            busy_s = sum(piece.end_s - piece.start_s for piece in lane.pieces)
+            least_s = step.seconds / 10 if lane.role == "trainer" else 0.0
+            assert least_s < busy_s <= step.seconds * 1.001, (lane, step.seconds)
 
 
 @pytest.mark.parametrize("phase", ["train", "handover"])
@@ -183,6 +215,14 @@ def test_rollouts_run_while_the_policy_trains(tmp_path: Path, update: str) -> No
     assert max(stale) == 1.0 and min(stale) >= 0.0, stale
     overlapped = events_of(tmp_path / "runs" / "tiny", "weights.published")
     assert [row["version"] for row in overlapped] == list(range(7))
+    answer = gyre("report", tmp_path / "runs" / "tiny", "--json", folder=tmp_path)
+    pod = answer.json["pod"]
+    told = {row["activity"]: row for row in pod["rows"]}
+    assert told["rollout"]["steps"] > 0 and told["rollout"]["median_s"] > 0
+    assert told["offload"]["absent"] == "what the trainers have stays on their devices"
+    assert told["terminate"]["absent"] == "engines keep their processes and their memory"
+    assert [line.split()[0] for line in pod["drawing"][1:3]] == ["worker-0", "engine-0"]
+    assert answer.json["report"].endswith("report.html")
 
 
 @pytest.fixture

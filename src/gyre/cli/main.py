@@ -335,7 +335,8 @@ def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, finished or not.")],
     json: AsJson = False,
 ) -> None:
-    """Write RUN/report.html: curves, phases, memory, rollouts, counts."""
+    """Write RUN/report.html: curves, phases, memory, rollouts, counts. Of a run in a pod also print
+    what its processes did in a step."""
     from gyre.cli.report import run_report
 
     answer(lambda: run_report(run, quiet=json), as_json=json)

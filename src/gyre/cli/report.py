@@ -1,4 +1,5 @@
-"""gyre report. In: a run folder. Out: the path of its page."""
+"""gyre report. In: a run folder. Out: the path of its page; of a run in a pod also the timeline of
+its processes."""
 
 from __future__ import annotations
 
@@ -16,9 +17,13 @@ def run_report(run: Path, *, quiet: bool) -> Mapping[str, Any]:
             f"{run} is not a run folder{why_missing(run) or ': it has no events.jsonl'}",
             hint="give a folder under runs/",
         )
-    from gyre.observability.report.build import write_report
+    from gyre.observability.report.build import gather, write_report
+    from gyre.observability.report.pod_text import pod_lines
 
-    path = write_report(run)
+    data = gather(run)
+    path, pod = write_report(run, data), data["pod"]
     if not quiet:
+        if pod is not None:
+            print("\n".join([*pod_lines(pod), ""]))
         print(path)
-    return {"report": str(path)}
+    return {"report": str(path)} | ({} if pod is None else {"pod": pod})

@@ -455,7 +455,7 @@ EVENTS = {
         " host_peak_rss_bytes unowned_bytes fragment_bytes outside_bytes neighbor_bytes"
         " planned_working_bytes"
         " planned_peak_device_bytes planned_peak_host_bytes budget_device_bytes"
-        " budget_host_bytes waited_s",
+        " budget_host_bytes waited_s seconds",
         own={
             "phase": Field("str", "", "phase that is entered"),
             "left": Field("str | null", "", "phase that was left"),
@@ -476,6 +476,7 @@ EVENTS = {
             "budget_device_bytes": Field("int", "bytes", "budget of the device"),
             "budget_host_bytes": Field("int", "bytes", "budget of the host"),
             "waited_s": Field("float", "s", "time until the device showed the freed memory"),
+            "seconds": Field("float", "s", "how long the change took, moves and proof together"),
         },
     ),
     "memory.move": EventKind(
@@ -517,6 +518,14 @@ EVENTS = {
         own={
             "phase": Field("str", "", "phase that was entered"),
             "device_bytes": Field("map", "bytes", "bytes held on the device, by worker"),
+        },
+    ),
+    "pod.activity": EventKind(
+        "A process of a pod has done one of the activities of the pod's drawing.",
+        "activity seconds size_bytes?",
+        own={
+            "activity": Field("str", "", "box of the drawing in docs/pod.md"),
+            "size_bytes": Field("int", "bytes", "moved, taken or freed; missing: it moves none"),
         },
     ),
     "member.listening": EventKind(

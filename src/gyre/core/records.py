@@ -22,6 +22,24 @@ Finish = Literal["stop", "length", "abort", "deadline", "refused", "interrupted"
 Tier = Literal["device", "host", "disk", "none"]
 Phase = Literal["idle", "rollout", "score", "train", "handover", "evaluate"]
 Which = Literal["policy", "reference", "critic", "reward"]
+# what the processes of a pod do in a step: the boxes of its drawing in their order, and three more:
+# "score" of a trainer, "wake" and "park" of an engine that keeps its process
+Activity = Literal[
+    "dummy_start",
+    "train",
+    "offload",
+    "convert",
+    "register",
+    "update",
+    "start",
+    "rollout",
+    "wait_rollout",
+    "terminate",
+    "onload",
+    "score",
+    "wake",
+    "park",
+]
 # what a training pass keeps of each layer: least with "full"
 Checkpointing = Literal["none", "selective", "full"]
 Projection = Literal["qkv", "out", "gate_up", "down"]  # the matrices of a decoder layer

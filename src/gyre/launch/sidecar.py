@@ -15,6 +15,7 @@ import torch
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
 from gyre.core.records import ProcessLimits, RoleSpec
+from gyre.distributed.init import child_environment
 from gyre.models.hub.export import write_json
 from gyre.models.hub.folders import CONFIG_FILE
 from gyre.models.spec import ModelSpec, hub_config_from_spec
@@ -109,7 +110,10 @@ def make_vllm_role(
         name=name,
         builder=BUILDER,
         arguments={"role_json": msgspec.json.encode(role).decode()},
-        environment=process_variables(build, threads=threads, eager=vllm.enforce_eager),
+        environment={
+            **process_variables(build, threads=threads, eager=vllm.enforce_eager),
+            **child_environment(multicast=config.cluster.multicast),
+        },
         gpus=1.0 if build.device == "cuda" else 0.0,
         cpus=config.cluster.cpus_per_worker,
         deadline_s=config.cluster.start_deadline_s,

@@ -7,7 +7,7 @@ thread.
 
 Events: `memory.move` for each move (component, source, target, size_bytes, seconds, reason),
 `memory` at each boundary (phase, step, owners: bytes by component and tier, device_free_bytes, …;
-device_peak_bytes is of the phase before).
+device_peak_bytes is of the phase before, seconds are those of the whole change).
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ class MemoryManager:
         self.move({})
 
     def _change(self, plan_for: Callable[[Ledger], MovePlan], phase: Phase, step: int) -> MovePlan:
+        begun_s = time.perf_counter()
         peak_bytes = self._peak_bytes()
         self.ledger = self._ask()
         plan = plan_for(self.ledger)
@@ -127,7 +128,8 @@ class MemoryManager:
                 reason=move.reason,
                 step=step,
             )
-        self._prove(apply_plan(self.ledger, plan), plan, phase, step, peak_bytes)
+        due = apply_plan(self.ledger, plan)
+        self._prove(due, plan, phase, step, peak_bytes=peak_bytes, begun_s=begun_s)
         self._phase = phase
         return plan
 
@@ -181,7 +183,16 @@ class MemoryManager:
             wake=need.wake,
         )
 
-    def _prove(self, due: Ledger, plan: MovePlan, phase: Phase, step: int, peak_bytes: int) -> None:
+    def _prove(
+        self,
+        due: Ledger,
+        plan: MovePlan,
+        phase: Phase,
+        step: int,
+        *,
+        peak_bytes: int,
+        begun_s: float,
+    ) -> None:
         """Measure where the bytes are. Emits the event before raising, so that a failure can be
         diagnosed; `peak_bytes` are those of the previous phase."""
         measured, excess = self._wait_for_device(due)
@@ -217,6 +228,7 @@ class MemoryManager:
             budget_device_bytes=self._budgets.device_bytes,
             budget_host_bytes=self._budgets.host_bytes,
             waited_s=excess.waited_s,
+            seconds=time.perf_counter() - begun_s,
         )
         self.ledger = settle(due, measured, tolerance_bytes=self._config.component_tolerance_bytes)
         if self._too_much(excess):

@@ -1,7 +1,9 @@
-"""Spans: nested timers. In: `with spans.phase(name, step=…)`. Out: phase events, totals.
+"""Spans: timers. In: `with spans.phase(name, step=…)`, `with activities.timing(name)`. Out: events
+at the start and end of a phase, one at the end of an activity; totals.
 
 A phase inside another is named by its path ("score/reference"). Nesting follows the asyncio task,
-so phases of concurrent tasks do not become each other's children.
+so phases of concurrent tasks do not become each other's children. Activities are what a process of
+a pod does, timed in that process; `report.pod` makes a timeline of them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gyre.core.events import Emit
+from gyre.core.records import Activity
 
 
 class Spans:
@@ -59,3 +62,41 @@ class Spans:
         return {
             label: total for label, total in self._seconds.items() if nested or "/" not in label
         }
+
+
+class RunningActivity:
+    """One activity under way."""
+
+    def __init__(
+        self, activity: Activity, emit: Emit, clock: Callable[[], float], *, ago_s: float
+    ) -> None:
+        self._activity, self._emit, self._clock = activity, emit, clock
+        self._began_s = clock() - ago_s
+        self.size_bytes: int | None = None  # that it moves, takes or frees; None: it does not
+
+    def end(self) -> None:
+        seconds = round(self._clock() - self._began_s, 6)
+        sized = {} if self.size_bytes is None else {"size_bytes": self.size_bytes}
+        self._emit("pod.activity", activity=self._activity, seconds=seconds, **sized)
+
+
+class ActivityClock:
+    """Times the activities of one process. Without `emit` they are not reported: the process is in
+    no pod."""
+
+    def __init__(
+        self, emit: Emit | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._emit: Emit = emit or (lambda kind, /, **fields: None)
+        self._clock = clock
+
+    def begin(self, activity: Activity, *, ago_s: float = 0.0) -> RunningActivity:
+        """Begin an activity, or take up one that began some seconds ago."""
+        return RunningActivity(activity, self._emit, self._clock, ago_s=ago_s)
+
+    @contextmanager
+    def timing(self, activity: Activity) -> Iterator[RunningActivity]:
+        """Time a block, which may set `size_bytes`. One that raises is not reported."""
+        running = self.begin(activity)
+        yield running
+        running.end()

@@ -110,6 +110,7 @@ ORDINARY = {
     "engine.waits_for_weights": "its loss was counted",
     "memory": "a reading",
     "memory.move": "planned",
+    "pod.activity": "a reading",
     "policy.left": "told once per stage, with the way",
     "rendezvous.back": "its loss was counted",
     "rendezvous.opened": "at the start",

@@ -6,7 +6,7 @@ both sides need to know of the answers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import numpy as np
 from gyre.core.contracts import CommitPolicy, EngineAbilities
 from gyre.core.offers import Offer
 from gyre.core.records import EngineStats, Partial, Request, TokenChunk, Usage
+from gyre.observability.spans import ActivityClock, RunningActivity
 
 if TYPE_CHECKING:
     from gyre.cluster.worker.trainer_endpoint import TrainerEndpoint
@@ -42,17 +43,22 @@ class EngineEndpoint:
         trainer: TrainerEndpoint | None = None,
         ticks: Callable[[], int] = lambda: 0,
         on_commit: Callable[[int, int], None] = lambda epoch, version: None,
+        activities: ActivityClock | None = None,
+        held_bytes: Callable[[], Awaitable[int]] | None = None,
     ) -> None:
         """`engine` is a RolloutEngine and an EngineLifecycle; `trainer` the rank in this process,
         if there is one. `ticks` grows within a step, so that a first one which compiles its kernels
         is seen to go on. `on_commit` hears the epoch and version that the engine serves from now
-        on."""
+        on. `held_bytes` returns what it has on its device."""
         self.engine, self._trainer, self._ticks = engine, trainer, ticks
         # calls that are the engine's own
         self.abort, self.stats, self.health = engine.abort, engine.stats, engine.health
         self.rollback = engine.rollback
-        self.terminate = engine.terminate
+        self._activities, self._held_bytes = activities or ActivityClock(), held_bytes
+        self._rollout: RunningActivity | None = None  # while requests are unanswered
+        self._unanswered: set[str] = set()
         self._on_commit, self._epoch = on_commit, 0  # of what was prepared last
+        self._update_bytes = 0
         self._chunks: list[TokenChunk] = []
         self._ended: list[str] = []
         self._told: asyncio.Event | None = None
@@ -60,7 +66,10 @@ class EngineEndpoint:
 
     async def submit(self, requests: Sequence[Request]) -> None:
         """Take requests in together, in order."""
+        if not self._unanswered:
+            self._rollout = self._activities.begin("rollout")
         streams = [self.engine.submit(request) for request in requests]  # no await between
+        self._unanswered |= {request.request_id for request in requests}
         for request, stream in zip(requests, streams, strict=True):
             reader = asyncio.create_task(self._read(request, stream))
             self._readers.add(reader)
@@ -85,7 +94,17 @@ class EngineEndpoint:
         return await self.engine.abilities()
 
     async def start(self, dummy: bool) -> None:
-        await self.engine.start(dummy=dummy)
+        with self._activities.timing("dummy_start" if dummy else "start") as starting:
+            await self.engine.start(dummy=dummy)
+            if self._held_bytes is not None:
+                starting.size_bytes = await self._held_bytes()
+
+    async def terminate(self) -> None:
+        before = None if self._held_bytes is None else await self._held_bytes()
+        with self._activities.timing("terminate") as ending:
+            await self.engine.terminate()
+            if before is not None and self._held_bytes is not None:
+                ending.size_bytes = before - await self._held_bytes()
 
     async def prepare_own(self, version: int) -> None:
         """Take the version that the trainer rank in this process has registered."""
@@ -93,17 +112,22 @@ class EngineEndpoint:
         await self.prepare(self._trainer.offer(version))
 
     async def prepare(self, offer: Offer) -> None:
-        await self.engine.prepare(offer)
+        with self._activities.timing("update"):
+            await self.engine.prepare(offer)
         self._epoch = offer.manifest.epoch
+        self._update_bytes = sum(entry.size_bytes for entry in offer.manifest.entries)
 
     async def revert(self, offer: Offer) -> None:
         """Serve the version before the last commit again, which is still where it was offered."""
-        await self.engine.prepare(offer, reverts=True)
-        await self.engine.commit(offer.version, policy="drain")
+        with self._activities.timing("update"):
+            await self.engine.prepare(offer, reverts=True)
+            await self.engine.commit(offer.version, policy="drain")
         self._on_commit(offer.manifest.epoch, offer.version)
 
     async def commit(self, version: int, policy: CommitPolicy) -> None:
-        await self.engine.commit(version, policy=policy)
+        with self._activities.timing("update") as update:
+            await self.engine.commit(version, policy=policy)
+            update.size_bytes = self._update_bytes
         self._on_commit(self._epoch, version)
 
     async def _read(self, request: Request, stream: Any) -> None:
@@ -120,6 +144,10 @@ class EngineEndpoint:
                 TokenChunk.end(request.request_id, index, "abort", why) for index in sorted(open_)
             ]
         self._ended.append(request.request_id)
+        self._unanswered.discard(request.request_id)
+        if not self._unanswered and self._rollout is not None:
+            self._rollout.end()
+            self._rollout = None
         self._tell()
 
     def _tell(self) -> None:

@@ -22,6 +22,7 @@ from gyre.core.records import (
     Usage,
     Which,
 )
+from gyre.observability.spans import ActivityClock
 from gyre.weights.protocol import (
     FetchBegan,
     FetchEnded,
@@ -48,11 +49,13 @@ class TrainerEndpoint:
         compute: Executor,
         publish: Callable[[Offer], PublishedPart] | None = None,
         withdraw: Callable[[], None] = lambda: None,
+        activities: ActivityClock | None = None,
     ) -> None:
         """`trainer` is a PolicyTrainer and a MemoryTenant. `publish` copies this rank's part of an
         offer to where other processes read it, on the compute thread. `withdraw` ends what reads
         the tensors themselves, before they change or leave the device."""
         self.trainer, self._rank, self._compute = trainer, rank, compute
+        self._activities = activities or ActivityClock()
         self._publish, self._end_reads = publish, withdraw
         self.snapshot, self.close = trainer.snapshot, trainer.close  # calls that are its own
         self._state = PublisherState()
@@ -61,10 +64,12 @@ class TrainerEndpoint:
 
     async def step(self, batch: TrainBatch) -> StepReport:
         await self._withdraw()
-        return await self.trainer.step(batch)
+        with self._activities.timing("train"):
+            return await self.trainer.step(batch)
 
     async def evaluate(self, batch: TrainBatch, which: Which) -> Evaluation | None:
-        found = await self.trainer.evaluate(batch, which)
+        with self._activities.timing("score"):
+            found = await self.trainer.evaluate(batch, which)
         return found if self._rank == 0 else None
 
     async def register(self, epoch: int = 0) -> Manifest:
@@ -79,7 +84,9 @@ class TrainerEndpoint:
         """Copy this rank's part of the current version to where other processes read it. It stays
         there until the next but one is registered, whatever becomes of this process."""
         assert self._publish is not None, "this worker publishes no shards"
-        publish, offer = self._publish, await self.trainer.register(epoch=epoch)
+        publish = self._publish
+        with self._activities.timing("convert"):
+            offer = await self.trainer.register(epoch=epoch)
         return await self._on_compute(lambda: publish(offer))
 
     def offer(self, version: int) -> Offer:

@@ -17,6 +17,7 @@ from gyre.cluster.worker.endpoints import EngineEndpoint
 from gyre.cluster.worker.server import Context
 from gyre.core.offers import Offer
 from gyre.core.records import DeviceHoldings, Phase
+from gyre.observability.spans import ActivityClock
 from gyre.sidecars.vllm.engine import VllmEngine
 from gyre.sidecars.vllm.llm import VllmRole, import_vllm
 from gyre.sidecars.vllm.versions import VllmBuild
@@ -29,6 +30,7 @@ async def build_vllm_engine(context: Context, *, role_json: str) -> VllmWorker:
     build = await asyncio.to_thread(import_vllm)
     seconds = time.monotonic() - begun_s
     context.emit("engine.loaded", load_format="vllm", imports_s=imports_s, seconds=seconds)
+    ActivityClock(context.emit).begin("dummy_start", ago_s=imports_s + seconds).end()
     return VllmWorker(context, role, build)
 
 
@@ -38,6 +40,7 @@ class VllmWorker:
 
     def __init__(self, context: Context, role: VllmRole, build: VllmBuild) -> None:
         self._role = role
+        self._activities = ActivityClock(context.emit)
         self._vllm = VllmEngine(
             role.settings,
             build,
@@ -46,7 +49,10 @@ class VllmWorker:
             drain_deadline_s=role.drain_deadline_s,
             version=role.version,
         )
-        self.engine = EngineEndpoint(self._vllm, ticks=lambda: context.ticks)
+        self.engine = EngineEndpoint(
+            self._vllm, ticks=lambda: context.ticks, activities=self._activities
+        )
+        self._beginning: asyncio.Task[None] | None = None
         self._receive, self.engine.prepare = self.engine.prepare, self._prepare
 
     async def begin(
@@ -57,14 +63,14 @@ class VllmWorker:
         snapshot: str,
         neighbor_bytes: int = 0,
     ) -> int:
-        """Begin a stage; the weights come by its first hand-over."""
+        """Begin a stage, and vLLM's start; the weights come by the first hand-over."""
+        self._begin_start()
         return version
 
     async def enter(
         self, phase: Phase, step: int, neighbor_bytes: int | None = None
     ) -> DeviceHoldings:
-        """Take or give back memory for a phase. Only vLLM's processes know what is held
-        afterwards: no bytes are reported."""
+        """Take or give back memory for a phase."""
         if phase in ("handover", "rollout", "evaluate"):
             await self._take_memory()
         elif phase == "train":
@@ -72,32 +78,46 @@ class VllmWorker:
         return await self.holdings()
 
     async def holdings(self) -> DeviceHoldings:
-        return DeviceHoldings()
+        return await self._vllm.holdings()
 
     async def end(self, last: bool) -> None:
         """End a stage."""
-        await self._vllm.terminate()
+        await self.engine.terminate()
 
     async def park(self, level: int) -> None:
-        await self._vllm.park(level)
+        with self._activities.timing("park"):
+            await self._vllm.park(level)
 
     async def wake(self) -> None:
-        await self._vllm.wake()
+        with self._activities.timing("wake"):
+            await self._vllm.wake()
 
     async def _prepare(self, offer: Offer) -> None:
         """Start vLLM where it is not: one that was started anew catches up without a phase."""
         await self._take_memory()
         await self._receive(offer)
 
+    def _begin_start(self) -> None:
+        """Let processes, imports and initialization go on while the policy trains."""
+        if self._vllm.begin_start():
+            self._beginning = asyncio.create_task(self._dummy_start())
+
+    async def _dummy_start(self) -> None:
+        with self._activities.timing("dummy_start"):
+            await self._vllm.wait_until_begun()
+
     async def _take_memory(self) -> None:
+        if self._beginning is not None and self._beginning.done():
+            self._beginning.result()  # it may have raised
         if not self._vllm.is_started:
-            await self._vllm.start(dummy=True)
+            await self.engine.start(True)
         elif self._vllm.is_parked:
-            await self._vllm.wake()
+            await self.wake()
 
     async def _give_back(self) -> None:
         match self._role.during_training:
             case "terminate":
-                await self._vllm.terminate()
+                await self.engine.terminate()
+                self._begin_start()
             case "sleep" if self._vllm.is_started and not self._vllm.is_parked:
-                await self._vllm.park(2)
+                await self.park(2)

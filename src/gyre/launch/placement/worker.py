@@ -43,6 +43,7 @@ from gyre.launch.placement.stage_runtime import StageRuntime
 from gyre.launch.stages import plan_stages
 from gyre.models.hub.folders import LoadFormat
 from gyre.models.scalar_head import ScalarHead
+from gyre.observability.spans import ActivityClock
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import load_tokenizer
@@ -139,6 +140,7 @@ class RankWorker:
         metadata: PodMetadata | None,
     ) -> None:
         self._metadata = metadata  # of this process at the pod's rendezvous
+        self._activities = ActivityClock(None if spec.shares_process else context.emit)
         self._context, self._spec, self._machine = context, spec, machine
         self._config, self._policy, self._group = config, policy, group
         self._device: StageRuntime | None = None
@@ -146,6 +148,9 @@ class RankWorker:
         self._store: SharedMemoryStore | None = None  # of versions that engines elsewhere take
         self._live: LiveServer | None = None  # of the version that the trainer has on its device
         self._shards: ShardSource | None = None  # of the trained model, where no rank has it whole
+        if spec.rank is None:
+            ago_s = time.time() - psutil.Process().create_time()
+            self._activities.begin("dummy_start", ago_s=ago_s).end()
         self.trainer: TrainerEndpoint | None = None
         self.engine: EngineEndpoint | None = None
 
@@ -159,6 +164,7 @@ class RankWorker:
     ) -> int:
         """Make the stage's objects and return the trainer's version. With `snapshot`, a path, the
         trainer resumes from it. `neighbor_bytes` are other workers' on the same device."""
+        starting = self._activities.begin("dummy_start")
         stage = next(
             stage for stage in plan_stages(self._config, "all") if stage.name == stage_name
         )
@@ -189,6 +195,7 @@ class RankWorker:
                 compute=self._machine.compute,
                 publish=None if self._spec.has_engine else self._open_store(self._spec.rank),
                 withdraw=self._withdraw,
+                activities=self._activities,
             )
             version = device.trainer.version
         if device.engine is not None:
@@ -197,6 +204,8 @@ class RankWorker:
                 trainer=self.trainer,
                 ticks=lambda: self._context.ticks,
                 on_commit=self._note_serving,
+                activities=self._activities,
+                held_bytes=self._held_bytes,
             )
             if self._spec.rank is None and (scheme := self._live_scheme()) is not None:
                 # where it ends, the version's slot has the same bytes
@@ -204,7 +213,13 @@ class RankWorker:
                 device.engine.read_parts(
                     Reading(host_id=host_id(), preference=preference, deadline_s=deadline_s)
                 )
+            if device.trainer is None:
+                starting.size_bytes = await self._held_bytes()
+                starting.end()
         return version
+
+    async def _held_bytes(self) -> int:
+        return (await self.holdings()).component_bytes
 
     def _live_scheme(self) -> str | None:
         """Return how engines read from the ranks' devices; None where they read shared memory."""
@@ -246,8 +261,14 @@ class RankWorker:
                 writes_behind=not self._spec.served_at,
                 deadline_s=LIVE_DEADLINE_S,
             )
-        ranks = self._spec.world_size
-        return partial(publish_part, rank=rank, num_ranks=ranks, store=store, live=self._live)
+        return partial(
+            publish_part,
+            rank=rank,
+            num_ranks=self._spec.world_size,
+            store=store,
+            activities=self._activities,
+            live=self._live,
+        )
 
     async def end(self, last: bool) -> None:
         """Close the stage's objects, and keep the policy for the next stage, or shards for an

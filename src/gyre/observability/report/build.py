@@ -36,6 +36,7 @@ from gyre.observability.progress.terminal import (
 )
 from gyre.observability.report.curves import curve_panels, outcomes
 from gyre.observability.report.phases import memory, overlap, roles, timeline
+from gyre.observability.report.pod import pod_timeline
 from gyre.observability.report.samples import samples
 from gyre.observability.report.story import Story, tell
 
@@ -56,15 +57,16 @@ MAX_EXAMPLES = 5  # rows shown per kind of counted event
 MAX_FAILURES = 20  # kinds of failure of rewards
 
 
-def write_report(run_folder: Path | str) -> Path:
-    """Write RUN/report.html and return its path. The run may be active, killed or finished."""
+def write_report(run_folder: Path | str, data: Mapping[str, Any] | None = None) -> Path:
+    """Write RUN/report.html and return its path. The run may be active, killed or finished. `data`
+    are its own, where they have been gathered."""
     folder = Path(run_folder)
     if not (folder / "events.jsonl").is_file():
         raise InputError(
             f"{folder} has no events.jsonl, so it is not a run folder",
             hint="name a folder that `gyre train` made, such as runs/NAME",
         )
-    page = render_page(gather(folder))
+    page = render_page(gather(folder) if data is None else data)
     target = folder / "report.html"
     try:
         # a name may hold half of a character
@@ -97,6 +99,7 @@ def gather(folder: Path) -> dict[str, Any]:
         "memory": memory(story),
         "overlap": overlap(story),
         "roles": roles(story),
+        "pod": pod_timeline(story),
         "samples": samples(folder / "samples.jsonl", rows.lineage, story),
         "counted": counted_events(story),
         "kinds": _count_kinds(rows),

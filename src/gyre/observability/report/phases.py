@@ -186,11 +186,11 @@ def memory(story: Story) -> dict[str, Any] | None:
         return None
     notes, peak = [], measured_peak(rows, on_cpu=_is_on_cpu(story))
     workers = sorted({str(told.row["worker"]) for told in rows if "worker" in told.row})
-    if workers:  # all do the same; one is drawn
-        rows = [told for told in rows if told.row.get("worker") == workers[0]]
+    if workers:  # ranks do the same, and so do engines alone: one is drawn
+        drawn = next((name for name in workers if name.startswith("worker-")), workers[0])
+        rows = [told for told in rows if told.row.get("worker") == drawn]
         notes.append(
-            f"Of {len(workers)} workers {workers[0]} is drawn; events.jsonl has what each one "
-            "measured."
+            f"Of {len(workers)} workers {drawn} is drawn; events.jsonl has what each one measured."
         )
     shown = choose_boundaries(rows, MAX_MEMORY_POINTS)
     if len(shown) < len(rows):

@@ -1,5 +1,6 @@
 """Worker extension: how a version's numbers get into vLLM's workers. In: calls by collective_rpc
-with an offer as JSON. Out: JSON, "" or the error. vLLM mixes the class into its worker's.
+with an offer as JSON. Out: JSON, "" or the error; a process's bytes on its
+device. vLLM mixes the class into its worker's.
 
 No weight crosses a process by pickle or a socket: each worker opens the publisher's shared memory,
 or the folder, by itself. The numbers go in by vLLM's own layerwise reload, which keeps the
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,6 +50,10 @@ class WorkerExtension:
     def gyre_rollback(self) -> str:
         """Forget what was prepared."""
         return _tell_error(_updates(self).rollback)
+
+    def gyre_device_bytes(self) -> int:
+        """Return what this process has on its device, context and graphs included."""
+        return _device_bytes(self)
 
 
 class WeightUpdates:
@@ -126,6 +132,27 @@ class WeightUpdates:
         head = model.lm_head
         if hasattr(head, "cpu_linear"):
             head.quant_method.process_weights_after_loading(head)
+
+
+def _device_bytes(worker: Any) -> int:
+    """Return the driver's reading for this process. In a container that hides the host's process
+    ids it has none: then what vLLM's allocators hold, without the context."""
+    device = worker.device
+    if device.type != "cuda":
+        return 0
+    nvml = importlib.import_module("vllm.third_party.pynvml")
+    nvml.nvmlInit()
+    try:
+        uuid = torch.cuda.get_device_properties(device).uuid
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+        for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.pid == os.getpid() and process.usedGpuMemory is not None:
+                return process.usedGpuMemory
+    finally:
+        nvml.nvmlShutdown()
+    cumem = importlib.import_module("vllm.device_allocator.cumem").CuMemAllocator.get_instance()
+    asleep = sum(data.handle[1] for data in cumem.pointer_to_data.values() if data.is_asleep)
+    return torch.cuda.memory_reserved(device) - asleep
 
 
 def _updates(worker: Any) -> WeightUpdates:

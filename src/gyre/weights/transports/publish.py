@@ -28,6 +28,7 @@ from gyre.core.offers import (
 from gyre.core.records import Manifest, Segment, TensorEntry
 from gyre.distributed.layout import BoxRun, find_gap
 from gyre.kernels.checksum import as_hex
+from gyre.observability.spans import ActivityClock
 from gyre.weights.gather import ShardSource
 from gyre.weights.manifest import dtype_name, segment_sum
 from gyre.weights.transports.contracts import LivePublisher, OpenSlot, PartStore
@@ -56,32 +57,21 @@ def publish_part(
     rank: int,
     num_ranks: int,
     store: PartStore,
+    activities: ActivityClock | None = None,
     live: LivePublisher | None = None,
 ) -> PublishedPart:
     """Copy this rank's part of a version into the store, with a checksum of each segment. `live`
     serves it from the rank's own tensors too, until they change; the store may then be written
     while readers have them. InputError for an offer of which this process has no tensors."""
-    runs_of = _owned_runs(offer, rank, num_ranks)
-    placed = place_part([entry for entry, _ in runs_of], rank)
-    runs = [run_N for _, runs in runs_of for run_N in runs]
-    manifest = offer.manifest
-    of_version = {"epoch": manifest.epoch, "version": manifest.version}
-    if live is not None:
-        live.withdraw()
-    with ExitStack() as stack:
-        slot = stack.enter_context(store.writing(**of_version, size_bytes=part_bytes(placed)))
-        part = slot.part
-        further = () if live is None else live.put(**of_version, placed=placed, runs=runs)
-        if live is not None and further:
-            part = replace(part, addresses=(*part.addresses, *further))
-            sums = [_sum(one, run_N) for one, run_N in zip(placed, runs, strict=True)]
-            totals = iter(_to_host(sums))
-            write = partial(_write_behind, stack.pop_all(), placed, runs, slot)
-            if not live.write_behind(**of_version, write=write):
-                write()
-        else:
-            # the copies have ended when their device has given the sums
-            totals = iter(_to_host(_write_all(placed, runs, slot)))
+    activities = activities or ActivityClock()
+    with activities.timing("convert") as converting:
+        runs_of = _owned_runs(offer, rank, num_ranks)
+        placed = place_part([entry for entry, _ in runs_of], rank)
+        runs = [run_N for _, runs in runs_of for run_N in runs]
+        converting.size_bytes = _rounded_bytes(placed, runs)
+    with activities.timing("register") as registering:
+        registering.size_bytes = part_bytes(placed)
+        part, totals = _write_part(offer.manifest, placed, runs, store, live)
     entries = tuple(
         replace(
             entry,
@@ -90,12 +80,40 @@ def publish_part(
         for entry, _ in runs_of
     )
     return PublishedPart(
-        version=manifest.version,
-        epoch=manifest.epoch,
-        owner=rank,
-        entries=entries,
-        part=part,
+        version=offer.version, epoch=offer.manifest.epoch, owner=rank, entries=entries, part=part
     )
+
+
+def _write_part(
+    manifest: Manifest,
+    placed: Sequence[PlacedSegment],
+    runs: Sequence[Tensor],
+    store: PartStore,
+    live: LivePublisher | None,
+) -> tuple[RegisteredPart, Iterator[int]]:
+    """Copy the segments into the store, now or while `live` serves them; return where they are and
+    their sums, in order."""
+    of_version = {"epoch": manifest.epoch, "version": manifest.version}
+    if live is not None:
+        live.withdraw()
+    with ExitStack() as stack:
+        slot = stack.enter_context(store.writing(**of_version, size_bytes=part_bytes(placed)))
+        further = () if live is None else live.put(**of_version, placed=placed, runs=runs)
+        if live is None or not further:
+            # the copies have ended when their device has given the sums
+            return slot.part, iter(_to_host(_write_all(placed, runs, slot)))
+        sums = [_sum(one, run_N) for one, run_N in zip(placed, runs, strict=True)]
+        totals = iter(_to_host(sums))
+        write = partial(_write_behind, stack.pop_all(), placed, runs, slot)
+        if not live.write_behind(**of_version, write=write):
+            write()
+    return replace(slot.part, addresses=(*slot.part.addresses, *further)), totals
+
+
+def _rounded_bytes(placed: Sequence[PlacedSegment], runs: Sequence[Tensor]) -> int:
+    """Return the bytes of numbers whose format changes as they are written."""
+    pairs = zip(placed, runs, strict=True)
+    return sum(one.stop - one.start for one, run_N in pairs if run_N.dtype != dtype_of(one.entry))
 
 
 def join_parts(version: int, epoch: int, parts: Sequence[PublishedPart]) -> Offer:

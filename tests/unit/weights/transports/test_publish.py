@@ -15,6 +15,7 @@ from gyre.core.errors import InputError, SnapshotError
 from gyre.core.offers import FolderTensors
 from gyre.distributed.layout import BoxRun, find_gap
 from gyre.models.layout import model_layout
+from gyre.observability.spans import ActivityClock
 from gyre.weights.manifest import find_faults
 from gyre.weights.receive import carry
 from gyre.weights.shards import row_layout
@@ -100,3 +101,23 @@ def test_tensors_elsewhere_cannot_be_registered():
     refused = pytest.raises(InputError, match="not in this process")
     with shared_folder() as folder, stores_of(folder, 1) as (store,), refused:
         publish_part(offer, rank=0, num_ranks=1, store=store)
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_what_is_laid_out_and_written_is_told_with_its_bytes(rounds):
+    """Shards of float32 are rounded on their way; whole tensors are of the version's format."""
+    spec, told = spec_of(num_heads=4, num_kv_heads=2, vocab_size=13), []
+    whole, model = numbered(spec), model_layout(spec, 1)
+    layout = replace(row_layout(model.local_shapes, num_ranks=1), table=model)
+    offer = shard_offer(layout, whole, 0, version=4, epoch=2)
+    if not rounds:
+        offer = offer_of(4, whole, epoch=2)
+    activities = ActivityClock(lambda kind, /, **fields: told.append(fields))
+    with shared_folder() as folder, stores_of(folder, 1) as (store,):
+        part = publish_part(offer, rank=0, num_ranks=1, store=store, activities=activities)
+    size = sum(entry.size_bytes for entry in part.entries)
+    assert [(row["activity"], row["size_bytes"]) for row in told] == [
+        ("convert", size if rounds else 0),
+        ("register", part.part.size_bytes),
+    ]
+    assert all(row["seconds"] > 0 for row in told)

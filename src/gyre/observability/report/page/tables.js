@@ -1,4 +1,25 @@
-// Tables: what fell back, was dropped or tried again; and the files that say what was asked and decided.
+// Tables: what the processes of a pod did in a step; what fell back, was dropped or tried again; and the files that say
+// what was asked and decided.
+
+function podCard() {
+  const { rows, steps, drawing, idle_s } = DATA.pod;
+  const right = (...parts) => el("td", { class: "r" }, ...parts);
+  const short = (value) => (value === null || value === undefined ? "" : value < 1 ? `${(value * 1000).toPrecision(3)} ms` : seconds(value));
+  const line = (row) => el("tr", {},
+    el("td", { class: "kind" }, row.activity.replaceAll("_", " ")), el("td", { class: "muted" }, row.lane),
+    ...(row.absent ? [el("td", { class: "muted", colspan: 5 }, row.absent)] : [
+      right(count(row.steps)), right(el("b", {}, short(row.median_s))),
+      right(short(row.worst_s), el("span", { class: "muted" }, ` step ${row.worst_step}, ${row.worst_worker}`)),
+      right(row.bytes === null ? "" : bytes(row.bytes)), right(short(row.hidden_s))]),
+    right(row.outside_s ? short(row.outside_s) : ""));
+  const heads = ["Activity", "Lane", "Steps", "Median", "Worst", "Bytes", "Behind training", "Outside of steps"];
+  const idle = Object.entries(idle_s).map(([lane, value]) => `${lane} ${short(value)}`).join(", ");
+  return el("div", { class: "card" },
+    el("div", { class: "card-head" }, el("h3", {}, "What the processes of the pod did in a step"), el("p", {}, `${plural(steps, "step", "steps")}; seconds of the slowest process, bytes of all together`)),
+    el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, heads.map((text, at) => el("th", at > 1 ? { class: "r" } : {}, text)))), el("tbody", {}, rows.map(line)))),
+    idle ? note(`None of these, in a median step: ${idle}.`) : null,
+    drawing.length ? el("pre", { class: "file", tabindex: 0, role: "region", "aria-label": drawing[0] }, drawing.join("\n")) : null);
+}
 
 function eventSection() {
   const node = section("events", "Fallbacks, drops, retries", `Nothing happens silently: of ${plural(RUN.numEvents, "event", "events")}, ${RUN.numCounted ? `${plural(RUN.numCounted, "is", "are")} counted here` : "none is of these kinds"}.`);

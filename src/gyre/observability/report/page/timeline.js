@@ -4,13 +4,14 @@ const LANE = 26;
 const RULER = 22;
 
 function timeSection() {
-  if (!DATA.timeline && !DATA.overlap) return;
+  if (!DATA.timeline && !DATA.overlap && !DATA.pod) return;
   const node = section("time", "Where the time went", "Each bar is one phase, over the time since the run began. Drag to move, Ctrl and scroll to zoom; arrow keys step from bar to bar.");
   const stack = el("div", { class: "stack" });
   node.append(stack);
   if (DATA.timeline) stack.append(new Timeline(DATA.timeline).node);
   const pair = [DATA.timeline ? perStepCard() : null, overlapCard(), rolesCard()].filter(Boolean);
   if (pair.length) stack.append(el("div", { class: pair.length > 1 ? "pair" : "stack" }, pair));
+  if (DATA.pod) stack.append(podCard());
   for (const text of DATA.timeline ? DATA.timeline.notes : []) node.append(note(text));
   for (const gap of RUN.gaps) node.append(note(`${seconds(gap)} between two attempts, lost work included, are cut out of all times.`));
 }
