@@ -28,12 +28,13 @@ import torch
 from torch import Tensor
 
 from gyre.cluster.worker.frames import decode, encode
+from gyre.core.errors import SnapshotError
 from gyre.core.offers import LocalTensors, Offer
 from gyre.distributed.init import child_environment
 from gyre.weights.manifest import checksum, make_manifest
 from gyre.weights.registered import BUCKET_BYTES, ReadOver
 from gyre.weights.transports.addresses import CUDA_IPC, GLOO, NCCL, SHM, host_id
-from gyre.weights.transports.device.live_server import LiveServer
+from gyre.weights.transports.device.live_server import LiveServer, live_name
 from gyre.weights.transports.opened import PartOpener, Reading
 from gyre.weights.transports.part_layout import plan_reads
 from gyre.weights.transports.publish import join_parts, publish_part
@@ -52,6 +53,9 @@ def main() -> None:
     options.add_argument("--layers", type=int, default=0, help="0: as many as the shape has")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--engine-gpu", type=int, default=0, help="the publisher has GPU 0")
+    options.add_argument(
+        "--slots-first", action="store_true", help="write the slot before the version is offered"
+    )
     options.add_argument("--shared-memory", type=Path, default=Path("/dev/shm"))
     args = options.parse_args()
     os.environ.update(child_environment())
@@ -65,10 +69,20 @@ def main() -> None:
         folder = Path(name)
         engine = context.Process(target=receive_all, args=(there, args, name), daemon=True)
         engine.start()
-        given: dict[str, Any] = {"run_id": "bench", "owner": 0, "emit": print_event}
-        store = SharedMemoryStore(folder=folder, pin=args.device == "cuda", **given)
+        store = SharedMemoryStore(
+            run_id="bench",
+            owner=0,
+            emit=print_event,
+            folder=folder,
+            pin=args.device == "cuda",
+        )
         live = LiveServer(
-            host=host_id(folder), device=own_device, schemes=(scheme_of(args),), **given
+            name=live_name("bench", 0),
+            host=host_id(folder),
+            device=own_device,
+            emit=print_event,
+            schemes=(scheme_of(args),),
+            writes_behind=not args.slots_first,
         )
         try:
             registered, received = run_versions(tensors, store, live, here)
@@ -185,17 +199,30 @@ def receive_all(source: Connection, args: argparse.Namespace, name: str) -> None
 
     while frame := source.recv_bytes():
         offer = decode(frame)
-        swap_by("slot", offer)
-        for tensor in own.values():
-            tensor.zero_()  # so that what is verified next has come from the device
         swap_by("device", offer)
         timed("read_device", lambda offer=offer: read_only(offer))
         timed("plain", copy_plainly)
+        for tensor in own.values():
+            tensor.zero_()  # so that what is verified next has come from the slot
+        wait_for_slot(openers["slot"], offer)
+        swap_by("slot", offer)
         source.send_bytes(encode({"norm": checksum(next(iter(own.values())))}))
     peak = torch.cuda.max_memory_allocated(device) if is_cuda else 0
     source.send_bytes(encode({"seconds": found, "undo_from": sorted(set(kept)), "peak": peak}))
     for opener in openers.values():
         opener.close()
+
+
+def wait_for_slot(opener: PartOpener, offer: Offer) -> None:
+    """A slot is written behind the version on its publisher's device."""
+    ends_at = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            with opener.open_parts(offer):
+                return
+        except SnapshotError:
+            assert time.monotonic() < ends_at, "the slot was not written"
+            time.sleep(0.01)
 
 
 def report(
@@ -210,7 +237,8 @@ def report(
     shape, where = args.shape.replace(".", "_"), args.engine_gpu if args.device == "cuda" else "cpu"
     say(
         args,
-        name=f"weights_device_{shape}_{scheme_of(args).replace('-', '_')}_{where}",
+        name=f"weights_device_{shape}_{scheme_of(args).replace('-', '_')}_{where}"
+        + ("_slots_first" if args.slots_first else ""),
         unit="s to swap in a version",
         ours=medians["swap_device"],
         peer={"name": "the same from a slot in shared memory", "value": medians["swap_slot"]},
@@ -220,6 +248,7 @@ def report(
             "layers": args.layers or SHAPES[args.shape].num_layers,
             "dtype": "bfloat16",
             "transport": scheme_of(args),
+            "slots_first": args.slots_first,
             "engine_gpu": where,
             "runs": RUNS,
         },

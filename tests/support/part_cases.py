@@ -19,7 +19,7 @@ from gyre.distributed.process_group import RankGroup
 from gyre.weights.gather import ShardSource
 from gyre.weights.shards import ShardLayout, row_layout
 from gyre.weights.transports.addresses import host_id
-from gyre.weights.transports.device.live_server import LiveServer
+from gyre.weights.transports.device.live_server import LiveServer, live_name
 from gyre.weights.transports.mapped import MappedFile
 from gyre.weights.transports.publish import join_parts, publish_part
 from gyre.weights.transports.shared_memory import SharedMemoryStore
@@ -101,13 +101,13 @@ def live_servers(
     folder: Path, num_ranks: int, *schemes: str, **settings
 ) -> Iterator[list[LiveServer]]:
     """A server for each rank, of small buckets."""
-    given = {"run_id": RUN, "host": host_id(folder), "emit": silent, "bucket_bytes": 64}
+    given = {"host": host_id(folder), "emit": silent, "bucket_bytes": 64}
     given |= {"device": torch.device("cpu"), "deadline_s": 20.0, "make_staging": Memory}
     given |= settings
     with ExitStack() as stack:
         servers = []
         for owner in range(num_ranks):
-            servers.append(LiveServer(owner=owner, schemes=schemes, **given))
+            servers.append(LiveServer(name=live_name(RUN, owner), schemes=schemes, **given))
             stack.callback(servers[-1].close)
         yield servers
 

@@ -50,7 +50,7 @@ from gyre.text.tokenizer import load_tokenizer
 from gyre.trainer.checkpoint.store import Fault, find_faults, load
 from gyre.weights.gather import ShardSource
 from gyre.weights.transports.addresses import CUDA_IPC, GLOO, NCCL, SHM, host_id
-from gyre.weights.transports.device.live_server import LiveServer
+from gyre.weights.transports.device.live_server import LiveServer, live_name
 from gyre.weights.transports.opened import Reading
 from gyre.weights.transports.publish import PublishedPart, publish_part
 from gyre.weights.transports.shared_memory import SharedMemoryStore
@@ -251,8 +251,7 @@ class RankWorker:
         )
         if (scheme := self._live_scheme()) is not None:
             self._live = LiveServer(
-                run_id=self._spec.run_id,
-                owner=rank,
+                name=live_name(self._spec.run_id, rank),
                 host=host_id(),
                 device=self._machine.device,
                 emit=self._context.emit,

@@ -20,7 +20,8 @@ from gyre.core.errors import DeadlineError, GyreError, InputError, SnapshotError
 from gyre.core.offers import Offer
 from gyre.weights.registered import ReadOver
 from gyre.weights.transports.addresses import CUDA_IPC, GLOO, SHM, host_id
-from gyre.weights.transports.device.live_server import LiveServer
+from gyre.weights.transports.device.cuda_ipc import bytes_at
+from gyre.weights.transports.device.live_server import LiveServer, live_name
 from gyre.weights.transports.opened import PartOpener, Reading
 from gyre.weights.transports.shared_memory import SharedMemoryStore
 from part_cases import (
@@ -298,21 +299,32 @@ def test_a_slot_that_cannot_be_written_is_told(folder):
 
 def test_one_server_of_a_rank(folder):
     given = {"device": torch.device("cpu"), "emit": silent, "schemes": [GLOO]}
-    with live_servers(folder, 1, GLOO), pytest.raises(InputError, match="another process of run"):
-        LiveServer(run_id=RUN, owner=0, host=host_id(folder), **given)
+    with (
+        live_servers(folder, 1, GLOO),
+        pytest.raises(InputError, match="is served by another process"),
+    ):
+        LiveServer(name=live_name(RUN, 0), host=host_id(folder), **given)
 
 
 def test_memory_of_gpus_is_refused_on_a_cpu(folder):
     """By the publisher, and by a reader of what a GPU has published."""
     given = {"device": torch.device("cpu"), "emit": silent, "schemes": [CUDA_IPC]}
     with pytest.raises(InputError, match="this publisher's are on cpu"):
-        LiveServer(run_id=RUN, owner=0, host=host_id(folder), **given)
+        LiveServer(name=live_name(RUN, 0), host=host_id(folder), **given)
     with stores_of(folder, 1) as stores, live_servers(folder, 1, CUDA_IPC) as lives:
         offer = register(stores, whole_tensors(1), version=1, lives=lives)
         reading = Reading(host_id=host_id(folder), folder=folder, preference=(CUDA_IPC,))
         own, opener = whole_tensors(0), PartOpener(reading)
         with pytest.raises(InputError, match="this process works on cpu"):
             ReadOver(offer, own, parts=opener, emit=silent)
+
+
+def test_bytes_at_an_address_are_those_that_are_there():
+    whole = torch.arange(256, dtype=torch.uint8)
+    found = bytes_at(torch.device("cpu"), whole.data_ptr(), 256)
+    assert found.data_ptr() == whole.data_ptr() and torch.equal(found, whole)
+    found[64:66].view(torch.bfloat16).fill_(1.0)
+    assert whole[64:66].tolist() == [0x80, 0x3F]
 
 
 def test_threads_and_connections_end_with_their_reader(folder):

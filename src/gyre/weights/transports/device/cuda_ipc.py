@@ -56,19 +56,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Window:
-    """Device bytes in the form that torch.as_tensor accepts."""
-
-    def __init__(self, address: int, size_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),  # not read-only
-            "strides": None,
-            "version": 3,
-        }
-
-
 class CudaStaging:
     """Memory that this process allocated, or opened."""
 
@@ -83,9 +70,7 @@ class CudaStaging:
         self._device, self._is_opened = device, bool(handle)
         self._library = _load()
         self._address = self._open(handle) if handle else self._allocate(size_bytes)
-        with torch.cuda.device(device):
-            self.bytes_N = torch.as_tensor(_Window(self._address, size_bytes), device=device)
-        assert self.bytes_N.data_ptr() == self._address, "torch made a copy"
+        self.bytes_N = bytes_at(device, self._address, size_bytes)
 
     @property
     def handle(self) -> bytes:
@@ -126,6 +111,16 @@ class CudaStaging:
                 f"{name} failed on {self._device} with {known}{peers}",
                 hint="read the version from its slot: cluster.weight_transport = 'shm'",
             )
+
+
+def bytes_at(device: torch.device, address: int, size_bytes: int) -> Tensor:
+    """Return bytes at an address as a tensor of this device, which does not own them. They may be
+    another GPU's, which this process need not see: a copy by address finds them."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    storage = torch._C._construct_storage_from_data_pointer(address, device, size_bytes)
+    found = torch.empty(0, dtype=torch.uint8, device=device)
+    return found.set_(storage, 0, (size_bytes,))  # pyright: ignore
 
 
 def open_cuda(device: torch.device, size_bytes: int, handle: bytes) -> CudaStaging:

@@ -53,14 +53,18 @@ MOST_READERS = 64
 RETRY_S = 1.0  # after an error of accept, which may last
 
 
+def live_name(run_id: str, owner: int) -> str:
+    """Return the name of an owner's part on its device."""
+    return f"gyre-{run_id}-{owner}-live"
+
+
 class LiveServer:
     """Serves at most one version, which is the publisher's own."""
 
     def __init__(
         self,
         *,
-        run_id: str,
-        owner: int,
+        name: str,
         host: str,
         device: torch.device,
         emit: Emit,
@@ -70,9 +74,9 @@ class LiveServer:
         bucket_bytes: int = BUCKET_BYTES,
         deadline_s: float = 60.0,
     ) -> None:
-        """Listen at once. `host`: as `addresses.host_id` names it. `writes_behind`: a slot may be
-        written after its version is offered, as nobody else reads it then. InputError where another
-        process serves this run and owner, or a scheme is not for the device."""
+        """Listen at once. `name`: of `live_name`. `host`: as `addresses.host_id` names it.
+        `writes_behind`: slots may be written after their version is offered; no other process reads
+        them then. InputError where another serves that name, or a scheme is not for the device."""
         if CUDA_IPC in schemes and device.type != "cuda" and make_staging is CudaStaging:
             raise InputError(
                 f"cuda-ipc is for weights on a GPU, and this publisher's are on {device}",
@@ -83,7 +87,6 @@ class LiveServer:
         self._deadline_s, self._bucket_bytes = deadline_s, bucket_bytes
         self._writes_behind = writes_behind
         self._stream: torch.cuda.Stream | None = None
-        name = f"gyre-{run_id}-{owner}-live"
         self._addresses = {
             scheme: PartAddress(scheme=scheme, place=host, name=name) for scheme in schemes
         }
@@ -103,7 +106,7 @@ class LiveServer:
         except OSError as error:
             self._listening.close()
             raise InputError(
-                f"weights of rank {owner} are served by another process of run {run_id}",
+                f"{name} is served by another process",
                 hint="end the other one first, or give this run an id of its own",
             ) from error
         self._lock = threading.Lock()
