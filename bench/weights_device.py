@@ -58,7 +58,7 @@ def main() -> None:
     )
     options.add_argument("--shared-memory", type=Path, default=Path("/dev/shm"))
     args = options.parse_args()
-    os.environ.update(child_environment())
+    os.environ.update(child_environment(), NCCL_SOCKET_IFNAME="lo")
     began_s = time.monotonic()
     own_device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     tensors = make_on(args, str(own_device))

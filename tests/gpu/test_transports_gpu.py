@@ -38,11 +38,18 @@ WAYS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def nccl_of_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the processes of a pod have it."""
+    for name, value in {**child_environment(), "NCCL_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+
+
 class Engine:
     """A process of its own that sees one GPU alone, as a pod's engines do."""
 
     def __init__(self, folder, gpu: int, *schemes: str) -> None:
-        env = {**os.environ, **child_environment(), "CUDA_VISIBLE_DEVICES": visible(gpu)}
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": visible(gpu)}
         env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         program = [sys.executable, device_child.__file__, str(folder), "cuda:0", ",".join(schemes)]
         self.process = subprocess.Popen(
