@@ -28,6 +28,7 @@ from gyre.core.offers import Offer
 from gyre.core.records import DeviceHoldings, Phase
 from gyre.distributed.init import RankSpec, join
 from gyre.distributed.process_group import RankGroup
+from gyre.engine.engine import NativeEngine
 from gyre.engine.frontend.admission import RequestLimits
 from gyre.launch.export import export_live, export_policy, export_shards
 from gyre.launch.factories import (
@@ -207,19 +208,23 @@ class RankWorker:
                 activities=self._activities,
                 held_bytes=self._held_bytes,
             )
-            if self._spec.rank is None and (scheme := self._live_scheme()) is not None:
-                # where it ends, the version's slot has the same bytes
-                preference, deadline_s = (scheme, SHM), LIVE_DEADLINE_S
-                device.engine.read_parts(
-                    Reading(host_id=host_id(), preference=preference, deadline_s=deadline_s)
-                )
             if device.trainer is None:
+                self._read_from_ranks(device.engine)
                 starting.size_bytes = await self._held_bytes()
                 starting.end()
         return version
 
     async def _held_bytes(self) -> int:
         return (await self.holdings()).component_bytes
+
+    def _read_from_ranks(self, engine: NativeEngine) -> None:
+        """Let an engine read from the ranks' devices where the config says so. Where that ends, the
+        slots have the same bytes."""
+        if (scheme := self._live_scheme()) is not None:
+            preference, deadline_s = (scheme, SHM), LIVE_DEADLINE_S
+            engine.read_parts(
+                Reading(host_id=host_id(), preference=preference, deadline_s=deadline_s)
+            )
 
     def _live_scheme(self) -> str | None:
         """Return how engines read from the ranks' devices; None where they read shared memory."""
