@@ -16,13 +16,15 @@ from gyre.core.offers import FolderTensors, Offer
 from gyre.weights.receive import receive
 from gyre.weights.swap import VersionBump
 from gyre.weights.tensor_source import LiveTensors
-from gyre.weights.transports.addresses import SHM, TCP, host_id
+from gyre.weights.transports.addresses import CUDA_IPC, GLOO, LIVE_SCHEMES, SHM, TCP, host_id
 from gyre.weights.transports.opened import PartOpener, Reading, open_shards
 from gyre.weights.transports.tcp_server import PartServer
 from offers import FailAt, Fault, offer_of
 from part_cases import (
     RUN,
     TOKEN,
+    Memory,
+    live_servers,
     register,
     shared_folder,
     silent,
@@ -33,7 +35,7 @@ from part_cases import (
 
 Publish = Callable[..., Offer]
 CPU = torch.device("cpu")
-TRANSPORTS = [SHM, TCP]
+TRANSPORTS = [SHM, TCP, GLOO, CUDA_IPC]
 
 
 @pytest.fixture
@@ -47,11 +49,14 @@ def scheme(request) -> str:
     return request.param
 
 
-def reading_by(scheme: str, folder: Path) -> Reading:
+def reading_by(scheme: str, folder: Path, *, slot_behind: bool = False) -> Reading:
+    """By that scheme alone; what is of the newest version alone may have the slot behind it."""
+    behind = (SHM,) if slot_behind and scheme in LIVE_SCHEMES else ()
     return Reading(
         host_id=host_id(folder),
         folder=folder,
-        preference=(scheme,),
+        preference=(scheme, *behind),
+        open_staging=Memory,
         token=TOKEN,
         num_connections=2,
         deadline_s=20.0,
@@ -59,12 +64,16 @@ def reading_by(scheme: str, folder: Path) -> Reading:
 
 
 @contextmanager
-def publishers(folder: Path, num_ranks: int) -> Iterator[Publish]:
-    """Ranks that register, and a server beside them."""
+def publishers(scheme: str, folder: Path, num_ranks: int) -> Iterator[Publish]:
+    """Ranks that register, and servers beside them."""
     server = PartServer(run_id=RUN, token=TOKEN, emit=silent, host="127.0.0.1", folder=folder)
+    schemes = [scheme] if scheme in LIVE_SCHEMES else []
     try:
-        with stores_of(folder, num_ranks, served_at=(server.place,)) as stores:
-            yield lambda whole, **settings: register(stores, whole, **settings)
+        with (
+            stores_of(folder, num_ranks, served_at=(server.place,)) as stores,
+            live_servers(folder, num_ranks if schemes else 0, *schemes) as lives,
+        ):
+            yield lambda whole, **settings: register(stores, whole, lives=lives, **settings)
     finally:
         server.close()
 
@@ -75,15 +84,16 @@ def reading(scheme: str, shared_memory: Path) -> Reading:
 
 
 @pytest.fixture
-def publish(shared_memory: Path) -> Iterator[Publish]:
-    with publishers(shared_memory, 3) as found:
+def publish(scheme: str, shared_memory: Path) -> Iterator[Publish]:
+    with publishers(scheme, shared_memory, 3) as found:
         yield found
 
 
 def same(found, expected) -> bool:
+    """Read each tensor once, in order: a broadcast is not repeated."""
     return found.keys() == expected.keys() and all(
-        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
-        for name, tensor in expected.items()
+        tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name])
+        for name, tensor in found.items()
     )
 
 
@@ -97,7 +107,8 @@ def test_tensors_arrive_to_the_bit(publish, reading, sharded):
         assert same(tensors, expected)
 
 
-def test_the_last_version_is_there_until_the_next_but_one_begins(publish, reading):
+def test_the_last_version_is_there_until_the_next_but_one_begins(publish, scheme, shared_memory):
+    reading = reading_by(scheme, shared_memory, slot_behind=True)
     offers = [publish(whole_tensors(version), version=version) for version in range(3)]
     for version in (1, 2):
         with open_shards(offers[version], reading) as tensors:
@@ -149,7 +160,7 @@ def source(request, shared_memory: Path):
 
         def __exit__(self, *error) -> None: ...
 
-    with publishers(shared_memory, 2) as publish:
+    with publishers(name, shared_memory, 2) as publish:
 
         def give(whole: dict[str, torch.Tensor]) -> Offer:
             given.update(whole)
@@ -167,7 +178,7 @@ def source(request, shared_memory: Path):
                 shared=False,
                 device=CPU,
                 open_folder=lambda folder: Folder(),
-                parts=PartOpener(reading_by(name, shared_memory)),
+                parts=PartOpener(reading_by(name, shared_memory, slot_behind=True)),
                 emit=silent,
             )
 

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "system"))
 from system_runs import events_of, gyre, read_story, write_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 MIB = 1 << 20
 ON_GPUS = {
     "run.device": "cuda",
@@ -57,7 +58,7 @@ def test_residual_bytes_are_constant_over_switches(tmp_path: Path) -> None:
     assert max(gaps) < 0.5, gaps
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@TWO_GPUS
 @pytest.mark.parametrize("colocated", [True, False])
 def test_shards_reach_engines_in_other_processes(tmp_path: Path, colocated: bool) -> None:
     """Two ranks with zero 3 to two engines on the same GPUs; one rank to an engine on another GPU,
@@ -83,3 +84,33 @@ def test_shards_reach_engines_in_other_processes(tmp_path: Path, colocated: bool
     if colocated:  # else a batch may be older than the weights that it trains
         gaps = [row["metrics"]["logprob_gap_max"] for row in done]
         assert max(gaps) < 0.5, gaps
+
+
+@pytest.mark.parametrize(
+    ("transport", "ranks", "colocated"),
+    [
+        ("cuda-ipc", 1, True),
+        pytest.param("cuda-ipc", 2, True, marks=TWO_GPUS),
+        pytest.param("nccl", 1, False, marks=TWO_GPUS),
+    ],
+)
+def test_weights_go_from_device_to_device(
+    tmp_path: Path, transport: str, ranks: int, colocated: bool
+) -> None:
+    sets = {
+        "trainer.steps": 6,
+        "parallel.zero": 3,
+        "cluster": {
+            "kind": "pod",
+            "num_workers": ranks,
+            "engine_workers": ranks,
+            "colocated": colocated,
+            "weight_transport": transport,
+        },
+    }
+    run = train(tmp_path, sets)
+    reads = events_of(run, "weights.read")
+    assert len(reads) >= 7 * ranks and {row["transport"] for row in reads} == {transport}
+    assert not events_of(run, "weights.slot_used") and not events_of(run, "weights.slot_failed")
+    gaps = [row["metrics"]["logprob_gap_max"] for row in events_of(run, "step.done")]
+    assert len(gaps) == 6 and max(gaps) < 0.5, gaps

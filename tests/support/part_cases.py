@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,9 @@ from gyre.core.records import Manifest
 from gyre.distributed.process_group import RankGroup
 from gyre.weights.gather import ShardSource
 from gyre.weights.shards import ShardLayout, row_layout
+from gyre.weights.transports.addresses import host_id
+from gyre.weights.transports.device.live_server import LiveServer, live_name
+from gyre.weights.transports.mapped import MappedFile
 from gyre.weights.transports.publish import join_parts, publish_part
 from gyre.weights.transports.shared_memory import SharedMemoryStore
 from layout_cases import held_by
@@ -71,6 +75,43 @@ def stores_of(folder: Path, num_ranks: int, **settings) -> Iterator[list[SharedM
         yield stores
 
 
+class Memory:
+    """In place of a GPU's memory that two processes open: anonymous memory of the host."""
+
+    def __init__(self, device: torch.device, size_bytes: int, handle: bytes = b"") -> None:
+        if handle:
+            self._file = os.open(handle.rstrip(b"\0"), os.O_RDWR)
+        else:
+            self._file = os.memfd_create("staging")
+            os.truncate(self._file, size_bytes)
+        self._mapped = MappedFile(self._file, size_bytes, writable=True, pin=False)
+        self.bytes_N = self._mapped.bytes_N
+
+    @property
+    def handle(self) -> bytes:
+        return f"/proc/{os.getpid()}/fd/{self._file}".encode()
+
+    def close(self) -> None:
+        self._mapped.close()
+        os.close(self._file)
+
+
+@contextmanager
+def live_servers(
+    folder: Path, num_ranks: int, *schemes: str, **settings
+) -> Iterator[list[LiveServer]]:
+    """A server for each rank, of small buckets."""
+    given = {"host": host_id(folder), "emit": silent, "bucket_bytes": 64}
+    given |= {"device": torch.device("cpu"), "deadline_s": 20.0, "make_staging": Memory}
+    given |= settings
+    with ExitStack() as stack:
+        servers = []
+        for owner in range(num_ranks):
+            servers.append(LiveServer(name=live_name(RUN, owner), schemes=schemes, **given))
+            stack.callback(servers[-1].close)
+        yield servers
+
+
 def register(
     stores: Sequence[SharedMemoryStore],
     whole: dict[str, Tensor],
@@ -78,8 +119,10 @@ def register(
     version: int,
     epoch: int = 0,
     sharded: bool = False,
+    lives: Sequence[LiveServer] = (),
 ) -> Offer:
-    """Register a version as its ranks do: every rank its shards, or a cut of whole tensors."""
+    """Register a version as its ranks do: every rank its shards, or a cut of whole tensors. `lives`
+    serve them from the tensors too, which may not change."""
     num_ranks = len(stores)
     if sharded:
         shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
@@ -91,7 +134,13 @@ def register(
     else:
         offers = [offer_of(version, whole, epoch=epoch)] * num_ranks
     parts = [
-        publish_part(offer, rank=rank, num_ranks=num_ranks, store=store)
+        publish_part(
+            offer,
+            rank=rank,
+            num_ranks=num_ranks,
+            store=store,
+            live=lives[rank] if lives else None,
+        )
         for rank, (offer, store) in enumerate(zip(offers, stores, strict=True))
     ]
     return join_parts(version, epoch, parts)

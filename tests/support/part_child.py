@@ -1,5 +1,6 @@
 """A publisher or a receiver of parts in a process of its own, to be killed. In: a folder, the id of
-a run; a command by line, as JSON. Out: a line for each."""
+a run, schemes by which it serves from its tensors; a command by line, as JSON. Out: a line for
+each."""
 
 from __future__ import annotations
 
@@ -10,21 +11,29 @@ from pathlib import Path
 from gyre.cluster.worker.frames import decode, encode
 from gyre.core.offers import Offer
 from gyre.weights.registered import ReadOver
-from gyre.weights.transports.addresses import host_id
+from gyre.weights.transports.addresses import SHM, host_id
+from gyre.weights.transports.device.live_server import LiveServer
 from gyre.weights.transports.opened import PartOpener, Reading
 from gyre.weights.transports.shared_memory import SharedMemoryStore
-from part_cases import filled, register, silent, whole_tensors
+from part_cases import Memory, filled, live_servers, register, silent, whole_tensors
 
 
 def main() -> None:
-    folder, run_id = Path(sys.argv[1]), sys.argv[2]
+    folder, run_id, *schemes = Path(sys.argv[1]), *sys.argv[2:]
+    with live_servers(folder, 1 if schemes else 0, *schemes) as lives:
+        serve(folder, run_id, lives)
+
+
+def serve(folder: Path, run_id: str, lives: list[LiveServer]) -> None:
     store = SharedMemoryStore(run_id=run_id, owner=0, emit=silent, folder=folder)
     for line in sys.stdin:
         command = json.loads(line)
         match command.pop("do"):
             case "register":
                 version, epoch = command["version"], command["epoch"]
-                offer = register([store], whole_tensors(version), version=version, epoch=epoch)
+                offer = register(
+                    [store], whole_tensors(version), version=version, epoch=epoch, lives=lives
+                )
                 answer = encode(offer).hex()
             case "churn":
                 for version in range(1, command["count"] + 1):
@@ -38,15 +47,17 @@ def main() -> None:
                     sys.stdin.readline()  # it is killed here
                 raise AssertionError("it lives")
             case "receive":
-                receive_half(folder, decode(bytes.fromhex(command["offer"])))
+                preference = tuple(command.get("preference", (SHM,)))
+                receive_half(folder, decode(bytes.fromhex(command["offer"])), preference)
                 raise AssertionError("it lives")
             case other:
                 raise AssertionError(other)
         say(answer)
 
 
-def receive_half(folder: Path, offer: Offer) -> None:
-    """Stop after the first buckets, when the next one asks for a tensor of the engine's."""
+def receive_half(folder: Path, offer: Offer, preference: tuple[str, ...]) -> None:
+    """Open the version, and on the next line read it. Stop after the first buckets, when the next
+    one asks for a tensor of the engine's."""
 
     class Stopping(dict):
         left = 3
@@ -58,9 +69,15 @@ def receive_half(folder: Path, offer: Offer) -> None:
                 sys.stdin.readline()
             return super().__getitem__(name)
 
-    opener = PartOpener(Reading(host_id=host_id(folder), folder=folder))
+    reading = Reading(
+        host_id=host_id(folder), folder=folder, preference=preference, open_staging=Memory
+    )
     own = Stopping(whole_tensors(0))
-    ReadOver(offer, own, parts=opener, emit=silent, bucket_bytes=128).run()
+    swap = ReadOver(offer, own, parts=PartOpener(reading), emit=silent, bucket_bytes=128)
+    if preference != (SHM,):
+        say("opened")
+        sys.stdin.readline()
+    swap.run()
 
 
 def say(text: str) -> None:

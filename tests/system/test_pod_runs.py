@@ -69,6 +69,17 @@ def test_a_pod_gives_what_one_process_gives(tmp_path: Path, undisturbed: Story) 
     assert undisturbed == alone
 
 
+def test_weights_go_from_the_ranks_to_the_engines_by_broadcast(
+    tmp_path: Path, undisturbed: Story
+) -> None:
+    sets = {**IN_POD, "cluster": {**IN_POD["cluster"], "weight_transport": "nccl"}}
+    assert finished(tmp_path, sets) == undisturbed
+    run = tmp_path / "runs" / "tiny"
+    reads = events_of(run, "weights.read")
+    assert [row["transport"] for row in reads] == ["gloo"] * 5
+    assert not events_of(run, "weights.slot_used")
+
+
 def test_the_config_of_the_pod_runs(tmp_path: Path) -> None:
     sets = ["trainer.steps=2", "cold_start.steps=10", "eval.num_problems=16"]
     argv = [part for one in [f"run.folder={tmp_path / 'runs'}", *sets] for part in ("--set", one)]

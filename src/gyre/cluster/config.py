@@ -28,6 +28,12 @@ class ClusterConfig(Section):
     colocated: bool = True
     """pod: trainer ranks and engines share devices, one after the other. false: each engine has a
     device of its own."""
+    weight_transport: Literal["shm", "cuda-ipc", "nccl"] = "shm"
+    """pod: how weights get from the ranks to the engines. shm: through shared memory. The others go
+    from device to device. cuda-ipc: each engine reads staging buckets of each rank's GPU; for
+    shared devices and for others of the host that are peers. nccl: each rank broadcasts to all
+    engines (over gloo on a CPU); on GPUs it needs colocated = false. Every version is in shared
+    memory too, for an engine that comes late, and for one that loses its way to a device."""
     members_address: str = ""
     """pod: "host:port" at which engines of other hosts join the run (gyre sidecar join); they read
     weights at the next port. Port 0 takes free ones. Empty: none may join. Neither is encrypted:
@@ -87,6 +93,10 @@ class ClusterConfig(Section):
         if changed and self.kind != "pod":
             key = "rendezvous" if self.colocated else "colocated"
             raise ValueError(f"kind = '{self.kind}' does not use {key}: give kind = 'pod'")
+        if self.weight_transport != "shm" and self.kind != "pod":
+            raise ValueError(
+                f"kind = '{self.kind}' does not use weight_transport: give kind = 'pod'"
+            )
         if self.members_address and self.kind != "pod":
             raise ValueError(
                 f"kind = '{self.kind}' has no members of other hosts: give kind = 'pod' for "

@@ -405,8 +405,11 @@ EVENTS = {
     ),
     "weights.read": EventKind(
         "A registered version was read over the engine's weights and verified.",
-        "version size_bytes buckets undo_from",
+        "version size_bytes buckets undo_from transport",
         own={
+            "transport": Field(
+                "str", "", "how its parts were opened: `shm`, `tcp`, `cuda-ipc`, `nccl`, `gloo`"
+            ),
             "buckets": Field("int", "buckets", "pieces that it was read in"),
             "undo_from": Field(
                 "str", "", "what keeps the last version meanwhile: `device`, `publisher` or `host`"
@@ -418,6 +421,17 @@ EVENTS = {
     ),
     "weights.reader_lost": EventKind(
         "A reader of registered weights hung up, or was too slow.", "peer error", True
+    ),
+    "weights.slot_failed": EventKind(
+        "A version was not written to its slot, and is on its publisher's device alone.",
+        "version error",
+        counted=True,
+    ),
+    "weights.slot_used": EventKind(
+        "A part was read from its slot, and not from its publisher's device.",
+        "version address reason",
+        counted=True,
+        own={"address": Field("str", "", "address on the device")},
     ),
     "weights.leftovers_removed": EventKind(
         "Parts of versions in shared memory whose owners had died were removed.",

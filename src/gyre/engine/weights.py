@@ -46,7 +46,7 @@ class EngineWeights:
         self.state = ReceiverState(version=version)
         self._device = device
         self.swap: Swap | None = None  # of the prepared version
-        self._parts = PartOpener(pin=device.type == "cuda")
+        self._parts = PartOpener(pin=device.type == "cuda", emit=emit)
 
     @property
     def version(self) -> int:
@@ -71,7 +71,8 @@ class EngineWeights:
     def read_parts(self, reading: Reading) -> None:
         """Say how registered versions are read, if not from this host's shared memory alone."""
         self._parts.close()
-        self._parts = PartOpener(replace(reading, pin=self._device.type == "cuda"))
+        given = replace(reading, pin=self._device.type == "cuda", device=self._device)
+        self._parts = PartOpener(given, emit=self.emit)
 
     def forget(self) -> None:
         """Refuse work until a commit, whatever the weights hold."""

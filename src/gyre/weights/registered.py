@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Literal
 
@@ -76,6 +76,11 @@ class _VersionReader:
         return sum(bucket.stop - bucket.start for bucket in self.buckets)
 
     @property
+    def transport(self) -> str:
+        """Return the schemes by which the parts were opened."""
+        return "+".join(sorted({part.scheme for part in self._parts}))
+
+    @property
     def is_mapped(self) -> bool:
         """Return whether all bytes are in this process's address space."""
         return all(part.reader.view(0, 0) is not None for part in self._parts)
@@ -127,12 +132,14 @@ class _VersionReader:
             return
         pin = self._device.type == "cuda"
         longest = max((one.stop - one.start for one in self.buckets), default=0)
-        rooms = [torch.empty(longest, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+        rooms = self._make_rooms(longest)
 
         def read(number: int) -> Tensor:
             bucket = self.buckets[number]
-            bytes_N = rooms[number % 2][: bucket.stop - bucket.start]
-            self._parts[bucket.owner].reader.read(bucket.start, bytes_N)
+            part = self._parts[bucket.owner]
+            bytes_N = rooms[part.on_device][number % 2][: bucket.stop - bucket.start]
+            with self._using_device():
+                part.reader.read(bucket.start, bytes_N)
             return bytes_N
 
         with ThreadPoolExecutor(1, thread_name_prefix="read-parts") as reading:
@@ -145,6 +152,23 @@ class _VersionReader:
                 yield bucket, bytes_N
                 if pin:  # the room is read into again when the next bucket is taken
                     torch.cuda.current_stream(self._device).synchronize()
+
+    def _make_rooms(self, size_bytes: int) -> dict[bool, list[Tensor]]:
+        """Return room for two buckets: by False in host memory, by True on the engine's device."""
+        is_cuda = self._device.type == "cuda"
+        rooms: dict[bool, list[Tensor]] = {}
+        for on_device in {part.on_device for part in self._parts}:
+            device = self._device if on_device else torch.device("cpu")
+            pin = is_cuda and not on_device
+            rooms[on_device] = [
+                torch.empty(size_bytes, dtype=torch.uint8, device=device, pin_memory=pin)
+                for _ in range(2)
+            ]
+        return rooms
+
+    def _using_device(self) -> AbstractContextManager[object]:
+        """Make the engine's device the current one of a thread."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 
 class _Keeper:
@@ -227,6 +251,7 @@ class ReadOver:
             size_bytes=self._next.size_bytes,
             buckets=len(self._next.buckets),
             undo_from=undo_from,
+            transport=self._next.transport,
         )
 
     @torch.no_grad()
@@ -254,8 +279,8 @@ class ReadOver:
         if kept_any and self._device.type == "cuda":
             torch.cuda.empty_cache()  # other processes of the device need the room
 
-    def _open(self, offer: Offer, stack: ExitStack) -> _VersionReader:
-        found = stack.enter_context(self._opener.open_parts(offer))
+    def _open(self, offer: Offer, stack: ExitStack, *, from_slots: bool = False) -> _VersionReader:
+        found = stack.enter_context(self._opener.open_parts(offer, from_slots=from_slots))
         return _VersionReader(offer, found, self._own, bucket_bytes=self._bucket_bytes)
 
     def _open_last(self) -> _VersionReader | None:
@@ -264,6 +289,6 @@ class ReadOver:
         if last is None or find_faults(last.manifest, self._own):
             return None
         try:
-            return self._open(last, self._stack)
+            return self._open(last, self._stack, from_slots=True)
         except GyreError:  # its publisher is past it
             return None

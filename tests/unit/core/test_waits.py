@@ -161,6 +161,13 @@ OWNED = {
     # TCP between a publisher and the readers of its versions
     ("weights/transports/tcp_reader.py", "close"): "the threads' requests, each with a deadline",
     ("weights/transports/tcp_server.py", "_next"): "the reader's next request, or its end",
+    # a unix socket between a publisher and the readers of its device
+    ("weights/transports/device/live_server.py", "_next"): "the reader's next request, or its end",
+    ("weights/transports/device/control.py", "answer"): "the socket's timeout",
+    ("weights/transports/device/live_part.py", "fill"): "the device, which copies",
+    ("weights/transports/device/group_part.py", "_read"): "the device, which copies",
+    ("weights/transports/device/staged_part.py", "_read"): "the device, which copies",
+    ("weights/transports/device/cuda_ipc.py", "_call"): "the device, at a version's start and end",
     ("weights/transports/tcp_wire.py", "read_exactly"): "`ends_at`: it sets what is left of it",
     # processes
     ("cluster/driver_guard.py", "guard_driver"): "the guard, which is what the front waits for",
@@ -209,7 +216,8 @@ def test_a_new_wait_would_be_seen(call: str, may_wait: bool) -> None:
 
 def test_private_state_is_read_by_its_owner_alone() -> None:
     outside = {"os", "sys", "threading", "atexit", "torch", "dist"}  # other packages' names
-    theirs = {"_cdata", "_flatten", "_get_backend"}  # of torch's objects
+    # of torch's objects
+    theirs = {"_cdata", "_flatten", "_get_backend", "_timeout", "_devices"}
     reaches = []
     for file, tree in _trees():
         above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}

@@ -79,6 +79,8 @@ COUNTED = [
     "weights.slot_replaced",
     "weights.reader_lost",
     "weights.reader_refused",
+    "weights.slot_failed",
+    "weights.slot_used",
 ]
 ORDINARY_ENDINGS = (
     "started",

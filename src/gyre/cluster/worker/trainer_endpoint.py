@@ -48,13 +48,15 @@ class TrainerEndpoint:
         rank: int,
         compute: Executor,
         publish: Callable[[Offer], PublishedPart] | None = None,
+        withdraw: Callable[[], None] = lambda: None,
         activities: ActivityClock | None = None,
     ) -> None:
         """`trainer` is a PolicyTrainer and a MemoryTenant. `publish` copies this rank's part of an
-        offer to where other processes read it, on the compute thread."""
+        offer to where other processes read it, on the compute thread. `withdraw` ends what reads
+        the tensors themselves, before they change or leave the device."""
         self.trainer, self._rank, self._compute = trainer, rank, compute
         self._activities = activities or ActivityClock()
-        self._publish = publish
+        self._publish, self._end_reads = publish, withdraw
         self.snapshot, self.close = trainer.snapshot, trainer.close  # calls that are its own
         self._state = PublisherState()
         self._offer: Offer | None = None
@@ -109,6 +111,7 @@ class TrainerEndpoint:
         needs next."""
         self._offer = None
         self._move_publisher(Withdrawn())
+        await self._on_compute(self._end_reads)
         await self._may_write.wait()
 
     def _move_publisher(self, message: PublisherMessage) -> None:
@@ -126,6 +129,7 @@ class TrainerEndpoint:
         return await self._on_compute(lambda: tuple(self.trainer.components()))
 
     async def move(self, names: Sequence[str], tier: Tier) -> None:
+        await self._on_compute(self._end_reads)
         await self._on_compute(lambda: self.trainer.move(names, tier))
 
     async def measure(self) -> Mapping[str, Usage]:

@@ -46,6 +46,12 @@ class PodWorkers:
         self._on_gpus = num_gpus > 0
         self._colocated = settings.colocated
         self._emit: Emit = lambda kind, **fields: None
+        refuse_transport(
+            settings.weight_transport,
+            on_gpus=self._on_gpus,
+            colocated=self._colocated,
+            engine=config.engine.kind,
+        )
         self.cluster = ProcessCluster(gpus=num_gpus, on_event=self._forward)
         self.num_workers = settings.num_workers or max(1, num_gpus)
         self.engine_workers = settings.engine_workers or self.num_workers
@@ -101,3 +107,20 @@ class PodWorkers:
 
     def _forward(self, worker: str, kind: str, **fields: Any) -> None:
         self._emit(kind, worker=worker, **fields)
+
+
+def refuse_transport(transport: str, *, on_gpus: bool, colocated: bool, engine: str) -> None:
+    """Raise ConfigError for a way of the weights that these devices or engines have not. Pure."""
+    wrong = ""
+    if transport == "cuda-ipc" and not on_gpus:
+        wrong, hint = "this run is on a CPU", "run.device = 'cuda'"
+    elif transport == "nccl" and on_gpus and colocated:
+        wrong = "NCCL takes one process of a GPU, and with cluster.colocated a rank and an engine "
+        wrong, hint = wrong + "share each", "cluster.colocated = false, or 'cuda-ipc'"
+    elif transport != "shm" and engine == "vllm":
+        wrong, hint = "vLLM's workers read shared memory", "engine.kind = 'native'"
+    if wrong:
+        raise ConfigError(
+            f"cluster.weight_transport = '{transport}': {wrong}",
+            hint=f"set cluster.weight_transport = 'shm', or {hint}",
+        )

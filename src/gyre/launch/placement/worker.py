@@ -28,6 +28,7 @@ from gyre.core.offers import Offer
 from gyre.core.records import DeviceHoldings, Phase
 from gyre.distributed.init import RankSpec, join
 from gyre.distributed.process_group import RankGroup
+from gyre.engine.engine import NativeEngine
 from gyre.engine.frontend.admission import RequestLimits
 from gyre.launch.export import export_live, export_policy, export_shards
 from gyre.launch.factories import (
@@ -49,10 +50,14 @@ from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import load_tokenizer
 from gyre.trainer.checkpoint.store import Fault, find_faults, load
 from gyre.weights.gather import ShardSource
+from gyre.weights.transports.addresses import CUDA_IPC, GLOO, NCCL, SHM, host_id
+from gyre.weights.transports.device.live_server import LiveServer, live_name
+from gyre.weights.transports.opened import Reading
 from gyre.weights.transports.publish import PublishedPart, publish_part
 from gyre.weights.transports.shared_memory import SharedMemoryStore
 
 Result = TypeVar("Result")
+LIVE_DEADLINE_S = 20.0  # of a bucket from device to device; well below cluster.hang_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +147,7 @@ class RankWorker:
         self._device: StageRuntime | None = None
         self._head: ScalarHead | None = None
         self._store: SharedMemoryStore | None = None  # of versions that engines elsewhere take
+        self._live: LiveServer | None = None  # of the version that the trainer has on its device
         self._shards: ShardSource | None = None  # of the trained model, where no rank has it whole
         if spec.rank is None:
             ago_s = time.time() - psutil.Process().create_time()
@@ -189,6 +195,7 @@ class RankWorker:
                 rank=self._spec.rank,
                 compute=self._machine.compute,
                 publish=None if self._spec.has_engine else self._open_store(self._spec.rank),
+                withdraw=self._withdraw,
                 activities=self._activities,
             )
             version = device.trainer.version
@@ -202,12 +209,37 @@ class RankWorker:
                 held_bytes=self._held_bytes,
             )
             if device.trainer is None:
+                self._read_from_ranks(device.engine)
                 starting.size_bytes = await self._held_bytes()
                 starting.end()
         return version
 
     async def _held_bytes(self) -> int:
         return (await self.holdings()).component_bytes
+
+    def _read_from_ranks(self, engine: NativeEngine) -> None:
+        """Let an engine read from the ranks' devices where the config says so. Where that ends, the
+        slots have the same bytes."""
+        if (scheme := self._live_scheme()) is not None:
+            preference, deadline_s = (scheme, SHM), LIVE_DEADLINE_S
+            engine.read_parts(
+                Reading(host_id=host_id(), preference=preference, deadline_s=deadline_s)
+            )
+
+    def _live_scheme(self) -> str | None:
+        """Return how engines read from the ranks' devices; None where they read shared memory."""
+        match self._config.cluster.weight_transport:
+            case "shm":
+                return None
+            case "cuda-ipc":
+                return CUDA_IPC
+            case "nccl":
+                return NCCL if self._machine.device.type == "cuda" else GLOO
+
+    def _withdraw(self) -> None:
+        """End what reads the trainer's tensors, before they change or leave the device."""
+        if self._live is not None:
+            self._live.withdraw()
 
     def _note_serving(self, epoch: int, version: int) -> None:
         if self._metadata is not None:
@@ -222,12 +254,24 @@ class RankWorker:
             served_at=tuple(self._spec.served_at),
             pin=self._machine.device.type == "cuda",
         )
+        if (scheme := self._live_scheme()) is not None:
+            self._live = LiveServer(
+                name=live_name(self._spec.run_id, rank),
+                host=host_id(),
+                device=self._machine.device,
+                emit=self._context.emit,
+                schemes=(scheme,),
+                # members of other hosts read slots as soon as a version is offered
+                writes_behind=not self._spec.served_at,
+                deadline_s=LIVE_DEADLINE_S,
+            )
         return partial(
             publish_part,
             rank=rank,
             num_ranks=self._spec.world_size,
             store=store,
             activities=self._activities,
+            live=self._live,
         )
 
     async def end(self, last: bool) -> None:
@@ -236,6 +280,9 @@ class RankWorker:
         device, self._device = self._device, None
         assert device is not None
         self.trainer = self.engine = None
+        if self._live is not None:
+            await self._on_compute(self._live.close)
+            self._live = None
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -253,6 +300,7 @@ class RankWorker:
         """Move this worker's memory on its device for a phase; return what it has there
         afterwards. `neighbor_bytes` are those of other workers on the same device."""
         assert self._device is not None
+        await self._on_compute(self._withdraw)
         await self._device.enter(phase, step=step, neighbor_bytes=neighbor_bytes)
         return await self._device.holdings()
 

@@ -1,8 +1,11 @@
 """Addresses: where a part is, and which of its addresses a receiver opens. In: the addresses of a
 RegisteredPart, and the receiver's host. Out: one of them, or InputError. Pure, but for `host_id`.
 
-    shm://HOST/NAME         a file in the shared memory of one host, or of one container
-    tcp://HOST:PORT/NAME    the same bytes, from a server
+    shm://HOST/NAME         A file in the shared memory of one host, or of one container.
+    tcp://HOST:PORT/NAME    The same bytes, from a server.
+    nccl://HOST/NAME        The same bytes, broadcast from the publisher's GPU to others.
+    gloo://HOST/NAME        The same, from a publisher on a CPU.
+    cuda-ipc://HOST/NAME    The same bytes, through memory of the publisher's GPU that both open.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ from pathlib import Path
 
 from gyre.core.errors import InputError
 
-SHM, TCP = "shm", "tcp"
+SHM, TCP, NCCL, GLOO, CUDA_IPC = "shm", "tcp", "nccl", "gloo", "cuda-ipc"
+# served while the publisher's tensors are of the version
+GROUP_SCHEMES = (NCCL, GLOO)
+LIVE_SCHEMES = (*GROUP_SCHEMES, CUDA_IPC)
 SHARED_MEMORY = Path("/dev/shm")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-PLANNED = ("cuda-ipc", "nccl")  # a later version of Gyre has them
 _ADDRESS = re.compile(r"(?P<scheme>[a-z-]+)://(?P<place>[^/\s]+)/(?P<name>[A-Za-z0-9-]+)")
 
 
@@ -56,18 +61,16 @@ def parse(address: str) -> PartAddress:
 def choose_address(
     addresses: Sequence[str], *, host: str, preference: Sequence[str] = (SHM, TCP)
 ) -> PartAddress:
-    """Return the address to open: the first scheme of `preference` that is offered, shared memory
+    """Return the address to open: the first scheme of `preference` that is offered, all but TCP
     only of the same host. InputError names what was offered."""
     offered = [parse(address) for address in addresses]
     for scheme in preference:
         for address in offered:
-            if address.scheme == scheme and (scheme != SHM or address.place == host):
+            if address.scheme == scheme and (scheme == TCP or address.place == host):
                 return address
-    later = sorted({address.scheme for address in offered} & set(PLANNED))
     raise InputError(
         f"a part of the version is at {', '.join(addresses) or 'no address'}, and none can be "
-        f"opened from host {host} by {' or '.join(preference)}"
-        + (f"; {' and '.join(later)} cannot be opened yet" if later else ""),
+        f"opened from host {host} by {' or '.join(preference)}",
         hint="give the publisher an address that this host reaches (TCP), or run the receiver in "
         "the pod whose /dev/shm the publisher has",
     )

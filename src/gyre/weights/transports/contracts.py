@@ -6,6 +6,7 @@ All implementations pass tests/contracts/test_weight_transport.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from gyre.core.offers import RegisteredPart
+from gyre.weights.transports.part_layout import PlacedSegment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,6 +40,26 @@ class PartStore(Protocol):
         ...
 
 
+class LivePublisher(Protocol):
+    """Serves the part that this process has in its own tensors."""
+
+    def put(
+        self, *, epoch: int, version: int, placed: Sequence[PlacedSegment], runs: Sequence[Tensor]
+    ) -> tuple[str, ...]:
+        """Serve the numbers of placed segments, flat, which stay as they are until `withdraw` has
+        returned. Returns further addresses of the part."""
+        ...
+
+    def write_behind(self, *, epoch: int, version: int, write: Callable[[], None]) -> bool:
+        """Run `write`, which reads the tensors of the version that is served, on a thread of its
+        own; `withdraw` waits for it. False where the publisher wants it done before."""
+        ...
+
+    def withdraw(self) -> None:
+        """Serve nothing any more; returns when nothing reads the tensors."""
+        ...
+
+
 class PartReader(Protocol):
     """One part of one version, opened in another process or in the same."""
 
@@ -47,8 +69,8 @@ class PartReader(Protocol):
         ...
 
     def read(self, start: int, out_N: Tensor) -> None:
-        """Fill `out_N`, host bytes, from byte `start` on. SnapshotError once the version is gone,
-        DeadlineError when no byte comes in time."""
+        """Fill `out_N` from byte `start` on; they are there when this returns. SnapshotError once
+        the version is gone, DeadlineError when no byte comes in time."""
         ...
 
     def check(self) -> None:

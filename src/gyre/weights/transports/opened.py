@@ -7,25 +7,45 @@ assembled in host memory when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gyre.core.errors import SnapshotError
+from gyre.core.errors import GyreError, SnapshotError
+from gyre.core.events import Emit
 from gyre.core.offers import Offer, RegisteredPart, RegisteredShards
 from gyre.core.records import Manifest, TensorEntry
 from gyre.kernels.checksum import as_hex
 from gyre.weights.boxes import views
 from gyre.weights.manifest import segment_sum
-from gyre.weights.transports.addresses import SHARED_MEMORY, SHM, TCP, choose_address, host_id
+from gyre.weights.transports.addresses import (
+    CUDA_IPC,
+    LIVE_SCHEMES,
+    SHARED_MEMORY,
+    SHM,
+    TCP,
+    PartAddress,
+    choose_address,
+    host_id,
+)
 from gyre.weights.transports.contracts import PartReader
+from gyre.weights.transports.device.cuda_ipc import Staging, open_cuda
+from gyre.weights.transports.device.group_part import GroupPart, JoinedGroups
+from gyre.weights.transports.device.slot_behind import SlotBehind
+from gyre.weights.transports.device.staged_part import StagedPart
 from gyre.weights.transports.part_layout import PlacedSegment, dtype_of, part_bytes, place_part
 from gyre.weights.transports.slots import MappedSlot, SharedMemoryPart
 from gyre.weights.transports.tcp_reader import TcpPart
+
+CPU = torch.device("cpu")
+SLOT_S = 0.02  # between two looks whether a slot is whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +56,8 @@ class Reading:
     folder: Path = SHARED_MEMORY
     preference: tuple[str, ...] = (SHM, TCP)
     pin: bool = False  # page-lock shared memory for a CUDA device
+    device: torch.device = CPU  # where bytes from other devices arrive
+    open_staging: Callable[[torch.device, int, bytes], Staging] = open_cuda
     token: bytes = b""  # of the run, for servers; without one nothing is read by TCP
     num_connections: int = 4  # to each server
     deadline_s: float = 60.0  # of each request to a server
@@ -47,16 +69,29 @@ class OpenPart:
 
     reader: PartReader
     placed: tuple[PlacedSegment, ...]
+    scheme: str  # by which it was opened
+
+    @property
+    def on_device(self) -> bool:
+        """Return whether its bytes arrive on the receiver's device."""
+        return self.scheme in LIVE_SCHEMES
 
 
 class PartOpener:
     """Opens parts. Slots of shared memory stay mapped from version to version, as their publisher
     uses them again."""
 
-    def __init__(self, reading: Reading | None = None, *, pin: bool = False) -> None:
+    def __init__(
+        self,
+        reading: Reading | None = None,
+        *,
+        pin: bool = False,
+        emit: Emit = lambda kind, **fields: None,
+    ) -> None:
         """Read from the shared memory of this host alone if `reading` is left out."""
-        self._given, self._pin = reading, pin
+        self._given, self._pin, self._emit = reading, pin, emit
         self._slots: dict[str, MappedSlot] = {}
+        self._groups: JoinedGroups | None = None
         self.last: Offer | None = None  # that an engine has taken
 
     @property
@@ -66,9 +101,11 @@ class PartOpener:
         return self._given
 
     @contextmanager
-    def open_parts(self, offer: Offer) -> Iterator[tuple[OpenPart, ...]]:
-        """Open all parts of a version, by owner. InputError for one that is not there,
-        SnapshotError for one that is not whole."""
+    def open_parts(
+        self, offer: Offer, *, from_slots: bool = False
+    ) -> Iterator[tuple[OpenPart, ...]]:
+        """Open all parts of a version, by owner. `from_slots`: those of a version that is not the
+        newest. InputError for one that is not there, SnapshotError for one that is not whole."""
         assert isinstance(offer.source, RegisteredShards)
         with ExitStack() as stack:
             parts = []
@@ -80,9 +117,9 @@ class PartOpener:
                         f"{offer.version}, and its manifest lists {part_bytes(placed)}",
                         hint="register the version again",
                     )
-                reader = self._open(part, offer.manifest)
+                scheme, reader = self._open(part, offer.manifest, from_slots=from_slots)
                 stack.callback(reader.close)
-                parts.append(OpenPart(reader=reader, placed=placed))
+                parts.append(OpenPart(reader=reader, placed=placed, scheme=scheme))
             yield tuple(parts)
 
     def close(self) -> None:
@@ -90,12 +127,73 @@ class PartOpener:
         for slot in self._slots.values():
             slot.retire()
         self._slots.clear()
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
 
-    def _open(self, part: RegisteredPart, manifest: Manifest) -> PartReader:
+    def _open(
+        self, part: RegisteredPart, manifest: Manifest, *, from_slots: bool
+    ) -> tuple[str, PartReader]:
+        """Open the first address that can be opened; behind one of a device the part's slot, where
+        the preference has one. Returns its scheme too."""
         reading = self._reading
-        address = choose_address(
-            part.addresses, host=reading.host_id, preference=reading.preference
-        )
+        offered, host = part.addresses, reading.host_id
+        behind = tuple(one for one in reading.preference if one not in LIVE_SCHEMES)
+        wanted = behind if from_slots else reading.preference
+        first = choose_address(offered, host=host, preference=wanted)
+        if first.scheme not in LIVE_SCHEMES:
+            return first.scheme, self._open_slot(first, part, manifest)
+        if not behind:
+            return first.scheme, self._open_live(first, part, manifest)
+
+        def tell(error: GyreError) -> None:
+            self._emit(
+                "weights.slot_used",
+                version=manifest.version,
+                address=str(first),
+                reason=error.message,
+            )
+
+        def open_slot() -> PartReader:
+            ends_at = time.monotonic() + reading.deadline_s
+            while True:
+                try:
+                    return self._open_slot(second, part, manifest)
+                except SnapshotError:  # its publisher may be writing it, behind its device
+                    if time.monotonic() > ends_at:
+                        raise
+                time.sleep(SLOT_S)
+
+        second = choose_address(offered, host=host, preference=behind)
+        try:
+            live = self._open_live(first, part, manifest)
+        except GyreError as error:
+            tell(error)
+            return second.scheme, open_slot()
+        return first.scheme, SlotBehind(live, open_slot, tell)
+
+    def _open_live(
+        self, address: PartAddress, part: RegisteredPart, manifest: Manifest
+    ) -> PartReader:
+        reading = self._reading
+        wanted: dict[str, Any] = {
+            "epoch": manifest.epoch,
+            "version": manifest.version,
+            "size_bytes": part.size_bytes,
+            "deadline_s": reading.deadline_s,
+        }
+        if address.scheme == CUDA_IPC:
+            return StagedPart(
+                address, open_staging=partial(reading.open_staging, reading.device), **wanted
+            )
+        if self._groups is None:
+            self._groups = JoinedGroups(reading.device)
+        return GroupPart(address, groups=self._groups, **wanted)
+
+    def _open_slot(
+        self, address: PartAddress, part: RegisteredPart, manifest: Manifest
+    ) -> PartReader:
+        reading = self._reading
         wanted = {
             "epoch": manifest.epoch,
             "version": manifest.version,

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from gyre.kernels.checksum import as_hex
 from gyre.observability.spans import ActivityClock
 from gyre.weights.gather import ShardSource
 from gyre.weights.manifest import dtype_name, segment_sum
-from gyre.weights.transports.contracts import PartStore
+from gyre.weights.transports.contracts import LivePublisher, OpenSlot, PartStore
 from gyre.weights.transports.part_layout import PlacedSegment, dtype_of, part_bytes, place_part
 
 HOST_PIECE_BYTES = 1 << 20  # copied and summed while it is in the processor's cache
@@ -56,9 +58,11 @@ def publish_part(
     num_ranks: int,
     store: PartStore,
     activities: ActivityClock | None = None,
+    live: LivePublisher | None = None,
 ) -> PublishedPart:
-    """Copy this rank's part of a version into the store, with a checksum of each segment.
-    InputError for an offer of which this process has no tensors."""
+    """Copy this rank's part of a version into the store, with a checksum of each segment. `live`
+    serves it from the rank's own tensors too, until they change; the store may then be written
+    while readers have them. InputError for an offer of which this process has no tensors."""
     activities = activities or ActivityClock()
     with activities.timing("convert") as converting:
         runs_of = _owned_runs(offer, rank, num_ranks)
@@ -67,7 +71,7 @@ def publish_part(
         converting.size_bytes = _rounded_bytes(placed, runs)
     with activities.timing("register") as registering:
         registering.size_bytes = part_bytes(placed)
-        part, totals = _write_part(offer.manifest, placed, runs, store)
+        part, totals = _write_part(offer.manifest, placed, runs, store, live)
     entries = tuple(
         replace(
             entry,
@@ -81,19 +85,29 @@ def publish_part(
 
 
 def _write_part(
-    manifest: Manifest, placed: Sequence[PlacedSegment], runs: Sequence[Tensor], store: PartStore
+    manifest: Manifest,
+    placed: Sequence[PlacedSegment],
+    runs: Sequence[Tensor],
+    store: PartStore,
+    live: LivePublisher | None,
 ) -> tuple[RegisteredPart, Iterator[int]]:
-    """Copy the segments into the store; return where they are and their sums, in order."""
-    with store.writing(
-        epoch=manifest.epoch, version=manifest.version, size_bytes=part_bytes(placed)
-    ) as slot:
-        sums = [
-            _write(one, run_N, slot.bytes_N[one.start : one.stop])
-            for one, run_N in zip(placed, runs, strict=True)
-        ]
-        # the copies have ended when their device has given the sums
+    """Copy the segments into the store, now or while `live` serves them; return where they are and
+    their sums, in order."""
+    of_version = {"epoch": manifest.epoch, "version": manifest.version}
+    if live is not None:
+        live.withdraw()
+    with ExitStack() as stack:
+        slot = stack.enter_context(store.writing(**of_version, size_bytes=part_bytes(placed)))
+        further = () if live is None else live.put(**of_version, placed=placed, runs=runs)
+        if live is None or not further:
+            # the copies have ended when their device has given the sums
+            return slot.part, iter(_to_host(_write_all(placed, runs, slot)))
+        sums = [_sum(one, run_N) for one, run_N in zip(placed, runs, strict=True)]
         totals = iter(_to_host(sums))
-    return slot.part, totals
+        write = partial(_write_behind, stack.pop_all(), placed, runs, slot)
+        if not live.write_behind(**of_version, write=write):
+            write()
+    return replace(slot.part, addresses=(*slot.part.addresses, *further)), totals
 
 
 def _rounded_bytes(placed: Sequence[PlacedSegment], runs: Sequence[Tensor]) -> int:
@@ -219,21 +233,39 @@ def _entry(
     )
 
 
-def _write(placed: PlacedSegment, run_N: Tensor, home_N: Tensor) -> Tensor:
-    """Copy one segment into its bytes and return its sum, on the device of the numbers."""
+def _write_all(
+    placed: Sequence[PlacedSegment], runs: Sequence[Tensor], slot: OpenSlot
+) -> list[Tensor]:
+    return [
+        _sum(one, run_N, slot.bytes_N[one.start : one.stop])
+        for one, run_N in zip(placed, runs, strict=True)
+    ]
+
+
+@torch.no_grad()
+def _write_behind(
+    writing: ExitStack, placed: Sequence[PlacedSegment], runs: Sequence[Tensor], slot: OpenSlot
+) -> None:
+    """Write the slot, and register it at the end."""
+    with writing:
+        _to_host(_write_all(placed, runs, slot))  # which waits for the copies
+
+
+def _sum(placed: PlacedSegment, run_N: Tensor, home_N: Tensor | None = None) -> Tensor:
+    """Return one segment's sum, on the device of the numbers, and copy it into its bytes."""
     dtype = dtype_of(placed.entry)
-    home_N = home_N.view(dtype)
     on_host = run_N.device.type == "cpu"
     step = max(1, (HOST_PIECE_BYTES if on_host else DEVICE_PIECE_BYTES) // dtype.itemsize)
     total = torch.zeros((), dtype=torch.int64, device=run_N.device)
     for first in range(0, len(run_N), step):
         piece_N = run_N[first : first + step]
-        out_N = home_N[first : first + len(piece_N)]
-        if on_host:
+        out_N = None if home_N is None else home_N.view(dtype)[first : first + len(piece_N)]
+        if on_host and out_N is not None:
             summed_N = out_N.copy_(piece_N)
         else:  # rounded there, so that half as much crosses the link, then copied behind the sum
             summed_N = piece_N.to(dtype).contiguous()
-            out_N.copy_(summed_N, non_blocking=True)
+            if out_N is not None:
+                out_N.copy_(summed_N, non_blocking=True)
         part = replace(placed.segment, start=placed.segment.start + first)
         total += segment_sum(placed.entry, part, summed_N)
     return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gyre.core.errors import InputError
-from gyre.weights.transports.addresses import choose_address, host_id, parse
+from gyre.weights.transports.addresses import LIVE_SCHEMES, choose_address, host_id, parse
 from part_cases import shared_folder
 
 OFFERED = ("shm://aaaa/gyre-1-0-0", "tcp://10.0.0.1:7000/gyre-1-0-0")
@@ -32,8 +32,9 @@ def test_what_cannot_be_opened_is_named():
         choose_address(OFFERED[:1], host="bbbb")
     with pytest.raises(InputError, match="no address"):
         choose_address((), host="bbbb")
-    with pytest.raises(InputError, match="cuda-ipc cannot be opened yet"):
-        choose_address(("cuda-ipc://aaaa/x",), host="aaaa")
+    for scheme in LIVE_SCHEMES:
+        with pytest.raises(InputError, match=f"at {scheme}://aaaa/x, and none .* from host bbbb"):
+            choose_address((f"{scheme}://aaaa/x",), host="bbbb", preference=(scheme,))
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ def folder() -> Iterator[Path]:
 class Child:
     """A process that does what it is told."""
 
-    def __init__(self, folder: Path, run_id: str = RUN) -> None:
-        program = [sys.executable, part_child.__file__, str(folder), run_id]
+    def __init__(self, folder: Path, run_id: str = RUN, *schemes: str) -> None:
+        program = [sys.executable, part_child.__file__, str(folder), run_id, *schemes]
         self.process = subprocess.Popen(
             program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
@@ -65,8 +65,8 @@ class Child:
 
 
 @contextmanager
-def child(folder: Path, run_id: str = RUN) -> Iterator[Child]:
-    found = Child(folder, run_id)
+def child(folder: Path, run_id: str = RUN, *schemes: str) -> Iterator[Child]:
+    found = Child(folder, run_id, *schemes)
     try:
         yield found
     finally:

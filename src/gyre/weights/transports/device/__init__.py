@@ -1,0 +1,1 @@
+"""Device transports: parts that are read from the device of their publisher."""
