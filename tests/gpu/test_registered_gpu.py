@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gyre.core.errors import SnapshotError
 from gyre.weights.registered import SPARE_BYTES, ReadOver
 from gyre.weights.transports.addresses import host_id
 from gyre.weights.transports.opened import PartOpener, Reading, open_shards
-from part_cases import register, shared_folder, stores_of, whole_tensors
+from part_cases import register, shared_folder, stores_of, whole_tensors, with_wrong_checksum
 
 pytestmark = pytest.mark.gpu
 
@@ -55,6 +56,27 @@ def test_versions_go_from_gpu_to_gpu_and_are_undone(sharded, room):
         opener.close()
     last = ["host"] * 2 + ["publisher"] * 8
     assert kept == (["device"] * 10 if room == "on the device" else last)
+
+
+@pytest.mark.parametrize("bucket_bytes", [256, 64 << 20])
+def test_a_wrong_checksum_is_found_on_the_device_and_undone(bucket_bytes):
+    before = whole_tensors(1)
+    own = on_gpu(before)
+    with shared_folder() as folder, stores_of(folder, 2, pin=True) as stores:
+        offer = register(stores, on_gpu(whole_tensors(2)), version=2)
+        swap = ReadOver(
+            with_wrong_checksum(offer, "norm"),
+            own,
+            parts=PartOpener(Reading(host_id=host_id(folder), folder=folder, pin=True)),
+            emit=lambda kind, **fields: None,
+            bucket_bytes=bucket_bytes,
+        )
+        with pytest.raises(SnapshotError, match="norm does not match its checksum"):
+            swap.run()
+        assert not same(own, before)
+        swap.undo()
+        assert same(own, before)
+        swap.settle()
 
 
 def test_slots_are_page_locked_while_they_are_mapped():

@@ -189,6 +189,32 @@ def test_a_phase_and_a_sleep_level_that_it_has_not(sidecar: Sidecar) -> None:
     assert all(one["device"] == 0 and one["host"] > 16 << 20 for one in held)
 
 
+def test_a_start_that_has_begun_waits_for_its_memory(sidecar: Sidecar) -> None:
+    """It goes on in the next test. One that is ended while it waits is in the last test."""
+
+    async def call(method: str, *args: Any) -> Any:
+        return await asyncio.wrap_future(sidecar.handle.begin(method, *args))
+
+    async def main() -> None:
+        await call("engine.terminate")
+        own = psutil.Process(sidecar.pid)
+        assert not vllm_processes(own)
+        sidecar.events.clear()
+        assert await call("begin", "main", "{}", 7, "") == 7
+        while ("pod.activity", "dummy_start") not in [
+            (kind, fields.get("activity")) for kind, fields in sidecar.events
+        ]:  # `go` has the deadline
+            assert (await call("engine.health")).reason == "the engine is not started"
+            await asyncio.sleep(0.05)
+        assert vllm_processes(own)
+
+    go(main())
+
+
+def vllm_processes(own: psutil.Process) -> list[psutil.Process]:
+    return [one for one in own.children(recursive=True) if "tracker" not in str(one.cmdline())]
+
+
 def test_vllm_that_dies_in_a_rollout_is_started_again_and_catches_up(
     sidecar: Sidecar, folders: tuple[Path, Path]
 ) -> None:
@@ -225,8 +251,7 @@ def test_vllm_that_does_not_start_in_time_is_a_named_error_and_leaves_no_process
         own = psutil.Process(int(handle.place.rpartition(" ")[2]))
         with pytest.raises(DeadlineError, match=r"vLLM had not started after 0\.5 s"):
             await asyncio.wrap_future(handle.begin("engine.start", True))
-        left = [one for one in own.children(recursive=True) if "tracker" not in str(one.cmdline())]
-        assert not left
+        assert not vllm_processes(own)
         health = await asyncio.wrap_future(handle.begin("engine.health"))
         assert not health.ok and health.reason == "the engine is not started"
         await cluster.close()

@@ -8,7 +8,7 @@ by value.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -70,8 +70,23 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def find_faults(manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Compare tensors with a manifest: names, dtypes, shapes, and bytes where it has checksums."""
+def segments_match(entry: TensorEntry, tensor: Tensor) -> bool:
+    """Return whether a tensor has the checksum of each segment that lists one."""
+    listed = [segment for segment in entry.segments if segment.checksum is not None]
+    sums = [segment_sum(entry, segment, cut(tensor, segment)) for segment in listed]
+    return all(
+        as_hex(int(total)) == segment.checksum for total, segment in zip(sums, listed, strict=True)
+    )
+
+
+def find_faults(
+    manifest: Manifest,
+    tensors: Mapping[str, Tensor],
+    *,
+    matches: Callable[[TensorEntry, Tensor], bool] = segments_match,
+) -> list[str]:
+    """Compare tensors with a manifest: names, dtypes, shapes, and bytes where it has checksums.
+    `matches` may know the sums already."""
     listed = {entry.name for entry in manifest.entries}
     faults = [f"{name} is missing" for name in sorted(listed - set(tensors))]
     faults += [f"{name} is not part of the version" for name in sorted(set(tensors) - listed)]
@@ -84,17 +99,9 @@ def find_faults(manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[str]:
                 f"{entry.name} is {dtype_name(tensor.dtype)} {tuple(tensor.shape)}, "
                 f"the version has {entry.dtype} {entry.shape}"
             )
-        elif not _matches(entry, tensor):
+        elif not matches(entry, tensor):
             faults.append(f"{entry.name} does not match its checksum")
     return faults
-
-
-def _matches(entry: TensorEntry, tensor: Tensor) -> bool:
-    listed = [segment for segment in entry.segments if segment.checksum is not None]
-    sums = [segment_sum(entry, segment, cut(tensor, segment)) for segment in listed]
-    return all(
-        as_hex(int(total)) == segment.checksum for total, segment in zip(sums, listed, strict=True)
-    )
 
 
 def segment_sum(entry: TensorEntry, segment: Segment, values_N: Tensor) -> Tensor:
@@ -113,9 +120,14 @@ def cut(tensor: Tensor, segment: Segment) -> Tensor:
     return held.reshape(-1)[segment.start : segment.stop]
 
 
-def verify_manifest(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+def verify_manifest(
+    manifest: Manifest,
+    tensors: Mapping[str, Tensor],
+    *,
+    matches: Callable[[TensorEntry, Tensor], bool] = segments_match,
+) -> None:
     """Raise SnapshotError, naming the first faults, unless the tensors are the version whole."""
-    faults = find_faults(manifest, tensors)
+    faults = find_faults(manifest, tensors, matches=matches)
     if faults:
         raise SnapshotError(
             f"weights of version {manifest.version} are not whole ({len(faults)} faults): "

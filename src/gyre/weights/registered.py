@@ -3,7 +3,7 @@ RegisteredShards, the engine's own tensors. Out: a Swap.
 
 A bucket is copied over the engine's numbers while a thread reads the next one; what comes from
 shared memory is copied from the publisher's own pages. The numbers are verified where they end up,
-on the engine's device, segment by segment.
+on the engine's device, while further buckets come.
 
 `undo` takes the last version from where memory allows. Its bytes are kept on the engine's device
 where a second set of weights has room. Else the publisher's last version is read again, which it
@@ -28,6 +28,7 @@ from gyre.core.events import Emit
 from gyre.core.offers import Offer
 from gyre.core.rounding import round_up
 from gyre.weights.boxes import views
+from gyre.weights.landed import CopiesInTurn, LandedSums
 from gyre.weights.manifest import find_faults, verify_manifest
 from gyre.weights.transports.mapped import huge_pages
 from gyre.weights.transports.opened import OpenPart, OpenTensors, PartOpener
@@ -88,14 +89,17 @@ class _VersionReader:
     def copy_over(self, before_write: Callable[[list[Tensor]], None]) -> None:
         """Overwrite every number and verify them. `before_write` gets views of what each bucket is
         about to overwrite."""
+        sums, turns = LandedSums(), CopiesInTurn(self._device)
         for bucket, bytes_N in self._read_ahead():
             homes, values = self._pairs(bucket, bytes_N)
-            before_write(homes)
-            torch._foreach_copy_(homes, values, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+            turns.next(
+                keep=partial(before_write, homes),
+                copy=partial(torch._foreach_copy_, homes, values, non_blocking=True),
+                sum_up=partial(sums.add, bucket.pieces, self._own),
+            )
+        turns.finish()
         self._check()
-        verify_manifest(self.offer.manifest, self._own)
+        verify_manifest(self.offer.manifest, self._own, matches=sums.match)
 
     def _check(self) -> None:
         for part in self._parts:

@@ -137,7 +137,7 @@ OWNED = {
     ("trainer/trainer.py", "_computed"): "the compute thread",
     # CUDA, whose synchronize has no deadline: at a start, an end or a move, not in an engine's step
     ("weights/registered.py", "_read_ahead"): "the device; the thread's reads have deadlines",
-    ("weights/registered.py", "copy_over"): "the device, which copies from host memory",
+    ("weights/landed.py", "finish"): "the device, which copies from host memory and sums",
     ("weights/transports/publish.py", "_to_host"): "the device, which copies to host memory",
     ("distributed/comm_stats.py", "take"): "the device, behind a step that has ended",
     ("engine/kv_cache/host_pool.py", "wait"): "the device's copies",

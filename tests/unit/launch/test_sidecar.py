@@ -73,7 +73,7 @@ def test_a_role_has_the_sizes_of_the_config_and_its_own_environment(tmp_path: Pa
     assert made.limits.cores == (0,) and made.environment["OMP_NUM_THREADS"] == "1"
     assert made.environment["NCCL_NVLS_ENABLE"] == "0", "NVLink multicast"
     role = msgspec.json.decode(made.arguments["role_json"], type=VllmRole)
-    arguments = engine_arguments(role.settings, CPU)
+    arguments = engine_arguments(role.settings, CPU, Path("open"))
     assert arguments["max_num_seqs"] == 4 and arguments["kv_cache_memory_bytes"] == 1 << 20
     assert arguments["load_format"] == "dummy" and arguments["dtype"] == "float32"
     assert arguments["logprobs_mode"] == "processed_logprobs"
@@ -98,9 +98,9 @@ def test_a_cpu_computes_a_prompt_whole() -> None:
         "start_deadline_s": 1.0,
         "update_deadline_s": 1.0,
     }
-    on_cpu = engine_arguments(VllmSettings(**role), CPU)
+    on_cpu = engine_arguments(VllmSettings(**role), CPU, Path("open"))
     assert not on_cpu["enable_chunked_prefill"] and on_cpu["max_num_batched_tokens"] == 256
-    on_cuda = engine_arguments(VllmSettings(**role), CUDA)
+    on_cuda = engine_arguments(VllmSettings(**role), CUDA, Path("open"))
     assert "enable_chunked_prefill" not in on_cuda and on_cuda["enable_sleep_mode"]
     assert on_cuda["max_num_batched_tokens"] == 64 and "kv_cache_memory_bytes" not in on_cuda
 

@@ -52,6 +52,7 @@ class VllmWorker:
         )
         self._memory = VllmMemory(
             self._vllm.device_bytes,
+            reserved=lambda: self._vllm.begun_bytes,
             emit=context.emit,
             limits=role.proof,
             open_device=open_nvml if build.device == "cuda" else None,
@@ -62,6 +63,7 @@ class VllmWorker:
             activities=self._activities,
             held_bytes=self._held_bytes,
         )
+        self._beginning: asyncio.Task[None] | None = None
         self._receive, self.engine.prepare = self.engine.prepare, self._prepare
         self._start_engine, self.engine.start = self.engine.start, self._start
 
@@ -73,8 +75,9 @@ class VllmWorker:
         snapshot: str,
         neighbor_bytes: int = 0,
     ) -> int:
-        """Begin a stage; the weights come by its first hand-over."""
+        """Begin a stage, and vLLM's start; the weights come by the first hand-over."""
         await self._memory.begin(neighbor_bytes)
+        self._begin_start()
         return version
 
     async def enter(
@@ -87,7 +90,11 @@ class VllmWorker:
             await self._take_memory()
         elif phase == "train":
             await self._give_back()
-        return await self._memory.prove(phase, step, begun_s=begun_s)
+        held = await self._memory.prove(phase, step, begun_s=begun_s)
+        if phase == "train" and self._role.during_training == "terminate":
+            self._begin_start()
+            held = await self._memory.holdings()
+        return held
 
     async def holdings(self) -> DeviceHoldings:
         return await self._memory.holdings()
@@ -120,7 +127,18 @@ class VllmWorker:
         await self._start_engine(dummy)
         await self._memory.note_start()
 
+    def _begin_start(self) -> None:
+        """Let processes, imports and initialization go on while the policy trains."""
+        if self._vllm.begin_start():
+            self._beginning = asyncio.create_task(self._dummy_start())
+
+    async def _dummy_start(self) -> None:
+        with self._activities.timing("dummy_start"):
+            await self._vllm.wait_until_begun()
+
     async def _take_memory(self) -> None:
+        if self._beginning is not None and self._beginning.done():
+            self._beginning.result()  # it may have raised
         if not self._vllm.is_started:
             await self._start(True)
         elif self._vllm.is_parked:

@@ -3,8 +3,9 @@ step; the table and the drawing of one, ready for JSON. Pure.
 
 Each process reports what it has done (`pod.activity`) and moved (`memory.move`, `memory`); a row's
 time is when it ended. A process does one thing at a time, but for an engine's rollout, which may
-go on during an update. What a trainer rank does not fill while engines roll out is its wait for
-them. A step is cut out of the run by its `step.done`; what is outside of all steps is separate.
+go on during an update, and its start behind training. What a trainer rank does not fill while
+engines roll out is its wait for them. A step is cut out of the run by its `step.done`; what is
+outside of all steps is separate.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ TRAINER: tuple[Activity, ...] = (
 TRAINING: tuple[Activity, ...] = ("train", "score")  # what an engine's work may hide behind
 # those that only a trainer rank tells by itself; memory rows are everyone's
 TOLD_BY_RANKS = frozenset({"train", "score", "convert", "register"})
+# what goes on while its process does something else
+BACKGROUND: frozenset[Activity] = frozenset({"rollout", "dummy_start"})
 MOVES_NONE: frozenset[Activity] = frozenset({"train", "score", "wait_rollout", "rollout"})
 ORDER: tuple[Activity, ...] = get_args(Activity)  # that of the drawing, and of the table
 
@@ -180,19 +183,21 @@ def _move_activity(role: Role, is_in: bool, phase: str) -> Activity:
 
 def _stack(pieces: Sequence[LanePiece]) -> list[LanePiece]:
     """Lay pieces one after the other, by their ends: rows that were sent together have one time.
-    Rollouts keep their place, and lose what another activity covers."""
+    What runs in the background keeps its place, and loses what another activity covers."""
     laid: list[LanePiece] = []
     next_s = float("inf")
-    for piece in reversed([one for one in pieces if one.activity != "rollout"]):
+    for piece in reversed([one for one in pieces if one.activity not in BACKGROUND]):
         end_s = min(piece.end_s, next_s)
         next_s = max(0.0, end_s - (piece.end_s - piece.start_s))
         laid.append(replace(piece, start_s=next_s, end_s=end_s))
     taken = union(one.interval for one in laid)
-    rollouts = [piece.interval for piece in pieces if piece.activity == "rollout"]
-    laid += [
-        LanePiece(activity="rollout", start_s=start_s, end_s=end_s)
-        for start_s, end_s in _without(rollouts, taken)
-    ]
+    for piece in pieces:
+        if piece.activity in BACKGROUND:
+            free = _without([piece.interval], taken)
+            for number, (start_s, end_s) in enumerate(free, 1):
+                size = piece.size_bytes if number == len(free) else None
+                laid.append(replace(piece, start_s=start_s, end_s=end_s, size_bytes=size))
+            taken = union([*taken, piece.interval])
     return sorted(laid, key=lambda one: one.interval)
 
 

@@ -115,9 +115,12 @@ class VllmMemory:
         emit: Emit,
         limits: ProofLimits,
         open_device: Callable[[], Callable[[], DeviceUse]] | None,
+        reserved: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`ask` returns the processes that are there now. `open_device` is None for a CPU."""
+        """`ask` returns the processes that are there now, and `reserved` what those may have that
+        cannot be asked yet. `open_device` is None for a CPU."""
         self._ask, self._emit, self._limits = ask, emit, limits
+        self._reserved = reserved
         self._open_device = open_device
         self._read: Callable[[], DeviceUse] | None = None
         self._phase: Phase = "idle"
@@ -125,13 +128,14 @@ class VllmMemory:
         self._missing: set[str] = set()  # readings whose lack has been reported
 
     async def begin(self, neighbor_bytes: int) -> None:
-        """Take what others have on the device now, before vLLM's start, as theirs."""
+        """Take what others have on the device now as theirs."""
         self._neighbor_bytes = neighbor_bytes
         if self._open_device is None:
             return
         try:
             read = await asyncio.wait_for(asyncio.to_thread(self._open_device), OPEN_S)
-            self._others_bytes = read().used_bytes - neighbor_bytes
+            own = (await self._look()).holdings.process_bytes
+            self._others_bytes = read().used_bytes - neighbor_bytes - own
             self._read = read
         except Exception as error:  # noqa: BLE001  the ranks' ledgers still look at the device
             self._do_without("device", f"{type(error).__name__}: {error}")
@@ -184,10 +188,12 @@ class VllmMemory:
         processes = await self._ask()
         held = held_bytes(processes, beyond_bytes=self._beyond_bytes)
         use = None if self._read is None else self._read()
-        known = held + self._neighbor_bytes + self._others_bytes
+        reserved = self._reserved()
+        known = held + reserved + self._neighbor_bytes + self._others_bytes
         return _Account(
             counted="host" if self._open_device is None else read_from(processes),
             held_bytes=held,
+            reserved_bytes=reserved,
             outside_bytes=0 if use is None else use.used_bytes - known,
             free_bytes=None if use is None else use.free_bytes,
         )
@@ -229,12 +235,16 @@ class _Account:
 
     counted: ReadFrom
     held_bytes: int
+    reserved_bytes: int  # for a start that waits for its memory
     outside_bytes: int  # beyond what all processes of the run and earlier ones account for
     free_bytes: int | None  # None where the device is not read
 
     @property
     def holdings(self) -> DeviceHoldings:
-        return DeviceHoldings(component_bytes=self.held_bytes, process_bytes=self.held_bytes)
+        return DeviceHoldings(
+            component_bytes=self.held_bytes,
+            process_bytes=self.held_bytes + self.reserved_bytes,
+        )
 
 
 def _resident_bytes() -> int:

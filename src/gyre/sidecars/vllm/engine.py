@@ -50,6 +50,8 @@ from gyre.weights.protocol import (
     SwapFailed,
 )
 
+# of a device at most, that a start takes before weights and KV: context, NCCL, input buffers
+BEGUN_BYTES = 1 << 30
 LOOK_S = 0.005  # between two looks whether nothing is in flight
 
 
@@ -82,8 +84,10 @@ class VllmEngine:
         self.limits, self._settings, self._emit = limits, settings, emit
         self._abilities, self._drain_deadline_s = build.abilities(), drain_deadline_s
         self._initial_version = version
+        self._begun_bytes = BEGUN_BYTES if build.device == "cuda" else 0
         self._state = ReceiverState(version=version, is_whole=False)
         self._process: LlmProcess | None = None
+        self._begun: LlmProcess | None = None  # a start that waits for its memory
         self._is_parked = False
         self._flights: dict[str, RequestInFlight] = {}
         self._open = asyncio.Event()  # clear while a commit is under way
@@ -179,7 +183,7 @@ class VllmEngine:
         begun_s = time.monotonic()
         self._state = self._state.after(Lost())
         if self._process is None:
-            process = LlmProcess(self._settings)
+            process, self._begun = self._begun or LlmProcess(self._settings), None
             try:
                 await process.start()
             except BaseException:
@@ -197,6 +201,21 @@ class VllmEngine:
             scoring_bytes=0,
             seconds=round(time.monotonic() - begun_s, 3),
         )
+
+    def begin_start(self) -> bool:
+        """Start vLLM's processes as far as they take no memory for weights or KV; `start` goes on
+        from there. Return whether that has begun: not where it runs, or sizes KV by what is
+        free."""
+        if self._process is not None or self._begun is not None or not self._settings.kv_bytes:
+            return False
+        self._begun = LlmProcess(self._settings)
+        self._begun.begin()
+        return True
+
+    async def wait_until_begun(self) -> None:
+        """Wait until a start that has begun needs its memory."""
+        if self._begun is not None:
+            await self._begun.reached()
 
     async def prepare(self, offer: Offer, *, reverts: bool = False) -> None:
         process = self._need_started("prepare")
@@ -234,6 +253,9 @@ class VllmEngine:
             await self._process.call_workers("gyre_rollback")
 
     async def terminate(self) -> None:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            await begun.stop()
         process, self._process = self._process, None
         if process is None:
             return
@@ -281,6 +303,12 @@ class VllmEngine:
             if process.has_died:
                 return []
             raise
+
+    @property
+    def begun_bytes(self) -> int:
+        """Return what a start that waits for its memory may have on the device: nobody can ask its
+        processes."""
+        return 0 if self._begun is None else self._begun_bytes
 
     @property
     def is_started(self) -> bool:

@@ -27,6 +27,7 @@ from gyre.sidecars.vllm.versions import VllmBuild
 
 RECORD, HALF_MADE = "gyre-sidecar.json", "gyre-sidecar.half-made"
 INSTALL_S, VERIFY_S, LOCK_S = 1800.0, 180.0, 1800.0
+READY_S = 7 * 24 * 3600  # of vLLM's own wait for its engine process
 ROOM_BYTES = {"cpu": 6 << 30, "cuda": 16 << 30}  # that an environment takes, with room to unpack
 # what a sidecar imports of ours and of vLLM's
 CHECK = """
@@ -40,7 +41,7 @@ CHECKED = (
     "vllm.v1.engine.async_llm",
     "gyre.cluster.worker.process",
     "gyre.launch.placement.vllm_worker",
-    "gyre.sidecars.vllm.worker_extension",
+    "gyre.sidecars.vllm.worker_side",
 )
 
 
@@ -128,6 +129,8 @@ QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 def process_variables(build: VllmBuild, *, threads: int, eager: bool) -> dict[str, str]:
     """Return the variables that vLLM's processes are started with. Pure."""
     found = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    # a start waits for its memory as long as the policy trains; the sidecar has its own deadline
+    found["VLLM_ENGINE_READY_TIMEOUT_S"] = str(READY_S)
     if build.device == "cpu":
         found |= {
             "OMP_NUM_THREADS": str(threads),

@@ -9,9 +9,11 @@ import asyncio
 import importlib
 import importlib.metadata
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,13 +23,16 @@ from gyre.core import errors
 from gyre.core.errors import DeadlineError, GyreError, RankError
 from gyre.sidecars.vllm.config import DuringTraining
 from gyre.sidecars.vllm.device_memory import ProcessBytes, ProofLimits
+from gyre.sidecars.vllm.gate import Gate
 from gyre.sidecars.vllm.requests import TokenLimits
 from gyre.sidecars.vllm.versions import VllmBuild, find_build
 
-EXTENSION = "gyre.sidecars.vllm.worker_extension.WorkerExtension"
+EXTENSION = "gyre.sidecars.vllm.worker_side.WorkerExtension"
 KILL_S = 10.0  # longest wait for killed processes to be gone
 LEAVE_S = 1.0  # for vLLM's processes to end by themselves
 STOP_S = 20.0  # for vLLM to have ended them
+LEAST_UTILIZATION = 0.01
+LOOK_S = 0.02  # between two looks at a start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +65,13 @@ class VllmRole:
     version: int = 0  # of the weights in the settings' folder
 
 
-def engine_arguments(settings: VllmSettings, build: VllmBuild) -> dict[str, Any]:
-    """Return the arguments of vLLM's AsyncEngineArgs. Pure."""
+def engine_arguments(settings: VllmSettings, build: VllmBuild, gate: Path) -> dict[str, Any]:
+    """Return the arguments of vLLM's AsyncEngineArgs. Weights are allocated when `gate` exists.
+    Pure."""
     arguments: dict[str, Any] = {
         "model": settings.folder,
         "load_format": "dummy",  # a version comes by the worker extension
+        "model_loader_extra_config": {"gate": str(gate)},
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # none of the folder: sampling is the request's
         "dtype": settings.dtype,
@@ -85,6 +92,9 @@ def engine_arguments(settings: VllmSettings, build: VllmBuild) -> dict[str, Any]
         arguments["max_num_batched_tokens"] = max(settings.token_budget, settings.context_tokens)
     if settings.kv_bytes:
         arguments["kv_cache_memory_bytes"] = settings.kv_bytes
+        if build.device == "cuda":
+            # what must be free at its start, while the trainer has the device; it sizes nothing
+            arguments["gpu_memory_utilization"] = LEAST_UTILIZATION
     return {**arguments, **settings.extra}
 
 
@@ -134,7 +144,7 @@ class LlmCounters:
 
 
 class LlmProcess:
-    """A vLLM that is started. Its engine's processes are children of this one."""
+    """A vLLM that is begun or started. Its engine's processes are children of this one."""
 
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
@@ -142,22 +152,41 @@ class LlmProcess:
         self.llm: Any = None
         self.pages_total = self.page_tokens = 0
         self._is_dead = False
+        self._gate: Gate | None = None
+        self._making: asyncio.Future[Any] | None = None
+
+    def begin(self) -> None:
+        """Start vLLM's processes, which wait where they would take memory for weights and KV. Must
+        be called on a running event loop."""
+        assert self._making is None, "vLLM is begun already"
+        self._gate = Gate(Path(self._settings.folder))
+        loop = asyncio.get_running_loop()
+        self._making = loop.run_in_executor(None, self._make, self._gate.path)
+
+    async def reached(self) -> None:
+        """Wait until a vLLM that was begun waits for its memory, or has failed: `start` tells.
+        DeadlineError."""
+        gate, making = self._gate, self._making
+        assert gate is not None and making is not None, "begin comes first"
+        until_s = time.monotonic() + self._settings.start_deadline_s
+        while not (gate.is_reached or making.done()):
+            if time.monotonic() > until_s:
+                raise self._late()
+            await asyncio.sleep(LOOK_S)
 
     async def start(self) -> None:
-        """Start vLLM on dummy weights. DeadlineError, with its processes ended, when it is late."""
-        before = _children()
-        making = asyncio.get_running_loop().run_in_executor(None, self._make)
+        """Let vLLM take its memory, and wait until it has started, on dummy weights. DeadlineError
+        when it is late; `stop` ends it then."""
+        if self._making is None:
+            self.begin()
+        assert self._gate is not None and self._making is not None
+        self._gate.open()
         try:
             self.llm = await asyncio.wait_for(
-                asyncio.shield(making), self._settings.start_deadline_s
+                asyncio.shield(self._making), self._settings.start_deadline_s
             )
         except TimeoutError:
-            making.add_done_callback(_ignore)  # it ends with its processes
-            await asyncio.to_thread(_kill, _children() - before)
-            raise DeadlineError(
-                f"vLLM had not started after {self._settings.start_deadline_s:g} s",
-                hint="look at its log above; a higher engine.vllm.start_deadline_s allows more",
-            ) from None
+            raise self._late() from None
         except GyreError:
             raise
         except Exception as error:
@@ -176,6 +205,25 @@ class LlmProcess:
             with suppress(TimeoutError):  # its processes are killed below
                 await asyncio.wait_for(asyncio.to_thread(llm.shutdown, LEAVE_S), STOP_S)
         await asyncio.to_thread(_kill, _children())
+        making, self._making = self._making, None
+        if making is not None and not making.done():
+            making.add_done_callback(_ignore)  # it fails with its processes
+            await self._end_making(making)
+        if self._gate is not None:
+            self._gate.remove()
+
+    async def _end_making(self, making: asyncio.Future[Any]) -> None:
+        """Kill processes until the thread that starts them has given up."""
+        until_s = time.monotonic() + STOP_S
+        while not making.done() and time.monotonic() < until_s:
+            await asyncio.to_thread(_kill, _children())
+            await asyncio.sleep(LOOK_S)
+
+    def _late(self) -> DeadlineError:
+        return DeadlineError(
+            f"vLLM had not started after {self._settings.start_deadline_s:g} s",
+            hint="look at its log above; a higher engine.vllm.start_deadline_s allows more",
+        )
 
     @property
     def has_died(self) -> bool:
@@ -233,11 +281,11 @@ class LlmProcess:
         except Exception as error:
             raise RankError(f"vLLM's workers cannot be called: {error}") from error
 
-    def _make(self) -> Any:
+    def _make(self, gate: Path) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
         from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
-        arguments = engine_arguments(self._settings, installed_build())
+        arguments = engine_arguments(self._settings, installed_build(), gate)
         return AsyncLLM.from_engine_args(
             AsyncEngineArgs(**arguments), stat_loggers=[_stat_logger(self.counters)]
         )
