@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from etcd_process import EtcdProcess
 from gyre.distributed.init import hold_store
+from gyre.distributed.rendezvous.contract import KeyPut, Lease, LeaseLost
 from gyre.distributed.rendezvous.etcd import EtcdRendezvous
 from gyre.distributed.rendezvous.etcd_gateway import EtcdGateway
 from gyre.distributed.rendezvous.local import LocalRendezvous
@@ -24,7 +26,8 @@ from gyre.distributed.rendezvous.tcp_store import StoreRendezvous
 KINDS = ("local", "store", "etcd")
 SOON_S = 20.0  # a deadline that is not met
 LEASE_S = 1.0  # the shortest that etcd grants, for one that is to end
-LIVE_S = 2.0  # for one that is to last, on a machine that is busy
+LIVE_S = 2.0  # for one that is seen to last longer than that
+LASTING_S = 30.0  # for one that is to last, however busy the machine is
 WHOLE_S = 60.0  # for a test
 NUMBERS = itertools.count()
 
@@ -106,3 +109,34 @@ def go(meeting: Meeting, work: Callable[[Meeting], Awaitable[None]]) -> None:
                 await one.close()
 
     asyncio.run(main())
+
+
+async def outlive(lease_s: float, look: Callable[[], Awaitable[bool]]) -> None:
+    """Look for longer than a lease, which signs of life keep. Where this machine stood still for so
+    long that none could come, the lease may have ended rightly: it is looked at anew."""
+    began_s = last_s = time.monotonic()
+    while last_s < began_s + 1.2 * lease_s:
+        await asyncio.sleep(lease_s / 10)
+        is_well, now_s = await look(), time.monotonic()
+        if now_s > last_s + lease_s / 2:
+            began_s = now_s + lease_s  # by then it is there again
+        assert is_well or now_s < began_s
+        last_s = now_s
+
+
+async def keep(one: Any, key: str) -> tuple[Lease, int]:
+    """Return a lease that signs of life have kept for longer than its time, and the revision of its
+    key; another one where this machine stood still meanwhile."""
+    while True:
+        lease = await one.grant(LIVE_S, deadline_s=SOON_S)
+        last_s = time.monotonic()
+        at = await one.commit(KeyPut(key=key, value="here", lease=lease), deadline_s=SOON_S)
+        try:
+            for _ in range(6):
+                await asyncio.sleep(LIVE_S / 5)
+                await one.keep_alive(lease, deadline_s=SOON_S)
+                last_s = time.monotonic()
+            return lease, at
+        except LeaseLost:
+            if time.monotonic() < last_s + LIVE_S / 2:
+                raise

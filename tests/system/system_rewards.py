@@ -98,3 +98,10 @@ def breaks_later(task, completion, *, flag, way):
     if way == "raises":
         raise RuntimeError(f"no service for {len(completion)} characters")
     return float("nan")
+
+
+def varied_at_gate(task, completion, *, gate):
+    """As `varied`, while the file GATE is there."""
+    while not Path(gate).exists():
+        time.sleep(0.01)
+    return varied(task, completion)

@@ -215,6 +215,12 @@ def vllm_processes(own: psutil.Process) -> list[psutil.Process]:
     return [one for one in own.children(recursive=True) if "tracker" not in str(one.cmdline())]
 
 
+def shared_memory_of(pid: int) -> set[str]:
+    """What Python's shared memory a process has mapped: vLLM's, and not the slots of weights."""
+    maps = Path(f"/proc/{pid}/maps").read_text().split()
+    return {word for word in maps if word.startswith("/dev/shm/psm_")}
+
+
 def test_vllm_that_dies_in_a_rollout_is_started_again_and_catches_up(
     sidecar: Sidecar, folders: tuple[Path, Path]
 ) -> None:
@@ -229,11 +235,13 @@ def test_vllm_that_dies_in_a_rollout_is_started_again_and_catches_up(
             await pool.commit(1, policy="drain")
             streams = [pool.submit(request) for request in long]
             vllm = psutil.Process(sidecar.pid).children(recursive=True)
+            shared = {path for process in vllm for path in shared_memory_of(process.pid)}
             max(vllm, key=lambda process: process.memory_info().rss).kill()
             found = [await collect(stream) for stream in streams]
             assert [(part.finish, len(part.tokens)) for (part,) in found] == [("length", 400)] * 2
             assert all((part.versions == 1).all() for (part,) in found)
             assert not any(process.is_running() for process in vllm)
+            assert shared and not [path for path in shared if Path(path).exists()]
         await pool.close()
 
     go(main())

@@ -48,12 +48,12 @@ class ClusterConfig(Section):
     """Longest wait for a worker's answer about weights, memory or requests, which come without
     signs of progress."""
     hang_s: float = Field(default=45.0, gt=0.0)
-    """Seconds without progress after which a rank or an engine with work counts as hung. So does a
-    rank whose process does not answer. Five things are progress. They are a layer's forward pass, a
-    piece of offloaded state updated or waited for (trainer.offload_deadline_s), and a part of a
-    trace written. The others are a look whether a snapshot is copied (snapshot.deadline_s), and a
-    block of a snapshot written between two steps. Long steps are fine; each of these, and an update
-    of state on the device, must be shorter."""
+    """Seconds without progress after which a rank or an engine with work counts as hung. So does
+    one whose process does not answer in a call. Five things are progress. They are a layer's
+    forward pass, a piece of offloaded state updated or waited for (trainer.offload_deadline_s),
+    and a part of a trace written. The others are a look whether a snapshot is copied
+    (snapshot.deadline_s), and a block of a snapshot written between two steps. Long steps are
+    fine; each of these, and an update of state on the device, must be shorter."""
     stall_s: float = Field(default=10.0, gt=0.0)
     """Seconds without progress after which a served engine with work is not ready, and gets no new
     requests; at cluster.hang_s it is lost."""

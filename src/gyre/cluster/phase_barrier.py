@@ -44,6 +44,7 @@ class ClusterGate:
         self._held: dict[str, DeviceHoldings] = {}  # by name, as last heard
         self._ranks, self._engines, self._on_lost = tuple(ranks), engines, on_lost
         self._emit, self._calls = emit, StallLimit(key=CALLS, seconds=deadline_s)
+        self._hang_s = hang_s
         self._watchdog = Watchdog(ranks, emit=emit, hang_s=hang_s)
 
     def note(self, name: str, holdings: DeviceHoldings) -> None:
@@ -99,7 +100,10 @@ class ClusterGate:
         """Ask workers what they have now: work of the last phase may have left more than they had
         when they entered it. One that is lost is found by its `enter`."""
         deadline_s = self._calls.seconds
-        calls = (ask(handle, "holdings", deadline_s=deadline_s) for handle in handles)
+        calls = (
+            ask(handle, "holdings", deadline_s=deadline_s, hang_s=self._hang_s)
+            for handle in handles
+        )
         self._learn(handles, await asyncio.gather(*calls, return_exceptions=True))
 
     def _ask(
@@ -116,6 +120,7 @@ class ClusterGate:
                     self._neighbor_bytes(engine.name, engines),
                     deadline_s=deadline_s,
                     stacks=True,
+                    hang_s=self._hang_s,
                 )
             )
             for engine in engines

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre.cluster.worker.link import LinkHandle
+from gyre.cluster.worker.process_group import end_group
 from gyre.cluster.worker.rpc import STARTS, arrive
 from gyre.cluster.worker.server import OnEvent
 from gyre.core.contracts import WorkerHandle
@@ -86,8 +87,7 @@ class ProcessHandle(LinkHandle):
         with self._ending, suppress(subprocess.TimeoutExpired):
             if self._process.returncode is None:
                 self._wait_for_end(LEAVE_S)
-                with suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
+                end_group(self._process.pid)
             return self._process.wait(STOP_S)
         return None
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from gyre.cluster.watchdog import GRACE_S, HINT, LOOK_S, Watchdog, find_cause
+from gyre.cluster.watchdog import GRACE_S, HINT, Watchdog, find_cause
 from gyre.cluster.worker.endpoints import add_usage
-from gyre.cluster.worker.rpc import CALLS, LOSSES
+from gyre.cluster.worker.rpc import CALLS, LOOK_S, LOSSES
 from gyre.core.contracts import Cluster, WorkerHandle
 from gyre.core.errors import InputError, RankError
 from gyre.core.events import Emit

@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from gyre.cluster.worker.rpc import HANGS, LOSSES, arrive, read_stacks
+from gyre.cluster.worker.rpc import HANGS, LOOK_S, LOSSES, arrive, read_stacks
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import RankError, WorkerLate, WorkerLost
 from gyre.core.events import Emit
 from gyre.core.liveness import LastProgress, StallLimit, Verdict, decide
 
-LOOK_S = 1.0  # between two looks at the ranks, and longest wait for the answer to one
 GRACE_S = 8.0  # how long the other ranks have to say what they saw, once one has failed
 HINT = (
     "cluster.max_restarts lets the run restart from its newest snapshot; events.jsonl has "

@@ -434,6 +434,16 @@ EVENTS = {
         },
     ),
     "weights.publish_failed": EventKind("A publication failed.", "step version error", True),
+    "retry.version_registered": EventKind(
+        "A version was registered again, since engines could not read it where it was.",
+        "step version error",
+        counted=True,
+    ),
+    "weights.slot_replaced": EventKind(
+        "A slot in shared memory had been cut or removed; its owner made it anew.",
+        "name",
+        counted=True,
+    ),
     # Memory
     "memory": EventKind(
         "Memory was measured at a phase change. Peaks are those of the phase that was left.",

@@ -12,7 +12,9 @@ commit, by their own deadlines.
 from __future__ import annotations
 
 from gyre.core.contracts import CommitPolicy, EngineLifecycle, PolicyTrainer
+from gyre.core.errors import InputError, SnapshotError
 from gyre.core.events import Emit
+from gyre.core.offers import Offer, RegisteredShards
 from gyre.loop.ports import VersionLog
 
 
@@ -46,24 +48,29 @@ class Handover:
 
     async def publish(self, *, step: int, policy: CommitPolicy = "drain") -> int:
         """Bring the engine to the trainer's version, and return it; the engine has it whole, or
-        keeps the old one and this raises. `policy` decides about requests in flight."""
+        keeps the old one and this raises. Registered parts that were damaged since are registered
+        once more. `policy` decides about requests in flight."""
         if not self._running:
             await self._lifecycle.start(dummy=True)
             self._running = True
             self._emit("handover.engine_started", dummy=True, step=step)
-        offer = await self._trainer.register(epoch=self._epoch)
-        manifest = offer.manifest
-        if self._versions is not None:
-            await self._versions.offered(offer)
+        offer = await self._register()
         try:
-            await self._lifecycle.prepare(offer)
-            await self._lifecycle.commit(manifest.version, policy=policy)
+            await self._update(offer, policy)
         except BaseException as error:
-            self._emit(
-                "weights.publish_failed", step=step, version=manifest.version, error=repr(error)
-            )
+            if not is_damaged(offer, error):
+                await self._fail(offer, error, step)
+                raise
+            told = {"step": step, "version": offer.version, "error": repr(error)}
+            self._emit("retry.version_registered", **told)
             await self._roll_back(step)
-            raise
+            offer = await self._register()
+            try:
+                await self._update(offer, policy)
+            except BaseException as again:
+                await self._fail(offer, again, step)
+                raise
+        manifest = offer.manifest
         if self._versions is not None:
             await self._versions.committed(offer)
         self._emit(
@@ -78,6 +85,21 @@ class Handover:
         )
         return manifest.version
 
+    async def _register(self) -> Offer:
+        offer = await self._trainer.register(epoch=self._epoch)
+        if self._versions is not None:
+            await self._versions.offered(offer)
+        return offer
+
+    async def _update(self, offer: Offer, policy: CommitPolicy) -> None:
+        await self._lifecycle.prepare(offer)
+        await self._lifecycle.commit(offer.version, policy=policy)
+
+    async def _fail(self, offer: Offer, error: BaseException, step: int) -> None:
+        told = {"step": step, "version": offer.version, "error": repr(error)}
+        self._emit("weights.publish_failed", **told)
+        await self._roll_back(step)
+
     async def _roll_back(self, step: int) -> None:
         """Roll back after a publication that failed. That error is the one to be raised; an error
         of the rollback is an event."""
@@ -85,3 +107,11 @@ class Handover:
             await self._lifecycle.rollback()
         except Exception as error:  # noqa: BLE001  it is told
             self._emit("warn.rollback_failed", step=step, error=repr(error))
+
+
+def is_damaged(offer: Offer, error: BaseException) -> bool:
+    """Return whether receivers could not read what was registered, which its publisher still has.
+    Pure."""
+    return isinstance(offer.source, RegisteredShards) and isinstance(
+        error, SnapshotError | InputError
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 import venv
 from collections.abc import Awaitable, Callable
@@ -15,9 +17,12 @@ import pytest
 
 from cluster_roles import HERE
 from gyre.cluster.process_cluster import ProcessCluster, describe_end, visible_devices
+from gyre.cluster.worker.process_group import find_members
 from gyre.cluster.worker.rpc import ask
-from gyre.core.errors import ConfigError, WorkerLost
+from gyre.core.errors import ConfigError, WorkerLate, WorkerLost
 from gyre.core.records import ProcessLimits, RoleSpec
+
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @pytest.mark.parametrize(
@@ -131,3 +136,71 @@ def test_what_a_worker_has_started_ends_with_it(way: str) -> None:
             await asyncio.sleep(0.02)
 
     go(main)
+
+
+def test_a_call_to_a_process_that_stands_still_ends_before_its_deadline() -> None:
+    async def main(cluster: ProcessCluster) -> None:
+        handle = await cluster.start(spec())
+        own, _ = await ask(handle, "start_child", deadline_s=30)
+        assert await ask(handle, "work", 3.0, deadline_s=30, hang_s=2.0) == "done", "it is busy"
+        psutil.Process(own).suspend()
+        with pytest.raises(WorkerLate, match="answers nothing for 2 s, and was asked for 'prefix'"):
+            await ask(handle, "prefix", deadline_s=600, hang_s=2.0)
+
+    go(main)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is a folder on Linux")
+@pytest.mark.parametrize("way", ["stopped", "killed", "stopped by SIGSTOP"])
+def test_what_a_worker_has_in_shared_memory_ends_with_it(way: str) -> None:
+    async def main(cluster: ProcessCluster) -> None:
+        handle = await cluster.start(spec())
+        own, names = await ask(handle, "share_memory", deadline_s=30)
+        assert all((SHARED_MEMORY / name).exists() for name in names)
+        if way == "killed":
+            psutil.Process(own).kill()
+            await cluster.watch(handle)
+        elif way == "stopped by SIGSTOP":
+            psutil.Process(own).suspend()
+        await cluster.stop(handle)
+        assert not [name for name in names if (SHARED_MEMORY / name).exists()]
+        assert not find_members(own)
+
+    go(main)
+
+
+STARTER = """
+import asyncio, sys, time
+from gyre.cluster.process_cluster import ProcessCluster
+from gyre.cluster.worker.rpc import ask
+from gyre.core.records import RoleSpec
+
+async def main():
+    cluster = ProcessCluster(gpus=0, on_event=lambda *_, **__: None)
+    handle = await cluster.start(RoleSpec(name="w", builder="process_roles:make"))
+    own, names = await ask(handle, "share_memory", deadline_s=30)
+    print(own, *names, flush=True)
+    time.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is a folder on Linux")
+def test_a_worker_whose_starter_is_killed_leaves_nothing() -> None:
+    path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert starter.stdout is not None
+    own, *names = starter.stdout.readline().split()
+    assert len(names) == 2 and all((SHARED_MEMORY / name).exists() for name in names)
+    starter.kill()
+    starter.communicate(timeout=20)
+    until_s = time.monotonic() + 20
+    while find_members(int(own)) or any((SHARED_MEMORY / name).exists() for name in names):
+        assert time.monotonic() < until_s
+        time.sleep(0.02)

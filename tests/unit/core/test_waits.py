@@ -29,6 +29,7 @@ OWNED = {
     ("cluster/worker/handshake.py", "_read"): "the socket's timeout",
     ("launch/placement/pod_members.py", "leave_pool"): "the tasks, which are cancelled",
     ("launch/placement/pod_members.py", "close"): "the tasks, and a server's close",
+    ("cluster/worker/rpc.py", "_arrive_alive"): "the call's deadline, or looks that are missed",
     ("cluster/worker/link.py", "_write"): "`_read`, at the worker's end",
     ("cluster/worker/link.py", "_lost"): "nothing: it asks whether the future is done",
     ("cluster/worker/link.py", "_read"): "nothing: it takes what is there",

@@ -54,6 +54,7 @@ COUNTED = [
     "rendezvous.superseded",
     "rendezvous.watch_reopened",
     "retry.request_requeued",
+    "retry.version_registered",
     "reward.worker_replaced",
     "reward.fork_server_replaced",
     "reward.fork_server_killed",
@@ -75,6 +76,7 @@ COUNTED = [
     "warn.staleness_uncorrected",
     "weights.commit_failed",
     "weights.publish_failed",
+    "weights.slot_replaced",
     "weights.reader_lost",
     "weights.reader_refused",
 ]

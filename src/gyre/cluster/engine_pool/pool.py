@@ -421,7 +421,16 @@ class EnginePool:
         if up or self.returns:
             return up or None
         if any(member.state != "lost" for member in self.members.values()):
-            return None if any(member.leaves for member in self.members.values()) else ()
+            if any(member.leaves for member in self.members.values()):
+                return None
+            offer = self._published
+            if offer is None or not isinstance(offer.source, RegisteredShards):
+                return ()
+            return RankError(
+                f"no engine could read version {offer.version} where it is registered",
+                hint="events.jsonl says why not (engine.waits_for_weights); cluster.max_restarts "
+                "lets the run restart from its newest snapshot",
+            )
         return RankError(
             "every engine is lost", hint="events.jsonl says why each was; look for engine.lost"
         )

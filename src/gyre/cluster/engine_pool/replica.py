@@ -73,7 +73,7 @@ class EngineReplica:
 
     async def ask(self, method: str, *args: Any, deadline_s: float | None = None) -> Any:
         limits = {"deadline_s": deadline_s or self._deadline_s, "key": "" if deadline_s else CALLS}
-        return await ask(self.handle, method, *args, **limits, stacks=True)
+        return await ask(self.handle, method, *args, **limits, stacks=True, hang_s=self._hang_s)
 
     @property
     def still_s(self) -> float:

@@ -15,7 +15,6 @@ import asyncio
 import json
 import os
 import resource
-import signal
 import socket
 import sys
 import threading
@@ -23,6 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from gyre.cluster.worker import frames
+from gyre.cluster.worker.process_group import end_group
 from gyre.cluster.worker.server import Reply, WorkerServer, describe_failure
 from gyre.core.errors import WorkerLost
 from gyre.core.records import ProcessLimits
@@ -33,7 +33,7 @@ Work = Callable[..., Awaitable[Reply]]
 def leave(cause: str) -> NoReturn:
     """End this process at once, with those that it started: its starter is gone."""
     if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
+        end_group(os.getpid())
     os._exit(0)
 
 

@@ -4,6 +4,7 @@ answer, or the error that names the worker."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,6 +16,7 @@ from gyre.core.errors import WorkerLate, WorkerLost
 LOSSES = (WorkerLost, WorkerLate, WorkerFault)
 # keys of deadlines
 CALLS, STARTS, HANGS = "cluster.call_deadline_s", "cluster.start_deadline_s", "cluster.hang_s"
+LOOK_S = 1.0  # between two looks at a worker, and longest wait for the answer to one
 STACKS_S = 5.0  # longest wait for a worker's stacks
 
 
@@ -25,11 +27,16 @@ async def ask(
     deadline_s: float,
     key: str = CALLS,
     stacks: bool = False,
+    hang_s: float | None = None,
 ) -> Any:
-    """Return the answer. WorkerLate past the deadline, with `stacks` saying what the worker is at:
-    it may still go on. `key` of the config sets the deadline, unless it is empty."""
+    """Return the answer. WorkerLate past the deadline, or once the process has answered no look for
+    `hang_s`. With `stacks` it says what the worker is at, which may still go on. `key` of the
+    config sets the deadline, unless it is empty."""
+    arriving = arrive(handle.begin(method, *args), handle, method, deadline_s, key=key)
     try:
-        return await arrive(handle.begin(method, *args), handle, method, deadline_s, key=key)
+        if hang_s is None:
+            return await arriving
+        return await _arrive_alive(arriving, handle, method, hang_s)
     except WorkerLate as error:
         if not stacks:
             raise
@@ -48,6 +55,32 @@ async def arrive(
             f"{deadline_s:g} s",
             hint="look at that process" + (f"; a higher {key} allows more time" if key else ""),
         ) from None
+
+
+async def _arrive_alive(
+    arriving: Coroutine[Any, Any, Any], handle: WorkerHandle, what: str, hang_s: float
+) -> Any:
+    """Wait for an answer while the process answers looks, which a thread of its own does."""
+    # not by the clock: this process may have stood still itself
+    waiting, missed_s = asyncio.ensure_future(arriving), 0.0
+    try:
+        while missed_s < hang_s:
+            await asyncio.wait([waiting], timeout=LOOK_S)
+            if waiting.done():
+                return waiting.result()
+            try:
+                await arrive(handle.look("pulse"), handle, "pulse", LOOK_S)
+                missed_s = 0.0
+            except LOSSES:
+                missed_s += 2 * LOOK_S
+        raise WorkerLate(
+            f"worker {handle.name} ({handle.place}) answers nothing for {hang_s:g} s, and was "
+            f"asked for '{what}'",
+            hint=f"look at that process; a higher {HANGS} allows more time",
+        )
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
 
 
 async def read_stacks(handle: WorkerHandle) -> str:

@@ -89,6 +89,15 @@ class MetadataStore:
         """Take this process's records away."""
         await self._keeper.stop()
 
+    async def add_member(self, name: str, role: str, place: str) -> None:
+        """Say that a process is there which does not reach the rendezvous itself. It is for as long
+        as this process's lease, or until `remove_member`."""
+        member = MemberRecord(name=name, role=role, place=place, process=self._keeper.process)
+        await self._write_leased(MEMBERS + name, member)
+
+    async def remove_member(self, name: str) -> None:
+        await self._keeper.delete([MEMBERS + name])
+
     async def members(self) -> dict[str, MemberRecord]:
         return read_members(await self._list(MEMBERS))
 

@@ -32,6 +32,7 @@ from gyre.core.errors import GyreError, InputError
 from gyre.core.events import Emit
 from gyre.core.records import RoleSpec
 from gyre.launch.factories import Facts
+from gyre.launch.placement.pod_metadata import PodMetadata
 from gyre.launch.stages import Stage
 from gyre.planner.plan import Dtype, Plan
 from gyre.runconfig import RunConfig
@@ -58,8 +59,11 @@ class PodMembers:
         cluster: ProcessCluster,
         run_id: str,
         emit: Emit,
+        metadata: PodMetadata | None = None,
     ) -> None:
-        """Listen at once, on the event loop that runs."""
+        """Listen at once, on the event loop that runs. With `metadata` the rendezvous has who
+        is there."""
+        self._metadata = metadata
         settings = config.cluster
         self._cluster, self._emit = cluster, emit
         self._start_deadline_s = settings.start_deadline_s
@@ -165,6 +169,8 @@ class PodMembers:
             return
         self._handles[name] = handle
         self._emit("member.joined", member=name, place=place)
+        if self._metadata is not None:
+            self._metadata.note_joined(name, place)
         self._keep(self._follow(handle))
         if self._stage is not None:
             self._begin_serving(handle)
@@ -206,6 +212,8 @@ class PodMembers:
         del self._handles[handle.name]
         requests = 0 if self._pool is None else self._pool.balancer.num_routed(handle.name)
         await self._cluster.stop(handle)
+        if self._metadata is not None:
+            self._metadata.note_left(handle.name)
         self._emit(
             "member.left",
             member=handle.name,

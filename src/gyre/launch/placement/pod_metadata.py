@@ -12,8 +12,10 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 from torch.distributed import PrefixStore, TCPStore
 
@@ -51,6 +53,14 @@ def open_rendezvous(
     return StoreRendezvous(PrefixStore(f"gyre/{run_id}/pod", store), emit=emit)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodNote:
+    """What a process writes, once it can."""
+
+    what: str
+    write: Callable[[], Awaitable[None]]
+
+
 class PodMetadata:
     """One process's records, written in order by a task of its own."""
 
@@ -66,8 +76,7 @@ class PodMetadata:
             deadline_s=config.deadline_s,
         )
         self._deadline_s = config.deadline_s
-        # epochs and versions that this engine has come to serve
-        self._notes: asyncio.Queue[tuple[int, int]] = asyncio.Queue(maxsize=64)
+        self._notes: asyncio.Queue[PodNote] = asyncio.Queue(maxsize=64)
         self._writer: asyncio.Task[None] | None = None
 
     async def join(self) -> None:
@@ -120,23 +129,33 @@ class PodMetadata:
         await self._store.note_committed(epoch, version)
         await self._store.finish_operation()
 
-    # of a receiver
+    # notes, written as soon as the rendezvous takes them
 
     def note_serving(self, epoch: int, version: int) -> None:
-        """Say which version this engine serves, as soon as the rendezvous takes it."""
+        """Say which version this engine serves."""
+        write = partial(self._store.note_receiver, epoch, version, "committed")
+        self._note(f"version {version} of a receiver", write)
+
+    def note_joined(self, member: str, place: str) -> None:
+        """Say that a member of another host is there, which has no way to the rendezvous."""
+        self._note(f"{member} joined", partial(self._store.add_member, member, "member", place))
+
+    def note_left(self, member: str) -> None:
+        self._note(f"{member} left", partial(self._store.remove_member, member))
+
+    def _note(self, what: str, write: Callable[[], Awaitable[None]]) -> None:
         try:
-            self._notes.put_nowait((epoch, version))
+            self._notes.put_nowait(PodNote(what=what, write=write))
         except asyncio.QueueFull:
             self._emit("drop.rendezvous_notes", count=1)
 
     async def _write(self) -> None:
         while True:
-            epoch, version = await self._notes.get()
-            what = f"version {version} of a receiver"
+            note = await self._notes.get()
             try:
-                await self._try(self._store.note_receiver(epoch, version, "committed"), what)
+                await self._try(note.write(), note.what)
             except RankError as error:  # its record is another process's now
-                self._emit("rendezvous.not_told", what=what, reason=str(error))
+                self._emit("rendezvous.not_told", what=note.what, reason=str(error))
             finally:
                 self._notes.task_done()
 

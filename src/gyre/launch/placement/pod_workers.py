@@ -19,6 +19,7 @@ from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
 from gyre.launch.factories import Facts
 from gyre.launch.placement.pod_members import PodMembers
+from gyre.launch.placement.pod_metadata import PodMetadata
 from gyre.launch.placement.worker_placement import LOOPBACK, WorkerDevices, name_run
 from gyre.planner.plan import Dtype
 from gyre.runconfig import RunConfig
@@ -74,7 +75,9 @@ class PodWorkers:
     def forward_to(self, emit: Emit) -> None:
         self._emit = emit
 
-    def open_members(self, folder: Path, facts: Facts, dtype: Dtype) -> PodMembers | None:
+    def open_members(
+        self, folder: Path, facts: Facts, dtype: Dtype, metadata: PodMetadata | None
+    ) -> PodMembers | None:
         if not self._config.cluster.members_address:
             return None
         return PodMembers(
@@ -85,6 +88,7 @@ class PodWorkers:
             cluster=self.cluster,
             run_id=name_run(folder),
             emit=self._emit,
+            metadata=metadata,
         )
 
     async def stop_workers(self) -> None:

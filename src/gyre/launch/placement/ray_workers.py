@@ -14,6 +14,7 @@ from gyre.cluster.ray_cluster import RayCluster
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
 from gyre.launch.factories import Facts
+from gyre.launch.placement.pod_metadata import PodMetadata
 from gyre.launch.placement.worker_placement import LOOPBACK, WorkerDevices
 from gyre.planner.plan import Dtype
 from gyre.runconfig import RunConfig
@@ -53,7 +54,9 @@ class RayWorkers:
     def devices_of(self, rank: int | None, engine: int) -> WorkerDevices:
         return WorkerDevices(gpus=1.0 if self.on_gpus else 0.0)
 
-    def open_members(self, folder: Path, facts: Facts, dtype: Dtype) -> None:
+    def open_members(
+        self, folder: Path, facts: Facts, dtype: Dtype, metadata: PodMetadata | None
+    ) -> None:
         return None
 
     async def stop_workers(self) -> None:

@@ -52,7 +52,7 @@ class VllmWorker:
         )
         self._memory = VllmMemory(
             self._vllm.device_bytes,
-            reserved=lambda: self._vllm.begun_bytes,
+            begun_bytes=lambda: self._vllm.begun_bytes,
             emit=context.emit,
             limits=role.proof,
             open_device=open_nvml if build.device == "cuda" else None,
@@ -91,9 +91,8 @@ class VllmWorker:
         elif phase == "train":
             await self._give_back()
         held = await self._memory.prove(phase, step, begun_s=begun_s)
-        if phase == "train" and self._role.during_training == "terminate":
-            self._begin_start()
-            held = await self._memory.holdings()
+        if phase == "train" and self._begin_start():
+            held = await self.holdings()
         return held
 
     async def holdings(self) -> DeviceHoldings:
@@ -123,18 +122,21 @@ class VllmWorker:
         await self._take_memory()
         await self._receive(offer)
 
-    async def _start(self, dummy: bool) -> None:
-        await self._start_engine(dummy)
-        await self._memory.note_start()
-
-    def _begin_start(self) -> None:
-        """Let processes, imports and initialization go on while the policy trains."""
-        if self._vllm.begin_start():
-            self._beginning = asyncio.create_task(self._dummy_start())
+    def _begin_start(self) -> bool:
+        """Let processes, imports and initialization go on while the policy trains; return whether
+        that has begun."""
+        if not self._vllm.begin_start():
+            return False
+        self._beginning = asyncio.create_task(self._dummy_start())
+        return True
 
     async def _dummy_start(self) -> None:
         with self._activities.timing("dummy_start"):
             await self._vllm.wait_until_begun()
+
+    async def _start(self, dummy: bool) -> None:
+        await self._start_engine(dummy)
+        await self._memory.note_start()
 
     async def _take_memory(self) -> None:
         if self._beginning is not None and self._beginning.done():

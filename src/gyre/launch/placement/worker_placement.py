@@ -94,7 +94,9 @@ class Fleet(Protocol):
         """Send the workers' events to another log from now on."""
         ...
 
-    def open_members(self, folder: Path, facts: Facts, dtype: Dtype) -> PodMembers | None:
+    def open_members(
+        self, folder: Path, facts: Facts, dtype: Dtype, metadata: PodMetadata | None
+    ) -> PodMembers | None:
         """Listen for members of other hosts; None where the run has none."""
         ...
 
@@ -141,12 +143,12 @@ class WorkerPlacement:
         """Start the ranks; each makes the model, without its weights."""
         facts = self._facts = make_facts(self._config, tokenizer)
         dtype = dtype_name(self._machine)
-        self._members = self._fleet.open_members(self._folder, facts, dtype)
         self._store = hold_store(self._fleet.host, timeout_s=self._settings.start_deadline_s)
         if self._config.engine.kind == "vllm":  # minutes, and no lease is kept alive meanwhile
             ensure_environment(self._config, build_of(self._config), self._emit)
         if not self._fleet.ranks_have_engines:
             await self._join_pod()
+        self._members = self._fleet.open_members(self._folder, facts, dtype, self._metadata)
         names = [f"worker-{rank}" for rank in range(self._fleet.num_workers)]
         self._emit("cluster.starting", workers=names, engine_workers=self._fleet.engine_workers)
         starts = [

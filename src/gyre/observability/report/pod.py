@@ -85,16 +85,17 @@ def pod_steps(story: Story) -> tuple[PodStep, ...]:
     if not lanes:
         return ()
     windows = step_windows(story)
-    rollouts = _rollout_spans(story, lanes)
-    cut = [_cut(lane.pieces, [(start, end) for _, _, start, end in windows]) for lane in lanes]
+    bounds = [(start_s, end_s) for _, _, start_s, end_s in windows]
+    cut = [_cut(lane.pieces, bounds) for lane in lanes]
+    rollouts = _cut(_rollout_spans(story, lanes), bounds)
     steps = []
     for at, (stage, step, start_s, end_s) in enumerate(windows):
         own = tuple(
             Lane(worker=lane.worker, role=lane.role, pieces=tuple(cut[number][at]))
             for number, lane in enumerate(lanes)
         )
-        waiting = intersect(rollouts, [(start_s, end_s)])
-        own = tuple(_with_waits(lane, waiting) if lane.role == "trainer" else lane for lane in own)
+        spans = [piece.interval for piece in rollouts[at]]
+        own = tuple(_with_waits(lane, spans) if lane.role == "trainer" else lane for lane in own)
         steps.append(
             PodStep(
                 stage=stage,
@@ -190,25 +191,28 @@ def _stack(pieces: Sequence[LanePiece]) -> list[LanePiece]:
         end_s = min(piece.end_s, next_s)
         next_s = max(0.0, end_s - (piece.end_s - piece.start_s))
         laid.append(replace(piece, start_s=next_s, end_s=end_s))
-    taken = union(one.interval for one in laid)
+    gaps, last_s = _gaps(union(one.interval for one in laid)), 0.0
+    behind: list[LanePiece] = []
     for piece in pieces:
         if piece.activity in BACKGROUND:
-            free = _without([piece.interval], taken)
-            for number, (start_s, end_s) in enumerate(free, 1):
-                size = piece.size_bytes if number == len(free) else None
-                laid.append(replace(piece, start_s=start_s, end_s=end_s, size_bytes=size))
-            taken = union([*taken, piece.interval])
+            start_s, last_s = max(piece.start_s, last_s), max(piece.end_s, last_s)
+            behind.append(replace(piece, start_s=start_s))
+    laid += [part for parts in _cut(behind, gaps) for part in parts]
     return sorted(laid, key=lambda one: one.interval)
 
 
 def _without(intervals: Iterable[Interval], taken: Sequence[Interval]) -> list[Interval]:
     """Return what is left of intervals outside of disjoint ordered ones."""
+    return intersect(union(intervals), _gaps(taken))
+
+
+def _gaps(taken: Sequence[Interval]) -> list[Interval]:
     bounds = [float("-inf"), *(edge for interval in taken for edge in interval), float("inf")]
-    free = list(zip(bounds[::2], bounds[1::2], strict=True))
-    return intersect(union(intervals), [one for one in free if one[1] > one[0]])
+    gaps = zip(bounds[::2], bounds[1::2], strict=True)
+    return [one for one in gaps if one[1] > one[0]]
 
 
-def _rollout_spans(story: Story, lanes: Sequence[Lane]) -> list[Interval]:
+def _rollout_spans(story: Story, lanes: Sequence[Lane]) -> list[LanePiece]:
     """Return when rollouts ran: by the engines' word, and by the loop's, which gathers them."""
     spans = [
         piece.interval for lane in lanes for piece in lane.pieces if piece.activity == "rollout"
@@ -216,7 +220,10 @@ def _rollout_spans(story: Story, lanes: Sequence[Lane]) -> list[Interval]:
     for told in story.of_kind("phase.ended"):
         if told.row.get("phase") == "rollout":
             spans.append((told.time_s - (as_number(told.row.get("seconds")) or 0.0), told.time_s))
-    return union(spans)
+    return [
+        LanePiece(activity="rollout", start_s=start_s, end_s=end_s)
+        for start_s, end_s in union(spans)
+    ]
 
 
 def _cut(pieces: Sequence[LanePiece], windows: Sequence[Interval]) -> list[list[LanePiece]]:

@@ -238,6 +238,8 @@ def try_function() -> None:
     In (stdin): Setup, then Items, framed. Out (stdout): one CheckResult each, the first (index -1)
     for the import. Run by rewards.pool.validate.
     """
+    # its parent ends it after its time, and may be killed before
+    kernel.die_with_parent(signal.SIGKILL)
     answers = os.dup(1)
     os.dup2(2, 1)  # what the function prints must not get among the answers
     part = decode_setup(_read_frame() or b"").parts[0]

@@ -113,14 +113,14 @@ class VllmMemory:
         ask: Callable[[], Awaitable[Sequence[ProcessBytes]]],
         *,
         emit: Emit,
+        begun_bytes: Callable[[], int],
         limits: ProofLimits,
         open_device: Callable[[], Callable[[], DeviceUse]] | None,
-        reserved: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`ask` returns the processes that are there now, and `reserved` what those may have that
-        cannot be asked yet. `open_device` is None for a CPU."""
+        """`ask` returns the processes that are there now, and `begun_bytes` what a start that waits
+        may have. `open_device` is None for a CPU."""
         self._ask, self._emit, self._limits = ask, emit, limits
-        self._reserved = reserved
+        self._begun_bytes = begun_bytes
         self._open_device = open_device
         self._read: Callable[[], DeviceUse] | None = None
         self._phase: Phase = "idle"
@@ -188,13 +188,14 @@ class VllmMemory:
         processes = await self._ask()
         held = held_bytes(processes, beyond_bytes=self._beyond_bytes)
         use = None if self._read is None else self._read()
-        reserved = self._reserved()
-        known = held + reserved + self._neighbor_bytes + self._others_bytes
+        known, begun = held + self._neighbor_bytes + self._others_bytes, self._begun_bytes()
+        outside = 0 if use is None else use.used_bytes - known
         return _Account(
             counted="host" if self._open_device is None else read_from(processes),
             held_bytes=held,
-            reserved_bytes=reserved,
-            outside_bytes=0 if use is None else use.used_bytes - known,
+            begun_bytes=begun,
+            # a start that waits grows from nothing to its bound
+            outside_bytes=outside - max(0, min(outside, begun)),
             free_bytes=None if use is None else use.free_bytes,
         )
 
@@ -235,15 +236,14 @@ class _Account:
 
     counted: ReadFrom
     held_bytes: int
-    reserved_bytes: int  # for a start that waits for its memory
+    begun_bytes: int  # of a start that waits, at most
     outside_bytes: int  # beyond what all processes of the run and earlier ones account for
     free_bytes: int | None  # None where the device is not read
 
     @property
     def holdings(self) -> DeviceHoldings:
         return DeviceHoldings(
-            component_bytes=self.held_bytes,
-            process_bytes=self.held_bytes + self.reserved_bytes,
+            component_bytes=self.held_bytes, process_bytes=self.held_bytes + self.begun_bytes
         )
 
 

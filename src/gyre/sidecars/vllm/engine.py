@@ -291,6 +291,11 @@ class VllmEngine:
         await self._need_started("wake").wake_up()
         self._is_parked = False
 
+    @property
+    def begun_bytes(self) -> int:
+        """Return what a start that waits for its memory may have on the device at most."""
+        return 0 if self._begun is None else self._begun_bytes
+
     async def device_bytes(self) -> list[ProcessBytes]:
         """Return what each of vLLM's processes has on its device; nothing where it is not started,
         or has died: `stats` says so to its owner."""
@@ -303,12 +308,6 @@ class VllmEngine:
             if process.has_died:
                 return []
             raise
-
-    @property
-    def begun_bytes(self) -> int:
-        """Return what a start that waits for its memory may have on the device: nobody can ask its
-        processes."""
-        return 0 if self._begun is None else self._begun_bytes
 
     @property
     def is_started(self) -> bool:

@@ -314,7 +314,15 @@ def _stat_logger(counters: LlmCounters) -> Any:
 
 
 def _children() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
+    """Return the processes below this one, without Python's resource tracker: when this process
+    ends, it removes the shared memory of those that were killed."""
+    return {child for child in psutil.Process().children(recursive=True) if not _is_tracker(child)}
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    return False
 
 
 def _kill(processes: set[psutil.Process]) -> None:

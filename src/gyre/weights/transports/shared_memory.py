@@ -82,6 +82,9 @@ class SharedMemoryStore:
     @contextmanager
     def writing(self, *, epoch: int, version: int, size_bytes: int) -> Iterator[OpenSlot]:
         """Give the slot that has not the newest version; register it at the end of the block."""
+        for number, slot in enumerate(self._slots):
+            if not self._is_intact(number, slot):
+                self._replace(number, slot)
         if not self._slots or len(self._slots[0].bytes_N) < size_bytes:
             self._take_room(size_bytes)
         number = self._oldest()
@@ -106,11 +109,30 @@ class SharedMemoryStore:
     def close(self) -> None:
         """Remove the files. Readers that have mapped them keep the memory."""
         for number, slot in enumerate(self._slots):
-            path = self._folder / slot_name(self._run_id, self._owner, number)
+            path = self._path(number)
             if _is_same(path, os.fstat(slot.handle)):  # an operator may have removed it
                 path.unlink()
             slot.close()
         self._slots = []
+
+    def _is_intact(self, number: int, slot: _OwnedSlot) -> bool:
+        """Return whether a slot has its name and its room: writing past the end of a file that was
+        cut would end this process (SIGBUS)."""
+        found = os.fstat(slot.handle)
+        has_room = found.st_size == HEADER_BYTES + len(slot.bytes_N)
+        return has_room and _is_same(self._path(number), found)
+
+    def _replace(self, number: int, slot: _OwnedSlot) -> None:
+        """Make a slot anew; the other one keeps its version."""
+        path = self._path(number)
+        self._emit("weights.slot_replaced", name=path.name)
+        if _is_same(path, os.fstat(slot.handle)):
+            path.unlink()
+        self._slots[number] = self._take_slot(number, len(slot.bytes_N))
+        slot.close()
+
+    def _path(self, number: int) -> Path:
+        return self._folder / slot_name(self._run_id, self._owner, number)
 
     def _oldest(self) -> int:
         def age(number: int) -> tuple[bool, int, int, int]:
@@ -138,7 +160,7 @@ class SharedMemoryStore:
 
     def _take_slot(self, number: int, size_bytes: int) -> _OwnedSlot:
         """Go on with a slot of this run whose owner died, or make one."""
-        path = self._folder / slot_name(self._run_id, self._owner, number)
+        path = self._path(number)
         handle = _lock_dead(path)
         if handle is not None:
             try:

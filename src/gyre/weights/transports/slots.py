@@ -49,7 +49,8 @@ class SlotFile:
 
     def find(self, *, epoch: int, version: int, size_bytes: int) -> SlotHeader:
         """Return the header if the file has the version whole. InputError or SnapshotError."""
-        room = self.status.st_size - HEADER_BYTES
+        # now: bytes past the end of a file that was cut would end this process (SIGBUS)
+        room = os.fstat(self.handle).st_size - HEADER_BYTES
         return find_version(
             self.page(), self.name, epoch=epoch, version=version, size_bytes=size_bytes, room=room
         )

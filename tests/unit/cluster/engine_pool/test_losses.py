@@ -11,7 +11,8 @@ import pytest
 from cluster_sim import SimEngine, token_at
 from gyre.cluster.engine_pool.restarts import RestartPolicy
 from gyre.cluster.worker.server import WorkerFault
-from gyre.core.errors import InputError, RankError
+from gyre.core.errors import InputError, RankError, SnapshotError
+from gyre.core.offers import RegisteredPart, RegisteredShards
 from pool_bench import A, B, Bench, ask, drive, finish, finishes, go, read, step, tokens_of
 
 
@@ -147,6 +148,28 @@ def test_an_engine_that_waits_for_weights_is_told_of_when_the_next_version_bring
         assert bench.count("engine.rejoined") == 1
 
     go(work)
+
+
+def test_an_engine_that_cannot_read_what_is_registered_ends_the_step_and_not_the_run() -> None:
+    """With RankError the run restarts, and registers anew; a refusal would end it."""
+
+    async def work(bench: Bench) -> None:
+        parts = (RegisteredPart(addresses=("shm:here/gyre-a-0-0",), size_bytes=0),)
+        await bench.publish(1, RegisteredShards(parts=parts))
+        bench.hold("engine.prepare")
+        bench.sim.newest(A).die()
+        await bench.until(lambda: len(bench.sim.lives[A]) == 2)
+        again = bench.sim.newest(A)
+        await bench.reach(again, "engine.prepare")
+        again.open.pop(0).future.set_exception(SnapshotError("the slot was cut"))
+        await bench.until(lambda: bench.count("engine.waits_for_weights"))
+        with pytest.raises(RankError, match="no engine could read version 1"):
+            await bench.read(ask("r"))
+        bench.release("engine.prepare")
+        await bench.publish(2)
+        assert bench.state(A) == "up"
+
+    go(work, (A,))
 
 
 # ---- losses are counted once

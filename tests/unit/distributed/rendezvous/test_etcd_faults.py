@@ -1,5 +1,6 @@
-"""A real etcd that is killed, stopped, given older data, or away. Leases are a tenth of the default
-here, and so is the time that it is stopped; the slow test has both as they are."""
+"""A real etcd that is killed, stopped, given older data, or away. Where leases are to end meanwhile
+they are a tenth of the default, and so is the time that it is stopped; one test has both as they
+are."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from gyre.distributed.rendezvous.leader import campaign
 from gyre.distributed.rendezvous.metadata_store import MetadataStore
 from gyre.distributed.rendezvous.pod_records import Superseded
 from offers import registered_offer, same_offer
-from rendezvous_cases import LEASE_S, SOON_S, Meeting, go, meet_at_etcd
+from rendezvous_cases import LASTING_S, SOON_S, Meeting, go, meet_at_etcd
 
 pytestmark = pytest.mark.slow  # `make test` has the suite over a sound etcd
 
@@ -42,7 +43,7 @@ def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
 
 def store_of(meeting: Meeting, name: str) -> MetadataStore:
     return MetadataStore(
-        meeting.join(), name=name, emit=meeting.emit, lease_s=LEASE_S, deadline_s=SOON_S
+        meeting.join(), name=name, emit=meeting.emit, lease_s=LASTING_S, deadline_s=SOON_S
     )
 
 

@@ -107,6 +107,32 @@ def test_a_newer_publisher_ends_the_older_one() -> None:
     go(work)
 
 
+def test_members_of_other_hosts_are_there_as_long_as_the_driver_says() -> None:
+    async def work(at: LocalRendezvous, events: Events) -> None:
+        driver = process(at, events, "driver")
+        await driver.join()
+        driver.note_joined("member-a", "10.0.0.8, host, pid 7")
+        driver.note_joined("member-b", "10.0.0.9, host, pid 7")
+        driver.note_left("member-a")
+        async with asyncio.timeout(10):
+            while set(found := await reader(at).members()) != {"driver", "member-b"}:
+                await asyncio.sleep(0)
+        assert (found["member-b"].role, found["member-b"].place) == (
+            "member",
+            "10.0.0.9, host, pid 7",
+        )
+        (entry,) = [
+            one
+            for one in (await at.list("state/", deadline_s=1)).entries
+            if one.key.endswith("member-b")
+        ]
+        assert entry.lease_id > 0
+        await driver.leave()
+        assert not await reader(at).members() and not events
+
+    go(work)
+
+
 @pytest.mark.parametrize("error", [DeadlineError("away"), CommitRefused(KeyCheck(key="a"), None)])
 def test_a_note_that_is_not_taken_is_counted_and_the_next_is_written(monkeypatch, error) -> None:
     async def work(at: LocalRendezvous, events: Events) -> None:

@@ -48,7 +48,14 @@ class Device:
         self.late = 0  # looks until freed memory is back
         self.events: list[tuple[str, dict[str, Any]]] = []
         limits = ProofLimits(outside_tolerance_bytes=tolerance * MIB, release_deadline_s=0.3)
-        self.memory = VllmMemory(self.ask, emit=self.emit, limits=limits, open_device=self._open)
+        self.begun = 0  # MiB that a start that waits may have
+        self.memory = VllmMemory(
+            self.ask,
+            emit=self.emit,
+            begun_bytes=lambda: self.begun * MIB,
+            limits=limits,
+            open_device=self._open,
+        )
 
     async def ask(self) -> list[ProcessBytes]:
         return self.processes
@@ -166,7 +173,11 @@ def test_the_driver_says_why_it_has_no_figure() -> None:
 def test_a_device_that_cannot_be_read_is_named_once_and_proves_nothing() -> None:
     device = Device(others=100)
     device.memory = VllmMemory(
-        device.ask, emit=device.emit, limits=ProofLimits(), open_device=_broken
+        device.ask,
+        emit=device.emit,
+        begun_bytes=lambda: 0,
+        limits=ProofLimits(),
+        open_device=_broken,
     )
 
     async def main() -> None:
@@ -182,6 +193,24 @@ def test_a_device_that_cannot_be_read_is_named_once_and_proves_nothing() -> None
     assert "device_free_bytes" not in row and row["outside_bytes"] == 0
 
 
+@pytest.mark.parametrize(("used", "is_fine"), [(0, True), (800, True), (1000, False)])
+def test_a_start_that_waits_may_have_its_bound(used: int, is_fine: bool) -> None:
+    """Its neighbors make room for the bound from the beginning, and not for more."""
+    device = Device(others=100)
+
+    async def main() -> None:
+        await device.memory.begin(0)
+        device.begun, device.used, device.late = 800, used, 0
+        if is_fine:
+            assert await device.prove("train") == DeviceHoldings(process_bytes=800 * MIB)
+        else:
+            with pytest.raises(MemoryBudgetError):
+                await device.prove("train")
+
+    asyncio.run(main())
+    assert device.rows("memory")[0]["outside_bytes"] == max(0, used - 800) * MIB
+
+
 def _broken() -> Callable[[], DeviceUse]:
     raise OSError("no NVML here")
 
@@ -193,7 +222,7 @@ def test_a_start_that_waits_is_reserved_for_and_what_is_there_at_a_beginning_is_
         emit=device.emit,
         limits=ProofLimits(outside_tolerance_bytes=0, release_deadline_s=0.1),
         open_device=lambda: device.read,
-        reserved=lambda: reserved[0] * MIB,
+        begun_bytes=lambda: reserved[0] * MIB,
     )
 
     async def main() -> None:
@@ -206,7 +235,7 @@ def test_a_start_that_waits_is_reserved_for_and_what_is_there_at_a_beginning_is_
 
     asyncio.run(main())
     outside = [row["outside_bytes"] // MIB for row in device.rows("memory")]
-    assert outside == [0, 300 - 1024]
+    assert outside == [0, 0]
 
 
 def test_another_device_than_vllms_is_not_read() -> None:
@@ -231,6 +260,7 @@ def test_a_build_for_cpus_has_nothing_on_a_device() -> None:
     memory = VllmMemory(
         ask,
         emit=lambda kind, /, **fields: rows.append(fields),
+        begun_bytes=lambda: 0,
         limits=ProofLimits(),
         open_device=None,
     )

@@ -22,7 +22,7 @@ from gyre.cluster.worker.frames import decode, encode
 from gyre.core.errors import InputError, MemoryBudgetError, SnapshotError
 from gyre.core.offers import Offer, RegisteredPart, RegisteredShards
 from gyre.weights.transports.addresses import host_id
-from gyre.weights.transports.opened import Reading, open_shards
+from gyre.weights.transports.opened import PartOpener, Reading, open_shards
 from gyre.weights.transports.shared_memory import SharedMemoryStore, group_room
 from gyre.weights.transports.slot_header import HEADER_BYTES, SlotHeader, pack
 from gyre.weights.transports.tcp_server import PartServer
@@ -314,6 +314,39 @@ def test_a_file_of_anothers_in_the_place_of_a_slot_is_left_alone(folder):
         path.unlink()  # by an operator; then somebody else has the name
         path.write_bytes(b"not ours")
     assert names(folder) == [path.name]
+
+
+def test_a_slot_that_is_cut_is_refused_by_a_reader_that_has_it_mapped(folder):
+    """Its bytes are gone: touching them would end the reader's process."""
+    opener = PartOpener(Reading(host_id=host_id(folder), folder=folder))
+    with stores_of(folder, 1) as stores:
+        offer = register(stores, whole_tensors(1), version=1)
+        with opener.open_parts(offer):
+            pass
+        slot = folder / offer.source.parts[0].addresses[0].rpartition("/")[2]
+        os.truncate(slot, HEADER_BYTES + 64)
+        with pytest.raises(SnapshotError, match="in a file of 64"), opener.open_parts(offer):
+            pass
+    opener.close()
+
+
+@pytest.mark.parametrize("how", ["cut", "removed"])
+def test_a_slot_that_is_cut_or_removed_is_made_anew_by_its_owner(folder, how):
+    told = []
+    emit = lambda kind, **fields: told.append((kind, fields))  # noqa: E731
+    with stores_of(folder, 1, emit=emit) as stores:
+        older = register(stores, whole_tensors(1), version=1)
+        newer = register(stores, whole_tensors(2), version=2)
+        slot = folder / older.source.parts[0].addresses[0].rpartition("/")[2]
+        if how == "cut":
+            os.truncate(slot, HEADER_BYTES)
+        else:
+            slot.unlink()
+        offer = register(stores, whole_tensors(3), version=3)
+        assert told == [("weights.slot_replaced", {"name": slot.name})]
+        assert same(read(offer, folder), whole_tensors(3))
+        assert same(read(newer, folder), whole_tensors(2)), "the other slot is as it was"
+    assert names(folder) == []
 
 
 def test_ranks_that_a_resumed_run_no_longer_has_leave_nothing(folder):

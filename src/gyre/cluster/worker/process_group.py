@@ -1,0 +1,64 @@
+"""Process group: a worker and all that it started end together. In: the number of a group. Out:
+nothing of it is left, here or in shared memory.
+
+Python's resource tracker is of the group too. It removes the shared memory that the others leave
+behind, and it alone knows their names, such as those of vLLM's messages. So it ends last, by
+itself. Imports the standard library alone, as another environment may lack the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+TRACKER = b"multiprocessing.resource_tracker"
+TRACKER_S = 3.0  # for it to remove what is left
+LOOK_S = 0.01  # between two looks at the group
+
+
+def end_group(group: int, *, wait_s: float = TRACKER_S) -> None:
+    """Kill the processes of a group but for this one, and let its resource trackers end. Of this
+    process's own group they end after it, as it holds them open. Blocks."""
+    is_own, until_s = group == os.getpgrp(), time.monotonic() + wait_s
+    while members := find_members(group) - {os.getpid()}:
+        others = {pid for pid in members if not is_tracker(pid)}
+        for pid in others:
+            kill_member(pid, group)
+        if (is_own and not others) or time.monotonic() > until_s:
+            break
+        time.sleep(LOOK_S)
+    if not is_own:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def find_members(group: int) -> set[int]:
+    """Return the processes of a group that have not ended; none where the system does not tell."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # pid (name) state parent group …; a name may have spaces and brackets
+            state, _, own = path.read_bytes().rpartition(b")")[2].split()[:3]
+            if int(own) == group and state not in (b"Z", b"X"):
+                found.add(int(path.parent.name))
+    return found
+
+
+def is_tracker(pid: int) -> bool:
+    with suppress(OSError):
+        return TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def kill_member(pid: int, group: int) -> None:
+    """Kill a process, unless its number is another's by now."""
+    with suppress(ProcessLookupError):
+        handle = os.pidfd_open(pid)
+        try:
+            if os.getpgid(pid) == group:
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        finally:
+            os.close(handle)
