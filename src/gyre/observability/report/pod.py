@@ -3,8 +3,9 @@ step; the table and the drawing of one, ready for JSON. Pure.
 
 Each process reports what it has done (`pod.activity`) and moved (`memory.move`, `memory`); a row's
 time is when it ended. A process does one thing at a time, but for an engine's rollout, which may
-go on during an update. What a trainer rank does not fill while engines roll out is its wait for
-them. A step is cut out of the run by its `step.done`; what is outside of all steps is separate.
+go on during an update, and its start behind training. What a trainer rank does not fill while
+engines roll out is its wait for them. A step is cut out of the run by its `step.done`; what is
+outside of all steps is separate.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ TRAINER: tuple[Activity, ...] = (
 TRAINING: tuple[Activity, ...] = ("train", "score")  # what an engine's work may hide behind
 # those that only a trainer rank tells by itself; memory rows are everyone's
 TOLD_BY_RANKS = frozenset({"train", "score", "convert", "register"})
+# what goes on while its process does something else
+BACKGROUND: frozenset[Activity] = frozenset({"rollout", "dummy_start"})
 MOVES_NONE: frozenset[Activity] = frozenset({"train", "score", "wait_rollout", "rollout"})
 ORDER: tuple[Activity, ...] = get_args(Activity)  # that of the drawing, and of the table
 
@@ -82,16 +85,17 @@ def pod_steps(story: Story) -> tuple[PodStep, ...]:
     if not lanes:
         return ()
     windows = step_windows(story)
-    rollouts = _rollout_spans(story, lanes)
-    cut = [_cut(lane.pieces, [(start, end) for _, _, start, end in windows]) for lane in lanes]
+    bounds = [(start_s, end_s) for _, _, start_s, end_s in windows]
+    cut = [_cut(lane.pieces, bounds) for lane in lanes]
+    rollouts = _cut(_rollout_spans(story, lanes), bounds)
     steps = []
     for at, (stage, step, start_s, end_s) in enumerate(windows):
         own = tuple(
             Lane(worker=lane.worker, role=lane.role, pieces=tuple(cut[number][at]))
             for number, lane in enumerate(lanes)
         )
-        waiting = intersect(rollouts, [(start_s, end_s)])
-        own = tuple(_with_waits(lane, waiting) if lane.role == "trainer" else lane for lane in own)
+        spans = [piece.interval for piece in rollouts[at]]
+        own = tuple(_with_waits(lane, spans) if lane.role == "trainer" else lane for lane in own)
         steps.append(
             PodStep(
                 stage=stage,
@@ -180,30 +184,35 @@ def _move_activity(role: Role, is_in: bool, phase: str) -> Activity:
 
 def _stack(pieces: Sequence[LanePiece]) -> list[LanePiece]:
     """Lay pieces one after the other, by their ends: rows that were sent together have one time.
-    Rollouts keep their place, and lose what another activity covers."""
+    What runs in the background keeps its place, and loses what another activity covers."""
     laid: list[LanePiece] = []
     next_s = float("inf")
-    for piece in reversed([one for one in pieces if one.activity != "rollout"]):
+    for piece in reversed([one for one in pieces if one.activity not in BACKGROUND]):
         end_s = min(piece.end_s, next_s)
         next_s = max(0.0, end_s - (piece.end_s - piece.start_s))
         laid.append(replace(piece, start_s=next_s, end_s=end_s))
-    taken = union(one.interval for one in laid)
-    rollouts = [piece.interval for piece in pieces if piece.activity == "rollout"]
-    laid += [
-        LanePiece(activity="rollout", start_s=start_s, end_s=end_s)
-        for start_s, end_s in _without(rollouts, taken)
-    ]
+    gaps, last_s = _gaps(union(one.interval for one in laid)), 0.0
+    behind: list[LanePiece] = []
+    for piece in pieces:
+        if piece.activity in BACKGROUND:
+            start_s, last_s = max(piece.start_s, last_s), max(piece.end_s, last_s)
+            behind.append(replace(piece, start_s=start_s))
+    laid += [part for parts in _cut(behind, gaps) for part in parts]
     return sorted(laid, key=lambda one: one.interval)
 
 
 def _without(intervals: Iterable[Interval], taken: Sequence[Interval]) -> list[Interval]:
     """Return what is left of intervals outside of disjoint ordered ones."""
+    return intersect(union(intervals), _gaps(taken))
+
+
+def _gaps(taken: Sequence[Interval]) -> list[Interval]:
     bounds = [float("-inf"), *(edge for interval in taken for edge in interval), float("inf")]
-    free = list(zip(bounds[::2], bounds[1::2], strict=True))
-    return intersect(union(intervals), [one for one in free if one[1] > one[0]])
+    gaps = zip(bounds[::2], bounds[1::2], strict=True)
+    return [one for one in gaps if one[1] > one[0]]
 
 
-def _rollout_spans(story: Story, lanes: Sequence[Lane]) -> list[Interval]:
+def _rollout_spans(story: Story, lanes: Sequence[Lane]) -> list[LanePiece]:
     """Return when rollouts ran: by the engines' word, and by the loop's, which gathers them."""
     spans = [
         piece.interval for lane in lanes for piece in lane.pieces if piece.activity == "rollout"
@@ -211,7 +220,10 @@ def _rollout_spans(story: Story, lanes: Sequence[Lane]) -> list[Interval]:
     for told in story.of_kind("phase.ended"):
         if told.row.get("phase") == "rollout":
             spans.append((told.time_s - (as_number(told.row.get("seconds")) or 0.0), told.time_s))
-    return union(spans)
+    return [
+        LanePiece(activity="rollout", start_s=start_s, end_s=end_s)
+        for start_s, end_s in union(spans)
+    ]
 
 
 def _cut(pieces: Sequence[LanePiece], windows: Sequence[Interval]) -> list[list[LanePiece]]:

@@ -128,13 +128,14 @@ class VllmMemory:
         self._missing: set[str] = set()  # readings whose lack has been reported
 
     async def begin(self, neighbor_bytes: int) -> None:
-        """Take what others have on the device now, before vLLM's start, as theirs."""
+        """Take what others have on the device now as theirs."""
         self._neighbor_bytes = neighbor_bytes
         if self._open_device is None:
             return
         try:
             read = await asyncio.wait_for(asyncio.to_thread(self._open_device), OPEN_S)
-            self._others_bytes = read().used_bytes - neighbor_bytes
+            own = (await self._look()).holdings.process_bytes
+            self._others_bytes = read().used_bytes - neighbor_bytes - own
             self._read = read
         except Exception as error:  # noqa: BLE001  the ranks' ledgers still look at the device
             self._do_without("device", f"{type(error).__name__}: {error}")

@@ -156,6 +156,19 @@ def test_an_engine_that_is_terminated_starts_behind_training() -> None:
     assert told["terminate"]["bytes"] == 800
 
 
+def test_a_start_behind_training_and_its_end_are_one() -> None:
+    """Until it needs memory it runs in the background; the rest may have begun before that ended."""
+    rows = [
+        activity(6, RANK, "train", 5.0),
+        activity(7, ENGINE, "dummy_start", 6.0),
+        activity(9, ENGINE, "dummy_start", 2.5, 800),
+        done(10, 1, 10.0),
+    ]
+    (step,) = pod_steps(story(*rows))
+    start = step.activities["dummy_start"]
+    assert (start.seconds, start.hidden_s, start.size_bytes) == (8.0, 5.0, 800)
+
+
 def test_rollouts_beside_training_are_hidden_and_cut_at_the_end_of_a_step() -> None:
     """Asynchronous steps: one rollout covers two of them, and an update falls into it."""
     rows = [

@@ -65,9 +65,9 @@ class Device:
         self.events.append((kind, fields))
 
     def _open(self) -> Callable[[], DeviceUse]:
-        return self._read
+        return self.read
 
-    def _read(self) -> DeviceUse:
+    def read(self) -> DeviceUse:
         self.late -= 1
         used = (self.others + (self.used if self.late < 0 else 900)) * MIB
         return DeviceUse(device=self.name, used_bytes=used, free_bytes=TOTAL - used)
@@ -213,6 +213,29 @@ def test_a_start_that_waits_may_have_its_bound(used: int, is_fine: bool) -> None
 
 def _broken() -> Callable[[], DeviceUse]:
     raise OSError("no NVML here")
+
+
+def test_a_start_that_waits_is_reserved_for_and_what_is_there_at_a_beginning_is_known() -> None:
+    device, reserved = Device(others=700), [0]
+    device.memory = VllmMemory(
+        device.ask,
+        emit=device.emit,
+        limits=ProofLimits(outside_tolerance_bytes=0, release_deadline_s=0.1),
+        open_device=lambda: device.read,
+        begun_bytes=lambda: reserved[0] * MIB,
+    )
+
+    async def main() -> None:
+        device.used, device.processes = 900, [process(400, driver=900)]
+        await device.memory.begin(0)
+        assert await device.prove("rollout") == both(900)
+        device.used, device.processes, reserved[0] = 300, [], 1024
+        held = await device.prove("train")
+        assert (held.component_bytes, held.process_bytes) == (0, 1024 * MIB)
+
+    asyncio.run(main())
+    outside = [row["outside_bytes"] // MIB for row in device.rows("memory")]
+    assert outside == [0, 0]
 
 
 def test_another_device_than_vllms_is_not_read() -> None:
