@@ -38,7 +38,6 @@ OWNED = {
     ("launch/placement/worker.py", "build_served_engine"): "cluster.start_deadline_s",
     ("launch/placement/vllm_worker.py", "build_vllm_engine"): "cluster.start_deadline_s",
     ("sidecars/vllm/engine.py", "_complete"): "`commit`, whose parts have deadlines",
-    ("sidecars/vllm/llm.py", "start"): "engine.vllm.start_deadline_s; psutil's wait, with a limit",
     ("launch/placement/vllm_worker.py", "_take_memory"): "nothing: the task is done",
     ("sidecars/vllm/llm.py", "begin"): "`start`, which has a deadline, or `stop`, which kills",
     ("sidecars/vllm/llm.py", "_end_making"): "psutil's wait, which has a limit",
