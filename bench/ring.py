@@ -183,10 +183,12 @@ def boundaries(rows: list[dict[str, Any]]) -> dict[str, Any]:
             told = {
                 "owned": sum(tiers["device"] for tiers in row["owners"].values()),
                 "unowned": row["unowned_bytes"],
-                "free": row["device_free_bytes"],
-                "planned_peak": row["planned_peak_device_bytes"],
+                "free": row.get("device_free_bytes"),
+                "planned_peak": row.get("planned_peak_device_bytes"),  # vLLM has no plan
             }
             for name, size in told.items():
+                if size is None:
+                    continue
                 found.setdefault(row["phase"], {}).setdefault(name, []).append(size)
             found.setdefault(row["left"], {}).setdefault("peak", []).append(
                 row["device_peak_bytes"]

@@ -4,16 +4,10 @@ of its own, join over TCP, take work, and are lost or leave. The run's numbers d
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import shutil
 import signal
 import subprocess
 import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +18,13 @@ from system_runs import Command, Fault, events_of, read_story, write_config
 from gyre.cluster.members import AdmittedMember, MemberListener
 from gyre.cluster.worker.link import LinkHandle
 from gyre.core.records import RoleSpec
+from member_network import DEADLINE_S, Network, member, network_namespace, until
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's"),
     pytest.mark.slow,
     pytest.mark.timeout(300),
 ]
-DEADLINE_S = 120.0  # for a run to come to the next point
-JOIN = "from gyre.cli.main import main; main()"
 STAY = """
 import socket, sys, time
 from gyre.cluster.worker.handshake import JoinRequest, ask_to_join
@@ -41,73 +34,10 @@ time.sleep(300)
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """A namespace, and the address of this side of its link."""
-
-    name: str
-    address: str
-    there: str  # the other side's device
-
-
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    """A namespace beside this one, joined by a pair of virtual Ethernet devices."""
-    for tool in ("ip", "unshare", "mount"):
-        if shutil.which(tool) is None:
-            pytest.skip(f"needs {tool} (iproute2, util-linux) to make a network namespace")
-    if os.geteuid() != 0:
-        pytest.skip("needs root to make a network namespace")
-    mark = uuid.uuid4().hex[:6]
-    name, here, there = f"gyre-{mark}", f"gy{mark}h", f"gy{mark}t"
-    subnet = f"10.{213 + os.getpid() % 20}.{os.getpid() % 251}"
-
-    def ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["ip", *words], check=check, capture_output=True, text=True)
-
-    made = ip("netns", "add", name, check=False)
-    if made.returncode != 0:
-        pytest.skip(f"no network namespace can be made here: {made.stderr.strip()}")
-    try:
-        ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
-        ip("addr", "add", f"{subnet}.1/30", "dev", here)
-        ip("link", "set", here, "up")
-        ip("-n", name, "addr", "add", f"{subnet}.2/30", "dev", there)
-        ip("-n", name, "link", "set", there, "up")
-        yield Network(name=name, address=f"{subnet}.1", there=there)
-    finally:
-        ip("link", "del", here, check=False)
-        ip("netns", "del", name)
-
-
-@contextlib.contextmanager
-def member(network: Network, address: str, token: Path, name: str) -> Iterator[subprocess.Popen]:
-    """A member in the namespace, with shared memory of its own: weights can come by TCP alone."""
-    own_memory = 'mount -t tmpfs none /dev/shm && exec "$@"'
-    words = [sys.executable, "-c", JOIN, "sidecar", "join", address, "--token-file", str(token)]
-    process = subprocess.Popen(
-        [
-            *("ip", "netns", "exec", network.name, "unshare", "-m", "sh", "-c", own_memory, "sh"),
-            *words,
-            *("--name", name),
-        ],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait(20)
-
-
-def until(found: Callable[[], Any], what: Callable[[], str]) -> Any:
-    """What `found` returns once it is something."""
-    end_s = time.monotonic() + DEADLINE_S
-    while not (value := found()):
-        assert time.monotonic() < end_s, what()
-        time.sleep(0.05)
-    return value
+    with network_namespace() as made:
+        yield made
 
 
 def unread_bytes(pid: int) -> int:
