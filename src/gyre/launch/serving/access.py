@@ -36,10 +36,15 @@ class Access:
 
 
 def make_access(
-    keys: Path | None, admin_key_file: Path | None, *, open_paths: Collection[str] = ()
+    keys: Path | None,
+    admin_key_file: Path | None,
+    *,
+    host: str = "127.0.0.1",
+    open_paths: Collection[str] = (),
 ) -> Access:
-    """Return who may do what. With keys, those of role admin are for administrators; without, the
-    key of a file is. `open_paths` need none. ConfigError for a file that is not whole."""
+    """Return who may do what, of a server that listens on `host`. With keys, those of role admin
+    are for administrators; without, the key of a file is. `open_paths` need none. ConfigError for a
+    file that is not whole."""
     if keys is not None:
         if admin_key_file is not None:
             raise ConfigError(
@@ -48,17 +53,22 @@ def make_access(
             )
         gate = KeyGate(KeyStore(keys, emit=write_server_event), open_paths=open_paths)
         return Access(gate, lambda http: gate.require_admin(http.scope))
+    gate = OpenGate(loopback_only=is_loopback(host))
     if admin_key_file is None:
-        return Access(OpenGate(), None)
-    return Access(OpenGate(), partial(check_key, key_digest=read_key_digest(admin_key_file)))
+        return Access(gate, None)
+    return Access(gate, partial(check_key, key_digest=read_key_digest(admin_key_file)))
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach an address to listen on."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def refuse_open_bind(host: str, *, insecure: bool, has_keys: bool) -> None:
     """ConfigError for an address that others can reach, while no key is needed."""
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    if host != "localhost" and not (insecure or has_keys):
+    if not (is_loopback(host) or insecure or has_keys):
         raise ConfigError(
             f"--host {host}: others could use the model, and no key is asked for",
             hint="listen on 127.0.0.1, give --keys, or --insecure where the network is trusted",

@@ -113,7 +113,7 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
     if args.otlp_endpoint:
         endpoint = read_endpoint(args.otlp_endpoint, "--otlp-endpoint")
         args = replace(args, otlp_endpoint=endpoint)
-    access = make_access(args.keys, args.admin_key_file, open_paths=page)
+    access = make_access(args.keys, args.admin_key_file, host=args.host, open_paths=page)
     gpus = count_gpus(args.config, args.replicas)
     with (
         bind(args.host, args.port) as listener,

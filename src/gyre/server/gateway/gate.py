@@ -7,6 +7,7 @@ Health routes and the open paths need no key; every other one does, also one tha
 
 from __future__ import annotations
 
+import ipaddress
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -44,12 +45,21 @@ class Gate(Protocol):
 class OpenGate:
     """Lets everybody through, but no page of another site that a user has open in a browser."""
 
+    def __init__(self, *, loopback_only: bool = False) -> None:
+        """`loopback_only`: the server listens there. A page whose own name leads to it (DNS
+        rebinding) counts as this site for a browser, and is known by that name."""
+        self._loopback_only = loopback_only
+
     def guard(self, app: ASGIApp, *, count: Callable[[str], None]) -> ASGIApp:
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] == "http" and is_from_another_site(scope):
-                count("cross_site")
-                await cross_site_error().response()(scope, receive, send)
-                return
+            if scope["type"] == "http":
+                error = cross_site_error() if is_from_another_site(scope) else None
+                if self._loopback_only and not is_for_loopback(scope):
+                    error = wrong_host_error()
+                if error is not None:
+                    count(error.code)
+                    await error.response()(scope, receive, send)
+                    return
             await app(scope, receive, send)
 
         return guarded
@@ -157,6 +167,27 @@ def is_from_another_site(scope: Scope) -> bool:
     if site is not None or origin is None:
         return site == "cross-site"
     return origin.partition("://")[2] != headers.get("host", "")
+
+
+def is_for_loopback(scope: Scope) -> bool:
+    """Return whether a request's `Host` names this machine's loopback interface, or is missing: no
+    browser leaves it out."""
+    host = Headers(scope=scope).get("host", "localhost").lower()
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+def wrong_host_error() -> ApiError:
+    """Return the refusal of a request that names another host than this one."""
+    return ApiError(
+        403,
+        "Host names another machine, and the server listens on loopback without keys: ask "
+        "localhost or 127.0.0.1, or start it with --keys",
+        code="wrong_host",
+    )
 
 
 def cross_site_error() -> ApiError:

@@ -16,7 +16,7 @@ from pathlib import Path
 LOOK_S = 0.005  # between two looks at the gate
 
 
-class Gate:
+class StartGate:
     """The sidecar's side."""
 
     def __init__(self, folder: Path) -> None:

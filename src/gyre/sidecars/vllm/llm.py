@@ -23,7 +23,7 @@ from gyre.core import errors
 from gyre.core.errors import DeadlineError, GyreError, RankError
 from gyre.sidecars.vllm.config import DuringTraining
 from gyre.sidecars.vllm.device_memory import ProcessBytes, ProofLimits
-from gyre.sidecars.vllm.gate import Gate
+from gyre.sidecars.vllm.gate import StartGate
 from gyre.sidecars.vllm.requests import TokenLimits
 from gyre.sidecars.vllm.versions import VllmBuild, find_build
 
@@ -152,14 +152,14 @@ class LlmProcess:
         self.llm: Any = None
         self.pages_total = self.page_tokens = 0
         self._is_dead = False
-        self._gate: Gate | None = None
+        self._gate: StartGate | None = None
         self._making: asyncio.Future[Any] | None = None
 
     def begin(self) -> None:
         """Start vLLM's processes, which wait where they would take memory for weights and KV. Must
         be called on a running event loop."""
         assert self._making is None, "vLLM is begun already"
-        self._gate = Gate(Path(self._settings.folder))
+        self._gate = StartGate(Path(self._settings.folder))
         loop = asyncio.get_running_loop()
         self._making = loop.run_in_executor(None, self._make, self._gate.path)
 

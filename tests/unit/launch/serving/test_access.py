@@ -33,6 +33,38 @@ def test_loopback_is_not(host) -> None:
     refuse_open_bind(host, insecure=False, has_keys=False)
 
 
+@pytest.mark.parametrize(
+    ("listens_on", "asks_for", "status"),
+    [
+        ("127.0.0.1", "127.0.0.1:8000", 200),
+        ("127.0.0.1", "LOCALHOST:8000", 200),
+        ("127.0.0.1", "app.localhost", 200),
+        ("::1", "[::1]:8000", 200),
+        ("127.0.0.1", "other.example:8000", 403),
+        ("localhost", "127.0.0.1.other.example", 403),
+        ("127.0.0.1", "localhost.other.example", 403),
+        ("127.0.0.1", "[2001:db8::1]:8000", 403),
+        ("0.0.0.0", "model.example:8000", 200),
+    ],
+)
+def test_a_page_whose_name_leads_to_loopback_asks_nothing(listens_on, asks_for, status) -> None:
+    """A browser takes it for this site, so its name alone tells."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await Response("fine")(scope, receive, send)
+
+    async def ask() -> int:
+        counted: list[str] = []
+        app = make_access(None, None, host=listens_on).gate.guard(answer, count=counted.append)
+        headers = {"host": asks_for, "sec-fetch-site": "same-origin"}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+            got = await client.get("http://127.0.0.1/v1/models", headers=headers)
+        assert counted == (["wrong_host"] if got.status_code == 403 else [])
+        return got.status_code
+
+    assert asyncio.run(ask()) == status
+
+
 def test_a_taken_port_is_said() -> None:
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
@@ -75,7 +107,9 @@ async def change_weights(access: Access, secret: str) -> int:
         middleware=[Middleware(access.gate.guard, count=lambda code: None)],
         exception_handlers={ApiError: refuse},
     )
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
+    ) as client:
         headers = {"authorization": f"Bearer {secret}"} if secret else {}
         answer = await client.post("/admin/weights", json={"path": "/a"}, headers=headers)
     return answer.status_code

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from gyre.sidecars.vllm.gate import Gate
+from gyre.sidecars.vllm.gate import StartGate
 
 WAIT = """
 import pathlib, sys
@@ -32,7 +32,7 @@ def wait_for(work) -> None:
 
 
 def test_a_worker_waits_until_the_gate_is_open(tmp_path: Path) -> None:
-    gate = Gate(tmp_path)
+    gate = StartGate(tmp_path)
     assert not gate.is_reached
     waiting = subprocess.Popen([sys.executable, "-c", WAIT, str(gate.path)])
     wait_for(lambda: gate.is_reached)
@@ -44,11 +44,11 @@ def test_a_worker_waits_until_the_gate_is_open(tmp_path: Path) -> None:
 
 
 def test_a_worker_ends_when_its_gate_is_removed_or_its_parent_has_gone(tmp_path: Path) -> None:
-    gate = Gate(tmp_path)
+    gate = StartGate(tmp_path)
     waiting = subprocess.Popen([sys.executable, "-c", WAIT, str(gate.path)])
     wait_for(lambda: gate.is_reached)
     gate.remove()
     assert waiting.wait(SOON_S) == 1
-    argv = [sys.executable, "-c", START, WAIT, str(Gate(tmp_path).path)]
+    argv = [sys.executable, "-c", START, WAIT, str(StartGate(tmp_path).path)]
     # it ends with the last process that has its output: the one that waits
     subprocess.run(argv, stdout=subprocess.PIPE, timeout=SOON_S, check=True)
