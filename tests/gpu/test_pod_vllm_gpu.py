@@ -19,6 +19,7 @@ from system_runs import events_of, gyre, read_story, write_config
 from gyre.observability.events import read_events
 from gyre.observability.report.pod import pod_timeline
 from gyre.observability.report.story import tell
+from gyre.sidecars.vllm.engine import BEGUN_BYTES
 from vllm_sidecar import environment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -66,7 +67,9 @@ def test_a_run_turns_with_vllm_on_the_trainers_device(tmp_path: Path, during_tra
     }
     # vLLM's KV alone is 512 MiB
     assert min(free["train"]) > max(free["rollout"]) + 256 * MIB, free
-    assert max(free["train"]) - min(free["train"]) <= 64 * MIB, free
+    # the next start of one that was terminated may have begun, up to its bound
+    begun = BEGUN_BYTES if during_training == "terminate" else 0
+    assert max(free["train"]) - min(free["train"]) <= 64 * MIB + begun, free
     look_at_vllms_memory(run, during_training)
 
 
