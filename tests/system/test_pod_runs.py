@@ -21,6 +21,7 @@ from gyre.launch.placement.worker_placement import name_run
 from gyre.observability.events import read_events
 from gyre.observability.report.pod import PodStep, pod_steps
 from gyre.observability.report.story import tell
+from vllm_sidecar import environment
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="shared memory is a folder on Linux"),
@@ -81,7 +82,8 @@ def test_weights_go_from_the_ranks_to_the_engines_by_broadcast(
 
 
 def test_the_config_of_the_pod_runs(tmp_path: Path) -> None:
-    sets = ["trainer.steps=2", "cold_start.steps=10", "eval.num_problems=16"]
+    vllm = f'engine.vllm.environment="{environment()}"'
+    sets = ["trainer.steps=2", "cold_start.steps=10", "eval.num_problems=16", vllm]
     argv = [part for one in [f"run.folder={tmp_path / 'runs'}", *sets] for part in ("--set", one)]
     config = Path(__file__).parents[2] / "configs" / "arith_grpo_pod.toml"
     answer = gyre("train", config, "--plain", *argv, folder=tmp_path)
@@ -92,6 +94,8 @@ def test_the_config_of_the_pod_runs(tmp_path: Path) -> None:
     (opened,) = events_of(run, "rendezvous.opened")
     assert opened["store"] == "store" and opened["place"].startswith("127.0.0.1:")
     assert "rendezvous.opened: store=store" in answer.err
+    (loaded,) = events_of(run, "engine.loaded")
+    assert loaded["load_format"] == "vllm"
 
 
 @pytest.mark.parametrize("zero", [1, 3])

@@ -124,7 +124,7 @@ class VllmWorker:
 
     def _begin_start(self) -> bool:
         """Let processes, imports and initialization go on while the policy trains; return whether
-        that has begun."""
+        it is under way."""
         if not self._vllm.begin_start():
             return False
         self._beginning = asyncio.create_task(self._dummy_start())

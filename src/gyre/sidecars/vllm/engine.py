@@ -203,9 +203,8 @@ class VllmEngine:
         )
 
     def begin_start(self) -> bool:
-        """Start vLLM's processes as far as they take no memory for weights or KV; `start` goes on
-        from there. Return whether that has begun: not where it runs, or sizes KV by what is
-        free."""
+        """Start vLLM's processes as far as they take no memory for weights or KV; `start` resumes
+        from there. Return False where vLLM runs already, or sizes KV by what is free."""
         if self._process is not None or self._begun is not None or not self._settings.kv_bytes:
             return False
         self._begun = LlmProcess(self._settings)
@@ -213,7 +212,7 @@ class VllmEngine:
         return True
 
     async def wait_until_begun(self) -> None:
-        """Wait until a start that has begun needs its memory."""
+        """Wait until a start that is under way needs its memory."""
         if self._begun is not None:
             await self._begun.reached()
 

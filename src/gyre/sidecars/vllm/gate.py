@@ -37,8 +37,8 @@ class StartGate:
 
 
 def wait_until_open(path: Path) -> None:
-    """Block a worker until its gate is open. It ends with the process that started it: nobody is
-    left to open the gate. SystemExit."""
+    """Block a worker until its gate is open. SystemExit when the process that started it has
+    ended: the gate would stay closed."""
     parent = os.getppid()
     (path.parent / f"reached-{os.getpid()}").touch()
     while not path.exists():

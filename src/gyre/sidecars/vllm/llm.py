@@ -144,7 +144,7 @@ class LlmCounters:
 
 
 class LlmProcess:
-    """A vLLM that is begun or started. Its engine's processes are children of this one."""
+    """A vLLM that starts or runs. Its engine's processes are children of this one."""
 
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
@@ -164,7 +164,7 @@ class LlmProcess:
         self._making = loop.run_in_executor(None, self._make, self._gate.path)
 
     async def reached(self) -> None:
-        """Wait until a vLLM that was begun waits for its memory, or has failed: `start` tells.
+        """Wait until a vLLM that starts waits for its memory, or has failed: `start` raises that.
         DeadlineError."""
         gate, making = self._gate, self._making
         assert gate is not None and making is not None, "begin comes first"
