@@ -1,21 +1,19 @@
-"""A run in a pod whose engine is vLLM, with a real etcd, and members of another network namespace: the
-ring turns, versions arrive in all of them, and the log-probs that they report are those that the trainer
-computes."""
+"""A run in a pod whose engine is vLLM, with a real etcd: the ring turns, versions arrive in vLLM's
+process, and the log-probs that it reports are those that the trainer computes."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from system_runs import Answer, Command, events_of, read_story, write_config
+from system_runs import events_of, gyre, read_story, write_config
 
 from etcd_process import EtcdProcess
 from gyre.observability.events import read_events
 from gyre.observability.report.pod import pod_steps, pod_timeline
 from gyre.observability.report.story import tell
-from member_network import Network, member, network_namespace, until
 from vllm_sidecar import environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -50,21 +48,13 @@ def settings(**cluster: Any) -> dict[str, Any]:
     }
 
 
-def test_a_policy_learns_from_rollouts_of_vllm_and_of_members(tmp_path: Path) -> None:
-    """Their log-probs are those of their own kernels: the gap is small, and not zero."""
-    run = tmp_path / "runs" / "tiny"
-    with ExitStack() as stack:
-        etcd = EtcdProcess(tmp_path / "etcd")
-        stack.callback(etcd.close)
-        network = stack.enter_context(network_namespace())
+def test_a_policy_learns_from_rollouts_of_vllm(tmp_path: Path) -> None:
+    """Its log-probs are those of its own kernels: the gap is small, and not zero."""
+    with closing(EtcdProcess(tmp_path / "etcd")) as etcd:
         rendezvous = {"kind": "etcd", "endpoints": [etcd.url], "lease_s": 10.0}
-        sets = settings(rendezvous=rendezvous, members_address=f"{network.address}:0")
-        command = Command("train", write_config(tmp_path, sets), "--plain", folder=tmp_path)
-        try:
-            answer = with_two_members(command, network, run)
-        except BaseException:
-            command.kill()
-            raise
+        config = write_config(tmp_path, settings(rendezvous=rendezvous))
+        answer = gyre("train", config, "--plain", folder=tmp_path)
+    run = tmp_path / "runs" / "tiny"
     assert answer.code == 0 and not answer.left_behind, f"{answer.err}\n{events_of(run)[-20:]}"
     steps = read_story(run).steps
     assert max(step["metrics"]["logprob_gap_max"] for step in steps) < 1e-2, steps
@@ -73,23 +63,7 @@ def test_a_policy_learns_from_rollouts_of_vllm_and_of_members(tmp_path: Path) ->
     versions = [row["version"] for row in events_of(run, "weights.published")]
     assert versions == list(range(STEPS + 1))
     assert [row["store"] for row in events_of(run, "rendezvous.opened")] == ["etcd"]
-    taken = {row["worker"]: row["version"] for row in events_of(run, "engine.committed")}
-    assert taken == dict.fromkeys(("engine-0", "member-a", "member-b"), STEPS)
     look_at_timeline(run)
-
-
-def with_two_members(command: Command, network: Network, run: Path) -> Answer:
-    """Let two members join before the first rollout, and stay until the run's end."""
-
-    def told(kind: str) -> list[Any]:
-        return events_of(run, kind) if (run / "events.jsonl").exists() else []
-
-    listening = until(lambda: told("member.listening"), lambda: "nobody listens")[0]
-    join = (network, listening["address"], Path(listening["token_file"]))
-    with member(*join, "a") as first, member(*join, "b") as second:
-        answer = command.wait()
-        assert first.wait(30) == 0 and second.wait(30) == 0
-    return answer
 
 
 def look_at_timeline(run: Path) -> None:
@@ -100,7 +74,7 @@ def look_at_timeline(run: Path) -> None:
     for step in steps:
         told = {"train", "convert", "register", "update", "rollout", "wait_rollout"}
         assert set(step.activities) - {"score"} == told
-        assert step.activities["update"].worker in {"engine-0", "member-a", "member-b"}
+        assert step.activities["update"].worker == "engine-0"
         assert step.activities["update"].size_bytes
         busy_s = sum(piece.end_s - piece.start_s for piece in step.lanes[0].pieces)
         assert step.seconds / 10 < busy_s <= step.seconds * 1.001

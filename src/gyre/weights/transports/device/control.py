@@ -170,7 +170,9 @@ class ControlLink:
     def look(self) -> None:
         """Raise what the publisher has said unasked, that the group is lost."""
         try:
-            has_told = bool(select.select([self._socket], [], [], 0)[0])
+            told = select.poll()  # not select: a handle may be past 1,023
+            told.register(self._socket, select.POLLIN)
+            has_told = bool(told.poll(0))
         except (OSError, ValueError) as error:  # closed by another call
             raise self._lost(error) from error
         if has_told:
