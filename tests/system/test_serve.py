@@ -200,7 +200,7 @@ def test_a_client_that_hangs_up_frees_the_engine(served, stream) -> None:
             "stream": stream,
         }
     ).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
     for _ in range(20):
         with socket.create_connection((place.hostname, place.port), timeout=30) as link:
             link.sendall(head.encode() + body)
