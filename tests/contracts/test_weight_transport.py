@@ -4,7 +4,7 @@ not at all."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,7 +160,7 @@ def source(request, shared_memory: Path):
 
         def __exit__(self, *error) -> None: ...
 
-    with publishers(name, shared_memory, 2) as publish:
+    with ExitStack() as opened, publishers(name, shared_memory, 2) as publish:
 
         def give(whole: dict[str, torch.Tensor]) -> Offer:
             given.update(whole)
@@ -172,13 +172,16 @@ def source(request, shared_memory: Path):
             return publish(whole, version=2)
 
         def take(offer: Offer, own: dict[str, torch.Tensor]):
+            parts = PartOpener(reading_by(name, shared_memory, slot_behind=True))
+            opened.close()  # of the swap before, which has settled
+            opened.callback(parts.close)
             return receive(
                 offer,
                 own,
                 shared=False,
                 device=CPU,
                 open_folder=lambda folder: Folder(),
-                parts=PartOpener(reading_by(name, shared_memory, slot_behind=True)),
+                parts=parts,
                 emit=silent,
             )
 
