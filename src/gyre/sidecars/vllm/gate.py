@@ -33,6 +33,7 @@ class StartGate:
         self.path.touch()
 
     def remove(self) -> None:
+        """Remove its files, unless they went with the run's folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

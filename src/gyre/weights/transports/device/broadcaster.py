@@ -13,7 +13,6 @@ reader hears of it, and the next round makes a new group.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import Any, Protocol
 
@@ -238,5 +237,4 @@ class Broadcaster:
         group, self._group = self._group, None
         self._readers = ()
         if group is not None:
-            with contextlib.suppress(RuntimeError):
-                group.abort()
+            group.abort()

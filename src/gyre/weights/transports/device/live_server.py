@@ -316,7 +316,9 @@ class _Connection:
         raise InputError(f"{request.op} is no request")
 
     def _open(self, request: ControlRequest) -> ControlAnswer:
-        server, scheme = self._server, LIVE_SCHEMES[request.first % len(LIVE_SCHEMES)]
+        if request.first >= len(LIVE_SCHEMES):
+            raise InputError(f"{request.first} is no scheme: publisher and reader differ")
+        server, scheme = self._server, LIVE_SCHEMES[request.first]
         server.open_part(request, scheme)
         if self._is_open:
             raise InputError("a connection opens one part, and this one has")
