@@ -132,9 +132,9 @@ def _proof_limits(config: RunConfig) -> ProofLimits:
 
 
 def refuse_unsupported(engine: RolloutEngineConfig, spec: ModelSpec, build: VllmBuild) -> None:
-    """Raise ConfigError for keys of [engine] that vLLM does not use. Also for a model or a way to
-    park that the build does not have."""
-    unused = sorted(engine.model_fields_set - SHARED_KEYS)
+    """Raise ConfigError for keys that vLLM does not use. Also for a model or a way to park that the
+    build does not have."""
+    given, unused = engine.vllm.model_fields_set, sorted(engine.model_fields_set - SHARED_KEYS)
     if unused:
         raise ConfigError(
             f"engine.{unused[0]} is the native engine's, and engine.kind = 'vllm'",
@@ -145,6 +145,12 @@ def refuse_unsupported(engine: RolloutEngineConfig, spec: ModelSpec, build: Vllm
             f"vLLM {build.version} on {build.device} has no attention for heads of "
             f"{spec.head_dim}; it has {', '.join(map(str, build.head_dims))}",
             hint="take another model.head_dim, or engine.kind = 'native'",
+        )
+    if build.device == "cuda" and {"kv_bytes", "gpu_memory_utilization"} <= given:
+        raise ConfigError(
+            "engine.vllm has kv_bytes and gpu_memory_utilization, and each sizes KV on a GPU",
+            hint="leave out gpu_memory_utilization; kv_bytes lets vLLM start while the policy "
+            "trains",
         )
     if engine.vllm.during_training == "sleep" and not build.sleep_levels:
         raise ConfigError(

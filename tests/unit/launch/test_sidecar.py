@@ -118,6 +118,17 @@ def test_what_vllm_has_not_is_refused_by_name(engine, head_dim, says) -> None:
         refuse_unsupported(RolloutEngineConfig(**engine), spec_of(head_dim), CPU)
 
 
+def test_two_sizes_of_kv_memory_on_a_gpu_are_refused() -> None:
+    both = {"kv_bytes": 1 << 30, "gpu_memory_utilization": 0.5}
+    engine = RolloutEngineConfig(kind="vllm", vllm=both)
+    with pytest.raises(ConfigError, match="each sizes KV on a GPU"):
+        refuse_unsupported(engine, spec_of(), CUDA)
+    refuse_unsupported(engine, spec_of(), CPU)
+    for name in both:
+        only = RolloutEngineConfig(kind="vllm", vllm={name: both[name]})
+        refuse_unsupported(only, spec_of(), CUDA)
+
+
 def test_an_argument_that_is_ours_to_set_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"engine\.vllm\.extra has logprobs_mode; it takes"):
         RolloutEngineConfig(vllm={"extra": {"logprobs_mode": "raw_logprobs"}})

@@ -38,10 +38,14 @@ class VllmConfig(Section):
         default=0.8,
         gt=0.0,
         le=1.0,
-        description="Fraction of the device's memory that vLLM takes, its weights included.",
+        description="Fraction of the device's memory that vLLM takes, its weights included, where "
+        "kv_bytes is not given.",
     )
     kv_bytes: int = Field(
-        default=0, ge=0, description="Bytes of KV memory; 0: by gpu_memory_utilization."
+        default=0,
+        ge=0,
+        description="Bytes of KV memory; 0: by gpu_memory_utilization, and then no start begins "
+        "before its phase.",
     )
     enforce_eager: bool = Field(
         default=False, description="Run without CUDA graphs and compilation: starts sooner."
