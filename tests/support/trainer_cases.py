@@ -142,6 +142,17 @@ def assert_same(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarr
         np.testing.assert_array_equal(found[name], tensor, err_msg=name)
 
 
+def assert_close(
+    found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], *, relative: float
+) -> None:
+    """Equal within a part of each tensor's largest number."""
+    assert found.keys() == expected.keys() and any(tensor.any() for tensor in expected.values())
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(
+            found[name], tensor, atol=relative * np.abs(tensor).max(), rtol=0, err_msg=name
+        )
+
+
 def whole_tensors(parts: Iterable[Part]) -> dict[str, torch.Tensor]:
     """The tensors of a snapshot, of the parts of all ranks."""
     held = HeldParts(parts)

@@ -36,13 +36,19 @@ def reshard(decoder: Decoder) -> None:
         module.reshard()
 
 
-def begin_chunk(decoder: Decoder, split: ModelSharding, *, last: bool) -> None:
+def begin_chunk(
+    decoder: Decoder, split: ModelSharding, *, last: bool, reads_head: bool = True
+) -> None:
     """Prepare the forward pass of an update's micro-batch. With zero 2 the weights stay gathered
-    across micro-batches."""
+    across micro-batches. `reads_head`: whether the pass ends at the vocabulary."""
     if not is_sharded(decoder):
         return
     root: Any = decoder
     root.set_requires_gradient_sync(last or split.sum_gradients == "chunk")
+    if not reads_head and not decoder.spec.tied:
+        # FSDP2 looks for a gradient to keep in weights that it has never gathered
+        head: Any = decoder.head
+        head.set_requires_gradient_sync(True)
     if split.zero == 2:
         root.set_reshard_after_backward(last)
 

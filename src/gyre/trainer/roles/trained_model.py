@@ -108,7 +108,7 @@ class TrainedModel:
 
     def begin_chunk(self, *, last: bool) -> None:
         """Prepare the forward pass of an update's micro-batch."""
-        begin_chunk(self.decoder, self.split, last=last)
+        begin_chunk(self.decoder, self.split, last=last, reads_head=self.head is None)
 
     def update(self, *, learning_rate: float, grad_scale: float) -> None:
         """Take one optimizer step with the summed gradient × grad_scale."""
