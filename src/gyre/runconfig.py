@@ -180,7 +180,7 @@ class RunConfig(Section):
                 "trainer.offload_optimizer = 'disk' needs a folder for its file: set "
                 "memory.disk_folder"
             )
-        if reason := self._why_no_weights_away():
+        if reason := self._why_no_weights_away() or self._why_no_tensor_ranks():
             raise ValueError(reason)
         compares = isinstance(objective, GrpoConfig) and objective.baseline != "none"
         if size < 2 and (compares or (objective.kind == "dpo" and needs_rollouts(objective))):
@@ -237,6 +237,40 @@ class RunConfig(Section):
                     f"trainer.offload_parameters names '{model}', this run has {has}: take it "
                     "off the list"
                 )
+        return None
+
+    def _why_no_tensor_ranks(self) -> str | None:
+        """Return what does not go with several ranks that share layers; docs/parallel.md has the
+        table. The model may say more."""
+        if self.parallel.tensor_ranks == 1 or (reason := self._why_not_in_parts()) is None:
+            return None
+        return f"parallel.tensor_ranks = {self.parallel.tensor_ranks} with {reason}"
+
+    def _why_not_in_parts(self) -> str | None:
+        cluster, trainer, tensor_ranks = self.cluster, self.trainer, self.parallel.tensor_ranks
+        if cluster.kind == "inline":
+            return "cluster.kind = 'inline', which has one rank: set 'ray' or 'pod'"
+        if cluster.num_workers % tensor_ranks:
+            return f"cluster.num_workers = {cluster.num_workers}: give a multiple of {tensor_ranks}"
+        if cluster.kind == "ray" and cluster.engine_workers:
+            return (
+                f"cluster.engine_workers = {cluster.engine_workers} of Ray, whose engines "
+                "take whole weights: leave engine_workers out, or set cluster.kind = 'pod'"
+            )
+        if trainer.matmul == "fp8":
+            return "trainer.matmul = 'fp8', whose scales are of one rank: set 'same'"
+        if trainer.moments == "8_bit":
+            return "trainer.moments = '8_bit', whose blocks a cut divides: set 'float32'"
+        if trainer.offload_parameters:
+            return (
+                f"trainer.offload_parameters = {list(trainer.offload_parameters)}, which "
+                "streams whole layers: leave the list empty"
+            )
+        if self.engine.batch_invariant and needs_rollouts(self.objective):
+            return (
+                "engine.batch_invariant = true, whose passes read the whole head: leave one "
+                "of them out"
+            )
         return None
 
     def _why_not_invariant(self) -> str | None:

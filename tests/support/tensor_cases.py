@@ -30,13 +30,9 @@ from gyre.models.layers.layer import Layer
 from gyre.models.layers.tensor_parallel import ReplicatedRows, SequenceParallel
 from gyre.models.layers.vocabulary_logprobs import vocabulary_logprobs
 from gyre.models.layout import local_spec, model_layout
-from gyre.models.scalar_head import ScalarHead
 from gyre.models.spec import ModelSpec
 from gyre.weights.boxes import local_source
-from gyre.weights.gather import gather_runs
 from offers import offer_of
-from trainer_cases import make_trainer
-from zero_cases import batch_for
 
 CPU = torch.device("cpu")
 LENGTHS = [5, 1, 6]  # of packed sequences: twelve tokens
@@ -325,36 +321,3 @@ def logprobs_of(
         "hidden": hidden_NE.grad,
         "head": weight_VE.grad,
     }, sent
-
-
-def trained(group: RankGroup, kind: str, spec: ModelSpec) -> dict[str, dict[str, Tensor]]:
-    """Run forward and backward over a batch by a trainer of the rank's part of the model. Return
-    the gradients of each trained model."""
-    extra: dict[str, Any] = {}
-    head = ScalarHead(spec.hidden_size, device=CPU)
-    torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(1))
-    if kind == "ppo":
-        extra["critic"] = (decoder_of(spec, group, dtype=torch.float32), head)
-    if kind == "rm":
-        extra["head"] = head
-    decoder = decoder_of(spec, group, dtype=torch.float32)
-    trainer = make_trainer(kind, decoder=decoder, group=alone(), **extra)
-    (update,) = trainer.plan(batch_for(6, seed=0)).updates
-    trainer.forward_backward(update)
-    found: dict[str, dict[str, Tensor]] = {}
-    for learner in trainer.models.learners:
-        optimizer = learner.optimizer
-        optimizer.reduce()
-        grad_N = torch.zeros(optimizer.layout.size)
-        for span in optimizer.spans():
-            grad_N[span.first : span.last] = span.grad_N
-        found[learner.name] = {
-            name: values_N.view(optimizer.shapes[name])
-            for name, _, values_N in gather_runs(
-                optimizer.layout,
-                optimizer.runs(grad_N),
-                group=optimizer.mesh.shard,
-                dtype=torch.float32,
-            )
-        }
-    return found

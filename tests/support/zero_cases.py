@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import numpy as np
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from gyre.core.errors import ConfigError
 from gyre.core.offers import LocalShards
 from gyre.core.records import StepReport, TrainBatch, Which
-from gyre.distributed.config import ParallelConfig
+from gyre.distributed.config import ParallelConfig, Zero
 from gyre.distributed.devices import DeviceRecord, refuse_mixture
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.models.decoder import Decoder
@@ -35,7 +35,7 @@ from gyre.models.init import init_weights
 from gyre.models.scalar_head import ScalarHead
 from gyre.trainer.metrics.throughput import ThroughputMeter
 from gyre.trainer.trainer import NativeTrainer
-from gyre.weights.gather import gather_runs
+from gyre.weights.gather import gather_runs, homes_of
 from trainer_cases import OF_THE_MACHINE, SPEC, make_batch, make_trainer, whole_tensors
 
 # No size divides by 4: shards are uneven, and the last rank has no row of some tensors.
@@ -52,7 +52,10 @@ ODD = replace(
 # Rows of whole blocks of 8-bit moments, but for `out`; ranks share out no matrix evenly.
 BLOCKS = replace(SPEC, hidden_size=256, mlp_size=256, vocab_size=50)
 DEEP = replace(SPEC, num_layers=5)
-SPECS = {"tied": SPEC, "odd": ODD, "blocks": BLOCKS, "deep": DEEP}
+# Of four tensor ranks two hold each KV head, and the last one has two rows of padding; shards of
+# their parts are uneven.
+PARTED = replace(ODD, num_heads=4, num_kv_heads=2, mlp_size=24, num_layers=2)
+SPECS = {"tied": SPEC, "odd": ODD, "blocks": BLOCKS, "deep": DEEP, "parted": PARTED}
 LAYOUTS = {
     "zero0": ParallelConfig(zero=0),
     "zero1": ParallelConfig(zero=1),
@@ -70,6 +73,15 @@ LAYOUTS = {
             "reference": {"zero": 2, "shard_ranks": 2},
             "reward": {"zero": 3},
         }
+    ),
+}
+# Ranks that share layers, alone and beside ZeRO over the ranks that see other data.
+TENSOR_LAYOUTS = {
+    "tensor4": ParallelConfig(tensor_ranks=4),
+    **{f"zero{zero}_tensor2": ParallelConfig(zero=zero, tensor_ranks=2) for zero in get_args(Zero)},
+    "zero3_once_tensor2": ParallelConfig(zero=3, sum_gradients="update", tensor_ranks=2),
+    "mixed_tensor2": ParallelConfig.model_validate(
+        {"zero": 1, "tensor_ranks": 2, "critic": {"zero": 3}, "reference": {"zero": 2}}
     ),
 }
 
@@ -114,7 +126,12 @@ def trainer_on(
     decoder = decoder_on(group.device, kept, spec=spec)
     settings = {"learning_rate": 1e-3, **settings}
     return make_trainer(
-        kind, decoder=decoder, group=group, parallel=LAYOUTS[layout], **extra, **settings
+        kind,
+        decoder=decoder,
+        group=group,
+        parallel=(LAYOUTS | TENSOR_LAYOUTS)[layout],
+        **extra,
+        **settings,
     )
 
 
@@ -192,14 +209,39 @@ def gradients(
         own_N = torch.zeros(optimizer.layout.size)
         for span in optimizer.spans():
             own_N[span.first : span.last] = span.grad_N
-        joined = {name: torch.empty(shape) for name, shape in optimizer.shapes.items()}
-        runs = gather_runs(
-            optimizer.layout, optimizer.runs(own_N), group=optimizer.mesh.shard, dtype=torch.float32
-        )
-        for name, run, values_N in runs:
-            joined[name].view(-1)[run.start : run.stop].copy_(values_N)
+        joined = {name: torch.empty(shape) for name, shape in optimizer.layout.model.shapes.items()}
+        group = optimizer.mesh.holders
+        for run in gather_runs(
+            optimizer.layout, optimizer.runs(own_N), group=group, dtype=torch.float32
+        ):
+            for home, values in zip(*homes_of(joined, [run]), strict=True):
+                home.copy_(values)
         found |= {f"{learner.name}.{name}": tensor.numpy() for name, tensor in joined.items()}
     return found, norms
+
+
+def copied(
+    group: RankGroup, kind: str, **settings: Any
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The master weights of which several tensor ranks have a copy, after two steps: this rank's,
+    and those of the ranks that own them."""
+    trainer = trainer_on(group, kind, **settings)
+    for step in range(2):
+        trainer.step_now(batch_for(12, seed=step))
+    held, owned = {}, {}
+    for learner in trainer.models.learners:
+        copies, mesh = learner.optimizer.copies, learner.optimizer.mesh
+        sums_C = torch.zeros(copies.size)
+        for run in copies.runs:
+            master_N = learner.optimizer.masters()[run.name].detach().view(-1)[run.start : run.stop]
+            held[f"{learner.name}.{run.name}.{run.start}"] = master_N.numpy()
+            if run.owned:
+                sums_C[run.at : run.at + len(master_N)] = master_N
+        mesh.tensor.all_reduce(sums_C)
+        for run in copies.runs:
+            values_N = sums_C[run.at : run.at + run.stop - run.start]
+            owned[f"{learner.name}.{run.name}.{run.start}"] = values_N.numpy()
+    return held, owned
 
 
 def evaluate(
@@ -237,6 +279,24 @@ def gathered(
     }
     source.gather_into(engine, bucket_bytes=bucket_bytes)
     return manifest, {name: tensor.float().cpu().numpy() for name, tensor in engine.items()}
+
+
+def registered(
+    group: RankGroup, **settings: Any
+) -> tuple[Any, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The manifest of a version after two steps, what an engine of whole tensors gets of it, and
+    what a snapshot of the same moment holds (on rank 0)."""
+    trainer = trainer_on(group, "rm", **settings)
+    for step in range(2):
+        trainer.step_now(batch_for(8, seed=step))
+    manifest = trainer.register_now().manifest
+    engine = {
+        entry.name: torch.full(entry.shape, float("nan"), dtype=getattr(torch, entry.dtype))
+        for entry in manifest.entries
+    }
+    trainer.shards().gather_into(engine, bucket_bytes=1000)
+    found = {name: tensor.float().numpy() for name, tensor in engine.items()}
+    return manifest, found, whole(trainer)
 
 
 def resume(

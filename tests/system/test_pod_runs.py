@@ -106,6 +106,11 @@ def test_ranks_and_engines_in_any_numbers(tmp_path: Path, undisturbed: Story, ze
     story = finished(tmp_path, sets)
     steps = pod_steps(tell(read_events(tmp_path / "runs" / "tiny" / "events.jsonl")))
     look_at_activities(steps, moves=zero == 3, num_engines=cluster["engine_workers"])
+    look_close(story, undisturbed)
+
+
+def look_close(story: Story, undisturbed: Story) -> None:
+    """The same steps, within rounding."""
     assert len(story.steps) == len(undisturbed.steps)
     for here, there in zip(story.steps, undisturbed.steps, strict=True):
         assert here["num_tokens"] == there["num_tokens"]
@@ -139,6 +144,18 @@ def look_at_activities(steps: tuple[PodStep, ...], *, moves: bool, num_engines: 
             busy_s = sum(piece.end_s - piece.start_s for piece in lane.pieces)
             least_s = step.seconds / 10 if lane.role == "trainer" else 0.0
             assert least_s < busy_s <= step.seconds * 1.001, (lane, step.seconds)
+
+
+def test_ranks_that_share_layers_train_what_one_process_trains(
+    tmp_path: Path, undisturbed: Story
+) -> None:
+    """Each registers its part of every tensor; an engine of whole tensors reads them all. The run
+    ends with an export, and its snapshots are those of any layout."""
+    cluster = {**IN_POD["cluster"], "num_workers": 2}
+    story = finished(tmp_path, {**IN_POD, "cluster": cluster, "parallel.tensor_ranks": 2})
+    look_close(story, undisturbed)
+    run = tmp_path / "runs" / "tiny"
+    assert events_of(run, "export.verified")
 
 
 @pytest.mark.parametrize("phase", ["train", "handover"])

@@ -12,14 +12,15 @@ from gyre.kernels.cpu.build import INSTRUCTION_SETS, InstructionSet, Unavailable
 from gyre.kernels.cpu.chunks import load_chunks
 from gyre.kernels.cpu.library import load_decoder
 from rank_pool import RankPool
-from zero_cases import LAYOUTS
+from zero_cases import LAYOUTS, TENSOR_LAYOUTS
 
 # a busy machine says nothing of an example
 hypothesis.settings.register_profile("gyre", deadline=None)
 hypothesis.settings.load_profile("gyre")
 
 
-QUICK_LAYOUTS = ("zero1", "zero3")  # whole weights, and weights in shards
+# whole weights, and weights in shards
+QUICK_LAYOUTS = ("zero1", "zero3", "zero1_tensor2", "zero3_tensor2")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -28,7 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     test-all every one."""
     for item in items:
         layout = item.callspec.params.get("layout") if hasattr(item, "callspec") else None
-        if isinstance(layout, str) and layout in LAYOUTS and layout not in QUICK_LAYOUTS:
+        known = isinstance(layout, str) and layout in (LAYOUTS | TENSOR_LAYOUTS)
+        if known and layout not in QUICK_LAYOUTS:
             item.add_marker(pytest.mark.slow)
 
 

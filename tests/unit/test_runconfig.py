@@ -447,6 +447,29 @@ def test_weights_in_host_memory_are_refused_of_models_that_are_not_there_or_cann
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"cluster": {"kind": "inline"}}, "cluster.kind = 'inline', which has one rank"),
+        ({"cluster": {"kind": "pod", "num_workers": 3}}, "num_workers = 3: give a multiple of 2"),
+        ({"cluster": {"kind": "ray", "engine_workers": 1}}, "cluster.engine_workers = 1 of Ray"),
+        ({"trainer": {"matmul": "fp8"}}, "trainer.matmul = 'fp8'"),
+        ({"trainer": {"moments": "8_bit"}}, "trainer.moments = '8_bit'"),
+        (
+            {"trainer": {"offload_parameters": ["actor"], "offload_optimizer": "host"}},
+            "trainer.offload_parameters = ['actor']",
+        ),
+        ({"engine": {"batch_invariant": True}}, "engine.batch_invariant = true"),
+    ],
+)
+def test_what_does_not_go_with_tensor_ranks_is_refused_by_name(settings, words):
+    """The table of docs/parallel.md; one tensor rank takes all of it."""
+    tree = {"cluster": {"kind": "pod"}, **settings}
+    told = refusal(**tree, parallel={"tensor_ranks": 2})
+    assert told.startswith("parallel.tensor_ranks = 2 with ") and words in told
+    parse_run_config({**MODEL, **tree, "parallel": {"tensor_ranks": 1}}, where="run.toml")
+
+
 def test_files_that_cannot_be_used(tmp_path):
     (tmp_path / "torn.toml").write_text("[model\npath = 3")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")

@@ -33,6 +33,11 @@ class ParallelConfig(Section):
     shard_ranks: int = Field(default=0, ge=0)
     """Ranks that share one copy of the state; must divide the number of ranks. 0 takes all; less
     makes several copies that are kept equal (hybrid sharding)."""
+    tensor_ranks: int = Field(default=1, ge=1)
+    """Ranks that compute one layer together, each with some of its heads, MLP columns and
+    vocabulary rows; must divide the number of ranks. They are neighbors, to share a host. The other
+    keys then speak of what such a rank holds, and of the ranks that see other data.
+    docs/parallel.md says what does not go with it."""
     sum_gradients: SumGradients = "chunk"
     """With zero 2 and 3, when gradients are summed over ranks: after each chunk (4 bytes per
     parameter, sharded), or once per update (4 more bytes per parameter on every rank while an

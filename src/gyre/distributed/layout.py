@@ -112,6 +112,9 @@ class ModelLayout:
     shapes: Mapping[str, tuple[int, ...]]
     local_shapes: Mapping[str, tuple[int, ...]]
     ranks: tuple[Mapping[str, tuple[Box, ...]], ...]
+    # Tensors whose boxes, where several ranks hold one, have a part of its gradient on each of
+    # them. Of all others each holder computes the whole gradient.
+    partial: frozenset[str] = frozenset()
 
     def of(self, names: Iterable[str]) -> ModelLayout:
         """Return the table of some of the tensors."""
@@ -120,7 +123,26 @@ class ModelLayout:
             shapes={name: self.shapes[name] for name in names},
             local_shapes={name: self.local_shapes[name] for name in names},
             ranks=tuple({name: boxes[name] for name in names} for boxes in self.ranks),
+            partial=self.partial.intersection(names),
         )
+
+    def with_whole(self, shapes: Mapping[str, tuple[int, ...]]) -> ModelLayout:
+        """Return the table with further tensors, which every rank holds whole."""
+        boxes = whole_model(shapes).ranks[0]
+        return replace(
+            self,
+            shapes={**self.shapes, **shapes},
+            local_shapes={**self.local_shapes, **shapes},
+            ranks=tuple({**held, **boxes} for held in self.ranks),
+        )
+
+    def holders(self, name: str) -> dict[Box, tuple[int, ...]]:
+        """Return which ranks hold each box of a tensor, by the box as its owner has it."""
+        found: dict[Box, tuple[int, ...]] = {}
+        for rank, boxes in enumerate(self.ranks):
+            for box in boxes[name]:
+                found[box] = (*found.get(box, ()), rank)
+        return found
 
     def runs(
         self, rank: int, name: str, start: int, stop: int

@@ -36,8 +36,9 @@ class Mesh:
     all_ranks: RankGroup  # every rank of the trainer: start, errors, snapshots, per-device metrics
     data: RankGroup  # ranks that see different data: replica × shard
     replica: RankGroup  # ranks that hold the same part of the state
-    shard: RankGroup  # ranks that hold one copy of the state together
+    shard: RankGroup  # ranks that hold one copy of the state together, or of a tensor rank's part
     tensor: RankGroup  # ranks that compute one layer together, on the same data
+    holders: RankGroup  # ranks that hold one copy of the whole state together: shard × tensor
     torch_mesh: DeviceMesh | None  # of the axes that have a process group; None for one process
 
     @property
@@ -80,15 +81,34 @@ class Splitter:
         self._all_ranks = all_ranks
         self._config = config
         self._meshes: dict[int, Mesh] = {}
+        self._num_data_ranks = data_ranks(all_ranks.size, config.tensor_ranks)
+
+    @property
+    def tensor_ranks(self) -> int:
+        """The ranks that compute one layer together."""
+        return self._config.tensor_ranks
 
     def split(self, model: Literal["actor", "critic", "reference", "reward"]) -> ModelSharding:
         zero, shard_ranks = self._config.of(model)
-        size = shard_size(self._all_ranks.size, shard_ranks) if zero else 1
+        size = shard_size(self._num_data_ranks, shard_ranks) if zero else 1
         if size not in self._meshes:
-            self._meshes[size] = make_mesh(self._all_ranks, size)
+            self._meshes[size] = make_mesh(self._all_ranks, size, tensor_ranks=self.tensor_ranks)
         return ModelSharding(
             mesh=self._meshes[size], zero=zero, sum_gradients=self._config.sum_gradients
         )
+
+
+def data_ranks(num_ranks: int, tensor_ranks: int) -> int:
+    """Return how many ranks see different data. Raises ConfigError if tensor groups would not be
+    full."""
+    if num_ranks % tensor_ranks:
+        divisors = [str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+        raise ConfigError(
+            f"parallel.tensor_ranks = {tensor_ranks}: {num_ranks} ranks do not divide into groups "
+            "of that size",
+            hint=f"choose one of {', '.join(divisors)}, or set cluster.num_workers to a multiple",
+        )
+    return num_ranks // tensor_ranks
 
 
 def shard_size(num_data_ranks: int, shard_ranks: int) -> int:
@@ -106,8 +126,7 @@ def shard_size(num_data_ranks: int, shard_ranks: int) -> int:
 
 def make_mesh(all_ranks: RankGroup, shard_ranks: int, *, tensor_ranks: int = 1) -> Mesh:
     """Create the mesh. Every rank calls this, in the same order as other collectives."""
-    num_data_ranks, rest = divmod(all_ranks.size, tensor_ranks)
-    assert rest == 0, f"{all_ranks.size} ranks in groups of {tensor_ranks}"
+    num_data_ranks = data_ranks(all_ranks.size, tensor_ranks)
     size = shard_size(num_data_ranks, shard_ranks)
     one = alone(all_ranks.device)
     if all_ranks.size == 1:
@@ -117,6 +136,7 @@ def make_mesh(all_ranks: RankGroup, shard_ranks: int, *, tensor_ranks: int = 1) 
             replica=all_ranks,
             shard=all_ranks,
             tensor=one,
+            holders=all_ranks,
             torch_mesh=None,
         )
     sizes = (num_data_ranks // size, size, *([tensor_ranks] if tensor_ranks > 1 else []))
@@ -124,11 +144,12 @@ def make_mesh(all_ranks: RankGroup, shard_ranks: int, *, tensor_ranks: int = 1) 
     mesh = init_device_mesh(all_ranks.device.type, sizes, mesh_dim_names=axes)
     groups = {axis: all_ranks.part(axis, mesh.get_group(axis)) for axis in axes}
     groups.setdefault("tensor", one)
-    data = all_ranks
+    groups["data"], groups["holders"] = all_ranks, groups["shard"]
     if tensor_ranks > 1:
-        data = all_ranks.part("data", mesh["replica", "shard"]._flatten("data").get_group())
+        for name, two in (("data", AXES[:2]), ("holders", AXES[1:])):
+            groups[name] = all_ranks.part(name, mesh[two]._flatten(name).get_group())
     if all_ranks.device.type == "cuda":
-        used = {id(group): group for group in (all_ranks, data, *groups.values())}
+        used = {id(group): group for group in (all_ranks, *groups.values())}
         for group in used.values():
             group.warm_up()
-    return Mesh(all_ranks=all_ranks, data=data, torch_mesh=mesh, **groups)
+    return Mesh(all_ranks=all_ranks, torch_mesh=mesh, **groups)

@@ -120,6 +120,13 @@ def plan_stages_for(
     request: PlanRequest,
 ) -> dict[str, Any]:
     """Plan each stage of a config."""
+    if (tensor_ranks := config.parallel.tensor_ranks) > 1:
+        raise ConfigError(
+            f"parallel.tensor_ranks = {tensor_ranks}: a plan for GPUs that are not here counts "
+            "every layer on one rank",
+            hint="plan with --set parallel.tensor_ranks=1; `gyre plan RUN.toml` for this machine "
+            "counts it",
+        )
     spec = find_shape(request.shape) if request.shape is not None else spec
     cluster = request.cluster()
     dtype = _dtype(None if config.run.dtype == "auto" else config.run.dtype, cluster.gpu)

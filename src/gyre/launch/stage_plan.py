@@ -10,12 +10,13 @@ from pathlib import Path
 from gyre.core.errors import ConfigError
 from gyre.core.files import read_json
 from gyre.distributed.config import ParallelConfig
-from gyre.distributed.mesh import shard_size
+from gyre.distributed.mesh import data_ranks, shard_size
 from gyre.launch.goal import accuracy_metric
 from gyre.launch.stages import Stage, StageData, reward_folder, uses_engine
 from gyre.launch.train_args import COLD_START, MAIN
 from gyre.loop.refill import drops_equal, filter_metric, why_filtered_by_score
 from gyre.models.hub.folders import CONFIG_FILE
+from gyre.models.layout import local_spec
 from gyre.models.spec import ModelSpec, spec_from_hub_config
 from gyre.objectives.config import (
     AnyObjective,
@@ -53,11 +54,13 @@ def plan_run(
     of the states."""
     disk = folder / config.memory.disk_folder if config.memory.disk_folder else None
     inputs = read_inputs(config, stage, model_numbers(spec), data, dtype=dtype)
-    shards = lie_over(config.parallel, ranks)
+    tensor_ranks = config.parallel.tensor_ranks
+    with_data = data_ranks(ranks, tensor_ranks)
+    shards = lie_over(config.parallel, with_data)
     for model in stage.trainer.offload_parameters:
         refuse_cut(model, zero=shards[model].zero, ranks=shards[model].ranks)
     is_pod = config.cluster.kind == "pod"
-    shared = shards["actor"].zero < 2 and not is_pod
+    shared = shards["actor"].zero < 2 and not is_pod and tensor_ranks == 1
     alone = config.cluster.engine_workers > 0 and not is_pod
     apart = tuple(
         model
@@ -66,7 +69,8 @@ def plan_run(
     )
     inputs = replace(
         inputs,
-        ranks=ranks,
+        ranks=with_data,
+        trained_part=model_numbers(local_spec(spec, tensor_ranks)) if tensor_ranks > 1 else None,
         shards=shards,
         shared_weights=shared,
         engines_alone=alone,
@@ -88,7 +92,8 @@ def expected_ranks(config: RunConfig) -> int:
     few as its shards ask for."""
     if config.cluster.kind == "inline":
         return 1
-    return config.cluster.num_workers or max(1, *(config.parallel.of(model)[1] for model in MODELS))
+    copies = max(1, *(config.parallel.of(model)[1] for model in MODELS))
+    return config.cluster.num_workers or copies * config.parallel.tensor_ranks
 
 
 def lie_over(parallel: ParallelConfig, ranks: int) -> dict[str, Shards]:
@@ -235,12 +240,13 @@ def filter_remarks(config: RunConfig, objective: AnyObjective) -> tuple[str, ...
 
 
 def reward_numbers(config: RunConfig) -> ModelNumbers | None:
-    """Return the numbers of the reward model, from its own folder. It reads the policy's tokens and
-    may be of any size."""
+    """Return the numbers of what a rank has of the reward model, from its own folder. It reads the
+    policy's tokens and may be of any size."""
     part = config.rewards.model_part()
     if part is None:
         return None
-    return model_numbers(spec_from_hub_config(read_json(reward_folder(part.path) / CONFIG_FILE)))
+    spec = spec_from_hub_config(read_json(reward_folder(part.path) / CONFIG_FILE))
+    return model_numbers(local_spec(spec, config.parallel.tensor_ranks))
 
 
 def cut_hardware(hardware: Hardware, share: int) -> Hardware:

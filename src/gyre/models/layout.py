@@ -1,6 +1,6 @@
 """Layout: the table of a dense decoder over the ranks of the tensor axis. In: a ModelSpec, a number
-of tensor ranks. Out: the spec of one rank's local model, and which box of each parameter it is.
-Pure.
+of tensor ranks. Out: the spec of one rank's local model, which box of each parameter it is, and
+whose gradient ranks have in parts. Pure.
 
     qkv, gate_up     rows of each fused part: whole heads, MLP rows. With fewer KV heads than ranks,
                      neighbors hold the same head, and the first of them owns it.
@@ -48,7 +48,9 @@ def find_uneven(spec: ModelSpec, num_ranks: int) -> str | None:
     return None
 
 
-def model_layout(spec: ModelSpec, num_ranks: int) -> ModelLayout:
+def model_layout(
+    spec: ModelSpec, num_ranks: int, *, sequence_parallel: bool = False
+) -> ModelLayout:
     """Return the table of the model. Over one rank every box is a whole tensor."""
     shapes = spec.parameter_shapes()
     local_shapes = local_spec(spec, num_ranks).parameter_shapes()
@@ -62,7 +64,19 @@ def model_layout(spec: ModelSpec, num_ranks: int) -> ModelLayout:
             }
             for rank in range(num_ranks)
         ),
+        partial=frozenset(
+            name
+            for name in shapes
+            if num_ranks > 1 and _is_partial(name, sequence_parallel=sequence_parallel)
+        ),
     )
+
+
+def _is_partial(name: str, *, sequence_parallel: bool) -> bool:
+    """Return whether a rank that holds the tensor has a part of its gradient: that of its own
+    heads, or with sequence parallel, of a norm, that of its own rows."""
+    of_heads = (".qkv.weight", ".qkv.bias", ".q_norm.weight", ".k_norm.weight")
+    return name.endswith(of_heads) or (sequence_parallel and name.endswith("norm.weight"))
 
 
 def _boxes(

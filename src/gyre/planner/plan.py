@@ -121,6 +121,8 @@ class PlanInputs:
     critic: bool = False
     reference: bool = False
     reward_model: ModelNumbers | None = None
+    # what a rank trains of the model, where tensor ranks share layers; None: all of it
+    trained_part: ModelNumbers | None = None
     shared_weights: bool = True  # the engine reads the trainer's own parameters
     engines_alone: bool = False  # on workers without a rank, which take whole weights only
     # models with a `zero` of their own, which does not follow the actor's
@@ -147,7 +149,7 @@ class PlanInputs:
     disk_budget_bytes: int | None = None
     disk_tier: bool = False
     leave: Mapping[str, Leave] = field(default_factory=dict)
-    ranks: int = 1  # that train together
+    ranks: int = 1  # that train together, on different data
     # of "actor", "critic", "reference", "reward"
     shards: Mapping[str, Shards] = field(default_factory=dict)
     sum_gradients: SumGradients = "chunk"  # when those of models in shards are summed over ranks

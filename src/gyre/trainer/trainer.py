@@ -67,7 +67,7 @@ from gyre.trainer.passes.backward import (
 )
 from gyre.trainer.passes.evaluation import Evaluator
 from gyre.trainer.passes.forward import ChunkLogprobs, chunk_logprobs
-from gyre.trainer.roles.materialize import blank_copy, is_blank
+from gyre.trainer.roles.materialize import blank_copy, is_blank, part_of
 from gyre.trainer.roles.memory_components import MemoryComponents, ScoredModel
 from gyre.trainer.roles.reference_model import Reference
 from gyre.trainer.roles.trained_model import HEAD_PREFIX, TrainedModel
@@ -136,7 +136,7 @@ class NativeTrainer:
         self._shard_entries: tuple[TensorEntry, ...] | None = None
         self._has_gradients = False  # that no update has taken
         self._lost_steps = 0  # in a row, without a finite gradient
-        self._model = json.loads(json.dumps(asdict(decoder.spec)))  # as a snapshot says it
+        self._model = json.loads(json.dumps(asdict(decoder.whole_spec)))  # as a snapshot says it
         self._filled = weights is not None or not is_blank(decoder)
         self.memory = MemoryComponents(self.disk_folder, self.parked or {})
         splitter = Splitter(self._all_ranks, self.parallel or ParallelConfig())
@@ -144,10 +144,14 @@ class NativeTrainer:
             self._start_models(weights, splitter)
             if self.reward_model is not None:
                 split = splitter.split("reward")
+                if split.mesh.tensor.size > 1:
+                    scored, head = self.reward_model
+                    part, reward_weights = part_of(scored, split.mesh.tensor, reward_weights)
+                    self.reward_model = part, head
                 self.memory.take_reward(self.reward_model, config, split, reward_weights)
         for model, stream in self.memory.streams.items():
             self.emit("trainer.offload_parameters", model=model, **stream.sizes())
-        self._meter = ThroughputMeter(self._all_ranks)
+        self._meter = ThroughputMeter(self._all_ranks, tensor_ranks=splitter.tensor_ranks)
         self._tracer = Tracer(
             self.trace_folder if self._all_ranks.rank == 0 else None,
             config.trace_steps,
@@ -160,7 +164,11 @@ class NativeTrainer:
     def _start_models(self, weights: TensorSource | None, splitter: Splitter) -> None:
         """Create the models that a snapshot contains. The actor comes last: models initialized from
         it read it before it is sharded."""
-        decoder, config, tenancy = self.decoder, self.config, self.memory
+        config, tenancy = self.config, self.memory
+        if splitter.tensor_ranks > 1:
+            tensor = splitter.split("actor").mesh.tensor
+            self.decoder, weights = part_of(self.decoder, tensor, weights)
+        decoder = self.decoder
         first = weights if is_blank(decoder) else LiveTensors(dict(decoder.named_parameters()))
         self._reference, learner = None, None
         make = partial(
@@ -176,7 +184,11 @@ class NativeTrainer:
         if needs_critic(self.objective):
             split = splitter.split("critic")
             if self.critic is not None:
-                learner = make("critic", *self.critic, split=split)
+                trunk, scores = self.critic
+                own = None
+                if split.mesh.tensor.size > 1:
+                    trunk, own = part_of(trunk, split.mesh.tensor, None)
+                learner = make("critic", trunk, scores, split=split, weights=own)
             else:
                 scores = ScalarHead(decoder.spec.hidden_size, device=self._all_ranks.device)
                 learner = make("critic", blank_copy(decoder), scores, split=split, weights=first)
@@ -251,7 +263,7 @@ class NativeTrainer:
         shards. On the compute thread."""
         self._assert_filled()
         actor = self.models.actor
-        if actor.split.shards_weights:
+        if self.shards_weights:
             shards = self.shards()
             if self._shard_entries is None:
                 self._shard_entries = shard_entries(shards.layout, actor.dtype)
@@ -267,18 +279,16 @@ class NativeTrainer:
         kind = SharedStorage if self.shared else LocalTensors
         return Offer(manifest=manifest, source=kind(tensors=tensors))
 
+    @property
+    def shards_weights(self) -> bool:
+        """Return whether no rank holds the actor's weights whole."""
+        return self.models.actor.split.shards_weights or self.mesh.tensor.size > 1
+
     def shards(self) -> ShardSource:
         """Return this rank's runs of the actor's weights, which are in shards."""
-        actor = self.models.actor
-        assert actor.split.shards_weights, "every rank holds the weights whole"
+        assert self.shards_weights, "every rank holds the weights whole"
         if self._shards is None:
-            names = [name for name in actor.optimizer.shapes if not name.startswith(HEAD_PREFIX)]
-            self._shards = ShardSource(
-                actor.optimizer.layout.of(names),
-                actor.optimizer.masters(),
-                group=actor.split.mesh.shard,
-                dtype=actor.dtype,
-            )
+            self._shards = self.models.actor.shards()
         return self._shards
 
     def snapshot_now(self) -> Mapping[str, Any]:
@@ -462,7 +472,7 @@ class NativeTrainer:
         scale = 1.0 if self._loss_scale is None else self._loss_scale.factor
         found = self.forward_backward(update, loss_scale=scale)
         for learner in self.models.learners:
-            spec, scalar = learner.decoder.spec, learner.head is not None
+            spec, scalar = learner.decoder.whole_spec, learner.head is not None
             self._meter.count(spec, update.chunks, scalar=scalar, backward=True)
             learner.optimizer.reduce()
         norms = {

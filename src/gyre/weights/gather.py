@@ -150,7 +150,7 @@ class ShardSource(Mapping[str, Tensor]):
 
     def read(self, name: str, start: int, stop: int, out_N: Tensor) -> None:
         """Write this rank's numbers [start, stop) into `out_N`, rounded to `dtype`."""
-        place = self.layout.ranks[self._group.rank][name]
+        place = self.layout.ranks[self.layout.shard_of(self._group.rank)][name]
         assert place.start <= start and stop <= place.stop, (
             f"{name}: numbers [{start}, {stop}) are not this rank's"
         )
@@ -199,7 +199,7 @@ class ShardSource(Mapping[str, Tensor]):
         buckets = self._plan(bucket_bytes)
         longest = max((bucket.size for bucket in buckets), default=0)
         slots = [_Slot(longest, group, self.dtype) for _ in buckets[:2]]
-        own = layout.ranks[group.rank * len(layout.ranks) // layout.num_holders]
+        own = layout.ranks[layout.shard_of(group.rank)]
         for index in range(len(buckets) + 1):
             if index < len(buckets):
                 slots[index % 2].begin(buckets[index], own, local)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gyre.core.rounding import ceil_div, round_up
@@ -48,6 +48,15 @@ class ShardLayout:
     def num_holders(self) -> int:
         """The ranks that hold one copy of the whole tensors together: shard × tensor."""
         return len(self.ranks) * (1 if self.table is None else len(self.table.ranks))
+
+    @property
+    def local(self) -> ShardLayout:
+        """The layout of one tensor rank's local tensors, as whole ones."""
+        return replace(self, table=None)
+
+    def shard_of(self, holder: int) -> int:
+        """Return the shard coordinate of a holder."""
+        return holder // (self.num_holders // len(self.ranks))
 
     def owned(self, holder: int) -> Iterator[tuple[str, BoxRun, int]]:
         """Yield (tensor, its run, where the run begins in the flat buffer) of all that a holder

@@ -20,7 +20,7 @@ def members(all_ranks: RankGroup, shard_ranks: int, tensor_ranks: int) -> dict[s
     """Return this rank's coordinate, and the ranks that each of its groups sums over."""
     mesh = make_mesh(all_ranks, shard_ranks, tensor_ranks=tensor_ranks)
     found: dict[str, object] = {"coordinate": mesh.coordinate}
-    for name in ("all_ranks", "data", "replica", "shard", "tensor"):
+    for name in ("all_ranks", "data", "replica", "shard", "tensor", "holders"):
         group = getattr(mesh, name)
         seen_N = torch.zeros(all_ranks.size)
         seen_N[all_ranks.rank] = 1.0
@@ -53,6 +53,7 @@ def test_every_group_joins_the_ranks_of_its_axes(
         "replica": ("replica",),
         "shard": ("shard",),
         "tensor": ("tensor",),
+        "holders": ("shard", "tensor"),
     }
     for rank, found in enumerate(ranks.run(members, shard_ranks, tensor_ranks)):
         own = places[rank]

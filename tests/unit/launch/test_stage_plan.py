@@ -15,6 +15,7 @@ from gyre.distributed.config import ParallelConfig
 from gyre.launch.plan_command import PlanRequest, plan_stages_for
 from gyre.launch.stage_plan import cut_hardware, expected_ranks, lie_over, plan_run, rate_remarks
 from gyre.launch.stages import load_stage_data, plan_stages
+from gyre.models.layout import local_spec
 from gyre.models.spec import hub_config_from_spec, spec_from_shape
 from gyre.planner.plan import Hardware, Shards
 from gyre.planner.report.explain import explain
@@ -71,6 +72,28 @@ def test_each_rank_is_planned_for_with_its_part_of_the_states(tmp_path):
             )
             == ranks
         )
+
+
+def test_a_tensor_rank_is_planned_for_with_its_part_of_each_layer(tmp_path):
+    """And an engine beside it with the whole model."""
+    parallel = {"zero": 1, "tensor_ranks": 2}
+    config = online(tmp_path, parallel=parallel, cluster={"kind": "pod"}, run={"device": "cpu"})
+    (stage,), data, spec = plan_stages(config, "all"), load_online(config), trainer_cases.SPEC
+    given = {"dtype": "float32", "folder": tmp_path}
+    plan = plan_run(config, stage, spec, data, ranks=4, **given)
+    sizes = {component.name: component.size_bytes for component in plan.components}
+    part = local_spec(spec, 2).num_parameters
+    assert spec.num_parameters // 2 < part < spec.num_parameters
+    assert sizes["actor.params"] == 4 * part and sizes["actor.optimizer"] == -(-part // 2) * 8
+    assert sizes["engine.weights"] == 4 * spec.num_parameters
+    assert expected_ranks(config) == 2
+    with pytest.raises(ConfigError, match="5 ranks do not divide into groups"):
+        plan_run(config, stage, spec, data, ranks=5, **given)
+    uneven = replace(spec, mlp_size=49)
+    with pytest.raises(ConfigError, match="49 MLP columns do not divide over 2 tensor ranks"):
+        plan_run(config, stage, uneven, data, ranks=4, **given)
+    with pytest.raises(ConfigError, match="counts every layer on one rank"):
+        plan_stages_for(config, spec, [(stage, data)], PlanRequest(gpu="h200", gpus=4))
 
 
 @pytest.mark.parametrize("inner", ["", "export"])

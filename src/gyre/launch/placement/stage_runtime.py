@@ -134,7 +134,8 @@ class StageRuntime:
         place."""
         ranks = 1 if self._group is None else self._group.size
         zero, shard_ranks = self._config.parallel.of("actor")
-        return ranks > 1 and zero >= 2 and shard_ranks != 1
+        in_parts = self._config.parallel.tensor_ranks > 1
+        return in_parts or (ranks > 1 and zero >= 2 and shard_ranks != 1)
 
     def _make_trainer(
         self, stage: Stage, policy: Policy, version: int, *, resumed: bool
@@ -282,6 +283,8 @@ class StageRuntime:
         actor."""
         assert self._group is not None
         splits = [self._config.parallel.of(model) for model in ("actor", "critic", "reference")]
+        if self._config.parallel.tensor_ranks > 1:
+            return False  # the next stage reads whole tensors
         sizes = {shard_size(self._group.size, shard_ranks) for _, shard_ranks in splits}
         return all(zero >= 2 for zero, _ in splits) and len(sizes) == 1
 

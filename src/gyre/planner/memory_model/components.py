@@ -176,7 +176,7 @@ def _engine(
         return rows
     tiers: tuple[Tier, ...] = (*keeping, "none")
     if job.own_weights(layout):
-        count, item = job.model.num_parameters, ITEM_BYTES[job.dtype]
+        count, item = job.engine_parameters, ITEM_BYTES[job.dtype]
         what = f"{count} × {item} bytes"
         rows.append(_Row(name="engine.weights", size_bytes=count * item, tiers=tiers, formula=what))
     page = engine.page_bytes

@@ -41,6 +41,8 @@ class TrainingJob:
     reference: bool = False
     reward_model: ModelNumbers | None = None
     engine: EngineDemand | None = None  # None: nothing is generated
+    # whole, where `model` is the part of it that a tensor rank trains; None: the same
+    engine_model: ModelNumbers | None = None
     snapshot_background: bool = False  # snapshots are staged in host memory, which stays taken
     reference_average: bool = False
     offload_parameters: tuple[str, ...] = ()  # models whose weights live in host memory
@@ -51,6 +53,11 @@ class TrainingJob:
     @property
     def trained(self) -> tuple[str, ...]:
         return ("actor", "critic") if self.critic else ("actor",)
+
+    @property
+    def engine_parameters(self) -> int:
+        """Return the parameters of an engine with weights of its own."""
+        return (self.engine_model or self.model).num_parameters
 
     @property
     def frozen(self) -> dict[str, ModelNumbers]:
@@ -87,7 +94,8 @@ def make_job(
     per_update = inputs.sequences_per_update or sequences
     mean = inputs.max_prompt_tokens + inputs.max_completion_tokens // 2
     return TrainingJob(
-        model=inputs.model,
+        model=inputs.trained_part or inputs.model,
+        engine_model=inputs.model,
         dtype=dtype,
         saving=saving,
         longest=longest,

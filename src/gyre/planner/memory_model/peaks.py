@@ -176,7 +176,7 @@ def _passing(job: TrainingJob, layout: Layout) -> dict[Phase, tuple[PeakInstant,
 
 def _handover_bytes(job: TrainingJob, layout: Layout) -> int:
     """Return the buckets of a gather, and what it overwrites, which is kept until it is whole."""
-    own = ITEM_BYTES[job.dtype] * job.model.num_parameters if job.own_weights(layout) else 0
+    own = ITEM_BYTES[job.dtype] * job.engine_parameters if job.own_weights(layout) else 0
     return min(HANDOVER_BYTES, 2 * own) + own
 
 

@@ -26,8 +26,9 @@ SENT = "sent_bytes/"  # metric prefix, before the kind of collective
 class ThroughputMeter:
     """Meter of one rank."""
 
-    def __init__(self, group: RankGroup) -> None:
-        self._group = group
+    def __init__(self, group: RankGroup, *, tensor_ranks: int = 1) -> None:
+        """Bind the ranks, of which `tensor_ranks` share the work of each micro-batch."""
+        self._group, self._tensor_ranks = group, tensor_ranks
         self._flops = self._seconds = 0.0
         self._wait_s = 0.0
         self._sent: dict[str, int] = {}
@@ -51,8 +52,8 @@ class ThroughputMeter:
     def count(
         self, spec: ModelSpec, chunks: Sequence[MicroBatch], *, scalar: bool, backward: bool
     ) -> None:
-        """Count the passes of one model over this rank's micro-batches. `scalar`: a value per
-        target or a score per sequence."""
+        """Count this rank's share of the passes of one model, whose whole spec it is, over the
+        micro-batches. `scalar`: a value per target or a score per sequence."""
         for chunk in chunks:
             if chunk.members:  # a blank one only keeps step
                 outputs = len(chunk.targets_N)
@@ -62,7 +63,7 @@ class ThroughputMeter:
                     num_outputs=outputs,
                     output_rows=1 if scalar else None,
                 )
-                self._flops += flops * (3 if backward else 1)
+                self._flops += flops * (3 if backward else 1) / self._tensor_ranks
 
     def take(self, *, step_s: float) -> dict[str, Any]:
         """Return and reset this rank's measurements, for `join`; the step took `step_s`.

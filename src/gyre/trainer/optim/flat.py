@@ -19,11 +19,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
+from gyre.distributed.layout import ModelLayout
 from gyre.distributed.mesh import Mesh
 from gyre.distributed.process_group import RankGroup
 from gyre.kernels.float8 import Amax
@@ -34,6 +36,7 @@ from gyre.trainer.offload.state_fields import StateField
 from gyre.trainer.offload.state_placement import StatePlacement
 from gyre.trainer.offload.state_stream import Sent
 from gyre.trainer.offload.weight_stream import carve, carved_bytes
+from gyre.trainer.optim.copies import Copies, counted_runs, plan_copies, sum_copies
 from gyre.trainer.parallelize.sharded_module import local_part
 from gyre.weights.shards import Place, Shape, ShardLayout, align, whole_layout
 
@@ -50,9 +53,11 @@ def takes_decay(name: str, parameter: Tensor) -> bool:
 
 class AdamW(ABC):
     """Base of all shardings of the state. `layout` assigns numbers to ranks; `starts` and
-    `file_size` place the tensors in a flat buffer of all of them."""
+    `file_size` place the tensors in a flat buffer of all of them. Over tensor ranks all these are
+    of local tensors."""
 
     layout: ShardLayout
+    copies: Copies  # of which other tensor ranks have a copy
     grad_N: Tensor
     fields: tuple[StateField, ...]  # of the moments
     moments: dict[str, Tensor]  # by field
@@ -67,15 +72,18 @@ class AdamW(ABC):
         eps: float,
         weight_decay: float,
         mesh: Mesh,
+        table: ModelLayout | None = None,
         home: StatePlacement | None = None,
         codes: bool = False,
         update_spans: UpdateSpans = update_spans,
     ) -> None:
-        """Allocate the state. Without a `home` everything is on the device. `codes`: use 8-bit
-        moments where possible. `update_spans` updates moments and weights."""
+        """Allocate the state. `table`: of the parameters over several tensor ranks. Without a
+        `home` everything is on the device. `codes`: use 8-bit moments where possible.
+        `update_spans` updates moments and weights."""
         self.parameters = dict(parameters)
         self.betas, self.eps, self.weight_decay, self.mesh = betas, eps, weight_decay, mesh
         self.num_updates = 0
+        self._table = table
         self.decays = {
             name: takes_decay(name, parameter) for name, parameter in self.parameters.items()
         }
@@ -100,6 +108,16 @@ class AdamW(ABC):
         self.gathers_by_parts = self.home.weights and self.device.type == "cuda"
         self.reduce_numbers = REDUCE_NUMBERS
         self._hooks: list = []
+
+    def take_layout(self, layout: ShardLayout) -> None:
+        """Set which numbers each rank holds, and find those that other tensor ranks hold, too."""
+        self.layout = replace(layout, table=self._table)
+        coordinate = self.mesh.coordinate
+        self.copies = plan_copies(
+            self.layout, shard=coordinate.shard, tensor_rank=coordinate.tensor
+        )
+        starts = {name: place.at for name, place in self.places.items()}
+        self._counted = counted_runs(self.copies, starts, self.layout.size)
 
     def make_buffers(
         self, *, gradient_size: int, keeps_master: bool, num_coded: int
@@ -161,10 +179,21 @@ class AdamW(ABC):
     @abstractmethod
     def spans(self) -> Iterator[Span]: ...
 
-    @abstractmethod
     def reduce(self) -> None:
         """Sum the gradient over the ranks, in float32. Each rank needs only the part that it
         updates."""
+        self.settle_gradients()
+        self.reduce_data()
+        sum_copies(self.copies, self.own_gradients(), self.mesh.tensor)
+
+    @abstractmethod
+    def reduce_data(self) -> None:
+        """Sum the gradient over the ranks that see other data."""
+        ...
+
+    @abstractmethod
+    def own_gradients(self) -> dict[str, Tensor]:
+        """Return the gradient of the numbers that this rank updates, by parameter, flat."""
         ...
 
     @abstractmethod
@@ -201,8 +230,14 @@ class AdamW(ABC):
     @abstractmethod
     def squared_norm(self) -> Tensor:
         """Return the squared norm of this rank's summed gradient, float64, [1], summed over the
-        shard group."""
+        shard group. Of copies on several tensor ranks the owner alone counts."""
         ...
+
+    def counted(self, grad_N: Tensor, first: int, last: int) -> list[Tensor]:
+        """Return the parts of `grad_N`, which is of numbers [first, last) of the state, that this
+        rank counts in a norm."""
+        clipped = [(max(low, first), min(high, last)) for low, high in self._counted]
+        return [grad_N[low - first : high - first] for low, high in clipped if low < high]
 
     @property
     def places(self) -> Mapping[str, Place]:
@@ -258,7 +293,9 @@ class AdamW(ABC):
     def grad_norm(self) -> float:
         """Return the global 2-norm of the summed gradient; infinite or NaN when a gradient is.
         Equal on every rank."""
-        norm = self.squared_norm().sqrt()
+        squared = self.squared_norm()
+        self.mesh.tensor.all_reduce(squared)
+        norm = squared.sqrt()
         # before a GPU is waited for: it has work until then, and none after
         self._laid = list(self.spans())
         return float(norm)
@@ -306,7 +343,7 @@ class FlatOptimizer(AdamW):
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], **settings) -> None:
         super().__init__(parameters, **settings)
-        self.layout = whole_layout(self.shapes, self.starts, self.file_size)
+        self.take_layout(whole_layout(self.shapes, self.starts, self.file_size))
         all_wide = all(p.dtype == torch.float32 for p in self.parameters.values())
         self.master_is_compute = all_wide and not self.home.weights
         own_N = self.make_buffers(
@@ -356,12 +393,15 @@ class FlatOptimizer(AdamW):
                     decays=last <= self.decay_stop,
                 )
 
-    def reduce(self) -> None:
-        self.settle_gradients()
+    def reduce_data(self) -> None:
         self.all_reduce(self.mesh.replica, self.grad_N)
 
+    def own_gradients(self) -> dict[str, Tensor]:
+        return self.runs(self.grad_N)
+
     def squared_norm(self) -> Tensor:
-        return squared_norm_of(self.grad_N)
+        found = squared_norm_of(self.counted(self.grad_N, 0, self.file_size))
+        return found.view(1).to(self.device)
 
     def compute_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = dict(self.parameters)
@@ -393,10 +433,16 @@ class FlatOptimizer(AdamW):
         """Do nothing: every rank has rounded all weights."""
 
 
-def squared_norm_of(x_N: Tensor) -> Tensor:
-    """Return the squared norm, float64, []. On a CPU it is computed in parts: one float32 sum of
-    billions of squares loses small ones."""
-    parts = x_N.split(NORM_NUMBERS) if x_N.device.type == "cpu" else (x_N,)
+def squared_norm_of(runs: Sequence[Tensor]) -> Tensor:
+    """Return the squared norm of all runs together, float64, []. On a CPU it is computed in parts:
+    one float32 sum of billions of squares loses small ones."""
+    parts = [
+        part_N
+        for run_N in runs
+        for part_N in (run_N.split(NORM_NUMBERS) if run_N.device.type == "cpu" else (run_N,))
+    ]
+    if not parts:  # all that this rank has is another one's, too
+        return torch.zeros((), dtype=torch.float64)
     squares = [torch.linalg.vector_norm(part_N).double().square() for part_N in parts]
     return torch.stack(squares).sum()
 

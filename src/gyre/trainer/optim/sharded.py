@@ -44,13 +44,14 @@ class SlicedOptimizer(AdamW):
         size = min((self.starts[name] for name in apart), default=self.file_size)
         shard, self._apart = self.mesh.shard, apart
         unit = BLOCK if self.coded else ALIGN  # no slice ends within a block of moments
-        self.layout = slice_layout(
+        layout = slice_layout(
             self.shapes,
             self.starts,
             align(size, shard.size * unit),
             num_ranks=shard.size,
             replicated=frozenset(apart),
         )
+        self.take_layout(layout)
         tail = sum(align(math.prod(self.shapes[name])) for name in apart)
         self._slice = self.layout.size - tail  # numbers
         self._whole = self._slice * shard.size
@@ -126,12 +127,19 @@ class SlicedOptimizer(AdamW):
                     decays=last <= decay_stop,
                 )
 
-    def reduce(self) -> None:
-        self.settle_gradients()
+    def reduce_data(self) -> None:
         self._reduce_scatter()
         self.all_reduce(self.mesh.replica, self.grad_N[self._low : self._low + self._slice])
         if self._apart:
             self.all_reduce(self.mesh.data, self.grad_N[self._whole :])
+
+    def own_gradients(self) -> dict[str, Tensor]:
+        own = self.runs(self.grad_N[self._low : self._low + self._slice])
+        tail_N = self.grad_N[self._whole :]
+        for name in self._apart:
+            at = self._tail_of(name)
+            own[name] = tail_N[at : at + math.prod(self.shapes[name])]
+        return own
 
     def _reduce_scatter(self) -> None:
         """Sum this rank's slice over the shard group. Host memory beside a GPU is processed in
@@ -146,9 +154,10 @@ class SlicedOptimizer(AdamW):
 
     def squared_norm(self) -> Tensor:
         own_N, tail_N = self.grad_N[self._low : self._low + self._slice], self.grad_N[self._whole :]
-        found = squared_norm_of(own_N).view(1).to(self.device)
+        found = squared_norm_of(self.counted(own_N, 0, self._slice)).view(1).to(self.device)
         self.mesh.shard.all_reduce(found)
-        return found + squared_norm_of(tail_N).to(self.device)
+        tail = self.counted(tail_N, self._slice, self.layout.size)
+        return found + squared_norm_of(tail).to(self.device)
 
     @torch.no_grad()
     def refresh_compute(self) -> None:
@@ -211,7 +220,8 @@ class RowOptimizer(AdamW):
         self.master_is_compute = True
         shard = self.mesh.shard
         shapes = coded_first(self.shapes, self.coded)
-        self.layout = row_layout(shapes, num_ranks=shard.size, replicated=frozenset(self._apart))
+        replicated = frozenset(self._apart)
+        self.take_layout(row_layout(shapes, num_ranks=shard.size, replicated=replicated))
         # they lie at the end
         self._cut = self.places[self._apart[0]].at if self._apart else self.layout.size
         for name, master in self.masters().items():
@@ -240,16 +250,22 @@ class RowOptimizer(AdamW):
                     place.at, masters[name], grads[name], decays=self.decays[name], amax=amax
                 )
 
-    def reduce(self) -> None:
-        self.settle_gradients()
+    def reduce_data(self) -> None:
         if self._apart:
             self.all_reduce(self.mesh.shard, self.grad_N[self._cut :])
         self.all_reduce(self.mesh.replica, self.grad_N)
 
+    def own_gradients(self) -> dict[str, Tensor]:
+        return self.runs(self.grad_N)
+
     def squared_norm(self) -> Tensor:
-        found = squared_norm_of(self.grad_N[: self._cut]).view(1).to(self.device)
+        shards, rest = (
+            squared_norm_of(self.counted(self.grad_N[low:high], low, high))
+            for low, high in ((0, self._cut), (self._cut, self.layout.size))
+        )
+        found = shards.view(1).to(self.device)
         self.mesh.shard.all_reduce(found)
-        return found + squared_norm_of(self.grad_N[self._cut :]).to(self.device)
+        return found + rest.to(self.device)
 
     def refresh_compute(self) -> None:
         """Do nothing: weights are gathered from the masters."""

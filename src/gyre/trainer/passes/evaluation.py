@@ -51,7 +51,7 @@ class Evaluator:
             f"objective {self.objective.kind} has no critic"
         )
         self.memory.need("critic.params")
-        self.meter.count(critic.decoder.spec, plan.chunks, scalar=True, backward=False)
+        self.meter.count(critic.decoder.whole_spec, plan.chunks, scalar=True, backward=False)
         given = sequences, plan.chunks, self.data, critic.float8
         with self.memory.visiting("critic"):
             values, last_values = values_of(critic.decoder, critic.head, *given)
@@ -107,7 +107,7 @@ class Evaluator:
                 "reference_logprobs",
             )
         self.memory.need(component)
-        self.meter.count(decoder.spec, plan.chunks, scalar=False, backward=False)
+        self.meter.count(decoder.whole_spec, plan.chunks, scalar=False, backward=False)
         with self.memory.visiting(owner):
             return logprobs_of(decoder, sequences, plan.chunks, self.data, self.models.logprobs)
 
@@ -119,7 +119,7 @@ class Evaluator:
         assert head is not None, "this trainer was given no reward model"
         self.memory.need("reward" if self.reward_model else "actor.params")
         chunks = self.planner.whole(sequences, decoder.whole_spec.vocab_size)
-        self.meter.count(decoder.spec, chunks, scalar=True, backward=False)
+        self.meter.count(decoder.whole_spec, chunks, scalar=True, backward=False)
         with self.memory.visiting("reward" if self.reward_model else "actor"):
             return scores_of(decoder, head, len(sequences), chunks, self.data, float8)
 

@@ -9,23 +9,27 @@ uninitialized, for a snapshot to fill.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from gyre.core.records import Projection
+from gyre.distributed.layout import ModelLayout
 from gyre.distributed.mesh import ModelSharding
+from gyre.distributed.process_group import RankGroup
 from gyre.kernels.rope import rope_frequencies
 from gyre.memory.pools.host_buffer import HostBuffer
 from gyre.models.decoder import NOTHING, Decoder
+from gyre.models.layers.tensor_parallel import ReplicatedRows
+from gyre.models.layout import model_layout
 from gyre.trainer.config import TrainerConfig, refuse_cut
 from gyre.trainer.offload.weight_stream import WeightStream, carve, carved_bytes
 from gyre.trainer.optim.flat import move_in
 from gyre.trainer.parallelize.sharded_module import local_tensors
 from gyre.weights.boxes import local_source
 from gyre.weights.shards import ShardLayout, row_layout
-from gyre.weights.tensor_source import TensorSource, fill
+from gyre.weights.tensor_source import LiveTensors, TensorSource, fill
 
 
 def is_blank(decoder: Decoder) -> bool:
@@ -41,6 +45,30 @@ def blank_copy(decoder: Decoder) -> Decoder:
         dtype=decoder.dtype,
         tensor=decoder.tensor,
     )
+
+
+def part_of(
+    decoder: Decoder, tensor: RankGroup, weights: TensorSource | None
+) -> tuple[Decoder, TensorSource | None]:
+    """Return this tensor rank's part of a whole model, on the meta device, and what fills it: of a
+    model with storage its own weights."""
+    if not is_blank(decoder):
+        assert weights is None
+        weights = LiveTensors(dict(decoder.named_parameters()))
+    part = Decoder(
+        decoder.whole_spec,
+        device=torch.device("meta"),
+        dtype=decoder.dtype,
+        tensor=ReplicatedRows(tensor),
+    )
+    return part, weights
+
+
+def table_of(decoder: Decoder) -> ModelLayout | None:
+    """Return the table of a model over tensor ranks; None for one that is whole."""
+    if decoder.tensor is None:
+        return None
+    return model_layout(decoder.whole_spec, decoder.tensor.group.size)
 
 
 def cut_weights(
@@ -114,4 +142,5 @@ def start_frozen(
 def frozen_layout(decoder: Decoder, split: ModelSharding) -> ShardLayout:
     """Return the layout of a model that is not trained. Call it before sharding."""
     shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
-    return row_layout(shapes, num_ranks=split.mesh.shard.size if split.shards_weights else 1)
+    num_ranks = split.mesh.shard.size if split.shards_weights else 1
+    return replace(row_layout(shapes, num_ranks=num_ranks), table=table_of(decoder))

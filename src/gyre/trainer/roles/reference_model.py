@@ -63,7 +63,7 @@ class Reference:
         weights are sharded."""
         own, places = local_tensors(self.decoder), self._layout.ranks[self._split.rank]
         masters = {name: tensor for name, tensor in actor.masters().items() if name in own}
-        layout = actor.layout.of(list(own))
+        layout = actor.layout.local.of(list(own))
         same = layout.ranks[actor.mesh.shard.rank] == places
         runs = local_runs(layout, masters, rank=actor.mesh.shard.rank, dtype=torch.float32)
         if not same:

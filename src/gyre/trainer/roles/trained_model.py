@@ -5,6 +5,7 @@ Out: updated weights, named tensors, storage pools."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,8 +31,10 @@ from gyre.trainer.optim.flat import AdamW, FlatOptimizer
 from gyre.trainer.optim.sharded import RowOptimizer, SlicedOptimizer
 from gyre.trainer.parallelize.float8_gather import float8_projections, float8_shard, share_amaxes
 from gyre.trainer.parallelize.sharded_module import begin_chunk, is_sharded, local_tensors, reshard
-from gyre.trainer.roles.materialize import cut_weights, is_blank, place_constants
+from gyre.trainer.roles.materialize import cut_weights, is_blank, place_constants, table_of
 from gyre.weights.boxes import local_source
+from gyre.weights.gather import ShardSource
+from gyre.weights.shards import row_layout
 from gyre.weights.tensor_source import TensorSource, fill, whole_places
 
 HEAD_PREFIX = "scalar_head."
@@ -70,10 +73,12 @@ class TrainedModel:
         if split.shards_weights:
             cut_weights(decoder, split, trains=True, float8=self.float8)
         parameters = dict(decoder.named_parameters())
+        table = table_of(decoder)
         if head is not None:
-            parameters |= {
-                HEAD_PREFIX + key: parameter for key, parameter in head.named_parameters()
-            }
+            heads = {HEAD_PREFIX + key: parameter for key, parameter in head.named_parameters()}
+            parameters |= heads
+            if table is not None:
+                table = table.with_whole({key: tuple(p.shape) for key, p in heads.items()})
         kind: type[AdamW] = FlatOptimizer
         if split.shards_state:
             kind = RowOptimizer if split.shards_weights else SlicedOptimizer
@@ -89,6 +94,7 @@ class TrainedModel:
             eps=config.eps,
             weight_decay=config.weight_decay,
             mesh=split.mesh,
+            table=table,
             home=self.home,
             codes=coded,
             update_spans=CodedUpdate(device) if coded else update_spans,
@@ -105,6 +111,22 @@ class TrainedModel:
         places = self.optimizer.places if cut else whole_places(weights.shapes)
         fill(local_tensors(self.decoder), places, weights, dtype=self.dtype)
         self.optimizer.take_masters()
+
+    def shards(self) -> ShardSource:
+        """Return this rank's runs of weights that no rank holds whole. Where each data rank has its
+        tensor rank's part whole, each gives an equal share of it."""
+        optimizer, mesh = self.optimizer, self.split.mesh
+        names = [name for name in optimizer.shapes if not name.startswith(HEAD_PREFIX)]
+        layout, local, group = optimizer.layout.of(names), optimizer.masters(), mesh.holders
+        if not self.split.shards_weights:
+            shapes = {name: optimizer.shapes[name] for name in names}
+            shares = row_layout(shapes, num_ranks=mesh.data.size)
+            layout, group = replace(shares, table=layout.table), mesh.all_ranks
+            local = {
+                name: optimizer.parameters[name].detach().view(-1)[place.start : place.stop]
+                for name, place in layout.ranks[mesh.data.rank].items()
+            }
+        return ShardSource(layout, local, group=group, dtype=self.dtype)
 
     def begin_chunk(self, *, last: bool) -> None:
         """Prepare the forward pass of an update's micro-batch."""

@@ -176,7 +176,7 @@ def _shard_runs(shards: ShardSource, rank: int) -> Iterator[tuple[TensorEntry, t
     owned: dict[str, list[tuple[Segment, Tensor]]] = {name: [] for name in layout.model.shapes}
     if rank < layout.num_holders:  # any other has a copy of what a lower one owns
         assert shards.holder == rank, f"rank {rank} holds the shards of rank {shards.holder}"
-        places = layout.ranks[rank * len(layout.ranks) // layout.num_holders]
+        places = layout.ranks[layout.shard_of(rank)]
         for name, run, at in layout.owned(rank):
             first = at - places[name].at
             held_N = shards[name].detach().reshape(-1)[first : first + run.stop - run.start]

@@ -1,0 +1,202 @@
+"""A trainer whose ranks share layers, real processes over gloo, does what one process does, with
+ZeRO beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rank_pool import RankPool
+from trainer_cases import OBJECTIVES, assert_close, assert_same, whole_tensors
+from zero_cases import (
+    SPECS,
+    TENSOR_LAYOUTS,
+    copied,
+    equal_away,
+    evaluate,
+    gradients,
+    measures,
+    moved,
+    registered,
+    resume,
+    saved,
+    train,
+    with_a_bad_number,
+)
+
+SLOW_BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("each", TENSOR_LAYOUTS)
+def test_gradients_and_norms_are_those_of_one_process(ranks: RankPool, each: str) -> None:
+    """Of copied norms and KV heads, too: summed, counted once, and equal on all ranks. `make test`
+    runs every layout."""
+    expected, norms = gradients(None, "ppo", spec="parted")
+    results = ranks.run(gradients, "ppo", spec="parted", layout=each)
+    assert_close(results[0][0], expected, relative=1e-5)
+    assert all(result[1] == results[0][1] for result in results)
+    assert results[0][1] == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OBJECTIVES if kind != "ppo"])
+@pytest.mark.parametrize("spec", ["tied", "parted"])
+def test_gradients_of_every_objective(
+    pair: RankPool, ranks: RankPool, kind: str, spec: str
+) -> None:
+    """Where two ranks have the only KV head and the embedding is the head, too; and where four have
+    padding of a head of their own."""
+    expected, norms = gradients(None, kind, spec=spec)
+    pool, layout = (pair, "zero1_tensor2") if spec == "tied" else (ranks, "tensor4")
+    results = pool.run(gradients, kind, spec=spec, layout=layout)
+    assert_close(results[0][0], expected, relative=1e-5)
+    assert all(result[1] == results[0][1] for result in results)
+    assert results[0][1] == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
+def test_training_equals_one_process(ranks: RankPool, layout: str) -> None:
+    """Two epochs of three clipped updates, twice: reports are the same on every rank, weights,
+    moments and the reference's average as alone."""
+    settings = {
+        "spec": "parted",
+        "epochs_per_batch": 2,
+        "sequences_per_update": 4,
+        "weight_decay": 0.1,
+        "grad_clip": 0.1,
+        "reference_moving_average": 0.5,
+    }
+    expected, state = train(None, "grpo", **settings)
+    results = ranks.run(train, "grpo", layout=layout, **settings)
+    for reports, _ in results:
+        assert [replace(report, measured={}) for report in reports] == [
+            replace(report, measured={}) for report in results[0][0]
+        ]
+    for report, one in zip(results[0][0], expected, strict=True):
+        assert (report.version, report.num_tokens, report.num_updates) == (
+            one.version,
+            one.num_tokens,
+            one.num_updates,
+        )
+        metrics = {name: value for name, value in one.metrics.items() if name != "padding_share"}
+        assert one.metrics["grad_norm"] > 0.1
+        assert {name: report.metrics[name] for name in metrics} == pytest.approx(
+            metrics, rel=2e-4, abs=2e-6
+        )
+    assert_close(results[0][1], state, relative=2e-4)
+
+
+@pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float32", SLOW_BFLOAT16])
+def test_copies_stay_equal_to_the_bit(ranks: RankPool, layout: str, dtype: str) -> None:
+    """Norms and KV heads that several ranks hold, after some steps."""
+    results = ranks.run(copied, "ppo", layout=layout, spec="parted", dtype=dtype)
+    for held, owned in results:
+        assert_same(held, owned)
+    names = {name.rpartition(".")[0] for held, _ in results for name in held}
+    parts = ("layers.1.qkv.weight",) if layout == "tensor4" else ()
+    for name in ("layers.0.q_norm.weight", "final_norm.weight", "scalar_head.weight", *parts):
+        assert f"critic.{name}" in names
+
+
+@pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
+@pytest.mark.parametrize(
+    ("kind", "which"), [("ppo", "critic"), ("grpo", "reference"), ("rm", "reward")]
+)
+def test_evaluation_gives_every_rank_the_whole_batch(
+    ranks: RankPool, kind: str, which: str, layout: str
+) -> None:
+    settings = {"reference_refresh_steps": 1} if which == "reference" else {}
+    expected = evaluate(None, kind, which, spec="parted", **settings)
+    for found in ranks.run(evaluate, kind, which, layout=layout, spec="parted", **settings):
+        for own, one in zip(found, expected, strict=True):
+            np.testing.assert_allclose(own, one, atol=2e-4)
+
+
+@pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float32", SLOW_BFLOAT16])
+def test_snapshots_fit_any_layout(ranks: RankPool, layout: str, dtype: str) -> None:
+    """One process's into four ranks and back, to the bit; and the run goes on from it."""
+    settings = {"dtype": dtype, "reference_moving_average": 0.9, "spec": "parted"}
+    state = saved(None, "ppo", steps=2, **settings)
+    written = {
+        name: t.float().numpy() for name, t in whole_tensors(state["tensors"].values()).items()
+    }
+    results = ranks.run(resume, state, "ppo", steps=range(0), layout=layout, **settings)
+    assert_same(results[0][1], written)
+    assert results[0][2]["state"] == state["state"]
+    back = resume(None, results[0][2], "ppo", steps=range(0), **settings)[1]
+    assert_same(back, written)
+    if dtype == "float32":
+        on, after, _ = resume(None, state, "ppo", steps=range(2, 4), **settings)
+        results = ranks.run(resume, state, "ppo", steps=range(2, 4), layout=layout, **settings)
+        assert [r.version for r in results[0][0]] == [r.version for r in on] == [3, 4]
+        assert_close(results[0][1], after, relative=1e-3)
+
+
+@pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float32", SLOW_BFLOAT16])
+def test_every_rank_gets_the_version_whole(ranks: RankPool, layout: str, dtype: str) -> None:
+    """Through buckets smaller than a tensor, to the bit the numbers of a snapshot, rounded."""
+    results = ranks.run(registered, layout=layout, dtype=dtype, spec="parted")
+    state, shapes = results[0][2], SPECS["parted"].parameter_shapes()
+    expected = {
+        name: torch.from_numpy(state[f"actor.master.{name}"]).to(getattr(torch, dtype)).float()
+        for name in shapes
+    }
+    for manifest, found, _ in results:
+        assert {(e.name, e.dtype, e.shape) for e in manifest.entries} == {
+            (name, dtype, shape) for name, shape in shapes.items()
+        }
+        assert manifest.version == 2 and not manifest.shared
+        assert_same(found, {name: tensor.numpy() for name, tensor in expected.items()})
+
+
+@pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
+def test_ranks_count_the_work_of_one_process_together(ranks: RankPool, layout: str) -> None:
+    """Neither repeated KV heads nor padding of the vocabulary are work of the model."""
+    settings = {"tokens_per_chunk": 40, "spec": "parted"}
+    alone = measures(None, "ppo", **settings)
+    results = ranks.run(measures, "ppo", layout=layout, **settings)
+    assert sum(one["flops"] for one in results) == pytest.approx(alone["flops"], rel=1e-12)
+
+
+@pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
+def test_a_gradient_that_is_not_finite_skips_the_update_on_all(
+    ranks: RankPool, layout: str
+) -> None:
+    for updates, events, same in ranks.run(with_a_bad_number, "ppo", spec="parted", layout=layout):
+        assert updates == [0, 1] and same
+        assert [event for event in events if event != "trainer.idle_ranks"] == [
+            "trainer.update_skipped"
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zero1_tensor2", "zero3_tensor2"])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_checkpointing_changes_no_gradient(ranks: RankPool, layout: str, mode: str) -> None:
+    expected, _ = gradients(None, "ppo", spec="parted")
+    found, _ = ranks.run(gradients, "ppo", spec="parted", layout=layout, checkpointing=mode)[0]
+    assert_close(found, expected, relative=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zero0_tensor2", "zero1_tensor2", "zero3_tensor2"])
+def test_state_away_from_the_device_changes_no_bit(
+    ranks: RankPool, layout: str, tmp_path: Path
+) -> None:
+    hows = ["host and gradients", "disk and gradients"]
+    settings = {"spec": "parted", "layout": layout}
+    for wrong in ranks.run(equal_away, "ppo", hows, str(tmp_path), **settings):
+        assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
+def test_parked_components_come_back(ranks: RankPool, layout: str) -> None:
+    _, expected = train(None, "ppo", spec="parted")
+    assert_close(ranks.run(moved, "ppo", spec="parted", layout=layout)[0], expected, relative=2e-4)
