@@ -4,7 +4,7 @@ tests/unit/trainer/test_ranks.py. Needs two GPUs; four show the hybrid layouts."
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,18 @@ from fsdp_cases import gathered_dtypes, waited_for_a_late_device
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.kernels.float8 import CAPABILITY
 from rank_pool import RankPool
-from trainer_cases import whole_tensors
+from trainer_cases import assert_close, assert_same, whole_tensors
 from zero_cases import (
     LAYOUTS,
+    TENSOR_LAYOUTS,
     broken_step,
+    copied,
     evaluate,
     gathered,
     gradients,
     moved,
     overflowed,
+    registered,
     resume,
     saved,
     steps_again,
@@ -41,6 +44,8 @@ NAMES = [
     for name, config in LAYOUTS.items()
     if SIZE == 4 or not (config.shard_ranks or name == "mixed")
 ]
+# of two ranks to a layer; with two GPUs no ZeRO is beside them
+TENSOR_NAMES = [name for name, config in TENSOR_LAYOUTS.items() if config.tensor_ranks == 2]
 
 
 def by_itself(group: RankGroup, case: Callable[..., Any], *args: Any, **settings: Any) -> Any:
@@ -55,16 +60,6 @@ def ranks():
     pool.close()
 
 
-def assert_close(
-    found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], *, relative: float
-) -> None:
-    assert found.keys() == expected.keys() and any(tensor.any() for tensor in expected.values())
-    for name, tensor in expected.items():
-        np.testing.assert_allclose(
-            found[name], tensor, atol=relative * np.abs(tensor).max(), rtol=0, err_msg=name
-        )
-
-
 @pytest.mark.parametrize("layout", NAMES)
 @pytest.mark.parametrize(("dtype", "relative"), [("float32", 1e-4), ("bfloat16", 0.05)])
 def test_gradients_equal_one_gpu(ranks, layout, dtype, relative):
@@ -73,6 +68,28 @@ def test_gradients_equal_one_gpu(ranks, layout, dtype, relative):
     assert_close(results[0][0], expected, relative=relative)
     assert all(result[1] == results[0][1] for result in results)
     assert results[0][1] == pytest.approx(norms, rel=relative)
+
+
+@pytest.mark.parametrize("layout", TENSOR_NAMES)
+@pytest.mark.parametrize(("dtype", "relative"), [("float32", 1e-4), ("bfloat16", 0.05)])
+def test_gradients_of_gpus_that_share_layers(ranks, layout, dtype, relative):
+    expected, norms = ranks.run(by_itself, gradients, "ppo", dtype=dtype)[0]
+    results = ranks.run(gradients, "ppo", dtype=dtype, layout=layout)
+    assert_close(results[0][0], expected, relative=relative)
+    assert all(result[1] == results[0][1] for result in results)
+    assert results[0][1] == pytest.approx(norms, rel=relative)
+
+
+@pytest.mark.parametrize("layout", TENSOR_NAMES)
+def test_gpus_that_share_layers_keep_copies_equal_and_give_whole_weights(ranks, layout):
+    for held, owned in ranks.run(copied, "ppo", layout=layout, dtype="bfloat16"):
+        assert_same(held, owned)
+    results = ranks.run(registered, layout=layout, dtype="bfloat16")
+    state = results[0][2]
+    for _, found, _ in results:
+        for name, tensor in found.items():
+            master = torch.from_numpy(state[f"actor.master.{name}"])
+            np.testing.assert_array_equal(tensor, master.bfloat16().float().numpy(), err_msg=name)
 
 
 @pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3"])

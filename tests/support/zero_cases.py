@@ -231,15 +231,15 @@ def copied(
     held, owned = {}, {}
     for learner in trainer.models.learners:
         copies, mesh = learner.optimizer.copies, learner.optimizer.mesh
-        sums_C = torch.zeros(copies.size)
+        sums_C = torch.zeros(copies.size, device=group.device)
         for run in copies.runs:
             master_N = learner.optimizer.masters()[run.name].detach().view(-1)[run.start : run.stop]
-            held[f"{learner.name}.{run.name}.{run.start}"] = master_N.numpy()
+            held[f"{learner.name}.{run.name}.{run.start}"] = master_N.cpu().numpy()
             if run.owned:
                 sums_C[run.at : run.at + len(master_N)] = master_N
         mesh.tensor.all_reduce(sums_C)
         for run in copies.runs:
-            values_N = sums_C[run.at : run.at + run.stop - run.start]
+            values_N = sums_C[run.at : run.at + run.stop - run.start].cpu()
             owned[f"{learner.name}.{run.name}.{run.start}"] = values_N.numpy()
     return held, owned
 

@@ -137,6 +137,19 @@ def test_snapshots_fit_any_layout(ranks: RankPool, layout: str, dtype: str) -> N
         assert_close(results[0][1], after, relative=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("tensor4", "zero3_tensor2"), ("zero3_tensor2", "tensor4"), ("zero1", "zero1_tensor2")],
+)
+def test_ranks_read_what_others_wrote(ranks: RankPool, written: str, read: str) -> None:
+    """From parts to parts, columns to other columns."""
+    settings = {"reference_moving_average": 0.9, "spec": "parted"}
+    state = ranks.run(saved, "ppo", steps=1, layout=written, **settings)[0]
+    expected = {name: t.numpy() for name, t in whole_tensors(state["tensors"].values()).items()}
+    results = ranks.run(resume, state, "ppo", steps=range(0), layout=read, **settings)
+    assert_same(results[0][1], expected)
+
+
 @pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", SLOW_BFLOAT16])
 def test_every_rank_gets_the_version_whole(ranks: RankPool, layout: str, dtype: str) -> None:

@@ -42,8 +42,8 @@ class Copies:
 
 
 def plan_copies(layout: ShardLayout, *, shard: int, tensor_rank: int) -> Copies:
-    """Plan the sums of a rank. A tensor group has one shard coordinate, so its ranks hold the same
-    local numbers, and each copy is at the same place in all of them. Pure."""
+    """Plan the sums of a rank. A tensor group has one shard coordinate. So its ranks hold the same
+    local numbers, and a copy is at one place in all of them. Pure."""
     if layout.table is None:
         return Copies()
     table, runs, at = layout.table, [], 0
