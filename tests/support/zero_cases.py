@@ -85,6 +85,13 @@ TENSOR_LAYOUTS = {
     ),
 }
 
+# Of eight ranks: replicas of shards of parts.
+HYBRID_TENSOR_LAYOUTS = {
+    f"hybrid{zero}_tensor2": ParallelConfig(zero=zero, shard_ranks=2, tensor_ranks=2)
+    for zero in (1, 3)
+}
+ANY_LAYOUT = LAYOUTS | TENSOR_LAYOUTS | HYBRID_TENSOR_LAYOUTS
+
 
 def decoder_on(device: torch.device, dtype: torch.dtype, *, spec: str, seed: int = 0) -> Decoder:
     decoder = Decoder(SPECS[spec], device=device, dtype=dtype)
@@ -129,7 +136,7 @@ def trainer_on(
         kind,
         decoder=decoder,
         group=group,
-        parallel=(LAYOUTS | TENSOR_LAYOUTS)[layout],
+        parallel=ANY_LAYOUT[layout],
         **extra,
         **settings,
     )

@@ -213,3 +213,21 @@ def test_state_away_from_the_device_changes_no_bit(
 def test_parked_components_come_back(ranks: RankPool, layout: str) -> None:
     _, expected = train(None, "ppo", spec="parted")
     assert_close(ranks.run(moved, "ppo", spec="parted", layout=layout)[0], expected, relative=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 3])
+def test_copies_of_shards_of_parts(zero: int) -> None:
+    """Two replicas of two shards of two tensor ranks: all three axes at once."""
+    expected, norms = gradients(None, "ppo", spec="parted")
+    pool = RankPool(8)
+    try:
+        results = pool.run(gradients, "ppo", spec="parted", layout=f"hybrid{zero}_tensor2")
+        versions = pool.run(registered, spec="parted", layout=f"hybrid{zero}_tensor2")
+    finally:
+        pool.close()
+    assert_close(results[0][0], expected, relative=1e-5)
+    assert results[0][1] == results[7][1] == pytest.approx(norms, rel=1e-5)
+    for _, found, _ in versions:
+        for name, tensor in found.items():
+            np.testing.assert_array_equal(tensor, versions[0][2][f"actor.master.{name}"], name)
