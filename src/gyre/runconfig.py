@@ -261,11 +261,6 @@ class RunConfig(Section):
             return "trainer.matmul = 'fp8', whose scales are of one rank: set 'same'"
         if trainer.moments == "8_bit":
             return "trainer.moments = '8_bit', whose blocks a cut divides: set 'float32'"
-        if trainer.offload_parameters:
-            return (
-                f"trainer.offload_parameters = {list(trainer.offload_parameters)}, which "
-                "streams whole layers: leave the list empty"
-            )
         if self.engine.batch_invariant and needs_rollouts(self.objective):
             return (
                 "engine.batch_invariant = true, whose passes read the whole head: leave one "

@@ -455,10 +455,6 @@ def test_weights_in_host_memory_are_refused_of_models_that_are_not_there_or_cann
         ({"cluster": {"kind": "ray", "engine_workers": 1}}, "cluster.engine_workers = 1 of Ray"),
         ({"trainer": {"matmul": "fp8"}}, "trainer.matmul = 'fp8'"),
         ({"trainer": {"moments": "8_bit"}}, "trainer.moments = '8_bit'"),
-        (
-            {"trainer": {"offload_parameters": ["actor"], "offload_optimizer": "host"}},
-            "trainer.offload_parameters = ['actor']",
-        ),
         ({"engine": {"batch_invariant": True}}, "engine.batch_invariant = true"),
     ],
 )

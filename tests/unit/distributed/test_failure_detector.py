@@ -52,10 +52,11 @@ def test_a_rank_that_dies_is_named(ranks):
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named():
+@pytest.mark.parametrize("layout", ["zero3", "zero1_tensor2"])
+def test_a_rank_that_hangs_is_named(layout):
     pool = RankPool(2, timeout_s=6.0)
     try:
-        pool.send(broken_step, "hang", victim=1, layout="zero3")
+        pool.send(broken_step, "hang", victim=1, layout=layout)
         seconds, text = pool.answer(0)[1]
         assert 6.0 <= seconds < 6.0 + SOON_S and "rank 1 said nothing" in text
     finally:

@@ -209,6 +209,21 @@ def test_state_away_from_the_device_changes_no_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zero0_tensor2", "zero1_tensor2", "tensor4"])
+@pytest.mark.parametrize(
+    ("kind", "models"), [("ppo", ("actor", "critic", "reward")), ("grpo", ("actor", "reference"))]
+)
+def test_weights_in_host_memory(
+    ranks: RankPool, layout: str, kind: str, models: tuple[str, ...]
+) -> None:
+    settings = {"spec": "parted", "reference_refresh_steps": 1}
+    _, expected = train(None, kind, **settings)
+    settings |= {"offload_optimizer": "host", "offload_cut_bytes": 8192}
+    results = ranks.run(train, kind, layout=layout, offload_parameters=models, **settings)
+    assert_close(results[0][1], expected, relative=2e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
 def test_parked_components_come_back(ranks: RankPool, layout: str) -> None:
     _, expected = train(None, "ppo", spec="parted")
