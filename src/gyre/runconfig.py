@@ -259,8 +259,6 @@ class RunConfig(Section):
             )
         if trainer.matmul == "fp8":
             return "trainer.matmul = 'fp8', whose scales are of one rank: set 'same'"
-        if trainer.moments == "8_bit":
-            return "trainer.moments = '8_bit', whose blocks a cut divides: set 'float32'"
         if self.engine.batch_invariant and needs_rollouts(self.objective):
             return (
                 "engine.batch_invariant = true, whose passes read the whole head: leave one "

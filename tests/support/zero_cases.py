@@ -35,7 +35,9 @@ from gyre.models.init import init_weights
 from gyre.models.scalar_head import ScalarHead
 from gyre.trainer.metrics.throughput import ThroughputMeter
 from gyre.trainer.trainer import NativeTrainer
+from gyre.weights.boxes import local_source
 from gyre.weights.gather import gather_runs, homes_of
+from gyre.weights.tensor_source import LiveTensors, fill
 from trainer_cases import OF_THE_MACHINE, SPEC, make_batch, make_trainer, whole_tensors
 
 # No size divides by 4: shards are uneven, and the last rank has no row of some tensors.
@@ -55,7 +57,16 @@ DEEP = replace(SPEC, num_layers=5)
 # Of four tensor ranks two hold each KV head, and the last one has two rows of padding; shards of
 # their parts are uneven.
 PARTED = replace(ODD, num_heads=4, num_kv_heads=2, mlp_size=24, num_layers=2)
-SPECS = {"tied": SPEC, "odd": ODD, "blocks": BLOCKS, "deep": DEEP, "parted": PARTED}
+# Of two tensor ranks each has whole blocks of every matrix.
+BLOCKS_PARTED = replace(BLOCKS, num_heads=4, num_kv_heads=1, head_dim=128, mlp_size=512)
+SPECS = {
+    "blocks_parted": BLOCKS_PARTED,
+    "tied": SPEC,
+    "odd": ODD,
+    "blocks": BLOCKS,
+    "deep": DEEP,
+    "parted": PARTED,
+}
 LAYOUTS = {
     "zero0": ParallelConfig(zero=0),
     "zero1": ParallelConfig(zero=1),
@@ -407,6 +418,7 @@ def coded_updates(
     group: RankGroup | None,
     *,
     layout: str = "zero0",
+    spec: str = "blocks",
     dtype: str,
     how: str | None = None,
     folder: str = "",
@@ -414,7 +426,7 @@ def coded_updates(
     """What a snapshot holds after updates with 8-bit moments from gradients that are the same in
     every layout, and which moments this rank has."""
     settings: dict[str, Any] = {
-        "spec": "blocks",
+        "spec": spec,
         "dtype": dtype,
         "layout": layout,
         "moments": "8_bit",
@@ -432,13 +444,13 @@ def coded_updates(
     optimizer = trainer.models.actor.optimizer
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
-        state_N = torch.zeros(optimizer.layout.size)
-        for name in sorted(optimizer.shapes):
-            whole_N = torch.randn(int(np.prod(optimizer.shapes[name])), generator=generator)
-            place = optimizer.places[name]
-            state_N[place.at : place.at + place.stop - place.start] = whole_N[
-                place.start : place.stop
-            ]
+        state_N, table = torch.zeros(optimizer.layout.size), optimizer.layout.model
+        drawn = {
+            name: torch.randn(table.shapes[name], generator=generator)
+            for name in sorted(table.shapes)
+        }
+        source = local_source(LiveTensors(drawn), table, optimizer.mesh.tensor.rank)
+        fill(optimizer.runs(state_N), optimizer.places, source, dtype=torch.float32)
         optimizer.settle_gradients()
         for span in optimizer.spans():
             span.grad_N.copy_(state_N[span.first : span.last])

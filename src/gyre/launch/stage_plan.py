@@ -16,7 +16,7 @@ from gyre.launch.stages import Stage, StageData, reward_folder, uses_engine
 from gyre.launch.train_args import COLD_START, MAIN
 from gyre.loop.refill import drops_equal, filter_metric, why_filtered_by_score
 from gyre.models.hub.folders import CONFIG_FILE
-from gyre.models.layout import local_spec
+from gyre.models.layout import local_spec, model_layout
 from gyre.models.spec import ModelSpec, spec_from_hub_config
 from gyre.objectives.config import (
     AnyObjective,
@@ -33,7 +33,7 @@ from gyre.planner.memory_model.states import matrix_shapes
 from gyre.planner.model_zoo import model_numbers
 from gyre.planner.plan import Dtype, Hardware, ModelNumbers, Plan, PlanInputs, Shards
 from gyre.runconfig import RunConfig
-from gyre.trainer.adamw.blocks import check_codes
+from gyre.trainer.adamw.blocks import check_codes, check_parts
 from gyre.trainer.config import HIGH_RATE, refuse_cut
 from gyre.weights.transports.shared_memory import SLOTS
 
@@ -56,6 +56,8 @@ def plan_run(
     inputs = read_inputs(config, stage, model_numbers(spec), data, dtype=dtype)
     tensor_ranks = config.parallel.tensor_ranks
     with_data = data_ranks(ranks, tensor_ranks)
+    if stage.trainer.moments == "8_bit":
+        check_parts("model", model_layout(spec, tensor_ranks))
     shards = lie_over(config.parallel, with_data)
     for model in stage.trainer.offload_parameters:
         refuse_cut(model, zero=shards[model].zero, ranks=shards[model].ranks)

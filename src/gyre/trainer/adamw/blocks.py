@@ -9,8 +9,10 @@ and codes and scales are split and joined like any other tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from gyre.core.errors import ConfigError
+from gyre.distributed.layout import Box, ModelLayout
 from gyre.weights.shards import Place, Shape, ShardLayout
 
 BLOCK = 256  # numbers; that of the library's 8-bit optimizers
@@ -37,16 +39,54 @@ def check_codes(model: str, shapes: Iterable[Shape]) -> None:
         )
 
 
+def check_parts(model: str, table: ModelLayout | None) -> None:
+    """Raise ConfigError if tensor ranks cut the rows of a matrix within blocks: its moments would
+    be codes with one tensor rank and floats with several."""
+    for name, shape in table.shapes.items() if table is not None else ():
+        if is_coded(shape) and not is_coded(local := table.local_shapes[name]):
+            raise ConfigError(
+                f'trainer.moments = "8_bit" with parallel.tensor_ranks = {len(table.ranks)}: a '
+                f"rank has {local[1]:,} of the {shape[1]:,} columns of {name} of the {model}, "
+                f"which are no whole blocks of {BLOCK} numbers",
+                hint='set trainer.moments = "float32", or take fewer tensor ranks',
+            )
+
+
 def block_layout(layout: ShardLayout) -> ShardLayout:
     """Return the layout of blocks over ranks that hold whole blocks of all the tensors."""
-    assert layout.table is None, "blocks are of whole tensors"
     return ShardLayout(
-        shapes={name: (shape[0], shape[1] // BLOCK) for name, shape in layout.shapes.items()},
+        shapes=_block_shapes(layout.shapes),
         ranks=tuple(
             {name: _of_blocks(place) for name, place in places.items()} for places in layout.ranks
         ),
         size=layout.size // BLOCK,
+        table=None if layout.table is None else _block_table(layout.table),
     )
+
+
+def _block_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    return {name: (shape[0], shape[1] // BLOCK) for name, shape in shapes.items()}
+
+
+def _block_table(table: ModelLayout) -> ModelLayout:
+    """Return the table of blocks: the same rows, and columns of blocks."""
+    return replace(
+        table,
+        shapes=_block_shapes(table.shapes),
+        local_shapes=_block_shapes(table.local_shapes),
+        ranks=tuple(
+            {name: tuple(_block_box(box) for box in boxes) for name, boxes in held.items()}
+            for held in table.ranks
+        ),
+    )
+
+
+def _block_box(box: Box) -> Box:
+    if box.columns is None:
+        return box
+    left, right = box.columns
+    assert left % BLOCK == right % BLOCK == 0, box
+    return replace(box, columns=(left // BLOCK, right // BLOCK))
 
 
 def coded_first(shapes: Mapping[str, Shape], coded: frozenset[str]) -> dict[str, Shape]:

@@ -22,7 +22,7 @@ from gyre.models.decoder import Decoder
 from gyre.models.scalar_head import ScalarHead
 from gyre.trainer.adamw.adamw import update_spans
 from gyre.trainer.adamw.adamw_8bit import CodedUpdate
-from gyre.trainer.adamw.blocks import check_codes
+from gyre.trainer.adamw.blocks import check_codes, check_parts
 from gyre.trainer.checkpoint.shards import Holding, PartSource, sharers
 from gyre.trainer.config import TrainerConfig, refuse_cut
 from gyre.trainer.offload.state_placement import StatePlacement
@@ -68,17 +68,17 @@ class TrainedModel:
         if name in config.offload_parameters:
             refuse_cut(name, zero=split.zero, ranks=split.mesh.shard.size)
         coded = config.moments == "8_bit"
+        table = table_of(decoder)
         if coded:
             check_codes(name, [tuple(parameter.shape) for parameter in decoder.parameters()])
+            check_parts(name, table)
         if split.shards_weights:
             cut_weights(decoder, split, trains=True, float8=self.float8)
         parameters = dict(decoder.named_parameters())
-        table = table_of(decoder)
         if head is not None:
             heads = {HEAD_PREFIX + key: parameter for key, parameter in head.named_parameters()}
             parameters |= heads
-            if table is not None:
-                table = table.with_whole({key: tuple(p.shape) for key, p in heads.items()})
+            table = table and table.with_whole({key: tuple(p.shape) for key, p in heads.items()})
         kind: type[AdamW] = FlatOptimizer
         if split.shards_state:
             kind = RowOptimizer if split.shards_weights else SlicedOptimizer

@@ -18,6 +18,7 @@ from gyre.core.errors import ConfigError, SnapshotError
 from gyre.core.records import TrainBatch, TrainSequence
 from gyre.distributed.mesh import make_mesh
 from gyre.distributed.process_group import alone
+from gyre.models.layout import model_layout
 from gyre.planner.memory_model.components import staging_bytes
 from gyre.planner.memory_model.states import Layout, coded_parameters, state_bytes
 from gyre.planner.model_zoo import model_numbers
@@ -25,7 +26,7 @@ from gyre.planner.plan import PlanInputs
 from gyre.trainer.adamw import adamw_8bit
 from gyre.trainer.adamw.adamw import Numbers, Span
 from gyre.trainer.adamw.adamw_8bit import Codec, CodedUpdate, _blank
-from gyre.trainer.adamw.blocks import BLOCK, block_layout, coded_first, is_coded
+from gyre.trainer.adamw.blocks import BLOCK, block_layout, check_parts, coded_first, is_coded
 from gyre.trainer.optim.flat import FlatOptimizer, lay_out
 from gyre.weights.shards import ShardLayout, align, row_layout, slice_layout
 from planner_cases import assert_planned
@@ -33,6 +34,7 @@ from saver_cases import load_latest, saver_on
 from trainer_cases import (
     CPU,
     assert_bits_equal,
+    assert_same,
     make_batch,
     make_trainer,
     saved_tensors,
@@ -43,6 +45,8 @@ from zero_cases import (
     AWAY,
     BLOCKS,
     LAYOUTS,
+    SPECS,
+    TENSOR_LAYOUTS,
     coded_updates,
     decoder_on,
     equal_away,
@@ -524,6 +528,29 @@ def test_every_layout_updates_to_the_same_bits(ranks, tmp_path, layout, dtype):
             name for name, tensor in expected.items() if not np.array_equal(found[name], tensor)
         ]
         assert wrong == [], how
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [name for name in TENSOR_LAYOUTS if name != "tensor4"])
+def test_ranks_that_share_layers_update_to_the_same_bits(ranks, layout):
+    """And a snapshot of theirs has the blocks of one process."""
+    given = {"spec": "blocks_parted", "dtype": "bfloat16"}
+    expected, _ = coded_updates(None, **given)
+    found, _ = ranks.run(coded_updates, layout=layout, **given)[0]
+    assert_same(found, expected)
+    state = saved(None, "sft", steps=1, **given, **CODED)
+    start = whole_tensors(state["tensors"].values())
+    _, _, state = ranks.run(resume, state, "sft", steps=range(0), layout=layout, **given, **CODED)[
+        0
+    ]
+    assert_bits_equal(start, whole_tensors(state["tensors"].values()))
+
+
+def test_a_cut_within_a_block_is_refused():
+    table = model_layout(SPECS["blocks"], 2)
+    with pytest.raises(ConfigError, match=r"128 of the 256 columns of layers\.0\.down\.weight"):
+        check_parts("actor", table)
+    check_parts("actor", model_layout(SPECS["blocks_parted"], 2))
 
 
 @pytest.mark.slow
