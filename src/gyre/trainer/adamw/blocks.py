@@ -42,7 +42,9 @@ def check_codes(model: str, shapes: Iterable[Shape]) -> None:
 def check_parts(model: str, table: ModelLayout | None) -> None:
     """Raise ConfigError if tensor ranks cut the rows of a matrix within blocks: its moments would
     be codes with one tensor rank and floats with several."""
-    for name, shape in table.shapes.items() if table is not None else ():
+    if table is None:
+        return
+    for name, shape in table.shapes.items():
         if is_coded(shape) and not is_coded(local := table.local_shapes[name]):
             raise ConfigError(
                 f'trainer.moments = "8_bit" with parallel.tensor_ranks = {len(table.ranks)}: a '
