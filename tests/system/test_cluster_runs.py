@@ -345,15 +345,19 @@ def test_shards_and_engines_alone_are_refused(tmp_path: Path) -> None:
     assert "shards reach only engines beside a trainer rank" in answer.err.replace("\n", " ")
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize(
+    ("own", "killed"),
+    [({"zero": 2}, False), ({"zero": 3}, True), ({"tensor_ranks": 2}, True)],
+    ids=["zero 2", "zero 3", "parts"],
+)
 def test_weights_go_from_shards_into_the_engines(
-    tmp_path: Path, undisturbed: Story, zero: int
+    tmp_path: Path, undisturbed: Story, own: Mapping[str, int], killed: bool
 ) -> None:
     """Sharded weights are float32 masters here, so that the numbers are those of the other runs;
     also where phases take turns, and a restarted trainer begins with blank models that are
     parked."""
-    sets, fault = {**ON_RAY, "parallel.zero": zero}, None
-    if zero == 3:
+    sets, fault = {**ON_RAY, "parallel": own}, None
+    if killed:
         sets["memory.residency"] = "phase"
         fault = Fault(
             point="event",
@@ -374,9 +378,20 @@ def test_weights_go_from_shards_into_the_engines(
         assert here["metrics"]["logprob_gap_max"] < 1e-4
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_a_second_stage_begins_with_the_shards_of_the_first(tmp_path: Path, alike: bool) -> None:
-    """No rank has the model whole between two stages, unless a reference is cut in another way."""
+@pytest.mark.parametrize(
+    ("own", "alike"),
+    [
+        ({"parallel.zero": 3}, True),
+        ({"parallel.zero": 3, "parallel.reference": {"zero": 0}}, False),
+        ({"parallel.tensor_ranks": 2}, False),
+    ],
+    ids=["shards", "other shards", "parts"],
+)
+def test_a_second_stage_begins_with_the_shards_of_the_first(
+    tmp_path: Path, own: Mapping[str, Any], alike: bool
+) -> None:
+    """No rank has the model whole between two stages, unless a reference is cut in another way or
+    ranks share layers."""
     sets = {
         **ON_RAY,
         "cold_start.steps": 3,
@@ -386,7 +401,6 @@ def test_a_second_stage_begins_with_the_shards_of_the_first(tmp_path: Path, alik
     }
     del sets["cold_start"]
     alone = finished(tmp_path / "alone", {**sets, "cluster": None})
-    own = {"parallel.zero": 3} | ({} if alike else {"parallel.reference": {"zero": 0}})
     story = finished(tmp_path / "shards", {**sets, **own})
     left = events_of(tmp_path / "shards" / "runs" / "tiny", "policy.left")
     assert [row["in_shards"] for row in left] == [alike, alike], "of each rank, once"

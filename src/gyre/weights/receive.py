@@ -57,7 +57,8 @@ def receive(
             _refuse([name for name, tensor in own.items() if tensors[name].dtype != tensor.dtype])
             return Exchange(stage(offer.manifest, tensors, device=device, emit=emit), own)
         case LocalShards(shards=shards) if not shared:
-            _check_shapes({name: tuple(shape) for name, shape in shards.shapes.items()}, own)
+            whole = shards.layout.model.shapes
+            _check_shapes({name: tuple(shape) for name, shape in whole.items()}, own)
             return GatherOver(offer.version, shards, own, emit=emit)
         case FolderTensors(folder=folder) if not shared:
             with open_folder(folder) as source:
