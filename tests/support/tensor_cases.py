@@ -4,8 +4,10 @@ in rank processes (rank_pool)."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gyre.core.chunks import collect
+from gyre.core.offers import Offer
 from gyre.core.records import Checkpointing, Request
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.config import EngineConfig
@@ -21,18 +24,22 @@ from gyre.engine.engine import NativeEngine
 from gyre.engine.replay import replay
 from gyre.engine.scheduler.journal import Entry, read_journal
 from gyre.engine.tensor_group import enlist, follow, lead
+from gyre.engine.weights import read_weights
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.logprobs import token_logprobs
 from gyre.kernels.rope import rope_tables
 from gyre.models.decoder import Decoder
+from gyre.models.hub.checkpoint import Checkpoint
 from gyre.models.init import FreshWeights
 from gyre.models.layers.layer import Layer
 from gyre.models.layers.tensor_parallel import ReplicatedRows, SequenceParallel
 from gyre.models.layers.vocabulary_logprobs import vocabulary_logprobs
 from gyre.models.layout import local_spec, model_layout
 from gyre.models.spec import ModelSpec
-from gyre.weights.boxes import local_source
-from offers import offer_of
+from gyre.weights.transports.addresses import SHARED_MEMORY, host_id
+from gyre.weights.transports.opened import Reading
+from gyre.weights.transports.shared_memory import SharedMemoryStore
+from part_cases import register, stores_of
 
 CPU = torch.device("cpu")
 LENGTHS = [5, 1, 6]  # of packed sequences: twelve tokens
@@ -52,13 +59,8 @@ def decoder_of(
 @torch.no_grad()
 def fill_decoder(decoder: Decoder, *, seed: int, scale: float = 1.0) -> None:
     """Read the rank's part of initial weights, through the table. Vectors differ from one."""
-    tensor, spec = decoder.tensor, decoder.whole_spec
-    ranks, rank = (1, 0) if tensor is None else (tensor.group.size, tensor.group.rank)
-    source = local_source(FreshWeights(spec, seed), model_layout(spec, ranks), rank)
+    read_weights(decoder, FreshWeights(decoder.whole_spec, seed))
     for name, parameter in decoder.named_parameters():
-        read = torch.empty(parameter.shape, dtype=parameter.dtype)
-        source.read(name, 0, parameter.numel(), read.view(-1))
-        parameter.copy_(read)
         if parameter.dim() > 1:
             parameter.mul_(scale)
         elif name.endswith("norm.weight"):
@@ -176,14 +178,16 @@ def joined(spec: ModelSpec, prefix: str, name: str, locals_: Sequence[Tensor]) -
     return whole
 
 
-def offered(decoder: Decoder, version: int) -> Any:
-    """An offer of a version in this process: of other numbers, as the rank holds them."""
-    other = Decoder(
-        decoder.whole_spec, device=decoder.device, dtype=decoder.dtype, tensor=decoder.tensor
-    )
+def whole_version(spec: ModelSpec, version: int) -> dict[str, Tensor]:
+    """The whole tensors of a version: other numbers than an engine starts with."""
+    other = Decoder(spec, device=CPU, dtype=torch.float32)
     fill_decoder(other, seed=version, scale=8.0)
-    tensors = {name: parameter.detach() for name, parameter in other.named_parameters()}
-    return offer_of(version, tensors, shared=False, checksums=True)
+    return {name: parameter.detach() for name, parameter in other.named_parameters()}
+
+
+def offered(spec: ModelSpec, stores: Sequence[SharedMemoryStore], version: int) -> Offer:
+    """A version that two trainer ranks have registered, each a cut of the whole tensors."""
+    return register(stores, whole_version(spec, version), version=version)
 
 
 Drive = Callable[[NativeEngine, Callable[[int], Any]], Awaitable[Any]]
@@ -197,20 +201,32 @@ def served(
     *,
     breaks: int = -1,
     others: dict[str, Any] | None = None,
+    folder: str = "",
+    apart: int = -1,
 ) -> Any:
     """Let rank 0 have an engine, which `drive` uses, and the others follow it; a group of one has
     an engine alone. Return what `drive` did; of a follower the steps that it made. `breaks` is a
-    rank whose model fails in a step; `others` are settings of the followers that differ."""
+    rank whose model fails in a step; `others` are settings of the followers that differ. `folder`
+    has the weights to begin with. `apart` is a rank that looks for shared memory elsewhere."""
     decoder = decoder_of(spec, group, dtype=torch.float32, scale=8.0)
+    if folder:
+        with closing(Checkpoint(folder)) as source:
+            read_weights(decoder, source)
     given = settings if group.rank == 0 else {**settings, **(others or {})}
     followers = lead(group, timeout_s=20.0) if group.rank == 0 and group.size > 1 else None
     stream = enlist(group, timeout_s=20.0) if group.rank > 0 else None
     compute = ThreadPoolExecutor(1, initializer=partial(use, group.device))
+    cores: list[Any] = []
+
+    def emit(kind: str, **fields: Any) -> None:
+        if kind == "engine.started":
+            cores.append(engine.core)
+
     engine = NativeEngine(
         decoder,
         EngineConfig.model_validate(given),
         compute=compute,
-        emit=lambda kind, **fields: None,
+        emit=emit,
         device=group.device,
         dtype=torch.float32,
         version=1,
@@ -219,18 +235,14 @@ def served(
     )
     if group.rank == breaks:
         break_late(decoder)
+    if group.rank == apart:
+        engine.read_parts(Reading(host_id=host_id(), folder=Path("/proc/self/fdinfo")))
     try:
         if stream is None:
-            return asyncio.run(drive(engine, lambda version: offered(decoder, version)))
-        weights = engine.worker.weights
-        follow(
-            stream,
-            engine.worker,
-            group,
-            prepare=lambda version: weights.prepare(offered(decoder, version)),
-        )
-        assert engine.core is not None
-        return engine.core.state.counters.steps
+            with stores_of(SHARED_MEMORY, 2, run_id=f"{os.getpid():08x}") as stores:
+                return asyncio.run(drive(engine, partial(offered, spec, stores)))
+        follow(stream, engine.worker, group)
+        return cores[-1].state.counters.steps
     finally:
         if followers is not None:
             followers.close()

@@ -17,8 +17,9 @@ from typing import Protocol
 import torch
 
 from gyre.core.contracts import CommitPolicy
-from gyre.core.errors import EngineRefused, InputError
+from gyre.core.errors import EngineRefused, GyreError, InputError, RankError
 from gyre.core.events import Emit
+from gyre.core.offers import Offer
 from gyre.core.records import Tier, TokenChunk
 from gyre.engine.config import EngineConfig, plan_rates, scoring_bytes
 from gyre.engine.kv_cache.host_pool import HostKv
@@ -62,6 +63,10 @@ class FollowingRanks(Protocol):
     def begin(self) -> None: ...
 
     def send(self, entry: Entry) -> None: ...
+
+    def prepare(self, offer: Offer, *, reverts: bool) -> None: ...
+
+    def rollback(self) -> None: ...
 
     def end(self, error: Exception | None) -> Exception | None: ...
 
@@ -172,10 +177,11 @@ class CoreWorker:
             partials = self._play(entry) or partials
         return partials
 
-    def _play(self, entry: Entry, host: HostKv | None = None) -> Partials:
+    def _play(self, entry: Entry, host: HostKv | None = None, *, leads: bool = True) -> Partials:
         if self.core is None:
             return {}
-        self._lead(entry)
+        if leads:
+            self._lead(entry)
         self._record(entry)
         partials, chunks = self.core.play(entry, host)
         self._chunks += chunks
@@ -191,7 +197,7 @@ class CoreWorker:
 
     def _lead(self, entry: Entry) -> None:
         """Let the followers play an entry, before this rank does."""
-        if self._followers is not None:
+        if self._followers is not None and not self.failure:
             self._followers.send(entry)
 
     def _record(self, entry: Entry) -> None:
@@ -206,6 +212,19 @@ class CoreWorker:
         try:
             yield
         except Exception as error:
+            self.break_core(self._end_life(error))
+            raise CoreFailed(self.failure) from error
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Mark the core as failed if another rank is lost in the block. What the ranks refuse, they
+        refuse alike, and serve on."""
+        try:
+            yield
+        except Exception as error:
+            refused = isinstance(error, GyreError) and not isinstance(error, RankError)
+            if self._followers is None or refused:
+                raise
             self.break_core(self._end_life(error))
             raise CoreFailed(self.failure) from error
 
@@ -299,18 +318,39 @@ class CoreWorker:
             dummy=dummy,
         )
 
+    def prepare(self, offer: Offer, *, reverts: bool = False) -> None:
+        """Receive a version beside the running one, on every rank."""
+        self.need_started("prepare")
+        if self._followers is None:
+            self.weights.prepare(offer, reverts=reverts)
+            return
+        self._refuse_broken()
+        with self._together():
+            self._followers.prepare(offer, reverts=reverts)
+            self.weights.prepare(offer, reverts=reverts)
+
+    def rollback(self) -> None:
+        """Forget a prepared version, on every rank."""
+        if self._followers is not None and self.core is not None and not self.failure:
+            with self._together():
+                self._followers.rollback()
+        self.weights.rollback()
+
     def commit(self, version: int, policy: CommitPolicy) -> None:
-        """Swap to a prepared version between two steps."""
+        """Swap to a prepared version between two steps: on every rank, or on none."""
         self.need_started("commit")
         self._refuse_broken()
         with self._watch():
             self._flush()
-        with self.weights.swapping(version):
-            self.emit(
-                "engine.committed", version=version, policy=policy, shared=self.weights.shared
-            )
-            with self._watch():  # the last step: where it fails, the core is broken as well
-                self._play(Commit(version=version, policy=policy))
+        entry = Commit(version=version, policy=policy)
+        with self._together():
+            self._lead(entry)
+            with self.weights.swapping(version):
+                self.emit(
+                    "engine.committed", version=version, policy=policy, shared=self.weights.shared
+                )
+                with self._watch():  # the last step: where it fails, the core is broken as well
+                    self._play(entry, leads=False)
 
     def terminate(self) -> None:
         """Free everything; everyone is answered."""
@@ -334,6 +374,9 @@ class CoreWorker:
         for name in names:
             before = self.memory.tier(name)
             works = self.core is not None and not self.failure
+            if name == WEIGHTS or self.core is None:  # no entry of the journal tells the followers
+                with self._together():
+                    self._lead(MoveComponent(component=name, tier=tier))
             if works:
                 with self._watch():
                     self._flush()

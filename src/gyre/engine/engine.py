@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from gyre.core.chunks import TokenStream
-from gyre.core.contracts import SOURCES, CommitPolicy, EngineAbilities
+from gyre.core.contracts import CommitPolicy, EngineAbilities
 from gyre.core.errors import InputError
 from gyre.core.events import Emit
 from gyre.core.offers import Offer
@@ -163,11 +163,10 @@ class NativeEngine:
         return Health(ok=reason is None, reason=reason or "")
 
     async def abilities(self) -> EngineAbilities:
-        shared = self.worker.weights.shared
         return EngineAbilities(
             engine="the native engine",
             stop_strings=self.limits.can_decode,
-            sources=tuple(source for source in SOURCES if (source == "SharedStorage") == shared),
+            sources=self.worker.weights.sources,
         )
 
     async def drain(self, *, deadline_s: float) -> None:
@@ -186,7 +185,11 @@ class NativeEngine:
 
     async def prepare(self, offer: Offer, *, reverts: bool = False) -> None:
         self.worker.need_started("prepare")
-        await self.frontend.on_compute(partial(self.worker.weights.prepare, offer, reverts=reverts))
+        try:
+            await self.frontend.on_compute(partial(self.worker.prepare, offer, reverts=reverts))
+        except CoreFailed:
+            self.frontend.poke()  # whoever waits is answered
+            raise
 
     async def commit(self, version: int, *, policy: CommitPolicy) -> None:
         """drain: requests in flight end first, later ones wait. keep_prefix: those in flight are
@@ -208,7 +211,7 @@ class NativeEngine:
             await self._commit(version, policy)
 
     async def rollback(self) -> None:
-        await self.frontend.on_compute(self.worker.weights.rollback)
+        await self.frontend.on_compute(self.worker.rollback)
 
     async def terminate(self) -> None:
         """Free everything. Requests in flight end with finish "abort". `start` makes it whole

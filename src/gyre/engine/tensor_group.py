@@ -1,9 +1,11 @@
 """Tensor group: an engine over the ranks of the tensor axis. In: on rank 0 the entries of its
-journal, as they take effect; on the others a stream of them. Out: the same steps on every rank.
+journal, as they take effect, and the versions that it is offered; on the others a stream of them.
+Out: the same steps on every rank.
 
 Rank 0 leads: it has the requests, and sends each entry before it plays it, each step before its
 first collective. The others follow: what they choose equals what rank 0 chooses, and is dropped.
-All ranks are on one host. A rank that fails or dies ends the steps on all.
+A version is prepared and committed on all ranks or on none. All ranks are on one host. A rank that
+fails or dies ends the steps on all.
 """
 
 from __future__ import annotations
@@ -14,8 +16,14 @@ import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from typing import cast
 
-from gyre.core.errors import ConfigError, RankError
+import msgspec
+
+from gyre.core.codec import decode, encode
+from gyre.core.errors import ConfigError, GyreError, RankError
+from gyre.core.offers import FolderTensors, Offer, RegisteredShards
+from gyre.core.records import Manifest
 from gyre.distributed.process_group import RankGroup
 from gyre.engine.core_worker import CoreFailed, CoreWorker
 from gyre.engine.scheduler.journal import (
@@ -23,8 +31,6 @@ from gyre.engine.scheduler.journal import (
     Entry,
     MoveComponent,
     Start,
-    decode_entry,
-    encode_entry,
 )
 
 WHAT = "the engine's steps"
@@ -33,16 +39,52 @@ TOKEN_BYTES = 16
 _LENGTH = struct.Struct("<I")  # bytes of the entry that follows
 
 
+class PrepareVersion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The ranks receive a version, each its part. Only its place travels here."""
+
+    manifest: Manifest
+    folder: FolderTensors | None = None  # one of the two; neither for what no rank takes
+    registered: RegisteredShards | None = None
+    reverts: bool = False
+
+    @staticmethod
+    def of(offer: Offer, *, reverts: bool) -> PrepareVersion:
+        source = offer.source
+        return PrepareVersion(
+            manifest=offer.manifest,
+            folder=source if isinstance(source, FolderTensors) else None,
+            registered=source if isinstance(source, RegisteredShards) else None,
+            reverts=reverts,
+        )
+
+    def offer(self) -> Offer:
+        source = self.folder or self.registered
+        assert source is not None, "rank 0 refuses it"
+        return Offer(manifest=self.manifest, source=source)
+
+
+class ForgetVersion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What was prepared is given up."""
+
+
+class EndCore(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The core ends, and the ranks free their memory."""
+
+
+Message = Entry | PrepareVersion | ForgetVersion | EndCore
+
+
 class EntryStream:
-    """Entries over a connected socket."""
+    """Entries, and what goes with them, over a connected socket."""
 
     def __init__(self, connection: socket.socket, rank: int, *, timeout_s: float) -> None:
         """Bind the socket. `rank` is at the other end."""
         connection.settimeout(timeout_s)
         self._socket, self._rank, self._timeout_s = connection, rank, timeout_s
 
-    def write(self, data: bytes) -> None:
-        """Send an encoded entry. RankError if the other end takes none within the timeout."""
+    def write(self, message: Message) -> None:
+        """RankError if the other end takes nothing within the timeout."""
+        data = encode(message)
         try:
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
         except OSError as error:
@@ -52,8 +94,8 @@ class EntryStream:
                 hint="it hangs, or has ended; its log says why",
             ) from error
 
-    def entries(self) -> Iterator[Entry]:
-        """Yield entries as they come, until the other end closes. An idle leader sends none."""
+    def messages(self) -> Iterator[Message]:
+        """Yield messages as they come, until the other end closes. An idle leader sends none."""
         self._socket.settimeout(None)
         with self._socket.makefile("rb") as file:
             while head := file.read(_LENGTH.size):
@@ -61,7 +103,8 @@ class EntryStream:
                 data = file.read(size)
                 if len(data) != size or size == 0:
                     raise RankError(f"rank {self._rank} ended within an entry")
-                yield decode_entry(data)
+                # callers give whole numbers for floats too, so it need not be written so again
+                yield decode(data, cast(type[Message], Message), exact=False)
 
     def close(self) -> None:
         self._socket.close()
@@ -78,10 +121,15 @@ class Followers:
         """Watch the ranks, from the start of a core to its end."""
         self._life.enter_context(self._group.guard(WHAT))
 
-    def send(self, entry: Entry) -> None:
-        data = encode_entry(entry)
+    def send(self, entry: Message) -> None:
         for stream in self._streams:
-            stream.write(data)
+            stream.write(entry)
+
+    def prepare(self, offer: Offer, *, reverts: bool) -> None:
+        self.send(PrepareVersion.of(offer, reverts=reverts))
+
+    def rollback(self) -> None:
+        self.send(ForgetVersion())
 
     def end(self, error: Exception | None) -> Exception | None:
         """End the watch with the core. Returns the error that names the rank at fault. After an
@@ -89,6 +137,7 @@ class Followers:
         life, self._life = self._life, ExitStack()
         try:
             if error is None:
+                self.send(EndCore())
                 life.close()
             else:
                 self.close()
@@ -140,40 +189,54 @@ def follow(
     stream: EntryStream,
     worker: CoreWorker,
     group: RankGroup,
-    *,
-    prepare: Callable[[int], None],
 ) -> None:
-    """Play what rank 0 plays, until it closes the stream or is gone. `prepare(version)` prepares
-    this rank's part of a version that is about to be committed. RankError names a rank that
+    """Play what rank 0 plays, until it closes the stream or is gone. RankError names a rank that
     failed, ConfigError what differs from rank 0."""
     with closing(stream), ExitStack() as life:
-        for entry in stream.entries():
-            if isinstance(entry, Start):
+        for message in stream.messages():
+            if isinstance(message, Start):
                 life.close()  # of the core before it
                 life.enter_context(group.guard(WHAT))
             try:
-                _play(entry, worker, group, prepare)
+                _play(message, worker, group)
             except CoreFailed as failed:  # by its type the guard tells a lost rank from a cause
                 raise failed.__cause__ or failed from None
+            if isinstance(message, EndCore):
+                life.close()
+    if worker.core is not None:
+        worker.terminate()
 
 
-def _play(
-    entry: Entry, worker: CoreWorker, group: RankGroup, prepare: Callable[[int], None]
-) -> None:
-    match entry:
+def _play(message: Message, worker: CoreWorker, group: RankGroup) -> None:
+    match message:
         case Start():
             if worker.core is not None:
                 worker.terminate()
-            _refuse_other(entry, worker.describe_start(entry.dummy), group)
-            worker.start(entry.dummy)
+            _refuse_other(message, worker.describe_start(message.dummy), group)
+            worker.start(message.dummy)
+        case PrepareVersion():
+            _agree(lambda: worker.prepare(message.offer(), reverts=message.reverts))
+        case ForgetVersion():
+            worker.rollback()
         case Commit(version=version, policy=policy):
-            prepare(version)
-            worker.commit(version, policy)
+            _agree(lambda: worker.commit(version, policy))
+        case EndCore():
+            worker.terminate()
         case MoveComponent(component=component, tier=tier):
             if worker.memory.tier(component) != tier:
                 worker.move([component], tier)
         case _:
-            worker.play([entry])
+            worker.play([message])
+
+
+def _agree(work: Callable[[], None]) -> None:
+    """Do what all ranks do, or none. Rank 0 reports a refusal to its caller."""
+    try:
+        work()
+    except (RankError, CoreFailed):
+        raise
+    except GyreError:
+        return
 
 
 def _refuse_other(leader: Start, own: Start, group: RankGroup) -> None:

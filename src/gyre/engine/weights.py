@@ -2,19 +2,21 @@
 decoder whose weights are of one version whole.
 
 `weights.receive` decides how the numbers come, `weights.swap` moves them and puts them back. A
-commit that fails leaves the last version serving, to the bit. Addresses stay.
+commit that fails leaves the last version serving, to the bit. Addresses stay. Tensor ranks take
+their parts together: all have a version, or none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from gyre.core.contracts import SOURCES
 from gyre.core.errors import InputError
 from gyre.core.events import Emit
 from gyre.core.offers import Offer
@@ -22,6 +24,7 @@ from gyre.memory.pools.cuda_vmm import is_present
 from gyre.models.decoder import Decoder
 from gyre.models.hub.verified import open_verified
 from gyre.models.init import init_dummies
+from gyre.models.layout import model_layout
 from gyre.weights.protocol import (
     Lost,
     Prepared,
@@ -31,9 +34,27 @@ from gyre.weights.protocol import (
     SwapDone,
     SwapFailed,
 )
-from gyre.weights.receive import receive
+from gyre.weights.receive import PART_SOURCES, receive
 from gyre.weights.swap import Swap
+from gyre.weights.tensor_part import TensorPart
+from gyre.weights.tensor_source import TensorSource
 from gyre.weights.transports.opened import PartOpener, Reading
+
+
+def part_of(decoder: Decoder) -> TensorPart | None:
+    """Return what a decoder is of the whole model; None where it is all of it."""
+    if (tensor := decoder.tensor) is None:
+        return None
+    return TensorPart(table=model_layout(decoder.whole_spec, tensor.group.size), group=tensor.group)
+
+
+@torch.no_grad()
+def read_weights(decoder: Decoder, source: TensorSource) -> None:
+    """Fill a decoder from whole tensors. A tensor rank reads its own numbers alone."""
+    part = part_of(decoder)
+    own = source if part is None else part.cut(source)
+    for name, parameter in decoder.named_parameters():
+        own.read(name, 0, parameter.numel(), parameter.detach().view(-1))
 
 
 class EngineWeights:
@@ -45,6 +66,7 @@ class EngineWeights:
         self.decoder, self.shared, self.emit = decoder, shared, emit
         self.state = ReceiverState(version=version)
         self._device = device
+        self._held = part_of(decoder)
         self.swap: Swap | None = None  # of the prepared version
         self._parts = PartOpener(pin=device.type == "cuda", emit=emit)
 
@@ -58,6 +80,13 @@ class EngineWeights:
         """Return whether the numbers are of no version: no work until a commit. What comes in the
         middle of a swap waits for it on the compute thread."""
         return not self.state.is_whole
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Return the kinds of offers that can be taken."""
+        if self._held is not None and not self.shared:
+            return PART_SOURCES
+        return tuple(source for source in SOURCES if (source == "SharedStorage") == self.shared)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -88,10 +117,23 @@ class EngineWeights:
     def prepare(self, offer: Offer, *, reverts: bool = False) -> None:
         """Receive a version beside the running one and verify it. A second call for the same
         version is a no-op; another that was prepared is given up first. InputError for one of an
-        older publisher, unless it is the last version and `reverts`."""
-        manifest = offer.manifest
-        self.state.refuse(manifest, reverts=reverts)
-        prepared = Prepared(epoch=manifest.epoch, version=manifest.version)
+        older publisher, unless it is the last version and `reverts`. All tensor ranks call it."""
+        prepared = Prepared(epoch=offer.manifest.epoch, version=offer.version)
+        try:
+            with self._agreed(f"version {offer.version}"):
+                self._receive(offer, prepared, reverts=reverts)
+        except Exception:
+            if self._held is not None and self.state.prepared == prepared:
+                # another rank has not
+                self.rollback()
+            raise
+
+    def _agreed(self, what: str) -> AbstractContextManager[None]:
+        """Let the block fail on all tensor ranks where it fails on one."""
+        return nullcontext() if self._held is None else self._held.agreed(what)
+
+    def _receive(self, offer: Offer, prepared: Prepared, *, reverts: bool) -> None:
+        self.state.refuse(offer.manifest, reverts=reverts)
         if self.state.prepared == prepared:
             return
         # what waits is freed first: two staged versions would take memory that nobody planned
@@ -101,9 +143,10 @@ class EngineWeights:
             self.tensors,
             shared=self.shared,
             device=self._device,
-            open_folder=partial(open_verified, spec=self.decoder.spec),
+            open_folder=partial(open_verified, spec=self.decoder.whole_spec),
             parts=self._parts,
             emit=self.emit,
+            held=self._held,
         )
         self.state = self.state.after(prepared)
 
@@ -116,17 +159,17 @@ class EngineWeights:
     @contextmanager
     def swapping(self, version: int) -> Iterator[None]:
         """Swap to the prepared version, whole, and keep it if the block ends well. After any error
-        the last version is there as it was, and the prepared one waits for another commit."""
+        the last version is there as it was, and the prepared one waits for another commit. All
+        tensor ranks call it, and come to the block together."""
         swap, last = self.swap, self.state
         assert swap is not None and last.is_prepared(version)
-        if swap.moves_bytes and not self.present:
-            raise InputError(
-                f"version {version} cannot be committed: engine.weights is not on the device",
-                hint="move engine.weights to the device first",
-            )
+        with self._agreed(f"version {version}"):
+            self._refuse_absent(swap, version)
         self.state = begun = last.after(SwapBegan(version=version))
         try:
-            swap.run()
+            with self._agreed(f"version {version}"):
+                swap.run()
+            swap.verify()
             self.state = begun.after(SwapDone())
             yield
         except BaseException:
@@ -138,6 +181,13 @@ class EngineWeights:
             raise
         swap.settle()
         self.swap = None
+
+    def _refuse_absent(self, swap: Swap, version: int) -> None:
+        if swap.moves_bytes and not self.present:
+            raise InputError(
+                f"version {version} cannot be committed: engine.weights is not on the device",
+                hint="move engine.weights to the device first",
+            )
 
     def rollback(self) -> None:
         """Forget a prepared version and free what was staged."""

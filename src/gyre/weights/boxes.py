@@ -25,21 +25,29 @@ def copy_common(
 ) -> int:
     """Copy the numbers of the run `found` that the run `out` of the same tensor has too. Returns
     how many."""
+    copied = 0
+    for home, value in common_views(out_N, out, values_N, found, num_columns=num_columns):
+        copied += home.copy_(value).numel()
+    return copied
+
+
+def common_views(
+    out_N: Tensor, out: BoxRun, values_N: Tensor, found: BoxRun, *, num_columns: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield views of the numbers that both runs of a tensor have, in `out_N` and in `values_N`,
+    shaped alike."""
     if out.columns == found.columns:
         low, high = out.reach(found, num_columns)
         if low < high:
-            out_N[low - out.start : high - out.start].copy_(
-                values_N[low - found.start : high - found.start]
+            yield (
+                out_N[low - out.start : high - out.start],
+                values_N[low - found.start : high - found.start],
             )
-        return high - low
-    copied = 0
+        return
     for into, into_at in out.rectangles(num_columns):
         for of, of_at in found.rectangles(num_columns):
             if (common := into.common(of)) is not None:
-                home_RC = _cut(out_N, into_at, into, common)
-                home_RC.copy_(_cut(values_N, of_at, of, common))
-                copied += home_RC.numel()
-    return copied
+                yield _cut(out_N, into_at, into, common), _cut(values_N, of_at, of, common)
 
 
 def views(whole: Tensor, run: BoxRun) -> Iterator[Tensor]:

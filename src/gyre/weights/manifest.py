@@ -8,7 +8,7 @@ by value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -127,7 +127,11 @@ def verify_manifest(
     matches: Callable[[TensorEntry, Tensor], bool] = segments_match,
 ) -> None:
     """Raise SnapshotError, naming the first faults, unless the tensors are the version whole."""
-    faults = find_faults(manifest, tensors, matches=matches)
+    refuse_faults(manifest, find_faults(manifest, tensors, matches=matches))
+
+
+def refuse_faults(manifest: Manifest, faults: Sequence[str]) -> None:
+    """Raise SnapshotError, naming the first faults, if there are any."""
     if faults:
         raise SnapshotError(
             f"weights of version {manifest.version} are not whole ({len(faults)} faults): "

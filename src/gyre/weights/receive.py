@@ -26,12 +26,16 @@ from gyre.core.offers import (
 from gyre.core.records import Manifest, TensorEntry
 from gyre.weights.manifest import dtype_name, make_manifest
 from gyre.weights.registered import ReadOver
+from gyre.weights.shards import Shape
 from gyre.weights.swap import Exchange, GatherOver, Swap, VersionBump, shares_storage, stage
+from gyre.weights.tensor_part import TensorPart
 from gyre.weights.tensor_source import TensorSource
 from gyre.weights.transports.opened import PartOpener
 
 # opens a checkpoint folder and verifies its files; InputError or SnapshotError
 OpenFolder = Callable[[str], AbstractContextManager[TensorSource]]
+# that a tensor rank takes, which reads its own part
+PART_SOURCES = ("FolderTensors", "RegisteredShards")
 
 
 def receive(
@@ -43,35 +47,40 @@ def receive(
     open_folder: OpenFolder,
     parts: PartOpener,
     emit: Emit,
+    held: TensorPart | None = None,
 ) -> Swap:
     """Receive a version beside the running one and verify it; nothing of `own` is written.
     `shared`: the engine was built on its trainer's tensors. `parts` opens what was registered.
-    InputError for a version that the engine cannot take, SnapshotError for one that is not
-    whole."""
+    `held`: what a tensor rank's `own` is of the whole tensors. InputError for a version that the
+    engine cannot take, SnapshotError for one that is not whole."""
+    if held is not None and type(offer.source).__name__ not in PART_SOURCES:
+        raise InputError(
+            f"version {offer.version} is in the memory of one process, and each tensor rank of "
+            "the engine reads its own part",
+            hint="give a folder, or shards registered in shared memory",
+        )
     match offer.source:
         case SharedStorage(tensors=tensors) if shared and shares_storage(tensors, own):
             return VersionBump()
         case LocalTensors(tensors=tensors) if not shared:
-            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            _check_shapes(shapes, own)
+            _check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, own)
             _refuse([name for name, tensor in own.items() if tensors[name].dtype != tensor.dtype])
             return Exchange(stage(offer.manifest, tensors, device=device, emit=emit), own)
         case LocalShards(shards=shards) if not shared:
-            whole = shards.layout.model.shapes
-            _check_shapes({name: tuple(shape) for name, shape in whole.items()}, own)
+            _check_shapes(shards.layout.model.shapes, own)
             return GatherOver(offer.version, shards, own, emit=emit)
         case FolderTensors(folder=folder) if not shared:
             with open_folder(folder) as source:
-                _check_shapes({name: tuple(shape) for name, shape in source.shapes.items()}, own)
-                staged = _read_beside(source, own)
+                _check_shapes(source.shapes, own, held)
+                staged = _read_beside(source if held is None else held.cut(source), own)
             size_bytes = sum(tensor.nbytes for tensor in staged.values())
             emit(
                 "weights.staged", version=offer.version, size_bytes=size_bytes, buckets=len(staged)
             )
             return Exchange(staged, own)
         case RegisteredShards() if not shared:
-            _check_entries(offer.manifest.entries, own)
-            return ReadOver(offer, own, parts=parts, emit=emit)
+            _check_entries(offer.manifest.entries, own, held)
+            return ReadOver(offer, own, parts=parts, emit=emit, held=held)
         case RemoteTensors():
             raise InputError(
                 f"version {offer.version} is in another process",
@@ -146,15 +155,21 @@ def _read_beside(source: TensorSource, own: Mapping[str, Tensor]) -> dict[str, T
     return staged
 
 
-def _check_shapes(shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, Tensor]) -> None:
+def _check_shapes(
+    shapes: Mapping[str, Shape], own: Mapping[str, Tensor], held: TensorPart | None = None
+) -> None:
+    wanted = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    wanted = wanted if held is None else held.shapes
     _refuse(
-        sorted(shapes.keys() ^ own.keys())
-        or [name for name, tensor in own.items() if shapes[name] != tuple(tensor.shape)]
+        sorted(shapes.keys() ^ wanted.keys())
+        or [name for name, shape in wanted.items() if tuple(shapes[name]) != tuple(shape)]
     )
 
 
-def _check_entries(entries: Sequence[TensorEntry], own: Mapping[str, Tensor]) -> None:
-    _check_shapes({entry.name: entry.shape for entry in entries}, own)
+def _check_entries(
+    entries: Sequence[TensorEntry], own: Mapping[str, Tensor], held: TensorPart | None
+) -> None:
+    _check_shapes({entry.name: entry.shape for entry in entries}, own, held)
     _refuse([entry.name for entry in entries if entry.dtype != dtype_name(own[entry.name].dtype)])
 
 

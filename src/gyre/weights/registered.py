@@ -30,9 +30,17 @@ from gyre.core.rounding import round_up
 from gyre.weights.boxes import views
 from gyre.weights.landed import CopiesInTurn, LandedSums
 from gyre.weights.manifest import find_faults, verify_manifest
+from gyre.weights.tensor_part import TensorPart
 from gyre.weights.transports.mapped import huge_pages
-from gyre.weights.transports.opened import OpenPart, OpenTensors, PartOpener
-from gyre.weights.transports.part_layout import ALIGN_BYTES, ReadBucket, dtype_of, plan_reads
+from gyre.weights.transports.opened import OpenPart, PartOpener, verify_segment
+from gyre.weights.transports.part_layout import (
+    ALIGN_BYTES,
+    ReadBucket,
+    Wanted,
+    all_numbers,
+    dtype_of,
+    plan_reads,
+)
 
 BUCKET_BYTES = 64 << 20
 SPARE_BYTES = 1 << 30  # of a device, left free for everything else
@@ -55,7 +63,8 @@ def free_bytes_of(device: torch.device) -> int:
 
 
 class _VersionReader:
-    """The parts of one version, and how they are copied over an engine's numbers."""
+    """The parts of one version, and how they are copied over an engine's numbers: all of them, or
+    those that a tensor rank holds."""
 
     def __init__(
         self,
@@ -64,12 +73,22 @@ class _VersionReader:
         own: Mapping[str, Tensor],
         *,
         bucket_bytes: int,
+        held: TensorPart | None,
     ) -> None:
-        self.offer, self._parts, self._own = offer, parts, own
+        self.offer, self._parts, self._own, self._held = offer, parts, own, held
         self._device = next(iter(own.values())).device
         self.buckets = plan_reads(
-            offer.manifest.entries, num_owners=len(parts), bucket_bytes=bucket_bytes
+            offer.manifest.entries,
+            num_owners=len(parts),
+            bucket_bytes=bucket_bytes,
+            wanted=self._wanted,
         )
+
+    def _wanted(self, owner: int) -> Wanted:
+        """Return what is read of an owner's part."""
+        if self._held is None or self._parts[owner].is_broadcast:
+            return all_numbers
+        return self._held.wanted
 
     @property
     def size_bytes(self) -> int:
@@ -86,25 +105,38 @@ class _VersionReader:
         return all(part.reader.view(0, 0) is not None for part in self._parts)
 
     def verify_bytes(self) -> None:
-        for _ in OpenTensors(self.offer.manifest, self._parts).values():
-            pass  # each is verified
+        """Verify the segments of shared memory that numbers are read of."""
+        for owner, part in enumerate(self._parts):
+            wanted = self._wanted(owner)
+            for placed in part.placed:
+                if not any(True for _ in wanted(placed)):
+                    continue
+                bytes_N = part.reader.view(placed.start, placed.stop)
+                assert bytes_N is not None
+                values_N = bytes_N.view(dtype_of(placed.entry))
+                verify_segment(self.offer.manifest, placed.entry, placed, values_N)
         self._check()
 
     @torch.no_grad()
     def copy_over(self, before_write: Callable[[list[Tensor]], None]) -> None:
-        """Overwrite every number and verify them. `before_write` gets views of what each bucket is
-        about to overwrite."""
+        """Overwrite every number and verify them; tensor ranks do so together, later.
+        `before_write` gets views of what each bucket is about to overwrite."""
         sums, turns = LandedSums(), CopiesInTurn(self._device)
         for bucket, bytes_N in self._read_ahead():
             homes, values = self._pairs(bucket, bytes_N)
+            if not homes:
+                continue  # of columns of other ranks
             turns.next(
                 keep=partial(before_write, homes),
                 copy=partial(torch._foreach_copy_, homes, values, non_blocking=True),
-                sum_up=partial(sums.add, bucket.pieces, self._own),
+                sum_up=partial(sums.add, bucket.pieces, self._own)
+                if self._held is None
+                else nothing,
             )
         turns.finish()
         self._check()
-        verify_manifest(self.offer.manifest, self._own, matches=sums.match)
+        if self._held is None:
+            verify_manifest(self.offer.manifest, self._own, matches=sums.match)
 
     def _check(self) -> None:
         for part in self._parts:
@@ -112,10 +144,20 @@ class _VersionReader:
 
     def _pairs(self, bucket: ReadBucket, bytes_N: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of the engine's numbers, and what belongs there, shaped alike."""
-        homes, values = [], []
+        homes, values, held = [], [], self._held
+        if held is not None and any(held.cuts_columns(piece.placed) for piece in bucket.pieces):
+            # between devices whole rows are copied; columns are cut where they arrive
+            bytes_N = bytes_N.to(self._device, non_blocking=True)
         for piece in bucket.pieces:
             entry = piece.placed.entry
             values_N = bytes_N[piece.start : piece.stop].view(dtype_of(entry))
+            if held is not None:
+                for home, value in held.views(
+                    entry.name, self._own[entry.name], piece.run, values_N
+                ):
+                    homes.append(home)
+                    values.append(value)
+                continue
             for home in views(self._own[entry.name], piece.run):
                 homes.append(home)
                 values.append(values_N[: home.numel()].view(home.shape))
@@ -171,6 +213,9 @@ class _VersionReader:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 
+def nothing() -> None: ...
+
+
 class _Keeper:
     """The bytes that a swap overwrites, a bucket at a time."""
 
@@ -214,10 +259,12 @@ class ReadOver:
         emit: Emit,
         bucket_bytes: int = BUCKET_BYTES,
         free_bytes: Callable[[torch.device], int] = free_bytes_of,
+        held: TensorPart | None = None,
     ) -> None:
         """Open every part, and verify the bytes of shared memory on a CPU: elsewhere they would
-        have to travel twice. InputError or SnapshotError; nothing of `own` is written."""
-        self._own, self._opener, self._emit = own, parts, emit
+        have to travel twice. `held`: what `own` is of the whole tensors. InputError or
+        SnapshotError; nothing of `own` is written."""
+        self._own, self._opener, self._emit, self._held = own, parts, emit, held
         self._bucket_bytes, self._free_bytes = bucket_bytes, free_bytes
         self._device = next(iter(own.values())).device
         # where the last version is: in memory, or to be read again
@@ -254,6 +301,10 @@ class ReadOver:
             transport=self._next.transport,
         )
 
+    def verify(self) -> None:
+        if self._held is not None:
+            self._held.verify(self._next.offer.manifest, self._own)
+
     @torch.no_grad()
     def undo(self) -> None:
         if self._last is not None:
@@ -281,12 +332,15 @@ class ReadOver:
 
     def _open(self, offer: Offer, stack: ExitStack, *, from_slots: bool = False) -> _VersionReader:
         found = stack.enter_context(self._opener.open_parts(offer, from_slots=from_slots))
-        return _VersionReader(offer, found, self._own, bucket_bytes=self._bucket_bytes)
+        return _VersionReader(
+            offer, found, self._own, bucket_bytes=self._bucket_bytes, held=self._held
+        )
 
     def _open_last(self) -> _VersionReader | None:
-        """Open the version that the engine has to the bit, if its publisher has it still."""
+        """Open the version that the engine has to the bit, if its publisher has it still. A tensor
+        rank cannot say so by itself."""
         last = self._opener.last
-        if last is None or find_faults(last.manifest, self._own):
+        if last is None or self._held is not None or find_faults(last.manifest, self._own):
             return None
         try:
             return self._open(last, self._stack, from_slots=True)

@@ -110,6 +110,11 @@ class Swap(Protocol):
         """Overwrite the engine's numbers. After an error call `undo`."""
         ...
 
+    def verify(self) -> None:
+        """Verify with the other ranks of the engine what none could alone. All call it at the same
+        point, after `run`."""
+        ...
+
     def undo(self) -> None:
         """Put back what `run` has overwritten so far, to the bit; `run` may be called again."""
         ...
@@ -125,6 +130,8 @@ class VersionBump:
     moves_bytes = False
 
     def run(self) -> None: ...
+
+    def verify(self) -> None: ...
 
     def undo(self) -> None: ...
 
@@ -159,6 +166,8 @@ class Exchange:
             step = max(1, self._bucket_bytes // own_N.element_size())
             for start in range(0, len(own_N), step):
                 self._trade(own_N[start : start + step], staged_N[start : start + step])
+
+    def verify(self) -> None: ...  # each rank did, when it staged
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -211,6 +220,8 @@ class GatherOver:
             # a copy that fails does so here, while it can be undone
             torch.cuda.current_stream(device).synchronize()
         self._emit("weights.gathered", version=self._version, size_bytes=size_bytes)
+
+    def verify(self) -> None: ...  # a gather is of whole tensors
 
     @torch.no_grad()
     def undo(self) -> None:

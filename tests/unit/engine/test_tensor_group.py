@@ -8,24 +8,29 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from gyre.core.chunks import collect
-from gyre.core.errors import RankError
-from gyre.core.records import Request, Sampling
+from gyre.core.errors import GyreError, InputError, RankError, SnapshotError
+from gyre.core.offers import FolderTensors, Offer
+from gyre.core.records import Manifest, Request, Sampling
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.engine import NativeEngine
-from gyre.engine.scheduler.journal import Abort, Entry, Steps, encode_entry
+from gyre.engine.scheduler.journal import Abort, Entry, Steps
 from gyre.engine.tensor_group import EntryStream, lead
+from gyre.models.hub.export import export_hub
+from gyre.models.hub.folders import WEIGHTS_FILE
 from layout_cases import spec_of
 from rank_pool import RankPool
-from tensor_cases import answers, served
+from tensor_cases import answers, decoder_of, fill_decoder, served
 
 SPEC = replace(
     spec_of("qwen3", hidden_size=16, num_layers=2, vocab_size=53, mlp_size=24),
@@ -91,6 +96,97 @@ def test_a_leader_and_a_follower_serve_as_one_engine(pair: RankPool) -> None:
     assert found == one
     assert followed == steps > 10
     assert {part[2] for part in found[0]["greedy0"]} == {"length"}
+
+
+async def taking(
+    folders: tuple[str, str], engine: NativeEngine, offer: Callable[[int], Any]
+) -> list[Any]:
+    """Versions from registered shards and from a folder, and some that a rank cannot take."""
+    await engine.start(dummy=False)
+    good, damaged = (folder_offer(4 + at, folder) for at, folder in enumerate(folders))
+    found = []
+
+    async def look(name: str) -> None:
+        found.append(await answers(engine, asked(name, 2, temperature=0.0)))
+
+    async def refused(kind: type[GyreError], work: Awaitable[None]) -> None:
+        with pytest.raises(kind) as error:
+            await work
+        assert not engine.failure
+        found.append(str(error.value))
+
+    await look("first")
+    await refused(SnapshotError, engine.prepare(damaged))
+    await engine.prepare(overwritten := offer(2))
+    for version in (6, 7):
+        offer(version)
+    await refused(SnapshotError, engine.commit(2, policy="continue"))
+    await look("still")
+    await engine.rollback()
+    await refused(InputError, engine.prepare(overwritten))
+    with pytest.raises(InputError, match="not prepared"):
+        await engine.commit(2, policy="drain")
+    await engine.prepare(good)
+    await engine.rollback()
+    await engine.prepare(good)
+    await engine.commit(4, policy="continue")
+    await look("folder")
+    await engine.prepare(offer(8))
+    await engine.commit(8, policy="keep_prefix")
+    await look("shards")
+    await engine.terminate()
+    return found
+
+
+def folder_offer(version: int, folder: str) -> Offer:
+    manifest = Manifest(version=version, entries=(), shared=False)
+    return Offer(manifest=manifest, source=FolderTensors(folder=folder))
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[str, str]:
+    """A checkpoint, and a damaged one."""
+    decoder = decoder_of(SPEC, alone(), dtype=torch.float32, scale=8.0)
+    fill_decoder(decoder, seed=11, scale=8.0)
+    for name in ("good", "damaged"):
+        export_hub(decoder, tmp_path / name, dtype=torch.float32, tokenizer_files=None)
+    file = tmp_path / "damaged" / WEIGHTS_FILE
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    return str(tmp_path / "good"), str(tmp_path / "damaged")
+
+
+def test_all_ranks_take_a_version_or_none(pair: RankPool, folders: tuple[str, str]) -> None:
+    drive, given = partial(taking, folders), {"folder": folders[0]}
+    one = served(alone(), SPEC, drive, SETTINGS, **given)
+    found, steps = pair.run(served, SPEC, drive, SETTINGS, **given)
+    assert steps > 10
+    answered, one = ([turn for turn in turns if isinstance(turn, dict)] for turns in (found, one))
+    assert answered == one
+    first, damaged, lost, still, older, folder, _ = found
+    tokens = [[part[0] for part in parts] for parts in first.values()]
+    assert tokens == [[part[0] for part in parts] for parts in still.values()]
+    assert tokens == [[part[0] for part in parts] for parts in folder.values()], "the same folder"
+    assert "does not match" in damaged and "overwritten" in lost and "has version 7" in older
+
+
+async def refused_elsewhere(engine: NativeEngine, offer: Callable[[int], Any]) -> list[Any]:
+    """Rank 1 cannot open what rank 0 can."""
+    await engine.start(dummy=False)
+    before = await answers(engine, asked("r", 2, temperature=0.0))
+    with pytest.raises(InputError) as error:
+        await engine.prepare(offer(2))
+    with pytest.raises(InputError, match="not prepared"):
+        await engine.commit(2, policy="drain")
+    assert engine.worker.weights.swap is None, "what rank 0 had opened is closed"
+    after = await answers(engine, asked("r", 2, temperature=0.0))
+    await engine.terminate()
+    return [before, after, str(error.value)]
+
+
+def test_what_another_rank_cannot_take_is_taken_by_none(pair: RankPool) -> None:
+    (before, after, told), _ = pair.run(served, SPEC, refused_elsewhere, SETTINGS, apart=1)
+    assert before == after
+    assert "version 2 was refused by rank 1 of the engine" in told
 
 
 async def failing(engine: NativeEngine, offer: Callable[[int], Any]) -> tuple[Any, str, float]:
@@ -166,9 +262,9 @@ def streams() -> tuple[EntryStream, EntryStream]:
 def test_entries_come_whole_and_end_with_the_stream() -> None:
     ours, theirs = streams()
     sent: list[Entry] = [Steps(count=3), Abort(request_ids=("a", "b"), reason="x" * 70_000)]
-    received = theirs.entries()
+    received = theirs.messages()
     for entry in sent:
-        ours.write(encode_entry(entry))
+        ours.write(entry)
         assert next(received) == entry
     ours.close()
     assert list(received) == []
@@ -178,7 +274,7 @@ def test_an_end_that_takes_nothing_is_named_in_time() -> None:
     ours, _theirs = streams()
     with pytest.raises(RankError, match=r"rank 1 of the engine took no entry within 0.2 s"):
         for _ in range(100):
-            ours.write(bytes(100_000))
+            ours.write(Abort(request_ids=(), reason="x" * 100_000))
 
 
 def test_half_an_entry_is_no_entry() -> None:
@@ -186,7 +282,7 @@ def test_half_an_entry_is_no_entry() -> None:
     ours.sendall(b"\x10\x00\x00\x00abc")
     ours.close()
     with pytest.raises(RankError, match="rank 0 ended within an entry"):
-        list(EntryStream(theirs, 0, timeout_s=1.0).entries())
+        list(EntryStream(theirs, 0, timeout_s=1.0).messages())
 
 
 def lone_leader(group: RankGroup) -> str:

@@ -27,6 +27,7 @@ from gyre.weights.boxes import views
 from gyre.weights.manifest import segment_sum
 from gyre.weights.transports.addresses import (
     CUDA_IPC,
+    GROUP_SCHEMES,
     LIVE_SCHEMES,
     SHARED_MEMORY,
     SHM,
@@ -75,6 +76,11 @@ class OpenPart:
     def on_device(self) -> bool:
         """Return whether its bytes arrive on the receiver's device."""
         return self.scheme in LIVE_SCHEMES
+
+    @property
+    def is_broadcast(self) -> bool:
+        """Return whether every reader must read the whole part."""
+        return self.scheme in GROUP_SCHEMES
 
 
 class PartOpener:

@@ -6,7 +6,7 @@ A part has the owner's segments in the manifest's order, each at the next multip
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -17,6 +17,9 @@ from gyre.core.rounding import round_up
 from gyre.distributed.layout import BoxRun
 
 ALIGN_BYTES = 64
+GAP_BYTES = 64 << 10  # that nobody wants, and that are read rather than asked for around
+# [start, stop) of a segment's numbers that a receiver wants, in order
+Wanted = Callable[["PlacedSegment"], Iterable[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,40 +84,59 @@ class ReadBucket:
     pieces: tuple[ReadPiece, ...]
 
 
+def all_numbers(placed: PlacedSegment) -> Iterable[tuple[int, int]]:
+    return [(placed.segment.start, placed.segment.stop)]
+
+
 def plan_reads(
-    entries: Sequence[TensorEntry], *, num_owners: int, bucket_bytes: int
+    entries: Sequence[TensorEntry],
+    *,
+    num_owners: int,
+    bucket_bytes: int,
+    wanted: Callable[[int], Wanted] = lambda owner: all_numbers,
 ) -> tuple[ReadBucket, ...]:
-    """Plan to read every number once, in buckets of at most `bucket_bytes`. Owners take turns, so
-    that no one's link waits for another's."""
+    """Plan to read every wanted number once, in buckets of at most `bucket_bytes`. Owners take
+    turns, so that no one's link waits for another's. `wanted` is asked for each owner's part."""
     assert bucket_bytes >= ALIGN_BYTES
-    plans = [_plan_part(entries, owner, bucket_bytes) for owner in range(num_owners)]
+    plans = [_plan_part(entries, owner, bucket_bytes, wanted(owner)) for owner in range(num_owners)]
     turns = zip_longest(*plans)
     return tuple(bucket for turn in turns for bucket in turn if bucket is not None)
 
 
 def _plan_part(
-    entries: Sequence[TensorEntry], owner: int, bucket_bytes: int
+    entries: Sequence[TensorEntry], owner: int, bucket_bytes: int, wanted: Wanted
 ) -> Iterator[ReadBucket]:
     """Cut a part at lines of 64 bytes, which are whole numbers of any dtype."""
     pieces: list[ReadPiece] = []
-    base = end = 0  # bytes of the part between which the bucket is
-    for placed in place_part(entries, owner):
+    base = end = last = 0  # bytes of the part: of the bucket, and where its last piece ends
+    for placed, at, run_end in _stretches(entries, owner, wanted):
         size_bytes = dtype_of(placed.entry).itemsize
-        at = placed.start
-        while at < placed.stop:
-            if pieces and at >= end:
+        while at < run_end:
+            if pieces and (at >= end or at > last + GAP_BYTES):
                 yield _close(owner, base, pieces)
                 pieces = []
             if not pieces:
-                base, end = at, at + bucket_bytes // ALIGN_BYTES * ALIGN_BYTES
-            stop = min(placed.stop, end)
+                base = at // ALIGN_BYTES * ALIGN_BYTES
+                end = base + bucket_bytes // ALIGN_BYTES * ALIGN_BYTES
+            last = min(run_end, end)
             first = placed.segment.start + (at - placed.start) // size_bytes
-            count = (stop - at) // size_bytes
+            count = (last - at) // size_bytes
             run = BoxRun(start=first, stop=first + count, columns=placed.segment.columns)
-            pieces.append(ReadPiece(placed=placed, run=run, start=at - base, stop=stop - base))
-            at = stop
+            pieces.append(ReadPiece(placed=placed, run=run, start=at - base, stop=last - base))
+            at = last
     if pieces:
         yield _close(owner, base, pieces)
+
+
+def _stretches(
+    entries: Sequence[TensorEntry], owner: int, wanted: Wanted
+) -> Iterator[tuple[PlacedSegment, int, int]]:
+    """Yield (segment, first byte, end) of each wanted stretch of a part."""
+    for placed in place_part(entries, owner):
+        size_bytes = dtype_of(placed.entry).itemsize
+        for low, high in wanted(placed):
+            base = placed.start - placed.segment.start * size_bytes
+            yield placed, base + low * size_bytes, base + high * size_bytes
 
 
 def _close(owner: int, base: int, pieces: list[ReadPiece]) -> ReadBucket:

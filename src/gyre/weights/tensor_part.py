@@ -1,0 +1,148 @@
+"""Tensor part: what one rank of the tensor axis takes of a version of whole tensors, and what the
+ranks find out together. In: the layout table, the ranks. Out: the numbers that a rank holds of what
+it reads; one result for all.
+
+A rank verifies no checksum by itself, since those are of segments that it may hold in part. The
+sums of all ranks' boxes add up to a tensor's. So each number is verified where it ends up, and no
+rank needs a whole tensor.
+"""
+
+# N numbers of a run, S ranks, B boxes
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gyre.core.errors import GyreError, InputError
+from gyre.core.records import Manifest, Segment
+from gyre.distributed.layout import BoxRun, ModelLayout
+from gyre.distributed.process_group import RankGroup
+from gyre.kernels.checksum import ALL_BITS
+from gyre.weights.boxes import common_views, local_source
+from gyre.weights.manifest import refuse_faults, segment_sum
+from gyre.weights.shards import Shape
+from gyre.weights.tensor_source import TensorSource
+from gyre.weights.transports.part_layout import PlacedSegment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TensorPart:
+    """One rank's part of each tensor of the table, and the group of all ranks."""
+
+    table: ModelLayout
+    group: RankGroup
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Return the shapes of the whole tensors."""
+        return self.table.shapes
+
+    def cut(self, source: TensorSource) -> TensorSource:
+        """Return a source of this rank's local tensors, over one of whole tensors."""
+        return local_source(source, self.table, self.group.rank)
+
+    def wanted(self, placed: PlacedSegment) -> Iterator[tuple[int, int]]:
+        """Yield [start, stop) of a segment's numbers outside of which this rank holds none."""
+        name, last = placed.entry.name, placed.segment.start
+        for run, _, _ in self._runs(self.group.rank, name):
+            low, high = placed.run.reach(run, self._columns(name))
+            if max(low, last) < high:
+                yield max(low, last), high
+                last = high
+
+    def cuts_columns(self, placed: PlacedSegment) -> bool:
+        """Return whether this rank holds other columns of the tensor than the segment has."""
+        runs = self._runs(self.group.rank, placed.entry.name)
+        return any(run.columns != placed.segment.columns for run, _, _ in runs)
+
+    def views(
+        self, name: str, local: Tensor, run: BoxRun, values_N: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield views of this rank's local tensor, and of the values of a run of the whole one that
+        belong there, shaped alike."""
+        flat_N, columns = local.view(-1), self._columns(name)
+        for own, at, _ in self._runs(self.group.rank, name):
+            home_N = flat_N[at : at + own.stop - own.start]
+            yield from common_views(home_N, own, values_N, run, num_columns=columns)
+
+    def verify(self, manifest: Manifest, own: Mapping[str, Tensor]) -> None:
+        """Raise SnapshotError on every rank unless the ranks' tensors are the version. All ranks
+        call it at the same point."""
+        sums_SB = self._share_sums(self._sums(manifest, own))
+        found: list[dict[tuple[str, BoxRun], int]] = [
+            dict(zip(self._places(manifest, rank), sums_B, strict=False))
+            for rank, sums_B in enumerate(sums_SB)
+        ]
+        faults = []
+        for entry in manifest.entries:
+            checksums = [one.checksum for one in entry.segments if one.checksum is not None]
+            if len(checksums) < len(entry.segments):
+                continue  # without checksums shapes alone are verified
+            total, differs = 0, False
+            for rank, sums in enumerate(found):
+                for run, _, owner in self._runs(rank, entry.name):
+                    place = entry.name, run
+                    total += sums[place] if owner == rank else 0
+                    differs |= sums[place] != found[owner][place]
+            if differs or (total - sum(int(one, 16) for one in checksums)) & ALL_BITS:
+                faults.append(f"{entry.name} does not match its checksum")
+        refuse_faults(manifest, faults)
+
+    @contextmanager
+    def agreed(self, what: str) -> Iterator[None]:
+        """Let the block be refused on all ranks where it is on one; each undoes its own part. All
+        ranks call it at the same point. InputError names the rank at fault on the others. Any other
+        error is no answer: it ends the group."""
+        fault: GyreError | None = None
+        try:
+            yield
+        except GyreError as error:
+            fault = error
+        except (OSError, torch.OutOfMemoryError) as error:
+            fault = InputError(f"{what} cannot be taken: {error}")
+        told = self.group.share("" if fault is None else f"{fault}")
+        if fault is not None:
+            raise fault
+        for rank, text in enumerate(told):
+            if text:
+                raise InputError(f"{what} was refused by rank {rank} of the engine: {text}")
+
+    def _columns(self, name: str) -> int:
+        return math.prod(self.table.shapes[name][1:])
+
+    def _runs(self, rank: int, name: str) -> Iterator[tuple[BoxRun, int, int]]:
+        count = math.prod(self.table.local_shapes[name])
+        return self.table.runs(rank, name, 0, count)
+
+    def _places(self, manifest: Manifest, rank: int) -> list[tuple[str, BoxRun]]:
+        return [
+            (entry.name, run)
+            for entry in manifest.entries
+            for run, _, _ in self._runs(rank, entry.name)
+        ]
+
+    def _sums(self, manifest: Manifest, own: Mapping[str, Tensor]) -> Tensor:
+        """Return the sum of each of this rank's boxes, in the order of `_places`."""
+        sums = []
+        for entry in manifest.entries:
+            flat_N = own[entry.name].view(-1)
+            for run, at, _ in self._runs(self.group.rank, entry.name):
+                segment = Segment(start=run.start, stop=run.stop, columns=run.columns)
+                values_N = flat_N[at : at + run.stop - run.start]
+                sums.append(segment_sum(entry, segment, values_N))
+        return torch.stack(sums)
+
+    def _share_sums(self, sums_B: Tensor) -> list[list[int]]:
+        """Gather the ranks' sums, of which some have fewer."""
+        longest = max(self.group.share(len(sums_B)))
+        padded_B = torch.zeros(longest, dtype=torch.int64, device=self.group.device)
+        padded_B[: len(sums_B)] = sums_B
+        joined_B = padded_B.new_empty(self.group.size * longest)
+        self.group.all_gather(joined_B, padded_B)
+        return joined_B.view(self.group.size, longest).tolist()
