@@ -1,6 +1,8 @@
-"""Offline generation on one GPU, against vLLM and the roofline. In: a CUDA device. Out: output
-tokens per second of the native engine on dummy weights, with the time by kernel. Run: python
-bench/engine.py --shape 0.6b [--record].
+"""Offline generation on one GPU or over tensor ranks, against vLLM and the roofline. In: CUDA
+devices. Out: output tokens per second of the native engine on dummy weights, with the time by
+kernel. Run: python bench/engine.py --shape 0.6b [--record]; over two GPUs of this host: --shape 32b
+--tensor-ranks 2. With --device cpu and the shape "tiny" ranks meet over gloo, which shows only that
+it runs.
 
 The workload is nano-vllm's: 256 requests, prompts and outputs uniform 100 to 1,024 tokens, seed 0,
 temperature 0.6, no stop. The clock runs from the first submit to the last token, prefill included.
@@ -9,12 +11,15 @@ Every run has prompts of its own.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import random
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,10 +27,15 @@ import torch
 
 from gyre.core.chunks import collect
 from gyre.core.records import Request, Sampling
-from gyre.engine.config import EngineConfig
+from gyre.distributed.process_group import RankGroup, alone
+from gyre.engine.config import EngineConfig, plan_engine, plan_num_pages
 from gyre.engine.engine import NativeEngine
+from gyre.engine.memory import free_device_bytes
+from gyre.engine.tensor_group import enlist, follow, lead
 from gyre.models.decoder import Decoder
+from gyre.models.layers.tensor_parallel import ReplicatedRows
 from gyre.models.spec import ModelSpec
+from ranks import Ranks, Tell
 from record import RECORDS, parser, say
 
 COPY_BYTES_PER_S, MATMUL_FLOPS = 4.28e12, 794e12  # measured before, on another H200
@@ -48,8 +58,20 @@ SHAPES = {
     "8b": ModelSpec(
         hidden_size=4096, num_layers=36, num_heads=32, mlp_size=12_288, tied=False, **COMMON
     ),
+    "32b": ModelSpec(
+        hidden_size=5120, num_layers=64, num_heads=64, mlp_size=25_600, tied=False, **COMMON
+    ),
 }
+SHAPES["70b"] = replace(
+    SHAPES["8b"], family="llama", qk_norm=False, hidden_size=8192, num_layers=80, num_heads=64,
+    mlp_size=28_672, vocab_size=128_256,
+)  # fmt: skip
+SHAPES["tiny"] = replace(
+    SHAPES["0.6b"], hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    mlp_size=128, vocab_size=10_240,
+)  # fmt: skip
 REQUESTS, SHORTEST, LONGEST = 256, 100, 1024
+WALL_S, LEAD_S = 580.0, 60.0  # of all ranks together; for the others to come
 
 
 def main() -> None:
@@ -75,15 +97,20 @@ def main() -> None:
     options.add_argument(
         "--profile", action="store_true", help="one more run under the profiler: time by kernel"
     )
+    options.add_argument("--tensor-ranks", type=int, default=1, help="GPUs of this host")
+    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options.add_argument("--requests", type=int, default=REQUESTS, help="fewer are no record")
+    options.add_argument("--longest", type=int, default=LONGEST, help="tokens in, and out")
     args = options.parse_args()
     spec = SHAPES[args.shape]
-    rates, detail = asyncio.run(measure(spec, args))
+    rates, detail = measured(args)
     kinds = {
         "invariant": args.batch_invariant,
         "prefix_hits": args.prefix_hits,
         "streams": args.streams,
     }
     kinds[f"pages_{args.page_tokens}"] = args.page_tokens
+    kinds[f"tp_{args.tensor_ranks}"] = args.tensor_ranks > 1
     name = "_".join(
         [
             f"engine_{args.shape.replace('.', '_')}",
@@ -95,30 +122,45 @@ def main() -> None:
         name=name,
         unit="tokens/s",
         ours=statistics.median(rates),
-        peer=None if args.prefix_hits else peer_record(args.shape),
-        limit=None if args.prefix_hits else roofline(spec, *workload(0)),
+        peer=None if args.prefix_hits else peer_record(args.shape, args.tensor_ranks),
+        limit=None if args.prefix_hits else args.tensor_ranks * roofline(spec, *workload(0, args)),
         settings={
-            "requests": REQUESTS,
-            "tokens": f"{SHORTEST}-{LONGEST} in and out",
+            "tensor_ranks": args.tensor_ranks,
+            "requests": args.requests,
+            "tokens": f"{SHORTEST}-{args.longest} in and out",
             "temperature": 0.6,
             "dtype": "bfloat16",
             "token_budget": args.token_budget,
             "page_tokens": args.page_tokens,
-            "device": torch.cuda.get_device_name(),
-            "triton": triton_version(),
+            "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+            "triton": triton_version() if args.device == "cuda" else "",
             "limit_from": f"constants: {COPY_BYTES_PER_S:.3g} B/s, {MATMUL_FLOPS:.3g} FLOP/s",
         },
         detail={"tokens_per_s_by_run": [round(rate) for rate in rates], **detail},
     )
 
 
-def peer_record(shape: str) -> dict[str, Any] | None:
+def measured(args: argparse.Namespace) -> tuple[list[float], dict[str, Any]]:
+    """Measure in this process, or in one process per rank."""
+    if args.tensor_ranks == 1:
+        device = torch.device(args.device)
+        return asyncio.run(measure(args, alone(device), lambda told: None))
+    with Ranks(args.tensor_ranks, device=args.device, wall_s=WALL_S) as ranks:
+        return ranks.call(over_ranks, args, deadline_s=WALL_S)[0]
+
+
+def over_ranks(group: RankGroup, tell: Tell, args: argparse.Namespace) -> Any:
+    """Measure on rank 0, which leads; the others follow."""
+    return asyncio.run(measure(args, group, tell))
+
+
+def peer_record(shape: str, tensor_ranks: int) -> dict[str, Any] | None:
     """The peer's own record, from the same kind of machine."""
     path = RECORDS / "peer_vllm.json"
     if not path.is_file():
         return None
     record = json.loads(path.read_text())
-    found = record["shapes"].get(shape)
+    found = record["shapes"].get(shape if tensor_ranks == 1 else f"{shape}:{tensor_ranks}")
     return (
         None
         if found is None
@@ -126,14 +168,14 @@ def peer_record(shape: str) -> dict[str, Any] | None:
     )
 
 
-def workload(run: int) -> tuple[list[list[int]], list[int]]:
+def workload(run: int, args: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
     """Return prompts and output lengths. Lengths are the same in every run, tokens are shifted."""
     draw = random.Random(0)
     prompts = [
-        [draw.randint(0, 10_000) for _ in range(draw.randint(SHORTEST, LONGEST))]
-        for _ in range(REQUESTS)
+        [draw.randint(0, 10_000) for _ in range(draw.randint(SHORTEST, args.longest))]
+        for _ in range(args.requests)
     ]
-    outputs = [draw.randint(SHORTEST, LONGEST) for _ in range(REQUESTS)]
+    outputs = [draw.randint(SHORTEST, args.longest) for _ in range(args.requests)]
     return [[token + run for token in prompt] for prompt in prompts], outputs
 
 
@@ -148,12 +190,15 @@ def fill_dummy(decoder: Decoder) -> None:
                 parameter.normal_(0.0, 0.02, generator=generator)
 
 
-async def measure(spec: ModelSpec, args: Any) -> tuple[list[float], dict[str, Any]]:
-    begun_s = time.perf_counter()
-    device = torch.device("cuda")
-    decoder = Decoder(spec, device=device, dtype=torch.bfloat16)
+async def measure(
+    args: argparse.Namespace, group: RankGroup, tell: Tell
+) -> tuple[list[float], dict[str, Any]]:
+    """Return rates and details; of a rank that follows nothing. `tell` gets each run's rate."""
+    begun_s, device = time.perf_counter(), group.device
+    tensor = None if group.size == 1 else ReplicatedRows(group)
+    decoder = Decoder(SHAPES[args.shape], device=device, dtype=torch.bfloat16, tensor=tensor)
     fill_dummy(decoder)
-    torch.cuda.synchronize()
+    synchronize(device)
     made_s = time.perf_counter()
     events: dict[str, int] = {}
     kernels: list[Any] = []
@@ -163,46 +208,101 @@ async def measure(spec: ModelSpec, args: Any) -> tuple[list[float], dict[str, An
         if kind == "engine.prefill_kernel":
             kernels.append(fields)
 
-    config = EngineConfig(
-        kv_fraction=0.85,
-        max_running=REQUESTS,
-        token_budget=args.token_budget,
-        prefix_cache=args.prefix_hits,
-        batch_invariant=args.batch_invariant,
-        page_tokens=args.page_tokens,
-    )
-    with ThreadPoolExecutor(1) as compute:
+    config = engine_config(args, decoder, group)
+    followers = lead(group, timeout_s=LEAD_S) if group.rank == 0 and group.size > 1 else None
+    stream = enlist(group, timeout_s=LEAD_S) if group.rank > 0 else None
+    with ThreadPoolExecutor(1, initializer=partial(use, device)) as compute:
         engine = NativeEngine(
-            decoder, config, compute=compute, emit=emit, device=device, dtype=torch.bfloat16
+            decoder,
+            config,
+            compute=compute,
+            emit=emit,
+            device=device,
+            dtype=torch.bfloat16,
+            followers=followers,
         )
+        if stream is not None:
+            follow(stream, engine.worker, group)
+            return [], {}
         await engine.start(dummy=False)
         await generate(engine, [[1, 2, 3]], [1], "first")
         first_s = time.perf_counter()
-        rates = [
-            await one_run(engine, run, shared=args.prefix_hits) for run in range(args.runs + 1)
-        ][1:]
+        group.traffic.take()
+        rates = []
+        for run in range(args.runs + 1):
+            rates.append(await one_run(engine, args, run))
+            tell({"run": run, "tokens_per_s": round(rates[-1])})
+        rates = rates[1:]
         detail = {
             "start_to_first_token_s": round(first_s - begun_s, 2),
             "of_that_weights_s": round(made_s - begun_s, 2),
             "stats": vars_of(await engine.stats()),
             "events": events,
             "prefill_kernel": kernels,
-            "device_bytes": torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0],
+            "device_bytes": device_bytes(device),
+            "sent_bytes_by_run": {
+                kind: round(size_bytes / (args.runs + 1))
+                for kind, size_bytes in group.traffic.take().bytes_by_kind.items()
+            },
         }
         detail["streams_ms"] = {count: await streamed(engine, count) for count in args.streams}
+        tell({"streams_ms": detail["streams_ms"]})
         detail["one_stream_limit_ms"] = round(
-            spec.weight_bytes(torch.bfloat16) / COPY_BYTES_PER_S * 1e3, 3
+            decoder.spec.weight_bytes(torch.bfloat16) / COPY_BYTES_PER_S * 1e3, 3
         )
         if args.profile:
-            detail["profile"] = await profile(engine, args.runs + 1)
+            detail["profile"] = await profile(engine, args, args.runs + 1)
         await engine.terminate()
+    if followers is not None:
+        followers.close()
     return rates, detail
 
 
-async def one_run(engine: NativeEngine, run: int, *, shared: bool = False) -> float:
-    prompts, outputs = workload(run)
-    if shared:  # nine tenths of each prompt are the same in all, and from run to run
-        common = workload(0)[0][0] * 10
+def engine_config(args: argparse.Namespace, decoder: Decoder, group: RankGroup) -> EngineConfig:
+    """Every rank has as many KV pages as the one with the least memory."""
+    config = EngineConfig(
+        kv_fraction=0.85 if args.device == "cuda" else 0.01,
+        max_running=args.requests,
+        token_budget=max(args.token_budget, args.requests),
+        prefix_cache=args.prefix_hits,
+        batch_invariant=args.batch_invariant,
+        page_tokens=args.page_tokens,
+    )
+    config = plan_engine(config, device_type=args.device)
+    pages = plan_num_pages(
+        config,
+        page_bytes=decoder.spec.kv_bytes_per_token(torch.bfloat16) * config.page_tokens,
+        context_tokens=decoder.spec.context_tokens,
+        free_bytes=free_device_bytes(group.device),
+    )
+    if group.size == 1:
+        return config
+    return config.model_copy(update={"num_pages": min(group.share(pages))})
+
+
+def use(device: torch.device) -> None:
+    """Let this thread compute on the device, which is its own setting."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_bytes(device: torch.device) -> int:
+    """Bytes of the device that are in use, by whomever."""
+    if device.type != "cuda":
+        return 0
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return total_bytes - free_bytes
+
+
+async def one_run(engine: NativeEngine, args: argparse.Namespace, run: int) -> float:
+    prompts, outputs = workload(run, args)
+    if args.prefix_hits:  # nine tenths of each prompt are the same in all, and from run to run
+        common = workload(0, args)[0][0] * 10
         prompts = [
             common[: len(prompt) * 9 // 10] + prompt[len(prompt) * 9 // 10 :] for prompt in prompts
         ]
@@ -270,12 +370,12 @@ async def streamed(engine: NativeEngine, concurrency: int) -> dict[str, float]:
     return {**found, "tokens_per_s": round(concurrency * length / wall_s)}
 
 
-async def profile(engine: NativeEngine, run: int) -> dict[str, Any]:
+async def profile(engine: NativeEngine, args: argparse.Namespace, run: int) -> dict[str, Any]:
     """Seconds by kernel over one run, and how long the device had none to run."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         begun_s = time.perf_counter()
-        await one_run(engine, run)
-        torch.cuda.synchronize()
+        await one_run(engine, args, run)
+        torch.cuda.synchronize(engine.worker.decoder.device)
         wall_s = time.perf_counter() - begun_s
     kernels = [
         (event.key, event.self_device_time_total / 1e6, event.count)

@@ -1,7 +1,7 @@
-"""Peer of bench/engine.py: vLLM on the same GPU, shapes and workload, dummy weights. In: a folder
-to write to. Out: peer_vllm.json there: output tokens per second and seconds from start to the first
-token, by shape. Runs in vLLM's own environment, with bench/ on the path for the workload. Run:
-python peers/vllm_gpu.py FOLDER [shape ...].
+"""Peer of bench/engine.py: vLLM on the same GPUs, shapes and workload, dummy weights. In: a folder
+to write to. Out: peer_vllm.json there: output tokens per second, of all requests and of one of
+1,024 tokens in and out, and seconds from start to the first token, by shape. Runs in vLLM's own
+environment. Run: python peers/vllm_gpu.py FOLDER [shape ...]; 32b:2 is a shape over two GPUs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import datetime
 import json
 import multiprocessing
 import multiprocessing.connection
+import os
 import random
 import sys
 import time
@@ -47,7 +48,32 @@ SHAPES = {
         "intermediate_size": 12_288,
         "tie_word_embeddings": False,
     },
+    "32b": {
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "intermediate_size": 25_600,
+        "tie_word_embeddings": False,
+    },
+    "70b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "intermediate_size": 28_672,
+        "tie_word_embeddings": False,
+    },
 }
+# NVLink multicast can disable the GPUs of a shared host, so both sides run without it
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}
+ONE_STREAM_TOKENS = 1024
 REQUESTS, SHORTEST, LONGEST, RUNS = 256, 100, 1024, 2
 # for the whole of one shape; and for its process to end after its answer
 DEADLINE_S, EXIT_DEADLINE_S = 500.0, 60.0
@@ -56,7 +82,7 @@ DEADLINE_S, EXIT_DEADLINE_S = 500.0, 60.0
 def main() -> None:
     folder = Path(sys.argv[1])
     measured: dict[str, Any] = {}
-    for shape in sys.argv[2:] or SHAPES:
+    for shape in sys.argv[2:] or ("0.6b", "8b"):
         measured[shape] = measure_apart(shape, folder)
         versions = measured[shape].pop("versions")
         record = {
@@ -109,9 +135,11 @@ def workload(run: int) -> tuple[list[list[int]], list[int]]:
 
 
 def measure(shape: str, folder: str, answer: Connection) -> None:
-    model = Path(folder) / f"model_{shape}"
+    sizes, _, ranks = shape.partition(":")
+    model = Path(folder) / f"model_{sizes}"
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps({**COMMON, **SHAPES[shape]}))
+    (model / "config.json").write_text(json.dumps({**COMMON, **SHAPES[sizes]}))
+    os.environ.update(NO_MULTICAST)
     begun_s = time.perf_counter()
     import torch
     import vllm
@@ -125,6 +153,7 @@ def measure(shape: str, folder: str, answer: Connection) -> None:
         max_num_seqs=REQUESTS,
         gpu_memory_utilization=0.85,
         enable_prefix_caching=False,
+        tensor_parallel_size=int(ranks or 1),
         seed=0,
     )
     one = vllm.SamplingParams(temperature=0.6, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -145,10 +174,20 @@ def measure(shape: str, folder: str, answer: Connection) -> None:
         )
         rates.append(sum(outputs) / (time.perf_counter() - run_begun_s))
         assert [len(answer.outputs[0].token_ids) for answer in answers] == outputs
+        print(json.dumps({"shape": shape, "run": run, "tokens_per_s": rates[-1]}), flush=True)
+    draw = random.Random(1)
+    prompt = [draw.randint(0, 10_000) for _ in range(ONE_STREAM_TOKENS)]
+    alone = vllm.SamplingParams(
+        temperature=0.6, max_tokens=ONE_STREAM_TOKENS, ignore_eos=True, detokenize=False
+    )
+    stream_begun_s = time.perf_counter()
+    engine.generate([{"prompt_token_ids": prompt}], alone, use_tqdm=False)
+    one_stream = ONE_STREAM_TOKENS / (time.perf_counter() - stream_begun_s)
     answer.send(
         {
             "value": max(rates[1:]),
             "tokens_per_s_by_run": [round(rate) for rate in rates[1:]],
+            "one_stream_tokens_per_s": round(one_stream, 1),
             "start_to_first_token_s": round(start_s, 2),
             "device": torch.cuda.get_device_name(),
             "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
