@@ -1,6 +1,7 @@
 """Ranks: processes, one per GPU of this host, that a bench calls alike. In: how many, a device
 type. Out: what a function returned on every rank, and what rank 0 told meanwhile, printed at once
-as lines of JSON. Callers: bench/train_ranks.py, bench/handover.py, bench/snapshot.py.
+as lines of JSON. Callers: bench/engine.py, bench/train_ranks.py, bench/handover.py,
+bench/snapshot.py.
 
 Ranks that wait in a collective for one that failed never come back: a call that fails anywhere, or
 is late, ends all processes, and the next call starts fresh ones. So one measurement that runs out
