@@ -213,6 +213,8 @@ class RunConfig(Section):
                 "engine.kind = 'vllm' with cluster.members_address: members run the native engine, "
                 "leave members_address out or set engine.kind = 'native'"
             )
+        if self.engine.tensor_ranks > 1 and (reason := self._why_one_tensor_rank()):
+            raise ValueError(f"engine.tensor_ranks = {self.engine.tensor_ranks}: {reason}")
         if self.trainer.matmul == "fp8" and self.run.dtype == "float16":
             raise ValueError(
                 "trainer.matmul = 'fp8' with run.dtype = 'float16': a GPU that has the one has "
@@ -264,6 +266,29 @@ class RunConfig(Section):
                 "engine.batch_invariant = true, whose passes read the whole head: leave one "
                 "of them out"
             )
+        return None
+
+    def _why_one_tensor_rank(self) -> str | None:
+        """Return what the config has that an engine over several ranks cannot do."""
+        cluster = self.cluster
+        if cluster.kind != "pod" or cluster.colocated:
+            return (
+                "each rank of an engine is a process with a device of its own, set cluster.kind = "
+                "'pod' and cluster.colocated = false"
+            )
+        if self.engine.kind == "vllm":
+            return "vLLM cuts its model by itself, leave it out or set engine.kind = 'native'"
+        if cluster.weight_transport == "nccl":
+            return (
+                "its ranks read their own parts, and a broadcast is read whole, set "
+                "cluster.weight_transport = 'shm' or 'cuda-ipc'"
+            )
+        if cluster.members_address:
+            return "members of other hosts have one rank, leave cluster.members_address out"
+        if self.engine.batch_invariant and needs_rollouts(self.objective):
+            return "the trainer sums in another order, leave engine.batch_invariant out"
+        if self.memory.disk_folder or self.memory.leave.get("engine") == "destroy":
+            return "its memory stays where it is, leave memory.disk_folder and memory.leave out"
         return None
 
     def _why_not_invariant(self) -> str | None:

@@ -574,3 +574,30 @@ def test_members_run_the_native_engine():
     pod = {"kind": "pod", "members_address": "127.0.0.1:0"}
     told = refusal(engine={"kind": "vllm"}, cluster=pod)
     assert told.startswith("engine.kind = 'vllm' with cluster.members_address")
+
+
+POD = {"kind": "pod", "colocated": False}
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({}, "set cluster.kind = 'pod' and cluster.colocated = false"),
+        ({"cluster": {"kind": "ray"}}, "a process with a device of its own"),
+        ({"cluster": {"kind": "pod"}}, "cluster.colocated = false"),
+        ({"cluster": POD | {"weight_transport": "nccl"}}, "'shm' or 'cuda-ipc'"),
+        ({"cluster": POD | {"members_address": "127.0.0.1:0"}}, "have one rank"),
+        ({"cluster": POD, "engine": {"kind": "vllm"}}, "vLLM cuts its model by itself"),
+        ({"cluster": POD, "engine": {"batch_invariant": True}}, "sums in another order"),
+        ({"cluster": POD, "memory": {"disk_folder": "parked"}}, "leave memory.disk_folder"),
+    ],
+)
+def test_what_an_engine_over_several_ranks_cannot_do_is_refused(tables, words):
+    engine = {"tensor_ranks": 2, **tables.get("engine", {})}
+    told = refusal(**{**tables, "engine": engine})
+    assert told.startswith("engine.tensor_ranks = 2: ") and words in told
+
+
+def test_an_engine_over_several_ranks_is_part_of_a_pod():
+    tables = {**MODEL, "cluster": POD, "engine": {"tensor_ranks": 2}}
+    assert parse_run_config(tables, where="run.toml").engine.tensor_ranks == 2

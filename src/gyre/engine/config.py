@@ -111,6 +111,13 @@ class EngineConfig(Section):
         description="On a CPU, run steps through C kernels where a C compiler is there; false "
         "always takes torch.",
     )
+    tensor_ranks: int = Field(
+        default=1,
+        ge=1,
+        description="Ranks over which each engine's model is cut, each a process with a device of "
+        "its own; more than one needs cluster.kind = 'pod' with colocated = false. Evaluation, "
+        "chat and serving use one.",
+    )
     step_deadline_s: float = Field(
         default=120.0,
         gt=0.0,

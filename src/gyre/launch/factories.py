@@ -24,6 +24,7 @@ from gyre.core.records import Prompt, Rollout
 from gyre.core.seeds import derive_seed
 from gyre.data.examples import tokenizer_texts
 from gyre.engine.config import EngineConfig
+from gyre.engine.core_worker import FollowingRanks
 from gyre.engine.engine import NativeEngine
 from gyre.engine.runners.select import why_not_fused
 from gyre.kernels.cpu.process import avoid_hidden_tiles, keep_freed_memory
@@ -276,9 +277,10 @@ def make_engine(
     shared_weights: bool = True,
     version: int = 0,
     journal_folder: Path | None = None,
+    followers: FollowingRanks | None = None,
 ) -> NativeEngine:
     """`journal_folder` takes the journal that `engine.journal` asks for; without a run there is
-    none."""
+    none. `followers` are the other ranks of the engine."""
     return NativeEngine(
         policy.decoder,
         config,
@@ -290,6 +292,7 @@ def make_engine(
         shared_weights=shared_weights,
         version=version,
         journal_folder=journal_folder,
+        followers=followers,
     )
 
 

@@ -11,6 +11,7 @@ from gyre.core.errors import ConfigError
 from gyre.core.files import read_json
 from gyre.distributed.config import ParallelConfig
 from gyre.distributed.mesh import data_ranks, shard_size
+from gyre.engine.config import EngineConfig
 from gyre.launch.goal import accuracy_metric
 from gyre.launch.stages import Stage, StageData, reward_folder, uses_engine
 from gyre.launch.train_args import COLD_START, MAIN
@@ -80,6 +81,7 @@ def plan_run(
     )
     beside = 0 if is_pod and config.cluster.engine_workers else ranks
     inputs = replace(inputs, engines=beside + config.cluster.engine_workers)
+    inputs = replace(inputs, engine_part=cut_engine(config.engine, spec))
     if is_pod and inputs.online:
         size_bytes = SLOTS * inputs.model.num_parameters * ITEM_BYTES[dtype]
         remark = (
@@ -87,6 +89,19 @@ def plan_run(
         )
         inputs = replace(inputs, remarks=(*inputs.remarks, remark))
     return make_plan(inputs, cut_hardware(read_hardware(disk), share))
+
+
+def cut_engine(engine: EngineConfig, spec: ModelSpec) -> ModelNumbers | None:
+    """Return what each rank of an engine holds; None where that is the whole model. ConfigError
+    where the model does not divide."""
+    if (ranks := engine.tensor_ranks) == 1:
+        return None
+    try:
+        return model_numbers(local_spec(spec, ranks))
+    except ConfigError as error:
+        raise ConfigError(
+            f"engine.tensor_ranks = {ranks}: {error.message}", hint=error.hint
+        ) from error
 
 
 def expected_ranks(config: RunConfig) -> int:

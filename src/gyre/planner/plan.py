@@ -137,6 +137,8 @@ class PlanInputs:
     max_queued: int | None = None  # completions that an engine lets wait; None: no bound
     max_queued_tokens: int | None = None  # given tokens that it lets wait; None: no bound
     engines: int = 1  # that share a step's completions
+    # what each rank of an engine holds of the model; None: all of it
+    engine_part: ModelNumbers | None = None
     max_refills: int = 0  # rounds of further prompts per step, in place of those that teach nothing
     # what nobody set: name in the plan -> its source
     not_given: Mapping[str, str] = field(default_factory=dict)

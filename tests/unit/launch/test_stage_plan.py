@@ -4,6 +4,7 @@ says of where numbers come from."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from gyre.distributed.config import ParallelConfig
 from gyre.launch.plan_command import PlanRequest, plan_stages_for
 from gyre.launch.stage_plan import cut_hardware, expected_ranks, lie_over, plan_run, rate_remarks
 from gyre.launch.stages import load_stage_data, plan_stages
-from gyre.models.layout import local_spec
+from gyre.models.layout import local_spec, model_layout
 from gyre.models.spec import hub_config_from_spec, spec_from_shape
 from gyre.planner.plan import Hardware, Shards
 from gyre.planner.report.explain import explain
@@ -24,6 +25,7 @@ from unit.data.test_examples import TOKENIZER
 from unit.data.test_sources import Events, write_jsonl
 from unit.launch.test_stages import CONTEXT_TOKENS, GRADED, SHAPE, load_online, online
 
+WIDE = replace(trainer_cases.SPEC, num_heads=4, num_kv_heads=2)
 LABELS = {
     "objective": "objective.kind='grpo'",
     "prompts_per_step": "rollout.prompts_per_step=16",
@@ -38,6 +40,36 @@ LABELS = {
     "residency": "memory.residency='resident'",
     "host_budget_bytes": "memory.host_budget_bytes=1_000_000_000",
 }
+
+
+def test_each_rank_of_an_engine_is_planned_for_with_its_part_of_the_model(tmp_path):
+    """Weights and KV heads are cut; the trainer's states are not. The reasons say that it is one
+    rank's."""
+    pod = {"kind": "pod", "num_workers": 1, "engine_workers": 1, "colocated": False}
+    made = {}
+    for ranks in (1, 2, 3):
+        config = online(
+            tmp_path, cluster=pod, engine={"tensor_ranks": ranks, "num_pages": 8},
+            run={"device": "cpu"},
+        )  # fmt: skip
+        (stage,), data, spec = plan_stages(config, "all"), load_online(config), WIDE
+        given = {"dtype": "float32", "folder": tmp_path}
+        if ranks == 3:
+            with pytest.raises(
+                ConfigError, match=r"engine\.tensor_ranks = 3: 4 attention heads do"
+            ):
+                plan_run(config, stage, spec, data, **given)
+            continue
+        made[ranks] = {
+            one.name: one for one in plan_run(config, stage, spec, data, **given).components
+        }
+    held = model_layout(WIDE, 2).local_shapes
+    weights = 4 * sum(math.prod(shape) for shape in held.values())
+    assert made[2]["engine.weights"].size_bytes == weights < 4 * WIDE.num_parameters
+    assert made[1]["engine.weights"].size_bytes == 4 * WIDE.num_parameters
+    assert made[2]["engine.weights"].formula.endswith("of each rank")
+    assert 2 * made[2]["engine.kv"].size_bytes == made[1]["engine.kv"].size_bytes
+    assert made[2]["actor.params"] == made[1]["actor.params"]
 
 
 def test_each_rank_is_planned_for_with_its_part_of_the_states(tmp_path):

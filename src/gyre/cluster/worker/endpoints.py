@@ -6,14 +6,15 @@ both sides need to know of the answers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gyre.core.contracts import CommitPolicy, EngineAbilities
+from gyre.core.errors import GyreError, WorkerLost
 from gyre.core.offers import Offer
 from gyre.core.records import EngineStats, Partial, Request, TokenChunk, Usage
 from gyre.observability.spans import ActivityClock, RunningActivity
@@ -45,16 +46,19 @@ class EngineEndpoint:
         on_commit: Callable[[int, int], None] = lambda epoch, version: None,
         activities: ActivityClock | None = None,
         held_bytes: Callable[[], Awaitable[int]] | None = None,
+        lost: Callable[[], str] = lambda: "",
     ) -> None:
         """`engine` is a RolloutEngine and an EngineLifecycle; `trainer` the rank in this process,
         if there is one. `ticks` grows within a step, so that a first one which compiles its kernels
         is seen to go on. `on_commit` hears the epoch and version that the engine serves from now
-        on. `held_bytes` returns what it has on its device."""
+        on. `held_bytes` returns what it has on its device. `lost` returns why the engine must be
+        started anew, in another process; its requests have no answer then."""
         self.engine, self._trainer, self._ticks = engine, trainer, ticks
         # calls that are the engine's own
         self.abort, self.stats, self.health = engine.abort, engine.stats, engine.health
         self.rollback = engine.rollback
         self._activities, self._held_bytes = activities or ActivityClock(), held_bytes
+        self._lost = lost
         self._rollout: RunningActivity | None = None  # while requests are unanswered
         self._unanswered: set[str] = set()
         self._on_commit, self._epoch = on_commit, 0  # of what was prepared last
@@ -82,6 +86,7 @@ class EngineEndpoint:
         if not self._chunks and not self._ended:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._told.wait(), POLL_S)
+        self._raise_loss()  # before "abort" is told of requests that can go on elsewhere
         chunks, self._chunks = tuple(self._chunks), []
         ended, self._ended = tuple(self._ended), []
         steps = (await self.engine.stats()).steps
@@ -112,23 +117,36 @@ class EngineEndpoint:
         await self.prepare(self._trainer.offer(version))
 
     async def prepare(self, offer: Offer) -> None:
-        with self._activities.timing("update"):
+        with self._activities.timing("update"), self._losing():
             await self.engine.prepare(offer)
         self._epoch = offer.manifest.epoch
         self._update_bytes = sum(entry.size_bytes for entry in offer.manifest.entries)
 
     async def revert(self, offer: Offer) -> None:
         """Serve the version before the last commit again, which is still where it was offered."""
-        with self._activities.timing("update"):
+        with self._activities.timing("update"), self._losing():
             await self.engine.prepare(offer, reverts=True)
             await self.engine.commit(offer.version, policy="drain")
         self._on_commit(offer.manifest.epoch, offer.version)
 
     async def commit(self, version: int, policy: CommitPolicy) -> None:
-        with self._activities.timing("update") as update:
+        with self._activities.timing("update") as update, self._losing():
             await self.engine.commit(version, policy=policy)
             update.size_bytes = self._update_bytes
         self._on_commit(self._epoch, version)
+
+    def _raise_loss(self) -> None:
+        if cause := self._lost():
+            raise WorkerLost(cause)
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Name the loss of a rank where a call fails by it."""
+        try:
+            yield
+        except GyreError:
+            self._raise_loss()
+            raise
 
     async def _read(self, request: Request, stream: Any) -> None:
         open_ = set(range(request.sampling.n)) if isinstance(request.sampling.n, int) else set()

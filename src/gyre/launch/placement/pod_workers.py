@@ -54,29 +54,34 @@ class PodWorkers:
         )
         self.cluster = ProcessCluster(gpus=num_gpus, on_event=self._forward)
         self.num_workers = settings.num_workers or max(1, num_gpus)
+        self._tensor_ranks = config.engine.tensor_ranks
+        # left out, all GPUs are ranks', and engines with GPUs of their own need a number
         self.engine_workers = settings.engine_workers or self.num_workers
+        engine_ranks = self.engine_workers * self._tensor_ranks
         wanted = (
-            max(self.num_workers, self.engine_workers)
+            max(self.num_workers, engine_ranks)
             if self._colocated
-            else self.num_workers + self.engine_workers
+            else self.num_workers + engine_ranks
         )
         if self._on_gpus and wanted > num_gpus:
+            cut = f" of {self._tensor_ranks} ranks" if self._tensor_ranks > 1 else ""
+            lower = "engine.tensor_ranks" if cut else "or set cluster.colocated = true"
             raise ConfigError(
-                f"{self.num_workers} trainer ranks and {self.engine_workers} engines need "
+                f"{self.num_workers} trainer ranks and {self.engine_workers} engines{cut} need "
                 f"{wanted} GPUs, this host has {num_gpus}",
-                hint="lower cluster.num_workers or cluster.engine_workers, or set "
-                "cluster.colocated = true",
+                hint=f"lower cluster.num_workers or cluster.engine_workers, {lower}",
             )
 
     @property
     def share(self) -> int:
-        return self.num_workers + self.engine_workers
+        return self.num_workers + self.engine_workers * self._tensor_ranks
 
-    def devices_of(self, rank: int | None, engine: int) -> WorkerDevices:
+    def devices_of(self, rank: int | None, engine: int, tensor_rank: int = 0) -> WorkerDevices:
         if not self._on_gpus:
             return WorkerDevices()
         first = 0 if self._colocated else self.num_workers
-        return WorkerDevices(devices=(first + engine,) if rank is None else (rank,))
+        device = first + engine * self._tensor_ranks + tensor_rank
+        return WorkerDevices(devices=(device,) if rank is None else (rank,))
 
     def forward_to(self, emit: Emit) -> None:
         self._emit = emit

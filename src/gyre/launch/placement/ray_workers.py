@@ -51,7 +51,7 @@ class RayWorkers:
         """Workers on one machine."""
         return math.ceil((self.num_workers + self.config.engine_workers) / self.cluster.num_nodes)
 
-    def devices_of(self, rank: int | None, engine: int) -> WorkerDevices:
+    def devices_of(self, rank: int | None, engine: int, tensor_rank: int = 0) -> WorkerDevices:
         return WorkerDevices(gpus=1.0 if self.on_gpus else 0.0)
 
     def open_members(

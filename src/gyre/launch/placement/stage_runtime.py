@@ -22,6 +22,7 @@ from gyre.core.seeds import derive_seed
 from gyre.distributed.mesh import shard_size
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.engine import NativeEngine
+from gyre.engine.tensor_group import EntryStream, Followers, enlist, follow, lead
 from gyre.launch.factories import Machine, Policy, make_engine, make_reward_model
 from gyre.launch.placement.snapshots import Snapshots, make_snapshots
 from gyre.launch.stages import Stage, trains_invariant
@@ -32,6 +33,7 @@ from gyre.memory.phases import default_needs
 from gyre.memory.probe import give_back
 from gyre.models.decoder import Decoder
 from gyre.models.hub.checkpoint import Checkpoint
+from gyre.models.layers.tensor_parallel import ReplicatedRows
 from gyre.planner.gpus import peak_flops
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
@@ -39,6 +41,7 @@ from gyre.trainer.checkpoint.store import Snapshot
 from gyre.trainer.passes.forward import ChunkLogprobs
 from gyre.trainer.trainer import NativeTrainer
 from gyre.weights.gather import ShardSource
+from gyre.weights.transports.opened import Reading
 
 Result = TypeVar("Result")
 
@@ -55,9 +58,11 @@ class StageRuntime:
         emit: Emit,
         *,
         group: RankGroup | None = None,
+        tensor_group: RankGroup | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`progress` is what the trainer calls where it works for long without running a layer."""
+        """`progress` is what the trainer calls where it works for long without running a layer.
+        `tensor_group` are the ranks of an engine alone, of which the first has its contract."""
         self._config, self._plan, self._folder, self._machine, self._emit = (
             config,
             plan,
@@ -66,6 +71,8 @@ class StageRuntime:
             emit,
         )
         self._group, self._progress = group, progress
+        self._tensor_group = tensor_group
+        self._following: asyncio.Future[None] | None = None  # what a rank behind the first plays
         self._manager: MemoryManager | None = None
         self._own_weights = False  # the engine's, beside the trainer's
         self._took_s: dict[str, float] = {}  # to make each part
@@ -83,11 +90,12 @@ class StageRuntime:
         trains: bool = True,
         generates: bool = True,
         neighbor_bytes: int = 0,
+        reading: Reading | None = None,
     ) -> Policy:
         """Make the stage's objects, in order: trainer, snapshots, engine, memory. `found` loads the
         snapshot that the trainer resumes from. Without `trains` the process has an engine alone,
-        and without `generates` a trainer alone. Returns the policy without the weights that the
-        trainer has read."""
+        and without `generates` a trainer alone. `reading` is how an engine alone reads versions, if
+        not from shared memory. Returns the policy without the weights that the trainer has read."""
         if trains:
             trainer = await self._on_compute(
                 partial(self._make_trainer, stage, policy, version, resumed=found is not None)
@@ -111,7 +119,11 @@ class StageRuntime:
                 progress=self._progress,
             )
         if generates and self._plan.kv_pages > 0:
-            await self._make_engine(policy, own_weights=not trains or self.cuts_weights)
+            await self._make_engine(
+                policy, own_weights=not trains or self.cuts_weights, reading=reading
+            )
+            if self.engine is None:  # the first rank says what happens to this one's memory
+                return policy
         await self._on_compute(partial(self._manage, neighbor_bytes))
         if self.snapshots is not None:
             # after the engine's graphs are captured
@@ -196,27 +208,60 @@ class StageRuntime:
 
         return InvariantLogprobs(page_tokens=self._plan.page_tokens)
 
-    async def _make_engine(self, policy: Policy, *, own_weights: bool) -> NativeEngine:
-        """Make the engine on the trainer's decoder; with `own_weights` on one that hand-overs
-        fill."""
+    async def _make_engine(
+        self, policy: Policy, *, own_weights: bool, reading: Reading | None
+    ) -> None:
+        """Make the engine on the trainer's decoder; with `own_weights` on one that hand-overs fill.
+        A rank behind the first of a group follows it from here on, and has no engine to offer."""
         plan, self._own_weights = self._plan, own_weights
         sizes = self._config.engine.model_copy(
             update={"num_pages": plan.kv_pages, "page_tokens": plan.page_tokens}
         )
         if own_weights:
-            decoder = Decoder(policy.spec, device=self._machine.device, dtype=self._machine.dtype)
+            tensor = None if self._tensor_group is None else ReplicatedRows(self._tensor_group)
+            decoder = Decoder(
+                policy.spec,
+                device=self._machine.device,
+                dtype=self._machine.dtype,
+                tensor=tensor,
+            )
             policy = replace(policy, decoder=decoder)
         with self._making("engine"):
-            self.engine = make_engine(
+            followers, stream = await self._on_compute(self._meet)
+            engine = make_engine(
                 sizes,
                 policy,
                 self._machine,
                 self._emit,
                 shared_weights=not own_weights,
-                journal_folder=self._folder / "journal",
+                journal_folder=self._folder / "journal" if stream is None else None,
+                followers=followers,
             )
-            await self.engine.start(dummy=own_weights)
-        return self.engine
+            if reading is not None:
+                engine.read_parts(reading)
+            if stream is not None:
+                assert self._tensor_group is not None
+                following = partial(follow, stream, engine.worker, self._tensor_group)
+                self._following = asyncio.ensure_future(self._on_compute(following))
+                return
+            self.engine = engine
+            await engine.start(dummy=own_weights)
+
+    def _meet(self) -> tuple[Followers | None, EntryStream | None]:
+        """Connect the ranks of an engine: the first gets the others, another its way to hear."""
+        group = self._tensor_group
+        if group is None:
+            return None, None
+        if group.rank == 0:
+            return lead(group, timeout_s=group.timeout_s), None
+        return None, enlist(group, timeout_s=group.timeout_s)
+
+    def lost_rank(self) -> str:
+        """Return why an engine of several ranks has ended for good, or an empty string: after any
+        failure its ranks are started again."""
+        if self._tensor_group is None or self.engine is None:
+            return ""
+        return self.engine.failure
 
     def _manage(self, neighbor_bytes: int) -> None:
         """Take what was made so far under the memory manager."""

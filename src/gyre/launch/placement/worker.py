@@ -12,7 +12,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,6 @@ from gyre.core.offers import Offer
 from gyre.core.records import DeviceHoldings, Phase
 from gyre.distributed.init import RankSpec, join
 from gyre.distributed.process_group import RankGroup
-from gyre.engine.engine import NativeEngine
 from gyre.engine.frontend.admission import RequestLimits
 from gyre.launch.export import export_live, export_policy, export_shards
 from gyre.launch.factories import (
@@ -76,6 +75,8 @@ class WorkerSpec:
     store_port: int
     round_id: str  # differs at every start of the ranks
     served_at: Sequence[str] = ()  # "host:port" of servers of the run's registered shards
+    tensor_rank: int = 0  # of an engine alone, among engine.tensor_ranks
+    meeting: str = ""  # differs at every start of an engine's ranks
 
 
 async def build_rank(context: Context, **fields: Any) -> RankWorker:
@@ -88,23 +89,36 @@ async def build_rank(context: Context, **fields: Any) -> RankWorker:
     tokenizer = load_tokenizer(Path(spec.folder) / "tokenizer")
     loop = asyncio.get_running_loop()
     policy = await loop.run_in_executor(machine.compute, make_policy, config, tokenizer, machine)
-    group = None
+    group = tensor_group = None
     if spec.rank is not None:
-        seat = RankSpec(
-            rank=spec.rank,
-            world_size=spec.world_size,
-            store_host=spec.store_host,
-            store_port=spec.store_port,
-            round_id=spec.round_id,
-            backend="nccl" if machine.device.type == "cuda" else "gloo",
-            device=torch.device("cuda", 0) if machine.device.type == "cuda" else machine.device,
-            timeout_s=config.parallel.timeout_s,
+        group = await loop.run_in_executor(machine.compute, join, _seat(spec, config, machine))
+    elif config.engine.tensor_ranks > 1:
+        seat = replace(
+            _seat(spec, config, machine),
+            rank=spec.tensor_rank,
+            world_size=config.engine.tensor_ranks,
+            round_id=spec.meeting,
         )
-        group = await loop.run_in_executor(machine.compute, join, seat)
-    metadata = None if spec.shares_process else await _join_pod(context, spec, config)
+        tensor_group = await loop.run_in_executor(machine.compute, join, seat)
+    is_member = not spec.shares_process and not spec.tensor_rank
+    metadata = await _join_pod(context, spec, config) if is_member else None
     # one for each layer that runs
     register_module_forward_pre_hook(lambda module, args: context.tick())
-    return RankWorker(context, spec, config, machine, policy, group, metadata)
+    return RankWorker(context, spec, config, machine, policy, group, metadata, tensor_group)
+
+
+def _seat(spec: WorkerSpec, config: RunConfig, machine: Machine) -> RankSpec:
+    """Return the seat of a trainer's rank."""
+    return RankSpec(
+        rank=spec.rank or 0,
+        world_size=spec.world_size,
+        store_host=spec.store_host,
+        store_port=spec.store_port,
+        round_id=spec.round_id,
+        backend="nccl" if machine.device.type == "cuda" else "gloo",
+        device=torch.device("cuda", 0) if machine.device.type == "cuda" else machine.device,
+        timeout_s=config.parallel.timeout_s,
+    )
 
 
 async def _join_pod(context: Context, spec: WorkerSpec, config: RunConfig) -> PodMetadata:
@@ -139,7 +153,9 @@ class RankWorker:
         policy: Policy,
         group: RankGroup | None,
         metadata: PodMetadata | None,
+        tensor_group: RankGroup | None = None,
     ) -> None:
+        self._tensor_group = tensor_group  # of the ranks of an engine alone
         self._metadata = metadata  # of this process at the pod's rendezvous
         self._activities = ActivityClock(None if spec.shares_process else context.emit)
         self._context, self._spec, self._machine = context, spec, machine
@@ -177,6 +193,7 @@ class RankWorker:
             self._machine,
             self._context.emit,
             group=self._group,
+            tensor_group=self._tensor_group,
             progress=self._context.tick,
         )
         self._policy = await device.begin(
@@ -187,6 +204,7 @@ class RankWorker:
             trains=self._spec.rank is not None,
             generates=self._spec.has_engine,
             neighbor_bytes=neighbor_bytes,
+            reading=self._reading() if self._spec.rank is None else None,
         )
         if device.trainer is not None:
             assert self._spec.rank is not None
@@ -207,9 +225,9 @@ class RankWorker:
                 on_commit=self._note_serving,
                 activities=self._activities,
                 held_bytes=self._held_bytes,
+                lost=device.lost_rank,
             )
             if device.trainer is None:
-                self._read_from_ranks(device.engine)
                 starting.size_bytes = await self._held_bytes()
                 starting.end()
         return version
@@ -217,14 +235,12 @@ class RankWorker:
     async def _held_bytes(self) -> int:
         return (await self.holdings()).component_bytes
 
-    def _read_from_ranks(self, engine: NativeEngine) -> None:
-        """Let an engine read from the ranks' devices where the config says so. Where that ends, the
-        slots have the same bytes."""
-        if (scheme := self._live_scheme()) is not None:
-            preference, deadline_s = (scheme, SHM), LIVE_DEADLINE_S
-            engine.read_parts(
-                Reading(host_id=host_id(), preference=preference, deadline_s=deadline_s)
-            )
+    def _reading(self) -> Reading | None:
+        """Return how an engine reads from the ranks' devices where the config says so. Where that
+        ends, the slots have the same bytes."""
+        if (scheme := self._live_scheme()) is None:
+            return None
+        return Reading(host_id=host_id(), preference=(scheme, SHM), deadline_s=LIVE_DEADLINE_S)
 
     def _live_scheme(self) -> str | None:
         """Return how engines read from the ranks' devices; None where they read shared memory."""

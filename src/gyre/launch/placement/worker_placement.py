@@ -11,25 +11,23 @@ import asyncio
 import hashlib
 import os
 import uuid
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
 from gyre.cluster.engine_pool.restarts import RestartPolicy
 from gyre.cluster.phase_barrier import ClusterGate
 from gyre.cluster.trainer_group import TrainerGroup
-from gyre.cluster.watchdog import GRACE_S, HINT, find_cause
 from gyre.cluster.worker.rpc import CALLS, STARTS, ask
-from gyre.cluster.worker.server import WorkerFault
 from gyre.core.contracts import Cluster, WorkerHandle
-from gyre.core.errors import RankError, WorkerLate
 from gyre.core.events import Emit
 from gyre.core.liveness import StallLimit
 from gyre.core.records import RoleSpec
 from gyre.distributed.init import child_environment, hold_store
 from gyre.launch.factories import Facts, Machine, dtype_name, make_facts
+from gyre.launch.placement.engine_ranks import EngineRanks, all_or_first_error
 from gyre.launch.placement.pod_members import PodMembers
 from gyre.launch.placement.pod_metadata import PodMetadata, open_rendezvous
 from gyre.launch.placement.step_exports import make_exports
@@ -43,7 +41,6 @@ from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer
 from gyre.trainer.checkpoint.store import Fault, Snapshot, join_faults
 
-Result = TypeVar("Result")
 LOOPBACK = "127.0.0.1"
 
 
@@ -86,8 +83,8 @@ class Fleet(Protocol):
         """Return the address at which workers reach this process."""
         ...
 
-    def devices_of(self, rank: int | None, engine: int) -> WorkerDevices:
-        """Return the GPUs of a trainer rank, or of an engine worker by its number."""
+    def devices_of(self, rank: int | None, engine: int, tensor_rank: int = 0) -> WorkerDevices:
+        """Return the GPUs of a trainer rank, or of a rank of an engine by its number."""
         ...
 
     def forward_to(self, emit: Emit) -> None:
@@ -129,6 +126,7 @@ class WorkerPlacement:
         self._metadata: PodMetadata | None = None
         self._stage: tuple[Stage, Plan] | None = None
         self._members: PodMembers | None = None  # of other hosts
+        self._engines = EngineRanks(fleet.cluster)
         fleet.forward_to(emit)
 
     @property
@@ -256,7 +254,7 @@ class WorkerPlacement:
             await self._members.end(last=last)
         await self._group.run("end of the stage", "end", last, stall_limit=self.stall_limit)
         for handle in alone:
-            await self._fleet.cluster.stop(handle)
+            await self._engines.stop(handle)
 
     async def export(self, folder: Path, tokenizer_files: Path) -> None:
         where = (str(folder.absolute()), str(tokenizer_files.absolute()))
@@ -338,10 +336,12 @@ class WorkerPlacement:
         )
 
     async def start_engine(self, name: str) -> WorkerHandle:
-        """Start a worker with an engine alone, on dummy weights."""
+        """Start a worker with an engine alone, on dummy weights; of one with several ranks all,
+        and return the first."""
         assert self._stage is not None and self._gate is not None
         stage, plan = self._stage
-        handle = await self._fleet.cluster.start(self._spec(name, None))
+        workers = await self._engines.start(self._engine_specs(name))
+        handle = workers[0]
         try:
             limits = {"deadline_s": self._settings.start_deadline_s, "key": STARTS}
             beside = self._neighbors().get(name, frozenset())
@@ -349,18 +349,27 @@ class WorkerPlacement:
             held = [await ask(one, "holdings", **limits) for one in ranks]
             neighbor_bytes = sum(one.process_bytes for one in held)
             begun = (stage.name, plan.to_json(), 0, "", neighbor_bytes)
-            await ask(handle, "begin", *begun, **limits)
+            begins = [ask(worker, "begin", *begun, **limits) for worker in workers]
+            await asyncio.gather(*begins)
             if not self._takes_turns:
                 await ask(handle, "enter", "rollout", 0, **limits)
             if beside:
                 self._gate.note(name, await ask(handle, "holdings", **limits))
         except BaseException:  # it would keep its device
-            await self._fleet.cluster.stop(handle)
+            await self._engines.stop(handle)
             raise
-        self._emit("cluster.started", workers={name: handle.place})
+        self._emit("cluster.started", workers={one.name: one.place for one in workers})
         return handle
 
-    def _spec(self, name: str, rank: int | None) -> RoleSpec:
+    def _engine_specs(self, name: str) -> list[RoleSpec]:
+        """Return the roles of an engine's ranks, which meet as they are built."""
+        meeting = uuid.uuid4().hex
+        ranks = range(self._config.engine.tensor_ranks)
+        return [self._spec(name, None, tensor_rank=rank, meeting=meeting) for rank in ranks]
+
+    def _spec(
+        self, name: str, rank: int | None, *, tensor_rank: int = 0, meeting: str = ""
+    ) -> RoleSpec:
         fleet = self._fleet
         spec = WorkerSpec(
             config_json=self._config.model_dump_json(),
@@ -375,13 +384,15 @@ class WorkerPlacement:
             store_port=self._store.port,
             round_id=self._round,
             served_at=() if self._members is None else self._members.served_at,
+            tensor_rank=tensor_rank,
+            meeting=meeting,
         )
         number = int(name.rpartition("-")[2])
-        given = fleet.devices_of(rank, number)
+        given = fleet.devices_of(rank, number, tensor_rank)
         if rank is None and self._config.engine.kind == "vllm":
             return replace(self._vllm_role(name), gpus=given.gpus, devices=given.devices)
         return RoleSpec(
-            name=name,
+            name=f"{name}.{tensor_rank}" if tensor_rank else name,
             builder="gyre.launch.placement.worker:build_rank",
             arguments=asdict(spec),
             environment=self._environment(),
@@ -438,30 +449,3 @@ class SpreadSnapshots:
         await self._group.run(
             f"snapshot of step {step}", "save", step, state, blobs, stall_limit=self._stall_limit
         )
-
-
-async def all_or_first_error(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Results of all. When one fails, that error: the others have a moment to say what they saw,
-    and are ended then, since they may wait for the one that failed. A worker that breaks or does
-    not come up in time is a lost rank: its node may be gone, and another attempt finds it so."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        _, late = (
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else ((), ())
-        )
-        if late:
-            await asyncio.wait(late, timeout=GRACE_S)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    errors = [
-        error for task in tasks if not task.cancelled() and (error := task.exception()) is not None
-    ]
-    if errors:
-        _, error = find_cause(dict(enumerate(errors)))
-        if isinstance(error, WorkerFault | WorkerLate):
-            hint = f"{error.hint}. {HINT}" if isinstance(error, WorkerLate) else HINT
-            raise RankError(f"a worker could not be started: {error}", hint=hint) from error
-        raise error
-    return [task.result() for task in tasks]

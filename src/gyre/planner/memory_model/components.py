@@ -177,7 +177,7 @@ def _engine(
     tiers: tuple[Tier, ...] = (*keeping, "none")
     if job.own_weights(layout):
         count, item = job.engine_parameters, ITEM_BYTES[job.dtype]
-        what = f"{count} × {item} bytes"
+        what = f"{count} × {item} bytes" + (", of each rank" if engine.part is not None else "")
         rows.append(_Row(name="engine.weights", size_bytes=count * item, tiers=tiers, formula=what))
     page = engine.page_bytes
     what = f"({kv_pages} pages + 1 spare) × {page} bytes"

@@ -5,7 +5,7 @@ In: sizes of the model, tokens, completions that run. Out: bytes. Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gyre.core.rounding import ceil_div
 from gyre.engine.config import plan_num_slots
@@ -32,6 +32,7 @@ class EngineDemand:
     page_tokens: int = 1
     host_slots: int = 0  # pages of host memory, for completions that wait
     own_weights: bool = False  # whole ones, although no shards keep it from the trainer's
+    part: ModelNumbers | None = None  # that a rank holds of the model; None: all of it
 
     @property
     def page_bytes(self) -> int:
@@ -60,7 +61,8 @@ def make_engine(
     """
     if not inputs.online:
         return None
-    model, longest = inputs.model, longest_sequence(inputs)
+    part, longest = inputs.engine_part or inputs.model, longest_sequence(inputs)
+    model = replace(part, vocab_size=inputs.model.vocab_size)  # logits of all ranks are gathered
     on_gpu = saving in ("triton", "torch_cuda")
     gathered = 0 if saving == "triton" else longest
     page = kv_bytes_per_page(model, dtype, page_tokens)
@@ -83,6 +85,7 @@ def make_engine(
         page_tokens=page_tokens,
         host_slots=plan_num_slots(inputs.kv_host_bytes, page_bytes=page),
         own_weights=not inputs.shared_weights,
+        part=inputs.engine_part,
     )
 
 
@@ -111,7 +114,7 @@ def engine_buffer_bytes(
 ) -> int:
     """Return what an engine on a GPU keeps from its start to its end, beside weights, pages and
     graphs. It stays in every phase: graphs have its addresses."""
-    model = inputs.model
+    model = inputs.engine_part or inputs.model
     return buffer_bytes(
         max_running=max_running,
         token_budget=inputs.engine_tokens_per_step,
@@ -121,7 +124,7 @@ def engine_buffer_bytes(
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        vocab_size=model.vocab_size,
+        vocab_size=inputs.model.vocab_size,
         logit_bytes=ITEM_BYTES[dtype],
         invariant=inputs.batch_invariant,
     )

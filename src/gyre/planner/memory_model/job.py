@@ -55,11 +55,6 @@ class TrainingJob:
         return ("actor", "critic") if self.critic else ("actor",)
 
     @property
-    def engine_parameters(self) -> int:
-        """Return the parameters of an engine with weights of its own."""
-        return (self.engine_model or self.model).num_parameters
-
-    @property
     def frozen(self) -> dict[str, ModelNumbers]:
         """Return the models that are asked and not trained."""
         found = {"reference": self.model} if self.reference else {}
@@ -83,6 +78,12 @@ class TrainingJob:
     def own_weights(self, layout: Layout) -> bool:
         """Return whether the engine has weights that are not the trainer's: it reads whole ones."""
         return self.engine is not None and (self.engine.own_weights or layout.zero >= 2)
+
+    @property
+    def engine_parameters(self) -> int:
+        """Return the parameters that one rank of an engine with weights of its own holds."""
+        part = None if self.engine is None else self.engine.part
+        return (part or self.engine_model or self.model).num_parameters
 
 
 def make_job(

@@ -15,6 +15,7 @@ from gyre.cluster.worker.server import WorkerFault
 from gyre.core.errors import ConfigError, RankError, WorkerLate, WorkerLost
 from gyre.core.liveness import StallLimit
 from gyre.launch.placement import worker_placement
+from gyre.launch.placement.engine_ranks import EngineRanks
 from gyre.launch.placement.worker_placement import WorkerPlacement
 
 
@@ -128,8 +129,8 @@ def test_an_engine_that_cannot_begin_its_stage_does_not_keep_its_device(monkeypa
     monkeypatch.setattr(worker_placement, "ask", ask)
     spread: Any = SimpleNamespace(
         _stage=(SimpleNamespace(name="main"), SimpleNamespace(to_json=lambda: "{}")),
-        _fleet=SimpleNamespace(cluster=Cluster()),
-        _spec=lambda name, rank: name,
+        _engines=EngineRanks(Cluster()),
+        _engine_specs=lambda name: [SimpleNamespace(name=name)],
         _neighbors=dict,
         _takes_turns=True,
         _gate=object(),

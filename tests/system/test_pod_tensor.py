@@ -1,0 +1,90 @@
+"""A pod whose engine is cut over two ranks: it gives what an engine of one rank gives, and a rank
+that is killed ends its engine, whose requests go on with the ranks that are started again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from system_runs import Fault, Story, events_of, gyre, read_story, write_config
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="shared memory is a folder on Linux"),
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+]
+
+IN_POD: Mapping[str, Any] = {
+    "cold_start": None,
+    "trainer.steps": 2,
+    "cluster": {
+        "kind": "pod",
+        "num_workers": 1,
+        "engine_workers": 1,
+        "colocated": False,
+        "progress_tokens": 2,
+    },
+}
+
+CUT = {**IN_POD, "rollout.ignore_eos": True, "engine.tensor_ranks": 2}
+
+
+def finished(folder: Path, sets: Mapping[str, Any], **options: Any) -> Story:
+    folder.mkdir(exist_ok=True)
+    answer = gyre("train", write_config(folder, sets), "--plain", folder=folder, **options)
+    told = f"{answer.err}\n{events_of(folder / 'runs' / 'tiny')[-40:]}"
+    assert answer.code == 0 and not answer.left_behind, told
+    return read_story(folder / "runs" / "tiny")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with an engine of two ranks."""
+    folder = tmp_path_factory.mktemp("two")
+    finished(folder, CUT)
+    return folder / "runs" / "tiny"
+
+
+def same_steps(found: Story, expected: Story) -> None:
+    """The same tokens, and numbers within rounding: an engine over ranks sums in another order."""
+    assert len(found.steps) == len(expected.steps) == 2
+    for here, there in zip(found.steps, expected.steps, strict=True):
+        assert here["num_tokens"] == there["num_tokens"]
+        for name in ("loss", "grad_norm", "reward", "length", "entropy"):
+            assert here["metrics"][name] == pytest.approx(
+                there["metrics"][name], rel=1e-3, abs=1e-4
+            ), name
+        assert here["metrics"]["logprob_gap_max"] < 1e-4
+
+
+def test_an_engine_of_two_ranks_gives_what_one_gives(tmp_path: Path, undisturbed: Path) -> None:
+    same_steps(read_story(undisturbed), finished(tmp_path, {**CUT, "engine.tensor_ranks": 1}))
+    (_, started) = events_of(undisturbed, "cluster.started")
+    assert sorted(started["workers"]) == ["engine-0", "engine-0.1"]
+    assert [row["version"] for row in events_of(undisturbed, "engine.committed")] == [0, 1, 2]
+    assert not events_of(undisturbed, "engine.lost")
+
+
+@pytest.mark.parametrize("worker", ["engine-0.1", "engine-0"])
+def test_a_killed_rank_ends_its_engine_which_comes_back_with_all_ranks(
+    tmp_path: Path, undisturbed: Path, worker: str
+) -> None:
+    """What was asked of it is asked again, and has the same tokens."""
+    fault = Fault(
+        point="event",
+        match="phase.started rollout",
+        number=2,
+        action="kill_worker",
+        worker=worker,
+    )
+    same_steps(finished(tmp_path, CUT, fault=fault), read_story(undisturbed))
+    run = tmp_path / "runs" / "tiny"
+    (lost,) = events_of(run, "engine.lost")
+    assert lost["engine"] == "engine-0"
+    assert worker == "engine-0" or "rank 1" in lost["cause"]
+    (back,) = events_of(run, "engine.rejoined")
+    assert back["version"] == 1, "the version that the trainer has registered"
+    assert not events_of(run, "retry.run_restarted")
