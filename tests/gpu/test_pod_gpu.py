@@ -114,3 +114,26 @@ def test_weights_go_from_device_to_device(
     assert not events_of(run, "weights.slot_used") and not events_of(run, "weights.slot_failed")
     gaps = [row["metrics"]["logprob_gap_max"] for row in events_of(run, "step.done")]
     assert len(gaps) == 6 and max(gaps) < 0.5, gaps
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three GPUs")
+@pytest.mark.parametrize("transport", ["shm", "cuda-ipc"])
+def test_an_engine_over_two_gpus_takes_the_ranks_versions(tmp_path: Path, transport: str) -> None:
+    """In bfloat16, with the collectives inside its graphs."""
+    sets = {
+        "trainer.steps": 6,
+        "engine.tensor_ranks": 2,
+        "cluster": {
+            "kind": "pod",
+            "num_workers": 1,
+            "engine_workers": 1,
+            "colocated": False,
+            "weight_transport": transport,
+        },
+    }
+    run = train(tmp_path, sets)
+    assert [row["version"] for row in events_of(run, "engine.committed")] == list(range(7))
+    assert events_of(run, "engine.graphs_captured") and not events_of(run, "engine.torch_kernels")
+    assert {row["transport"] for row in events_of(run, "weights.read")} == {transport}
+    gaps = [row["metrics"]["logprob_gap_max"] for row in events_of(run, "step.done")]
+    assert len(gaps) == 6 and max(gaps) < 0.5, gaps

@@ -137,8 +137,8 @@ class Followers:
         life, self._life = self._life, ExitStack()
         try:
             if error is None:
-                self.send(EndCore())
-                life.close()
+                with life:
+                    self.send(EndCore())
             else:
                 self.close()
                 life.__exit__(type(error), error, error.__traceback__)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from gyre.core.rounding import ceil_div
 from gyre.distributed.config import Zero
 from gyre.engine.config import PAGE_TOKENS, EngineConfig, plan_engine
 from gyre.launch.factories import find_spec, make_tokenizer
-from gyre.launch.stage_plan import read_inputs
+from gyre.launch.stage_plan import cut_engine, read_inputs
 from gyre.launch.stages import Stage, StageData, load_stage_data, plan_stages
 from gyre.models.spec import ModelSpec
 from gyre.planner.batch_sizes import check_lengths
@@ -135,6 +135,7 @@ def plan_stages_for(
     found = {}
     for stage, data in stages:
         inputs = read_inputs(config, stage, model_numbers(spec), data, dtype=dtype)
+        inputs = replace(inputs, engine_part=cut_engine(config.engine, spec))
         check_lengths(inputs)
         check_matmul(inputs, cluster.gpu)
         fixed = fixed_by(config, request)

@@ -99,7 +99,8 @@ class EngineEndpoint:
         return await self.engine.abilities()
 
     async def start(self, dummy: bool) -> None:
-        with self._activities.timing("dummy_start" if dummy else "start") as starting:
+        timing = self._activities.timing("dummy_start" if dummy else "start")
+        with timing as starting, self._losing():
             await self.engine.start(dummy=dummy)
             if self._held_bytes is not None:
                 starting.size_bytes = await self._held_bytes()

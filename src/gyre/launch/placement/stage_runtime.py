@@ -243,6 +243,8 @@ class StageRuntime:
                 assert self._tensor_group is not None
                 following = partial(follow, stream, engine.worker, self._tensor_group)
                 self._following = asyncio.ensure_future(self._on_compute(following))
+                # the first rank hears of its error, by the failure detector, and names it
+                self._following.add_done_callback(lambda done: done.cancelled() or done.exception())
                 return
             self.engine = engine
             await engine.start(dummy=own_weights)

@@ -124,7 +124,13 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
 
 
 def count_gpus(config: RunConfig, replicas: int) -> int:
-    """Return the GPUs that replicas may have, 0 on a CPU. ConfigError where they are too few."""
+    """Return the GPUs that replicas may have, 0 on a CPU. ConfigError where they are too few, or
+    where an engine would need several."""
+    if (ranks := config.engine.tensor_ranks) > 1:
+        raise ConfigError(
+            f"engine.tensor_ranks = {ranks}: a served engine has one rank",
+            hint="leave it out; engines of a training run's pod may have more",
+        )
     gpus = count_visible_gpus() if config.run.device != "cpu" else 0
     if gpus and replicas > gpus:
         raise ConfigError(
