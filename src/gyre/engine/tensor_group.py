@@ -32,6 +32,7 @@ from gyre.engine.scheduler.journal import (
     MoveComponent,
     Start,
 )
+from gyre.weights.receive import refuse_local
 
 WHAT = "the engine's steps"
 LOOPBACK = "127.0.0.1"
@@ -43,12 +44,14 @@ class PrepareVersion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The ranks receive a version, each its part. Only its place travels here."""
 
     manifest: Manifest
-    folder: FolderTensors | None = None  # one of the two; neither for what no rank takes
+    folder: FolderTensors | None = None  # one of the two
     registered: RegisteredShards | None = None
     reverts: bool = False
 
     @staticmethod
     def of(offer: Offer, *, reverts: bool) -> PrepareVersion:
+        """InputError for a version that another process cannot read."""
+        refuse_local(offer)
         source = offer.source
         return PrepareVersion(
             manifest=offer.manifest,
@@ -59,7 +62,7 @@ class PrepareVersion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     def offer(self) -> Offer:
         source = self.folder or self.registered
-        assert source is not None, "rank 0 refuses it"
+        assert source is not None, "rank 0 sends nothing else"
         return Offer(manifest=self.manifest, source=source)
 
 

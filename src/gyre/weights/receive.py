@@ -53,12 +53,8 @@ def receive(
     `shared`: the engine was built on its trainer's tensors. `parts` opens what was registered.
     `held`: what a tensor rank's `own` is of the whole tensors. InputError for a version that the
     engine cannot take, SnapshotError for one that is not whole."""
-    if held is not None and type(offer.source).__name__ not in PART_SOURCES:
-        raise InputError(
-            f"version {offer.version} is in the memory of one process, and each tensor rank of "
-            "the engine reads its own part",
-            hint="give a folder, or shards registered in shared memory",
-        )
+    if held is not None:
+        refuse_local(offer)
     match offer.source:
         case SharedStorage(tensors=tensors) if shared and shares_storage(tensors, own):
             return VersionBump()
@@ -96,6 +92,16 @@ def receive(
                 hint="build engine and trainer on one decoder, or make both with "
                 "shared weights off",
             )
+
+
+def refuse_local(offer: Offer) -> None:
+    """Raise InputError for a version that tensor ranks in processes of their own cannot read."""
+    if type(offer.source).__name__ not in PART_SOURCES:
+        raise InputError(
+            f"version {offer.version} is in the memory of one process, and each tensor rank of "
+            "the engine reads its own part",
+            hint="give a folder, or shards registered in shared memory",
+        )
 
 
 async def carry(offer: Offer) -> Offer:

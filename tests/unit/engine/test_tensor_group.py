@@ -29,8 +29,9 @@ from gyre.engine.tensor_group import EntryStream, lead
 from gyre.models.hub.export import export_hub
 from gyre.models.hub.folders import WEIGHTS_FILE
 from layout_cases import spec_of
+from offers import offer_of
 from rank_pool import RankPool
-from tensor_cases import answers, decoder_of, fill_decoder, served
+from tensor_cases import answers, decoder_of, fill_decoder, served, whole_version
 
 SPEC = replace(
     spec_of("qwen3", hidden_size=16, num_layers=2, vocab_size=53, mlp_size=24),
@@ -178,6 +179,8 @@ async def refused_elsewhere(engine: NativeEngine, offer: Callable[[int], Any]) -
     with pytest.raises(InputError, match="not prepared"):
         await engine.commit(2, policy="drain")
     assert engine.worker.weights.swap is None, "what rank 0 had opened is closed"
+    with pytest.raises(InputError, match="version 3 is in the memory of one process"):
+        await engine.prepare(offer_of(3, whole_version(SPEC, 3), checksums=True))
     after = await answers(engine, asked("r", 2, temperature=0.0))
     await engine.terminate()
     return [before, after, str(error.value)]
