@@ -88,3 +88,22 @@ def test_a_killed_rank_ends_its_engine_which_comes_back_with_all_ranks(
     (back,) = events_of(run, "engine.rejoined")
     assert back["version"] == 1, "the version that the trainer has registered"
     assert not events_of(run, "retry.run_restarted")
+
+
+def test_a_run_over_an_engine_of_two_ranks_learns(tmp_path: Path) -> None:
+    sets = {
+        **CUT,
+        "rollout.ignore_eos": False,
+        "snapshot.every_steps": 0,
+        "rewards": {
+            "workers": 1,
+            "parts": [{"kind": "function", "path": "system_rewards:digit_share"}],
+        },
+        "trainer.steps": 25,
+        "trainer.learning_rate": 1e-2,
+        "rollout.prompts_per_step": 8,
+        "rollout.completions_per_prompt": 8,
+    }
+    rewards = [step["metrics"]["reward"] for step in finished(tmp_path, sets).steps]
+    before, after = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
+    assert before < 0.4 and after > before + 0.3, rewards
