@@ -213,7 +213,7 @@ class RunConfig(Section):
                 "engine.kind = 'vllm' with cluster.members_address: members run the native engine, "
                 "leave members_address out or set engine.kind = 'native'"
             )
-        if self.engine.tensor_ranks > 1 and (reason := self._why_one_tensor_rank()):
+        if self.engine.tensor_ranks > 1 and (reason := self._why_no_tensor_engine()):
             raise ValueError(f"engine.tensor_ranks = {self.engine.tensor_ranks}: {reason}")
         if self.trainer.matmul == "fp8" and self.run.dtype == "float16":
             raise ValueError(
@@ -244,11 +244,11 @@ class RunConfig(Section):
     def _why_no_tensor_ranks(self) -> str | None:
         """Return what does not go with several ranks that share layers; docs/parallel.md has the
         table. The model may say more."""
-        if self.parallel.tensor_ranks == 1 or (reason := self._why_not_in_parts()) is None:
+        if self.parallel.tensor_ranks == 1 or (reason := self._why_no_tensor_trainer()) is None:
             return None
         return f"parallel.tensor_ranks = {self.parallel.tensor_ranks} with {reason}"
 
-    def _why_not_in_parts(self) -> str | None:
+    def _why_no_tensor_trainer(self) -> str | None:
         cluster, trainer, tensor_ranks = self.cluster, self.trainer, self.parallel.tensor_ranks
         if cluster.kind == "inline":
             return "cluster.kind = 'inline', which has one rank: set 'ray' or 'pod'"
@@ -268,7 +268,7 @@ class RunConfig(Section):
             )
         return None
 
-    def _why_one_tensor_rank(self) -> str | None:
+    def _why_no_tensor_engine(self) -> str | None:
         """Return what the config has that an engine over several ranks cannot do."""
         cluster = self.cluster
         if cluster.kind != "pod" or cluster.colocated:
