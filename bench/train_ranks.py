@@ -6,8 +6,9 @@ bench/train_ranks.py --gpus 4 --rows 8b:none:same:8192 4b:selective:same:65536:g
 A row is SHAPE:CHECKPOINTING:MATMUL:TOKENS, TOKENS of a chunk of each rank, and then any of: sft (as
 without) or grpo, zero=0 to 3 (without: 3), sequence=TOKENS (all in one), chunks=N of an update
 (one), layers=N (all that the shape has), sum=update (chunk): when gradients are summed; once per
-update they travel in float32, also those of one chunk. A row that fails or is late loses no other.
-With --device cpu and the shape "tiny" everything runs over gloo, which shows only that it runs.
+update they travel in float32, also those of one chunk; tensor=N: ranks that share layers, and so a
+chunk of TOKENS. A row that fails or is late loses no other. With --device cpu and the shape "tiny"
+everything runs over gloo, which shows only that it runs.
 
 A step takes as long as its slowest rank, from a barrier to the end of the device's work; the median
 of the steps counts. MFU and its limit are those of bench/train.py. Exposed communication is the
@@ -48,7 +49,7 @@ from gyre.planner.hardware import saving_on_cpu, saving_on_cuda
 from gyre.planner.memory_model.job import TrainingJob
 from gyre.planner.memory_model.peaks import train_moments
 from gyre.planner.memory_model.states import Layout
-from gyre.planner.model_zoo import model_numbers
+from gyre.planner.model_zoo import model_part
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.metrics.profiler import Work, summarize, works_of
 from gyre.trainer.trainer import NativeTrainer
@@ -92,6 +93,7 @@ class Row(Section):
     chunks: int = Field(default=1, ge=1)  # of each rank in an update
     layers: int = Field(default=0, ge=0)  # 0: all
     sum: SumGradients = "chunk"
+    tensor: int = Field(default=1, ge=1)  # ranks that share layers
 
     @property
     def spec(self) -> ModelSpec:
@@ -100,7 +102,7 @@ class Row(Section):
 
     @property
     def lengths(self) -> list[int]:
-        """Of one rank's sequences."""
+        """Of one rank's sequences; ranks that share layers have the same."""
         length = self.sequence or self.tokens
         return [length] * (self.tokens // length * self.chunks)
 
@@ -122,6 +124,7 @@ class Row(Section):
         parts += [f"zero{self.zero}"] + ([f"by{self.sequence}"] if self.sequence else [])
         parts += [f"{self.chunks}chunks"] if self.chunks > 1 else []
         parts += ["summed_once"] if self.sum == "update" else []
+        parts += [f"tensor{self.tensor}"] if self.tensor > 1 else []
         return "_".join(
             str(part) for part in parts + ([f"{self.layers}layers"] if self.layers else [])
         )
@@ -234,7 +237,7 @@ def find_peer(row: Row, gpus: int) -> dict[str, Any] | None:
         like = [
             one
             for one in record["rows"]
-            if one["gpus"] == gpus
+            if (one["gpus"], one.get("tensor", 1)) == (gpus, row.tensor)
             and (one["shape"], one["matmul"], one["sequence"]) == key
             and "tokens_per_s" in one
         ]
@@ -245,14 +248,14 @@ def find_peer(row: Row, gpus: int) -> dict[str, Any] | None:
                 f"{best['checkpointing']}"
             )
             return {"name": name, "kept_from": record["date"], "value": best["tokens_per_s"]}
-    return {"name": TITAN, "value": PEERS[key]} if key in PEERS else None
+    return {"name": TITAN, "value": PEERS[key]} if key in PEERS and row.tensor == 1 else None
 
 
 def measure(group: RankGroup, tell: Tell, row: Row, steps: int, budget_s: float) -> dict[str, Any]:
     """On every rank. Past `budget_s` no further step is begun."""
     began_s, device, events = time.monotonic(), group.device, []
     trainer = make_trainer(group, row, events)
-    batch = make_batch(row, group.size)
+    batch = make_batch(row, group.size // row.tensor)
     settle(group)
     tell({"row": row.name, "made_s": round(time.monotonic() - began_s, 1)})
     for _ in range(WARM_UP):
@@ -270,8 +273,10 @@ def measure(group: RankGroup, tell: Tell, row: Row, steps: int, budget_s: float)
             break
     step_s = statistics.median(times_s)
     found = {
-        "tokens_per_s": round(row.step_tokens / step_s, 1),
-        "mfu": round(step_flops(row) / step_s / PEAK_FLOPS, 4) if device.type == "cuda" else None,
+        "tokens_per_s": round(row.step_tokens / row.tensor / step_s, 1),
+        "mfu": round(step_flops(row) / row.tensor / step_s / PEAK_FLOPS, 4)
+        if device.type == "cuda"
+        else None,
         "step_ms": [round(seconds * 1e3, 2) for seconds in times_s],
         "wait_ms": [round(seconds * 1e3, 2) for seconds in waits_s],
         **memory(group, trainer),
@@ -309,7 +314,7 @@ def make_trainer(
         seed=0,
         weights=Drawn(row.spec),
         group=group,
-        parallel=ParallelConfig(zero=row.zero, sum_gradients=row.sum),
+        parallel=ParallelConfig(zero=row.zero, sum_gradients=row.sum, tensor_ranks=row.tensor),
     )
 
 
@@ -318,7 +323,8 @@ def blank_decoder(row: Row) -> Decoder:
 
 
 def make_batch(row: Row, ranks: int) -> TrainBatch:
-    """Random tokens for all ranks; with grpo each sequence is a rollout with an advantage."""
+    """Random tokens for so many ranks that see other data. With grpo each sequence is a rollout
+    with an advantage."""
     rng, made = np.random.default_rng(0), []
     for index, length in enumerate(row.lengths * ranks):
         mask = np.arange(length) >= prompt_tokens(row)
@@ -338,7 +344,7 @@ def prompt_tokens(row: Row) -> int:
 
 
 def step_flops(row: Row) -> float:
-    """Of one rank: three forward passes' worth."""
+    """Of the ranks that share layers: three forward passes' worth."""
     targets = sum(length - prompt_tokens(row) for length in row.lengths)
     return 3 * forward_flops(row.spec, row.lengths, num_outputs=targets)
 
@@ -368,19 +374,20 @@ def memory(group: RankGroup, trainer: NativeTrainer) -> dict[str, Any]:
 
 def predicted_gib(row: Row, group: RankGroup) -> dict[str, float]:
     """What the plan says is allocated, by moment of a step."""
+    ranks = group.size // row.tensor
     layout = Layout(
-        gpus=group.size,
-        zero=row.zero,
+        gpus=ranks,
+        zero=row.zero if ranks > 1 else 0,
         sum_gradients=row.sum,
-        shard_ranks=group.size if row.zero else 1,
+        shard_ranks=ranks if row.zero else 1,
         checkpointing=row.checkpointing,
         tokens_per_chunk=row.tokens,
         offload_optimizer="none",
         offload_gradients=False,
     )
-    tokens, length = row.step_tokens * group.size, row.lengths[0]
+    tokens, length = row.step_tokens * ranks, row.lengths[0]
     job = TrainingJob(
-        model=model_numbers(row.spec),
+        model=model_part(row.spec, row.tensor),
         dtype="bfloat16",
         saving=saving_on_cuda(group.device) if group.device.type == "cuda" else saving_on_cpu(),
         longest=length,

@@ -4,10 +4,12 @@ per GPU, MFU, peak memory, a row a case, and each row as a line at once. Runs in
 environment. Run: python peers/torchtitan_gpu.py FOLDER [case ...].
 
 FSDP over all ranks, compiled blocks and loss, fused AdamW, BF16 over FP32 parameters, as its
-defaults have it; speed is by its own counters. Each case has fresh processes and a deadline; one
-out of memory or out of time is a result too. MFU = model FLOPs / seconds / 989e12 with gyre's FLOPs
-(models/flops.py): causal attention at half, output projection counted. torchtitan's own counts
-attention in full, and no output projection where it is tied.
+defaults have it. Without FSDP it has no mixed precision: where tensor parallel takes all GPUs,
+parameters, gradients and moments are BF16, which is less work than ours. Speed is by its own
+counters. Each case has fresh processes and a deadline; one out of memory or out of time is a result
+too. MFU = model FLOPs / seconds / 989e12 with gyre's FLOPs (models/flops.py): causal attention at
+half, output projection counted. torchtitan's own counts attention in full, and no output projection
+where it is tied.
 """
 
 # This file is not torchtitan.py, since a script's own folder comes first among those that Python
@@ -47,6 +49,7 @@ class Case:
     matmul: str = "same"
     steps: int = 12
     window: int = 3  # steps between two readings of its counters, which wait for the GPU
+    tensor: int = 1  # GPUs that share layers, with sequence parallel; no FSDP where these are all
 
 
 CASES = {
@@ -58,10 +61,14 @@ CASES = {
     "8b_selective": Case("8B", 8192, checkpointing="selective"),
     "8b_batch2": Case("8B", 8192, batch=2),
     "4b_64k_selective": Case("4B", 65_536, checkpointing="selective", steps=5, window=1),
+    "8b_tensor2": Case("8B", 8192, tensor=2),
+    "8b_tensor2_selective": Case("8B", 8192, checkpointing="selective", tensor=2),
     "4b_32k": Case("4B", 32_768, checkpointing="full", steps=8, window=2),
-    # is all there? not among the default ones
+    # is all there? not among the default ones (DEBUG)
     "debug": Case("debugmodel", 256, batch=2, checkpointing="selective"),
+    "debug_tensor2": Case("debugmodel", 256, batch=2, tensor=2),
 }
+DEBUG = ("debug", "debug_tensor2")
 WARM_UP = 2  # steps; a window that begins earlier does not count
 PEAK_FLOPS = 989e12  # dense BF16 of an H100 or H200 by its data sheet
 PACKAGES = ("torchtitan", "torchao", "triton")
@@ -81,7 +88,10 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("folder", type=Path)
     options.add_argument(
-        "cases", nargs="*", metavar="case", help=f"of {', '.join(CASES)}; left out, all but debug"
+        "cases",
+        nargs="*",
+        metavar="case",
+        help=f"of {', '.join(CASES)}; left out, all but {', '.join(DEBUG)}",
     )
     options.add_argument("--gpus", type=int, default=0, help="0: all of this host")
     options.add_argument(
@@ -91,7 +101,7 @@ def main() -> None:
         help="seconds of one case, start and compilation too",
     )
     args = options.parse_args()
-    names = args.cases or [name for name in CASES if name != "debug"]
+    names = args.cases or [name for name in CASES if name not in DEBUG]
     if unknown := sorted(set(names) - set(CASES)):
         options.error(f"no such case: {', '.join(unknown)}; there are {', '.join(CASES)}")
     gpus = args.gpus or count_gpus()
@@ -110,6 +120,7 @@ def main() -> None:
         record["device"] = found.pop("device", record["device"])
         found["whole_case_s"] = round(time.perf_counter() - begun_s, 1)
         settings = {"shape": CASES[name].flavor.lower(), **dataclasses.asdict(CASES[name])}
+        settings["dtype"] = dtype_of(CASES[name], gpus)
         record["rows"].append({"case": name, "gpus": gpus, **settings, **found})
         (args.folder / "peer_torchtitan.json").write_text(json.dumps(record, indent=2) + "\n")
         print(json.dumps(record["rows"][-1]), flush=True)
@@ -308,6 +319,11 @@ def random_batches(case: Case, vocab_size: int, rank: int) -> Iterator[tuple[dic
         yield {"input": ids[:, :-1]}, ids[:, 1:]
 
 
+def dtype_of(case: Case, gpus: int) -> str:
+    """Of parameters and moments; products are in bfloat16."""
+    return "bfloat16" if case.tensor == gpus > 1 else "float32"
+
+
 def job_config(case: Case, folder: str) -> Any:
     """Its defaults, but for what a case says."""
     from torchtitan.config import JobConfig
@@ -321,6 +337,8 @@ def job_config(case: Case, folder: str) -> Any:
     config.activation_checkpoint.mode = case.checkpointing
     config.activation_checkpoint.selective_ac_option = "op"
     config.compile.enable = True
+    config.parallelism.tensor_parallel_degree = case.tensor
+    config.training.dtype = dtype_of(case, int(os.environ["WORLD_SIZE"]))
     if case.matmul == "fp8":
         config.model.converters = ["quantize.linear.float8"]
         float8 = config.quantize.linear.float8

@@ -23,7 +23,16 @@ from gyre.engine.engine import NativeEngine
 from gyre.engine.scheduler.journal import Add, Commit, Entry, Start, Steps
 from layout_cases import spec_of
 from rank_pool import RankPool
-from tensor_cases import answers, close, decoder_of, gradients_of, joined, played, served
+from tensor_cases import (
+    answers,
+    close,
+    decoder_of,
+    gradients_of,
+    joined,
+    logprobs_of,
+    played,
+    served,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,20 +97,40 @@ def test_collectives_are_captured_and_replayed(pair: RankPool) -> None:
         assert found["sent"] == {"all_reduce": 3 * 32, "all_gather": 3 * 32, "send": 3 * 32}
 
 
+@pytest.mark.parametrize("how", ["replicated", "sequence"])
 @pytest.mark.parametrize("which", SPECS)
-def test_gradients_are_those_of_one_gpu(pair: RankPool, which: str) -> None:
+def test_gradients_are_those_of_one_gpu(pair: RankPool, which: str, how: str) -> None:
     spec, given = SPECS[which], ("selective", torch.float32)
-    hidden_NE, logits_NV, expected = pair.run(by_itself, gradients_of, spec, *given)[0]
-    results = pair.run(gradients_of, spec, *given)
-    for found_NE, found_NV, _ in results:
+    hidden_NE, logits_NV, expected, _ = pair.run(by_itself, gradients_of, spec, *given)[0]
+    results = pair.run(gradients_of, spec, *given, how=how)
+    for found_NE, found_NV, _, _ in results:
         close(found_NE, hidden_NE, "hidden", relative=1e-3)
         close(found_NV, logits_NV, "logits", relative=1e-3)
     for name, whole in expected.items():
-        parts = [gradients[name] for _, _, gradients in results]
-        if name.endswith(("attn_norm.weight", "mlp_norm.weight", "final_norm.weight")):
+        parts = [gradients[name] for _, _, gradients, _ in results]
+        norms = ("attn_norm.weight", "mlp_norm.weight", "final_norm.weight")
+        if how == "replicated" and name.endswith(norms):
             close(parts[1], whole, name, relative=1e-3)
         else:
             close(joined(spec, "", name, parts), whole, name, relative=1e-3)
+
+
+@pytest.mark.parametrize("vocab_size", [512, 517, 1], ids=["even", "padded", "only padding"])
+@pytest.mark.parametrize(
+    "how", [{}, {"keep_logits": True}, {"chunk": 128}, {"unused": "entropy"}, {"truncated": True}]
+)
+def test_logprobs_of_a_cut_vocabulary(pair: RankPool, vocab_size: int, how: dict[str, Any]) -> None:
+    """By Triton kernels, but for truncation: those of one GPU within the rounding of bfloat16."""
+    given = {"dtype": torch.bfloat16, **how}
+    expected, _ = pair.run(by_itself, logprobs_of, vocab_size, **given)[0]
+    results = pair.run(logprobs_of, vocab_size, **given)
+    for found, _ in results:
+        for name, relative in (("logprobs", 1e-4), ("entropy", 1e-3), ("hidden", 2e-2)):
+            close(found[name].float(), expected[name].float(), name, relative=relative)
+            assert torch.equal(found[name], results[0][0][name]), "equal on every rank"
+    head = torch.cat([found["head"] for found, _ in results]).float()
+    close(head[:vocab_size], expected["head"].float(), "head", relative=2e-2)
+    assert not head[vocab_size:].any(), "padding has no gradient"
 
 
 @torch.inference_mode()

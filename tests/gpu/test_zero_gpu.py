@@ -80,6 +80,29 @@ def test_gradients_of_gpus_that_share_layers(ranks, layout, dtype, relative):
     assert results[0][1] == pytest.approx(norms, rel=relative)
 
 
+@pytest.mark.parametrize("layout", ["zero1_tensor2", "zero3_tensor2"])
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+@pytest.mark.parametrize(("dtype", "relative"), [("float32", 1e-4), ("bfloat16", 0.05)])
+def test_gpus_that_share_layers_with_checkpointing(ranks, layout, checkpointing, dtype, relative):
+    """Rows are split over the ranks, and exchanges run beside products."""
+    expected, norms = ranks.run(by_itself, gradients, "ppo", dtype=dtype)[0]
+    settings = {"dtype": dtype, "layout": layout, "checkpointing": checkpointing}
+    results = ranks.run(gradients, "ppo", **settings)
+    assert_close(results[0][0], expected, relative=relative)
+    assert all(result[1] == results[0][1] for result in results)
+    assert results[0][1] == pytest.approx(norms, rel=relative)
+
+
+@pytest.mark.parametrize("layout", ["zero0_tensor2", "zero3_tensor2"])
+def test_training_of_gpus_that_share_layers_equals_one_gpu(ranks, layout):
+    settings = {"epochs_per_batch": 2, "sequences_per_update": 4, "weight_decay": 0.1}
+    expected, state = ranks.run(by_itself, train, "grpo", **settings)[0]
+    results = ranks.run(train, "grpo", layout=layout, **settings)
+    for report, one in zip(results[0][0], expected, strict=True):
+        assert report.metrics["grad_norm"] == pytest.approx(one.metrics["grad_norm"], rel=1e-3)
+    assert_close(results[0][1], state, relative=2e-3)
+
+
 @pytest.mark.parametrize("layout", TENSOR_NAMES)
 def test_gpus_that_share_layers_keep_copies_equal_and_give_whole_weights(ranks, layout):
     for held, owned in ranks.run(copied, "ppo", layout=layout, dtype="bfloat16"):

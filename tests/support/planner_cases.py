@@ -13,11 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gyre.core.records import Checkpointing, Component, Matmul, Phase
+from gyre.distributed.process_group import RankGroup
+from gyre.engine.weights import read_weights
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.logprobs import token_logprobs
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
-from gyre.models.init import init_weights
+from gyre.models.init import FreshWeights, init_weights
+from gyre.models.layers.tensor_parallel import SequenceParallel, TensorParallel
+from gyre.models.layers.vocabulary_logprobs import vocabulary_logprobs
 from gyre.models.spec import ModelSpec, spec_from_shape
 from gyre.planner.memory_model import components, peaks
 from gyre.planner.memory_model import job as jobs
@@ -186,12 +190,17 @@ def kept_bytes(
     num_targets: int | None = None,
     device: torch.device = CPU,
     attention: Attention = varlen_attention,
+    tensor: TensorParallel | None = None,
     **how: Any,
 ) -> int:
     """Bytes that live after the forward pass of one chunk because its backward pass wants them.
-    `num_targets` as the trainer does it: the last layer goes on with these rows only."""
-    decoder = Decoder(spec, device=device, dtype=dtype)
-    init_weights(decoder, 0)
+    `num_targets` as the trainer does it: the last layer goes on with these rows only. `tensor`
+    joins the ranks that share the layers."""
+    decoder = Decoder(spec, device=device, dtype=dtype, tensor=tensor)
+    if tensor is None:
+        init_weights(decoder, 0)
+    else:
+        read_weights(decoder, FreshWeights(spec, 0))
     layout = PackedLayout.of(lengths, device)
     num_rows = num_targets or sum(lengths)
     temperature_N = torch.ones(num_rows, device=device)
@@ -204,6 +213,9 @@ def kept_bytes(
         rows_N = None if num_targets is None else torch.arange(num_targets, device=device)
         hidden_NE = decoder.hidden(tokens_T, layout.positions_T, attend, rows_N, **how)
         targets_N = tokens_T[:num_rows].clone()
+        if tensor is not None:
+            given = hidden_NE, decoder.head_weight, targets_N, temperature_N
+            return vocabulary_logprobs(*given, vocab_size=spec.vocab_size, tensor=tensor)[0].sum()
         return token_logprobs(hidden_NE, decoder.head_weight, targets_N, temperature_N)[0].sum()
 
     with Storages(decoder.parameters()) as storages:
@@ -211,6 +223,13 @@ def kept_bytes(
     gc.collect()
     assert loss.requires_grad
     return storages.alive_bytes()
+
+
+def kept_by_rank(
+    group: RankGroup, spec: ModelSpec, lengths: Sequence[int], dtype: torch.dtype, **how: Any
+) -> int:
+    """What `kept_bytes` says of a rank that splits the rows with the others."""
+    return kept_bytes(spec, lengths, dtype, tensor=SequenceParallel(group), **how)
 
 
 def assert_planned(

@@ -46,11 +46,16 @@ LENGTHS = [5, 1, 6]  # of packed sequences: twelve tokens
 
 
 def decoder_of(
-    spec: ModelSpec, group: RankGroup, *, dtype: torch.dtype, scale: float = 1.0
+    spec: ModelSpec,
+    group: RankGroup,
+    *,
+    dtype: torch.dtype,
+    scale: float = 1.0,
+    kind: type[ReplicatedRows | SequenceParallel] = ReplicatedRows,
 ) -> Decoder:
     """A rank's part of the model of a seed; the whole of it where there is one rank. `scale` times
     the matrices."""
-    tensor = None if group.size == 1 else ReplicatedRows(group)
+    tensor = None if group.size == 1 else kind(group)
     decoder = Decoder(spec, device=group.device, dtype=dtype, tensor=tensor)
     fill_decoder(decoder, seed=7, scale=scale)
     return decoder
@@ -72,11 +77,15 @@ def gradients_of(
     spec: ModelSpec,
     checkpointing: Checkpointing,
     dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return hidden states, logits and the gradient of every local parameter."""
-    decoder, device = decoder_of(spec, group, dtype=dtype), group.device
+    how: str = "replicated",
+) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, int]]:
+    """Return hidden states, logits, the gradient of every local parameter, and the bytes sent for
+    hidden states and gradients. Of 12 tokens five are wanted, which no two ranks split evenly."""
+    kind = ReplicatedRows if how == "replicated" else SequenceParallel
+    decoder, device = decoder_of(spec, group, dtype=dtype, kind=kind), group.device
     layout = PackedLayout.of(LENGTHS, device)
     tokens_T = torch.arange(sum(LENGTHS), device=device) * 5 % spec.vocab_size
+    group.traffic.take()
     hidden_NE = decoder.hidden(
         tokens_T,
         layout.positions_T,
@@ -85,9 +94,10 @@ def gradients_of(
         checkpointing=checkpointing,
     )
     (hidden_NE.square() * torch.arange(1.0, 6.0, device=device)[:, None]).sum().backward()
+    sent = dict(group.traffic.take().bytes_by_kind)
     with torch.no_grad():
         logits_NV = decoder.logits(hidden_NE)
-    return hidden_NE.detach().cpu(), logits_NV.cpu(), gradients(decoder)
+    return hidden_NE.detach().cpu(), logits_NV.cpu(), gradients(decoder), sent
 
 
 def layer_over_ranks(
@@ -286,38 +296,40 @@ def logprobs_of(
     truncated: bool = False,
     unused: str = "",
     chunk: int = 0,
+    keep_logits: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Return log-probs, entropies and gradients, the head's of this rank's rows; and bytes sent.
     `unused` names an output that no gradient goes through."""
+    device, how = group.device, {"chunk": chunk, "keep_logits": keep_logits}
     generator = torch.Generator().manual_seed(vocab_size)
     rows, hidden = 7, 6
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
     hidden_NE, weight_VE = random(rows, hidden), random(vocab_size, hidden)
     up_N, up_too_N = random(rows), random(rows)
-    targets_N = torch.arange(rows) * 5 % vocab_size
-    temperature_N = torch.linspace(0.5, 1.5, rows)
+    targets_N = torch.arange(rows, device=device) * 5 % vocab_size
+    temperature_N = torch.linspace(0.5, 1.5, rows, device=device)
     support = None
     if truncated:  # the target, and another
         ids_N2 = torch.stack([targets_N, (targets_N + 3) % vocab_size], 1)
-        support = torch.arange(rows + 1) * 2, ids_N2.flatten().int()
+        support = torch.arange(rows + 1, device=device) * 2, ids_N2.flatten().int()
     hidden_NE.requires_grad_()
     given = targets_N, temperature_N, support
     if group.size == 1:
         weight_VE.requires_grad_()
-        found = token_logprobs(hidden_NE, weight_VE, *given, chunk=chunk)
+        found = token_logprobs(hidden_NE, weight_VE, *given, **how)
     else:
         own = -(-vocab_size // group.size)
-        padded_VE = torch.zeros(own * group.size, hidden, dtype=dtype)
+        padded_VE = torch.zeros(own * group.size, hidden, dtype=dtype, device=device)
         padded_VE[:vocab_size] = weight_VE
         weight_VE = padded_VE.view(group.size, own, hidden)[group.rank].clone().requires_grad_()
         tensor = ReplicatedRows(group)
         group.traffic.take()
         found = vocabulary_logprobs(
-            hidden_NE, weight_VE, *given, vocab_size=vocab_size, tensor=tensor, chunk=chunk
+            hidden_NE, weight_VE, *given, vocab_size=vocab_size, tensor=tensor, **how
         )
     used = [
         (x_N, grad_N)
@@ -327,9 +339,10 @@ def logprobs_of(
     torch.autograd.backward([x_N for x_N, _ in used], [grad_N.to(x_N) for x_N, grad_N in used])
     sent = dict(group.traffic.take().bytes_by_kind)
     assert hidden_NE.grad is not None and weight_VE.grad is not None
-    return {
+    told = {
         "logprobs": found[0].detach(),
         "entropy": found[1].detach(),
         "hidden": hidden_NE.grad,
         "head": weight_VE.grad,
-    }, sent
+    }
+    return {name: tensor.cpu() for name, tensor in told.items()}, sent

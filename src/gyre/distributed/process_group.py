@@ -108,6 +108,11 @@ class RankGroup:
     def reduce_scatter(self, x_SN: Tensor) -> Tensor:
         """Sum all ranks' versions of this rank's slice of `x_SN` in place and return it; the rest
         becomes scratch."""
+        return self.begin_reduce_scatter(x_SN)()
+
+    def begin_reduce_scatter(self, x_SN: Tensor) -> Callable[[], Tensor]:
+        """Start a `reduce_scatter`; the function that is returned waits for the slice. `x_SN` must
+        not be read or written before."""
         step = len(x_SN) // self.size
         own_N = x_SN[self.rank * step : (self.rank + 1) * step]
 
@@ -117,9 +122,16 @@ class RankGroup:
                 return dist.all_reduce(x_SN, group=self._group, async_op=True)
             return dist.reduce_scatter_tensor(own_N, x_SN, group=self._group, async_op=True)
 
-        if self.size > 1:
-            self._run("reduce_scatter", x_SN, start)
-        return own_N
+        if self.size == 1:
+            return lambda: own_N
+        whole_bytes = x_SN.numel() * x_SN.element_size()
+        wait = self._begin("reduce_scatter", whole_bytes, x_SN.device, start)
+
+        def slice_when_summed() -> Tensor:
+            wait()
+            return own_N
+
+        return slice_when_summed
 
     def exchange(self, x_SN: Tensor) -> Tensor:
         """Send one slice to each rank; return the slices that all ranks sent to this one, in rank

@@ -32,10 +32,15 @@ class PackedLayout:
     buckets: tuple[tuple[int, int], ...]  # (B, L), in the order of the slots
     token_of_slot_P: Tensor | None  # int64; None when the packed row already is the padded one
     slot_of_token_T: Tensor | None  # int64; likewise
+    num_padding: int = 0  # tokens at the end that are in no sequence; a last length of their own
 
     @staticmethod
-    def of(lengths: Sequence[int], device: torch.device) -> PackedLayout:
+    def of(lengths: Sequence[int], device: torch.device, *, multiple_of: int = 1) -> PackedLayout:
+        """Plan sequences of these lengths, and padding behind them to a number of tokens that
+        divides."""
         counts = [int(n) for n in lengths]
+        if num_padding := -sum(counts) % multiple_of:
+            counts.append(num_padding)
         starts = [0]
         for n in counts:
             starts.append(starts[-1] + n)
@@ -52,11 +57,17 @@ class PackedLayout:
             buckets=tuple((len(members), counts[members[0]]) for members in buckets),
             token_of_slot_P=None if in_place else token_of_slot_P.to(device),
             slot_of_token_T=None if in_place else slot_of_token_T.to(device),
+            num_padding=num_padding,
         )
 
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
+
+    @property
+    def sequence_lengths(self) -> tuple[int, ...]:
+        """Return the lengths without that of the padding."""
+        return self.lengths[:-1] if self.num_padding else self.lengths
 
 
 def plan_buckets(lengths: Sequence[int]) -> list[list[int]]:

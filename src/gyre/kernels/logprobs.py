@@ -411,20 +411,37 @@ class FusedLogprobs(torch.autograd.Function):
             "the kept logits became their gradient: one backward pass per forward pass"
         )
         ctx.kept_is_gradient = kept_NV is not None
-        kernels = kernels_for(hidden_NE)
-        assert kernels is not None and not isinstance(kernels, ChunkKernels)
         slopes = Slopes.of(grads, temperature_N, *found)
-        grad_weight_VE, grad_hidden_NE = torch.empty_like(weight_VE), None
-        for start, stop in ctx.blocks:
-            grad_NW = hidden_NE @ weight_VE[start:stop].t() if kept_NV is None else kept_NV
-            kernels.logits_gradient(grad_NW, temperature_N, targets_N, *slopes.rows(), start)
-            torch.mm(grad_NW.t(), hidden_NE, out=grad_weight_VE[start:stop])
-            part_NE = grad_NW @ weight_VE[start:stop]
-            if len(ctx.blocks) > 1:
-                part_NE = part_NE.float()
-            grad_hidden_NE = part_NE if grad_hidden_NE is None else grad_hidden_NE.add_(part_NE)
-        assert grad_hidden_NE is not None
-        return grad_hidden_NE.to(hidden_NE.dtype), grad_weight_VE, None, None, None
+        pair = fused_backward(
+            hidden_NE, weight_VE, targets_N, temperature_N, slopes, ctx.blocks, kept_NV
+        )
+        return *pair, None, None, None
+
+
+def fused_backward(
+    hidden_NE: Tensor,
+    weight_VE: Tensor,
+    targets_N: Tensor,
+    temperature_N: Tensor,
+    slopes: Slopes,
+    blocks: tuple[tuple[int, int], ...],
+    kept_NV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the hidden rows and of the head, by Triton kernels. Logits that were
+    kept are overwritten."""
+    kernels = kernels_for(hidden_NE)
+    assert kernels is not None and not isinstance(kernels, ChunkKernels)
+    grad_weight_VE, grad_hidden_NE = torch.empty_like(weight_VE), None
+    for start, stop in blocks:
+        grad_NW = hidden_NE @ weight_VE[start:stop].t() if kept_NV is None else kept_NV
+        kernels.logits_gradient(grad_NW, temperature_N, targets_N, *slopes.rows(), start)
+        torch.mm(grad_NW.t(), hidden_NE, out=grad_weight_VE[start:stop])
+        part_NE = grad_NW @ weight_VE[start:stop]
+        if len(blocks) > 1:
+            part_NE = part_NE.float()
+        grad_hidden_NE = part_NE if grad_hidden_NE is None else grad_hidden_NE.add_(part_NE)
+    assert grad_hidden_NE is not None
+    return grad_hidden_NE.to(hidden_NE.dtype), grad_weight_VE
 
 
 def block_statistics(logits_NW: Tensor) -> tuple[Tensor, Tensor, Tensor]:

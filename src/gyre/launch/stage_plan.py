@@ -31,7 +31,7 @@ from gyre.planner.hardware import read_hardware
 from gyre.planner.memory_model.activations import ITEM_BYTES
 from gyre.planner.memory_model.job import MODELS
 from gyre.planner.memory_model.states import matrix_shapes
-from gyre.planner.model_zoo import model_numbers
+from gyre.planner.model_zoo import model_numbers, model_part
 from gyre.planner.plan import Dtype, Hardware, ModelNumbers, Plan, PlanInputs, Shards
 from gyre.runconfig import RunConfig
 from gyre.trainer.adamw.blocks import check_codes, check_parts
@@ -73,7 +73,7 @@ def plan_run(
     inputs = replace(
         inputs,
         ranks=with_data,
-        trained_part=model_numbers(local_spec(spec, tensor_ranks)) if tensor_ranks > 1 else None,
+        trained_part=model_part(spec, tensor_ranks) if tensor_ranks > 1 else None,
         shards=shards,
         shared_weights=shared,
         engines_alone=alone,
@@ -263,7 +263,7 @@ def reward_numbers(config: RunConfig) -> ModelNumbers | None:
     if part is None:
         return None
     spec = spec_from_hub_config(read_json(reward_folder(part.path) / CONFIG_FILE))
-    return model_numbers(local_spec(spec, config.parallel.tensor_ranks))
+    return model_part(spec, config.parallel.tensor_ranks)
 
 
 def cut_hardware(hardware: Hardware, share: int) -> Hardware:

@@ -21,7 +21,7 @@ from gyre.core.records import Checkpointing, Projection
 from gyre.kernels.norm import rms_norm
 from gyre.kernels.rope import rope_frequencies, rope_tables
 from gyre.models.layers.layer import NOTHING, Attend, Layer
-from gyre.models.layers.tensor_parallel import ReplicatedRows
+from gyre.models.layers.tensor_parallel import TensorParallel, padded_rows, whole_rows
 from gyre.models.layers.vocabulary import embedded, joined_logits
 from gyre.models.layers.weights import Weights
 from gyre.models.layout import local_spec
@@ -50,7 +50,7 @@ class Decoder(nn.Module):
         *,
         device: torch.device,
         dtype: torch.dtype,
-        tensor: ReplicatedRows | None = None,
+        tensor: TensorParallel | None = None,
     ) -> None:
         """Make the parameters. `spec` is of the whole model, of which `tensor` joins the ranks."""
         super().__init__()
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
         return self.embed.weight.dtype
 
     def embedded(self, tokens_T: Tensor) -> Tensor:
-        """Return the residual stream before the first layer."""
+        """Return the residual stream before the first layer, this rank's rows of it."""
         return embedded(tokens_T, self.embed.weight, self.tensor)
 
     def hidden(
@@ -101,10 +101,14 @@ class Decoder(nn.Module):
         """Return hidden_TE with the final norm applied.
 
         With `rows_N`, returns hidden_NE of these tokens only and skips the last layer's output
-        projection and MLP for the others. `checkpointing` selects what autograd keeps of each
-        layer: everything the backward pass reads, only what is expensive to recompute, or the input
-        alone. `float8` names the projections with 8-bit operands.
+        projection and MLP for the others. Every rank of `tensor` gets all rows, and must give them
+        the same gradient; where ranks split the rows, the tokens must divide. `checkpointing`
+        selects what autograd keeps of each layer: everything the backward pass reads, only what is
+        expensive to recompute, or the input alone. `float8` names the projections with 8-bit
+        operands.
         """
+        num_rows = len(tokens_T if rows_N is None else rows_N)
+        rows_N = None if rows_N is None else padded_rows(rows_N, self.tensor)
         x_TE = self.embedded(tokens_T)
         cos_T1D, sin_T1D = rope_tables(positions_T, self.inv_freq_F, x_TE.dtype)
         last, full = len(self.layers) - 1, checkpointing == "full" and torch.is_grad_enabled()
@@ -117,7 +121,8 @@ class Decoder(nn.Module):
                 if full
                 else layer(*inputs, selective=selective, float8=float8)
             )
-        return rms_norm(x_TE, self.final_norm.weight, self.spec.norm_eps)
+        hidden_NE = rms_norm(x_TE, self.final_norm.weight, self.spec.norm_eps)
+        return whole_rows(hidden_NE, num_rows, self.tensor)
 
     def through_head(self, hidden_NE: Tensor, run: Callable[[Tensor, Tensor], Out]) -> Out:
         """Return run(hidden_NE, head_weight_VE), after `hidden` has run. The result is a tensor or

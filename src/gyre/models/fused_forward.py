@@ -51,6 +51,7 @@ class FusedForward:
         self._cos_PF = cos_P1D[:, 0, :half].contiguous()
         # the second half is the one that is not negated
         self._sin_PF = sin_P1D[:, 0, half:].contiguous()
+        assert decoder.tensor is None or not decoder.tensor.splits_rows, "an engine's rows are few"
         self._reduce = reducer_of(decoder.tensor)
         self._zero_E = torch.zeros(spec.hidden_size, device=decoder.device, dtype=decoder.dtype)
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from gyre.core.errors import ConfigError
+from gyre.models.layout import local_spec
 from gyre.models.spec import Family, ModelSpec
 from gyre.planner.plan import ModelNumbers
 
@@ -114,6 +115,11 @@ def find_shape(name: str) -> ModelSpec:
 
 def model_numbers(spec: ModelSpec) -> ModelNumbers:
     """Return what the planner needs of a model."""
-    return ModelNumbers(
-        **{field.name: getattr(spec, field.name) for field in dataclasses.fields(ModelNumbers)}
-    )
+    names = [field.name for field in dataclasses.fields(ModelNumbers) if field.name != "row_ranks"]
+    return ModelNumbers(**{name: getattr(spec, name) for name in names})
+
+
+def model_part(spec: ModelSpec, tensor_ranks: int) -> ModelNumbers:
+    """Return what one of `tensor_ranks` trains of a model, or runs of a frozen one beside it."""
+    part = model_numbers(local_spec(spec, tensor_ranks))
+    return dataclasses.replace(part, row_ranks=tensor_ranks)

@@ -67,6 +67,7 @@ class ModelNumbers:
     tied: bool  # the head is the embedding
     qkv_bias: bool
     qk_norm: bool
+    row_ranks: int = 1  # that split the rows of the residual stream of this part of a model
 
     @property
     def query_size(self) -> int:

@@ -221,6 +221,7 @@ class NativeTrainer:
             emit=self.emit,
             rank=data.rank,
             num_ranks=data.size,
+            tensor_ranks=self.mesh.tensor.size,
         )
         self._evaluator = Evaluator(
             objective=self.objective,

@@ -28,7 +28,13 @@ from gyre.kernels.linear import OutputGradient, linear
 from gyre.kernels.norm import rms_norm_backward, rms_norm_forward
 from gyre.kernels.recompute import RecomputeQK
 from gyre.models.layers.qk_norm_rope import turn_heads, turn_heads_backward
-from gyre.models.layers.tensor_parallel import TensorParallel, gathered, reduced, reducer_of
+from gyre.models.layers.tensor_parallel import (
+    TensorParallel,
+    begin_gathered,
+    begin_reduced,
+    gathered,
+    reducer_of,
+)
 
 
 def attention_inputs(
@@ -100,18 +106,19 @@ class AttentionInputs(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: hooks make them
         x_TE, norm_E, qkv_RE, bias_R, *norms_and_tables = saved[:8]
         normed_TE, rstd_T1, qkv_TR, rstd_TJ1, *amaxes = saved[8:]
+        if normed_TE is None:
+            normed_TE, _ = rms_norm_forward(x_TE, norm_E, ctx.eps)
+        rows_of_all = begin_gathered(normed_TE, ctx.tensor)
         amax = Amax() if amaxes[0] is not None else None
         grads_of_heads = grad_q_THD, grad_k_TKD, grad_v_TKD
         grad_qkv_TR, *grads_of_norms = turn_heads_backward(
             grads_of_heads, qkv_TR, rstd_TJ1, *norms_and_tables, heads=ctx.heads, amax=amax
         )
-        if normed_TE is None:
-            normed_TE, _ = rms_norm_forward(x_TE, norm_E, ctx.eps)
         through_qkv = OutputGradient(grad_qkv_TR, tuple(amaxes), amax)
-        grad_qkv_RE = through_qkv.of_weight(gathered(normed_TE, ctx.tensor))
+        summed_rows = begin_reduced(through_qkv.of_input(qkv_RE), ctx.tensor)
+        grad_qkv_RE = through_qkv.of_weight(rows_of_all())
         grad_bias_R = grad_qkv_TR.sum(0) if bias_R is not None else None
-        grad_normed_TE = reduced(through_qkv.of_input(qkv_RE), ctx.tensor)
-        grad_TE, grad_norm_E = rms_norm_backward(grad_normed_TE, x_TE, rstd_T1, norm_E, grad_x_TE)
+        grad_TE, grad_norm_E = rms_norm_backward(summed_rows(), x_TE, rstd_T1, norm_E, grad_x_TE)
         grads_of_weights = grad_norm_E, grad_qkv_RE, grad_bias_R, *grads_of_norms
         return *[None] * 5, grad_TE, *grads_of_weights, None, None
 

@@ -18,7 +18,7 @@ from gyre.kernels.float8 import Amax
 from gyre.kernels.recompute import RecomputeLayer, RecomputeQK
 from gyre.models.layers.blocks import attention_inputs, attention_output
 from gyre.models.layers.mlp import mlp
-from gyre.models.layers.tensor_parallel import TensorParallel
+from gyre.models.layers.tensor_parallel import TensorParallel, selected_rows
 from gyre.models.layers.weights import Weights
 from gyre.models.spec import ModelSpec
 
@@ -71,8 +71,8 @@ class Layer(nn.Module):
         recompute: bool = False,
         float8: frozenset[Projection] = NOTHING,
     ) -> Tensor:
-        """Return the residual stream after the layer, of `rows_N` only where given. `selective`,
-        `recompute` and `float8` as in blocks."""
+        """Return the residual stream after the layer, of `rows_N` only where given: as many as
+        divide over ranks that split them. `selective`, `recompute` and `float8` as in blocks."""
         assert self.tensor is None or not float8, "scales of 8-bit operands are of one rank"
         spec, turned = self.spec, RecomputeQK() if selective else None
         x_TE, q_THD, k_TKD, v_TKD = attention_inputs(
@@ -93,7 +93,8 @@ class Layer(nn.Module):
         with turned.hooks(q_THD, k_TKD) if turned else contextlib.nullcontext():
             attended_TA = attend(index, q_THD, k_TKD, v_TKD).flatten(1)
         if rows_N is not None:
-            x_TE, attended_TA = x_TE.index_select(0, rows_N), attended_TA.index_select(0, rows_N)
+            x_TE = selected_rows(x_TE, rows_N, self.tensor)
+            attended_TA = attended_TA.index_select(0, rows_N)
         amax = Amax() if "out" in float8 else None
         x_TE = attention_output(
             x_TE,

@@ -20,7 +20,13 @@ from gyre.kernels.float8 import Amax
 from gyre.kernels.linear import OutputGradient, amaxes_of, linear
 from gyre.kernels.norm import rms_norm_backward, rms_norm_forward
 from gyre.kernels.silu import keeps_product, silu_mul_backward, silu_mul_forward
-from gyre.models.layers.tensor_parallel import TensorParallel, gathered, reduced, reducer_of
+from gyre.models.layers.tensor_parallel import (
+    TensorParallel,
+    begin_gathered,
+    begin_reduced,
+    gathered,
+    reducer_of,
+)
 
 
 def mlp(
@@ -88,24 +94,27 @@ class Mlp(torch.autograd.Function):
         if ctx.selective:
             normed_TE, _ = rms_norm_forward(x_TE, norm_E, ctx.eps)
             normed_TE = gathered(normed_TE, tensor)
+            grads_of_all, rows_of_all = begin_gathered(grads[0], tensor), lambda: normed_TE
             gate_up_T2M, _ = linear(
                 normed_TE, gate_up_2ME, float8=of_gate_up[0] is not None, amax=Amax(of_gate_up[0])
             )
             kept = silu_mul_forward(gate_up_T2M)[1] if keeps_product(gate_up_T2M) else ()
         else:
             normed_TE, gate_up_T2M, *kept = saved[9:]
-            normed_TE = gathered(normed_TE, tensor)
-        through_down = OutputGradient(gathered(grads[0], tensor), of_down)
+            grads_of_all = begin_gathered(grads[0], tensor)
+            rows_of_all = begin_gathered(normed_TE, tensor)
+        through_down = OutputGradient(grads_of_all(), of_down)
         amax = Amax() if of_gate_up[0] is not None else None
         grad_gate_up_T2M, product_TM = silu_mul_backward(
             through_down.of_input(down_EM), gate_up_T2M, tuple(kept), amax
         )
         grad_down_EM = through_down.of_weight(product_TM)
-        del product_TM, through_down
+        del product_TM, through_down, grads_of_all
         through_gate_up = OutputGradient(grad_gate_up_T2M, of_gate_up, amax)
-        grad_gate_up_2ME = through_gate_up.of_weight(normed_TE)
-        grad_normed_TE = reduced(through_gate_up.of_input(gate_up_2ME), tensor)
+        summed_rows = begin_reduced(through_gate_up.of_input(gate_up_2ME), tensor)
+        grad_gate_up_2ME = through_gate_up.of_weight(rows_of_all())
+        del rows_of_all
         grad_TE, grad_norm_E = rms_norm_backward(
-            grad_normed_TE, x_TE, rstd_T1, norm_E, grads[0], ctx.grad_amax
+            summed_rows(), x_TE, rstd_T1, norm_E, grads[0], ctx.grad_amax
         )
         return *[None] * 6, grad_TE, grad_norm_E, grad_gate_up_2ME, grad_down_EM

@@ -4,21 +4,26 @@ products.
 
 Each rank holds some heads and MLP columns. A product that reads the residual stream (q|k|v, gate
 and up) is cut by its outputs. One that writes to it (output, down) is cut by its inputs. The
-backward pass of either exchange is the other one.
+backward pass of either exchange is the other one. A started exchange runs beside the products that
+do not need it.
 """
 
-# T tokens of the micro-batch, E hidden size
+# T tokens of the micro-batch, E hidden size, N rows of it that are wanted
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gyre.distributed.process_group import RankGroup
 from gyre.kernels.linear import Reduce
+
+Rows = Callable[[], Tensor]  # waits for rows that are on their way; to be called once
 
 
 class TensorParallel(Protocol):
@@ -27,45 +32,76 @@ class TensorParallel(Protocol):
     @property
     def group(self) -> RankGroup: ...
 
-    def gather_rows(self, x_TE: Tensor) -> Tensor:
-        """Return all rows, of this rank's own; `x_TE` itself if it holds them all."""
+    @property
+    def splits_rows(self) -> bool:
+        """Return whether each rank holds some rows only."""
         ...
 
-    def reduce_rows(self, partial_TE: Tensor) -> Tensor:
-        """Return this rank's rows of the sum over the ranks. `partial_TE` becomes scratch."""
+    def begin_gather_rows(self, x_TE: Tensor) -> Rows:
+        """Start to gather all rows, of this rank's own; `x_TE` itself if it holds them all."""
         ...
+
+    def begin_reduce_rows(self, partial_TE: Tensor) -> Rows:
+        """Start to sum over the ranks, for this rank's rows of it. `partial_TE` becomes scratch."""
+        ...
+
+    def gather_rows(self, x_TE: Tensor) -> Tensor: ...
+
+    def reduce_rows(self, partial_TE: Tensor) -> Tensor: ...
 
 
 class ReplicatedRows:
-    """Every rank holds the whole residual stream and computes the norms of all tokens."""
+    """Every rank holds the whole residual stream and computes the norms of all tokens. For steps
+    of few rows, in any number."""
+
+    splits_rows = False
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
+
+    def begin_gather_rows(self, x_TE: Tensor) -> Rows:
+        return lambda: x_TE
+
+    def begin_reduce_rows(self, partial_TE: Tensor) -> Rows:
+        self.group.all_reduce(partial_TE)
+        return lambda: partial_TE
 
     def gather_rows(self, x_TE: Tensor) -> Tensor:
         return x_TE
 
     def reduce_rows(self, partial_TE: Tensor) -> Tensor:
-        self.group.all_reduce(partial_TE)
-        return partial_TE
+        return self.begin_reduce_rows(partial_TE)()
 
 
 class SequenceParallel:
     """Each rank holds an equal run of the residual stream's rows and computes their norms. The
     gradients of norm weights are partial sums then."""
 
+    splits_rows = True
+
     def __init__(self, group: RankGroup) -> None:
         self.group = group
 
-    def gather_rows(self, x_TE: Tensor) -> Tensor:
+    def begin_gather_rows(self, x_TE: Tensor) -> Rows:
         whole_TE = x_TE.new_empty(len(x_TE) * self.group.size, *x_TE.shape[1:])
-        self.group.all_gather(whole_TE, x_TE.contiguous())
-        return whole_TE
+        wait = self.group.begin_all_gather(whole_TE, x_TE.contiguous())
 
-    def reduce_rows(self, partial_TE: Tensor) -> Tensor:
+        def gathered_rows() -> Tensor:
+            wait()
+            return whole_TE
+
+        return gathered_rows
+
+    def begin_reduce_rows(self, partial_TE: Tensor) -> Rows:
         ranks = self.group.size
         assert len(partial_TE) % ranks == 0, f"{len(partial_TE)} rows do not divide over {ranks}"
-        return self.group.reduce_scatter(partial_TE)
+        return self.group.begin_reduce_scatter(partial_TE)
+
+    def gather_rows(self, x_TE: Tensor) -> Tensor:
+        return self.begin_gather_rows(x_TE)()
+
+    def reduce_rows(self, partial_TE: Tensor) -> Tensor:
+        return self.begin_reduce_rows(partial_TE)()
 
 
 def gathered(x_TE: Tensor, tensor: TensorParallel | None) -> Tensor:
@@ -73,9 +109,14 @@ def gathered(x_TE: Tensor, tensor: TensorParallel | None) -> Tensor:
     return x_TE if tensor is None else tensor.gather_rows(x_TE)
 
 
-def reduced(partial_TE: Tensor, tensor: TensorParallel | None) -> Tensor:
-    """Return this rank's rows of the sum of partial products."""
-    return partial_TE if tensor is None else tensor.reduce_rows(partial_TE)
+def begin_gathered(x_TE: Tensor, tensor: TensorParallel | None) -> Rows:
+    """Start `gathered`."""
+    return (lambda: x_TE) if tensor is None else tensor.begin_gather_rows(x_TE)
+
+
+def begin_reduced(partial_TE: Tensor, tensor: TensorParallel | None) -> Rows:
+    """Start to sum partial products, for this rank's rows of the sum."""
+    return (lambda: partial_TE) if tensor is None else tensor.begin_reduce_rows(partial_TE)
 
 
 def reducer_of(tensor: TensorParallel | None) -> Reduce | None:
@@ -87,13 +128,73 @@ def reduced_rows(partial_TE: Tensor, tensor: TensorParallel) -> Tensor:
     return ReduceRows.apply(tensor, partial_TE)
 
 
+def padded_rows(rows_N: Tensor, tensor: TensorParallel | None) -> Tensor:
+    """Return the indices of rows, with row 0 again until the ranks have equal runs of them."""
+    if tensor is None or not tensor.splits_rows:
+        return rows_N
+    return F.pad(rows_N, (0, -len(rows_N) % tensor.group.size))
+
+
+def selected_rows(x_TE: Tensor, rows_N: Tensor, tensor: TensorParallel | None) -> Tensor:
+    """Return these of all rows, over the ranks like `x_TE`: of split ones an equal run each."""
+    if tensor is None or not tensor.splits_rows:
+        return x_TE.index_select(0, rows_N)
+    return SelectRows.apply(tensor, x_TE, rows_N)
+
+
+def whole_rows(x_TE: Tensor, num_rows: int, tensor: TensorParallel | None) -> Tensor:
+    """Return all rows on every rank, without padding behind the first `num_rows`. Every rank must
+    give them the same gradient."""
+    if tensor is None or not tensor.splits_rows:
+        return x_TE
+    return WholeRows.apply(tensor, num_rows, x_TE)
+
+
 class ReduceRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: TensorParallel, partial_TE: Tensor) -> Tensor:
         ctx.tensor = tensor
-        return tensor.reduce_rows(partial_TE.clone())
+        own_TE = tensor.reduce_rows(partial_TE.clone())
+        # a run of rows would keep those of the others alive
+        return own_TE.clone() if tensor.splits_rows else own_TE
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, ctx.tensor.gather_rows(grads[0])
+
+
+class SelectRows(torch.autograd.Function):
+    """Rows of a rank may be wanted by another, so all are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: TensorParallel, x_TE: Tensor, rows_N: Tensor) -> Tensor:
+        ctx.tensor, ctx.num_rows, rows_N = tensor, len(x_TE), own_run(rows_N, tensor)
+        ctx.save_for_backward(rows_N)
+        return tensor.gather_rows(x_TE).index_select(0, rows_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (rows_N,), grad_NE = ctx.saved_tensors, grads[0]
+        shape = ctx.num_rows * ctx.tensor.group.size, *grad_NE.shape[1:]
+        grad_TE = grad_NE.new_zeros(shape).index_add_(0, rows_N, grad_NE)
+        return None, ctx.tensor.reduce_rows(grad_TE), None
+
+
+class WholeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: TensorParallel, num_rows: int, x_TE: Tensor) -> Tensor:
+        ctx.tensor, ctx.num_padding = tensor, len(x_TE) * tensor.group.size - num_rows
+        return tensor.gather_rows(x_TE)[:num_rows]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_TE = F.pad(grads[0], (0, 0, 0, ctx.num_padding)) if ctx.num_padding else grads[0]
+        return None, None, own_run(grad_TE, ctx.tensor)
+
+
+def own_run(x_T: Tensor, tensor: TensorParallel) -> Tensor:
+    """Return this rank's run of rows that every rank has."""
+    return x_T.chunk(tensor.group.size)[tensor.group.rank]

@@ -4,7 +4,8 @@ equal on every rank, both with a hand-written backward.
 
 A rank's part of the vocabulary is to the others what a block of it is in kernels.logprobs. Forward,
 the ranks gather three numbers per row: the log of the part's sum, its mean logit, the target's
-logit. Backward, they sum the gradient of the hidden rows. Logits stay on their rank.
+logit. Backward, they sum the gradient of the hidden rows. Logits stay on their rank. With Triton
+kernels there is no copy of them, and a single block's are kept for the backward pass.
 """
 
 # N rows, E hidden size, V rows of the head: this rank's, S ranks, Z entries of the support
@@ -17,16 +18,22 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gyre.kernels.cpu.chunks import ChunkKernels
+from gyre.kernels.dispatch import kernels_for
 from gyre.kernels.logprobs import (
     FORBIDDEN,
+    FUSED_BLOCK_LOGITS,
     Slopes,
     Support,
     block_logits,
     block_statistics,
     cut_vocabulary,
+    fused_backward,
     logprobs_backward,
 )
-from gyre.models.layers.tensor_parallel import ReplicatedRows
+from gyre.models.layers.tensor_parallel import TensorParallel
+
+Blocks = tuple[tuple[int, int], ...]  # (start, stop) of the rank's rows
 
 
 def vocabulary_logprobs(
@@ -37,11 +44,12 @@ def vocabulary_logprobs(
     support: Support | None = None,
     *,
     vocab_size: int,
-    tensor: ReplicatedRows,
+    tensor: TensorParallel,
     chunk: int = 0,
+    keep_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `kernels.logprobs.token_logprobs` does of the whole head. The last ranks' rows
-    past `vocab_size` are padding."""
+    """Return what `kernels.logprobs.token_logprobs` does of the whole head. Hidden rows and
+    gradients are equal on all ranks. The last ranks' rows past `vocab_size` are padding."""
     rows_Z = ids_Z = None
     if support is not None:
         offsets, ids_Z = support
@@ -49,10 +57,22 @@ def vocabulary_logprobs(
         rows_Z = torch.repeat_interleave(row_N, offsets.diff())
     first = tensor.group.rank * len(head_weight_VE)
     own = min(len(head_weight_VE), max(0, vocab_size - first))
-    blocks = cut_vocabulary(own, len(hidden_NE), chunk)
-    tensors = hidden_NE, head_weight_VE, targets_N.long() - first, temperature_N
+    fused = hidden_NE.is_cuda and support is None and kernels_for(hidden_NE) is not None
+    if fused:
+        columns = own if keep_logits and not chunk else chunk
+        blocks = cut_vocabulary(own, len(hidden_NE), columns, limit=FUSED_BLOCK_LOGITS)
+    else:
+        blocks = cut_vocabulary(own, len(hidden_NE), chunk)
     return VocabularyLogprobs.apply(
-        tensor, blocks, *tensors, rows_Z, None if ids_Z is None else ids_Z - first
+        tensor,
+        blocks,
+        fused,
+        hidden_NE,
+        head_weight_VE,
+        targets_N.long() - first,
+        temperature_N.float() if fused else temperature_N,
+        rows_Z,
+        None if ids_Z is None else ids_Z - first,
     )
 
 
@@ -62,26 +82,18 @@ class VocabularyLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        tensor: ReplicatedRows,
-        blocks: tuple[tuple[int, int], ...],
+        tensor: TensorParallel,
+        blocks: Blocks,
+        fused: bool,
         *tensors: Any,
     ) -> tuple[Tensor, Tensor]:
-        hidden_NE, weight_VE, targets_N, temperature_N, rows_Z, ids_Z = tensors
+        hidden_NE = tensors[0]
         wide = torch.promote_types(hidden_NE.dtype, torch.float32)
         # of a rank that has only padding: its part weighs nothing
         parts = [torch.full((3, len(hidden_NE)), FORBIDDEN, dtype=wide, device=hidden_NE.device)]
         parts[0][1:] = 0.0
-        for start, stop in blocks:
-            logits_NW = block_logits(
-                hidden_NE, weight_VE, temperature_N, rows_Z, ids_Z, start, stop
-            )
-            _, total_N, mean_N = block_statistics(logits_NW)
-            place_N = targets_N - start
-            inside_N = (place_N >= 0) & (place_N < stop - start)
-            found_N1 = logits_NW.gather(1, place_N.clamp(0, stop - start - 1)[:, None])
-            target_N = found_N1.squeeze(1).masked_fill(~inside_N, 0.0)
-            parts.append(torch.stack([total_N, mean_N, target_N]))
-        total_N, mean_N, target_N = joined(torch.stack(parts))
+        found, kept_NV = (fused_statistics if fused else statistics)(blocks, *tensors)
+        total_N, mean_N, target_N = joined(torch.stack([*parts, *found]))
         whole_S3N = total_N.new_empty(tensor.group.size, 3, len(total_N))
         tensor.group.all_gather(
             whole_S3N.view(-1), torch.stack([total_N, mean_N, target_N]).view(-1)
@@ -90,15 +102,16 @@ class VocabularyLogprobs(torch.autograd.Function):
         entropy_N, logprobs_N = total_N - mean_N, target_N - total_N
         # an output that nobody uses has the gradient None, and costs nothing
         ctx.set_materialize_grads(False)
-        ctx.tensor, ctx.blocks = tensor, blocks
-        ctx.save_for_backward(*tensors, total_N, logprobs_N, entropy_N)
+        ctx.tensor, ctx.blocks, ctx.fused, ctx.kept_is_gradient = tensor, blocks, fused, False
+        ctx.save_for_backward(*tensors, total_N, logprobs_N, entropy_N, kept_NV)
         return logprobs_N, entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_NE, weight_VE, targets_N, temperature_N, rows_Z, ids_Z, *found = ctx.saved_tensors
-        slopes = Slopes.of(grads, temperature_N, *found)
+        *tensors, total_N, logprobs_N, entropy_N, kept_NV = ctx.saved_tensors
+        hidden_NE, weight_VE, targets_N, temperature_N, rows_Z, ids_Z = tensors
+        slopes = Slopes.of(grads, temperature_N, total_N, logprobs_N, entropy_N)
 
         def log_probabilities(start: int, stop: int) -> Tensor:
             logits_NW = block_logits(
@@ -106,23 +119,50 @@ class VocabularyLogprobs(torch.autograd.Function):
             )
             return logits_NW.sub_(slopes.total_N[:, None])
 
-        if ctx.blocks:
+        if not ctx.blocks:
+            grad_hidden_NE, grad_weight_VE = (torch.zeros_like(x) for x in (hidden_NE, weight_VE))
+        elif ctx.fused:
+            assert not ctx.kept_is_gradient, "one backward pass per forward pass"
+            ctx.kept_is_gradient = kept_NV is not None
+            grad_hidden_NE, grad_weight_VE = fused_backward(
+                hidden_NE, weight_VE, targets_N, temperature_N, slopes, ctx.blocks, kept_NV
+            )
+        else:
             grad_hidden_NE, grad_weight_VE = logprobs_backward(
                 hidden_NE, weight_VE, targets_N, slopes, ctx.blocks, log_probabilities
             )
+        if ctx.blocks:
             grad_weight_VE[ctx.blocks[-1][1] :] = 0.0  # padding
-        else:
-            grad_hidden_NE, grad_weight_VE = (torch.zeros_like(x) for x in (hidden_NE, weight_VE))
-        return (
-            None,
-            None,
-            ctx.tensor.reduce_rows(grad_hidden_NE),
-            grad_weight_VE,
-            None,
-            None,
-            None,
-            None,
+        ctx.tensor.group.all_reduce(grad_hidden_NE)
+        return *[None] * 3, grad_hidden_NE, grad_weight_VE, *[None] * 4
+
+
+def statistics(blocks: Blocks, *tensors: Any) -> tuple[list[Tensor], None]:
+    """Return three numbers of each row, by block: log of the sum, mean logit, target's logit."""
+    hidden_NE, weight_VE, targets_N, temperature_N, rows_Z, ids_Z = tensors
+    found = []
+    for start, stop in blocks:
+        logits_NW = block_logits(hidden_NE, weight_VE, temperature_N, rows_Z, ids_Z, start, stop)
+        _, total_N, mean_N = block_statistics(logits_NW)
+        place_N = targets_N - start
+        inside_N = (place_N >= 0) & (place_N < stop - start)
+        found_N1 = logits_NW.gather(1, place_N.clamp(0, stop - start - 1)[:, None])
+        target_N = found_N1.squeeze(1).masked_fill(~inside_N, 0.0)
+        found.append(torch.stack([total_N, mean_N, target_N]))
+    return found, None
+
+
+def fused_statistics(blocks: Blocks, *tensors: Any) -> tuple[list[Tensor], Tensor | None]:
+    """Return what `statistics` does, and the logits of a single block."""
+    hidden_NE, weight_VE, targets_N, temperature_N, _, _ = tensors
+    kernels, found, logits_NW = kernels_for(hidden_NE), [], None
+    assert kernels is not None and not isinstance(kernels, ChunkKernels)
+    for start, stop in blocks:
+        logits_NW = hidden_NE @ weight_VE[start:stop].t()
+        found.append(
+            torch.stack(kernels.block_statistics(logits_NW, temperature_N, targets_N, start))
         )
+    return found, logits_NW if len(blocks) == 1 else None
 
 
 def joined(parts_B3N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,6 +5,9 @@ In: sizes of the model, dtype, tokens, where the layers run. Out: bytes. Each ro
 is a tensor that models/layers/blocks.py, heads.py or attention.py saves, under the name that it has
 there; a test compares the sums with what autograd really saves.
 
+Of a model whose rows tensor ranks split, the residual stream and its norms are of a rank's own
+rows. Products and their gradients are of all, which a rank has while it needs them.
+
 Letters: E hidden, M MLP, H heads, K KV heads, D head size; A = H·D, R = A + 2·K·D rows of q|k|v;
 V vocabulary, T tokens of a chunk, N targets among them.
 """
@@ -42,17 +45,18 @@ def kept_by_layer(
 ) -> dict[str, int]:
     """Bytes per token of each tensor that one layer keeps when nothing is computed again."""
     item, m = ITEM_BYTES[dtype], model
-    hidden, query, kv, mlp = m.hidden_size, m.query_size, m.kv_size, m.mlp_size
+    row, statistic = ceil_div(item * m.hidden_size, m.row_ranks), ceil_div(STATISTIC, m.row_ranks)
+    query, kv, mlp = m.query_size, m.kv_size, m.mlp_size
     kept = {
-        "x_TE": item * hidden,
-        "normed_TE": item * hidden,
-        "rstd_T1": STATISTIC,
+        "x_TE": row,
+        "normed_TE": row,
+        "rstd_T1": statistic,
         "qkv_TR": item * (query + 2 * kv),
         "rstd_TJ1": STATISTIC * (m.num_heads + m.num_kv_heads) if m.qk_norm else 0,
         "attended_TA": item * query,
-        "mlp.middle_TE": item * hidden,
-        "mlp.normed_TE": item * hidden,
-        "mlp.rstd_T1": STATISTIC,
+        "mlp.middle_TE": row,
+        "mlp.normed_TE": row,
+        "mlp.rstd_T1": statistic,
         "mlp.gate_up_T2M": item * 2 * mlp,
     }
     if saving != "triton":  # it makes the product again as it goes
@@ -130,12 +134,19 @@ def saved_bytes(
 def _head_row_bytes(
     m: ModelNumbers, item: int, saving: Saving, checkpointing: Checkpointing, targets: int
 ) -> int:
-    """Return the bytes of final norm and log-probs: its rows before and after, statistics, the
-    target; by torch probabilities where the vocabulary is one block, by Triton logits also where
-    nothing is made again."""
-    row = 2 * item * m.hidden_size + STATISTIC + INDEX + 3 * STATISTIC
-    keeps = block_columns(saving, targets) >= m.vocab_size or (
-        saving == "triton" and checkpointing == "none"
+    """Return the bytes of final norm and log-probs: its rows before and after, which every rank
+    has, statistics, the target. By torch also probabilities where the vocabulary is one block and
+    not of several ranks; by Triton logits of one block, or where nothing is made again."""
+    row = (
+        item * m.hidden_size
+        + ceil_div(item * m.hidden_size, m.row_ranks)
+        + STATISTIC
+        + INDEX
+        + 3 * STATISTIC
+    )
+    fused = saving == "triton"
+    keeps = (fused and checkpointing == "none") or (
+        block_columns(saving, targets) >= m.vocab_size and (fused or m.row_ranks == 1)
     )
     return row + (item * m.vocab_size if keeps else 0)
 
@@ -170,15 +181,17 @@ def layer_backward_bytes(
     rows that they come from, the weight."""
     item, m = ITEM_BYTES[dtype], model
     mlp, out = 3 * m.hidden_size * m.mlp_size, m.hidden_size * m.query_size
+    own = ceil_div(m.hidden_size, m.row_ranks)  # of a row, on average
+    on_their_way = m.hidden_size + own if m.row_ranks > 1 else 0  # normed rows of all ranks
     rounded = (
         tokens * (4 * m.mlp_size + m.hidden_size) + 2 * m.hidden_size * m.mlp_size
         if matmul == "fp8"
         else 0
     )
     return rounded + item * max(
-        tokens * (m.hidden_size + 3 * m.mlp_size),
-        tokens * (3 * m.hidden_size + 2 * m.mlp_size) + mlp,
-        tokens * (2 * m.hidden_size + 2 * m.mlp_size + m.query_size) + mlp + out,
+        tokens * (m.hidden_size + on_their_way + 3 * m.mlp_size),
+        tokens * (2 * m.hidden_size + own + 2 * m.mlp_size) + mlp,
+        tokens * (m.hidden_size + own + 2 * m.mlp_size + m.query_size) + mlp + out,
     )
 
 
@@ -207,4 +220,5 @@ def forward_layer_bytes(
     model: ModelNumbers, dtype: Dtype, saving: Saving, tokens: int, *, longest: int
 ) -> int:
     """Return the bytes of one layer of a pass without a backward one."""
-    return tokens * sum(kept_by_layer(model, dtype, saving, longest=longest).values())
+    kept = sum(kept_by_layer(model, dtype, saving, longest=longest).values())
+    return tokens * (kept + (ITEM_BYTES[dtype] * model.hidden_size if model.row_ranks > 1 else 0))

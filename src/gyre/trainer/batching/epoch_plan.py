@@ -76,6 +76,7 @@ class BatchPlanner:
     emit: Emit
     rank: int = 0
     num_ranks: int = 1
+    tensor_ranks: int = 1  # that split the rows of each micro-batch
     _last: tuple[tuple[int, int], tuple[TrainSequence, ...], EpochPlan] | None = field(
         default=None, init=False
     )
@@ -159,10 +160,15 @@ class BatchPlanner:
         plan = pack(atoms, num_ranks=self.num_ranks, tokens_per_chunk=self.config.tokens_per_chunk)
         chunks = tuple(
             build_chunk(
-                sequences, members, pairwise=pairwise, vocab_size=vocab_size, device=self.device
+                sequences,
+                members,
+                pairwise=pairwise,
+                vocab_size=vocab_size,
+                device=self.device,
+                tensor_ranks=self.tensor_ranks,
             )
             if members
-            else blank_chunk(self.device)
+            else blank_chunk(self.device, tensor_ranks=self.tensor_ranks)
             for members in plan.ranks[self.rank]
         )
         return chunks, plan

@@ -32,7 +32,8 @@ class PreferencePairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Everything that one forward pass needs. Index tensors are int64."""
+    """Everything that one forward pass needs. Index tensors are int64. Behind the sequences are
+    the layout's padding tokens, which attend to each other only and have no target."""
 
     # indices into the batch, in the order of the chunk; a blank chunk has none
     members: tuple[int, ...]
@@ -89,8 +90,10 @@ def build_chunk(
     pairwise: bool,
     vocab_size: int,
     device: torch.device,
+    tensor_ranks: int = 1,
 ) -> MicroBatch:
-    """Concatenate one or more sequences. `pairwise`: neighbors are preference pairs."""
+    """Concatenate one or more sequences. `pairwise`: neighbors are preference pairs. Tokens are
+    padded to equal runs for `tensor_ranks`."""
     chosen = [sequences[index] for index in members]
     lengths = np.array([len(sequence.tokens) for sequence in chosen], dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -106,6 +109,7 @@ def build_chunk(
             "on",
             hint="set rollout.sampling.temperature above 0 for training",
         )
+    layout = PackedLayout.of(lengths.tolist(), device, multiple_of=tensor_ranks)
     index_of = np.repeat(np.arange(len(chosen)), counts)
 
     def put(array: np.ndarray) -> Tensor:
@@ -113,8 +117,8 @@ def build_chunk(
 
     return MicroBatch(
         members=tuple(members),
-        layout=PackedLayout.of(lengths.tolist(), device),
-        tokens_T=put(tokens),
+        layout=layout,
+        tokens_T=put(np.pad(tokens, (0, layout.num_padding))),
         rows_N=put(targets_at - 1),
         targets_N=put(tokens[targets_at]),
         temperature_N=put(temperatures[index_of]),
@@ -127,11 +131,13 @@ def build_chunk(
     )
 
 
-def blank_chunk(device: torch.device) -> MicroBatch:
-    """Build a dummy micro-batch of two tokens and one target. A rank without work runs it, since
-    per-layer weight gathers are collective. Its results are discarded."""
+def blank_chunk(device: torch.device, *, tensor_ranks: int = 1) -> MicroBatch:
+    """Build a dummy micro-batch of two tokens and one target, and padding. A rank without work runs
+    it, since per-layer weight gathers are collective. Its results are discarded."""
     blank = TrainSequence(tokens=np.zeros(2, dtype=np.int32), columns={})
-    chunk = build_chunk((blank,), (0,), pairwise=False, vocab_size=1, device=device)
+    chunk = build_chunk(
+        (blank,), (0,), pairwise=False, vocab_size=1, device=device, tensor_ranks=tensor_ranks
+    )
     return replace(chunk, members=())
 
 

@@ -59,7 +59,7 @@ class ThroughputMeter:
                 outputs = len(chunk.targets_N)
                 flops = forward_flops(
                     spec,
-                    chunk.layout.lengths,
+                    chunk.layout.sequence_lengths,
                     num_outputs=outputs,
                     output_rows=1 if scalar else None,
                 )

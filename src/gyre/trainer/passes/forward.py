@@ -64,7 +64,12 @@ def chunk_logprobs(
         if tensor is None:
             return token_logprobs(hidden_NE, weight_VE, *given, keep_logits=keep_logits)
         return vocabulary_logprobs(
-            hidden_NE, weight_VE, *given, vocab_size=vocab_size, tensor=tensor
+            hidden_NE,
+            weight_VE,
+            *given,
+            vocab_size=vocab_size,
+            tensor=tensor,
+            keep_logits=keep_logits,
         )
 
     return decoder.through_head(hidden_NE, run)

@@ -21,7 +21,7 @@ from gyre.distributed.process_group import RankGroup
 from gyre.kernels.rope import rope_frequencies
 from gyre.memory.pools.host_buffer import HostBuffer
 from gyre.models.decoder import NOTHING, Decoder
-from gyre.models.layers.tensor_parallel import ReplicatedRows
+from gyre.models.layers.tensor_parallel import SequenceParallel
 from gyre.models.layout import model_layout
 from gyre.trainer.config import TrainerConfig, refuse_cut
 from gyre.trainer.offload.weight_stream import WeightStream, carve, carved_bytes
@@ -59,16 +59,16 @@ def part_of(
         decoder.whole_spec,
         device=torch.device("meta"),
         dtype=decoder.dtype,
-        tensor=ReplicatedRows(tensor),
+        tensor=SequenceParallel(tensor),
     )
     return part, weights
 
 
 def table_of(decoder: Decoder) -> ModelLayout | None:
     """Return the table of a model over tensor ranks; None for one that is whole."""
-    if decoder.tensor is None:
+    if (tensor := decoder.tensor) is None:
         return None
-    return model_layout(decoder.whole_spec, decoder.tensor.group.size)
+    return model_layout(decoder.whole_spec, tensor.group.size, sequence_parallel=tensor.splits_rows)
 
 
 def cut_weights(

@@ -11,6 +11,7 @@ import torch
 from gyre.distributed.layout import ModelLayout
 from gyre.distributed.process_group import alone
 from gyre.models.layout import model_layout
+from gyre.models.spec import ModelSpec
 from layout_cases import spec_of
 from rank_pool import RankPool
 from tensor_cases import close, gradients_of, joined, layer_over_ranks
@@ -31,27 +32,49 @@ def has_whole_gradients(table: ModelLayout, name: str) -> bool:
     return copied and name not in table.partial
 
 
+@pytest.mark.parametrize("how", ["replicated", "sequence"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("which", SPECS)
-def test_a_decoder_over_two_ranks_is_that_of_one(pair: RankPool, which, checkpointing) -> None:
-    """Gradients are what the table says. Of what ranks hold once they are whole. Norms around the products see the whole stream
-    on every rank, so theirs are whole on each. Those of heads' norms and of repeated KV heads are
-    of the rank's own heads, and add up."""
+def test_a_decoder_over_two_ranks_is_that_of_one(pair: RankPool, which, checkpointing, how) -> None:
+    """Gradients are what the table says. With replicated rows norms around the products see the
+    whole stream on every rank, so theirs are whole on each. With split ones they add up, as those
+    of heads' norms and of repeated KV heads do, which are of the rank's own heads."""
     spec = SPECS[which]
-    hidden_NE, logits_NV, expected = gradients_of(alone(), spec, checkpointing)
-    results = pair.run(gradients_of, spec, checkpointing)
-    for found_NE, found_NV, gradients in results:
+    hidden_NE, logits_NV, expected, _ = gradients_of(alone(), spec, checkpointing)
+    results = pair.run(gradients_of, spec, checkpointing, how=how)
+    for found_NE, found_NV, gradients, sent in results:
+        if how == "sequence":
+            assert sent == sent_by_rows(spec, checkpointing)
         close(found_NE, hidden_NE, "hidden")
         close(found_NV, logits_NV, "logits")
         assert torch.equal(found_NV, results[0][1]), "ranks choose by the same numbers"
         assert gradients.keys() == expected.keys()
     for name, whole in expected.items():
-        parts = [gradients[name] for _, _, gradients in results]
-        if has_whole_gradients(model_layout(spec, 2), name):
+        parts = [gradients[name] for _, _, gradients, _ in results]
+        table = model_layout(spec, 2, sequence_parallel=how == "sequence")
+        if has_whole_gradients(table, name):
             for part in parts:
                 close(part, whole, name)
             continue
         close(joined(spec, "", name, parts), whole, name)
+
+
+def sent_by_rows(spec: ModelSpec, checkpointing: str) -> dict[str, int]:
+    """What docs/parallel.md says that one of two ranks sends for 12 tokens, six of which the last
+    layer goes on with (five, padded), in exchanges of 12 rows and of 6."""
+    again = checkpointing == "full"
+    whole = spec.num_layers - 1  # layers of 12 rows
+    # of the last one: q|k|v forward, again and backward; then its rows are chosen
+    gathers = (6 + 2 * again) * whole + (2 + again) + (1 + again)
+    scatters = (4 + again) * whole + 1 + 1  # chosen rows' gradients
+    scatters_few = 3 + again  # of the last layer: output, down; gate and up
+    gathers_few = 4 + again  # of the last layer: gate and up, twice; gradients of output and down
+    row = spec.hidden_size * 8
+    return {
+        # embedding's gradient; hidden states at the end
+        "all_gather": row * (6 * (gathers + 1) + 3 * (gathers_few + 1)),
+        "reduce_scatter": row * (6 * (scatters + 1) + 3 * scatters_few),
+    }
 
 
 @pytest.mark.parametrize("how", ["replicated", "sequence"])

@@ -12,14 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gyre.core.records import Checkpointing
 from gyre.kernels.attention import PackedLayout
 from gyre.models.decoder import Decoder
 from gyre.models.spec import hub_config_from_spec
 from gyre.planner.hardware import saving_on_cpu
 from gyre.planner.memory_model.activations import layer_bytes, saved_bytes
-from gyre.planner.model_zoo import SHAPES, model_numbers
+from gyre.planner.model_zoo import SHAPES, model_numbers, model_part
 from gyre.trainer.parallelize.float8_gather import PROJECTIONS
-from planner_cases import kept_bytes, make_spec
+from planner_cases import kept_by_rank, kept_bytes, make_spec
+from rank_pool import RankPool
 
 CASES = [
     ({}, [128] * 8, "float32", None, 512),
@@ -44,6 +46,24 @@ def test_formula_is_what_autograd_keeps_on_this_cpu(
     size = {"tokens": tokens, "targets": targets or tokens, "longest": max(lengths)}
     predicted = saved_bytes(model_numbers(spec), dtype, saving_on_cpu(), "none", **size)
     assert predicted == pytest.approx(real, rel=0.02)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("targets", [None, 256])
+def test_formula_of_a_rank_that_shares_layers(
+    pair: RankPool, checkpointing: Checkpointing, targets: int | None
+) -> None:
+    """It keeps its own rows of the residual stream and of its norms, and the rest for its heads and
+    columns."""
+    spec, lengths = make_spec(512, tied=False), [128] * 4
+    how = {"num_targets": targets, "checkpointing": checkpointing}
+    found = pair.run(kept_by_rank, spec, lengths, torch.float32, **how)
+    size = {"tokens": 512, "targets": targets or 512, "longest": 128}
+    part, saving = model_part(spec, 2), saving_on_cpu()
+    predicted = saved_bytes(part, "float32", saving, checkpointing, **size)
+    assert found[0] == found[1] and predicted == pytest.approx(found[0], rel=0.02)
+    alone = saved_bytes(model_numbers(spec), "float32", saving, checkpointing, **size)
+    assert predicted < 0.6 * alone
 
 
 @pytest.mark.parametrize(

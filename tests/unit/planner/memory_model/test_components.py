@@ -32,7 +32,8 @@ def make_spec(**changes) -> ModelSpec:
 
 
 def numbers(spec: ModelSpec) -> ModelNumbers:
-    return ModelNumbers(**{name: getattr(spec, name) for name in ModelNumbers.__dataclass_fields__})
+    given = [name for name in ModelNumbers.__dataclass_fields__ if name != "row_ranks"]
+    return ModelNumbers(**{name: getattr(spec, name) for name in given})
 
 
 def make_inputs(spec: ModelSpec, **changes) -> PlanInputs:
