@@ -138,6 +138,17 @@ def layer_over_ranks(
     return out_TE.detach(), x_TE.grad, gradients(layer), sent
 
 
+def gathered_ahead(group: RankGroup) -> tuple[list[list[float]], dict[str, int]]:
+    """Rows that were gathered ahead, of which some are never asked for; and bytes sent."""
+    tensor = SequenceParallel(group)
+    early, late, other = (torch.full((2, 3), 10.0 * n + group.rank) for n in (1, 2, 3))
+    group.traffic.take()
+    tensor.gather_ahead(early)
+    tensor.gather_ahead(late)
+    found = [tensor.gather_rows(rows)[:, 0].tolist() for rows in (other, late, late, early)]
+    return found, dict(group.traffic.take().bytes_by_kind)
+
+
 def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
     found = {name: parameter.grad for name, parameter in module.named_parameters()}
     return {name: grad.cpu() for name, grad in found.items() if grad is not None}

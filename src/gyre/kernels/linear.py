@@ -95,6 +95,11 @@ class OutputGradient:
         x = quantize(x_TI, E4M3, columns=True, amax=self._x_amax)
         return product(self._grad, x, over="columns", dtype=self._grad_TO.dtype)
 
+    def of_weight_rows(self, x_TI: Tensor, start: int, stop: int, out_OI: Tensor) -> None:
+        """Write rows [start, stop) of the weight's gradient."""
+        assert self._grad is None, "8 bits are of one rank"
+        torch.mm(self._grad_TO[:, start:stop].t(), x_TI, out=out_OI[start:stop])
+
 
 def _found(amax: Amax | None) -> Tensor | None:
     return None if amax is None else amax.found

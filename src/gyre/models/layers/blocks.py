@@ -30,8 +30,8 @@ from gyre.kernels.recompute import RecomputeQK
 from gyre.models.layers.qk_norm_rope import turn_heads, turn_heads_backward
 from gyre.models.layers.tensor_parallel import (
     TensorParallel,
+    backward_to_stream,
     begin_gathered,
-    begin_reduced,
     gathered,
     reducer_of,
 )
@@ -96,6 +96,7 @@ class AttentionInputs(torch.autograd.Function):
             normed_TE = None
             recompute_qk.make = lambda: turn()[:2]
         ctx.heads, ctx.eps, ctx.tensor = heads, eps, tensor
+        ctx.ahead = x_TE.grad_fn is not None  # by what made these rows
         ctx.save_for_backward(*tensors, normed_TE, rstd_T1, qkv_TR, rstd_TJ1, *amaxes)
         return x_TE, q_THD, k_TKD, v_TKD
 
@@ -115,10 +116,15 @@ class AttentionInputs(torch.autograd.Function):
             grads_of_heads, qkv_TR, rstd_TJ1, *norms_and_tables, heads=ctx.heads, amax=amax
         )
         through_qkv = OutputGradient(grad_qkv_TR, tuple(amaxes), amax)
-        summed_rows = begin_reduced(through_qkv.of_input(qkv_RE), ctx.tensor)
-        grad_qkv_RE = through_qkv.of_weight(rows_of_all())
+        grad_TE, grad_norm_E, grad_qkv_RE = backward_to_stream(
+            through_qkv,
+            qkv_RE,
+            rows_of_all,
+            lambda grad_TE: rms_norm_backward(grad_TE, x_TE, rstd_T1, norm_E, grad_x_TE),
+            ctx.tensor,
+            ahead=ctx.ahead,
+        )
         grad_bias_R = grad_qkv_TR.sum(0) if bias_R is not None else None
-        grad_TE, grad_norm_E = rms_norm_backward(summed_rows(), x_TE, rstd_T1, norm_E, grad_x_TE)
         grads_of_weights = grad_norm_E, grad_qkv_RE, grad_bias_R, *grads_of_norms
         return *[None] * 5, grad_TE, *grads_of_weights, None, None
 

@@ -22,8 +22,8 @@ from gyre.kernels.norm import rms_norm_backward, rms_norm_forward
 from gyre.kernels.silu import keeps_product, silu_mul_backward, silu_mul_forward
 from gyre.models.layers.tensor_parallel import (
     TensorParallel,
+    backward_to_stream,
     begin_gathered,
-    begin_reduced,
     gathered,
     reducer_of,
 )
@@ -81,6 +81,7 @@ class Mlp(torch.autograd.Function):
                 reduce=reducer_of(tensor),
             )
         ctx.eps, ctx.selective, ctx.grad_amax, ctx.tensor = eps, selective, grad_amax, tensor
+        ctx.ahead = x_TE.grad_fn is not None  # by what made these rows
         kept = () if selective else (normed_TE, gate_up_T2M, *kept)
         ctx.save_for_backward(*tensors, rstd_T1, *of_gate_up, *of_down, *kept)
         return result_TE
@@ -89,19 +90,19 @@ class Mlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved, tensor = ctx.saved_tensors, ctx.tensor
+        grads_of_all = begin_gathered(grads[0], tensor)
         x_TE, norm_E, gate_up_2ME, down_EM, rstd_T1 = saved[:5]
         of_gate_up, of_down = saved[5:7], saved[7:9]
         if ctx.selective:
             normed_TE, _ = rms_norm_forward(x_TE, norm_E, ctx.eps)
             normed_TE = gathered(normed_TE, tensor)
-            grads_of_all, rows_of_all = begin_gathered(grads[0], tensor), lambda: normed_TE
+            rows_of_all = begin_gathered(normed_TE, None)
             gate_up_T2M, _ = linear(
                 normed_TE, gate_up_2ME, float8=of_gate_up[0] is not None, amax=Amax(of_gate_up[0])
             )
             kept = silu_mul_forward(gate_up_T2M)[1] if keeps_product(gate_up_T2M) else ()
         else:
             normed_TE, gate_up_T2M, *kept = saved[9:]
-            grads_of_all = begin_gathered(grads[0], tensor)
             rows_of_all = begin_gathered(normed_TE, tensor)
         through_down = OutputGradient(grads_of_all(), of_down)
         amax = Amax() if of_gate_up[0] is not None else None
@@ -111,10 +112,14 @@ class Mlp(torch.autograd.Function):
         grad_down_EM = through_down.of_weight(product_TM)
         del product_TM, through_down, grads_of_all
         through_gate_up = OutputGradient(grad_gate_up_T2M, of_gate_up, amax)
-        summed_rows = begin_reduced(through_gate_up.of_input(gate_up_2ME), tensor)
-        grad_gate_up_2ME = through_gate_up.of_weight(rows_of_all())
-        del rows_of_all
-        grad_TE, grad_norm_E = rms_norm_backward(
-            summed_rows(), x_TE, rstd_T1, norm_E, grads[0], ctx.grad_amax
+        grad_TE, grad_norm_E, grad_gate_up_2ME = backward_to_stream(
+            through_gate_up,
+            gate_up_2ME,
+            rows_of_all,
+            lambda grad_TE: rms_norm_backward(
+                grad_TE, x_TE, rstd_T1, norm_E, grads[0], ctx.grad_amax
+            ),
+            tensor,
+            ahead=ctx.ahead,
         )
         return *[None] * 6, grad_TE, grad_norm_E, grad_gate_up_2ME, grad_down_EM

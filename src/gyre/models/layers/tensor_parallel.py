@@ -8,7 +8,7 @@ backward pass of either exchange is the other one. A started exchange runs besid
 do not need it.
 """
 
-# T tokens of the micro-batch, E hidden size, N rows of it that are wanted
+# T tokens of the micro-batch, E hidden size, N rows of it that are wanted, O output features
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gyre.distributed.process_group import RankGroup
-from gyre.kernels.linear import Reduce
+from gyre.kernels.linear import OutputGradient, Reduce
 
+ALIGNED = 128  # rows of a weight: where products are cut, they stay fast
 Rows = Callable[[], Tensor]  # waits for rows that are on their way; to be called once
 
 
@@ -43,6 +44,10 @@ class TensorParallel(Protocol):
 
     def begin_reduce_rows(self, partial_TE: Tensor) -> Rows:
         """Start to sum over the ranks, for this rank's rows of it. `partial_TE` becomes scratch."""
+        ...
+
+    def gather_ahead(self, x_TE: Tensor) -> None:
+        """Start to gather rows that the next `begin_gather_rows` of the same ones returns."""
         ...
 
     def gather_rows(self, x_TE: Tensor) -> Tensor: ...
@@ -66,6 +71,9 @@ class ReplicatedRows:
         self.group.all_reduce(partial_TE)
         return lambda: partial_TE
 
+    def gather_ahead(self, x_TE: Tensor) -> None:
+        pass
+
     def gather_rows(self, x_TE: Tensor) -> Tensor:
         return x_TE
 
@@ -81,8 +89,21 @@ class SequenceParallel:
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
+        # rows that are not to be modified until they are asked for, and the wait for all ranks'
+        self._ahead: tuple[Tensor, Rows] | None = None
 
     def begin_gather_rows(self, x_TE: Tensor) -> Rows:
+        if self._ahead is not None and _are_same(self._ahead[0], x_TE):
+            (_, rows), self._ahead = self._ahead, None
+            return rows
+        return self._begin_gather(x_TE)
+
+    def gather_ahead(self, x_TE: Tensor) -> None:
+        if self._ahead is not None:  # of a backward pass that was broken off
+            self._ahead[1]()
+        self._ahead = x_TE, self._begin_gather(x_TE)
+
+    def _begin_gather(self, x_TE: Tensor) -> Rows:
         whole_TE = x_TE.new_empty(len(x_TE) * self.group.size, *x_TE.shape[1:])
         wait = self.group.begin_all_gather(whole_TE, x_TE.contiguous())
 
@@ -104,6 +125,10 @@ class SequenceParallel:
         return self.begin_reduce_rows(partial_TE)()
 
 
+def _are_same(a_TE: Tensor, b_TE: Tensor) -> bool:
+    return a_TE.data_ptr() == b_TE.data_ptr() and a_TE.shape == b_TE.shape
+
+
 def gathered(x_TE: Tensor, tensor: TensorParallel | None) -> Tensor:
     """Return the rows that products cut by their outputs read."""
     return x_TE if tensor is None else tensor.gather_rows(x_TE)
@@ -114,9 +139,37 @@ def begin_gathered(x_TE: Tensor, tensor: TensorParallel | None) -> Rows:
     return (lambda: x_TE) if tensor is None else tensor.begin_gather_rows(x_TE)
 
 
-def begin_reduced(partial_TE: Tensor, tensor: TensorParallel | None) -> Rows:
-    """Start to sum partial products, for this rank's rows of the sum."""
-    return (lambda: partial_TE) if tensor is None else tensor.begin_reduce_rows(partial_TE)
+def backward_to_stream(
+    through: OutputGradient,
+    weight_OE: Tensor,
+    rows_of_all: Rows,
+    norm: Callable[[Tensor], tuple[Tensor, Tensor]],
+    tensor: TensorParallel | None,
+    *,
+    ahead: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the stream, the norm and the weight, of a product that read the
+    norm's rows. `norm` is the norm's backward pass. `ahead`: the first one is gathered next."""
+    if tensor is None or not tensor.splits_rows:
+        grad_normed_TE = reduced(through.of_input(weight_OE), tensor)
+        grad_weight_OE = through.of_weight(rows_of_all())
+        return *norm(grad_normed_TE), grad_weight_OE
+    summed_rows, x_TE = tensor.begin_reduce_rows(through.of_input(weight_OE)), rows_of_all()
+    # beside the sum one half of the weight's gradient, beside the gather the other
+    half = max(1, len(weight_OE) // 2 // ALIGNED * ALIGNED)
+    grad_weight_OE = torch.empty_like(weight_OE)
+    through.of_weight_rows(x_TE, 0, half, grad_weight_OE)
+    grad_TE, grad_norm_E = norm(summed_rows())
+    del summed_rows
+    if ahead:
+        tensor.gather_ahead(grad_TE)
+    through.of_weight_rows(x_TE, half, len(weight_OE), grad_weight_OE)
+    return grad_TE, grad_norm_E, grad_weight_OE
+
+
+def reduced(partial_TE: Tensor, tensor: TensorParallel | None) -> Tensor:
+    """Return this rank's rows of the sum of partial products."""
+    return partial_TE if tensor is None else tensor.reduce_rows(partial_TE)
 
 
 def reducer_of(tensor: TensorParallel | None) -> Reduce | None:

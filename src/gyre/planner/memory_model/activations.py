@@ -182,15 +182,16 @@ def layer_backward_bytes(
     item, m = ITEM_BYTES[dtype], model
     mlp, out = 3 * m.hidden_size * m.mlp_size, m.hidden_size * m.query_size
     own = ceil_div(m.hidden_size, m.row_ranks)  # of a row, on average
-    on_their_way = m.hidden_size + own if m.row_ranks > 1 else 0  # normed rows of all ranks
+    on_their_way = m.hidden_size if m.row_ranks > 1 else 0  # normed rows of all ranks
+    own_too = own if m.row_ranks > 1 else 0
     rounded = (
         tokens * (4 * m.mlp_size + m.hidden_size) + 2 * m.hidden_size * m.mlp_size
         if matmul == "fp8"
         else 0
     )
     return rounded + item * max(
-        tokens * (m.hidden_size + on_their_way + 3 * m.mlp_size),
-        tokens * (2 * m.hidden_size + own + 2 * m.mlp_size) + mlp,
+        tokens * (m.hidden_size + on_their_way + own_too + 3 * m.mlp_size),
+        tokens * (2 * m.hidden_size + own + own_too + 2 * m.mlp_size) + mlp,
         tokens * (m.hidden_size + own + 2 * m.mlp_size + m.query_size) + mlp + out,
     )
 

@@ -14,7 +14,7 @@ from gyre.models.layout import model_layout
 from gyre.models.spec import ModelSpec
 from layout_cases import spec_of
 from rank_pool import RankPool
-from tensor_cases import close, gradients_of, joined, layer_over_ranks
+from tensor_cases import close, gathered_ahead, gradients_of, joined, layer_over_ranks
 
 SIZES = {"hidden_size": 8, "num_layers": 2, "vocab_size": 11}
 SPECS = {
@@ -57,6 +57,13 @@ def test_a_decoder_over_two_ranks_is_that_of_one(pair: RankPool, which, checkpoi
                 close(part, whole, name)
             continue
         close(joined(spec, "", name, parts), whole, name)
+
+
+def test_rows_that_were_gathered_ahead_are_those_and_once(pair: RankPool) -> None:
+    """Others are gathered by themselves, and so are the same ones when they are asked for again."""
+    for found, sent in pair.run(gathered_ahead):
+        assert found == [[n, n, n + 1, n + 1] for n in (30.0, 20.0, 20.0, 10.0)]
+        assert sent == {"all_gather": 5 * 2 * 3 * 4}
 
 
 def sent_by_rows(spec: ModelSpec, checkpointing: str) -> dict[str, int]:
