@@ -11,7 +11,7 @@ backward pass of either exchange is the other one.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from gyre.distributed.process_group import RankGroup
 from gyre.kernels.linear import Reduce
+
+if TYPE_CHECKING:  # Triton is there on GPUs only
+    from gyre.kernels.gpu.peer_sums import PeerBuffers
 
 
 class TensorParallel(Protocol):
@@ -37,10 +40,11 @@ class TensorParallel(Protocol):
 
 
 class ReplicatedRows:
-    """Every rank holds the whole residual stream and computes the norms of all tokens."""
+    """Every rank holds the whole residual stream and computes the norms of all tokens. `peers`: by
+    which the fused pass sums few rows; None: by the group's collective, as all others do."""
 
-    def __init__(self, group: RankGroup) -> None:
-        self.group = group
+    def __init__(self, group: RankGroup, peers: PeerBuffers | None = None) -> None:
+        self.group, self.peers = group, peers
 
     def gather_rows(self, x_TE: Tensor) -> Tensor:
         return x_TE
