@@ -98,6 +98,7 @@ def main() -> None:
         "--profile", action="store_true", help="one more run under the profiler: time by kernel"
     )
     options.add_argument("--tensor-ranks", type=int, default=1, help="GPUs of this host")
+    options.add_argument("--nccl-sums", action="store_true", help="no sums by peers' memory")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--requests", type=int, default=REQUESTS, help="fewer are no record")
     options.add_argument("--longest", type=int, default=LONGEST, help="tokens in, and out")
@@ -111,6 +112,7 @@ def main() -> None:
     }
     kinds[f"pages_{args.page_tokens}"] = args.page_tokens
     kinds[f"tp_{args.tensor_ranks}"] = args.tensor_ranks > 1
+    kinds["nccl_sums"] = args.nccl_sums
     name = "_".join(
         [
             f"engine_{args.shape.replace('.', '_')}",
@@ -195,11 +197,6 @@ async def measure(
 ) -> tuple[list[float], dict[str, Any]]:
     """Return rates and details; of a rank that follows nothing. `tell` gets each run's rate."""
     begun_s, device = time.perf_counter(), group.device
-    tensor = None if group.size == 1 else ReplicatedRows(group)
-    decoder = Decoder(SHAPES[args.shape], device=device, dtype=torch.bfloat16, tensor=tensor)
-    fill_dummy(decoder)
-    synchronize(device)
-    made_s = time.perf_counter()
     events: dict[str, int] = {}
     kernels: list[Any] = []
 
@@ -208,6 +205,16 @@ async def measure(
         if kind == "engine.prefill_kernel":
             kernels.append(fields)
 
+    spec, peers = SHAPES[args.shape], None
+    if group.size > 1 and device.type == "cuda" and not args.nccl_sums:
+        from gyre.engine.runners.peer_memory import meet_peers  # needs Triton
+
+        peers = meet_peers(group, width=spec.hidden_size, dtype=torch.bfloat16, emit=emit)
+    tensor = None if group.size == 1 else ReplicatedRows(group, peers)
+    decoder = Decoder(spec, device=device, dtype=torch.bfloat16, tensor=tensor)
+    fill_dummy(decoder)
+    synchronize(device)
+    made_s = time.perf_counter()
     config = engine_config(args, decoder, group)
     followers = lead(group, timeout_s=LEAD_S) if group.rank == 0 and group.size > 1 else None
     stream = enlist(group, timeout_s=LEAD_S) if group.rank > 0 else None

@@ -20,6 +20,7 @@ from gyre.core.records import Request, Sampling
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
+from gyre.engine.runners.peer_memory import meet_peers
 from gyre.engine.scheduler.journal import Add, Commit, Entry, Start, Steps
 from layout_cases import spec_of
 from rank_pool import RankPool
@@ -95,6 +96,69 @@ def test_collectives_are_captured_and_replayed(pair: RankPool) -> None:
             assert summed == [sum(pair_) for pair_ in zip(*rows, strict=True)]
             assert gathered == [*rows[0], *rows[1]] and received == rows[1 - rank]
         assert found["sent"] == {"all_reduce": 3 * 32, "all_gather": 3 * 32, "send": 3 * 32}
+
+
+def summed_by_peers(group: RankGroup, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """The residual stream and its norms after calls in turn, by peers' memory and by NCCL; an odd
+    number of them in a graph that is replayed, one outside."""
+    from gyre.kernels.gpu.peer_sums import add_peer_sum, add_peer_sum_rms_norm
+    from gyre.kernels.gpu.pointwise import add_rms_norm
+
+    given: dict[str, Any] = {"device": group.device, "dtype": torch.bfloat16}
+    events: list[str] = []
+    peers = meet_peers(
+        group, width=width, dtype=torch.bfloat16, emit=lambda kind, **_: events.append(kind)
+    )
+    assert peers is not None and not events
+    draw = torch.Generator(group.device).manual_seed(7 + group.rank)
+    part_TE = torch.randn(rows, width, generator=draw, **given)
+    weight_E = torch.linspace(0.5, 2.0, width, **given)
+    found = []
+    for by_peers in (True, False):
+        x_TE, out_TE, y_TE = (torch.zeros(rows, width, **given) for _ in range(3))
+
+        def add(x_TE=x_TE, out_TE=out_TE, y_TE=y_TE, by_peers=by_peers) -> None:
+            if by_peers:
+                add_peer_sum_rms_norm(peers, x_TE, part_TE, weight_E, 1e-6, out_TE)
+                return
+            y_TE.copy_(part_TE)
+            group.all_reduce(y_TE)
+            add_rms_norm(x_TE, y_TE, weight_E, 1e-6, out_TE)
+
+        add()
+        torch.cuda.synchronize()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with (
+            group.capturing(),
+            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+        ):
+            for _ in range(3):
+                add()
+                part_TE.mul_(-0.75)
+        kept = part_TE.clone()
+        norms = []
+        for turn in range(50):
+            if group.rank == turn % 2:
+                torch.cuda._sleep(200_000)  # one rank is late, each in its turn
+            graph.replay()
+            norms.append(out_TE.clone())
+            part_TE.copy_(kept * (1 + turn))
+        if by_peers:
+            add_peer_sum(peers, x_TE, part_TE)
+        else:
+            y_TE.copy_(part_TE)
+            group.all_reduce(y_TE)
+            x_TE.add_(y_TE)
+        part_TE.copy_(kept)
+        found.append(torch.stack([x_TE, *norms]).cpu())
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 5120), (3, 256), (256, 5120)])
+def test_sums_by_peers_have_the_bits_of_nccl(pair: RankPool, rows: int, width: int) -> None:
+    (first, by_nccl), (second, _) = pair.run(summed_by_peers, rows, width)
+    assert by_nccl.abs().sum() > 0 and torch.equal(first, second)
+    assert torch.equal(first, by_nccl)
 
 
 @pytest.mark.parametrize("how", ["replicated", "sequence"])

@@ -369,6 +369,9 @@ EVENTS = {
     "engine.prefix_cleared": EventKind("Cached pages were dropped.", "pages reason"),
     "engine.c_kernels": EventKind("The engine uses the C kernels.", "instructions"),
     "engine.torch_kernels": EventKind("The engine uses PyTorch's kernels.", "reason", True),
+    "engine.nccl_sums": EventKind(
+        "GPUs cannot write each other's memory; NCCL sums few rows as well.", "reason", True
+    ),
     "engine.prefill_kernel": EventKind(
         "The attention kernel for prompts was chosen.",
         "kernel reason seconds triton_s? flash4_s?",

@@ -105,6 +105,16 @@ class RankGroup:
                 lambda: dist.all_reduce(x_N, OPS[op], group=self._group, async_op=True),
             )
 
+    def count_sum(self, x_N: Tensor) -> None:
+        """Count a sum over the ranks that a kernel makes in their memory, as `all_reduce` counts
+        its own."""
+        size_bytes = x_N.numel() * x_N.element_size()
+        if self._captured is not None:
+            self._captured.count("all_reduce", size_bytes, self.size)
+            return
+        self.check("all_reduce")
+        self.traffic.count("all_reduce", size_bytes, self.size)
+
     def reduce_scatter(self, x_SN: Tensor) -> Tensor:
         """Sum all ranks' versions of this rank's slice of `x_SN` in place and return it; the rest
         becomes scratch."""

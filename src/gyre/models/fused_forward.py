@@ -14,6 +14,7 @@ token's bits do not depend on the other tokens; otherwise the library's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +22,11 @@ from torch import Tensor
 
 from gyre.kernels.gpu import pointwise
 from gyre.kernels.gpu.matmul import invariant_linear
+from gyre.kernels.gpu.peer_sums import add_peer_sum, add_peer_sum_rms_norm
 from gyre.kernels.rope import rope_tables
 from gyre.models.decoder import Decoder
 from gyre.models.layers.layer import Layer
-from gyre.models.layers.tensor_parallel import reducer_of
+from gyre.models.layers.tensor_parallel import ReplicatedRows, reducer_of
 
 Attend = Callable[[int, Tensor, Tensor], None]  # (layer, q_THD, out_THD to fill)
 PagesOf = Callable[[int], Tensor]  # a layer's pages, [page, 2, K, page_tokens, D]
@@ -34,6 +36,13 @@ FEW_ROWS, WIDE = 256, 2048
 # With a bias torch asks cublasLt, which has faster kernels for narrow products of so many rows;
 # measured on an H200.
 BIAS_ROWS = ((17, 112), (129, 224))
+
+
+class Partial(NamedTuple):
+    """An addend of the residual stream of which this rank has a part. The ranks' parts are summed
+    where it is added."""
+
+    part_TE: Tensor
 
 
 class FusedForward:
@@ -51,8 +60,10 @@ class FusedForward:
         self._cos_PF = cos_P1D[:, 0, :half].contiguous()
         # the second half is the one that is not negated
         self._sin_PF = sin_P1D[:, 0, half:].contiguous()
-        assert decoder.tensor is None or not decoder.tensor.splits_rows, "an engine's rows are few"
-        self._reduce = reducer_of(decoder.tensor)
+        tensor = decoder.tensor
+        assert tensor is None or isinstance(tensor, ReplicatedRows), "an engine's rows are few"
+        self._reduce = reducer_of(tensor)
+        self._peers = None if tensor is None or invariant else tensor.peers
         self._zero_E = torch.zeros(spec.hidden_size, device=decoder.device, dtype=decoder.dtype)
 
     def residual(
@@ -67,10 +78,16 @@ class FusedForward:
         skipping the last output projection and MLP for the others. Writes the keys and values of
         all tokens to their pages."""
         last = self.decoder.spec.num_layers - 1
-        x_TE, y_TE = self.decoder.embedded(token_T), None
+        x_TE: Tensor = self.decoder.embedded(token_T)
+        y_TE: Tensor | Partial | None = None
         for index in range(last + 1):
             chosen_N = source_N if index == last else None
             x_TE, y_TE = self._layer(index, x_TE, y_TE, position_T, row_T, attend, chosen_N)
+        if isinstance(y_TE, Partial):
+            assert self._peers is not None
+            self._count(y_TE.part_TE)
+            add_peer_sum(self._peers, x_TE, y_TE.part_TE)
+            return x_TE
         return x_TE if y_TE is None else x_TE.add_(y_TE)
 
     def logits(self, x_NE: Tensor) -> Tensor:
@@ -90,25 +107,35 @@ class FusedForward:
         assert self.invariant
         return self._layer(index, x_TE, None, position_T, row_T, attend, None)[0]
 
-    def normed(self, x_TE: Tensor, weight_E: Tensor, y_TE: Tensor | None = None) -> Tensor:
+    def normed(
+        self, x_TE: Tensor, weight_E: Tensor, y_TE: Tensor | Partial | None = None
+    ) -> Tensor:
         """Return the norm of x, or add y to x in place and return the norm of the sum."""
         out_TE, eps = torch.empty_like(x_TE), self.decoder.spec.norm_eps
         if y_TE is None:
             pointwise.rms_norm(x_TE, weight_E, eps, out_TE)
+        elif isinstance(y_TE, Partial):
+            assert self._peers is not None
+            self._count(y_TE.part_TE)
+            add_peer_sum_rms_norm(self._peers, x_TE, y_TE.part_TE, weight_E, eps, out_TE)
         else:
             pointwise.add_rms_norm(x_TE, y_TE, weight_E, eps, out_TE)
         return out_TE
+
+    def _count(self, part_TE: Tensor) -> None:
+        assert self.decoder.tensor is not None
+        self.decoder.tensor.group.count_sum(part_TE)
 
     def _layer(
         self,
         index: int,
         x_TE: Tensor,
-        y_TE: Tensor | None,
+        y_TE: Tensor | Partial | None,
         position_T: Tensor,
         row_T: Tensor,
         attend: Attend,
         source_N: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | Partial | None]:
         """Run one layer on the residual stream and its pending addend. Returns both, or those of
         `source_N` where given."""
         layer = self.decoder.layers[index]
@@ -157,7 +184,9 @@ class FusedForward:
         attend(index, qkv_TJD[:, : spec.num_heads], attended_THD)
         return attended_THD.view(num_tokens, -1)
 
-    def _mlp(self, layer: Layer, x_TE: Tensor, normed_TE: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _mlp(
+        self, layer: Layer, x_TE: Tensor, normed_TE: Tensor
+    ) -> tuple[Tensor, Tensor | Partial | None]:
         """Return the residual stream and its pending addend after the dense MLP."""
         gate_up_T2M = self._linear(normed_TE, layer.gate_up.weight, None)
         product_TM = x_TE.new_empty(len(x_TE), self.decoder.spec.mlp_size)
@@ -171,12 +200,15 @@ class FusedForward:
 
     def _to_residual(
         self, x_TE: Tensor, z_TI: Tensor, weight_EI: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | Partial | None]:
         """Return x and y, whose sum is x + z · weightᵀ. With few rows the next norm adds y. With
         many the product adds in place, which saves a pass over memory. Partial products of several
-        ranks are summed first, and the next norm adds them."""
+        ranks are summed first, or with few rows by the next norm, which adds them."""
         if self._reduce is not None:
-            y_TE = self._reduce(self._linear(z_TI, weight_EI, None))
+            y_TE = self._linear(z_TI, weight_EI, None)
+            if self._peers is not None and len(y_TE) <= self._peers.rows:
+                return x_TE, Partial(y_TE)
+            y_TE = self._reduce(y_TE)
             return (x_TE + y_TE, None) if self.invariant else (x_TE, y_TE)
         if self.invariant:
             return invariant_linear(z_TI, weight_EI, None, residual_MN=x_TE), None

@@ -32,6 +32,7 @@ COUNTED = [
     "engine.swap_voided",
     "engine.hits_recomputed",
     "engine.graphs_recaptured",
+    "engine.nccl_sums",
     "engine.torch_kernels",
     "engine.nonfinite",
     "engine.deadline",

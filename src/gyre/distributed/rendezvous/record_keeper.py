@@ -2,7 +2,7 @@
 store, with a lease kept alive; written again after a lost lease, or after the store went back to
 older data.
 
-Two tasks run between `start` and `stop`. A store that is away is asked again; its implementation
+Three tasks run between `start` and `stop`. A store that is away is asked again; its implementation
 emits `rendezvous.lost` and `rendezvous.back`.
 """
 
@@ -59,6 +59,8 @@ class RecordKeeper:
         self._rendezvous, self._name, self._emit = rendezvous, name, emit
         self._lease_s, self._deadline_s = lease_s, deadline_s
         self._own: dict[str, OwnRecord] = {}
+        self._writing: list[str] = []  # keys whose commits are under way
+        self._passed_over = asyncio.Event()  # a comparison left out such a key
         self._lease: Lease | None = None
         self._alive_s = time.monotonic()
         self._renewing = asyncio.Lock()
@@ -73,6 +75,7 @@ class RecordKeeper:
         self._tasks = [
             asyncio.create_task(self._keep_lease()),
             asyncio.create_task(self._keep_records(listing.revision)),
+            asyncio.create_task(self._compare_again()),
         ]
 
     async def stop(self) -> None:
@@ -99,6 +102,7 @@ class RecordKeeper:
         Superseded if a newer publisher is there."""
         self._check(record)
         before, self._own[record.key] = self._own.get(record.key), record
+        self._writing.append(record.key)
         try:
             return await self._write(record, at)
         except BaseException as error:
@@ -109,6 +113,8 @@ class RecordKeeper:
             if isinstance(error, CommitRefused):
                 raise self._explain(error) from error
             raise
+        finally:
+            self._writing.remove(record.key)
 
     async def _write(self, record: OwnRecord, at: int | None) -> int:
         revision, end_s = at or 0, time.monotonic() + self._deadline_s
@@ -215,8 +221,23 @@ class RecordKeeper:
             except DeadlineError:
                 await asyncio.sleep(PAUSE_S)
 
+    async def _compare_again(self) -> None:
+        """Look at what a comparison left out, once its commit has ended."""
+        while True:
+            await self._passed_over.wait()
+            if self._writing:
+                await asyncio.sleep(PAUSE_S)
+                continue
+            self._passed_over.clear()
+            try:
+                await self._compare(rewound=False, reason="others changed them")
+            except DeadlineError:
+                self._passed_over.set()
+                await asyncio.sleep(PAUSE_S)
+
     async def _compare(self, *, rewound: bool, reason: str) -> int:
-        """Write again what is missing or older; return a revision to watch from."""
+        """Write again what is missing or older; return a revision to watch from. Whether a record
+        whose commit is under way takes its place is for that commit to say."""
         assert self._lease is not None
         listing = await self._rendezvous.list(STATE, deadline_s=self._deadline_s)
         entries = {entry.key: entry for entry in listing.entries}
@@ -224,6 +245,9 @@ class RecordKeeper:
             pieces = await self._rendezvous.list(PIECES, deadline_s=self._deadline_s)
             entries |= {entry.key: entry for entry in pieces.entries}
         own = {key: at for key, at in self._own.items() if rewound or key.startswith(STATE)}
+        for key in own.keys() & set(self._writing):
+            del own[key]
+            self._passed_over.set()
         plan = plan_rewrites(
             own, entries, process=self.process, lease_id=self._lease.id, rewound=rewound
         )

@@ -34,6 +34,7 @@ from gyre.memory.probe import give_back
 from gyre.models.decoder import Decoder
 from gyre.models.hub.checkpoint import Checkpoint
 from gyre.models.layers.tensor_parallel import ReplicatedRows
+from gyre.models.spec import ModelSpec
 from gyre.planner.gpus import peak_flops
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
@@ -218,7 +219,7 @@ class StageRuntime:
             update={"num_pages": plan.kv_pages, "page_tokens": plan.page_tokens}
         )
         if own_weights:
-            tensor = None if self._tensor_group is None else ReplicatedRows(self._tensor_group)
+            tensor = await self._on_compute(partial(self._meet_peers, policy.spec))
             decoder = Decoder(
                 policy.spec,
                 device=self._machine.device,
@@ -248,6 +249,15 @@ class StageRuntime:
                 return
             self.engine = engine
             await engine.start(dummy=own_weights)
+
+    def _meet_peers(self, spec: ModelSpec) -> ReplicatedRows | None:
+        group, machine = self._tensor_group, self._machine
+        if group is None or machine.device.type != "cuda":
+            return None if group is None else ReplicatedRows(group)
+        from gyre.engine.runners.peer_memory import meet_peers  # needs Triton
+
+        sizes = {"width": spec.hidden_size, "dtype": machine.dtype}
+        return ReplicatedRows(group, meet_peers(group, **sizes, emit=self._emit))
 
     def _meet(self) -> tuple[Followers | None, EntryStream | None]:
         """Connect the ranks of an engine: the first gets the others, another its way to hear."""

@@ -13,7 +13,7 @@ do not need it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from torch.autograd.function import once_differentiable
 
 from gyre.distributed.process_group import RankGroup
 from gyre.kernels.linear import OutputGradient, Reduce
+
+if TYPE_CHECKING:  # Triton is there on GPUs only
+    from gyre.kernels.gpu.peer_sums import PeerBuffers
 
 ALIGNED = 128  # rows of a weight: where products are cut, they stay fast
 Rows = Callable[[], Tensor]  # waits for rows that are on their way; to be called once
@@ -56,13 +59,14 @@ class TensorParallel(Protocol):
 
 
 class ReplicatedRows:
-    """Every rank holds the whole residual stream and computes the norms of all tokens. For steps
-    of few rows, in any number."""
+    """Every rank holds the whole residual stream and computes the norms of all tokens: for steps of
+    few rows, in any number. `peers`: by which the fused pass sums few rows; None: by the group's
+    collective, as all others do."""
 
     splits_rows = False
 
-    def __init__(self, group: RankGroup) -> None:
-        self.group = group
+    def __init__(self, group: RankGroup, peers: PeerBuffers | None = None) -> None:
+        self.group, self.peers = group, peers
 
     def begin_gather_rows(self, x_TE: Tensor) -> Rows:
         return lambda: x_TE

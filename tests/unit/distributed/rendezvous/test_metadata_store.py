@@ -12,7 +12,7 @@ import pytest
 
 import rendezvous_cases
 from gyre.core.errors import DeadlineError, InputError
-from gyre.distributed.rendezvous.contract import Lease
+from gyre.distributed.rendezvous.contract import KeyDelete, Lease
 from gyre.distributed.rendezvous.metadata_store import KEPT_VERSIONS, MetadataStore
 from gyre.distributed.rendezvous.pod_records import Superseded
 from offers import registered_offer, same_offer
@@ -253,6 +253,38 @@ def test_a_process_that_comes_back_takes_the_place_of_the_one_before(go) -> None
         await after.leave()
 
     go(main)
+
+
+def test_a_comparison_while_a_commit_is_under_way_writes_nothing_in_its_place(tmp_path) -> None:
+    """The commit is refused later; until then its record is not what this process has written."""
+
+    async def main(meeting: Meeting) -> None:
+        one, commit = store_of(meeting, "one"), meeting.joined[0].commit
+        held = asyncio.Event()
+
+        async def slow(*changes: Any, **given: Any) -> int:
+            if any("rollout" in getattr(change, "value", "") for change in changes):
+                async with asyncio.timeout(SOON_S):
+                    await held.wait()
+            return await commit(*changes, **given)
+
+        meeting.joined[0].commit = slow
+        await one.join("trainer", "host/1")
+        since = await one.begin_operation("update", epoch=2, version=7)
+        late = asyncio.create_task(one.begin_operation("rollout", epoch=2, version=7))
+        await asyncio.sleep(0)
+        await commit(KeyDelete(key="state/members/one"), checks=[], deadline_s=SOON_S)
+        await meeting.wait_event("rendezvous.rewritten")
+        held.set()
+        with pytest.raises(InputError, match=f"'update' of version 7 by 'one'.*revision {since}"):
+            await late
+        found = await one.operation()
+        assert found is not None and (found[0].kind, found[1]) == ("update", since)
+        await one.finish_operation()
+        await one.leave()
+
+    with meetings("local", tmp_path) as make:
+        rendezvous_cases.go(make(), main)
 
 
 def test_one_operation_is_under_way_at_a_time(go) -> None:

@@ -1,4 +1,4 @@
-"""An engine's processes come and go together."""
+"""An engine's processes come and go together; one that fails ends the wait for the others."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from gyre.core.errors import ConfigError
+from gyre.cluster.worker.server import WorkerFault
+from gyre.core.errors import ConfigError, RankError, WorkerLate, WorkerLost
 from gyre.core.records import RoleSpec
-from gyre.launch.placement.engine_ranks import EngineRanks
+from gyre.launch.placement import engine_ranks
+from gyre.launch.placement.engine_ranks import EngineRanks, all_or_first_error
 
 
 class Handle:
@@ -77,3 +79,69 @@ def test_the_others_of_a_lost_first_rank_end_before_new_ones_start() -> None:
         assert second not in cluster.there and cluster.there == set(again)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [
+        (WorkerFault("no CUDA here"), (RankError, "a worker could not be started: no CUDA here")),
+        (ConfigError("a key"), (ConfigError, "a key")),
+        (
+            WorkerLate("worker-1 had not answered"),
+            (RankError, "a worker could not be started: worker-1 had not"),
+        ),
+    ],
+)
+def test_a_worker_that_fails_ends_the_wait_for_those_that_wait_for_it(
+    monkeypatch, error, seen
+) -> None:
+    monkeypatch.setattr(engine_ranks, "GRACE_S", 0.05)
+    ended: list[str] = []
+
+    async def fail() -> None:
+        raise error
+
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("stopped")
+
+    async def late() -> None:
+        if not isinstance(error, WorkerLate):
+            raise RankError("it saw the other one fail")
+
+    async def main() -> None:
+        await asyncio.wait_for(all_or_first_error([wait(), late(), fail(), wait()]), 60)
+
+    with pytest.raises(seen[0], match=seen[1]):
+        asyncio.run(main())
+    assert ended == ["stopped", "stopped"]
+
+
+def test_a_worker_that_fails_is_named_before_one_that_is_late() -> None:
+    """The late one may have waited for it."""
+
+    async def fail(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(WorkerLost, match="worker-1 is gone"):
+        works = [
+            fail(WorkerLate("worker-0 had not answered")),
+            fail(WorkerLost("worker-1 is gone")),
+        ]
+        asyncio.run(all_or_first_error(works))
+
+
+def test_results_come_in_order_and_nothing_is_nothing() -> None:
+    async def after(turns: int) -> int:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        return turns
+
+    assert asyncio.run(all_or_first_error([after(3), after(1), after(2)])) == [
+        3,
+        1,
+        2,
+    ]
+    assert asyncio.run(all_or_first_error([])) == []

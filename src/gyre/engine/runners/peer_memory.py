@@ -1,0 +1,70 @@
+"""Peer memory: what the tensor ranks of an engine write to each other on GPUs of one host. In: a
+group, the decoder's sizes. Out: buffers for `kernels.gpu.peer_sums`; or none, with an event that
+says why, and the sums are NCCL's then.
+
+The memory is the driver's own, opened by CUDA IPC, and stays until the process ends: captured
+graphs have its addresses.
+"""
+
+# S ranks, R rows
+
+from __future__ import annotations
+
+import torch
+
+from gyre.core.errors import InputError, MemoryBudgetError
+from gyre.core.events import Emit
+from gyre.distributed.process_group import RankGroup
+from gyre.kernels.gpu.peer_sums import PeerBuffers, peer_bytes
+from gyre.weights.transports.device.cuda_ipc import CudaStaging
+
+MOST_ROWS = 256  # of a call; NCCL is as fast with more
+
+
+def meet_peers(
+    group: RankGroup, *, width: int, dtype: torch.dtype, emit: Emit
+) -> PeerBuffers | None:
+    """Allocate this rank's memory and open the others'. All ranks call it; either all have it or
+    none has."""
+    sizes = {"ranks": group.size, "rows": MOST_ROWS, "width": width, "dtype": dtype}
+    size_bytes, device = peer_bytes(**sizes), group.device
+    own: CudaStaging | None = None
+    try:
+        own = CudaStaging(device, size_bytes)
+        own.bytes_N.zero_()
+        torch.cuda.synchronize(device)
+        handle = own.handle.hex()
+    except (InputError, MemoryBudgetError) as error:
+        handle = f"rank {group.rank}: {error.message}"
+    told = group.share({"handle": handle, "is_open": own is not None})
+    reasons = [one["handle"] for one in told if not one["is_open"]]
+    opened: dict[int, CudaStaging] = {}
+    if not reasons:
+        try:
+            for rank, one in enumerate(told):
+                if rank != group.rank:
+                    handle_B = bytes.fromhex(one["handle"])
+                    opened[rank] = CudaStaging(device, size_bytes, handle_B)
+            reason = ""
+        except InputError as error:
+            reason = f"rank {group.rank}: {error.message}"
+        reasons = [found for found in group.share(reason) if found]
+    if reasons:
+        for one in opened.values():
+            one.close()
+        group.barrier()
+        if own is not None:
+            own.close()
+        emit("engine.nccl_sums", reason=reasons[0])
+        return None
+    assert own is not None
+    places = [
+        (own if rank == group.rank else opened[rank]).bytes_N.data_ptr()
+        for rank in range(group.size)
+    ]
+    return PeerBuffers(
+        rank=group.rank,
+        places_S=torch.tensor(places, dtype=torch.int64, device=device),
+        calls_R=torch.zeros(MOST_ROWS, dtype=torch.int32, device=device),
+        **sizes,
+    )
