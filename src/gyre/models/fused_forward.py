@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gyre.kernels.gpu import pointwise
 from gyre.kernels.gpu.matmul import invariant_linear
+from gyre.kernels.gpu.matvec import is_vector_product, vector_linear
 from gyre.kernels.gpu.peer_sums import add_peer_sum, add_peer_sum_rms_norm
 from gyre.kernels.rope import rope_tables
 from gyre.models.decoder import Decoder
@@ -195,6 +196,8 @@ class FusedForward:
     def _linear(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         if self.invariant:
             return invariant_linear(x_TI, weight_OI, bias_O)
+        if bias_O is None and is_vector_product(x_TI, weight_OI):
+            return vector_linear(x_TI, weight_OI)
         return F.linear(x_TI, weight_OI, bias_O)
 
     def _to_residual(
@@ -214,7 +217,7 @@ class FusedForward:
         rows = len(z_TI)
         if rows > FEW_ROWS or len(weight_EI) < WIDE:
             return x_TE.addmm_(z_TI, weight_EI.t()), None
-        return x_TE, F.linear(z_TI, weight_EI, self._no_bias(rows, weight_EI))
+        return x_TE, self._linear(z_TI, weight_EI, self._no_bias(rows, weight_EI))
 
     def _no_bias(self, rows: int, weight_EI: Tensor) -> Tensor | None:
         """Return zeros where a bias makes the library choose a faster kernel."""
