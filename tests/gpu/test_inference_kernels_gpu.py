@@ -20,6 +20,7 @@ if torch.cuda.is_available():
     from gyre.kernels.gpu import pointwise
     from gyre.kernels.gpu import prefill_attention as prefill
     from gyre.kernels.gpu import sample as sampling
+    from gyre.kernels.gpu.matvec import is_vector_product, vector_linear
     from gyre.kernels.gpu.work_list import cut_pieces
     from gyre.kernels.rope import rope_tables
 
@@ -221,6 +222,25 @@ def test_arrays_that_are_sent_begin_on_16_bytes() -> None:
     work = slab.work
     for sent in (work.row_B, work.position_B, work.first_B, work.item_I, work.size_2):
         assert sent.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(5120, 4096), (2048, 12_800), (1001, 512), (7, 2048)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_product_with_one_row(outputs, inputs, dtype) -> None:
+    """Against float64; the library's may be as far from it."""
+    given = {"device": DEVICE, "dtype": dtype}
+    x_1K, weight_NK = torch.randn(1, inputs, **given), torch.randn(outputs, inputs, **given)
+    assert is_vector_product(x_1K, weight_NK)
+    exact_1N = x_1K.double() @ weight_NK.double().t()
+    found_1N = vector_linear(x_1K, weight_NK)
+    assert found_1N.dtype == dtype and torch.equal(found_1N, vector_linear(x_1K, weight_NK))
+    error = (found_1N.double() - exact_1N).abs()
+    assert bool((error <= exact_1N.abs() * torch.finfo(dtype).eps + 1e-3 * inputs**0.5).all())
+    two_2K, odd_NK = torch.randn(2, inputs, **given), torch.randn(outputs, inputs + 8, **given)
+    assert not is_vector_product(two_2K, weight_NK)
+    assert not is_vector_product(two_2K[:1], odd_NK)
 
 
 def test_enter_pages() -> None:

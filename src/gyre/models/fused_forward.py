@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gyre.kernels.gpu import pointwise
 from gyre.kernels.gpu.matmul import invariant_linear
+from gyre.kernels.gpu.matvec import is_vector_product, vector_linear
 from gyre.kernels.gpu.peer_sums import add_peer_sum, add_peer_sum_rms_norm
 from gyre.kernels.rope import rope_tables
 from gyre.models.decoder import Decoder
@@ -196,6 +197,8 @@ class FusedForward:
     def _linear(self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         if self.invariant:
             return invariant_linear(x_TI, weight_OI, bias_O)
+        if bias_O is None and is_vector_product(x_TI, weight_OI):
+            return vector_linear(x_TI, weight_OI)
         return F.linear(x_TI, weight_OI, bias_O)
 
     def _to_residual(
@@ -205,7 +208,7 @@ class FusedForward:
         many the product adds in place, which saves a pass over memory. Partial products of several
         ranks are summed first, or with few rows by the next norm, which adds them."""
         if self._reduce is not None:
-            y_TE = self._linear(z_TI, weight_EI, None)
+            y_TE = self._linear(z_TI, weight_EI, self._no_bias(len(z_TI), weight_EI))
             if self._peers is not None and len(y_TE) <= self._peers.rows:
                 return x_TE, Partial(y_TE)
             y_TE = self._reduce(y_TE)
@@ -215,7 +218,10 @@ class FusedForward:
         rows = len(z_TI)
         if rows > FEW_ROWS or len(weight_EI) < WIDE:
             return x_TE.addmm_(z_TI, weight_EI.t()), None
-        for first, last in BIAS_ROWS:
-            if first <= rows <= last:
-                return x_TE, F.linear(z_TI, weight_EI, self._zero_E)
-        return x_TE, F.linear(z_TI, weight_EI)
+        return x_TE, self._linear(z_TI, weight_EI, self._no_bias(rows, weight_EI))
+
+    def _no_bias(self, rows: int, weight_EI: Tensor) -> Tensor | None:
+        """Return zeros where a bias makes the library choose a faster kernel."""
+        if self.invariant or len(weight_EI) < WIDE:
+            return None
+        return self._zero_E if any(first <= rows <= last for first, last in BIAS_ROWS) else None
