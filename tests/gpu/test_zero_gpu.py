@@ -61,7 +61,7 @@ def ranks():
 
 
 @pytest.mark.parametrize("layout", NAMES)
-@pytest.mark.parametrize(("dtype", "relative"), [("float32", 1e-4), ("bfloat16", 0.05)])
+@pytest.mark.parametrize(("dtype", "relative"), [("float32", 1e-4), ("bfloat16", 0.08)])
 def test_gradients_equal_one_gpu(ranks, layout, dtype, relative):
     expected, norms = ranks.run(by_itself, gradients, "ppo", dtype=dtype)[0]
     results = ranks.run(gradients, "ppo", dtype=dtype, layout=layout)
@@ -71,7 +71,7 @@ def test_gradients_equal_one_gpu(ranks, layout, dtype, relative):
 
 
 @pytest.mark.parametrize("layout", TENSOR_NAMES)
-@pytest.mark.parametrize(("dtype", "relative"), [("float32", 1e-4), ("bfloat16", 0.05)])
+@pytest.mark.parametrize(("dtype", "relative"), [("float32", 1e-4), ("bfloat16", 0.08)])
 def test_gradients_of_gpus_that_share_layers(ranks, layout, dtype, relative):
     expected, norms = ranks.run(by_itself, gradients, "ppo", dtype=dtype)[0]
     results = ranks.run(gradients, "ppo", dtype=dtype, layout=layout)
@@ -82,7 +82,7 @@ def test_gradients_of_gpus_that_share_layers(ranks, layout, dtype, relative):
 
 @pytest.mark.parametrize("layout", ["zero1_tensor2", "zero3_tensor2"])
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
-@pytest.mark.parametrize(("dtype", "relative"), [("float32", 1e-4), ("bfloat16", 0.05)])
+@pytest.mark.parametrize(("dtype", "relative"), [("float32", 1e-4), ("bfloat16", 0.08)])
 def test_gpus_that_share_layers_with_checkpointing(ranks, layout, checkpointing, dtype, relative):
     """Rows are split over the ranks, and exchanges run beside products."""
     expected, norms = ranks.run(by_itself, gradients, "ppo", dtype=dtype)[0]
