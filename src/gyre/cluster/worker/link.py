@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import select
 import socket
 import threading
 from concurrent.futures import Future, InvalidStateError
@@ -22,6 +23,7 @@ from gyre.core.errors import WorkerLost
 from gyre.core.records import RoleSpec
 
 HANG_UP_S = 3.0  # for the event loop to see that the link has ended
+WRITABLE_MS = 1000.0  # between two looks at a socket that is full
 
 
 class LinkHandle:
@@ -107,9 +109,20 @@ class LinkHandle:
         """Send what is in the outbox, until the worker has hung up."""
         while (data := self._outbox.get()) is not None:
             with suppress(OSError):  # `_read` sees the end, and fails what waits
-                self._link.sendall(data)
+                self._send_whole(data)
             with self._lock:
                 self._num_unsent -= 1
+
+    def _send_whole(self, data: bytes) -> None:
+        """Send all of it. The socket may be one that does not wait: uvloop makes it so, where its
+        loop reads it."""
+        rest, writable = memoryview(data), select.poll()
+        writable.register(self._link, select.POLLOUT)
+        while rest:
+            try:
+                rest = rest[self._link.send(rest) :]
+            except BlockingIOError:
+                writable.poll(WRITABLE_MS)  # ends at once where the worker has hung up
 
     def _read(self) -> None:
         """Give each answer that is there to who waits for it."""
