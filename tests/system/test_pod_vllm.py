@@ -230,5 +230,6 @@ def look_at_timeline(run: Path) -> None:
     rows = {row["activity"]: row for row in data["rows"]}
     # imports and the start are before the first step: vLLM keeps its memory
     assert rows["dummy_start"]["outside_s"] > 1.0
-    assert rows["dummy_start"]["absent"] == "outside of steps only"
+    # a member may come within the first one
+    assert rows["dummy_start"]["absent"] in ("outside of steps only", "")
     assert rows["terminate"]["absent"] == "engines keep their processes and their memory"
