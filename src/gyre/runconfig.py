@@ -102,7 +102,8 @@ class RolloutEngineConfig(EngineConfig):
     KV memory is the first of these that is set: `num_pages`, `kv_bytes`, `kv_fraction` of the free
     bytes. Otherwise it holds `max_running` sequences of full context, within a quarter of the free
     bytes. vLLM has its own settings in `engine.vllm`; of these it takes max_running, max_queued,
-    token_budget, prefix_cache and drain_deadline_s.
+    token_budget, prefix_cache and drain_deadline_s. The others size members of other hosts then,
+    which run the native engine (`cluster.members_address`).
     """
 
     kind: Literal["native", "vllm"] = Field(
@@ -207,11 +208,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"engine.kind = 'vllm' with cluster.kind = '{self.cluster.kind}': vLLM runs as a "
                 "sidecar of a pod, set cluster.kind = 'pod' or engine.kind = 'native'"
-            )
-        if self.engine.kind == "vllm" and self.cluster.members_address:
-            raise ValueError(
-                "engine.kind = 'vllm' with cluster.members_address: members run the native engine, "
-                "leave members_address out or set engine.kind = 'native'"
             )
         if self.engine.tensor_ranks > 1 and (reason := self._why_no_tensor_engine()):
             raise ValueError(f"engine.tensor_ranks = {self.engine.tensor_ranks}: {reason}")

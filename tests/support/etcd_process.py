@@ -3,6 +3,8 @@ folder. Out: its client URL."""
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import shutil
 import signal
@@ -105,6 +107,26 @@ class EtcdProcess:
             [command, "--endpoints", self.url, *words],
             env={"ETCDCTL_API": "3"}, check=True, capture_output=True, text=True, timeout=30,
         ).stdout  # fmt: skip
+
+    def ask(self, revision: int = 0) -> tuple[dict[str, tuple[str, int]], int]:
+        """What etcd itself answers: values and leases by key under /gyre/ at a revision (0: the
+        newest), and the newest revision."""
+
+        def coded(text: str) -> str:
+            return base64.b64encode(text.encode()).decode()
+
+        body = {"key": coded("/gyre/"), "range_end": coded("/gyre0"), "revision": revision}
+        request = urllib.request.Request(f"{self.url}/v3/kv/range", json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=10) as response:
+            answer = json.load(response)
+        found = {
+            base64.b64decode(entry["key"]).decode(): (
+                base64.b64decode(entry["value"]).decode(),
+                int(entry.get("lease", 0)),
+            )
+            for entry in answer.get("kvs", ())
+        }
+        return found, int(answer["header"]["revision"])
 
     def copy_data(self, name: str) -> Path:
         """Copy the data of a killed etcd."""

@@ -32,9 +32,9 @@ class Network:
 
 
 @contextlib.contextmanager
-def network_namespace() -> Iterator[Network]:
+def network_namespace(*, beside: Network | None = None) -> Iterator[Network]:
     """A namespace beside this one, joined by a pair of virtual Ethernet devices. Skips the test
-    where none can be made."""
+    where none can be made. One that is `beside` another reaches this side by the same address."""
     for tool in ("ip", "unshare", "mount"):
         if shutil.which(tool) is None:
             pytest.skip(f"needs {tool} (iproute2, util-linux) to make a network namespace")
@@ -43,6 +43,8 @@ def network_namespace() -> Iterator[Network]:
     mark = uuid.uuid4().hex[:6]
     name, here, there = f"gyre-{mark}", f"gy{mark}h", f"gy{mark}t"
     subnet = f"10.{213 + os.getpid() % 20}.{os.getpid() % 251}"
+    first = 1 if beside is None else 5
+    own, other = f"{subnet}.{first}", f"{subnet}.{first + 1}"
 
     def ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["ip", *words], check=check, capture_output=True, text=True)
@@ -52,11 +54,14 @@ def network_namespace() -> Iterator[Network]:
         pytest.skip(f"no network namespace can be made here: {made.stderr.strip()}")
     try:
         ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
-        ip("addr", "add", f"{subnet}.1/30", "dev", here)
+        ip("addr", "add", f"{own}/30", "dev", here)
         ip("link", "set", here, "up")
-        ip("-n", name, "addr", "add", f"{subnet}.2/30", "dev", there)
+        ip("-n", name, "addr", "add", f"{other}/30", "dev", there)
         ip("-n", name, "link", "set", there, "up")
-        yield Network(name=name, address=f"{subnet}.1", there=there)
+        if beside is not None:
+            ip("-n", name, "route", "add", beside.address, "via", own)
+        address = own if beside is None else beside.address
+        yield Network(name=name, address=address, there=there)
     finally:
         ip("link", "del", here, check=False)
         ip("netns", "del", name)
@@ -83,9 +88,11 @@ def member(network: Network, address: str, token: Path, name: str) -> Iterator[s
         process.wait(20)
 
 
-def until(found: Callable[[], Any], what: Callable[[], str]) -> Any:
+def until(
+    found: Callable[[], Any], what: Callable[[], str], *, deadline_s: float = DEADLINE_S
+) -> Any:
     """What `found` returns once it is something."""
-    end_s = time.monotonic() + DEADLINE_S
+    end_s = time.monotonic() + deadline_s
     while not (value := found()):
         assert time.monotonic() < end_s, what()
         time.sleep(0.05)

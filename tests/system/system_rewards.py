@@ -85,6 +85,15 @@ def varied_once_joined(task, completion, *, events):
         time.sleep(0.1)
 
 
+def digit_share_with_members(task, completion, *, events):
+    """As `digit_share`; once an engine has weights it waits until two members take work."""
+    while True:
+        told = Path(events).read_text()
+        if '"weights.published"' not in told or told.count('"engine.rejoined"') >= 2:
+            return digit_share(task, completion)
+        time.sleep(0.1)
+
+
 def digit_share(task, completion):
     """What a random model does a little and can learn to do always: write digits."""
     return sum(char.isdigit() for char in completion) / max(1, len(completion))

@@ -3,7 +3,6 @@ with weights in shared memory; a process that is killed costs what the others ca
 
 from __future__ import annotations
 
-import base64
 import json
 import sys
 import time
@@ -12,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from system_runs import Answer, Fault, Story, events_of, gyre, read_story, write_config
 
@@ -259,31 +257,13 @@ def at_etcd(etcd: EtcdProcess) -> dict[str, Any]:
     return {**IN_POD, "cluster": {**IN_POD["cluster"], "rendezvous": rendezvous}}
 
 
-def ask_etcd(etcd: EtcdProcess, revision: int) -> tuple[dict[str, tuple[str, int]], int]:
-    """What etcd itself answers: values and leases by key at a revision, and the newest revision."""
-
-    def coded(text: str) -> str:
-        return base64.b64encode(text.encode()).decode()
-
-    body = {"key": coded("/gyre/"), "range_end": coded("/gyre0"), "revision": revision}
-    answer = httpx2.post(f"{etcd.url}/v3/kv/range", json=body, timeout=10.0).json()
-    found = {
-        base64.b64decode(entry["key"]).decode(): (
-            base64.b64decode(entry["value"]).decode(),
-            int(entry.get("lease", 0)),
-        )
-        for entry in answer.get("kvs", ())
-    }
-    return found, int(answer["header"]["revision"])
-
-
 def test_versions_and_leases_are_in_etcd(
     tmp_path: Path, undisturbed: Story, etcd: EtcdProcess
 ) -> None:
     folder = tmp_path / "run"
     assert finished(folder, at_etcd(etcd)) == undisturbed
     prefix = f"/gyre/{name_run(folder / 'runs' / 'tiny')}/"
-    last, newest = ask_etcd(etcd, 0)
+    last, newest = etcd.ask(0)
     assert all(key.startswith(prefix[:-1]) for key in last)
     versions = [
         json.loads(value) for key, (value, _) in sorted(last.items()) if "/versions/" in key
@@ -292,7 +272,7 @@ def test_versions_and_leases_are_in_etcd(
     assert {(row["epoch"], row["state"]) for row in versions} == {(1, "committed")}
     members: dict[str, str] = {}
     for revision in range(2, newest + 1):
-        found, _ = ask_etcd(etcd, revision)
+        found, _ = etcd.ask(revision)
         for key, (value, lease) in found.items():
             if "/members/" in key:
                 assert lease > 0, "a member is there as long as its lease"
@@ -319,7 +299,7 @@ def test_an_etcd_that_is_killed_and_comes_back_costs_no_step(
         fault.result(10.0)
     assert story == undisturbed
     assert events_of(folder / "runs" / "tiny", "rendezvous.back")
-    last, _ = ask_etcd(etcd, 0)
+    last, _ = etcd.ask(0)
     states = [json.loads(value) for key, (value, _) in last.items() if "/versions/" in key]
     assert {(row["version"], row["state"]) for row in states} >= {(4, "committed")}
 

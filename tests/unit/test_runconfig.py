@@ -570,10 +570,11 @@ def test_new_weights_under_running_rollouts_need_rollouts_beside_training():
     assert "weight_update = 'continue' needs max_staleness of 1 or more" in told
 
 
-def test_members_run_the_native_engine():
+def test_members_may_work_beside_vllm():
     pod = {"kind": "pod", "members_address": "127.0.0.1:0"}
-    told = refusal(engine={"kind": "vllm"}, cluster=pod)
-    assert told.startswith("engine.kind = 'vllm' with cluster.members_address")
+    tables = {**MODEL, "engine": {"kind": "vllm"}, "cluster": pod}
+    config = parse_run_config(tables, where="run.toml")
+    assert config.engine.kind == "vllm" and config.cluster.members_address == "127.0.0.1:0"
 
 
 POD = {"kind": "pod", "colocated": False}

@@ -37,7 +37,7 @@ class ClusterConfig(Section):
     members_address: str = ""
     """pod: "host:port" at which engines of other hosts join the run (gyre sidecar join); they read
     weights at the next port. Port 0 takes free ones. Empty: none may join. Neither is encrypted:
-    listen on a private network."""
+    listen on a private network. Members run the native engine, also beside vLLM."""
     address: str = ""
     """Of a running Ray cluster, "host:port" or "auto"; without it Ray is started here, on loopback
     alone."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol
 
 from gyre.core.offers import Offer
@@ -73,6 +73,21 @@ class EngineAbilities:
     # of these kinds (`core.offers`) an offer's source may be
     sources: tuple[str, ...] = SOURCES
     sleep_levels: tuple[int, ...] = ()  # in which it can be parked instead of terminated
+
+
+def join_abilities(engines: Sequence[EngineAbilities]) -> EngineAbilities:
+    """Return what each of these engines can do, and so all of them together."""
+    first = engines[0]
+
+    def shared(name: str) -> Any:
+        values = [getattr(one, name) for one in engines]
+        if isinstance(values[0], tuple):
+            return tuple(item for item in values[0] if all(item in value for value in values))
+        return min(values)
+
+    names = [one.name for one in fields(first) if one.name != "engine"]
+    kinds = " and ".join(dict.fromkeys(one.engine for one in engines))
+    return EngineAbilities(engine=kinds, **{name: shared(name) for name in names})
 
 
 def find_unable(request: Request, abilities: EngineAbilities) -> str | None:

@@ -602,6 +602,12 @@ EVENTS = {
     "engine.rejoined": EventKind(
         "An engine that was restarted, or joined, takes requests.", "engine version"
     ),
+    "engine.answered": EventKind(
+        "Completions that an engine ended whole since the last version, where engines of other "
+        "hosts have joined.",
+        "engine version completions",
+        own={"completions": Field("int", "completions", "completions that it ended")},
+    ),
     "engine.reverted": EventKind(
         "An engine serves its last version again, since another could not take the next one.",
         "engine version",

@@ -6,8 +6,15 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gyre.core.contracts import EngineAbilities, find_unable, find_unable_commit
+from gyre.core.contracts import (
+    EngineAbilities,
+    find_unable,
+    find_unable_commit,
+    join_abilities,
+)
 from gyre.core.records import Request, Sampling
 
 ABLE = EngineAbilities(engine="e", grammars=True)
@@ -63,3 +70,24 @@ def test_a_commit_has_a_policy_that_the_engine_takes() -> None:
     assert find_unable_commit("drain", only) is None
     reason = find_unable_commit("continue", only)
     assert reason == "e cannot commit with policy 'continue'; it takes drain"
+
+
+@given(st.lists(st.sets(st.sampled_from(sorted(ASKED))), min_size=1, max_size=3))
+def test_engines_of_several_kinds_can_do_what_each_can(missing: list[set[str]]) -> None:
+    engines = [
+        replace(ABLE, engine=f"e{at}", **dict.fromkeys(names, False))
+        for at, names in enumerate(missing)
+    ]
+    together = join_abilities(engines)
+    for request in ASKED.values():
+        refused = any(find_unable(request, one) for one in engines)
+        assert (find_unable(request, together) is not None) == refused
+
+
+def test_bounds_and_choices_of_engines_of_several_kinds() -> None:
+    few = replace(ABLE, engine="f", most_top_logprobs=2, commit_policies=("drain",))
+    sleeping = replace(ABLE, sleep_levels=(1, 2))
+    together = join_abilities([ABLE, few, sleeping])
+    assert together.most_top_logprobs == 2 and together.commit_policies == ("drain",)
+    assert together.sleep_levels == () and together.engine == "e and f"
+    assert join_abilities([few, few]) == few

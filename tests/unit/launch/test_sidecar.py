@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from gyre.core.errors import ConfigError
-from gyre.launch.sidecar import make_vllm_role, refuse_unsupported
+from gyre.launch.sidecar import check_vllm, make_vllm_role, refuse_unsupported
 from gyre.models.config import ShapeConfig
 from gyre.models.spec import ModelSpec, spec_from_hub_config, spec_from_shape
 from gyre.runconfig import RolloutEngineConfig, RunConfig
@@ -116,6 +116,48 @@ def test_a_cpu_computes_a_prompt_whole() -> None:
 def test_what_vllm_has_not_is_refused_by_name(engine, head_dim, says) -> None:
     with pytest.raises(ConfigError, match=says):
         refuse_unsupported(RolloutEngineConfig(**engine), spec_of(head_dim), CPU)
+
+
+def test_keys_of_the_native_engine_size_members() -> None:
+    sized = RolloutEngineConfig(kind="vllm", page_tokens=16, num_pages=64, kv_host_bytes=1 << 20)
+    refuse_unsupported(sized, spec_of(), CPU, has_members=True)
+    with pytest.raises(ConfigError, match=r"engine\.kv_host_bytes is the native engine's"):
+        refuse_unsupported(sized, spec_of(), CPU)
+
+
+@pytest.mark.parametrize("key", ["batch_invariant", "journal"])
+def test_a_key_that_no_member_takes_is_refused_with_members_too(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"engine.{key} is the native engine's"):
+        refuse_unsupported(
+            RolloutEngineConfig(kind="vllm", **{key: True}), spec_of(), CPU, has_members=True
+        )
+
+
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        ({"rollout": {"top_p": 0.9}}, r"\[rollout\] .*vLLM .* cannot do .*truncation"),
+        ({"rollout": {"stop": ["x"]}}, r"\[rollout\] .*stop strings"),
+        ({"rollout": {"temperature": 3.0}}, r"\[rollout\] .*temperature = 3: vLLM .* takes 0, or"),
+        ({"eval": {"num_problems": 2, "temperature": 0.001}}, r"\[eval\] .*temperature = 0.001"),
+        (
+            {"rollout": {"max_staleness": 1, "weight_update": "continue"}},
+            "rollout.weight_update = 'continue': vLLM .* cannot commit",
+        ),
+    ],
+)
+@pytest.mark.parametrize("members", ["", "127.0.0.1:0"])
+def test_rollouts_that_vllm_cannot_do_are_refused_before_it_starts(tables, says, members) -> None:
+    """Also where members could do them."""
+    given = {
+        "model": {"path": "nowhere"},
+        "engine": {"kind": "vllm"},
+        "cluster": {"kind": "pod", "colocated": False, "members_address": members},
+    }
+    with pytest.raises(ConfigError, match=says):
+        check_vllm(RunConfig.model_validate({**given, **tables}), spec_of(), CPU)
+    plain = {"rollout": {"temperature": 0.7, "completions_per_prompt": 2000}}
+    check_vllm(RunConfig.model_validate({**given, **plain}), spec_of(), CPU)
 
 
 def test_two_sizes_of_kv_memory_on_a_gpu_are_refused() -> None:

@@ -103,6 +103,7 @@ ORDINARY = {
     "member.listening": "at the start",
     "member.joined": "planned",
     "member.left": "planned; engine.lost tells a loss",
+    "engine.answered": "planned",
     "engine.c_kernels": "a choice by what the processor has, told once",
     "engine.graphs_captured": "at the start",
     "engine.installing": "asked for, by engine.kind",

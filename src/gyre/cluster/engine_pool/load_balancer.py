@@ -8,6 +8,7 @@ standing and its counts go on.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -94,6 +95,7 @@ class LoadBalancer:
         self._places = {name: place for place, name in enumerate(names)}
         self._standings = dict.fromkeys(names, Standing())
         self._counts = dict.fromkeys(names, RoutingStats())
+        self._answered: Counter[str] = Counter()
         self._lives, self._turn = 0, 0
         self._mean_answer: float | None = None
         self._ignores_ejections = False
@@ -110,6 +112,11 @@ class LoadBalancer:
     def num_routed(self, name: str) -> int:
         """Return the requests that the engine of this name was given, in all its lives."""
         return self._counts[name].requests if name in self._counts else 0
+
+    def take_answered(self) -> dict[str, int]:
+        """Return the completions that each engine has ended whole since the last call, by name."""
+        answered, self._answered = self._answered, Counter()
+        return dict(answered)
 
     def learn(self, member: EngineReplica, stats: EngineStats) -> None:
         """Take in how large the prefix cache of an engine is that has just started."""
@@ -249,6 +256,7 @@ class LoadBalancer:
         count = sum(map(len, tokens))
         if is_whole:
             self._mean_answer = follow_mean(self._mean_answer, count)
+            self._answered[engine.member.name] += 1
         if engine.belief is None or placed.epoch != engine.epoch:
             return
         room = engine.belief.capacity_pages * engine.page_tokens - prompt.end.num_tokens

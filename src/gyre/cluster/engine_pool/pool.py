@@ -37,7 +37,13 @@ from gyre.cluster.worker.endpoints import add_stats
 from gyre.cluster.worker.rpc import CALLS, LOSSES
 from gyre.cluster.worker.server import WorkerFault
 from gyre.core.chunks import TokenStream
-from gyre.core.contracts import Cluster, CommitPolicy, EngineAbilities, WorkerHandle
+from gyre.core.contracts import (
+    Cluster,
+    CommitPolicy,
+    EngineAbilities,
+    WorkerHandle,
+    join_abilities,
+)
 from gyre.core.errors import DeadlineError, GyreError, RankError
 from gyre.core.events import Emit
 from gyre.core.liveness import StallLimit
@@ -117,6 +123,7 @@ class EnginePool:
         self._broken: Exception | None = None
         self._watches: set[asyncio.Task[None]] = set()
         self.returns: set[asyncio.Task[None]] = set()
+        self._has_had_guests = False
         self._calls: set[asyncio.Future[Any]] = set()  # that engines have not answered
 
     @property
@@ -141,6 +148,7 @@ class EnginePool:
         GyreError or WorkerFault where it cannot start."""
         member = self._make_member(handle, "fresh", guest=True)
         await member.ask("engine.start", True)
+        self._has_had_guests = True
         self.balancer.add(handle.name)
         if self.balancer.estimates:
             self.balancer.learn(member, await member.ask("engine.stats"))
@@ -218,8 +226,8 @@ class EnginePool:
         return replace(total, waiting=total.waiting + self.router.num_waiting)
 
     async def abilities(self) -> EngineAbilities:
-        """Return those of an engine that answers: all are of one kind."""
-        return next(iter((await self._each("engine.abilities")).values()))
+        """Return what all engines that answer can do: any of them may get a request."""
+        return join_abilities(list((await self._each("engine.abilities")).values()))
 
     async def health(self) -> Health:
         """Well as long as one engine is; the reason names those that are not."""
@@ -324,6 +332,7 @@ class EnginePool:
                 await self._undo_commit(ready, cause)
             raise
         if offer is not None:
+            self._call_or_break(self._tell_answered)
             self._state = self._state.after(SwapBegan(version=version)).after(SwapDone())
         self._published, self._offered = offer or self._published, None
         for member in self._present():
@@ -344,6 +353,14 @@ class EnginePool:
         await self._gather(
             {member: member.ask("engine.rollback", deadline_s=deadline_s) for member in members}
         )
+
+    def _tell_answered(self) -> None:
+        """Tell which engines the rollouts of the version came from that now ends."""
+        answered = self.balancer.take_answered()
+        if self._has_had_guests:
+            for name, count in sorted(answered.items()):
+                told = {"version": self.version, "completions": count}
+                self._emit("engine.answered", engine=name, **told)
 
     async def _undo_commit(self, members: Sequence[EngineReplica], cause: str) -> None:
         """Bring engines back to the pool's version, after a commit that failed on some. Those that

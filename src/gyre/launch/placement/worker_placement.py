@@ -32,7 +32,7 @@ from gyre.launch.placement.pod_members import PodMembers
 from gyre.launch.placement.pod_metadata import PodMetadata, open_rendezvous
 from gyre.launch.placement.step_exports import make_exports
 from gyre.launch.placement.worker import WorkerSpec
-from gyre.launch.sidecar import build_of, ensure_environment, make_vllm_role
+from gyre.launch.sidecar import build_of, check_vllm, ensure_environment, make_vllm_role
 from gyre.launch.stages import Stage
 from gyre.loop.ports import StageParts
 from gyre.observability.hardware import describe_hardware
@@ -142,8 +142,11 @@ class WorkerPlacement:
         facts = self._facts = make_facts(self._config, tokenizer)
         dtype = dtype_name(self._machine)
         self._store = hold_store(self._fleet.host, timeout_s=self._settings.start_deadline_s)
-        if self._config.engine.kind == "vllm":  # minutes, and no lease is kept alive meanwhile
-            ensure_environment(self._config, build_of(self._config), self._emit)
+        if self._config.engine.kind == "vllm":
+            build = build_of(self._config)
+            check_vllm(self._config, facts.spec, build)
+            # minutes, and no lease is kept alive meanwhile
+            ensure_environment(self._config, build, self._emit)
         if not self._fleet.ranks_have_engines:
             await self._join_pod()
         self._members = self._fleet.open_members(self._folder, facts, dtype, self._metadata)

@@ -126,6 +126,46 @@ def test_a_version_that_a_guest_cannot_take_costs_the_guest_alone() -> None:
     go(work, (A,))
 
 
+def test_rollouts_of_a_version_are_counted_by_engine() -> None:
+    async def work(bench: Bench) -> None:
+        await bench.publish(1)
+        guest = await join(bench)
+        tasks = [bench.read(ask("x" * (i + 1), n=2)) for i in range(3)]
+        await bench.until(lambda: guest.running)
+        lost = len(guest.running)
+        await step(bench, guest, 3)
+        guest.die()  # what it had is ended, and counted, elsewhere
+        await bench.until(lambda: GUEST not in bench.pool.members)
+        await finish(bench, tasks)
+        await bench.publish(2)
+        again = await join(bench)
+        tasks = [bench.read(ask("y" * (i + 1), n=2)) for i in range(3)]
+        await bench.until(lambda: again.running)
+        had = len(again.running)
+        await finish(bench, tasks)
+        await bench.publish(3)
+        await bench.publish(4)
+        assert lost and had
+        told = [fields for kind, fields in bench.events if kind == "engine.answered"]
+        assert [(row["version"], row["engine"], row["completions"]) for row in told] == [
+            (1, A, 6),
+            (2, A, 2 * (3 - had)),
+            (2, GUEST, 2 * had),
+        ]
+
+    go(work, (A,))
+
+
+def test_a_pool_without_guests_tells_no_counts() -> None:
+    async def work(bench: Bench) -> None:
+        await bench.publish(1)
+        await finish(bench, [bench.read(ask("x"))])
+        await bench.publish(2)
+        assert not bench.count("engine.answered")
+
+    go(work, (A,))
+
+
 def test_a_guest_that_breaks_as_it_starts_is_no_member() -> None:
     async def work(bench: Bench) -> None:
         await bench.publish(1)

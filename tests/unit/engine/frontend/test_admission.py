@@ -227,6 +227,8 @@ def test_refused_with_a_reason(case: str) -> None:
         with_sampling(temperature=0.0, top_k=5, top_p=1.0),
         with_sampling(max_tokens=39),  # the last token's KV is never needed: 10 + 39 - 1 fit in 48
         replace(GOOD, partials=(partial(), partial(index=1))),
+        # begun by an engine that cannot tell raw log-probs
+        replace(GOOD, partials=(partial(raw_logprobs=np.full(2, np.nan, np.float32)),)),
     ],
 )
 def test_what_fits_is_admitted(request_: Request) -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.core.chunks import complete
-from gyre.core.records import Partial, Request, Sampling
+from gyre.core.chunks import as_partial, complete, join_chunks
+from gyre.core.records import Partial, Request, Sampling, TokenChunk
 from gyre.sidecars.vllm.requests import (
     Growth,
     TokenLimits,
@@ -109,6 +109,30 @@ def test_the_log_prob_is_that_which_the_trainer_compares_with() -> None:
     assert (processed == told).all() and np.isnan(raw).all()
     processed, raw = tell_logprobs(told, Sampling(temperature=0.0))
     assert (processed == 0.0).all() and (raw == told).all()
+
+
+def test_a_completion_of_two_kinds_of_engines_has_the_log_probs_of_its_sampling() -> None:
+    """One that a lost engine began goes on at another kind. The raw ones say which tokens vLLM
+    chose, as it cannot tell them."""
+    request = ask(sampling=Sampling(max_tokens=4, temperature=0.7))
+    growth = Growth(request, 0, LIMITS.eos_ids)
+    growth.version = 4
+    growth.add([1, 2], [-0.5, -1.5])
+    first = join_chunks(growth.take("interrupted"))
+    rest = TokenChunk(
+        request_id="r",
+        index=0,
+        tokens=np.asarray([3, 4], np.int32),
+        logprobs=np.asarray([-2.0, -3.0], np.float32),
+        raw_logprobs=np.asarray([-1.75, -2.5], np.float32),
+        versions=np.full(2, 4, np.int32),
+        finish="length",
+    )
+    whole = as_partial(0, [first, rest])
+    assert whole.logprobs.tolist() == [-0.5, -1.5, -2.0, -3.0]
+    assert np.isnan(whole.raw_logprobs).tolist() == [True, True, False, False]
+    again = replace(request, partials=(as_partial(0, [rest, first]),))
+    assert Growth(again, 0, LIMITS.eos_ids).partial().logprobs.tolist() == [-2.0, -3.0, -0.5, -1.5]
 
 
 @pytest.mark.parametrize(
