@@ -79,6 +79,7 @@ OWNED = {
     ("distributed/process_group.py", "_finish"): "nothing: it enqueues a wait of the GPU's stream",
     ("engine/frontend/async_frontend.py", "by_deadline"): "nothing: the work is done",
     ("engine/memory.py", "_move_host"): "copies that the device runs",
+    ("engine/runners/peer_memory.py", "meet_peers"): "the device, which sets bytes to zero",
     ("engine/runners/gpu_runner.py", "fetch"): "the device; the watchdog judges one that hangs",
     ("engine/runners/torch_runner.py", "_fetch_supports"): "the device, as in `fetch`",
     ("engine/runners/torch_runner.py", "fetch"): "the device; the watchdog judges one that hangs",
