@@ -20,7 +20,6 @@ from gyre.core.records import Request, Sampling
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
-from gyre.engine.runners.peer_memory import meet_peers
 from gyre.engine.scheduler.journal import Add, Commit, Entry, Start, Steps
 from layout_cases import spec_of
 from rank_pool import RankPool
@@ -101,6 +100,7 @@ def test_collectives_are_captured_and_replayed(pair: RankPool) -> None:
 def summed_by_peers(group: RankGroup, rows: int, width: int) -> tuple[Tensor, Tensor]:
     """The residual stream and its norms after calls in turn, by peers' memory and by NCCL; an odd
     number of them in a graph that is replayed, one outside."""
+    from gyre.engine.runners.peer_memory import meet_peers
     from gyre.kernels.gpu.peer_sums import add_peer_sum, add_peer_sum_rms_norm
     from gyre.kernels.gpu.pointwise import add_rms_norm
 
