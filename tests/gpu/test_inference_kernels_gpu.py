@@ -20,7 +20,7 @@ if torch.cuda.is_available():
     from gyre.kernels.gpu import pointwise
     from gyre.kernels.gpu import prefill_attention as prefill
     from gyre.kernels.gpu import sample as sampling
-    from gyre.kernels.gpu.matvec import is_vector_product, vector_linear
+    from gyre.kernels.gpu.matmul import is_vector_product, vector_linear
     from gyre.kernels.gpu.work_list import cut_pieces
     from gyre.kernels.rope import rope_tables
 

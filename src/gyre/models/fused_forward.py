@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gyre.kernels.gpu import pointwise
-from gyre.kernels.gpu.matmul import invariant_linear
-from gyre.kernels.gpu.matvec import is_vector_product, vector_linear
+from gyre.kernels.gpu.matmul import invariant_linear, is_vector_product, vector_linear
 from gyre.kernels.gpu.peer_sums import add_peer_sum, add_peer_sum_rms_norm
 from gyre.kernels.rope import rope_tables
 from gyre.models.decoder import Decoder
@@ -39,7 +38,7 @@ FEW_ROWS, WIDE = 256, 2048
 BIAS_ROWS = ((17, 112), (129, 224))
 
 
-class Partial(NamedTuple):
+class PartialSum(NamedTuple):
     """An addend of the residual stream of which this rank has a part. The ranks' parts are summed
     where it is added."""
 
@@ -80,11 +79,11 @@ class FusedForward:
         all tokens to their pages."""
         last = self.decoder.spec.num_layers - 1
         x_TE: Tensor = self.decoder.embedded(token_T)
-        y_TE: Tensor | Partial | None = None
+        y_TE: Tensor | PartialSum | None = None
         for index in range(last + 1):
             chosen_N = source_N if index == last else None
             x_TE, y_TE = self._layer(index, x_TE, y_TE, position_T, row_T, attend, chosen_N)
-        if isinstance(y_TE, Partial):
+        if isinstance(y_TE, PartialSum):
             assert self._peers is not None
             self._count(y_TE.part_TE)
             add_peer_sum(self._peers, x_TE, y_TE.part_TE)
@@ -109,13 +108,13 @@ class FusedForward:
         return self._layer(index, x_TE, None, position_T, row_T, attend, None)[0]
 
     def normed(
-        self, x_TE: Tensor, weight_E: Tensor, y_TE: Tensor | Partial | None = None
+        self, x_TE: Tensor, weight_E: Tensor, y_TE: Tensor | PartialSum | None = None
     ) -> Tensor:
         """Return the norm of x, or add y to x in place and return the norm of the sum."""
         out_TE, eps = torch.empty_like(x_TE), self.decoder.spec.norm_eps
         if y_TE is None:
             pointwise.rms_norm(x_TE, weight_E, eps, out_TE)
-        elif isinstance(y_TE, Partial):
+        elif isinstance(y_TE, PartialSum):
             assert self._peers is not None
             self._count(y_TE.part_TE)
             add_peer_sum_rms_norm(self._peers, x_TE, y_TE.part_TE, weight_E, eps, out_TE)
@@ -131,12 +130,12 @@ class FusedForward:
         self,
         index: int,
         x_TE: Tensor,
-        y_TE: Tensor | Partial | None,
+        y_TE: Tensor | PartialSum | None,
         position_T: Tensor,
         row_T: Tensor,
         attend: Attend,
         source_N: Tensor | None,
-    ) -> tuple[Tensor, Tensor | Partial | None]:
+    ) -> tuple[Tensor, Tensor | PartialSum | None]:
         """Run one layer on the residual stream and its pending addend. Returns both, or those of
         `source_N` where given."""
         layer = self.decoder.layers[index]
@@ -187,7 +186,7 @@ class FusedForward:
 
     def _mlp(
         self, layer: Layer, x_TE: Tensor, normed_TE: Tensor
-    ) -> tuple[Tensor, Tensor | Partial | None]:
+    ) -> tuple[Tensor, Tensor | PartialSum | None]:
         """Return the residual stream and its pending addend after the dense MLP."""
         gate_up_T2M = self._linear(normed_TE, layer.gate_up.weight, None)
         product_TM = x_TE.new_empty(len(x_TE), self.decoder.spec.mlp_size)
@@ -203,14 +202,14 @@ class FusedForward:
 
     def _to_residual(
         self, x_TE: Tensor, z_TI: Tensor, weight_EI: Tensor
-    ) -> tuple[Tensor, Tensor | Partial | None]:
+    ) -> tuple[Tensor, Tensor | PartialSum | None]:
         """Return x and y, whose sum is x + z · weightᵀ. With few rows the next norm adds y. With
         many the product adds in place, which saves a pass over memory. Partial products of several
         ranks are summed first, or with few rows by the next norm, which adds them."""
         if self._reduce is not None:
             y_TE = self._linear(z_TI, weight_EI, self._no_bias(len(z_TI), weight_EI))
             if self._peers is not None and len(y_TE) <= self._peers.rows:
-                return x_TE, Partial(y_TE)
+                return x_TE, PartialSum(y_TE)
             y_TE = self._reduce(y_TE)
             return (x_TE + y_TE, None) if self.invariant else (x_TE, y_TE)
         if self.invariant:
