@@ -4,7 +4,6 @@ ZeRO beside it."""
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +15,9 @@ from zero_cases import (
     SPECS,
     TENSOR_LAYOUTS,
     copied,
-    equal_away,
     evaluate,
     gradients,
     measures,
-    moved,
     registered,
     resume,
     saved,
@@ -195,54 +192,3 @@ def test_checkpointing_changes_no_gradient(ranks: RankPool, layout: str, mode: s
     expected, _ = gradients(None, "ppo", spec="parted")
     found, _ = ranks.run(gradients, "ppo", spec="parted", layout=layout, checkpointing=mode)[0]
     assert_close(found, expected, relative=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["zero0_tensor2", "zero1_tensor2", "zero3_tensor2"])
-def test_state_away_from_the_device_changes_no_bit(
-    ranks: RankPool, layout: str, tmp_path: Path
-) -> None:
-    hows = ["host and gradients", "disk and gradients"]
-    settings = {"spec": "parted", "layout": layout}
-    for wrong in ranks.run(equal_away, "ppo", hows, str(tmp_path), **settings):
-        assert not wrong
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["zero0_tensor2", "zero1_tensor2", "tensor4"])
-@pytest.mark.parametrize(
-    ("kind", "models"), [("ppo", ("actor", "critic", "reward")), ("grpo", ("actor", "reference"))]
-)
-def test_weights_in_host_memory(
-    ranks: RankPool, layout: str, kind: str, models: tuple[str, ...]
-) -> None:
-    settings = {"spec": "parted", "reference_refresh_steps": 1}
-    _, expected = train(None, kind, **settings)
-    settings |= {"offload_optimizer": "host", "offload_cut_bytes": 8192}
-    results = ranks.run(train, kind, layout=layout, offload_parameters=models, **settings)
-    assert_close(results[0][1], expected, relative=2e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
-def test_parked_components_come_back(ranks: RankPool, layout: str) -> None:
-    _, expected = train(None, "ppo", spec="parted")
-    assert_close(ranks.run(moved, "ppo", spec="parted", layout=layout)[0], expected, relative=2e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("zero", [1, 3])
-def test_copies_of_shards_of_parts(zero: int) -> None:
-    """Two replicas of two shards of two tensor ranks: all three axes at once."""
-    expected, norms = gradients(None, "ppo", spec="parted")
-    pool = RankPool(8)
-    try:
-        results = pool.run(gradients, "ppo", spec="parted", layout=f"hybrid{zero}_tensor2")
-        versions = pool.run(registered, spec="parted", layout=f"hybrid{zero}_tensor2")
-    finally:
-        pool.close()
-    assert_close(results[0][0], expected, relative=1e-5)
-    assert results[0][1] == results[7][1] == pytest.approx(norms, rel=1e-5)
-    for _, found, _ in versions:
-        for name, tensor in found.items():
-            np.testing.assert_array_equal(tensor, versions[0][2][f"actor.master.{name}"], name)
