@@ -216,7 +216,8 @@ async def measure(
     synchronize(device)
     made_s = time.perf_counter()
     config = engine_config(args, decoder, group)
-    followers = lead(group, timeout_s=LEAD_S) if group.rank == 0 and group.size > 1 else None
+    leads = group.rank == 0 and group.size > 1
+    followers = lead(group, timeout_s=LEAD_S, emit=emit) if leads else None
     stream = enlist(group, timeout_s=LEAD_S) if group.rank > 0 else None
     with ThreadPoolExecutor(1, initializer=partial(use, device)) as compute:
         engine = NativeEngine(

@@ -234,7 +234,8 @@ def served(
         with closing(Checkpoint(folder)) as source:
             read_weights(decoder, source)
     given = settings if group.rank == 0 else {**settings, **(others or {})}
-    followers = lead(group, timeout_s=20.0) if group.rank == 0 and group.size > 1 else None
+    leads = group.rank == 0 and group.size > 1
+    followers = lead(group, timeout_s=20.0, emit=lambda kind, **fields: None) if leads else None
     stream = enlist(group, timeout_s=20.0) if group.rank > 0 else None
     compute = ThreadPoolExecutor(1, initializer=partial(use, group.device))
     cores: list[Any] = []

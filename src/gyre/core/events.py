@@ -369,6 +369,11 @@ EVENTS = {
     "engine.prefix_cleared": EventKind("Cached pages were dropped.", "pages reason"),
     "engine.c_kernels": EventKind("The engine uses the C kernels.", "instructions"),
     "engine.torch_kernels": EventKind("The engine uses PyTorch's kernels.", "reason", True),
+    "engine.stranger": EventKind(
+        "A connection to an engine's first rank was refused: it does not know the token.",
+        "peer",
+        True,
+    ),
     "engine.nccl_sums": EventKind(
         "GPUs cannot write each other's memory; NCCL sums few rows as well.", "reason", True
     ),

@@ -14,6 +14,7 @@ import hmac
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import cast
@@ -22,6 +23,7 @@ import msgspec
 
 from gyre.core.codec import decode, encode
 from gyre.core.errors import ConfigError, GyreError, RankError
+from gyre.core.events import Emit
 from gyre.core.offers import FolderTensors, Offer, RegisteredShards
 from gyre.core.records import Manifest
 from gyre.distributed.process_group import RankGroup
@@ -37,6 +39,8 @@ from gyre.weights.receive import refuse_local
 WHAT = "the engine's steps"
 LOOPBACK = "127.0.0.1"
 TOKEN_BYTES = 16
+# for a connection to show the token; for one look once the deadline has passed
+GREETING_S, LEAST_S = 5.0, 1e-3
 _LENGTH = struct.Struct("<I")  # bytes of the entry that follows
 
 
@@ -155,28 +159,35 @@ class Followers:
             stream.close()
 
 
-def lead(group: RankGroup, *, timeout_s: float) -> Followers:
+def lead(group: RankGroup, *, timeout_s: float, emit: Emit) -> Followers:
     """Connect rank 0 with the others, which call `enlist`. `timeout_s`: for all of them to come,
     and for each to take an entry."""
-    token = secrets.token_bytes(TOKEN_BYTES)
-    with closing(socket.create_server((LOOPBACK, 0), backlog=group.size)) as server:
-        server.settimeout(timeout_s)
+    token, ends_at = secrets.token_bytes(TOKEN_BYTES), time.monotonic() + timeout_s
+    streams: dict[int, EntryStream] = {}
+    with (
+        closing(socket.create_server((LOOPBACK, 0), backlog=group.size)) as server,
+        ExitStack() as failing,
+    ):
         group.share([server.getsockname()[1], token.hex()])
-        streams: dict[int, EntryStream] = {}
         while len(streams) < group.size - 1:
             try:
-                connection, _ = server.accept()
+                server.settimeout(max(LEAST_S, ends_at - time.monotonic()))
+                connection, (peer, _) = server.accept()
             except OSError as error:
                 missing = sorted({*range(1, group.size)} - {*streams})
                 raise RankError(
                     f"ranks {missing} of the engine did not connect within {timeout_s:g} s"
                 ) from error
-            rank = _greeted(connection, token, timeout_s)
-            if rank is None:
-                connection.close()  # somebody else on this host
+            failing.callback(connection.close)
+            limit_s = max(LEAST_S, min(GREETING_S, ends_at - time.monotonic()))
+            rank = _greeted(connection, token, limit_s)
+            if rank is None:  # somebody else on this host
+                connection.close()
+                emit("engine.stranger", peer=peer)
                 continue
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             streams[rank] = EntryStream(connection, rank, timeout_s=timeout_s)
+        failing.pop_all()
     return Followers(group, [streams[rank] for rank in sorted(streams)])
 
 

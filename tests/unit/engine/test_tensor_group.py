@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from gyre.core.records import Manifest, Request, Sampling
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.engine import NativeEngine
 from gyre.engine.scheduler.journal import Abort, Entry, Steps
-from gyre.engine.tensor_group import EntryStream, lead
+from gyre.engine.tensor_group import LOOPBACK, TOKEN_BYTES, EntryStream, lead
 from gyre.models.hub.export import export_hub
 from gyre.models.hub.folders import WEIGHTS_FILE
 from layout_cases import spec_of
@@ -288,16 +289,22 @@ def test_half_an_entry_is_no_entry() -> None:
         list(EntryStream(theirs, 0, timeout_s=1.0).messages())
 
 
-def lone_leader(group: RankGroup) -> str:
-    """Rank 1 shares, but never connects."""
+def lone_leader(group: RankGroup, strangers: int) -> tuple[str, list[str]]:
+    """Rank 1 shares, but never connects as itself. Strangers do, with another token or none."""
     if group.rank == 1:
-        group.share(None)
-        return ""
+        port, _ = group.share(None)[0]
+        for number in range(strangers):
+            with closing(socket.create_connection((LOOPBACK, port), timeout=5.0)) as stranger:
+                stranger.sendall(bytes(number * (TOKEN_BYTES + 1)))
+        return "", []
+    events: list[str] = []
     with pytest.raises(RankError) as refused:
-        lead(group, timeout_s=0.3)
-    return str(refused.value)
+        lead(group, timeout_s=1.0, emit=lambda kind, **fields: events.append(kind))
+    return str(refused.value), events
 
 
-def test_a_rank_that_does_not_come_is_named(pair: RankPool) -> None:
-    expected = "ranks [1] of the engine did not connect within 0.3 s"
-    assert expected in pair.run(lone_leader)[0]
+@pytest.mark.parametrize("strangers", [0, 2])
+def test_a_rank_that_does_not_come_is_named(pair: RankPool, strangers: int) -> None:
+    told, events = pair.run(lone_leader, strangers)[0]
+    assert "ranks [1] of the engine did not connect within 1 s" in told
+    assert events == ["engine.stranger"] * strangers

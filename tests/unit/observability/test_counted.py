@@ -33,6 +33,7 @@ COUNTED = [
     "engine.hits_recomputed",
     "engine.graphs_recaptured",
     "engine.nccl_sums",
+    "engine.stranger",
     "engine.torch_kernels",
     "engine.nonfinite",
     "engine.deadline",

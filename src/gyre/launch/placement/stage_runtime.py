@@ -265,7 +265,7 @@ class StageRuntime:
         if group is None:
             return None, None
         if group.rank == 0:
-            return lead(group, timeout_s=group.timeout_s), None
+            return lead(group, timeout_s=group.timeout_s, emit=self._emit), None
         return None, enlist(group, timeout_s=group.timeout_s)
 
     def lost_rank(self) -> str:
