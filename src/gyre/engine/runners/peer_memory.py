@@ -29,24 +29,23 @@ def meet_peers(
     sizes = {"ranks": group.size, "rows": MOST_ROWS, "width": width, "dtype": dtype}
     size_bytes, device = peer_bytes(**sizes), group.device
     own: CudaStaging | None = None
+    opened: dict[int, CudaStaging] = {}
+    handle, reason = "", ""
     try:
         own = CudaStaging(device, size_bytes)
         own.bytes_N.zero_()
         torch.cuda.synchronize(device)
         handle = own.handle.hex()
     except (InputError, MemoryBudgetError) as error:
-        handle = f"rank {group.rank}: {error.message}"
-    told = group.share({"handle": handle, "is_open": own is not None})
-    reasons = [one["handle"] for one in told if not one["is_open"]]
-    opened: dict[int, CudaStaging] = {}
+        reason = f"rank {group.rank}: {error.message}"
+    told = group.share([handle, reason])
+    reasons = [found for _, found in told if found]
     if not reasons:
         try:
-            for rank, one in enumerate(told):
+            for rank, (handle, _) in enumerate(told):
                 if rank != group.rank:
-                    handle_B = bytes.fromhex(one["handle"])
-                    opened[rank] = CudaStaging(device, size_bytes, handle_B)
-            reason = ""
-        except InputError as error:
+                    opened[rank] = CudaStaging(device, size_bytes, bytes.fromhex(handle))
+        except (InputError, MemoryBudgetError) as error:
             reason = f"rank {group.rank}: {error.message}"
         reasons = [found for found in group.share(reason) if found]
     if reasons:
