@@ -187,7 +187,8 @@ asyncio.run(main())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is a folder on Linux")
-def test_a_worker_whose_starter_is_killed_leaves_nothing() -> None:
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_a_worker_whose_starter_is_killed_leaves_nothing(stands_still: bool) -> None:
     path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
     starter = subprocess.Popen(
         [sys.executable, "-c", STARTER],
@@ -198,6 +199,8 @@ def test_a_worker_whose_starter_is_killed_leaves_nothing() -> None:
     assert starter.stdout is not None
     own, *names = starter.stdout.readline().split()
     assert len(names) == 2 and all((SHARED_MEMORY / name).exists() for name in names)
+    if stands_still:
+        psutil.Process(int(own)).suspend()
     starter.kill()
     starter.communicate(timeout=20)
     until_s = time.monotonic() + 20

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from gyre.cluster.worker import frames
-from gyre.cluster.worker.process_group import end_group
+from gyre.cluster.worker.process_group import end_group, go_on_when_orphaned
 from gyre.cluster.worker.server import Reply, WorkerServer, describe_failure
 from gyre.core.errors import WorkerLost
 from gyre.core.records import ProcessLimits
@@ -120,6 +120,7 @@ def apply_limits(limits: ProcessLimits) -> None:
 
 
 if __name__ == "__main__":
+    go_on_when_orphaned()
     # before threads start, which keep the cores that they began with
     apply_limits(ProcessLimits(**json.loads(sys.argv[2])))
     WorkerProcess(socket.socket(fileno=int(sys.argv[1]))).run()

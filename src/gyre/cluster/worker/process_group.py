@@ -8,8 +8,10 @@ itself. Imports the standard library alone, as another environment may lack the 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,7 @@ from pathlib import Path
 TRACKER = b"multiprocessing.resource_tracker"
 TRACKER_S = 3.0  # for it to remove what is left
 LOOK_S = 0.01  # between two looks at the group
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_group(group: int, *, wait_s: float = TRACKER_S) -> None:
@@ -33,6 +36,16 @@ def end_group(group: int, *, wait_s: float = TRACKER_S) -> None:
     if not is_own:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
+
+
+def go_on_when_orphaned() -> None:
+    """Let the end of the starter's thread continue this process, should it be stopped by SIGSTOP:
+    it then sees that the starter hung up. Nothing happens where it runs, or not on Linux."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def find_members(group: int) -> set[int]:

@@ -67,11 +67,17 @@ def routing_families(model_name: str, replicas: Sequence[ReplicaStatus]) -> list
         "What its requests have still to compute by estimate, in tokens of a prompt.",
         labels=labels,
     )
+    pages = GaugeMetricFamily(
+        "gyre_engine_routing_prefix_pages",
+        "Pages that the router believes in the engine's prefix cache.",
+        labels=labels,
+    )
     counters = [CounterMetricFamily(one.name, one.text, labels=labels) for one in COUNTERS]
     for place, replica in enumerate(replicas):
         values = [model_name, str(place)]
         share.add_metric(values, replica.routing.share)
         load.add_metric(values, replica.routing.load)
+        pages.add_metric(values, replica.routing.believed_pages)
         for family, one in zip(counters, COUNTERS, strict=True):
             family.add_metric(values, one.value(replica.routing))
     sessions = GaugeMetricFamily(
@@ -79,4 +85,4 @@ def routing_families(model_name: str, replicas: Sequence[ReplicaStatus]) -> list
     )
     known = max((replica.routing.sessions for replica in replicas), default=0)
     sessions.add_metric([model_name], known)
-    return [*counters, share, load, sessions]
+    return [*counters, share, load, pages, sessions]

@@ -11,7 +11,7 @@ from scraped import read_samples
 
 GIVEN = RoutingStats(
     requests=5, believed_hit_tokens=64, sessions_kept=2, sessions_moved=1, ejections=3, share=0.5,
-    load=90, sessions=7,
+    load=90, believed_pages=11, sessions=7,
 )  # fmt: skip
 
 
@@ -47,6 +47,7 @@ def test_each_engine_has_the_routers_numbers_also_while_it_does_not_answer() -> 
                 "gyre_engine_ejections_total": 3,
                 "gyre_engine_routing_share": 0.5,
                 "gyre_engine_routing_load": 90,
+                "gyre_engine_routing_prefix_pages": 11,
                 "gyre_routing_sessions": 7,
             }
         assert first["gyre_engine_routing_share", "engine=0"] == 1

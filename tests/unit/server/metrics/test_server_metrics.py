@@ -322,6 +322,7 @@ def test_engine_numbers_are_those_of_its_stats() -> None:
             "gyre_engine_ejections_total": 0,
             "gyre_engine_routing_share": 1,
             "gyre_engine_routing_load": 0,
+            "gyre_engine_routing_prefix_pages": 0,
             "vllm:num_requests_running": 3,
             "vllm:num_requests_waiting": 2,
             "vllm:kv_cache_usage_perc": 0.75,
