@@ -303,6 +303,7 @@ def test_what_an_engine_cannot_do_is_refused_by_name(subject: Subject) -> None:
     go(main)
 
 
+@pytest.mark.slow
 def test_raw_logprobs_are_told_or_are_no_numbers(subject: Subject) -> None:
     async def main() -> None:
         await subject.engine.start(dummy=False)

@@ -15,6 +15,8 @@ import system_rewards
 from system_models import gsm8k_rows, save_checkpoint, save_rows
 from system_runs import Answer, Command, events_of, gyre, read_story, write_config
 
+pytestmark = pytest.mark.slow
+
 JSONL = {
     "source": "jsonl",
     "prompt_field": "question",
@@ -231,7 +233,6 @@ def test_bad_reward_function_is_refused_before_the_cold_start(tmp_path: Path) ->
     refused(tmp_path, with_reward("raises"), kind="input", words=("KeyError",))
 
 
-@pytest.mark.slow
 def test_reward_that_starts_failing_costs_labelled_scores(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     sets = {

@@ -15,6 +15,8 @@ from system_models import save_checkpoint
 
 from served import Served, serving
 
+pytestmark = pytest.mark.slow
+
 GYRE = [sys.executable, "-c", "from gyre.cli.main import main; main()"]
 
 

@@ -15,6 +15,8 @@ from system_runs import Answer, Fault, Story, events_of, gyre, read_story, write
 from gyre.observability.events import EventLog
 from gyre.trainer.checkpoint.store import find_faults
 
+pytestmark = pytest.mark.slow
+
 EVERY_STEP = {"snapshot.every_steps": 1}
 AFTER_STEP_2 = Fault(point="event", match="phase.started rollout", number=3)  # of the main stage
 
@@ -100,7 +102,6 @@ def test_disk_fills_during_a_snapshot(small_disk: Path, whole: Story) -> None:
     assert read_story(run) == whole
 
 
-@pytest.mark.slow
 def test_disk_is_full_to_the_last_byte(small_disk: Path, whole: Story) -> None:
     """Not even an event can be written any more."""
     run = begin(small_disk)
@@ -115,7 +116,6 @@ def test_disk_is_full_to_the_last_byte(small_disk: Path, whole: Story) -> None:
     assert read_story(run) == whole
 
 
-@pytest.mark.slow
 def test_disk_fills_during_the_export(small_disk: Path, whole: Story) -> None:
     config = write_config(small_disk, EVERY_STEP)
     at_export = Fault(point="event", match="phase.started export")
@@ -133,7 +133,6 @@ def test_disk_fills_during_the_export(small_disk: Path, whole: Story) -> None:
     assert read_story(run) == whole
 
 
-@pytest.mark.slow
 def test_a_file_may_grow_no_further(tmp_path: Path, run: Path, whole: Story) -> None:
     answer = go_on(run, tmp_path, "--json", file_bytes=200_000)
     check_refusal(answer, run)
@@ -172,7 +171,6 @@ def test_a_damaged_snapshot_is_passed_over(
     assert read_story(run) == whole
 
 
-@pytest.mark.slow
 def test_without_a_whole_snapshot_it_goes_back_to_the_stage_before(
     tmp_path: Path, run: Path, whole: Story
 ) -> None:

@@ -24,6 +24,8 @@ from system_runs import (
     write_config,
 )
 
+pytestmark = pytest.mark.slow
+
 MOMENTS = {
     "at the start": Fault(point="event", match="run.started", action="interrupt"),
     "cold start": Fault(point="event", match="phase.started train", number=2, action="interrupt"),
@@ -56,7 +58,6 @@ def test_stops_and_goes_on(tmp_path: Path, whole: Story, moment: str) -> None:
     stop_and_go_on(tmp_path, whole, moment)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("moment", [moment for moment in MOMENTS if moment not in QUICK])
 def test_stops_and_goes_on_elsewhere(tmp_path: Path, whole: Story, moment: str) -> None:
     stop_and_go_on(tmp_path, whole, moment)
@@ -125,7 +126,6 @@ def test_past_its_deadline_a_stop_saves_the_rollouts(tmp_path: Path) -> None:
     assert not events_of(run, "warn.steps_lost")
 
 
-@pytest.mark.slow
 def test_what_cannot_be_ended_is_bounded(tmp_path: Path, whole: Story) -> None:
     """A process that is still at it ends all the same; what no snapshot has is done again, and
     counted."""

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from system_runs import events_of, gyre, write_config
 
+pytestmark = pytest.mark.slow
+
 BASE = {
     "cold_start": None,
     "objective.kl_coef": 0.05,

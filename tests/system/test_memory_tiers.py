@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from system_runs import Story, events_of, gyre, read_story, write_config
 
+pytestmark = pytest.mark.slow
+
 BASE = {"objective.kl_coef": 0.05, "trainer.steps": 4}
 LEAVE: dict[str, Mapping[str, str]] = {
     "park": {},
@@ -87,7 +89,6 @@ def test_moves_change_no_number(tmp_path: Path, resident: Story, how: str) -> No
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "sets",
     [
@@ -125,7 +126,6 @@ def test_a_budget_too_small_names_the_owners(tmp_path: Path) -> None:
     assert "Traceback" not in answer.err
 
 
-@pytest.mark.slow
 def test_a_tight_budget_spills(tmp_path: Path, resident: Story) -> None:
     """A budget that holds each phase, and not all components at once, is met by moving what is not
     needed."""

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from system_runs import Answer, Fault, digest_of, events_of, gyre, read_story, write_config
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"cold_start": None, "trainer.steps": 3, "snapshot.every_steps": 2, "eval.num_problems": 4}
 
 
@@ -196,7 +198,6 @@ def test_lost_steps_are_counted(tmp_path: Path, run: Path) -> None:
     assert [row["lost_steps"] for row in events_of(run, "run.resumed")] == [1]
 
 
-@pytest.mark.slow
 def test_a_run_is_lengthened(tmp_path: Path, run: Path) -> None:
     """The same numbers as a run that was to be so long from the start, since its learning rate is
     constant."""
@@ -225,7 +226,6 @@ def test_a_run_is_lengthened(tmp_path: Path, run: Path) -> None:
     }
 
 
-@pytest.mark.slow
 def test_a_schedule_that_is_stretched_is_told(tmp_path: Path) -> None:
     sets = {**QUICK, "trainer.schedule": "linear", "eval.num_problems": 0}
     assert gyre("train", write_config(tmp_path, sets), "--plain", folder=tmp_path).code == 0

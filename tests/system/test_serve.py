@@ -290,6 +290,7 @@ def ask_many(client: openai.OpenAI, *, then: Callable[[], Any] = lambda: None) -
         return [one.result(timeout=120) for one in asked]
 
 
+@pytest.mark.slow
 def test_a_replica_that_dies_costs_no_token(folder, tmp_path) -> None:
     """The other replica goes on with its requests: nothing is repeated, lost or changed. The server
     ends well afterwards, with all its processes."""
@@ -332,6 +333,7 @@ def test_the_last_engine_is_started_again_within_an_answer(folder, tmp_path) -> 
     assert served.process.returncode == 0
 
 
+@pytest.mark.slow
 def test_answers_under_way_end_after_a_signal_to_stop(folder, tmp_path) -> None:
     with (
         serving(folder, tmp_path / "log", "--set", "run.threads=1") as served,
@@ -351,6 +353,7 @@ def test_answers_under_way_end_after_a_signal_to_stop(folder, tmp_path) -> None:
         assert served.process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_answers_under_way(tmp_path) -> None:
     folder = save_checkpoint(tmp_path / "qwen", "qwen3", context_tokens=4096)
     with serving(folder, tmp_path / "log", *SLOW, "--drain-s", "600") as served:

@@ -24,6 +24,8 @@ from gyre.server.gateway.keys import create_key, revoke_key
 from gyre.server.gateway.limits import KeyLimits
 from served import Served, serving
 
+pytestmark = pytest.mark.slow
+
 ASKED = [{"role": "user", "content": "How many apples are left?"}]
 
 

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from served import serving
 
+pytestmark = pytest.mark.slow
+
 CHUNK = 32
 
 

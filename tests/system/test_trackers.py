@@ -19,6 +19,8 @@ from system_runs import Fault, gyre, read_story, write_config
 from otlp_collector import collecting
 from scraped import Samples, read_samples
 
+pytestmark = pytest.mark.slow
+
 
 def test_tensorboard_has_the_curves(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -45,7 +47,6 @@ def test_tensorboard_has_the_curves(tmp_path: Path) -> None:
     assert [point.step for point in accuracy] == [0, 5]
 
 
-@pytest.mark.slow
 def test_tensorboard_of_a_resumed_run_tells_each_step_once(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = write_config(tmp_path, {"observe.tensorboard": True})

@@ -32,6 +32,7 @@ def test_greedy_texts_and_logprobs_are_transformers(family: str, tmp_path: Path)
     check_greedy(save_random(tmp_path / family, family), CPU)
 
 
+@pytest.mark.slow
 def test_every_rule_does_what_it_says(tmp_path: Path) -> None:
     check_rules(save_random(tmp_path / "qwen3", "qwen3"), CPU)
 

@@ -28,6 +28,7 @@ def test_ranks_wait_for_the_first_ones_disk_in_no_collective(pair, tmp_path):
     assert (tmp_path / "export" / CHECKSUMS_FILE).is_file()
 
 
+@pytest.mark.slow
 def test_a_first_rank_that_fails_at_its_disk_ends_the_wait(pair, tmp_path):
     told = [
         text

@@ -56,6 +56,7 @@ def score(
     return asyncio.run(go())
 
 
+@pytest.mark.slow
 def test_an_answer_that_hangs_the_matcher_gains_nothing() -> None:
     cases = [
         {"wrong": -1.0},

@@ -148,6 +148,7 @@ def test_end_tokens_are_the_tokenizers_then_the_models(folder: Path) -> None:
     assert len(ours.eos_ids) == 2
 
 
+@pytest.mark.slow
 def test_a_tokenizer_read_by_another_process_is_the_same(folder: Path) -> None:
     here, apart = load_tokenizer(folder), load_tokenizer(folder, read=load_apart)
     assert apart.fingerprint == here.fingerprint
@@ -159,6 +160,7 @@ def test_a_tokenizer_read_by_another_process_is_the_same(folder: Path) -> None:
     assert apart.prefix_ids == here.prefix_ids and apart.special_ids == here.special_ids
 
 
+@pytest.mark.slow
 def test_that_process_imports_nothing_of_the_folder_where_it_is_started(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

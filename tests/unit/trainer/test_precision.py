@@ -128,6 +128,7 @@ def test_metrics_are_of_the_gradient_before_scaling():
         assert half[name] == pytest.approx(wide[name], rel=0.02, abs=1e-3), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "ppo"])
 def test_float16_goes_on_from_a_snapshot_to_the_bit(kind, monkeypatch):
     after = LossScale.after

@@ -320,6 +320,7 @@ def test_every_rank_gets_the_version_whole(ranks, layout, dtype):
             np.testing.assert_array_equal(found[name], tensor, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout", "dtype"),
     [("ppo", layout, "float32") for layout in ("zero1", "zero3", "hybrid3")]

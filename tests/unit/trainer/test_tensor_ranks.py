@@ -39,6 +39,7 @@ def test_gradients_and_norms_are_those_of_one_process(ranks: RankPool, each: str
     assert results[0][1] == pytest.approx(norms, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in OBJECTIVES if kind != "ppo"])
 @pytest.mark.parametrize("spec", ["tied", "parted"])
 def test_gradients_of_every_objective(
@@ -113,6 +114,7 @@ def test_evaluation_gives_every_rank_the_whole_batch(
             np.testing.assert_allclose(own, one, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", SLOW_BFLOAT16])
 def test_snapshots_fit_any_layout(ranks: RankPool, layout: str, dtype: str) -> None:
@@ -134,6 +136,7 @@ def test_snapshots_fit_any_layout(ranks: RankPool, layout: str, dtype: str) -> N
         assert_close(results[0][1], after, relative=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("written", "read"),
     [("tensor4", "zero3_tensor2"), ("zero3_tensor2", "tensor4"), ("zero1", "zero1_tensor2")],

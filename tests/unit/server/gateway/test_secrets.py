@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import uvicorn
 
 from api_cases import LIMITS, TOKENIZER, HeardEngine, render, reverse
@@ -192,6 +193,7 @@ async def play(url: str, secrets: dict[str, str]) -> list[httpx.Response]:
     return answers
 
 
+@pytest.mark.slow
 def test_no_key_and_no_prompt_is_told(tmp_path, caplog) -> None:
     caplog.set_level(1)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # of the client: they name its URL

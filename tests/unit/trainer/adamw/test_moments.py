@@ -511,6 +511,7 @@ def test_a_snapshot_from_before_there_was_a_choice_is_of_float32():
         coded.restore_now(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [layout for layout in LAYOUTS if layout not in ("mixed", "zero3_once")]
 )

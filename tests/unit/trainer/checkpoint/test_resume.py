@@ -77,6 +77,7 @@ def test_a_run_with_a_reference_goes_on_in_another_dtype(before, after, rounds, 
     assert told == ([{"dtype": f"torch.{after}"}] if rounds and not average else [])
 
 
+@pytest.mark.slow
 def test_ranks_take_a_reference_in_another_dtype(ranks, tmp_path):
     saved = save_trained(None, str(tmp_path / "a"), "grpo", steps=range(1), dtype="bfloat16")
     loaded = ranks.run(

@@ -93,6 +93,7 @@ def test_cuts_are_no_larger_than_was_said(cut_bytes, fields, size) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_process_trains_to_the_same_bits(tmp_path, dtype) -> None:
     assert equal_away(None, "ppo", list(AWAY), str(tmp_path), dtype=dtype) == []

@@ -307,6 +307,7 @@ def pair():
     pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout", "dtype"),
     [

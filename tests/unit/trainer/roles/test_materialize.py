@@ -85,6 +85,7 @@ def test_drawn_weights_are_the_same_in_every_layout(ranks):
         assert_same(ranks.run(from_seed, "grpo", spec="odd", layout=layout)[0], expected)
 
 
+@pytest.mark.slow
 def test_a_rank_never_holds_a_whole_model(ranks):
     """Counted by torch's own tracker: the components of this rank, and one tensor while it is
     drawn."""
@@ -100,6 +101,7 @@ def test_a_rank_never_holds_a_whole_model(ranks):
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zero0", "zero1", "zero3", "mixed"])
 @pytest.mark.parametrize(("kind", "dtype"), [("ppo", "float32"), ("grpo", "bfloat16")])
 def test_a_resumed_trainer_reads_no_weights_and_is_blank_until_it_is_restored(
@@ -159,6 +161,7 @@ def test_what_the_plan_parks_leaves_as_soon_as_it_is_made():
     assert trainer.step_now(batch).metrics == there.step_now(batch).metrics
 
 
+@pytest.mark.slow
 def test_one_process_never_imports_what_cuts_weights():
     code = (
         "import sys, gyre.launch.commands, gyre.launch.placement.worker; "

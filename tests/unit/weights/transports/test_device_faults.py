@@ -37,6 +37,8 @@ from part_cases import (
 
 from .test_faults import DEADLINE_S, child
 
+pytestmark = pytest.mark.slow
+
 Tell = Callable[..., None]
 
 

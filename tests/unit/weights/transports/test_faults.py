@@ -88,6 +88,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_a_version_outlives_its_publisher(folder):
     """Killed after it registered: a late receiver takes the version without it. A publisher of the
     next attempt goes on in the same slots, and the version is there until it has registered two."""
@@ -117,6 +118,7 @@ def test_a_version_outlives_its_publisher(folder):
         assert {name: (folder / name).stat().st_ino for name in names(folder)} == files
 
 
+@pytest.mark.slow
 def test_versions_that_follow_each_other_fast_are_whole_or_refused(folder):
     """A publisher overwrites slot after slot while they are read: nothing that was read is of two
     versions."""
