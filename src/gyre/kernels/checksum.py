@@ -9,8 +9,8 @@ to the bit, is slower.
 
 It always detects one changed number. Other changes, swaps and moves stay unseen with a probability
 of at most 2^-41 for words of 16 bits and 2^-25 for 32, over weights drawn at random. The family is
-multilinear (Carter and Wegman 1979; Lemire and Kaser, "Strongly universal string hashing is fast"),
-which loses a bit of the sum for each trailing zero bit of a difference. The weights are public: it
+multilinear (Carter and Wegman 1979; Lemire and Kaser, "Strongly universal string hashing is fast").
+It loses a bit of the sum for each trailing zero bit of a difference. The weights are public: it
 detects faults of memory, software and networks, and is no cryptographic hash.
 """
 

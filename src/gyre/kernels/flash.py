@@ -4,8 +4,9 @@ In: q, k, v over packed tokens in BF16 or FP16, a PackedLayout. Out: attended va
 FlashAttention-4 is used where it is installed, supports the device and head dim, and agrees with
 torch's kernel on a small pass. That is tested once per process and head shape. Torch's kernel
 handles the rest, including sliding windows. Both read grouped keys directly. Both sum some
-gradients in no fixed order (torch's those of queries, FlashAttention-4 those of keys and values
-that several query heads share), so two passes over the same batch differ by rounding.
+gradients in no fixed order, so two passes over the same batch differ by rounding. With torch they
+are those of queries. With FlashAttention-4 they are those of keys and values that several query
+heads share.
 """
 
 # T packed tokens, H heads, K kv heads, D head dim

@@ -4,8 +4,8 @@ sum added, and its norm. Oracle: an all-reduce, and pointwise.add_rms_norm.
 
 One program per row. It writes its part of the row to every peer, then the row's call number; it
 waits for the peers' numbers and adds the parts in rank order, so all ranks have the same bits. Two
-halves take turns by that number: a peer writes call n + 2 only after it has seen call n + 1 of this
-rank, which this rank begins when call n has ended. So one wait per call is enough, in graphs too.
+halves take turns by that number. A peer writes call n + 2 only after it has seen call n + 1 of this
+rank. That one begins when call n has ended, so one wait per call is enough, in graphs too.
 A peer that never comes is for the step's deadline to find, as in any collective of a graph.
 """
 
