@@ -65,6 +65,7 @@ def _ordinary() -> tuple[list[str], str]:
     return prefix, python
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "user"),
     [

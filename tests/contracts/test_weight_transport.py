@@ -205,6 +205,7 @@ def test_a_version_is_received_whole_and_can_be_undone(source):
     assert {name: tensor.data_ptr() for name, tensor in own.items()} == addresses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_swap_that_fails_at_any_step_is_undone_to_the_bit(source, torn):
     give, take = source

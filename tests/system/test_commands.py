@@ -248,6 +248,7 @@ def test_errors_are_json_too(tmp_path: Path, argv: list[str], kind: str) -> None
     assert "Traceback" not in answer.err
 
 
+@pytest.mark.slow
 def test_stages_run_alone(tmp_path: Path) -> None:
     config = write_config(tmp_path, {"goal": {"metric": "accuracy", "margin": -1.0}})
     cold = gyre("train", config, "--stage", "cold_start", "--json", folder=tmp_path)

@@ -86,6 +86,7 @@ def test_a_wheel_is_enough_to_begin(installed: Path, tmp_path: Path) -> None:
     assert (tmp_path / result["run"] / "export" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["sft", "rm", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ppo", "dpo"))]
 )  # grpo: above

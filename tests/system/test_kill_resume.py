@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from system_runs import Command, Fault, Story, events_of, gyre, read_story, write_config
 
+pytestmark = pytest.mark.slow
+
 LONG_SYSTEM = (
     "Think about it in steps, one number after the other, and then say what the result "
     "of the problem is."
@@ -140,7 +142,6 @@ def kill_and_compare(folder: Path, finished: Finished, name: str, faults: list[F
     assert story.num_attempts == len(faults) + 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "partial", "kl", "cached_prefixes"])
 def test_killed_twice(tmp_path: Path, finished: Finished, name: str) -> None:
     """Once in a rollout of step 4, once after step 5 and before its snapshot."""
@@ -151,7 +152,6 @@ def test_killed_twice(tmp_path: Path, finished: Finished, name: str) -> None:
     kill_and_compare(tmp_path, finished, name, faults)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name for name in VARIANTS if name not in ("grpo", "partial", "kl", "cached_prefixes")]
 )
@@ -163,7 +163,6 @@ def test_killed_twice_in_other_runs(tmp_path: Path, finished: Finished, name: st
     kill_and_compare(tmp_path, finished, name, faults)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OFFLINE)
 def test_killed_twice_without_rollouts(tmp_path: Path, finished: Finished, name: str) -> None:
     faults = [
@@ -173,7 +172,6 @@ def test_killed_twice_without_rollouts(tmp_path: Path, finished: Finished, name:
     kill_and_compare(tmp_path, finished, name, faults)
 
 
-@pytest.mark.slow
 def test_partial_rollouts_cross_the_snapshot(finished: Finished) -> None:
     """The property that the comparison above needs: something was in flight when the run was
     killed."""
@@ -183,7 +181,6 @@ def test_partial_rollouts_cross_the_snapshot(finished: Finished) -> None:
     assert samples and max(len(sample["tokens"]) for sample in samples) > 10
 
 
-@pytest.mark.slow
 def test_groups_are_refilled_through_a_narrow_queue(tmp_path: Path) -> None:
     """The property that the comparison above needs: groups were replaced, and no request of the
     loop was refused."""
@@ -234,7 +231,6 @@ def test_killed_at(tmp_path: Path, whole: Story, where: str) -> None:
     killed_at(tmp_path, whole, where)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", [where for where in POINTS if where not in QUICK_POINTS])
 def test_killed_at_other_points(tmp_path: Path, whole: Story, where: str) -> None:
     killed_at(tmp_path, whole, where)
@@ -251,7 +247,6 @@ def killed_at(folder: Path, whole: Story, where: str) -> None:
     assert go_on_to_the_end(folder) == whole
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_at_random_moments(tmp_path: Path, whole: Story, seed: int) -> None:
     """By a clock, from outside, again and again: whatever the process was doing."""

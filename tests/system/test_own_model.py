@@ -15,6 +15,7 @@ from system_runs import events_of, gyre, write_config
 QUESTION = "Anna has 3 apples and buys 4 more. How many apples does she have?"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [*(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen2")), "qwen3"],

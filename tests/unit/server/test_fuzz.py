@@ -121,6 +121,7 @@ def check(answer: httpx.Response, path: str) -> None:
         validator.validate(json.loads(row))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MANY_CASES, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", POSTS)

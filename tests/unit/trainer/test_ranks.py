@@ -276,6 +276,7 @@ def test_an_overflow_in_float16_is_skipped_on_all_ranks_alike(pair, layout):
     assert_close(results[0][1], state, relative=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zero1", "zero3", "hybrid3", "mixed"])
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_snapshots_fit_any_number_of_ranks(ranks, layout, dtype):

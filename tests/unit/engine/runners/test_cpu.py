@@ -26,6 +26,7 @@ print(torch.cuda.is_initialized(), sorted(name for name in sys.modules if name.s
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("c_kernels", [True, False])
 def test_a_run_on_a_cpu_imports_nothing_of_cuda(c_kernels: bool) -> None:
     ran = subprocess.run(

@@ -221,6 +221,7 @@ COMBINED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("s", COMBINED, ids=range(len(COMBINED)))
 def test_frequencies_match_the_exact_probabilities(s: Sampling) -> None:
     """Chi-square over many draws under each combination; far beyond its degrees of freedom

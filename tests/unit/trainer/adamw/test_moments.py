@@ -349,6 +349,7 @@ def test_a_model_without_whole_blocks_is_refused():
         make_trainer("sft", **CODED)
 
 
+@pytest.mark.slow
 def test_a_cpu_user_reads_nothing_of_kernels_that_nobody_asks_for():
     code = (
         "import torch; from gyre.trainer.adamw.adamw_8bit import CodedUpdate; "
@@ -583,6 +584,7 @@ def test_a_snapshot_moves_between_any_numbers_of_ranks(ranks):
     assert_bits_equal(start, whole_tensors(state["tensors"].values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "zero3", "hybrid1", "hybrid3"])
 def test_the_planner_knows_the_bytes_of_each_layout(ranks, layout):
     """Of the rank that holds most."""

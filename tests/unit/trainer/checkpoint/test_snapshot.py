@@ -371,6 +371,7 @@ def test_a_snapshot_goes_from_ranks_to_ranks_to_the_bit(ranks, tmp_path):
     assert_same(load_and_save(None, last, str(tmp_path / "end"), "ppo", **settings), expected)
 
 
+@pytest.mark.slow
 def test_each_rank_reads_only_what_it_needs(ranks, tmp_path, monkeypatch):
     save_trained(None, str(tmp_path), "sft", steps=range(1))
     path = tmp_path / "step-00000001"
