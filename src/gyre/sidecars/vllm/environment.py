@@ -26,7 +26,7 @@ from gyre.distributed.interpreters import show_gyre_alone, variables_for
 from gyre.sidecars.vllm.versions import VllmBuild
 
 RECORD, HALF_MADE = "gyre-sidecar.json", "gyre-sidecar.half-made"
-INSTALL_S, VERIFY_S, LOCK_S = 1800.0, 180.0, 1800.0
+INSTALL_S, VERIFY_S, LOCK_S = 1800.0, 600.0, 1800.0
 READY_S = 7 * 24 * 3600  # of vLLM's own wait for its engine process
 ROOM_BYTES = {"cpu": 6 << 30, "cuda": 16 << 30}  # that an environment takes, with room to unpack
 # what a sidecar imports of ours and of vLLM's
@@ -211,7 +211,7 @@ def _run(
     except subprocess.TimeoutExpired:
         raise DeadlineError(
             f"{Path(command[0]).name} had not ended after {limit_s:g} s",
-            hint="look at the network, and run the command again",
+            hint="see what else uses the network, the disk and the cores, and run the command again",
         ) from None
 
 
