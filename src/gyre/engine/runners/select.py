@@ -67,6 +67,7 @@ def choose_runner(
         deadline_s=config.step_deadline_s,
         capture=capture,
         emit=emit,
+        sharded=_sharded(decoder, emit) if config.sharded_sampling else None,
     )
     begun_s = time.monotonic()
     first_s = runner.capture_all()
@@ -81,8 +82,7 @@ def choose_runner(
 
 
 def _sharded(decoder: Decoder, emit: Emit) -> ShardSampler | None:
-    """Return what chooses where each rank has a part of the vocabulary, or None. The fused runner
-    gathers the logits in its graphs."""
+    """Return what chooses where each rank has a part of the vocabulary, or None."""
     if decoder.tensor is None:
         return None
     vocab_size = decoder.whole_spec.vocab_size

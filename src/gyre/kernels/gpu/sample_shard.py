@@ -201,8 +201,8 @@ def _find(
         )
         # of another rank's block nothing is loaded, and what follows is not sent
         offs = (block % S) * BLOCK + tl.arange(0, BLOCK)
-        own = (block // S == RANK) & (offs < OWN)
-        x = tl.load(logits_ptr + row * V + offs, mask=own, other=float("-inf"))
+        end = tl.where(block // S == RANK, OWN, 0)
+        x = tl.load(logits_ptr + row * V + offs, mask=offs < end, other=float("-inf"))
         weights = tl.exp((x.to(tl.float32) - block_best) * inverse)
         last = tl.max(tl.where(weights > 0, tl.arange(0, BLOCK), 0), 0)
         inner = tl.minimum(tl.sum((tl.cumsum(weights, 0) <= rest).to(tl.int32), 0), last)
