@@ -106,20 +106,7 @@ def choose_on_shard(
             kept_MV=None,
             best=best,
         )
-    scaled_NV, best_N = shaped_NV, leading.shaped_N
-    if rules.inverse_temperature_N1 is not None:
-        scaled_NV = shaped_NV * rules.inverse_temperature_N1
-        best_N = best_N * rules.inverse_temperature_N1[:, 0]
-    weights_NV = torch.exp(scaled_NV - best_N[:, None])
-    kept_MV = None
-    if rules.truncated_M is not None:
-        assert rules.cut is not None
-        scaled_MV = scaled_NV.index_select(0, rules.truncated_M)
-        own_MV, in_vain = truncate_shard(scaled_MV, rules.cut, shard)
-        if in_vain:
-            widened(len(scaled_MV))
-        weights_NV[rules.truncated_M] *= own_MV
-        kept_MV = shard.joined_marks(own_MV)
+    weights_NV, kept_MV = _weigh(shaped_NV, leading.shaped_N, rules, shard, widened)
     tokens_N, logprobs_N, raw_N = _draw(weights_NV, logits_NV, uniform_N, shard)
     if rules.greedy_N is not None:
         tokens_N = torch.where(rules.greedy_N, leading.tokens_N, tokens_N)
@@ -164,6 +151,31 @@ def _find_leading(
         raw_N=raw_N,
         log_totals_N=whole_S4N[:, 3].logsumexp(dim=0),
     )
+
+
+def _weigh(
+    shaped_NV: Tensor,
+    best_N: Tensor,
+    rules: Rules,
+    shard: VocabularyShard,
+    widened: Callable[[int], None],
+) -> tuple[Tensor, Tensor | None]:
+    """Temperature and truncation. Returns the weights of this rank's tokens, and what is kept of
+    all."""
+    scaled_NV = shaped_NV
+    if rules.inverse_temperature_N1 is not None:
+        scaled_NV = shaped_NV * rules.inverse_temperature_N1
+        best_N = best_N * rules.inverse_temperature_N1[:, 0]
+    weights_NV = torch.exp(scaled_NV - best_N[:, None])
+    if rules.truncated_M is None:
+        return weights_NV, None
+    assert rules.cut is not None
+    scaled_MV = scaled_NV.index_select(0, rules.truncated_M)
+    own_MV, in_vain = truncate_shard(scaled_MV, rules.cut, shard)
+    if in_vain:
+        widened(len(scaled_MV))
+    weights_NV[rules.truncated_M] *= own_MV
+    return weights_NV, shard.joined_marks(own_MV)
 
 
 def _draw(
