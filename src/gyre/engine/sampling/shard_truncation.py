@@ -13,6 +13,7 @@ same numbers, and go by digits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def truncate_shard(
         kept_MV = keep_by_shared_candidates(scaled_MV, cut, shard)
     if kept_MV is not None:
         return kept_MV, False
-    return by_parts(scaled_MV, cut, lambda *part: keep_by_digits(*part, shard)), looked
+    return by_parts(scaled_MV, cut, partial(keep_by_digits, shard=shard)), looked
 
 
 def keep_by_shared_candidates(
