@@ -99,6 +99,9 @@ def main() -> None:
     )
     options.add_argument("--tensor-ranks", type=int, default=1, help="GPUs of this host")
     options.add_argument("--nccl-sums", action="store_true", help="no sums by peers' memory")
+    options.add_argument(
+        "--sharded-sampling", action="store_true", help="choose from parts of the logits in graphs"
+    )
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--requests", type=int, default=REQUESTS, help="fewer are no record")
     options.add_argument("--longest", type=int, default=LONGEST, help="tokens in, and out")
@@ -113,6 +116,7 @@ def main() -> None:
     kinds[f"pages_{args.page_tokens}"] = args.page_tokens
     kinds[f"tp_{args.tensor_ranks}"] = args.tensor_ranks > 1
     kinds["nccl_sums"] = args.nccl_sums
+    kinds["sharded_sampling"] = args.sharded_sampling
     name = "_".join(
         [
             f"engine_{args.shape.replace('.', '_')}",
@@ -275,6 +279,7 @@ def engine_config(args: argparse.Namespace, decoder: Decoder, group: RankGroup) 
         prefix_cache=args.prefix_hits,
         batch_invariant=args.batch_invariant,
         page_tokens=args.page_tokens,
+        sharded_sampling=args.sharded_sampling,
     )
     config = plan_engine(config, device_type=args.device)
     pages = plan_num_pages(

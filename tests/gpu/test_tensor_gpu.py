@@ -16,6 +16,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+from choice_cases import Chosen, choose_many, chosen_by_ranks, scored_by_ranks
 from gyre.core.records import Request, Sampling
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.config import EngineConfig
@@ -302,6 +303,117 @@ def test_graphs_over_two_gpus_choose_the_same_twice(
     assert "engine.graphs_captured" in kinds and "engine.torch_kernels" not in kinds
     assert first == second == again
     close_up_to_a_choice(first, one)
+
+
+@pytest.mark.parametrize("which", SPECS)
+def test_graphs_that_choose_from_parts_of_the_logits(pair: RankPool, which: str) -> None:
+    """`engine.sharded_sampling`: both ranks have the same answers, and again in another run."""
+    entries, given = journal(sharded_sampling=True), (torch.bfloat16, 1.0)
+    one, _ = pair.run(by_itself, played, SPECS[which], journal(), *given)[0]
+    (first, kinds), (second, _) = pair.run(played, SPECS[which], entries, *given)
+    (again, _), _ = pair.run(played, SPECS[which], entries, *given)
+    assert "engine.graphs_captured" in kinds and "engine.torch_kernels" not in kinds
+    assert first == second == again
+    close_up_to_a_choice(first, one)
+
+
+@torch.inference_mode()
+def sampled_by_kernels(group: RankGroup, vocab_size: int, rows: int) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and log-probs of a row each by the kernel for whole logits, and by the ranks' kernels
+    in a graph that is replayed for other logits."""
+    from gyre.kernels.gpu.sample import SampleScratch, sample
+    from gyre.kernels.gpu.sample_shard import ShardScratch, sample_shard
+
+    device, width = group.device, -(-vocab_size // group.size)
+    draw = torch.Generator(device).manual_seed(vocab_size)
+    whole = SampleScratch.make(rows, vocab_size, device)
+    parts = ShardScratch.make(rows, vocab_size, group.rank, group.size, device)
+    inverse_N = torch.linspace(0.5, 2.0, rows, device=device)
+    inverse_N[::3] = 0.0  # greedy
+    uniform_N = torch.rand(rows, generator=draw, device=device, dtype=torch.float64)
+    row_N = torch.arange(rows, device=device, dtype=torch.int32)
+    own_NV = torch.full((rows, width), -torch.inf, device=device, dtype=torch.bfloat16)
+    outs = [
+        (torch.zeros_like(row_N), torch.zeros_like(row_N), torch.zeros(2, rows, device=device))
+        for _ in range(2)
+    ]
+
+    def by_parts() -> None:
+        last_R, token_N, logprobs_2N = outs[1]
+        sample_shard(
+            own_NV, inverse_N, uniform_N, parts, row_N, last_R, token_N, logprobs_2N,
+            group.all_gather,
+        )  # fmt: skip
+
+    by_parts()
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with (
+        group.capturing() as captured,
+        torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+    ):
+        by_parts()
+    blocks = -(-width // 2048)
+    sent = (group.size - 1) * (16 * rows * blocks + 8 * rows)
+    assert captured.bytes_by_kind == {"all_gather": sent}
+    found = []
+    for _ in range(3):
+        logits_NV = 3 * torch.randn(rows, vocab_size, generator=draw, device=device)
+        logits_NV = logits_NV.bfloat16()
+        own = logits_NV[:, group.rank * width : (group.rank + 1) * width]
+        own_NV[:, : own.shape[1]] = own
+        last_R, token_N, logprobs_2N = outs[0]
+        sample(logits_NV, inverse_N, uniform_N, whole, row_N, last_R, token_N, logprobs_2N)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(outs[1][0], outs[1][1]), "the rows' last tokens"
+        found += [(token_N.cpu(), logprobs_2N.cpu()) for _, token_N, logprobs_2N in outs]
+    return found
+
+
+@pytest.mark.parametrize("vocab_size", [8192, 12_289, 151_936])
+def test_kernels_choose_from_parts_what_they_choose_from_the_whole(
+    pair: RankPool, vocab_size: int
+) -> None:
+    """To the bit where a rank's columns are whole blocks. Elsewhere a draw may fall on the other
+    side of a border, by the rounding of float32 sums."""
+    rows = 48
+    results = pair.run(sampled_by_kernels, vocab_size, rows)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+    for turn in range(3):
+        (whole_N, whole_2N), (token_N, logprobs_2N) = results[0][2 * turn : 2 * turn + 2]
+        if vocab_size == 8192:
+            assert torch.equal(token_N, whole_N) and torch.equal(logprobs_2N, whole_2N)
+            continue
+        alike = token_N == whole_N
+        assert alike[::3].all(), "greedy"
+        assert int((~alike).sum()) <= 2
+        torch.testing.assert_close(logprobs_2N[:, alike], whole_2N[:, alike], rtol=0, atol=2e-5)
+
+
+def test_rules_over_parts_of_the_logits_on_gpus(pair: RankPool) -> None:
+    """Truncation by digits, penalties, alternatives and prompts, as on one CPU."""
+    s = Sampling(
+        temperature=0.8, top_k=40, top_p=0.9, min_p=0.001, repetition_penalty=1.2,
+        frequency_penalty=0.1, logit_bias=((5, 2.0),), top_logprobs=7,
+    )  # fmt: skip
+    generator = np.random.default_rng(0)
+    for vocab in (1001, 30_001):
+        logits_NV = (generator.normal(size=(70, vocab)) * 3).astype(np.float32)
+        asks = [(s, [1, 2, vocab - 1], [3, vocab - 2], [9])] * 70
+        uniform_N = generator.random(70)
+        whole = Chosen.of(choose_many(logits_NV, asks, uniform_N))
+        (first, widened, _), (second, _, _) = pair.run(chosen_by_ranks, logits_NV, asks, uniform_N)
+        assert first.bits() == second.bits() and not widened
+        assert (first.tokens == whole.tokens).mean() > 0.97
+        assert whole.kept is not None and (first.kept == whole.kept).mean() > 0.9999
+        assert np.array_equal(first.best_ids, whole.best_ids)
+        targets_N = generator.integers(0, vocab, 70)
+        (scores, other) = pair.run(scored_by_ranks, logits_NV, targets_N, 5)
+        assert scores.tobytes() == other.tobytes()
+        expected = scored_by_ranks(alone(), logits_NV, targets_N, 5, whole=True)
+        np.testing.assert_allclose(scores, expected, atol=2e-5)
 
 
 def close_up_to_a_choice(

@@ -175,7 +175,17 @@ def played(
     )
     for chunk in chunks:
         arrays = (chunk.tokens, chunk.logprobs, chunk.raw_logprobs, chunk.versions)
-        values = (*(array.tolist() for array in arrays), chunk.finish, chunk.reason)
+        told = (
+            None if chunk.support is None else chunk.support.ids,
+            chunk.top_ids,
+            None if chunk.prompt_logprobs is None else chunk.prompt_logprobs.top_ids,
+        )
+        values = (
+            *(array.tolist() for array in arrays),
+            chunk.finish,
+            chunk.reason,
+            *(None if ids is None else ids.tolist() for ids in told),
+        )
         found.setdefault((chunk.request_id, chunk.index), []).append(values)
     return found, kinds
 

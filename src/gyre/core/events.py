@@ -377,6 +377,13 @@ EVENTS = {
     "engine.nccl_sums": EventKind(
         "GPUs cannot write each other's memory; NCCL sums few rows as well.", "reason", True
     ),
+    "engine.wide_truncation": EventKind(
+        "Tensor ranks truncated by sums of digits: their best candidates might not have sufficed. "
+        "Told at each doubling.",
+        "rows count",
+        counted=True,
+        own={"rows": Field("int", "rows", "rows that truncated in the last such step")},
+    ),
     "engine.prefill_kernel": EventKind(
         "The attention kernel for prompts was chosen.",
         "kernel reason seconds triton_s? flash4_s?",

@@ -118,6 +118,13 @@ class EngineConfig(Section):
         "its own; more than one needs cluster.kind = 'pod' with colocated = false. Evaluation, "
         "chat and serving use one.",
     )
+    sharded_sampling: bool = Field(
+        default=False,
+        description="On GPUs, let tensor ranks choose tokens from their parts of the logits inside "
+        "the graphs; false: from gathered logits, as long as this has not been run on GPUs. Other "
+        "runners always choose from parts. Refused with batch_invariant, whose log-probs are of "
+        "the whole vocabulary's blocks.",
+    )
     step_deadline_s: float = Field(
         default=120.0,
         gt=0.0,
@@ -143,6 +150,15 @@ class EngineConfig(Section):
             raise ValueError(
                 f"token_budget = {self.token_budget} is below max_running = {self.max_running}: "
                 "each running completion needs one token of every step"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_sampling(self) -> EngineConfig:
+        if self.sharded_sampling and self.batch_invariant:
+            raise ValueError(
+                "sharded_sampling = true with batch_invariant = true: parts of the vocabulary are "
+                "summed in other blocks than the trainer's; set one of them to false"
             )
         return self
 

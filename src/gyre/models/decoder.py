@@ -22,7 +22,7 @@ from gyre.kernels.norm import rms_norm
 from gyre.kernels.rope import rope_frequencies, rope_tables
 from gyre.models.layers.layer import NOTHING, Attend, Layer
 from gyre.models.layers.tensor_parallel import TensorParallel, padded_rows, whole_rows
-from gyre.models.layers.vocabulary import embedded, joined_logits
+from gyre.models.layers.vocabulary import embedded, joined_logits, without_padding
 from gyre.models.layers.weights import Weights
 from gyre.models.layout import local_spec
 from gyre.models.spec import ModelSpec
@@ -132,6 +132,14 @@ class Decoder(nn.Module):
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Return logits_NV of the whole vocabulary in the compute dtype."""
         return self.joined_logits(F.linear(hidden_NE, self.head_weight))
+
+    def own_logits(self, hidden_NE: Tensor) -> Tensor:
+        """Return logits_NV of this rank's part of the vocabulary; padding is -inf."""
+        return self.without_padding(F.linear(hidden_NE, self.head_weight))
+
+    def without_padding(self, own_NV: Tensor) -> Tensor:
+        """Return logits of this rank's part, in place -inf where they are padding."""
+        return without_padding(own_NV, self.whole_spec.vocab_size, self.tensor)
 
     def joined_logits(self, own_NV: Tensor) -> Tensor:
         """Return the logits of the whole vocabulary, of those of this rank's part."""

@@ -94,6 +94,12 @@ class FusedForward:
         """Return logits_NV of rows of the residual stream, in the compute dtype."""
         return self.project(self.normed(x_NE, self.decoder.final_norm.weight))
 
+    def own_logits(self, x_NE: Tensor) -> Tensor:
+        """Return logits_NV of this rank's part of the vocabulary; padding is -inf."""
+        hidden_NE = self.normed(x_NE, self.decoder.final_norm.weight)
+        own_NV = self._linear(hidden_NE, self.decoder.head_weight, None)
+        return self.decoder.without_padding(own_NV)
+
     def project(self, hidden_NE: Tensor) -> Tensor:
         """Return logits_NV of rows after the final norm."""
         own_NV = self._linear(hidden_NE, self.decoder.head_weight, None)

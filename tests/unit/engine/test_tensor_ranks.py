@@ -1,5 +1,5 @@
-"""An engine over the ranks of the tensor axis: two cores in two processes play one journal, each on
-its part of the model, and choose what one core with the whole model chooses."""
+"""An engine over the ranks of the tensor axis: cores in two or four processes play one journal, each
+on its part of the model and its logits, and choose what one core with the whole model chooses."""
 
 from __future__ import annotations
 
@@ -65,11 +65,9 @@ def request(name: str, length: int, max_tokens: int, **sampling: object) -> Requ
     )
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("which", SPECS)
-def test_two_ranks_choose_as_one(pair: RankPool, tmp_path: Path, which: str, overlap: bool) -> None:
+def check_choices(pool: RankPool, tmp_path: Path, which: str, overlap: bool) -> None:
     """Greedy and sampled, with truncation, penalties, alternatives, log-probs of the prompt,
-    preemption, an abort, a deadline and new weights on the way. Both ranks read the same file."""
+    preemption, an abort, a deadline and new weights on the way. All ranks read the same file."""
     spec, writer = spec_named(which), JournalWriter(tmp_path)
     asked = [
         request("greedy", 9, 40, temperature=0.0),
@@ -96,8 +94,8 @@ def test_two_ranks_choose_as_one(pair: RankPool, tmp_path: Path, which: str, ove
         writer.write(entry)
     writer.flush()
     one, kinds = played(alone(), spec, str(writer.path))
-    (first, its_kinds), (second, _) = pair.run(played, spec, str(writer.path))
-    assert first == second, "both ranks have the same answers, to the bit"
+    (first, its_kinds), *others = pool.run(played, spec, str(writer.path))
+    assert all(found == first for found, _ in others), "the same answers, to the bit"
     assert its_kinds == kinds and "engine.preempted" in kinds and "engine.torch_kernels" in kinds
     assert first.keys() == one.keys() and ("sampled", 1) in one
     for key, chunks in one.items():
@@ -107,6 +105,16 @@ def test_two_ranks_choose_as_one(pair: RankPool, tmp_path: Path, which: str, ove
             np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
             np.testing.assert_allclose(found[2], expected[2], atol=1e-4)
     assert sum(len(chunk[0]) for chunks in one.values() for chunk in chunks) > 150
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("which", SPECS)
+def test_two_ranks_choose_as_one(pair: RankPool, tmp_path: Path, which: str, overlap: bool) -> None:
+    check_choices(pair, tmp_path, which, overlap)
+
+
+def test_four_ranks_choose_as_one(ranks: RankPool, tmp_path: Path) -> None:
+    check_choices(ranks, tmp_path, "qwen3", overlap=False)
 
 
 @st.composite

@@ -35,6 +35,7 @@ COUNTED = [
     "engine.nccl_sums",
     "engine.stranger",
     "engine.torch_kernels",
+    "engine.wide_truncation",
     "engine.nonfinite",
     "engine.deadline",
     "engine.completion_failed",

@@ -28,17 +28,18 @@ from gyre.engine.kv_cache.pool import KvPool, to_device
 from gyre.engine.runners.device_events import ResultEvent
 from gyre.engine.runners.gpu_attention import ChunkArrays, GpuAttention
 from gyre.engine.runners.gpu_buffers import DeviceRows, MirroredBuffer
+from gyre.engine.runners.gpu_sampling import ShardSampling, WholeSampling
 from gyre.engine.runners.gpu_work import plan_graph_batches, plan_piece
 from gyre.engine.runners.torch_runner import TorchFlight
 from gyre.engine.sampling.prompt_scoring import Scores, find_targets, score
 from gyre.engine.sampling.sampler_state import SamplerState
+from gyre.engine.sampling.shard_sampler import ShardSampler
 from gyre.engine.scheduler.random import uniforms
 from gyre.engine.scheduler.slots import InputBatch
 from gyre.engine.scheduler.step import Flight, SampledTokens, Step
 from gyre.kernels.gpu.decode_attention import DecodeWork
 from gyre.kernels.gpu.matmul import TILES
 from gyre.kernels.gpu.pointwise import enter_pages
-from gyre.kernels.gpu.sample import SampleScratch, sample
 from gyre.kernels.gpu.work_list import INVARIANT_PIECE, align, cut_pieces
 from gyre.models.decoder import Decoder
 from gyre.models.fused_forward import FusedForward
@@ -78,8 +79,10 @@ class GpuRunner:
         deadline_s: float,
         capture: torch.cuda.Stream,
         emit: Emit,
+        sharded: ShardSampler | None = None,
     ) -> None:
-        """Make the runner. Graphs are captured on the stream `capture`."""
+        """Make the runner. Graphs are captured on the stream `capture`. With `sharded`, tensor
+        ranks choose from their parts of the logits."""
         self.decoder, self.pool, self.emit, self.capture_stream = decoder, pool, emit, capture
         self._deadline_s, self._token_budget = deadline_s, token_budget  # of a step
         self.device = decoder.device
@@ -115,15 +118,21 @@ class GpuRunner:
         self._mixed = MirroredBuffer(
             {**tokens, "source": ("int32", max_running)}, self.device, deadline_s=deadline_s
         )
-        vocab_size = decoder.whole_spec.vocab_size
-        self._sampling = SampleScratch.make(max_running, vocab_size, self.device)
+        self._sampling = (
+            WholeSampling(decoder, self._forward, max_running=max_running)
+            if sharded is None
+            else ShardSampling(decoder, self._forward, max_running=max_running, sharded=sharded)
+        )
         self._out_3B = torch.zeros(3, max_running, dtype=torch.int32, device=self.device)
         self._out_host = [
             torch.zeros(3, max_running, dtype=torch.int32, pin_memory=True)
             for _ in range(OUT_SLOTS)
         ]
         self._turn = 0
-        self._rules = SamplerState(vocab_size, self.device, rows_at_once=rows_at_once)
+        self._rules = SamplerState(
+            decoder.whole_spec.vocab_size, self.device, rows_at_once=rows_at_once, sharded=sharded
+        )
+        self._shard = None if sharded is None else sharded.shard
         self._rows_at_once = rows_at_once  # of logits, where prompts are scored
         self._batches = plan_graph_batches(max_running)
         self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
@@ -131,7 +140,7 @@ class GpuRunner:
         # Where graphs that stop before sampling leave their logits. Made now, so the ledger knows
         # it from the start.
         self._logits_NV = torch.empty(
-            max_running, vocab_size, device=self.device, dtype=decoder.dtype
+            max_running, self._sampling.width, device=self.device, dtype=decoder.dtype
         )
         self._memory = torch.cuda.graph_pool_handle()
         self._addresses: tuple[int, ...] = ()
@@ -157,7 +166,7 @@ class GpuRunner:
             return self._choose_by_rules(rows, step, logits_NV, scores, ruled_N)
         arrival = ResultEvent(step, self._deadline_s)
         if logits_NV is not None:
-            self._sample(logits_NV, len(row_N))
+            self._sample(logits_NV)
         if len(row_N) == 0:
             return TorchFlight(None, None, scores, arrival)
         return self._bring_out(len(row_N), arrival)
@@ -173,7 +182,7 @@ class GpuRunner:
         """Choose outside the graphs: rows truncate, are shaped, or tell alternatives; or prompts
         are scored beside."""
         count = len(step.sample_rows)
-        self._sample(logits_NV, count)
+        self._sample(logits_NV)
         choice, rules = self._rules.choose(
             logits_NV.float(), rows, step, self._staging.on_device["uniform"][:count]
         )
@@ -274,9 +283,13 @@ class GpuRunner:
         scores = None
         if targets is not None:
             scores = score(
-                targets, x_NE[num_rows:], self._forward.logits, rows_at_once=self._rows_at_once
+                targets,
+                x_NE[num_rows:],
+                self._sampling.logits,
+                rows_at_once=self._rows_at_once,
+                shard=self._shard,
             )
-        return self._forward.logits(x_NE[:num_rows]) if num_rows else None, scores
+        return self._sampling.logits(x_NE[:num_rows]) if num_rows else None, scores
 
     def _stage_mixed(self, rows: InputBatch, step: Step, chunks: ChunkArrays) -> int:
         """Write and send the tokens. Returns how many there are."""
@@ -315,17 +328,13 @@ class GpuRunner:
         def attend(layer: int, q_BHD: Tensor, out_BHD: Tensor) -> None:
             self._attention.decode(layer, q_BHD, out_BHD, work)
 
-        return self._forward.logits(self._forward.residual(token_B, position_B, row_B, attend))
+        return self._sampling.logits(self._forward.residual(token_B, position_B, row_B, attend))
 
-    def _sample(self, logits_NV: Tensor, count: int) -> None:
+    def _sample(self, logits_NV: Tensor) -> None:
         """Choose for the staged rows; tokens go to the out buffer and to the rows."""
-        device = self._staging.on_device
-        sample(
+        self._sampling.sample(
             logits_NV,
-            device["inverse"][:count],
-            device["uniform"][:count],
-            self._sampling,
-            device["row"][:count],
+            self._staging.on_device,
             self._rows.last_R,
             self._out_3B[0],
             self._out_3B[1:].view(torch.float32),
@@ -352,7 +361,11 @@ class GpuRunner:
         # a new thread computes on the first device, which may be another rank's
         use = partial(torch.cuda.set_device, self.device)
         with ThreadPoolExecutor(2, thread_name_prefix="compile", initializer=use) as beside:
-            compiling = [beside.submit(self._compile_sampling)]
+            compiling = []
+            if self._shard is None:
+                compiling.append(beside.submit(self._compile_sampling))
+            else:  # with exchanges, which all ranks make in one order
+                self._compile_sampling()
             if not self._attention.measures_prefill:
                 compiling.append(beside.submit(self._attention.choose_prefill, self.emit))
             self._warm()
@@ -368,7 +381,7 @@ class GpuRunner:
         """Compile the sampling kernels, on a stream of their own. What they choose is nobody's."""
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
-            self._sample(self._logits_NV, len(self._logits_NV))
+            self._sample(self._logits_NV)
         stream.synchronize()
 
     def _capture(self, size: int, plain: bool) -> None:
@@ -378,7 +391,7 @@ class GpuRunner:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._stage_padding(size)
-            self._sample(self._decode_logits(size), size)
+            self._sample(self._decode_logits(size))
             graph = torch.cuda.CUDAGraph()
             # Other threads may pin memory and copy meanwhile (a snapshot's), which is nothing to
             # this graph.
@@ -390,7 +403,7 @@ class GpuRunner:
             ):
                 logits_NV = self._decode_logits(size)
                 if plain:
-                    self._sample(logits_NV, size)
+                    self._sample(logits_NV)
                 else:
                     self._logits_NV[:size].copy_(logits_NV)
         torch.cuda.current_stream().wait_stream(stream)

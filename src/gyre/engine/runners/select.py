@@ -15,6 +15,8 @@ from gyre.engine.kv_cache.pool import KvPool
 from gyre.engine.runners.cpu_runner import CpuRunner
 from gyre.engine.runners.cpu_step import why_not_c
 from gyre.engine.runners.torch_runner import Runner
+from gyre.engine.sampling.shard_sampler import ShardSampler
+from gyre.engine.sampling.vocabulary_shard import VocabularyShard
 from gyre.engine.scheduler.step import StepRunner
 from gyre.kernels.dispatch import why_too_old
 from gyre.models.decoder import Decoder
@@ -46,6 +48,7 @@ def choose_runner(
             dtype=decoder.dtype,
             rows_at_once=config.rows_at_once,
             deadline_s=config.step_deadline_s,
+            sharded=_sharded(decoder, emit),
         )
     if not on_gpu:
         cpu_runner = CpuRunner(decoder, pool, rows_at_once=config.rows_at_once)
@@ -64,6 +67,7 @@ def choose_runner(
         deadline_s=config.step_deadline_s,
         capture=capture,
         emit=emit,
+        sharded=_sharded(decoder, emit) if config.sharded_sampling else None,
     )
     begun_s = time.monotonic()
     first_s = runner.capture_all()
@@ -75,6 +79,16 @@ def choose_runner(
         first_s=first_s,
     )
     return runner
+
+
+def _sharded(decoder: Decoder, emit: Emit) -> ShardSampler | None:
+    """Return what chooses where each rank has a part of the vocabulary, or None."""
+    if decoder.tensor is None:
+        return None
+    vocab_size = decoder.whole_spec.vocab_size
+    return ShardSampler(
+        VocabularyShard(group=decoder.tensor.group, vocab_size=vocab_size), emit=emit
+    )
 
 
 def find_torch_reason(

@@ -20,6 +20,7 @@ from gyre.engine.runners.torch_attention import make_attend
 from gyre.engine.sampling.prompt_scoring import Scores, pieces_of, score_prompts
 from gyre.engine.sampling.sampler import Rules, SamplerOutput
 from gyre.engine.sampling.sampler_state import SamplerState
+from gyre.engine.sampling.shard_sampler import ShardSampler
 from gyre.engine.scheduler.random import uniforms
 from gyre.engine.scheduler.slots import InputBatch
 from gyre.engine.scheduler.step import SampledTokens, Step
@@ -118,13 +119,19 @@ class Runner:
         dtype: torch.dtype,
         rows_at_once: int = 64,
         deadline_s: float,
+        sharded: ShardSampler | None = None,
     ) -> None:
+        """Make the runner. `sharded` chooses where the decoder has a part of the vocabulary."""
         self.decoder, self.pool, self.device, self.dtype = decoder, pool, device, dtype
         self._deadline_s = deadline_s  # of a step
         # of logits, where prompts, alternatives or penalties need more than one
         self._rows_at_once = rows_at_once
         self.last_token_R = torch.zeros(max_running, dtype=torch.int64, device=device)
-        self._rules = SamplerState(decoder.whole_spec.vocab_size, device, rows_at_once=rows_at_once)
+        assert (sharded is None) == (decoder.tensor is None)
+        self._shard = None if sharded is None else sharded.shard
+        self._rules = SamplerState(
+            decoder.whole_spec.vocab_size, device, rows_at_once=rows_at_once, sharded=sharded
+        )
 
     @torch.inference_mode()
     def launch(self, rows: InputBatch, step: Step) -> TorchFlight:
@@ -152,8 +159,9 @@ class Runner:
             step,
             layout.chunk_places_C,
             hidden_TE,
-            self.decoder.logits,
+            self.decoder.own_logits,
             rows_at_once=self._rows_at_once,
+            shard=self._shard,
         )
         if len(step.sample_rows) == 0:
             return TorchFlight(None, None, scores, arrival)
@@ -162,7 +170,7 @@ class Runner:
         position_N = step.sample_positions - rows.prompt_R[step.sample_rows]
         uniform_N = to_device(uniforms(rows.key_R[step.sample_rows], position_N), self.device)
         choice, rules = self._rules.choose(
-            self.decoder.logits(hidden_TE).float(), rows, step, uniform_N
+            self.decoder.own_logits(hidden_TE).float(), rows, step, uniform_N
         )
         self.last_token_R.index_copy_(0, to_device(step.sample_rows, self.device), choice.tokens_N)
         return TorchFlight(choice, rules, scores, arrival)

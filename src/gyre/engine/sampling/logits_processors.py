@@ -58,9 +58,14 @@ def looks_back(s: Sampling) -> bool:
 
 
 def make_shaping(
-    places: Sequence[int], asks: Sequence[tuple[Sampling, Sequence[int]]], *, device: torch.device
+    places: Sequence[int],
+    asks: Sequence[tuple[Sampling, Sequence[int]]],
+    *,
+    device: torch.device,
+    own: range | None = None,
 ) -> Shaping:
-    """Gather what the rows at `places` ask: their sampling and their stop ids."""
+    """Gather what the rows at `places` ask: their sampling and their stop ids. `own`: the token ids
+    of the logits' columns, where these are a part of the vocabulary."""
     back = tuple(m for m, (s, _) in enumerate(asks) if looks_back(s))
     bans = [
         (m, token, s.min_tokens)
@@ -71,6 +76,8 @@ def make_shaping(
     bias = [(m, token, value) for m, (s, _) in enumerate(asks) for token, value in s.logit_bias]
 
     def pairs(found: Sequence[tuple[int, int, float]], dtype: torch.dtype) -> LogitEntries | None:
+        if own is not None:
+            found = [(m, token - own.start, number) for m, token, number in found if token in own]
         if not found:
             return None
         rows, ids, numbers = zip(*found, strict=True)

@@ -42,17 +42,22 @@ def find_best(logits_NV: Tensor, count: int, *, rows_at_once: int) -> Best:
 
 
 def _best_of(logits_NV: Tensor, count: int) -> Best:
+    ids_NK = best_ids(logits_NV, count)
+    return Best(
+        ids_NK=ids_NK,
+        logprobs_NK=logits_NV.gather(1, ids_NK) - logits_NV.logsumexp(dim=1, keepdim=True),
+    )
+
+
+def best_ids(logits_NV: Tensor, count: int) -> Tensor:
+    """Return ids_NK of the `count` largest of each row of float32 logits, in order."""
     vocab_size = logits_NV.shape[1]
     # Order and id in one number: no two are equal, so topk has one answer.
     order_NV = (order_key(logits_NV).long() << 32) + torch.arange(
         vocab_size - 1, -1, -1, device=logits_NV.device
     )
     packed_NK = order_NV.topk(count, dim=1).values
-    ids_NK = vocab_size - 1 - (packed_NK & 0xFFFFFFFF)
-    return Best(
-        ids_NK=ids_NK,
-        logprobs_NK=logits_NV.gather(1, ids_NK) - logits_NV.logsumexp(dim=1, keepdim=True),
-    )
+    return vocab_size - 1 - (packed_NK & 0xFFFFFFFF)
 
 
 def score_targets(

@@ -16,6 +16,8 @@ from torch import Tensor
 from gyre.engine.kv_cache.pool import to_device
 from gyre.engine.kv_cache.prompt_logprobs import PromptLogprobStore, PromptSlice
 from gyre.engine.sampling.logprobs import score_targets
+from gyre.engine.sampling.shard_logprobs import score_targets_on_shard
+from gyre.engine.sampling.vocabulary_shard import VocabularyShard
 from gyre.engine.scheduler.slots import InputBatch
 from gyre.engine.scheduler.step import Step
 
@@ -58,16 +60,29 @@ def find_targets(rows: InputBatch, step: Step, place_C: np.ndarray) -> Targets |
 
 
 def score(
-    targets: Targets, hidden_QE: Tensor, project: Callable[[Tensor], Tensor], *, rows_at_once: int
+    targets: Targets,
+    hidden_QE: Tensor,
+    project: Callable[[Tensor], Tensor],
+    *,
+    rows_at_once: int,
+    shard: VocabularyShard | None = None,
 ) -> Scores:
-    """Score targets by the hidden states that they follow, one each."""
+    """Score targets by the hidden states that they follow, one each. `project` gives the logits of
+    the whole vocabulary, or of this rank's shard."""
     device = hidden_QE.device
+    best = max(prompt_store.best for prompt_store, _, _ in targets.spans)
+    token_Q = to_device(targets.token_Q, device)
+    if shard is not None:
+        numbers = score_targets_on_shard(
+            hidden_QE, token_Q, project, shard, best=best, rows_at_once=rows_at_once
+        )
+        return Scores(spans=targets.spans, numbers=numbers)
     numbers = score_targets(
         hidden_QE,
         torch.arange(len(targets.token_Q), device=device),
-        to_device(targets.token_Q, device),
+        token_Q,
         project,
-        best=max(prompt_store.best for prompt_store, _, _ in targets.spans),
+        best=best,
         rows_at_once=rows_at_once,
     )
     return Scores(spans=targets.spans, numbers=numbers)
@@ -81,13 +96,14 @@ def score_prompts(
     project: Callable[[Tensor], Tensor],
     *,
     rows_at_once: int,
+    shard: VocabularyShard | None = None,
 ) -> Scores | None:
     """Find and score the targets of a step, given all of its hidden states."""
     targets = find_targets(rows, step, place_C)
     if targets is None:
         return None
     hidden_QE = hidden_TE.index_select(0, to_device(targets.place_Q, hidden_TE.device))
-    return score(targets, hidden_QE, project, rows_at_once=rows_at_once)
+    return score(targets, hidden_QE, project, rows_at_once=rows_at_once, shard=shard)
 
 
 def pieces_of(scores: Scores, numbers: np.ndarray) -> tuple[PromptSlice, ...]:

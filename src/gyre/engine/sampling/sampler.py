@@ -11,7 +11,8 @@ for their definitions.
 Every choice is an inverse-CDF draw in token order. Truncation that removes nothing thus changes
 nothing, and a row's token does not depend on the rows beside it. Greedy rows (temperature 0) take
 the first best token with certainty, so their processed log-prob is 0. A row without finite logits
-gets a log-prob that is not finite; `postprocess.commit_tokens` ends it.
+gets a log-prob that is not finite; `postprocess.commit_tokens` ends it. Where each rank has a part
+of the vocabulary, `shard_sampler` chooses.
 """
 
 # N rows, V vocabulary, M truncating rows, A rows that ask for alternatives
@@ -115,21 +116,26 @@ def choose(
         best = find_best(
             logits_NV.index_select(0, rules.top_A), rules.num_top, rows_at_once=rules.rows_at_once
         )
-    shaped_NV = logits_NV
-    if rules.shaping is not None:
-        assert chosen_N is not None
-        places_A = rules.shaping.places_M
-        asking_AV = logits_NV.index_select(0, places_A)
-        asking_AV = shape_logits(
-            asking_AV, rules.shaping, chosen_N[places_A], past, rows_at_once=rules.rows_at_once
-        )
-        shaped_NV = logits_NV.index_copy(0, places_A, asking_AV)
+    shaped_NV = shaped(logits_NV, rules, chosen_N, past)
     tokens_N, logprobs_N, kept_MV = _choose_shaped(shaped_NV, rules, uniform_N)
     plain = rules.inverse_temperature_N1 is None and shaped_NV is logits_NV and kept_MV is None
     raw_N = logprobs_N if plain and rules.greedy_N is None else raw_logprob(logits_NV, tokens_N)
     return SamplerOutput(
         tokens_N=tokens_N, logprobs_N=logprobs_N, raw_logprobs_N=raw_N, kept_MV=kept_MV, best=best
     )
+
+
+def shaped(logits_NV: Tensor, rules: Rules, chosen_N: Tensor | None, past: Past | None) -> Tensor:
+    """Return the logits with the shaping of the rows that ask; the same tensor where none does."""
+    if rules.shaping is None:
+        return logits_NV
+    assert chosen_N is not None
+    places_A = rules.shaping.places_M
+    asking_AV = logits_NV.index_select(0, places_A)
+    asking_AV = shape_logits(
+        asking_AV, rules.shaping, chosen_N[places_A], past, rows_at_once=rules.rows_at_once
+    )
+    return logits_NV.index_copy(0, places_A, asking_AV)
 
 
 def _choose_shaped(

@@ -13,6 +13,7 @@ from torch import Tensor
 from gyre.engine.kv_cache.pool import to_device
 from gyre.engine.sampling.logits_processors import Past, Shaping, make_shaping
 from gyre.engine.sampling.sampler import Rules, SamplerOutput, choose, make_rules
+from gyre.engine.sampling.shard_sampler import ShardSampler
 from gyre.engine.sampling.token_history import History
 from gyre.engine.scheduler.slots import InputBatch
 from gyre.engine.scheduler.step import Step
@@ -21,8 +22,19 @@ from gyre.engine.scheduler.step import Step
 class SamplerState:
     """Keeps the last Rules, and the token histories of rows whose rules look back."""
 
-    def __init__(self, vocab_size: int, device: torch.device, *, rows_at_once: int) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        rows_at_once: int,
+        sharded: ShardSampler | None = None,
+    ) -> None:
+        """Make the state. With `sharded`, logits are this rank's part, and all ranks choose
+        together."""
         self._vocab_size, self._device = vocab_size, device
+        self._choose = choose if sharded is None else sharded.choose
+        self._own_ids = None if sharded is None else sharded.shard.ids
         # of logits, where alternatives or penalties need more than one
         self._rows_at_once = rows_at_once
         self._history = History(device)
@@ -40,10 +52,10 @@ class SamplerState:
         rules = self._rules_for(rows, step.sample_rows)
         shaping = rules.shaping
         if shaping is None:
-            return choose(logits_NV, rules, uniform_N), rules
+            return self._choose(logits_NV, rules, uniform_N), rules
         chosen_N = to_device(step.sample_positions - rows.prompt_R[step.sample_rows], self._device)
         if self._back_slots is None or shaping.back_L is None:
-            return choose(logits_NV, rules, uniform_N, chosen_N=chosen_N), rules
+            return self._choose(logits_NV, rules, uniform_N, chosen_N=chosen_N), rules
         back = np.asarray(shaping.back_places)
         at_L = step.sample_positions[back]
         length_L = to_device(at_L, self._device)
@@ -52,7 +64,7 @@ class SamplerState:
             prompt_L1=to_device(rows.prompt_R[step.sample_rows[back]], self._device)[:, None],
             length_L1=length_L[:, None],
         )
-        choice = choose(logits_NV, rules, uniform_N, chosen_N=chosen_N, past=past)
+        choice = self._choose(logits_NV, rules, uniform_N, chosen_N=chosen_N, past=past)
         tokens_L = choice.tokens_N[shaping.places_M[shaping.back_L]]
         self._history.append(self._back_slots, length_L, tokens_L)
         return choice, rules
@@ -86,6 +98,7 @@ class SamplerState:
             places,
             [(sequence.request.sampling, sequence.stop_ids) for sequence in asking],
             device=self._device,
+            own=self._own_ids,
         )
         if shaping.back_places:
             self._back_slots = self._history.slots(rows, rows_N[np.asarray(shaping.back_places)])

@@ -252,3 +252,9 @@ def test_config_refuses_a_budget_below_its_rows_and_unknown_keys() -> None:
         EngineConfig(token_budget=8, max_running=9)
     with pytest.raises(ValidationError, match="did you mean 'max_running'"):
         EngineConfig(max_runing=3)  # type: ignore[call-arg]
+
+
+def test_config_refuses_parts_of_the_vocabulary_in_batch_invariant_mode() -> None:
+    with pytest.raises(ValidationError, match="sharded_sampling = true with batch_invariant"):
+        EngineConfig(sharded_sampling=True, batch_invariant=True)
+    assert EngineConfig(sharded_sampling=True).sharded_sampling

@@ -12,23 +12,17 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from choice_cases import choose_many, column
 from gyre.core.records import Request, Sampling
-from gyre.engine.sampling.logits_processors import Past, looks_back, make_shaping, penalise
+from gyre.engine.sampling.logits_processors import Past, penalise
 from gyre.engine.sampling.logprobs import find_best
-from gyre.engine.sampling.sampler import choose, make_rules
 from gyre.engine.scheduler.random import draw_key, uniforms
 from sampling_cases import VOCAB, Events, Letters, answer_all, save_tiny, some_tokens, with_engine
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("qwen3"), "qwen3")
-
-
-def column(values, dtype=torch.float32) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype)[:, None]
 
 
 def shape_by_definition(
@@ -48,49 +42,6 @@ def shape_by_definition(
         times = chosen.count(token)
         shaped[token] -= s.frequency_penalty * times + s.presence_penalty * (times > 0)
     return shaped
-
-
-def choose_many(
-    logits_NV: np.ndarray, asks: list[tuple[Sampling, list[int], list[int], list[int]]], uniform_N
-):
-    """Each ask is (sampling, prompt, chosen, stop ids)."""
-    of = [s for s, *_ in asks]
-    places = [n for n, s in enumerate(of) if s.shapes_logits]
-    shaping = (
-        make_shaping(places, [(of[n], asks[n][3]) for n in places], device=CPU) if places else None
-    )
-    rules = make_rules(
-        np.asarray([s.temperature for s in of], np.float32),
-        np.asarray([s.top_k for s in of]),
-        np.asarray([s.top_p for s in of]),
-        np.asarray([s.min_p for s in of]),
-        np.asarray([s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0) for s in of]),
-        vocab_size=logits_NV.shape[1],
-        device=CPU,
-        shaping=shaping,
-        num_top_N=np.asarray([s.top_logprobs for s in of]),
-        rows_at_once=3,
-    )
-    back = [n for n in places if looks_back(of[n])]
-    past = None
-    if back:
-        known = [asks[n][1] + asks[n][2] for n in back]
-        width = max(map(len, known))
-        past = Past(
-            ids_LW=torch.tensor(
-                [ids + [7] * (width - len(ids)) for ids in known], dtype=torch.int32
-            ),
-            prompt_L1=column([len(asks[n][1]) for n in back], torch.int64),
-            length_L1=column([len(ids) for ids in known], torch.int64),
-        )
-    chosen_N = torch.tensor([len(chosen) for _, _, chosen, _ in asks])
-    return choose(
-        torch.from_numpy(logits_NV),
-        rules,
-        torch.from_numpy(uniform_N),
-        chosen_N=chosen_N,
-        past=past,
-    )
 
 
 @settings(deadline=None, max_examples=60)
