@@ -8,7 +8,7 @@ backward pass of either exchange is the other one. A started exchange runs besid
 do not need it.
 """
 
-# T tokens of the micro-batch, E hidden size, N rows of it that are wanted, O output features
+# T tokens of the micro-batch, E hidden size, N rows of it that are wanted, O output features, S ranks
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from gyre.distributed.process_group import RankGroup
 from gyre.kernels.linear import OutputGradient, Reduce
+from gyre.kernels.sums import add_up
 
 if TYPE_CHECKING:  # Triton is there on GPUs only
     from gyre.kernels.gpu.peer_sums import PeerBuffers
@@ -178,6 +179,23 @@ def reduced(partial_TE: Tensor, tensor: TensorParallel | None) -> Tensor:
 
 def reducer_of(tensor: TensorParallel | None) -> Reduce | None:
     return None if tensor is None else tensor.reduce_rows
+
+
+def summed_in_rank_order(partial_TE: Tensor, tensor: TensorParallel) -> Tensor:
+    """Return what `tensor.reduce_rows` does, to the same bits however ranks hold the rows and
+    whatever the other rows are: parts are added in float32 in rank order, and rounded once. A sum
+    of two is that in any order, so two ranks sum by their collective."""
+    group = tensor.group
+    if group.size == 2:
+        return tensor.reduce_rows(partial_TE)
+    if tensor.splits_rows:
+        parts_SN = group.exchange(partial_TE).view(group.size, -1)
+    else:
+        parts_SN = partial_TE.new_empty(group.size, partial_TE.numel())
+        group.all_gather(parts_SN.view(-1), partial_TE.contiguous().view(-1))
+    sum_N = torch.empty_like(parts_SN[0], dtype=torch.float32)
+    add_up(parts_SN, sum_N)
+    return sum_N.to(partial_TE.dtype).view(-1, *partial_TE.shape[1:])
 
 
 def reduced_rows(partial_TE: Tensor, tensor: TensorParallel) -> Tensor:
