@@ -245,7 +245,7 @@ class RunConfig(Section):
         return f"parallel.tensor_ranks = {self.parallel.tensor_ranks} with {reason}"
 
     def _why_no_tensor_trainer(self) -> str | None:
-        cluster, trainer, tensor_ranks = self.cluster, self.trainer, self.parallel.tensor_ranks
+        cluster, tensor_ranks = self.cluster, self.parallel.tensor_ranks
         if cluster.kind == "inline":
             return "cluster.kind = 'inline', which has one rank: set 'ray' or 'pod'"
         if cluster.num_workers % tensor_ranks:
@@ -255,8 +255,6 @@ class RunConfig(Section):
                 f"cluster.engine_workers = {cluster.engine_workers} of Ray, whose engines "
                 "take whole weights: leave engine_workers out, or set cluster.kind = 'pod'"
             )
-        if trainer.matmul == "fp8":
-            return "trainer.matmul = 'fp8', whose scales are of one rank: set 'same'"
         return None
 
     def _why_no_tensor_engine(self) -> str | None:

@@ -453,7 +453,6 @@ def test_weights_in_host_memory_are_refused_of_models_that_are_not_there_or_cann
         ({"cluster": {"kind": "inline"}}, "cluster.kind = 'inline', which has one rank"),
         ({"cluster": {"kind": "pod", "num_workers": 3}}, "num_workers = 3: give a multiple of 2"),
         ({"cluster": {"kind": "ray", "engine_workers": 1}}, "cluster.engine_workers = 1 of Ray"),
-        ({"trainer": {"matmul": "fp8"}}, "trainer.matmul = 'fp8'"),
     ],
 )
 def test_what_does_not_go_with_tensor_ranks_is_refused_by_name(settings, words):

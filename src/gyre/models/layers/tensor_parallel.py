@@ -13,6 +13,7 @@ do not need it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gyre.distributed.process_group import RankGroup
-from gyre.kernels.linear import OutputGradient, Reduce
+from gyre.kernels.linear import OutputGradient, Reduce, Share
 from gyre.kernels.sums import add_up
 
 if TYPE_CHECKING:  # Triton is there on GPUs only
@@ -179,6 +180,11 @@ def reduced(partial_TE: Tensor, tensor: TensorParallel | None) -> Tensor:
 
 def reducer_of(tensor: TensorParallel | None) -> Reduce | None:
     return None if tensor is None else tensor.reduce_rows
+
+
+def sharer_of(tensor: TensorParallel | None) -> Share | None:
+    """Return what finds the largest magnitudes of operands of which each rank has a part."""
+    return None if tensor is None else partial(tensor.group.all_reduce, op="max")
 
 
 def summed_in_rank_order(partial_TE: Tensor, tensor: TensorParallel) -> Tensor:
