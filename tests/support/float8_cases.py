@@ -21,9 +21,7 @@ def operands(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
         return torch.randn(*shape, generator=draw) * torch.linspace(0.5, 2.0, shape[-1])
 
     shapes = (TOKENS, INPUTS), (OUTPUTS, INPUTS), (TOKENS, OUTPUTS), (TOKENS, OUTPUTS)
-    x_TI, weight_OI, onto_TO, grad_TO = (
-        random(*shape).to(device, dtype) for shape in shapes
-    )
+    x_TI, weight_OI, onto_TO, grad_TO = (random(*shape).to(device, dtype) for shape in shapes)
     weight_OI[-1, -1] *= 7.0
     return x_TI, weight_OI, onto_TO, grad_TO
 

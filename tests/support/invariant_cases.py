@@ -195,6 +195,7 @@ def stepped(
 def summed(group: RankGroup, rows: int, dtype: str) -> dict[str, Tensor]:
     """The sum of random partial rows of each rank: as the engine's ranks hold it, and the trainer's
     runs of it joined; alone, the parts."""
+
     def part(rank: int) -> Tensor:
         draw = torch.Generator().manual_seed(rank)
         scale = 10.0 ** torch.randint(-3, 4, (rows, 6), generator=draw)

@@ -98,8 +98,8 @@ class EngineConfig(Section):
         default=False,
         description="Same bits for a request whatever shares its batch, however cut, cached or "
         "preempted. Refused where torch would serve, but for several tensor ranks on a CPU. Where "
-        "rollouts are trained on, the trainer gives the same bits: refused on one rank of a CPU, and "
-        "with another number of tensor ranks.",
+        "rollouts are trained on, the trainer gives the same bits: refused on one rank of a CPU, "
+        "and with another number of tensor ranks.",
     )
     burst_steps: int = Field(
         default=16,

@@ -34,7 +34,9 @@ def test_a_row_does_not_depend_on_the_others(seed, dtype, rows, inputs, outputs,
     moved_OI.copy_(weight_OI)  # at an odd address
     first = data.draw(st.integers(0, rows - 1))
     assert torch.equal(linear_by_token(x_TI[first:], moved_OI, bias_O), whole_TO[first:])
-    expected_TO = F.linear(x_TI.double(), weight_OI.double(), None if bias_O is None else bias_O.double())
+    expected_TO = F.linear(
+        x_TI.double(), weight_OI.double(), None if bias_O is None else bias_O.double()
+    )
     limit = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
     assert torch.allclose(whole_TO.double(), expected_TO, rtol=limit, atol=20 * limit)
 

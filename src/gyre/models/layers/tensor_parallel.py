@@ -8,7 +8,8 @@ backward pass of either exchange is the other one. A started exchange runs besid
 do not need it.
 """
 
-# T tokens of the micro-batch, E hidden size, N rows of it that are wanted, O output features, S ranks
+# T tokens of the micro-batch, E hidden size, N rows of it that are wanted, O output features, S
+# ranks
 
 from __future__ import annotations
 

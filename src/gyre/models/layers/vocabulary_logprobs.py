@@ -141,7 +141,7 @@ class VocabularyLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, total_N, logprobs_N, entropy_N, kept_NV = ctx.saved_tensors
-        hidden_NE, weight_VE, targets_N, temperature_N, rows_Z, ids_Z = tensors
+        hidden_NE, weight_VE, targets_N, temperature_N, *_ = tensors
         slopes = Slopes.of(grads, temperature_N, total_N, logprobs_N, entropy_N)
         if ctx.fused and ctx.blocks:
             assert not ctx.kept_is_gradient, "one backward pass per forward pass"
