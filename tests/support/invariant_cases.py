@@ -59,7 +59,7 @@ def requests(temperature: float = 1.0, count: int = 8) -> list[Request]:
     for number in range(count):
         own = rng.integers(0, VOCAB, int(rng.integers(1, 30)))
         tokens = np.concatenate([shared, own]) if number % 2 else own
-        sampling = Sampling(temperature=temperature, max_tokens=int(rng.integers(5, 25)))
+        sampling = Sampling(temperature=temperature, max_tokens=int(rng.integers(10, 35)))
         asked.append(
             Request(
                 request_id=f"r{number}",

@@ -25,7 +25,8 @@ def test_scales_and_what_needs_no_sum_are_those_of_one_rank(
     axis = {"columns": 0, "rows": 1}[cut]
     for each in found:
         assert torch.equal(each["amaxes"], whole["amaxes"])
-        assert torch.equal(each["halves"], each["weight"]), "in one call or in two"
+        # a library may add in another order for fewer rows
+        close(each["halves"].float(), each["weight"].float(), "halves", relative=ROUNDING[dtype])
     joined = torch.cat([each["weight"] for each in found], dim=axis)
     assert torch.equal(joined, whole["weight"])
     # what ranks sum, and what they hold parts of

@@ -4,9 +4,12 @@ On GPUs: tests/gpu/test_invariant_tensor_gpu.py."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from gyre.trainer.passes.tokenwise import tokenwise_logprobs
 from invariant_cases import SPECS, batch_of, gaps, rollouts, stepped
@@ -16,7 +19,7 @@ COMPANY: list[dict[str, Any]] = [
     {},
     {"token_budget": 9, "max_running": 3},
     {"prefix_cache": False, "overlap": True},
-    {"num_pages": 9, "token_budget": 21},
+    {"page_tokens": 4, "num_pages": 24, "token_budget": 21},
 ]
 SLOW_BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.slow)
 
@@ -59,14 +62,14 @@ def test_the_mode_is_what_makes_them_equal(pair: RankPool) -> None:
     )
     for answers, logprobs in ((with_mode, None), (without, tokenwise_logprobs), (without, None)):
         other, _, largest = pair.run(gaps, "qwen3", [batch_of(answers)], logprobs)[0]
-        assert other > 0 and largest < 1e-5
+        assert other > 0 and largest < 1e-4
 
 
 def test_another_number_of_ranks_gives_other_bits(pair: RankPool, ranks: RankPool) -> None:
     """Bounded by rounding, not equal: sums have other parts."""
     answers = ranks.run(rollouts, "qwen3")[0][0]
     other, _, largest = pair.run(gaps, "qwen3", [batch_of(answers)], tokenwise_logprobs)[0]
-    assert other > 0 and largest < 1e-5
+    assert other > 0 and largest < 1e-4
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -77,10 +80,28 @@ def test_the_first_step_finds_no_gap_and_the_ordinary_gradient(
     batch = batch_of(pool.run(rollouts, "qwen3")[0][0])
     plain = pool.run(stepped, "qwen3", batch, None)
     ours = pool.run(stepped, "qwen3", batch, tokenwise_logprobs, zero=1)
-    for (steps, grads), (_, expected) in zip(ours, plain, strict=True):
+    for steps, _ in ours:
         assert steps == ours[0][0], "the same on every rank"
         assert steps[0]["logprob_gap_max"] == steps[0]["engine_kl"] == 0.0
+        assert steps[0]["tis_weight"] == 1.0
         assert steps[0]["kl_reference"] == 0.0 < steps[1]["kl_reference"]
-        for name, grad in expected.items():
-            assert (grads[name] - grad).abs().max() < 1e-4 * grad.abs().max().clamp(min=1e-3), name
     assert plain[0][0][0]["logprob_gap_max"] > 0.0
+    for found, expected in zip(joined(ours), joined(plain), strict=True):
+        for name, grad in expected.items():
+            limit = 1e-4 * grad.abs().max().clamp(min=1e-3)
+            assert (found[name] - grad).abs().max() < limit, name
+
+
+def joined(results: Sequence[tuple[Any, dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
+    """Each rank's gradients; those of the stream's norms are of a rank's own rows, and summed."""
+    norms = ("attn_norm.weight", "mlp_norm.weight", "final_norm.weight")
+    every = [grads for _, grads in results]
+    return [
+        {
+            name: torch.stack([each[name] for each in every]).sum(0)
+            if name.endswith(norms)
+            else grad
+            for name, grad in grads.items()
+        }
+        for grads in every
+    ]
