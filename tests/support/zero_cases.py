@@ -209,13 +209,22 @@ def gradients(
     *,
     num_sequences: int = 12,
     longer_than: int = 0,
+    divided_by: int = 1,
     **settings: Any,
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """The summed gradient of one update by parameter (on rank 0), and the norms."""
+    """The summed gradient of one update by parameter (on rank 0), and the norms; of sequences whose
+    tokens and targets this number divides, which so many ranks do not pad."""
     trainer = trainer_on(group, kind, **settings)
     batch = batch_for(num_sequences, seed=0)
     batch = replace(
-        batch, sequences=tuple(s for s in batch.sequences if len(s.tokens) > longer_than)
+        batch,
+        sequences=tuple(
+            s
+            for s in batch.sequences
+            if len(s.tokens) > longer_than
+            and not len(s.tokens) % divided_by
+            and not s.columns["loss_mask"].sum() % divided_by
+        ),
     )
     (update,) = trainer.plan(batch).updates
     trainer.forward_backward(update)

@@ -164,7 +164,7 @@ def backward_to_stream(
     summed_rows, x_TE = tensor.begin_reduce_rows(through.of_input(weight_OE)), rows_of_all()
     # beside the sum one half of the weight's gradient, beside the gather the other
     half = max(1, len(weight_OE) // 2 // ALIGNED * ALIGNED)
-    grad_weight_OE = torch.empty_like(weight_OE)
+    grad_weight_OE = x_TE.new_empty(weight_OE.shape)
     through.of_weight_rows(x_TE, 0, half, grad_weight_OE)
     grad_TE, grad_norm_E = norm(summed_rows())
     del summed_rows
