@@ -59,8 +59,11 @@ DEEP = replace(SPEC, num_layers=5)
 PARTED = replace(ODD, num_heads=4, num_kv_heads=2, mlp_size=24, num_layers=2)
 # Of two tensor ranks each has whole blocks of every matrix.
 BLOCKS_PARTED = replace(BLOCKS, num_heads=4, num_kv_heads=1, head_dim=128, mlp_size=512)
+# As these, and no rank has a part of another's KV head.
+BLOCKS_APART = replace(BLOCKS_PARTED, num_kv_heads=2)
 SPECS = {
     "blocks_parted": BLOCKS_PARTED,
+    "blocks_apart": BLOCKS_APART,
     "tied": SPEC,
     "odd": ODD,
     "blocks": BLOCKS,

@@ -200,11 +200,11 @@ def test_checkpointing_changes_no_gradient(ranks: RankPool, layout: str, mode: s
 def test_8_bit_products_over_ranks_are_those_of_one_process(
     ranks: RankPool, layout: str, dtype: str
 ) -> None:
-    """Each sequence is a chunk, as scales are of a chunk's numbers, and none is padded. Scales are
-    equal; a sum of two parts now and then moves a number by a step of its format. By norm, a tenth
-    of what 8 bits cost."""
+    """Each sequence is a chunk, as scales are of a chunk's numbers, and none is padded. A sum of two
+    parts now and then moves a number by a step of its format, and what follows with it: by norm,
+    less than half of what 8 bits cost. Of one product test_tensor_float8 has the bits."""
     settings: dict[str, Any] = {
-        "spec": "blocks_parted",
+        "spec": "blocks_apart",
         "dtype": dtype,
         "tokens_per_chunk": 16,
         "longer_than": 8,
@@ -216,10 +216,10 @@ def test_8_bit_products_over_ranks_are_those_of_one_process(
     results = ranks.run(gradients, "ppo", layout=layout, matmul="fp8", **settings)
     for name, whole in expected.items():
         cost = np.linalg.norm(whole - wide[name])
-        assert np.linalg.norm(results[0][0][name] - whole) <= 0.1 * cost, name
+        assert np.linalg.norm(results[0][0][name] - whole) <= 0.5 * cost, name
         assert cost > 1e-3 * np.linalg.norm(whole), name
     assert all(result[1] == results[0][1] for result in results)
-    assert results[0][1] == pytest.approx(norms, rel=1e-2)
+    assert results[0][1] == pytest.approx(norms, rel=3e-2)
 
 
 def test_snapshots_of_8_bit_products_fit_any_layout(ranks: RankPool) -> None:
