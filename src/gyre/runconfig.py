@@ -62,8 +62,8 @@ INVARIANT_REFUSAL = (
     "engine.batch_invariant = true: the trainer cannot give the engine's log-probs to the bit"
 )
 INVARIANT_HINT = (
-    "Training in this mode needs a GPU, bfloat16, a model without sliding windows and rollouts "
-    "without truncation; "
+    "Training in this mode needs a GPU with bfloat16, or several tensor ranks on a CPU; a model "
+    "without sliding windows, and rollouts without truncation; "
     "leave it out to train, serving can use it"
 )
 
@@ -245,7 +245,7 @@ class RunConfig(Section):
         return f"parallel.tensor_ranks = {self.parallel.tensor_ranks} with {reason}"
 
     def _why_no_tensor_trainer(self) -> str | None:
-        cluster, trainer, tensor_ranks = self.cluster, self.trainer, self.parallel.tensor_ranks
+        cluster, tensor_ranks = self.cluster, self.parallel.tensor_ranks
         if cluster.kind == "inline":
             return "cluster.kind = 'inline', which has one rank: set 'ray' or 'pod'"
         if cluster.num_workers % tensor_ranks:
@@ -254,13 +254,6 @@ class RunConfig(Section):
             return (
                 f"cluster.engine_workers = {cluster.engine_workers} of Ray, whose engines "
                 "take whole weights: leave engine_workers out, or set cluster.kind = 'pod'"
-            )
-        if trainer.matmul == "fp8":
-            return "trainer.matmul = 'fp8', whose scales are of one rank: set 'same'"
-        if self.engine.batch_invariant and needs_rollouts(self.objective):
-            return (
-                "engine.batch_invariant = true, whose passes read the whole head: leave one "
-                "of them out"
             )
         return None
 
@@ -281,20 +274,25 @@ class RunConfig(Section):
             )
         if cluster.members_address:
             return "members of other hosts have one rank, leave cluster.members_address out"
-        if self.engine.batch_invariant and needs_rollouts(self.objective):
-            return "the trainer sums in another order, leave engine.batch_invariant out"
         if self.memory.disk_folder or self.memory.leave.get("engine") == "destroy":
             return "its memory stays where it is, leave memory.disk_folder and memory.leave out"
         return None
 
     def _why_not_invariant(self) -> str | None:
         """Return what the config alone says; the model and the device may say more."""
+        engine, trainer = self.engine.tensor_ranks, self.parallel.tensor_ranks
+        if engine != trainer:
+            return (
+                f"engine.tensor_ranks = {engine} and parallel.tensor_ranks = {trainer} cut sums "
+                "into other parts, need the same number"
+            )
         cutting = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
         for key, off in cutting.items():
             if (value := getattr(self.rollout, key)) != off:
                 return f"rollout.{key} = {value} truncates, need {off}"
-        for key, refused, accepted in (("device", "cpu", "cuda"), ("dtype", "float32", "bfloat16")):
-            if getattr(self.run, key) == refused:
+        one_rank = (("device", "cpu", "cuda"), ("dtype", "float32", "bfloat16"))
+        for key, refused, accepted in one_rank:  # over more, a CPU can and takes float32
+            if trainer == 1 and getattr(self.run, key) == refused:
                 return f"run.{key} = '{refused}', need '{accepted}' or 'auto'"
         if self.trainer.matmul == "fp8":
             return "trainer.matmul = 'fp8' rounds what the engine does not, need 'same'"

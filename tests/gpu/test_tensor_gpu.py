@@ -17,6 +17,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from choice_cases import Chosen, choose_many, chosen_by_ranks, scored_by_ranks
+from float8_cases import products
 from gyre.core.records import Request, Sampling
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.config import EngineConfig
@@ -250,6 +251,25 @@ def test_the_fused_pass_gives_the_logits_of_one_gpu(
     assert first.shape == one.shape == (sum(LENGTHS), SIZES["vocab_size"])
     error = float((first - one).norm() / one.norm())
     assert error < 2e-2, error
+
+
+@pytest.mark.parametrize("cut", ["columns", "rows"])
+def test_8_bit_products_of_parts_are_scaled_as_the_whole(pair: RankPool, cut: str) -> None:
+    """To the bit the same scales; products and gradients within the rounding of bfloat16."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU that multiplies 8-bit floats")
+    whole = pair.run(by_itself, products, cut, "bfloat16")[0]
+    found = pair.run(products, cut, "bfloat16")
+    apart = pair.run(products, cut, "bfloat16", shares=False)
+    assert not torch.equal(apart[0]["amaxes"], whole["amaxes"])
+    summed, cut_up, axis = ("input", "y", 0) if cut == "columns" else ("y", "input", 1)
+    for each in found:
+        assert torch.equal(each["amaxes"], whole["amaxes"])
+        close(each[summed].float(), whole[summed].float(), summed, relative=2e-2)
+        close(each["halves"].float(), each["weight"].float(), "halves", relative=2e-2)
+    for name, dim in ((cut_up, 1), ("weight", axis)):
+        joined_parts = torch.cat([each[name] for each in found], dim=dim)
+        close(joined_parts.float(), whole[name].float(), name, relative=2e-2)
 
 
 def requests() -> list[Request]:

@@ -59,8 +59,11 @@ DEEP = replace(SPEC, num_layers=5)
 PARTED = replace(ODD, num_heads=4, num_kv_heads=2, mlp_size=24, num_layers=2)
 # Of two tensor ranks each has whole blocks of every matrix.
 BLOCKS_PARTED = replace(BLOCKS, num_heads=4, num_kv_heads=1, head_dim=128, mlp_size=512)
+# As these, and no rank has a part of another's KV head.
+BLOCKS_APART = replace(BLOCKS_PARTED, num_kv_heads=2)
 SPECS = {
     "blocks_parted": BLOCKS_PARTED,
+    "blocks_apart": BLOCKS_APART,
     "tied": SPEC,
     "odd": ODD,
     "blocks": BLOCKS,
@@ -209,13 +212,22 @@ def gradients(
     *,
     num_sequences: int = 12,
     longer_than: int = 0,
+    divided_by: int = 1,
     **settings: Any,
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """The summed gradient of one update by parameter (on rank 0), and the norms."""
+    """The summed gradient of one update by parameter (on rank 0), and the norms; of sequences whose
+    tokens and targets this number divides, which so many ranks do not pad."""
     trainer = trainer_on(group, kind, **settings)
     batch = batch_for(num_sequences, seed=0)
     batch = replace(
-        batch, sequences=tuple(s for s in batch.sequences if len(s.tokens) > longer_than)
+        batch,
+        sequences=tuple(
+            s
+            for s in batch.sequences
+            if len(s.tokens) > longer_than
+            and not len(s.tokens) % divided_by
+            and not s.columns["loss_mask"].sum() % divided_by
+        ),
     )
     (update,) = trainer.plan(batch).updates
     trainer.forward_backward(update)

@@ -90,6 +90,31 @@ def test_a_killed_rank_ends_its_engine_which_comes_back_with_all_ranks(
     assert not events_of(run, "retry.run_restarted")
 
 
+def test_batch_invariant_ranks_of_both_sides_have_the_same_logprobs(tmp_path: Path) -> None:
+    """To the bit, so importance ratios are 1 with weights of the current version; not without the
+    mode (`undisturbed`, whose trainer has one rank)."""
+    sets = {
+        **CUT,
+        "cluster": {**CUT["cluster"], "num_workers": 2},
+        "parallel": {"tensor_ranks": 2},
+        "engine.batch_invariant": True,
+        "objective": {"kind": "grpo", "kl_coef": 0.04, "ratio_base": "engine"},
+        "trainer.steps": 3,
+    }
+    steps = finished(tmp_path, sets).steps
+    assert len(steps) == 3
+    for step in steps:
+        found = step["metrics"]
+        assert found["logprob_gap_max"] == found["engine_kl"] == 0.0
+        assert found["ratio"] == 1.0 and found["grad_norm"] > 0.0
+    assert [step["metrics"]["kl_reference"] > 0.0 for step in steps] == [False, True, True]
+
+
+def test_without_the_mode_some_differ(undisturbed: Path) -> None:
+    gaps = [step["metrics"]["logprob_gap_max"] for step in read_story(undisturbed).steps]
+    assert all(0.0 < gap < 1e-4 for gap in gaps)
+
+
 def test_a_run_over_an_engine_of_two_ranks_learns(tmp_path: Path) -> None:
     sets = {
         **CUT,

@@ -453,8 +453,6 @@ def test_weights_in_host_memory_are_refused_of_models_that_are_not_there_or_cann
         ({"cluster": {"kind": "inline"}}, "cluster.kind = 'inline', which has one rank"),
         ({"cluster": {"kind": "pod", "num_workers": 3}}, "num_workers = 3: give a multiple of 2"),
         ({"cluster": {"kind": "ray", "engine_workers": 1}}, "cluster.engine_workers = 1 of Ray"),
-        ({"trainer": {"matmul": "fp8"}}, "trainer.matmul = 'fp8'"),
-        ({"engine": {"batch_invariant": True}}, "engine.batch_invariant = true"),
     ],
 )
 def test_what_does_not_go_with_tensor_ranks_is_refused_by_name(settings, words):
@@ -589,7 +587,6 @@ POD = {"kind": "pod", "colocated": False}
         ({"cluster": POD | {"weight_transport": "nccl"}}, "'shm' or 'cuda-ipc'"),
         ({"cluster": POD | {"members_address": "127.0.0.1:0"}}, "have one rank"),
         ({"cluster": POD, "engine": {"kind": "vllm"}}, "vLLM cuts its model by itself"),
-        ({"cluster": POD, "engine": {"batch_invariant": True}}, "sums in another order"),
         ({"cluster": POD, "memory": {"disk_folder": "parked"}}, "leave memory.disk_folder"),
     ],
 )
@@ -597,6 +594,23 @@ def test_what_an_engine_over_several_ranks_cannot_do_is_refused(tables, words):
     engine = {"tensor_ranks": 2, **tables.get("engine", {})}
     told = refusal(**{**tables, "engine": engine})
     assert told.startswith("engine.tensor_ranks = 2: ") and words in told
+
+
+@pytest.mark.parametrize(("engine", "trainer"), [(2, 1), (1, 2), (2, 4)])
+def test_equal_logprobs_need_the_same_tensor_ranks(engine, trainer):
+    """A CPU may, in float32 too: docs/parallel.md."""
+    tree = {
+        "cluster": POD | {"num_workers": 4},
+        "run": {"device": "cpu", "dtype": "float32"},
+        "engine": {"tensor_ranks": engine, "batch_invariant": True},
+        "parallel": {"tensor_ranks": trainer},
+    }
+    told = refusal(**tree)
+    assert told.startswith("engine.batch_invariant = true: ") and "need the same number" in told
+    assert f"engine.tensor_ranks = {engine} and parallel.tensor_ranks = {trainer}" in told
+    parse_run_config({**MODEL, **tree, "objective": {"kind": "sft"}}, where="run.toml")
+    both = {"engine": {**tree["engine"], "tensor_ranks": 2}, "parallel": {"tensor_ranks": 2}}
+    parse_run_config({**MODEL, **tree, **both}, where="run.toml")
 
 
 def test_an_engine_over_several_ranks_is_part_of_a_pod():

@@ -97,9 +97,9 @@ class EngineConfig(Section):
     batch_invariant: bool = Field(
         default=False,
         description="Same bits for a request whatever shares its batch, however cut, cached or "
-        "preempted. Refused "
-        "where torch would serve, and on a CPU where rollouts are trained on: the trainer must "
-        "give the same bits.",
+        "preempted. Refused where torch would serve, but for several tensor ranks on a CPU. Where "
+        "rollouts are trained on, the trainer gives the same bits: refused on one rank of a CPU, "
+        "and with another number of tensor ranks.",
     )
     burst_steps: int = Field(
         default=16,

@@ -4,6 +4,9 @@
 In 8 bits the backward pass scales input and weight by the same numbers as the forward pass: it
 receives their largest magnitudes. No 8-bit tensor is kept between the passes. Weights, and inputs
 that attention or a norm keeps anyway, are rounded again, at the cost of one read.
+
+Ranks that hold a matrix in parts scale by the whole operands' numbers: each tells the largest
+magnitudes of its parts. Of an operand that all hold whole that changes nothing.
 """
 
 # T tokens, I input features, O output features
@@ -11,6 +14,7 @@ that attention or a norm keeps anyway, are rounded again, at the cost of one rea
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +37,8 @@ from gyre.kernels.float8 import (
 Amaxes = tuple[Tensor | None, Tensor | None]
 # partial products, summed over the ranks that hold them; their tensor becomes scratch
 Reduce = Callable[[Tensor], Tensor]
+# largest over the ranks that hold parts of the same operands, number by number, in place
+Share = Callable[[Tensor], None]
 
 
 def linear(
@@ -44,41 +50,67 @@ def linear(
     float8: bool,
     amax: Amax | None = None,
     reduce: Reduce | None = None,
+    share: Share | None = None,
 ) -> tuple[Tensor, Amaxes]:
     """Return x · weightᵀ plus the bias or `onto_TO`, and the data that `OutputGradient` needs.
     `amax` is that of x, if its producer has found it; here and below it belongs to the operand
     about to be rounded. `reduce` sums the product over ranks before `onto_TO` is added; with one
-    rank, None, a wide product adds it itself."""
-    if reduce is not None:
-        assert onto_TO is not None and bias_O is None and not float8, "8 bits are of one rank"
-        return reduce(F.linear(x_TI, weight_OI)) + onto_TO, (None, None)
-    if not float8:
+    rank, None, a wide product adds it itself. `share` is of ranks that hold parts, here and below.
+    """
+    if not float8 and reduce is None:
         if onto_TO is not None:
             return torch.addmm(onto_TO, x_TI, weight_OI.t()), (None, None)
         return F.linear(x_TI, weight_OI, bias_O), (None, None)
-    x, weight = quantize(x_TI, E4M3, rows=True, amax=_found(amax)), _weight_rows(weight_OI)
-    y_TO = product(x, weight, over="rows", dtype=x_TI.dtype, fast=True)
+    of_x, of_weight = amaxes_of(x_TI, weight_OI, float8=float8, amax=amax, share=share)
+    if of_x is None or of_weight is None:
+        y_TO = F.linear(x_TI, weight_OI)
+    else:
+        x, weight = quantize(x_TI, E4M3, rows=True, amax=of_x), _weight_rows(weight_OI, of_weight)
+        y_TO = product(x, weight, over="rows", dtype=x_TI.dtype, fast=True)
+    if reduce is not None:
+        assert onto_TO is not None and bias_O is None
+        return reduce(y_TO) + onto_TO, (of_x, of_weight)
     more = bias_O if onto_TO is None else onto_TO
-    return y_TO if more is None else y_TO.add_(more), (x.amax, weight.amax)
+    return y_TO if more is None else y_TO.add_(more), (of_x, of_weight)
 
 
-def amaxes_of(x_TI: Tensor, weight_OI: Tensor, *, float8: bool, amax: Amax | None = None) -> Amaxes:
+def amaxes_of(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    *,
+    float8: bool,
+    amax: Amax | None = None,
+    share: Share | None = None,
+) -> Amaxes:
     """Return the largest magnitudes that `linear` would find, without the product."""
     if not float8:
         return None, None
     of_x = _found(amax)
     of_weight = weight_OI.amax if isinstance(weight_OI, Float8Weight) else largest(weight_OI)
-    return largest(x_TI) if of_x is None else of_x, of_weight
+    of_x = largest(x_TI) if of_x is None else of_x
+    if share is None:
+        return of_x, of_weight
+    share(both := torch.stack([of_x, of_weight]))
+    return both[0], both[1].clone()  # aligned as the first is, for kernels
 
 
 class OutputGradient:
     """The gradient of a linear layer's output, prepared once for both of its products."""
 
-    def __init__(self, grad_TO: Tensor, amaxes: Amaxes, amax: Amax | None = None) -> None:
+    def __init__(
+        self,
+        grad_TO: Tensor,
+        amaxes: Amaxes,
+        amax: Amax | None = None,
+        share: Share | None = None,
+    ) -> None:
         self._grad_TO, (self._x_amax, self._weight_amax) = grad_TO, amaxes
-        self._grad = None
+        self._grad = self._x = None
         if self._x_amax is not None:
-            self._grad = quantize(grad_TO, E5M2, rows=True, columns=True, amax=_found(amax))
+            found = _found(amax)
+            if share is not None:
+                share(found := (largest(grad_TO) if found is None else found.clone()))
+            self._grad = quantize(grad_TO, E5M2, rows=True, columns=True, amax=found)
 
     def of_input(self, weight_OI: Tensor) -> Tensor:
         if self._grad is None:
@@ -96,19 +128,25 @@ class OutputGradient:
         return product(self._grad, x, over="columns", dtype=self._grad_TO.dtype)
 
     def of_weight_rows(self, x_TI: Tensor, start: int, stop: int, out_OI: Tensor) -> None:
-        """Write rows [start, stop) of the weight's gradient."""
-        assert self._grad is None, "8 bits are of one rank"
-        torch.mm(self._grad_TO[:, start:stop].t(), x_TI, out=out_OI[start:stop])
+        """Write rows [start, stop) of the weight's gradient. All calls get the same `x_TI`."""
+        if self._grad is None:
+            torch.mm(self._grad_TO[:, start:stop].t(), x_TI, out=out_OI[start:stop])
+            return
+        if self._x is None:
+            self._x = quantize(x_TI, E4M3, columns=True, amax=self._x_amax)
+        assert self._grad.columns_KM is not None
+        some = replace(self._grad, columns_KM=self._grad.columns_KM[start:stop])
+        out_OI[start:stop] = product(some, self._x, over="columns", dtype=self._grad_TO.dtype)
 
 
 def _found(amax: Amax | None) -> Tensor | None:
     return None if amax is None else amax.found
 
 
-def _weight_rows(weight_OI: Tensor) -> Quantized:
+def _weight_rows(weight_OI: Tensor, amax: Tensor) -> Quantized:
     if isinstance(weight_OI, Float8Weight):
         return Quantized(weight_OI.data_OI, None, weight_OI.inverse, weight_OI.amax)
-    return quantize(weight_OI, E4M3, rows=True)
+    return quantize(weight_OI, E4M3, rows=True, amax=amax)
 
 
 def _weight_columns(weight_OI: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from gyre.data.examples import tokenizer_texts
 from gyre.engine.config import EngineConfig
 from gyre.engine.core_worker import FollowingRanks
 from gyre.engine.engine import NativeEngine
-from gyre.engine.runners.select import why_not_fused
+from gyre.engine.runners.select import why_not_fused, why_not_tokenwise
 from gyre.kernels.cpu.process import avoid_hidden_tiles, keep_freed_memory
 from gyre.kernels.dispatch import why_too_old
 from gyre.launch.goal import accuracy_metric
@@ -218,9 +218,11 @@ def check_invariant(
     """Refuse batch-invariant training where the trainer cannot run the engine's kernels."""
     if not trains_invariant(config, stage):
         return
-    reason = "on a CPU engine and trainer run different kernels"
+    reason = "on a CPU engine and trainer run different kernels, but for several tensor ranks"
     if machine.device.type == "cuda":
         reason = why_too_old(machine.device) or why_not_fused(spec, machine.dtype, page_tokens)
+    elif config.parallel.tensor_ranks > 1:
+        reason = why_not_tokenwise(spec, machine.dtype)
     if reason is not None:
         raise ConfigError(f"{INVARIANT_REFUSAL}: {reason}", hint=INVARIANT_HINT)
 

@@ -4,8 +4,9 @@ models.decoder.Decoder, whose rounding it reproduces.
 
 Per layer four matrix products, and between them: norm; per-head norm, rotation and KV write;
 attention; gated activation. Residuals are added by the norm that follows, or at one rank by the
-products themselves. With `invariant` the products are those of kernels.gpu.matmul, so that a
-token's bits do not depend on the other tokens; otherwise the library's.
+products themselves. With `invariant` the products are those of kernels.gpu.matmul, and ranks sum in
+their order, so that a token's bits depend neither on the other tokens nor on which rank holds its
+row; otherwise both are the library's.
 """
 
 # T tokens, N rows that choose, E hidden size, H heads, K kv heads, D head dim, F = D / 2, M mlp
@@ -14,6 +15,7 @@ token's bits do not depend on the other tokens; otherwise the library's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,7 +28,12 @@ from gyre.kernels.gpu.peer_sums import add_peer_sum, add_peer_sum_rms_norm
 from gyre.kernels.rope import rope_tables
 from gyre.models.decoder import Decoder
 from gyre.models.layers.layer import Layer
-from gyre.models.layers.tensor_parallel import ReplicatedRows, reducer_of
+from gyre.models.layers.tensor_parallel import (
+    ReplicatedRows,
+    gathered,
+    reducer_of,
+    summed_in_rank_order,
+)
 
 Attend = Callable[[int, Tensor, Tensor], None]  # (layer, q_THD, out_THD to fill)
 PagesOf = Callable[[int], Tensor]  # a layer's pages, [page, 2, K, page_tokens, D]
@@ -61,9 +68,12 @@ class FusedForward:
         # the second half is the one that is not negated
         self._sin_PF = sin_P1D[:, 0, half:].contiguous()
         tensor = decoder.tensor
-        assert tensor is None or isinstance(tensor, ReplicatedRows), "an engine's rows are few"
-        self._reduce = reducer_of(tensor)
-        self._peers = None if tensor is None or invariant else tensor.peers
+        self._reduce, self._peers = reducer_of(tensor), None
+        if tensor is not None and invariant:
+            self._reduce = partial(summed_in_rank_order, tensor=tensor)
+        elif tensor is not None:
+            assert isinstance(tensor, ReplicatedRows), "an engine's rows are few"
+            self._peers = tensor.peers
         self._zero_E = torch.zeros(spec.hidden_size, device=decoder.device, dtype=decoder.dtype)
 
     def residual(
@@ -108,8 +118,8 @@ class FusedForward:
     def layer(
         self, index: int, x_TE: Tensor, position_T: Tensor, row_T: Tensor, attend: Attend
     ) -> Tensor:
-        """Return the residual stream after a layer, without modifying `x_TE`. Invariant mode
-        only."""
+        """Return the residual stream after a layer, without modifying `x_TE`: of this rank's rows,
+        where ranks split them. Positions and rows are of all tokens. Invariant mode only."""
         assert self.invariant
         return self._layer(index, x_TE, None, position_T, row_T, attend, None)[0]
 
@@ -144,15 +154,17 @@ class FusedForward:
     ) -> tuple[Tensor, Tensor | PartialSum | None]:
         """Run one layer on the residual stream and its pending addend. Returns both, or those of
         `source_N` where given."""
-        layer = self.decoder.layers[index]
+        layer, tensor = self.decoder.layers[index], self.decoder.tensor
         assert isinstance(layer, Layer)
-        normed_TE = self.normed(x_TE, layer.attn_norm.weight, y_TE)
+        assert source_N is None or tensor is None or not tensor.splits_rows
+        normed_TE = gathered(self.normed(x_TE, layer.attn_norm.weight, y_TE), tensor)
         attended_TA = self._attention(index, layer, normed_TE, position_T, row_T, attend)
         if source_N is not None:
             x_TE = x_TE.index_select(0, source_N)
             attended_TA = attended_TA.index_select(0, source_N)
         x_TE, y_TE = self._to_residual(x_TE, attended_TA, layer.out.weight)
-        return self._mlp(layer, x_TE, self.normed(x_TE, layer.mlp_norm.weight, y_TE))
+        normed_TE = gathered(self.normed(x_TE, layer.mlp_norm.weight, y_TE), tensor)
+        return self._mlp(layer, x_TE, normed_TE)
 
     def _attention(
         self,
@@ -195,7 +207,7 @@ class FusedForward:
     ) -> tuple[Tensor, Tensor | PartialSum | None]:
         """Return the residual stream and its pending addend after the dense MLP."""
         gate_up_T2M = self._linear(normed_TE, layer.gate_up.weight, None)
-        product_TM = x_TE.new_empty(len(x_TE), self.decoder.spec.mlp_size)
+        product_TM = x_TE.new_empty(len(normed_TE), self.decoder.spec.mlp_size)
         pointwise.silu_mul(gate_up_T2M, product_TM)
         return self._to_residual(x_TE, product_TM, layer.down.weight)
 

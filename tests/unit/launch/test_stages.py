@@ -141,6 +141,29 @@ def test_batch_invariant_training_is_refused_where_the_kernels_cannot_run(
     check_invariant(config, offline, spec, machine, 64)
 
 
+def test_batch_invariant_training_over_ranks_of_a_cpu_is_token_by_token(tmp_path) -> None:
+    config = config_for(
+        tmp_path,
+        "grpo",
+        0,
+        engine={"batch_invariant": True, "tensor_ranks": 2},
+        parallel={"tensor_ranks": 2},
+        cluster={"kind": "pod", "num_workers": 2, "engine_workers": 1, "colocated": False},
+        rewards={"parts": [{"kind": "answer"}]},
+    )
+    machine = Machine(
+        device=torch.device("cpu"), dtype=torch.float32, compute=ThreadPoolExecutor(1)
+    )
+    (stage,) = plan_stages(config, "all")
+    check_invariant(config, stage, trainer_cases.SPEC, machine, 64)
+    with pytest.raises(ConfigError, match="sliding windows"):
+        check_invariant(config, stage, replace(trainer_cases.SPEC, window_tokens=8), machine, 64)
+    with pytest.raises(ConfigError, match=r"torch\.float16: over ranks of a CPU"):
+        check_invariant(
+            config, stage, trainer_cases.SPEC, replace(machine, dtype=torch.float16), 64
+        )
+
+
 GRADED = [{"prompt": "more " * (i % 7) + f"p{i}", "answer": f"a{i}"} for i in range(60)]
 CONTEXT_TOKENS = 40
 

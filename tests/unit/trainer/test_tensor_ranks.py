@@ -4,6 +4,7 @@ ZeRO beside it."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -195,3 +196,46 @@ def test_checkpointing_changes_no_gradient(ranks: RankPool, layout: str, mode: s
     expected, _ = gradients(None, "ppo", spec="parted")
     found, _ = ranks.run(gradients, "ppo", spec="parted", layout=layout, checkpointing=mode)[0]
     assert_close(found, expected, relative=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["zero0_tensor2", "zero1_tensor2", "zero3_tensor2"])
+@pytest.mark.parametrize("dtype", ["float32", SLOW_BFLOAT16])
+def test_8_bit_products_over_ranks_are_those_of_one_process(
+    ranks: RankPool, layout: str, dtype: str
+) -> None:
+    """Each sequence is a chunk, as scales are of a chunk's numbers, and none is padded. A sum of two
+    parts now and then moves a number by a step of its format, and what follows with it: by norm,
+    less than half of what 8 bits cost. Of one product test_tensor_float8 has the bits."""
+    settings: dict[str, Any] = {
+        "spec": "blocks_apart",
+        "dtype": dtype,
+        "tokens_per_chunk": 16,
+        "longer_than": 8,
+        "divided_by": 2,
+        "num_sequences": 24,
+    }
+    wide, _ = gradients(None, "ppo", **settings)
+    expected, norms = gradients(None, "ppo", matmul="fp8", **settings)
+    results = ranks.run(gradients, "ppo", layout=layout, matmul="fp8", **settings)
+    for name, whole in expected.items():
+        cost = np.linalg.norm(whole - wide[name])
+        assert np.linalg.norm(results[0][0][name] - whole) <= 0.5 * cost, name
+        assert cost > 1e-3 * np.linalg.norm(whole), name
+    assert all(result[1] == results[0][1] for result in results)
+    assert results[0][1] == pytest.approx(norms, rel=3e-2)
+
+
+def test_snapshots_of_8_bit_products_fit_any_layout(ranks: RankPool) -> None:
+    settings = {"spec": "blocks_parted", "matmul": "fp8", "dtype": "bfloat16"}
+    state = saved(None, "sft", steps=1, **settings)
+    written = whole_tensors(state["tensors"].values())
+    results = ranks.run(resume, state, "sft", steps=range(0), layout="zero3_tensor2", **settings)
+    assert_same(results[0][1], {name: each.float().numpy() for name, each in written.items()})
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_8_bit_products_are_made_again_from_the_same_numbers(ranks: RankPool, mode: str) -> None:
+    settings = {"spec": "blocks_parted", "matmul": "fp8", "layout": "zero3_tensor2"}
+    expected = ranks.run(gradients, "grpo", **settings)[0][0]
+    found = ranks.run(gradients, "grpo", checkpointing=mode, **settings)[0][0]
+    assert_close(found, expected, relative=1e-6)

@@ -23,6 +23,7 @@ from gyre.models.decoder import Decoder
 from gyre.models.spec import ModelSpec
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
+TOKENWISE_DTYPES = (torch.float32, torch.bfloat16)
 FUSED_HEAD_DIMS = (16, 32, 64, 128)
 
 
@@ -35,7 +36,8 @@ def choose_runner(
     emit: Emit,
 ) -> StepRunner:
     """Make the runner and emit its kind: the fused one on a CUDA device, with graphs captured on
-    `capture`; the C kernels on a CPU; plain torch where neither serves."""
+    `capture`; the C kernels on a CPU; plain torch where neither serves. Torch over several ranks of
+    a CPU can be batch-invariant, token by token."""
     on_gpu = decoder.device.type == "cuda"
     reason = find_torch_reason(decoder, config, device=decoder.device, page_tokens=pool.page_tokens)
     if reason is not None:
@@ -48,7 +50,9 @@ def choose_runner(
             dtype=decoder.dtype,
             rows_at_once=config.rows_at_once,
             deadline_s=config.step_deadline_s,
-            sharded=_sharded(decoder, emit),
+            tokenwise=config.batch_invariant,
+            # the trainer's log-probs are of the whole vocabulary in one order
+            sharded=None if config.batch_invariant else _sharded(decoder, emit),
         )
     if not on_gpu:
         cpu_runner = CpuRunner(decoder, pool, rows_at_once=config.rows_at_once)
@@ -95,15 +99,18 @@ def find_torch_reason(
     decoder: Decoder, config: EngineConfig, *, device: torch.device, page_tokens: int
 ) -> str | None:
     """Return why torch must serve a decoder on `device`, or None where our own kernels do.
-    InputError where it must, and engine.batch_invariant needs ours."""
+    InputError where it must, and cannot with engine.batch_invariant."""
     if device.type == "cuda":
         reason = why_too_old(device) or why_not_fused(decoder.spec, decoder.dtype, page_tokens)
     else:
         reason = why_not_kernels(decoder, config)
-    if config.batch_invariant and reason is not None:
+    refused = reason
+    if device.type == "cpu" and decoder.tensor is not None:
+        refused = why_not_tokenwise(decoder.spec, decoder.dtype)
+    if config.batch_invariant and refused is not None:
         raise InputError(
             "engine.batch_invariant needs the engine's own kernels, which cannot run here: "
-            f"{reason}",
+            f"{refused}",
             hint="run `gyre doctor` for what this machine lacks, or set engine.batch_invariant = "
             "false",
         )
@@ -121,6 +128,15 @@ def why_not_kernels(decoder: Decoder, config: EngineConfig) -> str | None:
     if config.overlap:
         return "engine.overlap = true: the C kernels read the last tokens from the host"
     return why_not_c(decoder)
+
+
+def why_not_tokenwise(spec: ModelSpec, dtype: torch.dtype) -> str | None:
+    """Return why torch cannot be batch-invariant over several ranks of a CPU, or None."""
+    if spec.window_tokens is not None:
+        return "sliding windows: token by token everything is looked at"
+    if dtype not in TOKENWISE_DTYPES:
+        return f"dtype {dtype}: over ranks of a CPU the mode takes float32 and bfloat16"
+    return None
 
 
 def why_not_fused(spec: ModelSpec, dtype: torch.dtype, page_tokens: int) -> str | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gyre.engine.kv_cache.pool import KvPool, to_device
 from gyre.engine.runners.batch_layout import AttentionBucket, StepLayout
+from gyre.kernels.tokenwise import attend_one
 
 FUSED_QUERIES = 128  # from this many queries per sequence the scores are not held but fused
 
@@ -139,6 +140,33 @@ def make_attend(
         for plan in plans:
             span = slice(plan.bucket.first_token, plan.bucket.first_token + plan.bucket.num_tokens)
             out_THD[span] = _attend_bucket(pool, layer, plan, q_THD[span], windowed)
+        return out_THD
+
+    return attend
+
+
+def make_token_attend(
+    pool: KvPool, layout: StepLayout, *, device: torch.device
+) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+    """Return what `make_attend` does without windows. Each token attends by itself to the keys that
+    it sees, so its bits depend neither on its bucket nor on how its prompt was cut."""
+    write_2TK = to_device(layout.write_2TK, device)
+    gathers = [(bucket, to_device(bucket.gather, device)) for bucket in layout.buckets]
+
+    def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        pool.write(layer, k_TKD, v_TKD, write_2TK)
+        out_THD, token = torch.empty_like(q_THD), 0
+        for bucket, gather in gathers:
+            shape = 2, bucket.batch, pool.num_kv_heads, bucket.keys, q_THD.shape[2]
+            kv_2BKLD = pool.gather(layer, gather).view(shape)
+            for place in range(bucket.batch):
+                keys_KLD, values_KLD = kv_2BKLD[:, place]
+                start, end = int(bucket.start_B[place]), int(bucket.end_B[place])
+                for seen in range(start + 1, end + 1):
+                    out_THD[token] = attend_one(
+                        q_THD[token], keys_KLD[:, :seen], values_KLD[:, :seen]
+                    )
+                    token += 1
         return out_THD
 
     return attend

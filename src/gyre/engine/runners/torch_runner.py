@@ -2,7 +2,7 @@
 Sampled when the results are on the host.
 
 `StepRunner` is what the core asks of any runner; `Runner` is the one in plain torch, for every
-device.
+device. With `tokenwise` it computes token by token, so that a token's bits do not depend on others.
 """
 
 # T tokens of the step, N rows that choose, R rows, V vocabulary, E hidden size
@@ -16,7 +16,7 @@ from torch import Tensor
 from gyre.engine.kv_cache.pool import KvPool, to_device
 from gyre.engine.runners.batch_layout import StepLayout, lay_out
 from gyre.engine.runners.device_events import ResultEvent
-from gyre.engine.runners.torch_attention import make_attend
+from gyre.engine.runners.torch_attention import make_attend, make_token_attend
 from gyre.engine.sampling.prompt_scoring import Scores, pieces_of, score_prompts
 from gyre.engine.sampling.sampler import Rules, SamplerOutput
 from gyre.engine.sampling.sampler_state import SamplerState
@@ -25,6 +25,8 @@ from gyre.engine.scheduler.random import uniforms
 from gyre.engine.scheduler.slots import InputBatch
 from gyre.engine.scheduler.step import SampledTokens, Step
 from gyre.models.decoder import Decoder
+from gyre.models.layers.layer import Attend
+from gyre.models.tokenwise_forward import TokenwiseForward
 
 
 class TorchFlight:
@@ -119,15 +121,18 @@ class Runner:
         dtype: torch.dtype,
         rows_at_once: int = 64,
         deadline_s: float,
+        tokenwise: bool = False,
         sharded: ShardSampler | None = None,
     ) -> None:
-        """Make the runner. `sharded` chooses where the decoder has a part of the vocabulary."""
+        """Make the runner. `sharded` chooses from this rank's part of the logits; without it, ranks
+        gather them."""
         self.decoder, self.pool, self.device, self.dtype = decoder, pool, device, dtype
+        self._forward = TokenwiseForward(decoder) if tokenwise else decoder
+        self._logits = self._forward.logits if sharded is None else decoder.own_logits
         self._deadline_s = deadline_s  # of a step
         # of logits, where prompts, alternatives or penalties need more than one
         self._rows_at_once = rows_at_once
         self.last_token_R = torch.zeros(max_running, dtype=torch.int64, device=device)
-        assert (sharded is None) == (decoder.tensor is None)
         self._shard = None if sharded is None else sharded.shard
         self._rules = SamplerState(
             decoder.whole_spec.vocab_size, device, rows_at_once=rows_at_once, sharded=sharded
@@ -136,21 +141,11 @@ class Runner:
     @torch.inference_mode()
     def launch(self, rows: InputBatch, step: Step) -> TorchFlight:
         """Forward pass, choice of one token for each sampling row, page copies."""
-        spec = self.decoder.spec
         arrival = ResultEvent(step, self._deadline_s) if self.device.type == "cuda" else None
-        layout = lay_out(rows, step, num_kv_heads=spec.num_kv_heads)
-        attend = make_attend(
-            self.pool,
-            layout,
-            num_heads=spec.num_heads,
-            device=self.device,
-            dtype=self.dtype,
-            window=spec.window_tokens,
-            first_window_layer=spec.first_window_layer,
-        )
+        layout = lay_out(rows, step, num_kv_heads=self.decoder.spec.num_kv_heads)
         tokens_T = self._input_tokens(rows, step, layout)
-        hidden_TE = self.decoder.hidden(
-            tokens_T, to_device(layout.positions_T, self.device), attend
+        hidden_TE = self._forward.hidden(
+            tokens_T, to_device(layout.positions_T, self.device), self._attend(layout)
         )
         if step.copies:
             self.pool.copy_pages(step.copies)
@@ -159,7 +154,7 @@ class Runner:
             step,
             layout.chunk_places_C,
             hidden_TE,
-            self.decoder.own_logits,
+            self._logits,
             rows_at_once=self._rows_at_once,
             shard=self._shard,
         )
@@ -169,11 +164,23 @@ class Runner:
             hidden_TE = hidden_TE.index_select(0, to_device(layout.source_N, self.device))
         position_N = step.sample_positions - rows.prompt_R[step.sample_rows]
         uniform_N = to_device(uniforms(rows.key_R[step.sample_rows], position_N), self.device)
-        choice, rules = self._rules.choose(
-            self.decoder.own_logits(hidden_TE).float(), rows, step, uniform_N
-        )
+        choice, rules = self._rules.choose(self._logits(hidden_TE).float(), rows, step, uniform_N)
         self.last_token_R.index_copy_(0, to_device(step.sample_rows, self.device), choice.tokens_N)
         return TorchFlight(choice, rules, scores, arrival)
+
+    def _attend(self, layout: StepLayout) -> Attend:
+        if isinstance(self._forward, TokenwiseForward):
+            return make_token_attend(self.pool, layout, device=self.device)
+        spec = self.decoder.spec
+        return make_attend(
+            self.pool,
+            layout,
+            num_heads=spec.num_heads,
+            device=self.device,
+            dtype=self.dtype,
+            window=spec.window_tokens,
+            first_window_layer=spec.first_window_layer,
+        )
 
     def has_moved(self) -> bool:
         """Never: nothing is held by address."""

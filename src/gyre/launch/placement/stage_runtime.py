@@ -40,6 +40,7 @@ from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.trainer.checkpoint.store import Snapshot
 from gyre.trainer.passes.forward import ChunkLogprobs
+from gyre.trainer.passes.tokenwise import tokenwise_logprobs
 from gyre.trainer.trainer import NativeTrainer
 from gyre.weights.gather import ShardSource
 from gyre.weights.transports.opened import Reading
@@ -201,9 +202,11 @@ class StageRuntime:
 
     def _logprobs(self, stage: Stage) -> ChunkLogprobs | None:
         """Return the engine's own kernels in batch-invariant mode, which `check_invariant` has
-        found able."""
+        found able; over ranks of a CPU its pass token by token."""
         if not trains_invariant(self._config, stage):
             return None
+        if self._machine.device.type == "cpu":
+            return tokenwise_logprobs
         # here, since a CPU has no Triton
         from gyre.trainer.passes.batch_invariant import InvariantLogprobs
 

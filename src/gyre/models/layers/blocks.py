@@ -34,6 +34,7 @@ from gyre.models.layers.tensor_parallel import (
     begin_gathered,
     gathered,
     reducer_of,
+    sharer_of,
 )
 
 
@@ -88,7 +89,12 @@ class AttentionInputs(torch.autograd.Function):
         amax = Amax() if "qkv" in float8 else None
         normed_TE, rstd_T1 = rms_norm_forward(x_TE, norm_E, eps, amax)
         qkv_TR, amaxes = linear(
-            gathered(normed_TE, tensor), qkv_RE, bias_R, float8="qkv" in float8, amax=amax
+            gathered(normed_TE, tensor),
+            qkv_RE,
+            bias_R,
+            float8="qkv" in float8,
+            amax=amax,
+            share=sharer_of(tensor),
         )
         turn = partial(turn_heads, qkv_TR, *norms_and_tables, heads=heads, eps=eps)
         q_THD, k_TKD, v_TKD, rstd_TJ1 = turn()
@@ -115,7 +121,7 @@ class AttentionInputs(torch.autograd.Function):
         grad_qkv_TR, *grads_of_norms = turn_heads_backward(
             grads_of_heads, qkv_TR, rstd_TJ1, *norms_and_tables, heads=ctx.heads, amax=amax
         )
-        through_qkv = OutputGradient(grad_qkv_TR, tuple(amaxes), amax)
+        through_qkv = OutputGradient(grad_qkv_TR, tuple(amaxes), amax, sharer_of(ctx.tensor))
         grad_TE, grad_norm_E, grad_qkv_RE = backward_to_stream(
             through_qkv,
             qkv_RE,
@@ -140,7 +146,12 @@ class AttentionOutput(torch.autograd.Function):
     ) -> Tensor:
         x_TE, attended_TA, out_EA = tensors
         result_TE, amaxes = linear(
-            attended_TA, out_EA, onto_TO=x_TE, float8="out" in float8, reduce=reducer_of(tensor)
+            attended_TA,
+            out_EA,
+            onto_TO=x_TE,
+            float8="out" in float8,
+            reduce=reducer_of(tensor),
+            share=sharer_of(tensor),
         )
         ctx.grad_amax, ctx.tensor = grad_amax, tensor
         ctx.save_for_backward(attended_TA, out_EA, *amaxes)
@@ -150,6 +161,8 @@ class AttentionOutput(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         attended_TA, out_EA, *amaxes = ctx.saved_tensors
-        through_out = OutputGradient(gathered(grads[0], ctx.tensor), tuple(amaxes), ctx.grad_amax)
+        through_out = OutputGradient(
+            gathered(grads[0], ctx.tensor), tuple(amaxes), ctx.grad_amax, sharer_of(ctx.tensor)
+        )
         grad_out_EA = through_out.of_weight(attended_TA)
         return *[None] * 3, grads[0], through_out.of_input(out_EA), grad_out_EA

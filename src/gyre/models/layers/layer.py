@@ -73,7 +73,6 @@ class Layer(nn.Module):
     ) -> Tensor:
         """Return the residual stream after the layer, of `rows_N` only where given: as many as
         divide over ranks that split them. `selective`, `recompute` and `float8` as in blocks."""
-        assert self.tensor is None or not float8, "scales of 8-bit operands are of one rank"
         spec, turned = self.spec, RecomputeQK() if selective else None
         x_TE, q_THD, k_TKD, v_TKD = attention_inputs(
             x_TE,

@@ -26,6 +26,7 @@ from gyre.models.layers.tensor_parallel import (
     begin_gathered,
     gathered,
     reducer_of,
+    sharer_of,
 )
 
 
@@ -61,16 +62,23 @@ class Mlp(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         x_TE, norm_E, gate_up_2ME, down_EM = tensors
+        share = sharer_of(tensor)
         amax = Amax() if "gate_up" in float8 else None
         normed_TE, rstd_T1 = rms_norm_forward(x_TE, norm_E, eps, amax)
         gate_up_T2M, of_gate_up = linear(
-            gathered(normed_TE, tensor), gate_up_2ME, float8="gate_up" in float8, amax=amax
+            gathered(normed_TE, tensor),
+            gate_up_2ME,
+            float8="gate_up" in float8,
+            amax=amax,
+            share=share,
         )
         amax = Amax() if "down" in float8 else None
         product_TM, kept = silu_mul_forward(gate_up_T2M, amax)
         if recompute:
             result_TE = torch.empty_like(x_TE)
-            of_down = amaxes_of(product_TM, down_EM, float8="down" in float8, amax=amax)
+            of_down = amaxes_of(
+                product_TM, down_EM, float8="down" in float8, amax=amax, share=share
+            )
         else:
             result_TE, of_down = linear(
                 product_TM,
@@ -79,6 +87,7 @@ class Mlp(torch.autograd.Function):
                 float8="down" in float8,
                 amax=amax,
                 reduce=reducer_of(tensor),
+                share=share,
             )
         ctx.eps, ctx.selective, ctx.grad_amax, ctx.tensor = eps, selective, grad_amax, tensor
         ctx.ahead = x_TE.grad_fn is not None  # by what made these rows
@@ -89,7 +98,7 @@ class Mlp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved, tensor = ctx.saved_tensors, ctx.tensor
+        saved, tensor, share = ctx.saved_tensors, ctx.tensor, sharer_of(ctx.tensor)
         grads_of_all = begin_gathered(grads[0], tensor)
         x_TE, norm_E, gate_up_2ME, down_EM, rstd_T1 = saved[:5]
         of_gate_up, of_down = saved[5:7], saved[7:9]
@@ -98,20 +107,24 @@ class Mlp(torch.autograd.Function):
             normed_TE = gathered(normed_TE, tensor)
             rows_of_all = begin_gathered(normed_TE, None)
             gate_up_T2M, _ = linear(
-                normed_TE, gate_up_2ME, float8=of_gate_up[0] is not None, amax=Amax(of_gate_up[0])
+                normed_TE,
+                gate_up_2ME,
+                float8=of_gate_up[0] is not None,
+                amax=Amax(of_gate_up[0]),
+                share=share,
             )
             kept = silu_mul_forward(gate_up_T2M)[1] if keeps_product(gate_up_T2M) else ()
         else:
             normed_TE, gate_up_T2M, *kept = saved[9:]
             rows_of_all = begin_gathered(normed_TE, tensor)
-        through_down = OutputGradient(grads_of_all(), of_down)
+        through_down = OutputGradient(grads_of_all(), of_down, share=share)
         amax = Amax() if of_gate_up[0] is not None else None
         grad_gate_up_T2M, product_TM = silu_mul_backward(
             through_down.of_input(down_EM), gate_up_T2M, tuple(kept), amax
         )
         grad_down_EM = through_down.of_weight(product_TM)
         del product_TM, through_down, grads_of_all
-        through_gate_up = OutputGradient(grad_gate_up_T2M, of_gate_up, amax)
+        through_gate_up = OutputGradient(grad_gate_up_T2M, of_gate_up, amax, share)
         grad_TE, grad_norm_E, grad_gate_up_2ME = backward_to_stream(
             through_gate_up,
             gate_up_2ME,

@@ -8,11 +8,13 @@ backward pass of either exchange is the other one. A started exchange runs besid
 do not need it.
 """
 
-# T tokens of the micro-batch, E hidden size, N rows of it that are wanted, O output features
+# T tokens of the micro-batch, E hidden size, N rows of it that are wanted, O output features, S
+# ranks
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,7 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gyre.distributed.process_group import RankGroup
-from gyre.kernels.linear import OutputGradient, Reduce
+from gyre.kernels.linear import OutputGradient, Reduce, Share
+from gyre.kernels.sums import add_up
 
 if TYPE_CHECKING:  # Triton is there on GPUs only
     from gyre.kernels.gpu.peer_sums import PeerBuffers
@@ -161,7 +164,7 @@ def backward_to_stream(
     summed_rows, x_TE = tensor.begin_reduce_rows(through.of_input(weight_OE)), rows_of_all()
     # beside the sum one half of the weight's gradient, beside the gather the other
     half = max(1, len(weight_OE) // 2 // ALIGNED * ALIGNED)
-    grad_weight_OE = torch.empty_like(weight_OE)
+    grad_weight_OE = x_TE.new_empty(weight_OE.shape)
     through.of_weight_rows(x_TE, 0, half, grad_weight_OE)
     grad_TE, grad_norm_E = norm(summed_rows())
     del summed_rows
@@ -178,6 +181,28 @@ def reduced(partial_TE: Tensor, tensor: TensorParallel | None) -> Tensor:
 
 def reducer_of(tensor: TensorParallel | None) -> Reduce | None:
     return None if tensor is None else tensor.reduce_rows
+
+
+def sharer_of(tensor: TensorParallel | None) -> Share | None:
+    """Return what finds the largest magnitudes of operands of which each rank has a part."""
+    return None if tensor is None else partial(tensor.group.all_reduce, op="max")
+
+
+def summed_in_rank_order(partial_TE: Tensor, tensor: TensorParallel) -> Tensor:
+    """Return what `tensor.reduce_rows` does, to the same bits however ranks hold the rows and
+    whatever the other rows are: parts are added in float32 in rank order, and rounded once. A sum
+    of two is that in any order, so two ranks sum by their collective."""
+    group = tensor.group
+    if group.size == 2:
+        return tensor.reduce_rows(partial_TE)
+    if tensor.splits_rows:
+        parts_SN = group.exchange(partial_TE).view(group.size, -1)
+    else:
+        parts_SN = partial_TE.new_empty(group.size, partial_TE.numel())
+        group.all_gather(parts_SN.view(-1), partial_TE.contiguous().view(-1))
+    sum_N = torch.empty_like(parts_SN[0], dtype=torch.float32)
+    add_up(parts_SN, sum_N)
+    return sum_N.to(partial_TE.dtype).view(-1, *partial_TE.shape[1:])
 
 
 def reduced_rows(partial_TE: Tensor, tensor: TensorParallel) -> Tensor:

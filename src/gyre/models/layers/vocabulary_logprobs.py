@@ -23,6 +23,7 @@ from gyre.kernels.dispatch import kernels_for
 from gyre.kernels.logprobs import (
     FORBIDDEN,
     FUSED_BLOCK_LOGITS,
+    Forward,
     Slopes,
     Support,
     block_logits,
@@ -55,8 +56,7 @@ def vocabulary_logprobs(
         offsets, ids_Z = support
         row_N = torch.arange(len(hidden_NE), device=ids_Z.device)
         rows_Z = torch.repeat_interleave(row_N, offsets.diff())
-    first = tensor.group.rank * len(head_weight_VE)
-    own = min(len(head_weight_VE), max(0, vocab_size - first))
+    first, own = own_rows(head_weight_VE, vocab_size, tensor)
     fused = hidden_NE.is_cuda and support is None and kernels_for(hidden_NE) is not None
     if fused:
         columns = own if keep_logits and not chunk else chunk
@@ -74,6 +74,37 @@ def vocabulary_logprobs(
         rows_Z,
         None if ids_Z is None else ids_Z - first,
     )
+
+
+def vocabulary_logprobs_by(
+    forward: Forward,
+    hidden_NE: Tensor,
+    head_weight_VE: Tensor,
+    targets_N: Tensor,
+    temperature_N: Tensor,
+    *,
+    vocab_size: int,
+    tensor: TensorParallel,
+) -> tuple[Tensor, Tensor]:
+    """Return (logprobs_N, entropy_N) as `forward` computes them, on every rank alike; the gradient
+    is that of `vocabulary_logprobs`."""
+    first, own = own_rows(head_weight_VE, vocab_size, tensor)
+    return GivenVocabularyLogprobs.apply(
+        forward,
+        tensor,
+        first,
+        cut_vocabulary(own, len(hidden_NE)),
+        hidden_NE,
+        head_weight_VE,
+        targets_N.long(),
+        temperature_N,
+    )
+
+
+def own_rows(head_weight_VE: Tensor, vocab_size: int, tensor: TensorParallel) -> tuple[int, int]:
+    """Return this rank's first row of the whole head, and how many of its rows are no padding."""
+    first = tensor.group.rank * len(head_weight_VE)
+    return first, min(len(head_weight_VE), max(0, vocab_size - first))
 
 
 class VocabularyLogprobs(torch.autograd.Function):
@@ -110,31 +141,78 @@ class VocabularyLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, total_N, logprobs_N, entropy_N, kept_NV = ctx.saved_tensors
-        hidden_NE, weight_VE, targets_N, temperature_N, rows_Z, ids_Z = tensors
+        hidden_NE, weight_VE, targets_N, temperature_N, *_ = tensors
         slopes = Slopes.of(grads, temperature_N, total_N, logprobs_N, entropy_N)
-
-        def log_probabilities(start: int, stop: int) -> Tensor:
-            logits_NW = block_logits(
-                hidden_NE, weight_VE, temperature_N, rows_Z, ids_Z, start, stop
-            )
-            return logits_NW.sub_(slopes.total_N[:, None])
-
-        if not ctx.blocks:
-            grad_hidden_NE, grad_weight_VE = (torch.zeros_like(x) for x in (hidden_NE, weight_VE))
-        elif ctx.fused:
+        if ctx.fused and ctx.blocks:
             assert not ctx.kept_is_gradient, "one backward pass per forward pass"
             ctx.kept_is_gradient = kept_NV is not None
             grad_hidden_NE, grad_weight_VE = fused_backward(
                 hidden_NE, weight_VE, targets_N, temperature_N, slopes, ctx.blocks, kept_NV
             )
+            finish(grad_hidden_NE, grad_weight_VE, ctx.blocks, ctx.tensor)
         else:
-            grad_hidden_NE, grad_weight_VE = logprobs_backward(
-                hidden_NE, weight_VE, targets_N, slopes, ctx.blocks, log_probabilities
-            )
-        if ctx.blocks:
-            grad_weight_VE[ctx.blocks[-1][1] :] = 0.0  # padding
-        ctx.tensor.group.all_reduce(grad_hidden_NE)
+            grad_hidden_NE, grad_weight_VE = gradients(ctx.tensor, ctx.blocks, slopes, *tensors)
         return *[None] * 3, grad_hidden_NE, grad_weight_VE, *[None] * 4
+
+
+class GivenVocabularyLogprobs(torch.autograd.Function):
+    """The caller's forward pass with the backward of VocabularyLogprobs, which recomputes
+    probabilities. Targets count from the first row of the whole head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        forward: Forward,
+        tensor: TensorParallel,
+        first: int,
+        blocks: Blocks,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        hidden_NE, weight_VE, targets_N, temperature_N = tensors
+        logprobs_N, total_N, entropy_N = forward(hidden_NE, targets_N)
+        ctx.set_materialize_grads(False)
+        ctx.tensor, ctx.blocks = tensor, blocks
+        ctx.save_for_backward(
+            hidden_NE, weight_VE, targets_N - first, temperature_N, total_N, logprobs_N, entropy_N
+        )  # fmt: skip
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, total_N, logprobs_N, entropy_N = ctx.saved_tensors
+        slopes = Slopes.of(grads, tensors[3], total_N, logprobs_N, entropy_N)
+        found = gradients(ctx.tensor, ctx.blocks, slopes, *tensors, None, None)
+        return *[None] * 4, *found, None, None
+
+
+def gradients(
+    tensor: TensorParallel, blocks: Blocks, slopes: Slopes, *tensors: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the hidden rows and of this rank's rows of the head, in torch."""
+    hidden_NE, weight_VE, targets_N, temperature_N, rows_Z, ids_Z = tensors
+
+    def log_probabilities(start: int, stop: int) -> Tensor:
+        logits_NW = block_logits(hidden_NE, weight_VE, temperature_N, rows_Z, ids_Z, start, stop)
+        return logits_NW.sub_(slopes.total_N[:, None])
+
+    if blocks:
+        grad_hidden_NE, grad_weight_VE = logprobs_backward(
+            hidden_NE, weight_VE, targets_N, slopes, blocks, log_probabilities
+        )
+    else:
+        grad_hidden_NE, grad_weight_VE = (torch.zeros_like(x) for x in (hidden_NE, weight_VE))
+    finish(grad_hidden_NE, grad_weight_VE, blocks, tensor)
+    return grad_hidden_NE, grad_weight_VE
+
+
+def finish(
+    grad_hidden_NE: Tensor, grad_weight_VE: Tensor, blocks: Blocks, tensor: TensorParallel
+) -> None:
+    """Sum what all ranks found of the hidden rows. Padding has no gradient."""
+    if blocks:
+        grad_weight_VE[blocks[-1][1] :] = 0.0
+    tensor.group.all_reduce(grad_hidden_NE)
 
 
 def statistics(blocks: Blocks, *tensors: Any) -> tuple[list[Tensor], None]:

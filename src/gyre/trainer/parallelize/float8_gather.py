@@ -5,7 +5,7 @@ in 8 bits.
 A shard stays float32, the master weight itself. Before the gather it is rounded to the compute
 dtype and then to 8 bits, scaled by the whole weight's largest magnitude. Every layout therefore
 multiplies the same 8-bit numbers. One all-reduce after each update finds the largest magnitudes of
-all weights.
+all weights, and another over tensor ranks, each of which has a part.
 """
 
 # O output features of a shard or a weight, I input features
@@ -164,14 +164,17 @@ def begin_amax(parameter: Tensor) -> Amax | None:
     return shard.own
 
 
-def share_amaxes(parameters: Iterable[Tensor], dtype: torch.dtype, group: RankGroup) -> None:
-    """Compute the largest magnitude of each weight over the ranks, after shards have changed.
-    Collective where there are any."""
+def share_amaxes(
+    parameters: Iterable[Tensor], dtype: torch.dtype, groups: Iterable[RankGroup]
+) -> None:
+    """Compute the largest magnitude of each weight over the ranks of all groups, after shards have
+    changed. Collective where there are any."""
     shards = [shard for parameter in parameters if (shard := float8_shard(parameter)) is not None]
     if not shards:
         return
     amaxes = torch.stack([_take_amax(shard) for shard in shards])
-    group.all_reduce(amaxes, "max")
+    for group in groups:
+        group.all_reduce(amaxes, "max")
     amaxes = amaxes.to(dtype).float()
     inverses = amaxes.new_empty(len(shards), SCALE_STRIDE)[:, 0]
     inverses.copy_(scale_of(amaxes, E4M3).reciprocal())

@@ -3,7 +3,8 @@ equal the engine's to the bit. In: a Decoder on a CUDA device, a micro-batch. Ou
 entropy_N), differentiable, for any packing.
 
 Keys and values of the current layer are stored in pages of the engine's size. The kernel sums over
-tiles of at most a page. Every token is a query of its own.
+tiles of at most a page. Every token is a query of its own. Over tensor ranks each keeps its run of
+the residual stream's rows. It gathers the logits of some rows at a time, as the engine does.
 """
 
 # T tokens, S sequences, P pages of the longest one, N targets, H heads, K kv heads, D head dim, E

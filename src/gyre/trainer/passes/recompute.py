@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -25,6 +24,8 @@ from gyre.kernels.logprobs import logprobs_by
 from gyre.kernels.norm import rms_norm
 from gyre.kernels.rope import rope_tables
 from gyre.models.decoder import Decoder
+from gyre.models.layers.tensor_parallel import padded_rows, selected_rows, whole_rows
+from gyre.models.layers.vocabulary_logprobs import vocabulary_logprobs_by
 from gyre.trainer.batching.microbatch import MicroBatch
 
 Step = Callable[[Tensor], Tensor]
@@ -32,7 +33,8 @@ Step = Callable[[Tensor], Tensor]
 
 class ChunkForward(Protocol):
     """The forward pass of one decoder over one micro-batch, without autograd. Results are new
-    tensors."""
+    tensors. Over tensor ranks a layer and the final norm take and give this rank's rows, log-probs
+    are of all targets."""
 
     def layer(self, index: int, x_TE: Tensor) -> Tensor:
         """Return the residual stream after a layer."""
@@ -52,8 +54,7 @@ def recomputed_logprobs(
     """Return (logprobs_N, entropy_N) as `forward` computes them. The micro-batch has no
     truncation."""
     assert chunk.support is None, "runconfig refuses truncation together with this"
-    assert decoder.tensor is None, "the head is whole here"
-    x_TE = F.embedding(chunk.tokens_T, decoder.embed.weight)
+    x_TE, tensor = decoder.embedded(chunk.tokens_T), decoder.tensor
     cos_T1D, sin_T1D = rope_tables(chunk.layout.positions_T, decoder.inv_freq_F, x_TE.dtype)
 
     def attend(index: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
@@ -67,13 +68,16 @@ def recomputed_logprobs(
             partial(forward.layer, index), partial(plain, index), x_TE, *layer.parameters()
         )
     norm_E, eps = decoder.final_norm.weight, decoder.spec.norm_eps
-    x_NE = x_TE.index_select(0, chunk.rows_N)
+    x_NE = selected_rows(x_TE, padded_rows(chunk.rows_N, tensor), tensor)
     hidden_NE = _recomputed(
         forward.final_norm, lambda x_NE: rms_norm(x_NE, norm_E, eps), x_NE, norm_E
     )
-    return logprobs_by(
-        forward.logprobs, hidden_NE, decoder.head_weight, chunk.targets_N, chunk.temperature_N
-    )
+    hidden_NE = whole_rows(hidden_NE, len(chunk.rows_N), tensor)
+    given = hidden_NE, decoder.head_weight, chunk.targets_N, chunk.temperature_N
+    if tensor is None:
+        return logprobs_by(forward.logprobs, *given)
+    vocab_size = decoder.whole_spec.vocab_size
+    return vocabulary_logprobs_by(forward.logprobs, *given, vocab_size=vocab_size, tensor=tensor)
 
 
 def _recomputed(run: Step, plain: Step, x_X: Tensor, *parameters: Tensor) -> Tensor:

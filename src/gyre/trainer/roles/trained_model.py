@@ -140,7 +140,9 @@ class TrainedModel:
     def weights_changed(self) -> None:
         """Refresh the scales of shards gathered in 8 bits: the whole weight's largest magnitude.
         Collective."""
-        share_amaxes(self.optimizer.parameters.values(), self.dtype, self.split.mesh.shard)
+        mesh = self.split.mesh
+        groups = (mesh.shard, mesh.tensor)
+        share_amaxes(self.optimizer.parameters.values(), self.dtype, groups)
 
     def gathers_in_float8(self, projection: Projection) -> bool:
         """Return whether the ranks exchange this matrix's weights in 8 bits."""
