@@ -8,8 +8,10 @@ itself. Imports the standard library alone, as another environment may lack the 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,7 @@ from pathlib import Path
 TRACKER = b"multiprocessing.resource_tracker"
 TRACKER_S = 3.0  # for it to remove what is left
 LOOK_S = 0.01  # between two looks at the group
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
 def end_group(group: int, *, wait_s: float = TRACKER_S) -> None:
@@ -33,6 +36,15 @@ def end_group(group: int, *, wait_s: float = TRACKER_S) -> None:
     if not is_own:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
+
+
+def end_with_starter() -> None:
+    """Let the system kill this process once the thread that started it has ended, also where this
+    one stands still. On other systems than Linux nothing is done."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL.value):
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def find_members(group: int) -> set[int]:
