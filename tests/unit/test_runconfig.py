@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from gyre.core.config import Section
 from gyre.core.errors import ConfigError
-from gyre.runconfig import RunConfig, apply_overrides, load_run_config, parse_run_config, read_toml
+from gyre.runconfig import (
+    RunConfig,
+    apply_overrides,
+    load_run_config,
+    parse_run_config,
+    read_served_config,
+    read_toml,
+)
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 MODEL = {"model": {"path": "somewhere"}}
@@ -597,6 +604,13 @@ def test_what_an_engine_over_several_ranks_cannot_do_is_refused(tables, words):
     engine = {"tensor_ranks": 2, **tables.get("engine", {})}
     told = refusal(**{**tables, "engine": engine})
     assert told.startswith("engine.tensor_ranks = 2: ") and words in told
+
+
+def test_a_served_engine_may_have_several_ranks_whatever_the_run_works_on():
+    tables = {**MODEL, "engine": {"tensor_ranks": 2}}
+    config = parse_run_config(tables, where="run.toml", served=True)
+    assert config.engine.tensor_ranks == 2
+    assert read_served_config(config.model_dump_json()) == config
 
 
 def test_an_engine_over_several_ranks_is_part_of_a_pod():

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from gyre.cluster.worker.rpc import STARTS, ask
 from gyre.core.contracts import Cluster, WorkerHandle
+from gyre.core.events import Emit
 from gyre.core.records import RoleSpec
 from gyre.launch.placement.engine_ranks import all_or_first_error
 
@@ -45,8 +46,8 @@ class EngineGroup:
 class EngineGroups:
     """A cluster whose workers are engines of `num_ranks` processes each."""
 
-    def __init__(self, cluster: Cluster, num_ranks: int) -> None:
-        self._cluster, self._num_ranks = cluster, num_ranks
+    def __init__(self, cluster: Cluster, num_ranks: int, *, emit: Emit) -> None:
+        self._cluster, self._num_ranks, self._emit = cluster, num_ranks, emit
 
     async def start(self, spec: RoleSpec) -> WorkerHandle:
         """Start an engine's processes, and let them meet. `spec.devices` are those of all ranks.
@@ -66,6 +67,7 @@ class EngineGroups:
         except BaseException:  # they would keep their devices
             await asyncio.gather(*(self._cluster.stop(one) for one in started.values()))
             raise
+        self._emit("cluster.started", workers={one.name: one.place for one in ranks})
         return EngineGroup(ranks)
 
     async def stop(self, handle: WorkerHandle) -> None:

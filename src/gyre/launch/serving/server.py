@@ -168,7 +168,7 @@ async def _serve(
     emit = write_server_event if traces is None else traces.stamped(write_server_event)
     cluster = ProcessCluster(gpus=gpus, on_event=worker_events(emit))
     ranks = args.config.engine.tensor_ranks
-    engines = cluster if ranks == 1 else EngineGroups(cluster, ranks)
+    engines = cluster if ranks == 1 else EngineGroups(cluster, ranks, emit=emit)
     try:
         served = ServedFolder(args.folder)
         names = [f"engine-{number}" for number in range(args.replicas)]
