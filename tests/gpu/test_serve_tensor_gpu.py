@@ -15,8 +15,7 @@ import psutil
 import pytest
 import torch
 
-for place in ("support", "system"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / place))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from gyre.models.decoder import Decoder
 from gyre.models.hub.load import export_hub, init_weights
@@ -75,9 +74,7 @@ def test_two_gpus_answer_as_one_does_and_a_lost_rank_comes_back(folder, tmp_path
         assert found["logprobs"][0] == pytest.approx(expected["logprobs"][0], abs=BF16)
         (started,) = events_of(served, "cluster.started")
         pids = {name: int(at.rpartition("pid ")[2]) for name, at in started["workers"].items()}
-        seen = {
-            psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"] for pid in pids.values()
-        }
+        seen = {psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"] for pid in pids.values()}
         assert len(seen) == 2, "each rank has a GPU of its own"
         assert not events_of(served, "engine.torch_kernels"), "the fused pass serves"
         psutil.Process(pids["engine-0.1"]).kill()
