@@ -36,7 +36,7 @@ EXACT = "--set", "run.threads=1", "--set", "run.dtype=float32"
 SLOW = *EXACT, "--set", "engine.max_running=1"
 ASKED = [{"role": "user", "content": "How many apples are left?"}]
 KEY = "a-key-for-the-tests"
-LONGEST_S = 120.0
+LONGEST_S = 240.0
 ROUNDING = 2e-4  # of log-probs: two parts are summed in another order than a whole
 
 
@@ -215,11 +215,11 @@ def dry(folder: Path, *options: str) -> dict[str, Any]:
 def test_a_model_that_does_not_divide_is_refused_before_anything_starts(folder) -> None:
     options = "--set", "engine.tensor_ranks=3", "--port", "0"
     for more in ([], ["--dry-run"]):
-        done = CliRunner().invoke(app, ["serve", str(folder), "--json", *options, *more])
+        done = CliRunner().invoke(app, ["serve", str(folder), *options, *more])
+        told = " ".join(done.output.split())
         assert done.exit_code == 2
-        error = json.loads(done.stdout.splitlines()[-1])["error"]
-        assert "engine.tensor_ranks = 3: 4 attention heads do not divide" in error["message"]
-        assert "1, 2, 4 tensor ranks" in error["hint"]
+        assert "engine.tensor_ranks = 3: 4 attention heads do not divide" in told
+        assert "1, 2, 4 tensor ranks" in told
 
 
 @pytest.fixture
