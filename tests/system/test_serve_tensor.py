@@ -194,6 +194,7 @@ def test_two_ranks_answer_as_one_does(folder, tmp_path) -> None:
         assert {one.laddr.ip for one in heard if one.status == "LISTEN"} == {"127.0.0.1"}
         (made,) = events_of(served, "engine.started")
         assert dry(folder, *EXACT, *CUT)["kv_pages"] == made["pages"]
+        assert all(line[:1] == "{" for line in served.log.read_text().splitlines())
     assert served.process.returncode == 0
     none_left(processes)
 

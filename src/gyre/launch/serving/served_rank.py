@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -24,6 +25,7 @@ from gyre.cluster.worker.endpoints import EngineEndpoint
 from gyre.cluster.worker.process_group import end_with_starter
 from gyre.cluster.worker.server import Context
 from gyre.core.errors import InputError
+from gyre.core.events import Emit
 from gyre.core.files import read_json
 from gyre.distributed.init import RankSpec, hold_store, join
 from gyre.distributed.process_group import RankGroup
@@ -45,6 +47,7 @@ from gyre.text.tokenizer import load_tokenizer
 
 Result = TypeVar("Result")
 LOOPBACK = "127.0.0.1"
+MOST_CHARS = 500  # of a warning
 ROUND = "served"  # each start of an engine has a store of its own
 
 
@@ -59,12 +62,29 @@ async def build_served_rank(
 ) -> ServedRank:
     """Make ready to meet the other ranks, and load nothing yet."""
     end_with_starter()  # a rank that stands still sees no link's end
+    tell_warnings(context.emit)
     config = read_served_config(config_json)
     # one for each layer that runs
     register_module_forward_pre_hook(lambda module, args: context.tick())
     return ServedRank(
         context, config, Path(folder), version=version, load_format=load_format, rank=tensor_rank
     )
+
+
+def tell_warnings(emit: Emit) -> None:
+    """Make events of what libraries warn of: each line of the server's log is a JSON object."""
+
+    def show(message: Warning | str, category: type[Warning], filename: str, *_: object) -> None:
+        text = str(message)[:MOST_CHARS]
+        emit(
+            "serve.library_warning",
+            logger=Path(filename).stem,
+            level="WARNING",
+            message=text,
+            error=category.__name__,
+        )
+
+    warnings.showwarning = show
 
 
 class ServedRank:
