@@ -4,7 +4,7 @@ config. Out: text, and a JSON-able mapping. No weight is read.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ def plan_serve(
         decoder, settings, device=machine.device, page_tokens=settings.page_tokens
     )
     plan = plan_serving(
-        model_numbers(part),
+        # each rank has the logits of the whole vocabulary
+        replace(model_numbers(part), vocab_size=spec.vocab_size),
         settings,
         device="cuda" if on_gpu else "cpu",
         dtype=dtype_name(machine),
