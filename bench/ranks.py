@@ -25,7 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gyre.distributed.init import RankSpec, child_environment, hold_store, join, leave
+from gyre.distributed.environment import child_environment
+from gyre.distributed.init import RankSpec, hold_store, join, leave
 from gyre.distributed.process_group import RankGroup
 
 START_S = 150.0  # of processes: imports, the device, the first collective

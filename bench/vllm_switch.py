@@ -39,7 +39,7 @@ from gyre.core.chunks import collect
 from gyre.core.contracts import WorkerHandle
 from gyre.core.offers import LocalTensors, Offer
 from gyre.core.records import Request, RoleSpec, Sampling
-from gyre.distributed.init import child_environment
+from gyre.distributed.environment import child_environment
 from gyre.launch.sidecar import BUILDER
 from gyre.models.hub.export import write_json
 from gyre.models.spec import ModelSpec, hub_config_from_spec

@@ -30,7 +30,7 @@ from torch import Tensor
 from gyre.cluster.worker.frames import decode, encode
 from gyre.core.errors import SnapshotError
 from gyre.core.offers import LocalTensors, Offer
-from gyre.distributed.init import child_environment
+from gyre.distributed.environment import child_environment
 from gyre.weights.manifest import checksum, make_manifest
 from gyre.weights.registered import BUCKET_BYTES, ReadOver
 from gyre.weights.transports.addresses import CUDA_IPC, GLOO, NCCL, SHM, host_id

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from gyre.cluster.config import ClusterConfig
 from gyre.core.config import UNKNOWN_KEY, Section
@@ -57,6 +57,8 @@ QUOTED = re.compile(
 LONG_KEY = re.compile(rf"(?:\.[ \t]*+[\w-]++[ \t]*+){{{MOST_LEVELS}}}")
 
 CHECK_HINT = "`gyre plan` checks a config without running it"
+# context of a check for `gyre serve`, whose engines are no run's
+SERVED = MappingProxyType({"served": True})
 
 INVARIANT_REFUSAL = (
     "engine.batch_invariant = true: the trainer cannot give the engine's log-probs to the bit"
@@ -154,7 +156,7 @@ class RunConfig(Section):
     """Report and trackers."""
 
     @model_validator(mode="after")
-    def check_together(self) -> RunConfig:
+    def check_together(self, info: ValidationInfo) -> RunConfig:
         objective, size = self.objective, self.rollout.completions_per_prompt
         per_prompt = size if needs_rollouts(objective) else 2 if is_pairwise(objective) else 1
         if (sequences := self.rollout.prompts_per_step * per_prompt) > MOST_SEQUENCES:
@@ -209,7 +211,9 @@ class RunConfig(Section):
                 f"engine.kind = 'vllm' with cluster.kind = '{self.cluster.kind}': vLLM runs as a "
                 "sidecar of a pod, set cluster.kind = 'pod' or engine.kind = 'native'"
             )
-        if self.engine.tensor_ranks > 1 and (reason := self._why_no_tensor_engine()):
+        is_served = info.context == SERVED
+        cut = self.engine.tensor_ranks > 1 and not is_served
+        if cut and (reason := self._why_no_tensor_engine()):
             raise ValueError(f"engine.tensor_ranks = {self.engine.tensor_ranks}: {reason}")
         if self.trainer.matmul == "fp8" and self.run.dtype == "float16":
             raise ValueError(
@@ -307,9 +311,16 @@ class RunConfig(Section):
         return None
 
 
-def load_run_config(path: Path, overrides: list[str]) -> RunConfig:
-    """Read `path`, apply overrides "a.b=c" in order, check everything."""
-    return parse_run_config(apply_overrides(read_toml(path), overrides), where=str(path))
+def load_run_config(path: Path, overrides: list[str], *, served: bool = False) -> RunConfig:
+    """Read `path`, apply overrides "a.b=c" in order, check everything; what an engine over ranks
+    asks of a run, not where it is to be `served`."""
+    tree = apply_overrides(read_toml(path), overrides)
+    return parse_run_config(tree, where=str(path), served=served)
+
+
+def read_served_config(text: str) -> RunConfig:
+    """Return the config of JSON that a server has sent to a worker."""
+    return RunConfig.model_validate_json(text, context=SERVED)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -383,10 +394,10 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
     return changed
 
 
-def parse_run_config(tree: Mapping[str, Any], *, where: str) -> RunConfig:
+def parse_run_config(tree: Mapping[str, Any], *, where: str, served: bool = False) -> RunConfig:
     """Check a tree of plain values. ConfigError with one sentence for each key at fault."""
     try:
-        config = RunConfig.model_validate(tree)
+        config = RunConfig.model_validate(tree, context=SERVED if served else None)
     except ValidationError as error:
         faults = _describe_faults(error, tree)
         raise ConfigError(f"{where}: " + "; ".join(faults), hint=CHECK_HINT) from error

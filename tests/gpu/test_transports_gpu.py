@@ -19,7 +19,7 @@ from torch import Tensor
 import device_child
 from gyre.cluster.worker.frames import encode
 from gyre.core.offers import Offer
-from gyre.distributed.init import child_environment
+from gyre.distributed.environment import child_environment
 from gyre.memory.pools.cuda_vmm import find_driver, virtual_zeros
 from gyre.weights.manifest import checksum
 from gyre.weights.transports.addresses import CUDA_IPC, NCCL, SHM

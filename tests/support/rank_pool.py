@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from gyre.distributed.init import RankSpec, child_environment, hold_store, join, leave
+from gyre.distributed.environment import child_environment
+from gyre.distributed.init import RankSpec, hold_store, join, leave
 
 START_S = 120.0
 CALL_S = 180.0

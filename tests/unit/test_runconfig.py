@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from gyre.core.config import Section
 from gyre.core.errors import ConfigError
-from gyre.runconfig import RunConfig, apply_overrides, load_run_config, parse_run_config, read_toml
+from gyre.runconfig import (
+    RunConfig,
+    apply_overrides,
+    load_run_config,
+    parse_run_config,
+    read_served_config,
+    read_toml,
+)
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 MODEL = {"model": {"path": "somewhere"}}
@@ -611,6 +618,13 @@ def test_equal_logprobs_need_the_same_tensor_ranks(engine, trainer):
     parse_run_config({**MODEL, **tree, "objective": {"kind": "sft"}}, where="run.toml")
     both = {"engine": {**tree["engine"], "tensor_ranks": 2}, "parallel": {"tensor_ranks": 2}}
     parse_run_config({**MODEL, **tree, **both}, where="run.toml")
+
+
+def test_a_served_engine_may_have_several_ranks_whatever_the_run_works_on():
+    tables = {**MODEL, "engine": {"tensor_ranks": 2}}
+    config = parse_run_config(tables, where="run.toml", served=True)
+    assert config.engine.tensor_ranks == 2
+    assert read_served_config(config.model_dump_json()) == config
 
 
 def test_an_engine_over_several_ranks_is_part_of_a_pod():

@@ -34,7 +34,7 @@ def run_serve(
         )
     given["name"] = given["name"] or name_of(target)
     # refused before torch is loaded
-    model, config = find_model(target, config_path, overrides, revision=revision)
+    model, config = find_model(target, config_path, overrides, revision=revision, served=True)
     if dry_run:
         return run_dry(model, config, as_json=as_json, **given)
     with loading():

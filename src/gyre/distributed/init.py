@@ -1,9 +1,9 @@
 """Init: joins a process to the group of ranks and leaves it. In: rank, world size, the address of a
 store, a backend, a device, a timeout. Out: the RankGroup of all ranks.
 
-A driver calls `hold_store()` and passes `store.port` to the ranks, with `child_environment()` in
-their environment. Each rank calls `join`. A restarted group needs a new store or a new `round_id`:
-stale addresses of dead ranks would make the new ranks hang.
+A driver calls `hold_store()` and passes `store.port` to the ranks, with `child_environment()` of
+`distributed.environment` in their environment. Each rank calls `join`. A restarted group needs a
+new store or a new `round_id`: stale addresses of dead ranks would make the new ranks hang.
 """
 
 from __future__ import annotations
@@ -38,18 +38,6 @@ class RankSpec:
     backend: Literal["gloo", "nccl"]
     device: torch.device
     timeout_s: float  # of each collective
-
-
-def child_environment(*, multicast: bool = False) -> dict[str, str]:
-    """Return the environment that a rank's process needs before it starts. NVLink multicast can
-    disable the GPUs of a shared host, so it stays off unless the user explicitly enables it."""
-    if multicast:
-        return {}
-    return {
-        "NCCL_NVLS_ENABLE": "0",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-        "NVSHMEM_DISABLE_NVLS": "1",
-    }
 
 
 def hold_store(host: str = "127.0.0.1", *, timeout_s: float = 60.0) -> TCPStore:

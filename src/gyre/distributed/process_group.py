@@ -310,7 +310,12 @@ class RankGroup:
 
     @property
     def is_broken(self) -> bool:
-        return self._board is not None and bool(self._board.broken)
+        return bool(self.fault)
+
+    @property
+    def fault(self) -> str:
+        """Return why no collective may run any more, or an empty string."""
+        return "" if self._board is None else self._board.broken
 
     def close(self) -> None:
         """Stop the failure detector."""

@@ -8,6 +8,8 @@ from gyre.core.config import Section
 from gyre.core.errors import ConfigError
 from gyre.core.rounding import ceil_div
 from gyre.engine.scheduler.swap import SwapRates
+from gyre.models.layout import local_spec
+from gyre.models.spec import ModelSpec
 
 PAGE_TOKENS = {"cpu": 16, "cuda": 64}  # on a GPU a page is a tile of the attention kernels
 
@@ -115,8 +117,8 @@ class EngineConfig(Section):
         default=1,
         ge=1,
         description="Ranks over which each engine's model is cut, each a process with a device of "
-        "its own; more than one needs cluster.kind = 'pod' with colocated = false. Evaluation, "
-        "chat and serving use one.",
+        "its own; more than one in a run needs cluster.kind = 'pod' with colocated = false. `gyre "
+        "serve` takes any. Evaluation and chat use one.",
     )
     sharded_sampling: bool = Field(
         default=False,
@@ -173,6 +175,18 @@ def plan_engine(config: EngineConfig, *, device_type: str) -> EngineConfig:
             "overlap": on_gpu if config.overlap is None else config.overlap,
         }
     )
+
+
+def engine_part(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
+    """Return what each rank of an engine holds of a model. ConfigError where it does not divide."""
+    if (ranks := config.tensor_ranks) == 1:
+        return spec
+    try:
+        return local_spec(spec, ranks)
+    except ConfigError as error:
+        raise ConfigError(
+            f"engine.tensor_ranks = {ranks}: {error.message}", hint=error.hint
+        ) from error
 
 
 def plan_rates(

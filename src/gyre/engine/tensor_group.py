@@ -20,6 +20,7 @@ from contextlib import ExitStack, closing
 from typing import cast
 
 import msgspec
+import torch
 
 from gyre.core.codec import decode, encode
 from gyre.core.errors import ConfigError, GyreError, RankError
@@ -27,13 +28,16 @@ from gyre.core.events import Emit
 from gyre.core.offers import FolderTensors, Offer, RegisteredShards
 from gyre.core.records import Manifest
 from gyre.distributed.process_group import RankGroup
+from gyre.engine.config import EngineConfig, plan_num_pages
 from gyre.engine.core_worker import CoreFailed, CoreWorker
+from gyre.engine.memory import free_device_bytes
 from gyre.engine.scheduler.journal import (
     Commit,
     Entry,
     MoveComponent,
     Start,
 )
+from gyre.models.decoder import Decoder
 from gyre.weights.receive import refuse_local
 
 WHAT = "the engine's steps"
@@ -197,6 +201,21 @@ def enlist(group: RankGroup, *, timeout_s: float) -> EntryStream:
     connection = socket.create_connection((LOOPBACK, port), timeout=timeout_s)
     connection.sendall(bytes.fromhex(token) + bytes([group.rank]))
     return EntryStream(connection, 0, timeout_s=timeout_s)
+
+
+def agree_on_pages(
+    config: EngineConfig, decoder: Decoder, group: RankGroup, *, dtype: torch.dtype
+) -> EngineConfig:
+    """Return the config with as many KV pages as each rank has room for: their devices may have
+    other bytes free. `config` leaves nothing else open. All ranks call it."""
+    spec = decoder.spec
+    own = plan_num_pages(
+        config,
+        page_bytes=spec.kv_bytes_per_token(dtype) * config.page_tokens,
+        context_tokens=spec.context_tokens,
+        free_bytes=free_device_bytes(decoder.device),
+    )
+    return config.model_copy(update={"num_pages": min(group.share(own))})
 
 
 def follow(

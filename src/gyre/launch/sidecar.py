@@ -20,7 +20,7 @@ from gyre.core.contracts import EngineAbilities, find_unable_commit
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
 from gyre.core.records import ProcessLimits, Request, RoleSpec, Sampling
-from gyre.distributed.init import child_environment
+from gyre.distributed.environment import child_environment
 from gyre.models.hub.export import write_json
 from gyre.models.hub.folders import CONFIG_FILE
 from gyre.models.spec import ModelSpec, hub_config_from_spec

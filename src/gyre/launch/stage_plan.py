@@ -11,13 +11,13 @@ from gyre.core.errors import ConfigError
 from gyre.core.files import read_json
 from gyre.distributed.config import ParallelConfig
 from gyre.distributed.mesh import data_ranks, shard_size
-from gyre.engine.config import EngineConfig
+from gyre.engine.config import EngineConfig, engine_part
 from gyre.launch.goal import accuracy_metric
 from gyre.launch.stages import Stage, StageData, reward_folder, uses_engine
 from gyre.launch.train_args import COLD_START, MAIN
 from gyre.loop.refill import drops_equal, filter_metric, why_filtered_by_score
 from gyre.models.hub.folders import CONFIG_FILE
-from gyre.models.layout import local_spec, model_layout
+from gyre.models.layout import model_layout
 from gyre.models.spec import ModelSpec, spec_from_hub_config
 from gyre.objectives.config import (
     AnyObjective,
@@ -94,14 +94,7 @@ def plan_run(
 def cut_engine(engine: EngineConfig, spec: ModelSpec) -> ModelNumbers | None:
     """Return what each rank of an engine holds; None where that is the whole model. ConfigError
     where the model does not divide."""
-    if (ranks := engine.tensor_ranks) == 1:
-        return None
-    try:
-        return model_numbers(local_spec(spec, ranks))
-    except ConfigError as error:
-        raise ConfigError(
-            f"engine.tensor_ranks = {ranks}: {error.message}", hint=error.hint
-        ) from error
+    return None if engine.tensor_ranks == 1 else model_numbers(engine_part(engine, spec))
 
 
 def expected_ranks(config: RunConfig) -> int:

@@ -19,12 +19,13 @@ FULL_LENGTH = "engine.max_running sequences of full length"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingPlan:
-    """One engine, and how many of them share its device's memory."""
+    """One rank of an engine, and how many share its device's memory."""
 
     device: DeviceKind
     dtype: Dtype
     replicas: int
-    replicas_per_device: int  # on a CPU all of them, on a GPU one
+    tensor_ranks: int  # of each, all alike
+    ranks_per_device: int  # on a CPU all of all replicas, on a GPU one
     free_bytes: int  # of the device, before anything is loaded
     weights_bytes: int
     kv_pages: int
@@ -54,9 +55,9 @@ class ServingPlan:
 
     @property
     def needed_bytes(self) -> int:
-        """Return the bytes of the device that its engines need together, at most."""
+        """Return the bytes of the device that its ranks need together, at most."""
         each = self.weights_bytes + self.kv_pool_bytes + self.working_bytes + self.fixed_bytes
-        return each * self.replicas_per_device
+        return each * self.ranks_per_device
 
     @property
     def fits(self) -> bool:
@@ -74,9 +75,9 @@ def plan_serving(
     replicas: int,
     own_kernels: bool,
 ) -> ServingPlan:
-    """Return the plan of an engine whose `config` leaves nothing open. `own_kernels` read keys and
-    values where they are; torch gathers them."""
-    together = replicas if device == "cpu" else 1
+    """Return the plan of an engine whose `config` leaves nothing open; `model` is what one of its
+    ranks holds. `own_kernels` read keys and values where they are; torch gathers them."""
+    together = replicas * config.tensor_ranks if device == "cpu" else 1
     page_bytes = kv_bytes_per_page(model, dtype, config.page_tokens)
     pages = plan_num_pages(
         config,
@@ -92,7 +93,8 @@ def plan_serving(
         device=device,
         dtype=dtype,
         replicas=replicas,
-        replicas_per_device=together,
+        tensor_ranks=config.tensor_ranks,
+        ranks_per_device=together,
         free_bytes=free_bytes,
         weights_bytes=weights_bytes,
         kv_pages=pages,

@@ -24,9 +24,10 @@ from gyre.core.errors import GyreError, InputError, RankError, SnapshotError
 from gyre.core.offers import FolderTensors, Offer
 from gyre.core.records import Manifest, Request, Sampling
 from gyre.distributed.process_group import RankGroup, alone
+from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.engine.scheduler.journal import Abort, Entry, Steps
-from gyre.engine.tensor_group import LOOPBACK, TOKEN_BYTES, EntryStream, lead
+from gyre.engine.tensor_group import LOOPBACK, TOKEN_BYTES, EntryStream, agree_on_pages, lead
 from gyre.models.hub.export import export_hub
 from gyre.models.hub.folders import WEIGHTS_FILE
 from layout_cases import spec_of
@@ -308,3 +309,14 @@ def test_a_rank_that_does_not_come_is_named(pair: RankPool, strangers: int) -> N
     told, events = pair.run(lone_leader, strangers)[0]
     assert "ranks [1] of the engine did not connect within 1 s" in told
     assert events == ["engine.stranger"] * strangers
+
+
+def pages_of(group: RankGroup, own: list[int]) -> int:
+    """The KV pages of ranks whose devices have room for `own`."""
+    config = EngineConfig(page_tokens=4, num_pages=own[group.rank])
+    decoder = decoder_of(SPEC, group, dtype=torch.float32)
+    return agree_on_pages(config, decoder, group, dtype=torch.float32).num_pages
+
+
+def test_ranks_take_the_pages_that_all_have_room_for(pair: RankPool) -> None:
+    assert pair.run(pages_of, [9, 7]) == [7, 7]

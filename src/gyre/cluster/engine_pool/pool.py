@@ -276,13 +276,13 @@ class EnginePool:
         if member.state == "lost":
             return None, None
         try:
-            health, stats = await asyncio.gather(
+            health, stats, pulse = await asyncio.gather(
                 *(probe.ask(self._settings.probe_s) for probe in member.probes)
             )
         except LOSSES as error:
             self._lose(member, str(error))
             return None, None
-        return health, stats
+        return None if pulse is None else health, stats
 
     async def drain(self, *, deadline_s: float) -> None:
         await self.router.drain(deadline_s)

@@ -8,6 +8,7 @@ an engine that has stopped collects no calls, however often it is looked at.
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from typing import Any
 
 from gyre.core.contracts import WorkerHandle
@@ -22,11 +23,14 @@ class Probe:
         self._handle, self._method = handle, method
         self._open: asyncio.Future[Any] | None = None
 
+    def _begin(self) -> Future[Any]:
+        return self._handle.begin(self._method)
+
     async def ask(self, deadline_s: float) -> Any:
         """Return the answer; None when it has not come by the deadline or is not expected any
         more. Raises what the call raised."""
         if self._open is None or self._open.done():
-            self._open = asyncio.wrap_future(self._handle.begin(self._method))
+            self._open = asyncio.wrap_future(self._begin())
             # an error that nobody waits for any more is the watch's to tell
             self._open.add_done_callback(lambda call: call.cancelled() or call.exception())
         call = self._open
@@ -37,6 +41,16 @@ class Probe:
         """Expect no answer any more."""
         if self._open is not None:
             self._open.cancel()
+
+
+class PulseProbe(Probe):
+    """Whether the process answers at all; of an engine over ranks, whether each rank's does."""
+
+    def __init__(self, handle: WorkerHandle) -> None:
+        super().__init__(handle, "pulse")
+
+    def _begin(self) -> Future[Any]:
+        return self._handle.look("pulse")
 
 
 def find_status(

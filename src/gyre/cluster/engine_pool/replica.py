@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from gyre.cluster.engine_pool.probe import Probe
+from gyre.cluster.engine_pool.probe import Probe, PulseProbe
 from gyre.cluster.worker.endpoints import POLL_S, News
 from gyre.cluster.worker.rpc import CALLS, HANGS, arrive, ask, read_stacks
 from gyre.core.contracts import WorkerHandle
@@ -46,7 +46,8 @@ class EngineReplica:
         self.prepared: int | None = None  # the version that waits for its commit
         self.catching_up = False  # somebody brings it to the current weights
         self.watched = False
-        self.probes = (Probe(handle, "engine.health"), Probe(handle, "engine.stats"))
+        health, stats = Probe(handle, "engine.health"), Probe(handle, "engine.stats")
+        self.probes = (health, stats, PulseProbe(handle))
         self._progress = LastProgress([self.name], time.monotonic())
         self._deadline_s, self._hang_s = deadline_s, hang_s
         self._on_news, self._on_lost = on_news, on_lost

@@ -16,7 +16,7 @@ import numpy as np
 from gyre.core.contracts import CommitPolicy, EngineAbilities
 from gyre.core.errors import GyreError, WorkerLost
 from gyre.core.offers import Offer
-from gyre.core.records import EngineStats, Partial, Request, TokenChunk, Usage
+from gyre.core.records import EngineStats, Health, Partial, Request, TokenChunk, Usage
 from gyre.observability.spans import ActivityClock, RunningActivity
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ class EngineEndpoint:
         started anew, in another process; its requests have no answer then."""
         self.engine, self._trainer, self._ticks = engine, trainer, ticks
         # calls that are the engine's own
-        self.abort, self.stats, self.health = engine.abort, engine.stats, engine.health
-        self.rollback = engine.rollback
+        self.abort, self.stats, self.rollback = engine.abort, engine.stats, engine.rollback
         self._activities, self._held_bytes = activities or ActivityClock(), held_bytes
         self._lost = lost
         self._rollout: RunningActivity | None = None  # while requests are unanswered
@@ -91,6 +90,10 @@ class EngineEndpoint:
         ended, self._ended = tuple(self._ended), []
         steps = (await self.engine.stats()).steps
         return News(chunks=chunks, ended=ended, progress=steps + self._ticks())
+
+    async def health(self) -> Health:
+        self._raise_loss()  # nobody polls an engine that is idle
+        return await self.engine.health()
 
     async def interrupt(self, deadline_s: float) -> Mapping[str, tuple[Partial, ...]]:
         return await self.engine.interrupt(deadline_s=deadline_s)

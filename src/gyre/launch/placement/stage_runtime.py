@@ -22,9 +22,10 @@ from gyre.core.seeds import derive_seed
 from gyre.distributed.mesh import shard_size
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.engine import NativeEngine
-from gyre.engine.tensor_group import EntryStream, Followers, enlist, follow, lead
+from gyre.engine.tensor_group import EntryStream, Followers, follow
 from gyre.launch.factories import Machine, Policy, make_engine, make_reward_model
 from gyre.launch.placement.snapshots import Snapshots, make_snapshots
+from gyre.launch.placement.tensor_engine import connect, make_rows
 from gyre.launch.stages import Stage, trains_invariant
 from gyre.launch.train_args import MAIN
 from gyre.memory.config import MemoryConfig
@@ -222,7 +223,7 @@ class StageRuntime:
             update={"num_pages": plan.kv_pages, "page_tokens": plan.page_tokens}
         )
         if own_weights:
-            tensor = await self._on_compute(partial(self._meet_peers, policy.spec))
+            tensor = await self._on_compute(partial(self._make_rows, policy.spec))
             decoder = Decoder(
                 policy.spec,
                 device=self._machine.device,
@@ -231,7 +232,7 @@ class StageRuntime:
             )
             policy = replace(policy, decoder=decoder)
         with self._making("engine"):
-            followers, stream = await self._on_compute(self._meet)
+            followers, stream = await self._on_compute(self._connect)
             engine = make_engine(
                 sizes,
                 policy,
@@ -253,23 +254,13 @@ class StageRuntime:
             self.engine = engine
             await engine.start(dummy=own_weights)
 
-    def _meet_peers(self, spec: ModelSpec) -> ReplicatedRows | None:
-        group, machine = self._tensor_group, self._machine
-        if group is None or machine.device.type != "cuda":
-            return None if group is None else ReplicatedRows(group)
-        from gyre.engine.runners.peer_memory import meet_peers  # needs Triton
-
-        sizes = {"width": spec.hidden_size, "dtype": machine.dtype}
-        return ReplicatedRows(group, meet_peers(group, **sizes, emit=self._emit))
-
-    def _meet(self) -> tuple[Followers | None, EntryStream | None]:
-        """Connect the ranks of an engine: the first gets the others, another its way to hear."""
+    def _make_rows(self, spec: ModelSpec) -> ReplicatedRows | None:
         group = self._tensor_group
-        if group is None:
-            return None, None
-        if group.rank == 0:
-            return lead(group, timeout_s=group.timeout_s, emit=self._emit), None
-        return None, enlist(group, timeout_s=group.timeout_s)
+        return None if group is None else make_rows(group, spec, self._machine, self._emit)
+
+    def _connect(self) -> tuple[Followers | None, EntryStream | None]:
+        group = self._tensor_group
+        return (None, None) if group is None else connect(group, self._emit)
 
     def lost_rank(self) -> str:
         """Return why an engine of several ranks has ended for good, or an empty string: after any

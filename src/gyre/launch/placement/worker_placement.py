@@ -25,7 +25,8 @@ from gyre.core.contracts import Cluster, WorkerHandle
 from gyre.core.events import Emit
 from gyre.core.liveness import StallLimit
 from gyre.core.records import RoleSpec
-from gyre.distributed.init import child_environment, hold_store
+from gyre.distributed.environment import child_environment
+from gyre.distributed.init import hold_store
 from gyre.launch.factories import Facts, Machine, dtype_name, make_facts
 from gyre.launch.placement.engine_ranks import EngineRanks, all_or_first_error
 from gyre.launch.placement.pod_members import PodMembers

@@ -176,10 +176,15 @@ def is_model_name(target: Path) -> bool:
 
 
 def find_model(
-    target: Path, config_path: Path | None, overrides: list[str], *, revision: str | None = None
+    target: Path,
+    config_path: Path | None,
+    overrides: list[str],
+    *,
+    revision: str | None = None,
+    served: bool = False,
 ) -> tuple[Path, RunConfig]:
     """(hub-layout folder, config) of a run folder, a model folder or a hub name, which is fetched
-    at `revision`."""
+    at `revision`. `served`: by `gyre serve`, whose engines may be cut over ranks."""
     if is_model_name(target) or revision is not None:
         target = find_folder(target, revision=revision)
     if (target / "events.jsonl").is_file():
@@ -192,18 +197,19 @@ def find_model(
             )
         # they were made for the run's own config
         own = read_all_overrides(target) if config_path is None else []
-        return model, load_run_config(config_path or target / "config.toml", [*own, *overrides])
+        path = config_path or target / "config.toml"
+        return model, load_run_config(path, [*own, *overrides], served=served)
     if not (target / "config.json").is_file():
         raise InputError(
             f"{target} is neither a run folder nor a model folder{why_missing(target)}",
             hint="runs are under runs/",
         )
     if config_path is not None:
-        return target, load_run_config(config_path, overrides)
+        return target, load_run_config(config_path, overrides, served=served)
     with tempfile.TemporaryDirectory() as bare:
         minimal = Path(bare) / "chat.toml"
         minimal.write_text(
             f'[model]\npath = {json.dumps(str(target))}\n[objective]\nkind = "sft"\n',
             encoding="utf-8",
         )
-        return target, load_run_config(minimal, overrides)
+        return target, load_run_config(minimal, overrides, served=served)

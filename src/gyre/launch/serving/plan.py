@@ -4,17 +4,22 @@ config. Out: text, and a JSON-able mapping. No weight is read.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gyre.core.files import read_json
-from gyre.engine.config import plan_engine
+from gyre.distributed.process_group import RankGroup
+from gyre.engine.config import engine_part, plan_engine
 from gyre.engine.memory import free_device_bytes
 from gyre.engine.runners.select import find_torch_reason
-from gyre.launch.factories import blank_decoder, dtype_name, make_machine
+from gyre.launch.factories import dtype_name, make_machine
 from gyre.launch.serving.server import count_gpus
+from gyre.models.decoder import Decoder
 from gyre.models.hub.folders import CONFIG_FILE, refuse_reward_model
+from gyre.models.layers.tensor_parallel import ReplicatedRows
 from gyre.models.spec import spec_from_hub_config
 from gyre.planner.model_zoo import model_numbers
 from gyre.planner.report.serving import describe_serving
@@ -33,12 +38,21 @@ def plan_serve(
     on_gpu = machine.device.type == "cuda"
     settings = plan_engine(config.engine, device_type=machine.device.type)
     spec = spec_from_hub_config(read_json(folder / CONFIG_FILE))
-    decoder = blank_decoder(spec, machine)
+    part, ranks = engine_part(settings, spec), settings.tensor_ranks
+    # of a group that never meets
+    group = RankGroup(name="planned", rank=0, size=ranks, device=machine.device)
+    decoder = Decoder(
+        spec,
+        device=torch.device("meta"),
+        dtype=machine.dtype,
+        tensor=ReplicatedRows(group) if ranks > 1 else None,
+    )
     reason = find_torch_reason(
         decoder, settings, device=machine.device, page_tokens=settings.page_tokens
     )
     plan = plan_serving(
-        model_numbers(spec),
+        # each rank has the logits of the whole vocabulary
+        replace(model_numbers(part), vocab_size=spec.vocab_size),
         settings,
         device="cuda" if on_gpu else "cpu",
         dtype=dtype_name(machine),

@@ -3,6 +3,8 @@ Out: a server, until a signal ends it.
 
     this process: HTTP, JSON, text ──▶ engine pool ──socket──▶ worker process: one engine
                                                    ──socket──▶ …
+
+With engine.tensor_ranks an engine is a group of such processes (engine_groups.py).
 """
 
 from __future__ import annotations
@@ -36,11 +38,15 @@ from gyre.cluster.engine_pool.pool import EnginePool, PoolSettings
 from gyre.cluster.engine_pool.restarts import RestartPolicy
 from gyre.cluster.process_cluster import ProcessCluster
 from gyre.cluster.worker.rpc import ask
-from gyre.core.contracts import WorkerHandle
+from gyre.core.contracts import Cluster, WorkerHandle
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
+from gyre.core.files import read_json
 from gyre.core.records import RoleSpec
+from gyre.distributed.environment import child_environment
+from gyre.engine.config import engine_part
 from gyre.launch.serving.access import Access, bind, find_url, make_access, refuse_open_bind
+from gyre.launch.serving.engine_groups import EngineGroups
 from gyre.launch.serving.follow import Follower
 from gyre.launch.serving.model import served_model
 from gyre.launch.serving.served_weights import ServedFolder, ServedWeights
@@ -50,8 +56,10 @@ from gyre.launch.serving.telemetry import (
     worker_events,
     write_server_event,
 )
-from gyre.models.hub.folders import LOAD_FORMATS, LoadFormat, refuse_reward_model
+from gyre.models.hub.folders import CONFIG_FILE, LOAD_FORMATS, LoadFormat, refuse_reward_model
+from gyre.models.spec import spec_from_hub_config
 from gyre.observability.hardware import count_gpus as count_visible_gpus
+from gyre.observability.hardware import describe_hardware
 from gyre.observability.tracing.otlp_sender import read_endpoint
 from gyre.runconfig import RunConfig
 from gyre.server.app import make_app
@@ -66,6 +74,7 @@ from gyre.text.tokenizer import Tokenizer, load_tokenizer
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BUILDER = "gyre.launch.placement.worker:build_served_engine"
+RANK_BUILDER = "gyre.launch.serving.served_rank:build_served_rank"
 # one that dies more often is not brought back: its host or its model is at fault
 RESTARTS = RestartPolicy(max_restarts=5, window_s=600.0, first_wait_s=1.0)
 
@@ -115,6 +124,7 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
         args = replace(args, otlp_endpoint=endpoint)
     access = make_access(args.keys, args.admin_key_file, host=args.host, open_paths=page)
     gpus = count_gpus(args.config, args.replicas)
+    refuse_uneven(args.folder, args.config)
     with (
         bind(args.host, args.port) as listener,
         libraries_logged(write_server_event),
@@ -124,21 +134,24 @@ def serve(args: ServeArgs, *, as_json: bool) -> dict[str, Any]:
 
 
 def count_gpus(config: RunConfig, replicas: int) -> int:
-    """Return the GPUs that replicas may have, 0 on a CPU. ConfigError where they are too few, or
-    where an engine would need several."""
-    if (ranks := config.engine.tensor_ranks) > 1:
-        raise ConfigError(
-            f"engine.tensor_ranks = {ranks}: a served engine has one rank",
-            hint="leave it out; engines of a training run's pod may have more",
-        )
+    """Return the GPUs that replicas may have, 0 on a CPU. ConfigError where they are too few."""
+    ranks = config.engine.tensor_ranks
     gpus = count_visible_gpus() if config.run.device != "cpu" else 0
-    if gpus and replicas > gpus:
+    if gpus and replicas * ranks > gpus:
+        cut = "" if ranks == 1 else f" with engine.tensor_ranks = {ranks}"
+        who = "a replica has a GPU" if ranks == 1 else "each rank of a replica has a GPU"
         raise ConfigError(
-            f"--replicas {replicas}: this host has {gpus} GPUs",
-            hint="a replica has a GPU of its own; start at most as many, or serve on the CPU: "
+            f"--replicas {replicas}{cut}: this host has {gpus} GPUs",
+            hint=f"{who} of its own; start at most as many, or serve on the CPU: "
             "--set run.device=cpu",
         )
     return gpus
+
+
+def refuse_uneven(folder: Path, config: RunConfig) -> None:
+    """Raise ConfigError where the model does not divide over the ranks of an engine."""
+    if config.engine.tensor_ranks > 1:
+        engine_part(config.engine, spec_from_hub_config(read_json(folder / CONFIG_FILE)))
 
 
 async def _serve(
@@ -154,13 +167,15 @@ async def _serve(
     traces = make_traces(args)
     emit = write_server_event if traces is None else traces.stamped(write_server_event)
     cluster = ProcessCluster(gpus=gpus, on_event=worker_events(emit))
+    ranks = args.config.engine.tensor_ranks
+    engines = cluster if ranks == 1 else EngineGroups(cluster, ranks, emit=emit)
     try:
         served = ServedFolder(args.folder)
         names = [f"engine-{number}" for number in range(args.replicas)]
 
         def start(name: str) -> Awaitable[WorkerHandle]:
             served.refuse_changed()
-            return cluster.start(engine_spec(args, name, served, gpus=gpus))
+            return engines.start(engine_spec(args, name, served, gpus=gpus))
 
         # read meanwhile, in a process of its own for a hub folder: transformers takes seconds
         tokenizer, handles = await asyncio.gather(
@@ -168,7 +183,7 @@ async def _serve(
             asyncio.gather(*(start(name) for name in names)),
         )
         workers_s = time.monotonic() - begun_s
-        pool = make_pool(cluster, start, handles, args.config, emit)
+        pool = make_pool(engines, start, handles, args.config, emit)
         try:
             await pool.start(dummy=False)
             engines_s = time.monotonic() - begun_s - workers_s
@@ -267,8 +282,11 @@ def read_tokenizer(args: ServeArgs) -> Tokenizer:
 
 
 def engine_spec(args: ServeArgs, name: str, served: ServedFolder, *, gpus: int) -> RoleSpec:
-    """Return the worker of one replica, with the weights that are served now."""
-    return RoleSpec(
+    """Return the worker of one replica, with the weights that are served now; of one over ranks,
+    what they have in common and the GPUs of them all."""
+    ranks = args.config.engine.tensor_ranks
+    first = int(name.rpartition("-")[2]) * ranks
+    role = RoleSpec(
         name=name,
         builder=BUILDER,
         arguments={
@@ -281,10 +299,31 @@ def engine_spec(args: ServeArgs, name: str, served: ServedFolder, *, gpus: int) 
         gpus=1.0 if gpus else 0.0,
         deadline_s=args.config.cluster.start_deadline_s,
     )
+    if ranks == 1:
+        return role
+    return replace(
+        role,
+        builder=RANK_BUILDER,
+        environment=rank_environment(args.config, args.replicas * ranks),
+        gpus=0.0,
+        devices=tuple(range(first, first + ranks)) if gpus else (),
+    )
+
+
+def rank_environment(config: RunConfig, num_processes: int) -> dict[str, str]:
+    """Return the environment of an engine's ranks. They wait for each other, so a core that two of
+    them spin on holds up both."""
+    threads = config.run.threads or max(1, describe_hardware()["cores"] // num_processes)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        **child_environment(multicast=config.cluster.multicast),
+    }
 
 
 def make_pool(
-    cluster: ProcessCluster,
+    cluster: Cluster,
     start: Callable[[str], Awaitable[WorkerHandle]],
     handles: Sequence[WorkerHandle],
     config: RunConfig,

@@ -10,11 +10,15 @@ from gyre.planner.serving import ServingPlan
 
 def describe_serving(plan: ServingPlan, kernels: str, columns: int = COLUMNS) -> str:
     """Return the whole plan for people. `kernels` names what runs a step."""
-    place = "each on a GPU of its own" if plan.device == "cuda" else "on the cores of this host"
-    engines = f"{plan.replicas} engine{'s' if plan.replicas > 1 else ''}, {place}"
+    ranks, on_gpu = plan.tensor_ranks, plan.device == "cuda"
+    each = "each" if ranks == 1 else "each rank"
+    place = f"{each} on a GPU of its own" if on_gpu else "on the cores of this host"
+    cut = "" if ranks == 1 else f" of {ranks} ranks"
+    engines = f"{plan.replicas} engine{'s' if plan.replicas > 1 else ''}{cut}, {place}"
+    one = "one engine" if ranks == 1 else "one rank"
     parts = [
         f"What runs\n  {engines}, in {plan.dtype}, by {kernels}",
-        f"Memory of one engine\n{table(('what', 'bytes', 'where from'), _memory(plan), columns)}",
+        f"Memory of {one}\n{table(('what', 'bytes', 'where from'), _memory(plan), columns)}",
         f"Limits of one engine\n{table(('what', 'most', 'where from'), _limits(plan), columns)}",
     ]
     return "\n\n".join([*parts, *_notes(plan)]) + "\n"
