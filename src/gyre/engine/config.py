@@ -114,9 +114,9 @@ class EngineConfig(Section):
     tensor_ranks: int = Field(
         default=1,
         ge=1,
-        description="Ranks over which each engine's model is cut, each a process with a device of "
-        "its own; more than one needs cluster.kind = 'pod' with colocated = false. Evaluation, "
-        "chat and serving use one.",
+        description="Ranks over which each engine's model is cut, each a process of a pod "
+        "(cluster.kind = 'pod') on a device that it shares with the trainer rank of the same "
+        "number, or has for itself (cluster.colocated). Evaluation, chat and serving use one.",
     )
     step_deadline_s: float = Field(
         default=120.0,
