@@ -314,6 +314,7 @@ def switched(
     def enter(manager: MemoryManager, phase: Phase, step: int) -> None:
         manager.enter(phase, step=step)
         engine.worker.entered(phase, step)
+        group.barrier()  # as the driver waits for the reports of all ranks
 
     async def drive() -> list[Any]:
         asked = [request_of(name, 9 + 4 * at) for at, name in enumerate("ab")]
@@ -336,6 +337,7 @@ def switched(
         for step in range(times):
             for phase in PHASES:
                 await rank.enter(phase, step, partial(manager.enter, phase, step=step))
+                await rank.ask(group.barrier)
         await asyncio.wrap_future(compute.submit(int))  # once rank 0 has ended
         return []
 

@@ -119,7 +119,8 @@ def test_ranks_in_turns_on_a_device_give_what_ranks_apart_give(
 ) -> None:
     """To the bit: who holds the memory changes no number. With "destroy" the engine ends whenever
     its devices are wanted."""
-    story = finished(tmp_path, {**TOGETHER, "memory.leave": {"engine": leave}})
+    sets = {"memory.leave": {"engine": "destroy"}} if leave == "destroy" else {}
+    story = finished(tmp_path, {**TOGETHER, **sets})
     assert story == apart and story.num_attempts == 1
     run = tmp_path / "runs" / "tiny"
     started = events_of(run, "cluster.started")
@@ -168,7 +169,7 @@ def test_a_rank_that_is_lost_in_a_phase_change_is_named_and_its_engine_comes_bac
         action=action,
         worker="engine-0.1",
     )
-    sets = {**TOGETHER, "cluster": {**TOGETHER["cluster"], "hang_s": 8.0}}
+    sets = {**TOGETHER, "cluster": {**TOGETHER["cluster"], "hang_s": 20.0}}
     story = finished(tmp_path, sets, fault=fault)
     same_steps(story, apart)
     assert story.num_attempts == 1

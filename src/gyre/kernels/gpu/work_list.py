@@ -17,9 +17,7 @@ ITEM_BITS = 16  # low bits hold the piece or tile, high bits the sequence or chu
 # int32 numbers in 16 bytes: Triton compiles a kernel anew for a pointer that is not a multiple of
 # that
 ALIGN = 4
-PEER_HEAD_ALIGN = (
-    1024  # bytes; behind call numbers of peer sums
-)
+PEER_HEAD_ALIGN = 1024  # bytes; behind call numbers of peer sums
 INVARIANT_PIECE = 512  # keys of a piece in batch-invariant mode; a multiple of every page size
 
 
