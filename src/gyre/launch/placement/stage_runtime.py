@@ -291,11 +291,19 @@ class StageRuntime:
                 self._budgets(),
                 self._machine.device,
                 self._emit,
-                needs=default_needs(shared_weights=not self._own_weights),
+                needs=default_needs(shared_weights=not self._engine_has_weights),
                 working=self._plan.working,
                 neighbor_bytes=neighbor_bytes,
             )
         self._emit("device.made", seconds=self._took_s)
+
+    @property
+    def _engine_has_weights(self) -> bool:
+        """Return whether engines have weights of their own, here or in other processes, so that a
+        rollout does not want the trainer's. Whole ones of a rank without an engine stay: an export
+        reads them where they are."""
+        elsewhere = self.trainer is not None and self.engine is None and self._plan.kv_pages > 0
+        return self._own_weights or (elsewhere and self.cuts_weights)
 
     @contextlib.contextmanager
     def _making(self, part: str) -> Iterator[None]:
