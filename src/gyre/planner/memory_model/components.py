@@ -184,8 +184,10 @@ def _engine(
     rows.append(_Row(name="engine.kv", size_bytes=(kv_pages + 1) * page, tiers=tiers, formula=what))
     if engine.peer_bytes:
         what = "partial sums of few rows, which the engine's other ranks write"
-        size_bytes, stays = engine.peer_bytes, ("device",)
-        rows.append(_Row(name="engine.peers", size_bytes=size_bytes, tiers=stays, formula=what))
+        stays: tuple[Tier, ...] = ("device",)
+        rows.append(
+            _Row(name="engine.peers", size_bytes=engine.peer_bytes, tiers=stays, formula=what)
+        )
     if slots := engine.host_slots:
         what = f"{slots} slots × {page} bytes"
         tiers = ("host", "none")
