@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from gyre.distributed.process_group import RankGroup
-from gyre.engine.runners.peer_memory import MOST_ROWS, meet_peers
+from gyre.engine.runners.gpu_work import PEER_ROWS
+from gyre.engine.runners.peer_memory import meet_peers
 from gyre.kernels.gpu.peer_sums import add_peer_sum, add_peer_sum_rms_norm
 from gyre.kernels.gpu.pointwise import add_rms_norm
 from ranks import Ranks, Tell
@@ -52,7 +53,7 @@ def measure(group: RankGroup, tell: Tell, args: argparse.Namespace) -> dict[str,
     peers = meet_peers(group, width=args.width, dtype=torch.bfloat16, emit=emit)
     assert peers is not None, "these GPUs are no peers"
     rows: dict[int, dict[str, float]] = {}
-    for count in (count for count in ROWS if count <= MOST_ROWS):
+    for count in (count for count in ROWS if count <= PEER_ROWS):
         given: dict[str, Any] = {"device": group.device, "dtype": torch.bfloat16}
         x_TE, part_TE, out_TE = (torch.zeros(count, args.width, **given) for _ in range(3))
         weight_E = torch.ones(args.width, **given)

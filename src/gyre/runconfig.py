@@ -264,11 +264,12 @@ class RunConfig(Section):
     def _why_no_tensor_engine(self) -> str | None:
         """Return what the config has that an engine over several ranks cannot do."""
         cluster = self.cluster
-        if cluster.kind != "pod" or cluster.colocated:
-            return (
-                "each rank of an engine is a process with a device of its own, set cluster.kind = "
-                "'pod' and cluster.colocated = false"
-            )
+        if cluster.kind != "pod":
+            return "each rank of an engine is a process of a pod, set cluster.kind = 'pod'"
+        try:
+            self.count_pod_engines(cluster.num_workers)
+        except ConfigError as error:
+            return f"{error.message}, {error.hint}"
         if self.engine.kind == "vllm":
             return "vLLM cuts its model by itself, leave it out or set engine.kind = 'native'"
         if cluster.weight_transport == "nccl":
@@ -278,9 +279,25 @@ class RunConfig(Section):
             )
         if cluster.members_address:
             return "members of other hosts have one rank, leave cluster.members_address out"
-        if self.memory.disk_folder or self.memory.leave.get("engine") == "destroy":
-            return "its memory stays where it is, leave memory.disk_folder and memory.leave out"
+        if self.engine.disk_folder:
+            return "its ranks would write the same files, leave engine.disk_folder out"
         return None
+
+    def count_pod_engines(self, trainer_ranks: int) -> int:
+        """Return the engines of a pod. Where the config gives no number, as many as trainer ranks;
+        of several tensor ranks on shared devices, as many as these fill. ConfigError where they do
+        not fill them evenly. No trainer ranks are a number that is not known yet."""
+        tensor_ranks = self.engine.tensor_ranks
+        if self.cluster.engine_workers or tensor_ranks == 1 or not self.cluster.colocated:
+            return self.cluster.engine_workers or trainer_ranks
+        if trainer_ranks % tensor_ranks:
+            raise ConfigError(
+                f"engines of {tensor_ranks} ranks do not fill the devices of {trainer_ranks} "
+                "trainer ranks, which they share with cluster.colocated = true",
+                hint=f"set cluster.num_workers to a multiple of {tensor_ranks}, or "
+                "cluster.engine_workers",
+            )
+        return trainer_ranks // tensor_ranks
 
     def _why_not_invariant(self) -> str | None:
         """Return what the config alone says; the model and the device may say more."""

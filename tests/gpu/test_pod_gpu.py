@@ -59,6 +59,47 @@ def test_residual_bytes_are_constant_over_switches(tmp_path: Path) -> None:
 
 
 @TWO_GPUS
+def test_residual_bytes_are_constant_with_an_engine_and_a_trainer_over_the_same_two_gpus(
+    tmp_path: Path,
+) -> None:
+    """Trainer ranks and engine ranks take turns on two GPUs, 20 times. Each process owns what it
+    has, the memory that the engine's ranks write to each other among it."""
+    sets = {
+        "trainer.steps": 22,
+        "memory.residency": "phase",
+        "parallel.tensor_ranks": 2,
+        "engine.tensor_ranks": 2,
+        "cluster": {"kind": "pod", "num_workers": 2, "engine_workers": 1},
+    }
+    run = train(tmp_path, sets)
+    assert len(read_story(run).steps) == 22 and not events_of(run, "engine.lost")
+    rows = [row for row in events_of(run, "memory") if row["step"] >= 2]
+    engines, ranks = ("engine-0", "engine-0.1"), ("worker-0", "worker-1")
+    assert {row["worker"] for row in rows} == {*engines, *ranks}
+    nccl_sums = bool(events_of(run, "engine.nccl_sums"))  # of GPUs that are no peers
+    for phase in ("rollout", "train", "handover"):
+        for worker in (*engines, *ranks):
+            at = [row for row in rows if (row["phase"], row["worker"]) == (phase, worker)]
+            assert len(at) >= 20
+            free = [row["device_free_bytes"] for row in at]
+            assert max(free) - min(free) <= 64 * MIB, (phase, worker, free)
+            assert len({str(row["owners"]) for row in at}) == 1, (phase, worker)
+            outside = [row["outside_bytes"] for row in at]
+            assert max(outside) - min(outside) <= 64 * MIB, (phase, worker, outside)
+    for worker in engines:
+        owners = [
+            row["owners"] for row in rows if (row["phase"], row["worker"]) == ("train", worker)
+        ]
+        for held in owners:
+            stays = {name for name, sizes in held.items() if sizes["device"]}
+            assert stays == (set() if nccl_sums else {"engine.peers"}), held
+    trains = [row for row in rows if row["phase"] == "train" and row["worker"] in ranks]
+    assert all(row["neighbor_bytes"] > 0 for row in trains), "buffers of the engine stay"
+    gaps = [row["metrics"]["logprob_gap_max"] for row in events_of(run, "step.done")]
+    assert max(gaps) < 0.5, gaps
+
+
+@TWO_GPUS
 @pytest.mark.parametrize("colocated", [True, False])
 def test_shards_reach_engines_in_other_processes(tmp_path: Path, colocated: bool) -> None:
     """Two ranks with zero 3 to two engines on the same GPUs; one rank to an engine on another GPU,

@@ -185,7 +185,10 @@ class Gated:
         if phase == "score" and self._rank == 1:
             raise MemoryBudgetError("no room on rank-1", hint="give it more")
         assert phase != "handover" or self._rank == 1, "told to break"
-        return DeviceHoldings(component_bytes=self._held_bytes)
+        return await self.holdings()
+
+    async def holdings(self) -> DeviceHoldings:
+        return DeviceHoldings(component_bytes=self._held_bytes, process_bytes=self._held_bytes + 7)
 
 
 def gated(context: Context, *, rank: int, held_bytes: int) -> Gated:

@@ -12,12 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gyre.core.chunks import collect
+from gyre.core.contracts import MemoryTenant
 from gyre.core.offers import Offer
-from gyre.core.records import Checkpointing, Request
+from gyre.core.records import Checkpointing, Phase, Request, Sampling
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
@@ -28,6 +30,10 @@ from gyre.engine.weights import read_weights
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.logprobs import token_logprobs
 from gyre.kernels.rope import rope_tables
+from gyre.launch.placement.following_rank import FollowingRank
+from gyre.memory.config import MemoryConfig
+from gyre.memory.manager import MemoryManager
+from gyre.memory.phases import default_needs
 from gyre.models.decoder import Decoder
 from gyre.models.hub.checkpoint import Checkpoint
 from gyre.models.init import FreshWeights
@@ -42,6 +48,7 @@ from gyre.weights.transports.shared_memory import SharedMemoryStore
 from part_cases import register, stores_of
 
 CPU = torch.device("cpu")
+PHASES: tuple[Phase, ...] = ("rollout", "score", "train", "handover")
 LENGTHS = [5, 1, 6]  # of packed sequences: twelve tokens
 
 
@@ -279,6 +286,83 @@ def served(
         if followers is not None:
             followers.close()
         compute.shutdown()
+
+
+def switched(
+    group: RankGroup, spec: ModelSpec, settings: dict[str, Any], times: int
+) -> tuple[list[dict[str, dict[str, int]]], list[Any]]:
+    """Let an engine's ranks change phases so many times, each with a ledger of its own, and answer
+    requests in each rollout. Return what a rank's components held after each change, and on rank 0
+    the answers."""
+    leads, compute = group.rank == 0, ThreadPoolExecutor(1, initializer=partial(use, group.device))
+    rows: list[dict[str, dict[str, int]]] = []
+
+    def emit(kind: str, **fields: Any) -> None:
+        if kind == "memory" and fields["phase"] in PHASES:
+            rows.append({name: dict(sizes) for name, sizes in fields["owners"].items()})
+
+    followers = lead(group, timeout_s=20.0, emit=emit) if leads else None
+    stream = None if leads else enlist(group, timeout_s=20.0)
+    engine = NativeEngine(
+        decoder_of(spec, group, dtype=torch.float32, scale=8.0),
+        EngineConfig.model_validate(settings),
+        compute=compute,
+        emit=emit,
+        device=group.device,
+        dtype=torch.float32,
+        version=1,
+        shared_weights=False,
+        followers=followers,
+    )
+
+    def manage(tenant: MemoryTenant) -> MemoryManager:
+        budgets = {f"{tier}_budget_bytes": 1 << 34 for tier in ("device", "host", "disk")}
+        config = MemoryConfig.model_validate({**budgets, "residency": "phase"})
+        needs = default_needs(shared_weights=False)
+        return MemoryManager([tenant], config, group.device, emit, needs=needs)
+
+    def enter(manager: MemoryManager, phase: Phase, step: int) -> None:
+        manager.enter(phase, step=step)
+        engine.worker.entered(phase, step)
+        group.barrier()  # as the driver waits for the reports of all ranks
+
+    async def drive() -> list[Any]:
+        asked = [request_of(name, 9 + 4 * at) for at, name in enumerate("ab")]
+        found = []
+        await engine.start(dummy=False)
+        manager = await engine.frontend.on_compute(manage, engine)
+        for step in range(times):
+            for phase in PHASES:
+                await engine.frontend.on_compute(enter, manager, phase, step)
+                if phase == "rollout":
+                    found.append(await answers(engine, asked))
+        await engine.terminate()
+        return found
+
+    async def keep_up() -> list[Any]:
+        assert stream is not None
+        rank = FollowingRank(stream, engine.worker, group, compute)
+        await rank.until_started()
+        manager = await rank.ask(lambda: manage(rank.memory))
+        for step in range(times):
+            for phase in PHASES:
+                await rank.enter(phase, step, partial(manager.enter, phase, step=step))
+                await rank.ask(group.barrier)
+        await asyncio.wrap_future(compute.submit(int))  # once rank 0 has ended
+        return []
+
+    try:
+        return rows, asyncio.run(drive() if leads else keep_up())
+    finally:
+        if followers is not None:
+            followers.close()
+        compute.shutdown()
+
+
+def request_of(name: str, length: int) -> Request:
+    tokens = (np.arange(length) * 7 % 5).astype(np.int32)
+    sampling = Sampling(max_tokens=12, temperature=0.0)
+    return Request(request_id=name, tokens=tokens, sampling=sampling, seed=length, chunk_tokens=4)
 
 
 def use(device: torch.device) -> None:

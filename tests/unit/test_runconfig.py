@@ -588,13 +588,13 @@ POD = {"kind": "pod", "colocated": False}
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({}, "set cluster.kind = 'pod' and cluster.colocated = false"),
-        ({"cluster": {"kind": "ray"}}, "a process with a device of its own"),
-        ({"cluster": {"kind": "pod"}}, "cluster.colocated = false"),
+        ({}, "set cluster.kind = 'pod'"),
+        ({"cluster": {"kind": "ray"}}, "a process of a pod"),
+        ({"cluster": {"kind": "pod", "num_workers": 3}}, "a multiple of 2, or cluster.engine_wo"),
         ({"cluster": POD | {"weight_transport": "nccl"}}, "'shm' or 'cuda-ipc'"),
         ({"cluster": POD | {"members_address": "127.0.0.1:0"}}, "have one rank"),
         ({"cluster": POD, "engine": {"kind": "vllm"}}, "vLLM cuts its model by itself"),
-        ({"cluster": POD, "memory": {"disk_folder": "parked"}}, "leave memory.disk_folder"),
+        ({"cluster": POD, "engine": {"disk_folder": "parked"}}, "leave engine.disk_folder"),
     ],
 )
 def test_what_an_engine_over_several_ranks_cannot_do_is_refused(tables, words):
@@ -628,5 +628,33 @@ def test_a_served_engine_may_have_several_ranks_whatever_the_run_works_on():
 
 
 def test_an_engine_over_several_ranks_is_part_of_a_pod():
-    tables = {**MODEL, "cluster": POD, "engine": {"tensor_ranks": 2}}
-    assert parse_run_config(tables, where="run.toml").engine.tensor_ranks == 2
+    tables = {**MODEL, "engine": {"tensor_ranks": 2}, "memory": {"disk_folder": "parked"}}
+    for pod in (POD, {"kind": "pod"}, {"kind": "pod", "num_workers": 3, "engine_workers": 1}):
+        config = parse_run_config({**tables, "cluster": pod}, where="run.toml")
+        assert config.engine.tensor_ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("cluster", "tensor_ranks", "trainer_ranks", "engines"),
+    [
+        ({}, 1, 3, 3),
+        ({}, 2, 4, 2),
+        ({}, 2, 3, None),
+        ({}, 2, 1, None),
+        ({"engine_workers": 1}, 2, 3, 1),
+        ({"engine_workers": 5}, 2, 1, 5),
+        ({"colocated": False}, 2, 3, 3),
+    ],
+)
+def test_how_many_engines_a_pod_has(cluster, tensor_ranks, trainer_ranks, engines):
+    """On shared devices engines of several ranks fill those of the trainer's, or their number is
+    given."""
+    tables = {**MODEL, "cluster": {"kind": "pod", **cluster}}
+    config = parse_run_config(
+        {**tables, "engine": {"tensor_ranks": tensor_ranks}}, where="run.toml"
+    )
+    if engines is None:
+        with pytest.raises(ConfigError, match=f"do not fill the devices of {trainer_ranks} tr"):
+            config.count_pod_engines(trainer_ranks)
+        return
+    assert config.count_pod_engines(trainer_ranks) == engines

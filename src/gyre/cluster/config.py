@@ -24,10 +24,11 @@ class ClusterConfig(Section):
     GPU of the cluster, or one on a CPU."""
     engine_workers: int = Field(default=0, ge=0)
     """Workers with an engine alone. ray: further ones, on devices of their own; their weights go
-    through host memory. pod: all engines; 0 takes as many as trainer ranks."""
+    through host memory. pod: all engines; 0 takes as many as trainer ranks, or with
+    engine.tensor_ranks as their devices take."""
     colocated: bool = True
-    """pod: trainer ranks and engines share devices, one after the other. false: each engine has a
-    device of its own."""
+    """pod: trainer ranks and engines share devices, one after the other, each rank of an engine the
+    device of one trainer rank. false: each has a device of its own."""
     weight_transport: Literal["shm", "cuda-ipc", "nccl"] = "shm"
     """pod: how weights get from the ranks to the engines. shm: through shared memory. The others go
     from device to device. cuda-ipc: each engine reads staging buckets of each rank's GPU; for

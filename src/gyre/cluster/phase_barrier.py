@@ -1,6 +1,7 @@
 """Phase barrier: a phase change on all workers. In: a phase. Out: nothing, once every worker's
 memory has been moved and measured; the measured bytes come as each worker's own `memory` events.
-Implements the loop's PhaseGate.
+Implements the loop's PhaseGate. Of an engine over several ranks each has a device, and so a ledger:
+all of them are asked, and one that does not answer costs its engine.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from gyre.cluster.watchdog import HINT, Watchdog
 from gyre.cluster.worker.rpc import CALLS, LOSSES, ask
 from gyre.core.contracts import WorkerHandle
-from gyre.core.errors import RankError
+from gyre.core.errors import MemoryBudgetError, RankError
 from gyre.core.events import Emit
 from gyre.core.liveness import StallLimit
 from gyre.core.records import DeviceHoldings, Phase
@@ -33,16 +34,19 @@ class ClusterGate:
         deadline_s: float,
         hang_s: float,
         engines: Callable[[], Sequence[WorkerHandle]] = tuple,
+        behind: Callable[[WorkerHandle], Sequence[WorkerHandle]] = lambda first: (),
         on_lost: Callable[[WorkerHandle, str], None] = lambda handle, cause: None,
         neighbors: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
         """`ranks` must all be there. `engines()` are workers with an engine alone, which come and
-        go: `on_lost` hears of one that broke or did not answer, and the others continue.
-        `neighbors` are, by name, the workers on the same device: there one side leaves before the
-        other comes, and each hears what the others have."""
+        go, and `behind` returns an engine's other ranks. `on_lost` hears of an engine that broke or
+        did not answer, or one of whose ranks did so; the others continue. `neighbors` are, by name,
+        the workers on the same device: there one side leaves before the other comes, and each hears
+        what the others have."""
         self._neighbors = neighbors or {}
         self._held: dict[str, DeviceHoldings] = {}  # by name, as last heard
-        self._ranks, self._engines, self._on_lost = tuple(ranks), engines, on_lost
+        self._ranks, self._on_lost = tuple(ranks), on_lost
+        self._engines, self._behind = engines, behind
         self._emit, self._calls = emit, StallLimit(key=CALLS, seconds=deadline_s)
         self._hang_s = hang_s
         self._watchdog = Watchdog(ranks, emit=emit, hang_s=hang_s)
@@ -52,9 +56,12 @@ class ClusterGate:
         self._held[name] = holdings
 
     async def enter(self, phase: Phase, *, step: int) -> None:
-        """MemoryBudgetError of the first worker that could not; the others have moved theirs by
-        then. RankError when a rank's worker broke or the ranks hang."""
-        engines = self._engines()
+        """MemoryBudgetError of the first worker that could not, by its name; the others have moved
+        theirs by then. RankError when a rank's worker broke or the ranks hang."""
+        first_of = {
+            handle: first for first in self._engines() for handle in (first, *self._behind(first))
+        }
+        engines = tuple(first_of)
         colocated = bool(self._neighbors)
         engines_first = colocated and phase in RANKS_ALONE
         if colocated:
@@ -86,9 +93,11 @@ class ClusterGate:
         held = {}
         for handle, result in zip([*self._ranks, *engines], found, strict=True):
             if isinstance(result, LOSSES):
-                self._note_loss(
-                    handle, f"could not enter phase {phase} of step {step}: {result}", result
-                )
+                cause = f"could not enter phase {phase} of step {step}: {result}"
+                self._note_loss(handle, cause, result, engine=first_of.get(handle))
+            elif isinstance(result, MemoryBudgetError):
+                told = f"{handle.name} ({handle.place}): {result.message}"
+                raise MemoryBudgetError(told, hint=result.hint) from result
             elif isinstance(result, BaseException):
                 raise result
             else:
@@ -138,8 +147,11 @@ class ClusterGate:
             if isinstance(answer, DeviceHoldings):
                 self._held[handle.name] = answer
 
-    def _note_loss(self, handle: WorkerHandle, cause: str, error: BaseException) -> None:
-        if handle not in self._ranks:
-            self._on_lost(handle, cause)
+    def _note_loss(
+        self, handle: WorkerHandle, cause: str, error: BaseException, *, engine: WorkerHandle | None
+    ) -> None:
+        if engine is not None:
+            named = cause if handle is engine else f"{handle.name} ({handle.place}) {cause}"
+            self._on_lost(engine, named)
             return
         raise RankError(f"{handle.name} ({handle.place}) {cause}", hint=HINT) from error

@@ -1,5 +1,6 @@
 """Engine memory: components that move between tiers. These are `engine.kv`, `engine.weights` unless
-they are shared, and `engine.kv_host`, the slots for swapped KV in host memory.
+they are shared, and `engine.kv_host`, the slots for swapped KV in host memory. One stays on its
+device: `engine.peers`, which other ranks of the engine write.
 
 In: config, decoder. Out: the KV pool, and the MemoryTenant's three answers. The KV pool's tensor is
 made once; leaving the device frees its bytes and keeps its identity. On a CUDA device both are in
@@ -18,14 +19,18 @@ import torch
 
 from gyre.core.errors import InputError
 from gyre.core.records import Component, Tier, Usage
+from gyre.core.rounding import round_up
 from gyre.engine.config import EngineConfig, plan_num_pages, plan_num_slots
 from gyre.engine.kv_cache.host_pool import HostKv
 from gyre.engine.kv_cache.pool import KvPool
-from gyre.memory.pools.cuda_vmm import find_driver, virtual_zeros
+from gyre.memory.pools.cuda_vmm import VirtualUsage, find_driver, virtual_zeros
 from gyre.memory.pools.storage import PoolTenant, StoragePool
 from gyre.models.decoder import Decoder
+from gyre.models.layers.tensor_parallel import ReplicatedRows
 
 KV, WEIGHTS, KV_HOST = "engine.kv", "engine.weights", "engine.kv_host"
+PEERS = "engine.peers"
+PLAIN_GRANULE = 2 << 20  # in which the driver gives device memory that is not virtual
 HOST_TIERS: tuple[Tier, ...] = ("host", "none")
 
 
@@ -60,6 +65,9 @@ class EngineMemory:
         self.num_slots = plan_num_slots(config.kv_host_bytes, page_bytes=self.page_bytes)
         self.host: HostKv | None = None
         self._kv_bytes = self.page_bytes * (self.num_pages + 1)
+        tensor = decoder.tensor
+        peers = tensor.peers if isinstance(tensor, ReplicatedRows) else None
+        self._peer_bytes = 0 if peers is None else peers.size_bytes
         self._pool: KvPool | None = None
         self.tenant = PoolTenant([])
         self._capture: torch.cuda.Stream | None = None
@@ -133,11 +141,22 @@ class EngineMemory:
                 "none" if self.host is None else "host",
             )
             made.append(Component(name=KV_HOST, size_bytes=size_bytes, tier=tier, tiers=HOST_TIERS))
+        if size_bytes := self._peer_bytes:
+            made.append(
+                Component(name=PEERS, size_bytes=size_bytes, tier="device", tiers=("device",))
+            )
         return made
 
     def move(self, name: str, tier: Tier) -> None:
         if name == KV_HOST:
             self._move_host(tier)
+            return
+        if name == PEERS:
+            if tier != "device":
+                raise InputError(
+                    f"component {PEERS} stays on the device: graphs and other ranks have its "
+                    "addresses (accepted: device)"
+                )
             return
         if name == KV and self._pool is None:
             if tier == "device":
@@ -152,6 +171,13 @@ class EngineMemory:
         if self.num_slots:
             host_bytes = 0 if self.host is None else self.host.size_bytes
             measured[KV_HOST] = Usage(device_bytes=0, host_bytes=host_bytes, disk_bytes=0)
+        if size_bytes := self._peer_bytes:  # of the driver, until the process ends
+            measured[PEERS] = VirtualUsage(
+                device_bytes=size_bytes,
+                host_bytes=0,
+                disk_bytes=0,
+                mapped_bytes=round_up(size_bytes, PLAIN_GRANULE),
+            )
         return measured
 
     def _move_host(self, tier: Tier) -> None:

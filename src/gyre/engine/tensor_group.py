@@ -26,7 +26,7 @@ from gyre.core.codec import decode, encode
 from gyre.core.errors import ConfigError, GyreError, RankError
 from gyre.core.events import Emit
 from gyre.core.offers import FolderTensors, Offer, RegisteredShards
-from gyre.core.records import Manifest
+from gyre.core.records import Manifest, Phase
 from gyre.distributed.process_group import RankGroup
 from gyre.engine.config import EngineConfig, plan_num_pages
 from gyre.engine.core_worker import CoreFailed, CoreWorker
@@ -78,11 +78,18 @@ class ForgetVersion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What was prepared is given up."""
 
 
+class EnteredPhase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Rank 0's memory is where a phase needs it, and so is that of a rank that has come to this."""
+
+    phase: Phase
+    step: int
+
+
 class EndCore(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The core ends, and the ranks free their memory."""
 
 
-Message = Entry | PrepareVersion | ForgetVersion | EndCore
+Message = Entry | PrepareVersion | ForgetVersion | EnteredPhase | EndCore
 
 
 class EntryStream:
@@ -141,6 +148,9 @@ class Followers:
 
     def rollback(self) -> None:
         self.send(ForgetVersion())
+
+    def entered(self, phase: Phase, step: int) -> None:
+        self.send(EnteredPhase(phase=phase, step=step))
 
     def end(self, error: Exception | None) -> Exception | None:
         """End the watch with the core. Returns the error that names the rank at fault. After an
@@ -222,9 +232,11 @@ def follow(
     stream: EntryStream,
     worker: CoreWorker,
     group: RankGroup,
+    *,
+    played: Callable[[Message], None] = lambda message: None,
 ) -> None:
-    """Play what rank 0 plays, until it closes the stream or is gone. RankError names a rank that
-    failed, ConfigError what differs from rank 0."""
+    """Play what rank 0 plays, until it closes the stream or is gone. `played` hears of each message
+    behind it. RankError names a rank that failed, ConfigError what differs from rank 0."""
     with closing(stream), ExitStack() as life:
         for message in stream.messages():
             if isinstance(message, Start):
@@ -234,6 +246,7 @@ def follow(
                 _play(message, worker, group)
             except CoreFailed as failed:  # by its type the guard tells a lost rank from a cause
                 raise failed.__cause__ or failed from None
+            played(message)
             if isinstance(message, EndCore):
                 life.close()
     if worker.core is not None:
@@ -253,6 +266,8 @@ def _play(message: Message, worker: CoreWorker, group: RankGroup) -> None:
             worker.rollback()
         case Commit(version=version, policy=policy):
             _agree(lambda: worker.commit(version, policy))
+        case EnteredPhase():
+            pass
         case EndCore():
             worker.terminate()
         case MoveComponent(component=component, tier=tier):

@@ -4,6 +4,7 @@ the planner's inputs.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,16 +80,31 @@ def plan_run(
         engines_alone=alone,
         lie_apart=apart,
     )
-    beside = 0 if is_pod and config.cluster.engine_workers else ranks
-    inputs = replace(inputs, engines=beside + config.cluster.engine_workers)
-    inputs = replace(inputs, engine_part=cut_engine(config.engine, spec))
+    engines = config.count_pod_engines(ranks) if is_pod else ranks + config.cluster.engine_workers
+    inputs = replace(inputs, engines=engines, engine_part=cut_engine(config.engine, spec))
+    if is_pod and inputs.engine_part is not None and inputs.online:
+        remark = tell_devices(ranks, engines, config.engine, colocated=config.cluster.colocated)
+        inputs = replace(inputs, remarks=(*inputs.remarks, remark))
     if is_pod and inputs.online:
         size_bytes = SLOTS * inputs.model.num_parameters * ITEM_BYTES[dtype]
         remark = (
             f"{SLOTS} versions of the weights are kept in /dev/shm: {size_bytes / 2**20:,.1f} MiB"
         )
         inputs = replace(inputs, remarks=(*inputs.remarks, remark))
-    return make_plan(inputs, cut_hardware(read_hardware(disk), share))
+    hardware = cut_hardware(read_hardware(disk), share)
+    takes_turns = is_pod and config.cluster.colocated and inputs.online
+    return plan_in_turns(inputs, hardware) if takes_turns else make_plan(inputs, hardware)
+
+
+def plan_in_turns(inputs: PlanInputs, hardware: Hardware) -> Plan:
+    """Plan for a trainer and an engine that are processes of their own on one device. Where not
+    everything fits, each leaves it: its ledger cannot tell when the other wants room."""
+    plan = make_plan(inputs, hardware)
+    if plan.residency != "spill" or inputs.residency is not None:
+        return plan
+    plan = make_plan(replace(inputs, residency="phase"), hardware)
+    reason = "not everything fits at once: a process leaves the device to the other"
+    return replace(plan, reasons={**plan.reasons, "residency": reason})
 
 
 def cut_engine(engine: EngineConfig, spec: ModelSpec) -> ModelNumbers | None:
@@ -97,13 +113,35 @@ def cut_engine(engine: EngineConfig, spec: ModelSpec) -> ModelNumbers | None:
     return None if engine.tensor_ranks == 1 else model_numbers(engine_part(engine, spec))
 
 
+def tell_devices(ranks: int, engines: int, engine: EngineConfig, *, colocated: bool) -> str:
+    """Return in words what is on the devices of a pod whose engines have several tensor ranks.
+    Pure."""
+    cut = engines * engine.tensor_ranks
+    each = f"{engines} engine{'s' if engines > 1 else ''} of {engine.tensor_ranks} ranks"
+    if not colocated:
+        return f"{ranks + cut} devices: {ranks} with a trainer rank each, then {cut} with {each}"
+    both, most = min(ranks, cut), max(ranks, cut)
+    told = (
+        f"{most} devices, {each}: device i has trainer rank i and, after it leaves, rank i of the "
+        "engines; what a phase has on the device is the sum"
+    )
+    if both < most:
+        which = "an engine's rank" if cut > ranks else "a trainer rank"
+        told += f". From device {both} on there is {which} alone"
+    return told
+
+
 def expected_ranks(config: RunConfig) -> int:
     """Return how many ranks will train together, as far as the config says. Without a number, as
-    few as its shards ask for."""
+    few as its shards and its engines ask for."""
     if config.cluster.kind == "inline":
         return 1
-    copies = max(1, *(config.parallel.of(model)[1] for model in MODELS))
-    return config.cluster.num_workers or copies * config.parallel.tensor_ranks
+    cluster = config.cluster
+    asked = max(1, *(config.parallel.of(model)[1] for model in MODELS))
+    asked *= config.parallel.tensor_ranks
+    if cluster.kind == "pod" and cluster.colocated and not cluster.engine_workers:
+        asked = math.lcm(asked, config.engine.tensor_ranks)  # engines fill the trainer's devices
+    return cluster.num_workers or asked
 
 
 def lie_over(parallel: ParallelConfig, ranks: int) -> dict[str, Shards]:

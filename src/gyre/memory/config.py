@@ -34,7 +34,7 @@ class MemoryConfig(Section):
     residency: Residency | Literal["auto"] = "auto"
     """resident: nothing ever leaves the device; spill: only what must make room leaves, the least
     needed first; phase: each component leaves when its phase ends; auto: resident if everything
-    fits at once, otherwise spill."""
+    fits at once, otherwise spill, or phase in a pod whose processes share devices."""
 
     leave: dict[str, Leave] = Field(default_factory=dict)
     """How a component leaves the device, by name or by owner ("engine", "actor.optimizer"): park

@@ -85,7 +85,10 @@ def leave_tiers(
 ) -> tuple[Tier, ...]:
     """Return the tiers for a component that leaves the device, best first; empty when it may be
     nowhere else. `chosen` is the user's `memory.leave`. Other components are parked, or destroyed
-    where their contents become stale anyway."""
+    where their contents become stale anyway. What is on the device for good stays, unless it is
+    named itself: graphs of an engine have its addresses."""
+    if tiers == ("device",) and name not in chosen:
+        return ()
     stale: Leave | None = match_name(DEFAULT_LEAVE, name) if "none" in tiers else None
     policy = match_name(chosen, name) or stale or "park"
     if policy == "destroy":

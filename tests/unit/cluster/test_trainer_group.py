@@ -288,7 +288,7 @@ def test_the_gate_enters_a_phase_everywhere_and_says_what_each_holds() -> None:
             "cluster.memory",
             {"phase": "train", "step": 3, "device_bytes": {"rank-0": 10, "rank-1": 20}},
         ) in events
-        with pytest.raises(MemoryBudgetError, match="no room on rank-1"):
+        with pytest.raises(MemoryBudgetError, match=r"rank-1 \(.*\): no room on rank-1"):
             await gate.enter("score", step=3)
         with pytest.raises(RankError, match=r"rank-0 .* could not enter phase handover"):
             await gate.enter("handover", step=3)
@@ -398,6 +398,101 @@ def test_an_engine_alone_that_cannot_change_phase_costs_itself_and_not_the_run(h
         assert handle is engine and told in cause
         assert ("thread rank-0:" in cause) == (how == "silent"), "what it is at"
         assert events[-1][1]["device_bytes"] == {"rank-1": 20}
+        await cluster.close()
+
+    go(work)
+
+
+@pytest.mark.parametrize("which", ["first", "behind"])
+def test_a_rank_of_an_engine_that_does_not_answer_costs_its_engine_by_name(which: str) -> None:
+    """Within the deadline, and before the trainer's ranks come to the devices that it shares. The
+    phase is not entered until every rank has told what it holds."""
+
+    async def work() -> None:
+        roles = [{"rank": rank, "held_bytes": 10 * (rank + 1)} for rank in range(3)]
+        _, cluster, events = await make("gated", roles)
+        trainer, first, behind = cluster.handles.values()
+        lost: list[tuple[Any, str]] = []
+        gate = ClusterGate(
+            [trainer],
+            emit=lambda kind, **fields: events.append((kind, fields)),
+            deadline_s=0.5,
+            hang_s=10.0,
+            engines=lambda: [first],
+            behind=lambda handle: (behind,) if handle is first else (),
+            on_lost=lambda handle, cause: lost.append((handle, cause)),
+            neighbors={
+                trainer.name: frozenset({behind.name}),
+                behind.name: frozenset({trainer.name}),
+            },
+        )
+        await gate.enter("rollout", step=1)
+        assert not lost
+        assert events[-1][1]["device_bytes"] == {"rank-0": 10, "rank-1": 20, "rank-2": 30}
+        silent = {"first": first, "behind": behind}[which]
+        asked_s, honest, clock = dict[str, float](), trainer.begin, asyncio.get_running_loop().time
+
+        def begin(method: str, *args: Any) -> Future[Any]:
+            asked_s[method] = clock()
+            return honest(method, *args)
+
+        trainer.begin = begin
+        mute(silent, looks=False)
+        began_s = clock()
+        await gate.enter("train", step=1)
+        assert 0.5 <= asked_s["enter"] - began_s < 5.0, "once the engine's ranks have told"
+        ((engine, cause),) = lost
+        assert engine is first and "had not answered 'enter' after 0.5 s" in cause
+        assert silent.name in cause and "could not enter phase train of step 1" in cause
+        assert set(events[-1][1]["device_bytes"]) == {"rank-0", "rank-1", "rank-2"} - {silent.name}
+        await cluster.close()
+
+    go(work)
+
+
+def test_each_rank_of_an_engine_hears_what_its_own_neighbor_has() -> None:
+    async def work() -> None:
+        _, cluster, events = await make(
+            "gated", [{"rank": rank, "held_bytes": 10 * (rank + 1)} for rank in range(4)]
+        )
+        *trainers, first, behind = cluster.handles.values()
+        pairs = [(trainers[0], first), (trainers[1], behind)]
+        told: dict[tuple[str, str], int | None] = {}
+        for handle in (*trainers, first, behind):
+            honest = handle.begin
+
+            def begin(method: str, *args: Any, handle=handle, honest=honest) -> Future[Any]:
+                if method == "enter":
+                    told[handle.name, args[0]] = args[2]
+                return honest(method, *args)
+
+            handle.begin = begin
+        gate = ClusterGate(
+            trainers,
+            emit=lambda kind, **fields: events.append((kind, fields)),
+            deadline_s=10.0,
+            hang_s=10.0,
+            engines=lambda: [first],
+            behind=lambda handle: (behind,),
+            neighbors={
+                name: frozenset({other})
+                for one, two in pairs
+                for name, other in ((one.name, two.name), (two.name, one.name))
+            },
+        )
+        await gate.enter("rollout", step=1)
+        await gate.enter("train", step=1)
+        # 7 bytes are outside the components, of what each says that its process holds
+        assert told == {
+            ("rank-0", "rollout"): 37,
+            ("rank-1", "rollout"): 47,
+            ("rank-2", "rollout"): 17,
+            ("rank-3", "rollout"): 27,
+            ("rank-2", "train"): 17,
+            ("rank-3", "train"): 27,
+            ("rank-0", "train"): 37,
+            ("rank-1", "train"): 47,
+        }
         await cluster.close()
 
     go(work)

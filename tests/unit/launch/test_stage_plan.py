@@ -72,6 +72,70 @@ def test_each_rank_of_an_engine_is_planned_for_with_its_part_of_the_model(tmp_pa
     assert made[2]["actor.params"] == made[1]["actor.params"]
 
 
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ({}, "2 devices, 1 engine of 2 ranks: device i has trainer rank i and"),
+        ({"num_workers": 2}, "2 devices, 1 engine of 2 ranks: device i has trainer rank i and"),
+        ({"num_workers": 4}, "4 devices, 2 engines of 2 ranks: device i has"),
+        ({"num_workers": 4, "engine_workers": 1}, "From device 2 on there is a trainer rank alone"),
+        ({"num_workers": 1, "engine_workers": 1}, "From device 1 on there is an engine's rank al"),
+        (
+            {"num_workers": 2, "engine_workers": 1, "colocated": False},
+            "4 devices: 2 with a trainer rank each, then 2 with 1 engine of 2 ranks",
+        ),
+    ],
+)
+def test_a_plan_says_which_ranks_share_a_device(tmp_path, cluster, words):
+    """And holds both in each phase's table: weights and KV of an engine's rank leave for the
+    trainer's."""
+    config = online(
+        tmp_path,
+        cluster={"kind": "pod", **cluster},
+        engine={"tensor_ranks": 2, "num_pages": 8},
+        memory={"residency": "phase"},
+        run={"device": "cpu"},
+    )
+    (stage,), data = plan_stages(config, "all"), load_online(config)
+    given = {"dtype": "float32", "folder": tmp_path, "ranks": expected_ranks(config)}
+    plan = plan_run(config, stage, WIDE, data, **given)
+    (told,) = [note for note in plan.notes if "devices" in note]
+    assert words in told
+    phases = {phase.phase: phase for phase in plan.phases}
+    assert {"engine.weights", "engine.kv"} <= set(phases["rollout"].device)
+    assert not any(name.startswith("engine.") for name in phases["train"].device)
+    assert "engine.weights" in phases["train"].host
+
+
+@pytest.mark.parametrize(
+    ("cluster", "given", "residency"),
+    [
+        ({"kind": "pod"}, "auto", "phase"),
+        ({"kind": "pod"}, "spill", "spill"),
+        ({"kind": "pod", "colocated": False}, "auto", "spill"),
+        ({"kind": "inline"}, "auto", "spill"),
+    ],
+)
+def test_processes_in_turns_on_a_device_leave_it_to_each_other(tmp_path, cluster, given, residency):
+    """Where not everything fits: one process's ledger cannot tell what the other wants."""
+    config = online(tmp_path, cluster=cluster, run={"device": "cpu"})
+    (stage,), data, spec = plan_stages(config, "all"), load_online(config), trainer_cases.SPEC
+    sizes = {"dtype": "float32", "folder": tmp_path}
+    plan = plan_run(config, stage, spec, data, **sizes)
+    assert plan.residency == "resident"
+    most = max(phase.peak_device_bytes for phase in plan.phases)
+    tight = online(
+        tmp_path,
+        cluster=cluster,
+        run={"device": "cpu"},
+        engine={"num_pages": plan.kv_pages},
+        trainer={"tokens_per_chunk": plan.sizes.tokens_per_chunk},
+        memory={"device_budget_bytes": most - 1, "residency": given},
+    )
+    (stage,) = plan_stages(tight, "all")
+    assert plan_run(tight, stage, spec, data, **sizes).residency == residency
+
+
 def test_each_rank_is_planned_for_with_its_part_of_the_states(tmp_path):
     """The engine beside shards has weights of its own; whole ones are shared with it."""
     components = {}

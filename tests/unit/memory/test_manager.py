@@ -361,6 +361,7 @@ def test_policies_of_leaving() -> None:
     assert leave_tiers("engine.kv", kv, {"engine": "disk"}) == ("none",)
     assert leave_tiers("actor.grads", kv, {}) == ("none",)
     assert leave_tiers("a", ("device",), {}) == ()
+    assert leave_tiers("engine.peers", ("device",), {"engine": "destroy"}) == ()
     with pytest.raises(ConfigError, match="a cannot be destroyed"):
         leave_tiers("a", ("device", "host"), {"a": "destroy"})
     with pytest.raises(ConfigError, match="a has no disk tier") as refusal:

@@ -11,6 +11,7 @@ import numpy as np
 from gyre.core.rounding import ceil_div
 from gyre.kernels.gpu.work_list import INVARIANT_PIECE, ITEM_BITS
 
+PEER_ROWS = 256  # most that peers sum; it beats NCCL up to there, and was not measured with more
 SLAB_ITEMS = 16_384  # as in kernels.gpu.split_kv, which needs Triton
 SAMPLE_BLOCK_TOKENS = 2048  # as in kernels.gpu.sample
 SMALLEST_PIECE, LARGEST_PIECE = 128, 1024

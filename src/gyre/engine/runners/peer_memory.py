@@ -15,10 +15,10 @@ import torch
 from gyre.core.errors import InputError, MemoryBudgetError
 from gyre.core.events import Emit
 from gyre.distributed.process_group import RankGroup
-from gyre.kernels.gpu.peer_sums import PeerBuffers, peer_bytes
+from gyre.engine.runners.gpu_work import PEER_ROWS
+from gyre.kernels.gpu.peer_sums import PeerBuffers
+from gyre.kernels.gpu.work_list import peer_bytes
 from gyre.weights.transports.device.cuda_ipc import CudaStaging
-
-MOST_ROWS = 256  # of a call; it is faster than NCCL up to there, and was not measured with more
 
 
 def meet_peers(
@@ -26,8 +26,8 @@ def meet_peers(
 ) -> PeerBuffers | None:
     """Allocate this rank's memory and open the others'. All ranks call it; either all have it or
     none has."""
-    sizes = {"ranks": group.size, "rows": MOST_ROWS, "width": width, "dtype": dtype}
-    size_bytes, device = peer_bytes(**sizes), group.device
+    sizes = {"ranks": group.size, "rows": PEER_ROWS, "width": width}
+    size_bytes, device = peer_bytes(**sizes, item_bytes=dtype.itemsize), group.device
     own: CudaStaging | None = None
     opened: dict[int, CudaStaging] = {}
     handle, reason = "", ""
@@ -64,6 +64,7 @@ def meet_peers(
     return PeerBuffers(
         rank=group.rank,
         places_S=torch.tensor(places, dtype=torch.int64, device=device),
-        calls_R=torch.zeros(MOST_ROWS, dtype=torch.int32, device=device),
+        calls_R=torch.zeros(PEER_ROWS, dtype=torch.int32, device=device),
+        dtype=dtype,
         **sizes,
     )

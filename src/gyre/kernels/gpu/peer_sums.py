@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-HEAD_ALIGN = 1024  # bytes; where the parts begin behind the call numbers
+from gyre.kernels.gpu.work_list import peer_bytes, peer_head_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +35,11 @@ class PeerBuffers:
     places_S: Tensor  # int64: the address of each rank's memory, as this rank sees it
     calls_R: Tensor  # int32: calls so far, by row
 
-
-def peer_bytes(*, ranks: int, rows: int, width: int, dtype: torch.dtype) -> int:
-    """Return the bytes that each rank needs: call numbers, and two halves of each rank's rows."""
-    return _head_bytes(ranks, rows) + 2 * ranks * rows * width * dtype.itemsize
-
-
-def _head_bytes(ranks: int, rows: int) -> int:
-    return triton.cdiv(4 * ranks * rows, HEAD_ALIGN) * HEAD_ALIGN
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes of this rank's memory, which torch's allocator does not count."""
+        item_bytes = self.dtype.itemsize
+        return peer_bytes(ranks=self.ranks, rows=self.rows, width=self.width, item_bytes=item_bytes)
 
 
 def add_peer_sum(peers: PeerBuffers, x_TE: Tensor, partial_TE: Tensor) -> None:
@@ -85,7 +82,7 @@ def _launch(
         RANK=peers.rank,
         RANKS=peers.ranks,
         ROWS=peers.rows,
-        HEAD=_head_bytes(peers.ranks, peers.rows),
+        HEAD=peer_head_bytes(peers.ranks, peers.rows),
         E=width,
         BLOCK=block,
         NORM=weight_E is not None,

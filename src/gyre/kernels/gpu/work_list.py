@@ -1,6 +1,7 @@
 """Work lists of the attention kernels: two numbers per int32, splits of keys into pieces, block
-tables of whole sequences, and packing of arrays for one copy. In: lengths, arrays. Out: work lists,
-tables (numpy). No Triton here, so that the host side is testable without it."""
+tables of whole sequences, packing of arrays for one copy, and sizes of memory that peers write. In:
+lengths, arrays. Out: work lists, tables (numpy). No Triton here, so that the host side is testable
+without it."""
 
 # B or S sequences, I items of a work list, P pages of the longest sequence
 
@@ -16,6 +17,7 @@ ITEM_BITS = 16  # low bits hold the piece or tile, high bits the sequence or chu
 # int32 numbers in 16 bytes: Triton compiles a kernel anew for a pointer that is not a multiple of
 # that
 ALIGN = 4
+PEER_HEAD_ALIGN = 1024  # bytes; behind call numbers of peer sums
 INVARIANT_PIECE = 512  # keys of a piece in batch-invariant mode; a multiple of every page size
 
 
@@ -57,3 +59,13 @@ def pack(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, list[slice]]:
     for span, array in zip(spans, arrays, strict=True):
         flat[span] = array
     return flat, spans
+
+
+def peer_bytes(*, ranks: int, rows: int, width: int, item_bytes: int) -> int:
+    """Return the bytes that each rank of `peer_sums` needs: call numbers, and two halves of each
+    rank's rows."""
+    return peer_head_bytes(ranks, rows) + 2 * ranks * rows * width * item_bytes
+
+
+def peer_head_bytes(ranks: int, rows: int) -> int:
+    return round_up(4 * ranks * rows, PEER_HEAD_ALIGN)

@@ -1,8 +1,9 @@
 """Engine ranks: the processes of engines alone, started and stopped together. In: the roles of one
 engine's tensor ranks. Out: handles, of which the first is called as the engine.
 
-The others follow the first one, and get no call after their begin. A rank that is lost ends
-the engine: the first one hears of it, and the pool starts all ranks again.
+The others follow the first one. They are called for their memory alone, at their begin and at phase
+changes. A rank that is lost ends the engine: the first one hears of it, and the pool starts all
+ranks again.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ class EngineRanks:
         self._others[name] = handles[1:]
         return handles
 
+    def behind(self, first: WorkerHandle) -> Sequence[WorkerHandle]:
+        """Return an engine's other ranks, which follow its first one."""
+        return tuple(self._others.get(first.name, ()))
+
     async def stop(self, first: WorkerHandle) -> None:
         """Stop an engine with all its ranks."""
         await self._cluster.stop(first)
@@ -54,6 +59,11 @@ class EngineRanks:
     async def _stop_others(self, name: str) -> None:
         for handle in self._others.pop(name, []):
             await self._cluster.stop(handle)
+
+
+def name_rank(engine: str, tensor_rank: int) -> str:
+    """Return the name of the process of an engine's rank. Pure."""
+    return f"{engine}.{tensor_rank}" if tensor_rank else engine
 
 
 async def all_or_first_error(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:

@@ -56,7 +56,7 @@ class PodWorkers:
         self.num_workers = settings.num_workers or max(1, num_gpus)
         self._tensor_ranks = config.engine.tensor_ranks
         # left out, all GPUs are ranks', and engines with GPUs of their own need a number
-        self.engine_workers = settings.engine_workers or self.num_workers
+        self.engine_workers = config.count_pod_engines(self.num_workers)
         engine_ranks = self.engine_workers * self._tensor_ranks
         wanted = (
             max(self.num_workers, engine_ranks)

@@ -22,8 +22,9 @@ from gyre.core.seeds import derive_seed
 from gyre.distributed.mesh import shard_size
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.engine import NativeEngine
-from gyre.engine.tensor_group import EntryStream, Followers, follow
+from gyre.engine.tensor_group import EntryStream, Followers
 from gyre.launch.factories import Machine, Policy, make_engine, make_reward_model
+from gyre.launch.placement.following_rank import FollowingRank
 from gyre.launch.placement.snapshots import Snapshots, make_snapshots
 from gyre.launch.placement.tensor_engine import connect, make_rows
 from gyre.launch.stages import Stage, trains_invariant
@@ -75,7 +76,7 @@ class StageRuntime:
         )
         self._group, self._progress = group, progress
         self._tensor_group = tensor_group
-        self._following: asyncio.Future[None] | None = None  # what a rank behind the first plays
+        self._following: FollowingRank | None = None  # a rank behind an engine's first
         self._manager: MemoryManager | None = None
         self._own_weights = False  # the engine's, beside the trainer's
         self._took_s: dict[str, float] = {}  # to make each part
@@ -125,9 +126,7 @@ class StageRuntime:
             await self._make_engine(
                 policy, own_weights=not trains or self.cuts_weights, reading=reading
             )
-            if self.engine is None:  # the first rank says what happens to this one's memory
-                return policy
-        await self._on_compute(partial(self._manage, neighbor_bytes))
+        await self._aside(partial(self._manage, neighbor_bytes))
         if self.snapshots is not None:
             # after the engine's graphs are captured
             await self._on_compute(self.snapshots.prepare)
@@ -142,6 +141,12 @@ class StageRuntime:
 
     async def _on_compute(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._machine.compute, work)
+
+    async def _aside(self, work: Callable[[], Result]) -> Result:
+        """Do work of the memory manager: on the compute thread, unless another rank has that."""
+        if self._following is not None:
+            return await self._following.ask(work)
+        return await self._on_compute(work)
 
     @property
     def cuts_weights(self) -> bool:
@@ -246,10 +251,10 @@ class StageRuntime:
                 engine.read_parts(reading)
             if stream is not None:
                 assert self._tensor_group is not None
-                following = partial(follow, stream, engine.worker, self._tensor_group)
-                self._following = asyncio.ensure_future(self._on_compute(following))
-                # the first rank hears of its error, by the failure detector, and names it
-                self._following.add_done_callback(lambda done: done.cancelled() or done.exception())
+                compute = self._machine.compute
+                following = FollowingRank(stream, engine.worker, self._tensor_group, compute)
+                self._following = following
+                await following.until_started()
                 return
             self.engine = engine
             await engine.start(dummy=own_weights)
@@ -271,18 +276,28 @@ class StageRuntime:
 
     def _manage(self, neighbor_bytes: int) -> None:
         """Take what was made so far under the memory manager."""
-        tenants = [tenant for tenant in (self.engine, self.trainer) if tenant is not None]
+        followed = None if self._following is None else self._following.memory
+        owners = (self.engine, self.trainer, followed)
+        tenants = [owner for owner in owners if owner is not None]
         with self._making("memory"):
             self._manager = MemoryManager(
                 tenants,
                 self._budgets(),
                 self._machine.device,
                 self._emit,
-                needs=default_needs(shared_weights=not self._own_weights),
+                needs=default_needs(shared_weights=not self._engine_has_weights),
                 working=self._plan.working,
                 neighbor_bytes=neighbor_bytes,
             )
         self._emit("device.made", seconds=self._took_s)
+
+    @property
+    def _engine_has_weights(self) -> bool:
+        """Return whether engines have weights of their own, here or in other processes, so that a
+        rollout does not want the trainer's. Whole ones of a rank without an engine stay: an export
+        reads them where they are."""
+        elsewhere = self.trainer is not None and self.engine is None and self._plan.kv_pages > 0
+        return self._own_weights or (elsewhere and self.cuts_weights)
 
     @contextlib.contextmanager
     def _making(self, part: str) -> Iterator[None]:
@@ -291,16 +306,28 @@ class StageRuntime:
         self._took_s[part] = round(time.perf_counter() - started_s, 3)
 
     async def enter(self, phase: Phase, *, step: int, neighbor_bytes: int | None = None) -> None:
-        """PhaseGate over the memory manager, on the compute thread."""
+        """PhaseGate over the memory manager. A rank behind the first of an engine is in the phase
+        once that one is: its components move with the first one's."""
         assert self._manager is not None
         enter = partial(self._manager.enter, phase, step=step, neighbor_bytes=neighbor_bytes)
-        await self._on_compute(enter)
+        if self._following is not None:
+            await self._following.enter(phase, step, enter)
+            return
+        await self._on_compute(partial(self._lead_into, phase, step, enter))
+
+    def _lead_into(self, phase: Phase, step: int, enter: Callable[[], object]) -> None:
+        """Enter a phase, and tell an engine's other ranks, whatever came of it."""
+        try:
+            enter()
+        finally:
+            if self.engine is not None:
+                self.engine.worker.entered(phase, step)
 
     async def holdings(self) -> DeviceHoldings:
         """Return what this process has on the device."""
         manager = self._manager
         assert manager is not None
-        return await self._on_compute(lambda: manager.holdings)
+        return await self._aside(lambda: manager.holdings)
 
     async def close(self) -> None:
         if self.engine is not None:

@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from gyre.cluster.worker.endpoints import EngineEndpoint
 from gyre.cluster.worker.server import Context
 from gyre.cluster.worker.trainer_endpoint import TrainerEndpoint
+from gyre.core.errors import GyreError, WorkerLost
 from gyre.core.offers import Offer
 from gyre.core.records import DeviceHoldings, Phase
 from gyre.distributed.init import RankSpec, join
@@ -227,9 +228,9 @@ class RankWorker:
                 held_bytes=self._held_bytes,
                 lost=device.lost_rank,
             )
-            if device.trainer is None:
-                starting.size_bytes = await self._held_bytes()
-                starting.end()
+        if self._spec.rank is None:
+            starting.size_bytes = await self._held_bytes()
+            starting.end()
         return version
 
     async def _held_bytes(self) -> int:
@@ -314,11 +315,21 @@ class RankWorker:
         self, phase: Phase, step: int, neighbor_bytes: int | None = None
     ) -> DeviceHoldings:
         """Move this worker's memory on its device for a phase; return what it has there
-        afterwards. `neighbor_bytes` are those of other workers on the same device."""
-        assert self._device is not None
-        await self._on_compute(self._withdraw)
-        await self._device.enter(phase, step=step, neighbor_bytes=neighbor_bytes)
-        return await self._device.holdings()
+        afterwards. `neighbor_bytes` are those of other workers on the same device. WorkerLost where
+        this is an engine's first rank, and one of its ranks was lost."""
+        device = self._device
+        assert device is not None
+        if self._live is not None:
+            await self._on_compute(self._live.withdraw)
+        try:
+            await device.enter(phase, step=step, neighbor_bytes=neighbor_bytes)
+        except GyreError as error:
+            if cause := device.lost_rank():
+                raise WorkerLost(cause) from error
+            raise
+        if cause := device.lost_rank():
+            raise WorkerLost(cause)
+        return await device.holdings()
 
     async def holdings(self) -> DeviceHoldings:
         """Return what this worker has on its device."""

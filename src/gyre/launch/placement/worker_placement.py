@@ -28,7 +28,7 @@ from gyre.core.records import RoleSpec
 from gyre.distributed.environment import child_environment
 from gyre.distributed.init import hold_store
 from gyre.launch.factories import Facts, Machine, dtype_name, make_facts
-from gyre.launch.placement.engine_ranks import EngineRanks, all_or_first_error
+from gyre.launch.placement.engine_ranks import EngineRanks, all_or_first_error, name_rank
 from gyre.launch.placement.pod_members import PodMembers
 from gyre.launch.placement.pod_metadata import PodMetadata, open_rendezvous
 from gyre.launch.placement.step_exports import make_exports
@@ -204,6 +204,7 @@ class WorkerPlacement:
             deadline_s=self._settings.call_deadline_s,
             hang_s=self._settings.hang_s,
             engines=self._engines_in_phases,
+            behind=self._engines.behind,
             on_lost=self._lose_engine,
             neighbors=self._neighbors(),
         )
@@ -230,7 +231,9 @@ class WorkerPlacement:
             f"worker-{rank}": fleet.devices_of(rank, 0).devices for rank in range(fleet.num_workers)
         }
         for number in range(fleet.engine_workers):
-            places[f"engine-{number}"] = fleet.devices_of(None, number).devices
+            for tensor_rank in range(self._config.engine.tensor_ranks):
+                name = name_rank(f"engine-{number}", tensor_rank)
+                places[name] = fleet.devices_of(None, number, tensor_rank).devices
         shared = {
             name: frozenset(
                 other for other, at in places.items() if other != name and {*at} & {*devices}
@@ -348,17 +351,20 @@ class WorkerPlacement:
         handle = workers[0]
         try:
             limits = {"deadline_s": self._settings.start_deadline_s, "key": STARTS}
-            beside = self._neighbors().get(name, frozenset())
-            ranks = [one for one in self._handles if one.name in beside]
-            held = [await ask(one, "holdings", **limits) for one in ranks]
-            neighbor_bytes = sum(one.process_bytes for one in held)
-            begun = (stage.name, plan.to_json(), 0, "", neighbor_bytes)
-            begins = [ask(worker, "begin", *begun, **limits) for worker in workers]
+            shared, begins = self._neighbors(), []
+            for worker in workers:
+                beside = shared.get(worker.name, frozenset())
+                ranks = [one for one in self._handles if one.name in beside]
+                held = [await ask(one, "holdings", **limits) for one in ranks]
+                neighbor_bytes = sum(one.process_bytes for one in held)
+                begun = (stage.name, plan.to_json(), 0, "", neighbor_bytes)
+                begins.append(ask(worker, "begin", *begun, **limits))
             await asyncio.gather(*begins)
             if not self._takes_turns:
-                await ask(handle, "enter", "rollout", 0, **limits)
-            if beside:
-                self._gate.note(name, await ask(handle, "holdings", **limits))
+                enters = [ask(worker, "enter", "rollout", 0, **limits) for worker in workers]
+                await asyncio.gather(*enters)
+            for worker in (one for one in workers if one.name in shared):
+                self._gate.note(worker.name, await ask(worker, "holdings", **limits))
         except BaseException:  # it would keep its device
             await self._engines.stop(handle)
             raise
@@ -396,7 +402,7 @@ class WorkerPlacement:
         if rank is None and self._config.engine.kind == "vllm":
             return replace(self._vllm_role(name), gpus=given.gpus, devices=given.devices)
         return RoleSpec(
-            name=f"{name}.{tensor_rank}" if tensor_rank else name,
+            name=name_rank(name, tensor_rank),
             builder="gyre.launch.placement.worker:build_rank",
             arguments=asdict(spec),
             environment=self._environment(),

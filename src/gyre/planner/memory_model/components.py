@@ -182,6 +182,12 @@ def _engine(
     page = engine.page_bytes
     what = f"({kv_pages} pages + 1 spare) × {page} bytes"
     rows.append(_Row(name="engine.kv", size_bytes=(kv_pages + 1) * page, tiers=tiers, formula=what))
+    if engine.peer_bytes:
+        what = "partial sums of few rows, which the engine's other ranks write"
+        stays: tuple[Tier, ...] = ("device",)
+        rows.append(
+            _Row(name="engine.peers", size_bytes=engine.peer_bytes, tiers=stays, formula=what)
+        )
     if slots := engine.host_slots:
         what = f"{slots} slots × {page} bytes"
         tiers = ("host", "none")

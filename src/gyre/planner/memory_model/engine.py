@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from gyre.core.rounding import ceil_div
 from gyre.engine.config import plan_num_slots
-from gyre.engine.runners.gpu_work import buffer_bytes
+from gyre.engine.runners.gpu_work import PEER_ROWS, buffer_bytes
+from gyre.kernels.gpu.work_list import peer_bytes
 from gyre.planner.batch_sizes import longest_sequence
 from gyre.planner.memory_model.activations import ITEM_BYTES
 from gyre.planner.plan import Dtype, ModelNumbers, PlanInputs, Saving
@@ -29,6 +30,7 @@ class EngineDemand:
     working_bytes: int  # a step's temporaries and logits
     graph_bytes: int  # private pools of CUDA graphs
     buffer_bytes: int = 0  # scratch, staging and logits with fixed addresses, which the graphs have
+    peer_bytes: int = 0  # that the other tensor ranks write; 0 with one rank
     page_tokens: int = 1
     host_slots: int = 0  # pages of host memory, for completions that wait
     own_weights: bool = False  # whole ones, although no shards keep it from the trainer's
@@ -82,11 +84,21 @@ def make_engine(
         ),
         graph_bytes=GRAPH_BYTES if on_gpu else 0,
         buffer_bytes=fixed if on_gpu else 0,
+        peer_bytes=engine_peer_bytes(inputs, dtype) if on_gpu else 0,
         page_tokens=page_tokens,
         host_slots=plan_num_slots(inputs.kv_host_bytes, page_bytes=page),
         own_weights=not inputs.shared_weights,
         part=inputs.engine_part,
     )
+
+
+def engine_peer_bytes(inputs: PlanInputs, dtype: Dtype) -> int:
+    """Return the memory of each rank of an engine that the others write their sums to."""
+    if (part := inputs.engine_part) is None:
+        return 0
+    ranks = inputs.model.mlp_size // part.mlp_size  # what no layout pads or repeats
+    width, item_bytes = part.hidden_size, ITEM_BYTES[dtype]
+    return peer_bytes(ranks=ranks, rows=PEER_ROWS, width=width, item_bytes=item_bytes)
 
 
 def kv_bytes_per_page(model: ModelNumbers, dtype: Dtype, page_tokens: int) -> int:

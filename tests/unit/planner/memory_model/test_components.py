@@ -11,17 +11,20 @@ from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.logprobs import token_logprobs
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
+from gyre.models.layout import local_spec
 from gyre.models.spec import ModelSpec
 from gyre.planner.hardware import saving_on_cpu
+from gyre.planner.memory_model import components
 from gyre.planner.memory_model.engine import (
     GRAPH_BYTES,
     engine_buffer_bytes,
     engine_bytes,
     kv_bytes_per_page,
 )
+from gyre.planner.memory_model.job import layout_of
 from gyre.planner.memory_model.peaks import forward_bytes
-from gyre.planner.plan import ModelNumbers, PlanInputs
-from planner_cases import activation_bytes, predict_components, working_bytes
+from gyre.planner.plan import ComponentPlan, ModelNumbers, PlanInputs, Saving
+from planner_cases import activation_bytes, job_of, predict_components, working_bytes
 
 CPU = torch.device("cpu")
 SAVING = saving_on_cpu()
@@ -191,6 +194,23 @@ def test_an_engine_on_a_gpu_keeps_its_buffers_in_every_phase() -> None:
     assert (
         engine_buffer_bytes(invariant, dtype="bfloat16", page_tokens=64, max_running=32) > 2 * kept
     )
+
+
+def test_memory_that_an_engines_ranks_write_to_each_other_stays_on_a_gpu() -> None:
+    """Two halves of 256 rows for each rank, and a call number for each row of each rank."""
+    spec = make_spec(hidden_size=512)
+
+    def peers(saving: Saving, ranks: int) -> list[ComponentPlan]:
+        part = numbers(local_spec(spec, ranks)) if ranks > 1 else None
+        inputs = make_inputs(spec, shared_weights=False, engine_part=part)
+        job = job_of(inputs, "bfloat16", saving=saving, page_tokens=64)
+        found = components.predict_components(job, layout_of(inputs, 0), kv_pages=10)
+        return [one for one in found if one.name == "engine.peers"]
+
+    assert not peers("triton", 1) and not peers("c_cpu", 2)
+    (found,) = peers("triton", 2)
+    assert found.size_bytes == 2 * 256 * 4 + 2 * 2 * 256 * 512 * 2
+    assert found.tiers == ("device",) and found.leave == (), "graphs have its addresses"
 
 
 def test_a_score_fills_its_chunk_however_small_an_update_is() -> None:
