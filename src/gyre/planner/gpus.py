@@ -18,7 +18,7 @@ from gyre.core.errors import ConfigError
 
 GIB = 1 << 30
 MEASURED_LINK_SHARE = 342 / 450  # all-gather among eight H200s: 342 of 450 GB/s each way
-# What tensor ranks exchange for a layer, two H200s. A trainer's 367 exchanges of 32 MiB, beside
+# What tensor ranks exchange for a layer, two H200s. A trainer's, 367 times 32 MiB beside
 # products: 77.8 ms in train_2x_8b_8192_none_same_sft_zero0_tensor2.json. To start one takes what
 # NCCL takes for one row out of a graph (`nccl_alone_us` in all_reduce_2x.json). The rest is
 # bandwidth: 32 MiB in 187 µs.

@@ -3,6 +3,7 @@ said to decide them."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -151,7 +152,7 @@ def test_a_model_that_one_gpu_does_not_hold_is_served_over_several() -> None:
     weights = [one.plan.weights_bytes / GIB for one in found[:2]]
     assert weights == [pytest.approx(131.4, abs=0.1), pytest.approx(65.7, abs=0.1)]
     tokens = [one.token_s for one in found]
-    assert all(more < fewer for fewer, more in zip(tokens, tokens[1:], strict=False))
+    assert all(more < fewer for fewer, more in pairwise(tokens))
     text = describe_ranks(found, num_gpus=2)
     assert "Set engine.tensor_ranks = 2." in text and "does not" not in text
     assert "Take 2 of these GPUs, here 1, and engine.tensor_ranks = 2." in describe_ranks(

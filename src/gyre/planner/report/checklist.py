@@ -82,8 +82,8 @@ def inference_lines(choice: SearchResult, settings: Settings) -> tuple[Line, ...
 
 
 def _tensor_engine(choice: SearchResult, built: Mapping[str, bool], size: str) -> Line:
-    """Return whether engines have several ranks; where one GPU does not hold the weights, the fewest
-    that do."""
+    """Return whether engines have several ranks. Where one GPU does not hold the weights, the
+    fewest that do are named."""
     name, feature, job = "Tensor parallelism", "tensor parallel engine", choice.job
     ranks = choice.best.layout.engine_tensor_ranks
     if ranks > 1:
@@ -162,7 +162,8 @@ def _memory(choice: SearchResult, settings: Settings) -> Line:
     reason = (
         f"states of {words(from_one)} are {ratio:.2f} × what one GPU has to give: the reference's "
         "tree says "
-        f"{tree_for(ratio).says}; the fastest that fits is {layout.words()}, {words(held)} per GPU; "
+        f"{tree_for(ratio).says}; the fastest that fits is {layout.words()}, "
+        f"{words(held)} per GPU; "
         f"{_moments(choice, settings)}; {_offload(choice)}"
     )
     offloads = (

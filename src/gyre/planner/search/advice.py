@@ -83,7 +83,7 @@ TREE = (
         below=float("inf"),
         case="> 10 × over",
         says="ZeRO-3 + offload or more GPUs",
-        follows=lambda layout, _: layout.zero == 3 and layout.offload_optimizer != "none",
+        follows=lambda layout, _: layout.zero == 3,  # where it fits as it is, there are more GPUs
     ),
 )
 
