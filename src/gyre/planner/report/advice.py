@@ -76,9 +76,10 @@ def verdict(choice: SearchResult, one: Advised) -> str:
         more = words(other.device_bytes - best.device_bytes)
         return f"as fast, with {more} more per GPU: {other.layout.words()}"
     name, there, here = largest_difference(other.time, best.time)
+    more = other.time.seconds / best.time.seconds - 1
     return (
-        f"slower, {other.time.seconds:.2f} s instead of {best.time.seconds:.2f} s: {name} "
-        f"{there:.3f} s, in the chosen {here:.3f} s ({other.layout.words()})"
+        f"{more:.1%} slower, {other.layout.words()}: {name} {there:.3f} s, in the chosen "
+        f"{here:.3f} s"
     )
 
 
