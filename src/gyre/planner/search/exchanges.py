@@ -86,8 +86,8 @@ def _of_layers(calls: int, before: float, after: float, *, again: bool) -> Itera
         yield calls, SCATTER, after, False
         yield calls, GATHER, after, False
     yield calls, SCATTER, after, False
-    for rows, kind in ((after, GATHER), (after, GATHER), (after, SCATTER), (after, GATHER)):
-        yield calls, kind, rows, True
+    yield 3 * calls, GATHER, after, True
+    yield calls, SCATTER, after, True
     yield calls, GATHER, before, True
     yield calls, SCATTER, before, True
 
