@@ -145,18 +145,21 @@ def test_states_and_work_are_parts(shape: str) -> None:
         assert more.waited_s > fewer.waited_s and more.memory_s < fewer.memory_s
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
-    shape=st.sampled_from(["qwen3-0.6b", "qwen3-8b", "llama-3-70b"]),
+    shape=st.sampled_from(["qwen3-0.6b", "qwen3-8b"]),
     gpus=st.sampled_from([2, 8]),
-    gpu=st.sampled_from(["h200", "a100-40g", "l4"]),
+    gpu=st.sampled_from(["h200", "a100-80g"]),
     tensor_ranks=st.sampled_from([None, 2]),
     generates=st.booleans(),
 )
 def test_the_best_is_the_fastest_that_fits(shape, gpus, gpu, tensor_ranks, generates) -> None:
     spec = find_shape(shape)
     job, there = with_parts(shape), cluster(gpus, gpu)
-    fixed = Fixed(tensor_ranks=tensor_ranks, offload_gradients=False)
+    fixed = Fixed(
+        tensor_ranks=tensor_ranks, checkpointing="full", offload_optimizer="none",
+        offload_gradients=False,
+    )  # fmt: skip
     if generates:
         job = replace(job, engine=demand(spec, 1, gpus), engines={2: demand(spec, 2, gpus)})
     judged = [judge(job, there, layout) for layout in layouts(job, there, fixed)]
