@@ -96,10 +96,11 @@ def _check_tensor_ranks(job: TrainingJob, cluster: GpuCluster, fixed: Fixed) -> 
             continue
         takes = [size for size in (1, *sorted(parts)) if cluster.takes(size)]
         if ranks not in takes:
-            where = f"{cluster.gpus} GPUs in hosts of {cluster.per_host}"
+            why = "the model does not divide over so many, or other settings refuse them,"
+            if not cluster.takes(ranks):
+                why = "ranks that share layers stay within a host, and there are no equal groups"
             raise ConfigError(
-                f"{name} = {ranks}: groups of so many ranks do not lie within hosts, or the model "
-                f"does not divide, on {where}",
+                f"{name} = {ranks}: {why} on {cluster.gpus} GPUs in hosts of {cluster.per_host}",
                 hint=f"choose one of {', '.join(map(str, takes))}",
             )
 
