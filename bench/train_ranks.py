@@ -376,7 +376,8 @@ def predicted_gib(row: Row, group: RankGroup) -> dict[str, float]:
     """What the plan says is allocated, by moment of a step."""
     ranks = group.size // row.tensor
     layout = Layout(
-        gpus=ranks,
+        gpus=group.size,
+        tensor_ranks=row.tensor,
         zero=row.zero if ranks > 1 else 0,
         sum_gradients=row.sum,
         shard_ranks=ranks if row.zero else 1,

@@ -1,22 +1,27 @@
 """The plan's formulas on a real CUDA device: what a forward pass keeps, in each mode of
-checkpointing."""
+checkpointing; the tensor ranks that a served model needs."""
 
 from __future__ import annotations
 
 import gc
+import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from gyre.kernels.attention import PackedLayout, varlen_attention
 from gyre.kernels.logprobs import token_logprobs
+from gyre.launch.serving.plan import plan_serve
 from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.init import init_weights
-from gyre.models.spec import spec_from_shape
+from gyre.models.spec import hub_config_from_spec, spec_from_shape
 from gyre.planner.hardware import saving_on_cuda
 from gyre.planner.memory_model.activations import saved_bytes
-from gyre.planner.model_zoo import model_numbers
+from gyre.planner.model_zoo import find_shape, model_numbers
+from gyre.runconfig import RunConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,3 +75,14 @@ def test_a_pass_keeps_what_the_formula_says(mode: str, family: str) -> None:
     size = {"tokens": sum(lengths), "targets": targets, "longest": max(lengths)}
     predicted = saved_bytes(model_numbers(spec), "bfloat16", saving_on_cuda(device), mode, **size)  # pyright: ignore
     assert predicted == pytest.approx(real, rel=0.03)
+
+
+def test_a_served_model_that_one_gpu_does_not_hold_names_its_tensor_ranks(tmp_path: Path) -> None:
+    """Twice the layers of 70B: 260 GiB of weights."""
+    spec = replace(find_shape("llama-3-70b"), num_layers=160)
+    (tmp_path / "config.json").write_text(json.dumps(hub_config_from_spec(spec)), encoding="utf-8")
+    tree = {"model": {"path": str(tmp_path)}, "objective": {"kind": "sft"}}
+    config = RunConfig.model_validate(tree)
+    found = plan_serve(tmp_path, config, name="large", replicas=1, columns=100)
+    assert not found["fits"] and found["fewest_tensor_ranks"] in (2, 4, 8)
+    assert f"engine.tensor_ranks = {found['fewest_tensor_ranks']}" in found["text"]

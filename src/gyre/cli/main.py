@@ -157,6 +157,9 @@ def plan(
     shard_ranks: Annotated[
         int | None, typer.Option(min=1, help="Ranks that split the states; left out: best.")
     ] = None,
+    tensor_ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that share each layer; left out: best.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Print sizes and memory of a config, here or on named GPUs.
@@ -173,6 +176,7 @@ def plan(
         "update_tokens": update_tokens,
         "zero": zero,
         "shard_ranks": shard_ranks,
+        "tensor_ranks": tensor_ranks,
     }
     options = {name: value for name, value in given.items() if value is not None}
     answer(lambda: run_plan(config, set_ or [], options=options, quiet=json), as_json=json)

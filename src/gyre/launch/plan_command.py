@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from gyre.cluster.config import ClusterConfig
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
@@ -17,14 +19,16 @@ from gyre.core.rounding import ceil_div
 from gyre.distributed.config import Zero
 from gyre.engine.config import PAGE_TOKENS, EngineConfig, plan_engine
 from gyre.launch.factories import find_spec, make_tokenizer
-from gyre.launch.stage_plan import cut_engine, read_inputs
+from gyre.launch.stage_plan import read_inputs, reward_numbers
 from gyre.launch.stages import Stage, StageData, load_stage_data, plan_stages
+from gyre.launch.train_args import MAIN
+from gyre.models.layout import local_spec, model_layout
 from gyre.models.spec import ModelSpec
 from gyre.planner.batch_sizes import check_lengths
 from gyre.planner.gpus import Gpu, find_gpu
-from gyre.planner.memory_model.engine import make_engine
-from gyre.planner.memory_model.job import TrainingJob, make_job
-from gyre.planner.model_zoo import SHAPES, find_shape, model_numbers
+from gyre.planner.memory_model.engine import EngineDemand, make_engine
+from gyre.planner.memory_model.job import TensorPart, TrainingJob, make_job
+from gyre.planner.model_zoo import SHAPES, find_shape, model_numbers, tensor_parts
 from gyre.planner.plan import Dtype, PlanInputs, Saving, best_dtype
 from gyre.planner.report.checklist import Settings, inference_lines, training_lines
 from gyre.planner.report.describe import as_mapping, describe
@@ -33,6 +37,7 @@ from gyre.planner.report.features import built_features
 from gyre.planner.search.candidates import Fixed, GpuCluster
 from gyre.planner.search.search import SearchResult, choose
 from gyre.runconfig import RunConfig
+from gyre.trainer.adamw.blocks import check_parts
 from gyre.trainer.config import SnapshotConfig
 
 # times the published context: what the Qwen3 model cards state for YaRN (arXiv 2309.00071)
@@ -51,6 +56,7 @@ class PlanRequest:
     update_tokens: int = 524_288  # without a config: tokens of an optimizer update, over all GPUs
     zero: Zero | None = None
     shard_ranks: int | None = None
+    tensor_ranks: int | None = None
     columns: int = COLUMNS  # of the text
 
     def cluster(self) -> GpuCluster:
@@ -94,19 +100,23 @@ def plan_shape(request: PlanRequest) -> dict[str, Any]:
     )
     if request.update_tokens < 1:
         raise ConfigError(f"--update-tokens {request.update_tokens}: need at least 1")
+    dtype = _dtype(None, cluster.gpu)
     job = TrainingJob(
         model=model_numbers(spec),
-        dtype=_dtype(None, cluster.gpu),
-        saving=_saving(_dtype(None, cluster.gpu), cluster.gpu),
+        dtype=dtype,
+        saving=_saving(dtype, cluster.gpu),
         longest=request.sequence_tokens,
         mean_tokens=request.sequence_tokens,
         tokens_per_update=request.update_tokens,
         most_tokens_per_update=request.update_tokens,
+        parts=_parts(spec, cluster, dtype),
     )
     settings = _settings(
         EngineConfig(), SnapshotConfig(), ClusterConfig(), cluster, completions_per_prompt=1
     )
-    fixed = Fixed(zero=request.zero, shard_ranks=request.shard_ranks)
+    fixed = Fixed(
+        zero=request.zero, shard_ranks=request.shard_ranks, tensor_ranks=request.tensor_ranks
+    )
     notes = [stretched] if longest > published else []
     return _answer(
         {request.shape: (choose(job, cluster, fixed), settings)}, spec, request.columns, notes
@@ -120,13 +130,6 @@ def plan_stages_for(
     request: PlanRequest,
 ) -> dict[str, Any]:
     """Plan each stage of a config."""
-    if (tensor_ranks := config.parallel.tensor_ranks) > 1:
-        raise ConfigError(
-            f"parallel.tensor_ranks = {tensor_ranks}: a plan for GPUs that are not here counts "
-            "every layer on one rank",
-            hint="plan with --set parallel.tensor_ranks=1; `gyre plan RUN.toml` for this machine "
-            "counts it",
-        )
     spec = find_shape(request.shape) if request.shape is not None else spec
     cluster = request.cluster()
     dtype = _dtype(None if config.run.dtype == "auto" else config.run.dtype, cluster.gpu)
@@ -134,13 +137,89 @@ def plan_stages_for(
     settings = _settings(config.engine, config.snapshot, config.cluster, cluster, **sizes)
     found = {}
     for stage, data in stages:
-        inputs = read_inputs(config, stage, model_numbers(spec), data, dtype=dtype)
-        inputs = replace(inputs, engine_part=cut_engine(config.engine, spec))
+        whole = with_tensor_ranks(config, 1)
+        inputs = read_inputs(whole, stage, model_numbers(spec), data, dtype=dtype)
         check_lengths(inputs)
         check_matmul(inputs, cluster.gpu)
-        fixed = fixed_by(config, request)
-        found[stage.name] = choose(job_for(inputs, dtype, cluster), cluster, fixed), settings
+        job = replace(
+            job_for(inputs, dtype, cluster),
+            parts=parts_for(config, stage, spec, cluster, dtype),
+            engines=engines_for(config, inputs, spec, dtype, cluster),
+        )
+        found[stage.name] = choose(job, cluster, fixed_by(config, request)), settings
     return _answer(found, spec, request.columns)
+
+
+def with_tensor_ranks(config: RunConfig, ranks: int) -> RunConfig:
+    """Return the config with so many ranks of the trainer that share layers, unchecked."""
+    parallel = config.parallel.model_copy(update={"tensor_ranks": ranks})
+    return config.model_copy(update={"parallel": parallel})
+
+
+def parts_for(
+    config: RunConfig, stage: Stage, spec: ModelSpec, cluster: GpuCluster, dtype: Dtype
+) -> dict[int, TensorPart]:
+    """Return a rank's part of each model, by the tensor ranks that a run of the config takes."""
+    found = {}
+    for ranks, part in _parts(spec, cluster, dtype).items():
+        if not takes(config, cluster, "parallel", ranks):
+            continue
+        if stage.trainer.moments == "8_bit" and not _has_parts_of_blocks(spec, ranks):
+            continue
+        try:
+            reward = reward_numbers(with_tensor_ranks(config, ranks))
+        except ConfigError:  # the reward model does not divide
+            continue
+        reward = reward if stage.name == MAIN else None
+        found[ranks] = replace(part, reward_model=reward)
+    return found
+
+
+def engines_for(
+    config: RunConfig, inputs: PlanInputs, spec: ModelSpec, dtype: Dtype, cluster: GpuCluster
+) -> dict[int, EngineDemand]:
+    """Return an engine of several ranks on each GPU, by the ranks that a run of the config
+    takes."""
+    found = {}
+    for ranks in tensor_parts(spec, cluster.gpu.gpus_per_host) if inputs.online else ():
+        if takes(config, cluster, "engine", ranks):
+            part = replace(inputs, engine_part=model_numbers(local_spec(spec, ranks)))
+            engine = job_for(part, dtype, cluster, engine_ranks=ranks).engine
+            assert engine is not None
+            found[ranks] = engine
+    return found
+
+
+def takes(config: RunConfig, cluster: GpuCluster, section: str, ranks: int) -> bool:
+    """Return whether a run takes so many tensor ranks: by the config's own rules, as workers of Ray
+    where it is read for one GPU."""
+    tree = config.model_dump(exclude_unset=True)
+    tree[section] = {**tree.get(section, {}), "tensor_ranks": ranks}
+    workers = {**tree.get("cluster", {}), "num_workers": 0}
+    if config.cluster.kind == "inline":
+        workers["kind"] = "ray"
+    try:
+        RunConfig.model_validate({**tree, "cluster": workers})
+    except ValidationError:
+        return False
+    return True
+
+
+def _parts(spec: ModelSpec, cluster: GpuCluster, dtype: Dtype) -> dict[int, TensorPart]:
+    """Return a rank's part of the model that is trained, where ranks may share layers. They have no
+    loss scaling."""
+    if dtype == "float16":
+        return {}
+    parts = tensor_parts(spec, cluster.gpu.gpus_per_host)
+    return {ranks: TensorPart(model=part) for ranks, part in parts.items()}
+
+
+def _has_parts_of_blocks(spec: ModelSpec, ranks: int) -> bool:
+    try:
+        check_parts("model", model_layout(spec, ranks))
+    except ConfigError:
+        return False
+    return True
 
 
 def fixed_by(config: RunConfig, request: PlanRequest) -> Fixed:
@@ -150,11 +229,17 @@ def fixed_by(config: RunConfig, request: PlanRequest) -> Fixed:
     searched = ("tokens_per_chunk", "checkpointing", "offload_optimizer", "offload_gradients")
     ours = {name for name in searched if name in trainer.model_fields_set}
     zero = parallel.zero if "zero" in parallel.model_fields_set else None
+    given = [
+        section.tensor_ranks if "tensor_ranks" in section.model_fields_set else None
+        for section in (parallel, config.engine)
+    ]
     return Fixed(
         zero=zero if request.zero is None else request.zero,
         shard_ranks=(parallel.shard_ranks or None)
         if request.shard_ranks is None
         else request.shard_ranks,
+        tensor_ranks=given[0] if request.tensor_ranks is None else request.tensor_ranks,
+        engine_tensor_ranks=given[1],
         tokens_per_chunk=trainer.tokens_per_chunk if "tokens_per_chunk" in ours else None,
         checkpointing=trainer.checkpointing if "checkpointing" in ours else None,
         offload_optimizer=trainer.offload_optimizer if "offload_optimizer" in ours else None,
@@ -163,19 +248,24 @@ def fixed_by(config: RunConfig, request: PlanRequest) -> Fixed:
     )
 
 
-def job_for(inputs: PlanInputs, dtype: Dtype, cluster: GpuCluster) -> TrainingJob:
-    """Return a stage as the search sees it: a GPU runs its part of the completions."""
+def job_for(
+    inputs: PlanInputs, dtype: Dtype, cluster: GpuCluster, *, engine_ranks: int = 1
+) -> TrainingJob:
+    """Return a stage as the search sees it: an engine, on one GPU or several, runs its part of the
+    completions."""
     saving = _saving(dtype, cluster.gpu)
     sequences = inputs.prompts_per_step * inputs.completions_per_prompt
     most = inputs.max_running or sequences
+    share = ceil_div(sequences * engine_ranks, cluster.gpus)
     engine = make_engine(
         inputs,
         dtype=dtype,
         saving=saving,
         page_tokens=inputs.page_tokens or PAGE_TOKENS["cuda"],
         max_running=most,
-        running=min(most, ceil_div(sequences, cluster.gpus)),
+        running=min(most, share),
     )
+    engine = None if engine is None else replace(engine, sequences=share)
     return make_job(inputs, dtype=dtype, saving=saving, engine=engine)
 
 

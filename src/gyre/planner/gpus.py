@@ -18,6 +18,21 @@ from gyre.core.errors import ConfigError
 
 GIB = 1 << 30
 MEASURED_LINK_SHARE = 342 / 450  # all-gather among eight H200s: 342 of 450 GB/s each way
+# What tensor ranks exchange for a layer, two H200s. A trainer's, 367 times 32 MiB beside
+# products: 77.8 ms in train_2x_8b_8192_none_same_sft_zero0_tensor2.json. To start one takes what
+# NCCL takes for one row out of a graph (`nccl_alone_us` in all_reduce_2x.json). The rest is
+# bandwidth: 32 MiB in 187 µs.
+EXCHANGE_S = 25e-6
+EXCHANGE_LINK_SHARE = 179 / 450
+# An engine's sums of few rows (all_reduce_2x.json, 1 and 256 rows of 10 KiB): by peers' memory 4.3
+# and 15.0 µs, by NCCL in a graph 12.3 and 33.8 µs.
+PEER_SUM_S, PEER_LINK_SHARE = 4.3e-6, 244 / 450
+GRAPH_SUM_S, GRAPH_LINK_SHARE = 12.3e-6, 121 / 450
+PEER_SUM_ROWS = 256  # as in kernels.gpu.peer_sums
+PEER_LINK_BYTES_PER_S = 100e9  # NVLink; slower links are not taken for peers' memory
+# Of the memory's data sheet, what a step with one row reaches, launches and sampling included: 8B
+# on an H200, 15.4 GB in 5.06 ms (one stream in engine_8b_streams.json).
+DECODE_SHARE = 0.632
 # a pinned copy when all eight GPUs of a host copy at once, against one alone
 SHARED_HOST_LINK = 27.9 / 55.0
 # of a host's local NVMe disks together, read or written; an estimate: two drives
@@ -51,6 +66,24 @@ class Gpu:
     @property
     def collective_bytes_per_s(self) -> float:
         return self.link_bytes_per_s * MEASURED_LINK_SHARE
+
+    @property
+    def exchange_bytes_per_s(self) -> float:
+        """Return the rate of what a trainer's tensor ranks exchange beside their products."""
+        return self.link_bytes_per_s * EXCHANGE_LINK_SHARE
+
+    def sum_seconds(
+        self, size_bytes: float, ranks: int, *, rows: float, by_peers: bool = True
+    ) -> float:
+        """Return the time of an engine's sum of `rows` rows, of `size_bytes` together, over tensor
+        ranks: few rows by peers' memory, where every rank writes to every other; others by
+        NCCL."""
+        peers = by_peers and self.link_bytes_per_s >= PEER_LINK_BYTES_PER_S
+        if peers and rows <= PEER_SUM_ROWS:
+            sent = (ranks - 1) * size_bytes
+            return PEER_SUM_S + sent / (self.link_bytes_per_s * PEER_LINK_SHARE)
+        sent = 2 * (ranks - 1) / ranks * size_bytes
+        return GRAPH_SUM_S + sent / (self.link_bytes_per_s * GRAPH_LINK_SHARE)
 
     def host_copy_bytes_per_s(self, gpus: int) -> float:
         """Return the rate of each of `gpus` GPUs of a host that copy at the same time. What they

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from gyre.core.errors import ConfigError
-from gyre.models.layout import local_spec
+from gyre.models.layout import find_uneven, local_spec
 from gyre.models.spec import Family, ModelSpec
 from gyre.planner.plan import ModelNumbers
 
@@ -117,6 +117,13 @@ def model_numbers(spec: ModelSpec) -> ModelNumbers:
     """Return what the planner needs of a model."""
     names = [field.name for field in dataclasses.fields(ModelNumbers) if field.name != "row_ranks"]
     return ModelNumbers(**{name: getattr(spec, name) for name in names})
+
+
+def tensor_parts(spec: ModelSpec, per_host: int) -> dict[int, ModelNumbers]:
+    """Return what one rank has of a model, by the tensor ranks above one that it divides over and
+    that share out a host of so many GPUs evenly."""
+    fitting = [n for n in range(2, per_host + 1) if per_host % n == 0]
+    return {n: model_part(spec, n) for n in fitting if find_uneven(spec, n) is None}
 
 
 def model_part(spec: ModelSpec, tensor_ranks: int) -> ModelNumbers:

@@ -4,17 +4,23 @@ settings, free bytes. Out: ServingPlan. Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from gyre.core.rounding import ceil_div
 from gyre.engine.config import EngineConfig, plan_num_pages, plan_num_slots
 from gyre.engine.runners.gpu_work import buffer_bytes
+from gyre.models.spec import ModelSpec
+from gyre.planner.gpus import recognise_gpu
 from gyre.planner.memory_model.activations import ITEM_BYTES
 from gyre.planner.memory_model.engine import GRAPH_BYTES, engine_bytes, kv_bytes_per_page
+from gyre.planner.model_zoo import model_numbers, tensor_parts
 from gyre.planner.plan import DeviceKind, Dtype, ModelNumbers
+from gyre.planner.search.generation import decode_step
 
 QUARTER = "a quarter of the free memory"
 FULL_LENGTH = "engine.max_running sequences of full length"
+GPUS_PER_HOST = 8  # of a kind that is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +123,54 @@ def plan_serving(
         max_queued=config.max_queued,
         max_queued_tokens=config.max_queued_tokens,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """One rank of an engine over so many GPUs of a host."""
+
+    tensor_ranks: int
+    plan: ServingPlan
+    token_s: float | None  # of a step of one sequence of half the context; None: unknown GPU
+
+
+def plan_over_ranks(
+    spec: ModelSpec,
+    config: EngineConfig,
+    *,
+    dtype: Dtype,
+    free_bytes: int,
+    own_kernels: bool,
+    device_name: str,
+) -> tuple[RankPlan, ...]:
+    """Return the plan of an engine on one GPU, and on each number of them in a host that the model
+    divides over. Each rank has the logits of the whole vocabulary."""
+    gpu = recognise_gpu(device_name)
+    per_host = GPUS_PER_HOST if gpu is None else gpu.gpus_per_host
+    found = []
+    for ranks, part in ({1: model_numbers(spec)} | tensor_parts(spec, per_host)).items():
+        plan = plan_serving(
+            replace(part, vocab_size=spec.vocab_size),
+            config,
+            device="cuda",
+            dtype=dtype,
+            weights_bytes=ITEM_BYTES[dtype] * part.num_parameters,
+            free_bytes=free_bytes,
+            replicas=1,
+            own_kernels=own_kernels,
+        )
+        token_s = None
+        if gpu is not None:
+            context = plan.context_tokens / 2
+            step = decode_step(part, dtype, gpu, tensor_ranks=ranks, rows=1, context_tokens=context)
+            token_s = step.seconds
+        found.append(RankPlan(tensor_ranks=ranks, plan=plan, token_s=token_s))
+    return tuple(found)
+
+
+def fewest_ranks(plans: Sequence[RankPlan]) -> int | None:
+    """Return the fewest tensor ranks that fit; None where none do."""
+    return min((one.tensor_ranks for one in plans if one.plan.fits), default=None)
 
 
 def _decided_by(config: EngineConfig, pages: int, context_tokens: int) -> str:

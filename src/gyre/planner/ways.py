@@ -19,6 +19,8 @@ CHEAPEST_FIRST = (
     "checkpointing",
     "tokens_per_chunk",
     "zero",
+    "tensor_ranks",
+    "engine_tensor_ranks",
     "offload_optimizer",
     "offload_gradients",
     "residency",

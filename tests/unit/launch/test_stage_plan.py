@@ -188,8 +188,11 @@ def test_a_tensor_rank_is_planned_for_with_its_part_of_each_layer(tmp_path):
     uneven = replace(spec, mlp_size=49)
     with pytest.raises(ConfigError, match="49 MLP columns do not divide over 2 tensor ranks"):
         plan_run(config, stage, uneven, data, ranks=4, **given)
-    with pytest.raises(ConfigError, match="counts every layer on one rank"):
-        plan_stages_for(config, spec, [(stage, data)], PlanRequest(gpu="h200", gpus=4))
+    there = plan_stages_for(config, spec, [(stage, data)], PlanRequest(gpu="h200", gpus=4))
+    layout = there["stages"]["main"]["best"]["layout"]
+    assert (layout["gpus"], layout["tensor_ranks"], layout["zero"]) == (4, 2, 1)
+    with pytest.raises(ConfigError, match=r"parallel\.tensor_ranks = 2: .* on 3 GPUs"):
+        plan_stages_for(config, spec, [(stage, data)], PlanRequest(gpu="h200", gpus=3))
 
 
 @pytest.mark.parametrize("inner", ["", "export"])

@@ -1,22 +1,27 @@
 """A run's plan and the search say the same bytes of the same layout: device by phase, host, disk,
-and the begin of a stage."""
+and the begin of a stage. Also over tensor ranks, of which the plan has one rank's part given and
+the search takes it by itself."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gyre.models.layout import local_spec
 from gyre.planner.decide import make_plan
-from gyre.planner.memory_model.job import MODELS, layout_of
+from gyre.planner.memory_model.job import MODELS, TensorPart, TrainingJob, layout_of
+from gyre.planner.model_zoo import model_numbers, model_part, tensor_parts
 from gyre.planner.plan import Hardware, Plan, PlanInputs, Shards
 from gyre.planner.search.candidates import Candidate, GpuCluster, judge
-from planner_cases import job_of
+from planner_cases import job_of, make_spec
 from unit.planner.memory_model.test_exact_bytes import TOY, UNTIED, WIDE, make_inputs
 from unit.planner.search.test_exact_search import make_gpu
 
 PLENTY = 1 << 60
+SPEC, ASKED = make_spec(), make_spec(num_layers=2, hidden_size=64, tied=False)  # a reward model
 TRAIN = ("loss", "deepest layer", "end of backward", "optimizer step")
 GPU = Hardware(
     device="cuda",
@@ -71,21 +76,76 @@ def asked(draw: st.DrawFn) -> PlanInputs:
     return make_inputs(**changes)
 
 
-def both(inputs: PlanInputs) -> tuple[Plan, Candidate]:
-    plan = make_plan(inputs, GPU)
-    assert inputs.tokens_per_chunk is not None
-    job = job_of(
-        inputs, "bfloat16", saving="triton", page_tokens=16, max_running=plan.max_running or 1
+Degrees = tuple[int, int]  # tensor ranks of the trainer, of an engine
+ONE: Degrees = (1, 1)
+
+
+@st.composite
+def asked_over_ranks(draw: st.DrawFn) -> tuple[PlanInputs, Degrees]:
+    """The same with a model and a reward model that divide, and how many ranks share a layer."""
+    inputs = draw(asked())
+    reward = None if inputs.reward_model is None else model_numbers(ASKED)
+    inputs = replace(inputs, model=model_numbers(SPEC), reward_model=reward)
+    engines = [1, 2, 4] if inputs.online else [1]
+    return inputs, (draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from(engines)))
+
+
+def one_rank(inputs: PlanInputs, degrees: Degrees) -> PlanInputs:
+    """What `launch.stage_plan` gives the plan of one of several tensor ranks."""
+    trained, served = degrees
+    reward = None if inputs.reward_model is None else model_part(ASKED, trained)
+    return replace(
+        inputs,
+        trained_part=model_part(SPEC, trained) if trained > 1 else None,
+        reward_model=reward if trained > 1 else inputs.reward_model,
+        engine_part=model_numbers(local_spec(SPEC, served)) if served > 1 else None,
+        shared_weights=inputs.shared_weights and degrees == ONE,
     )
-    cluster = GpuCluster(gpus=inputs.ranks, gpu=make_gpu(PLENTY, host_bytes=PLENTY))
-    layout = layout_of(inputs, inputs.tokens_per_chunk)
+
+
+def both(inputs: PlanInputs, degrees: Degrees = ONE) -> tuple[Plan, Candidate]:
+    part = one_rank(inputs, degrees) if degrees != ONE else inputs
+    plan = make_plan(part, GPU)
+    assert inputs.tokens_per_chunk is not None
+
+    def make(given: PlanInputs) -> TrainingJob:
+        running = plan.max_running or 1
+        return job_of(given, "bfloat16", saving="triton", page_tokens=16, max_running=running)
+
+    job = make(inputs)
+    if degrees != ONE:
+        rewards = tensor_parts(ASKED, 4) if inputs.reward_model is not None else {}
+        parts = {
+            ranks: TensorPart(model=model, reward_model=rewards.get(ranks))
+            for ranks, model in tensor_parts(SPEC, 4).items()
+        }
+        made = {ranks: make(one_rank(inputs, (1, ranks))).engine for ranks in (2, 4)}
+        engines = {ranks: engine for ranks, engine in made.items() if engine is not None}
+        job = replace(job, parts=parts, engines=engines)
+    gpu = make_gpu(PLENTY, host_bytes=PLENTY)
+    layout = layout_of(part, inputs.tokens_per_chunk)
+    assert layout.gpus == inputs.ranks * degrees[0] and layout.data_ranks == inputs.ranks
+    cluster = GpuCluster(gpus=layout.gpus, gpu=gpu)
+    layout = replace(layout, engine_tensor_ranks=degrees[1])
     return plan, judge(job, cluster, layout, inputs.residency)
 
 
 @settings(max_examples=150, deadline=None)
 @given(asked())
 def test_the_device_holds_the_same_bytes_in_each_phase(inputs: PlanInputs) -> None:
-    plan, found = both(inputs)
+    same_device_bytes(inputs, ONE)
+
+
+@settings(max_examples=150, deadline=None)
+@given(asked_over_ranks())
+def test_a_tensor_rank_holds_the_same_bytes_in_each_phase(
+    given: tuple[PlanInputs, Degrees],
+) -> None:
+    same_device_bytes(*given)
+
+
+def same_device_bytes(inputs: PlanInputs, degrees: Degrees) -> None:
+    plan, found = both(inputs, degrees)
     in_plan = {one.phase: sum(one.device.values()) + one.working_bytes for one in plan.phases}
     names = {**dict.fromkeys(TRAIN, "train"), "start": None}
     in_search: dict[str, int] = {}
@@ -102,7 +162,19 @@ def test_the_device_holds_the_same_bytes_in_each_phase(inputs: PlanInputs) -> No
 @settings(max_examples=150, deadline=None)
 @given(asked())
 def test_host_and_disk_hold_the_same_bytes(inputs: PlanInputs) -> None:
-    plan, found = both(inputs)
+    same_bytes_elsewhere(inputs, ONE)
+
+
+@settings(max_examples=150, deadline=None)
+@given(asked_over_ranks())
+def test_host_and_disk_of_a_tensor_rank_hold_the_same_bytes(
+    given: tuple[PlanInputs, Degrees],
+) -> None:
+    same_bytes_elsewhere(*given)
+
+
+def same_bytes_elsewhere(inputs: PlanInputs, degrees: Degrees) -> None:
+    plan, found = both(inputs, degrees)
     host = {name: size for phase in plan.phases for name, size in phase.host.items()}
     disk = {name: size for phase in plan.phases for name, size in phase.disk.items()}
     staged = PLENTY - plan.host_budget_bytes  # by background snapshots

@@ -9,12 +9,20 @@ import pytest
 
 from fsdp_cases import held_between_chunks
 from gyre.planner.memory_model.states import Layout, frozen_bytes, state_bytes, unsummed_bytes
-from gyre.planner.model_zoo import model_numbers
+from gyre.planner.model_zoo import model_numbers, model_part
 from gyre.planner.plan import PlanInputs, Shards
 from gyre.planner.search.speed import chunks_per_update, sent_bytes
 from planner_cases import make_job, predict_components
 from trainer_cases import SPEC
-from zero_cases import LAYOUTS, alive_bytes, held_bytes, measures
+from zero_cases import (
+    LAYOUTS,
+    SPECS,
+    TENSOR_LAYOUTS,
+    alive_bytes,
+    batch_for,
+    held_bytes,
+    measures,
+)
 
 PLANNED = ("zero0", "zero1", "zero2", "zero3", "hybrid1", "hybrid2", "hybrid3")
 
@@ -111,6 +119,37 @@ def test_ranks_send_what_the_planner_says(ranks, layout):
     assert min(expected[kind] for kind in expected if expected[kind]) > 100_000
     assert all(result["measured"] == results[0]["measured"] for result in results)
     assert results[0]["measured"]["communication_wait_seconds"] > 0.0
+
+
+@pytest.mark.parametrize("layout", ["tensor4", "zero0_tensor2", "zero1_tensor2", "zero3_tensor2"])
+def test_ranks_that_share_layers_send_what_the_planner_says(ranks, layout):
+    """The same with what a layer's ranks exchange. Padding of the rows, and runs of targets that do
+    not divide, are sent beside it."""
+    config, spec = TENSOR_LAYOUTS[layout], SPECS["parted"]
+    tensor_ranks, zero = config.tensor_ranks, config.zero
+    data_ranks = 4 // tensor_ranks
+    sequences = batch_for(12, seed=0).sequences
+    tokens = sum(len(one.tokens) for one in sequences)
+    targets = sum(int(one.columns["loss_mask"].sum()) for one in sequences)
+    job = replace(
+        make_job("qwen3-0.6b", longest=32, update=tokens),
+        model=model_part(spec, tensor_ranks),
+        engine_model=model_numbers(spec),
+        dtype="float32",
+        target_share=targets / tokens,
+    )
+    planned = replace(
+        planned_layout("zero0"),
+        tensor_ranks=tensor_ranks,
+        zero=zero,
+        shard_ranks=data_ranks if zero else 1,
+    )
+    expected: dict[str, int] = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
+    for name, size in sent_bytes(job, planned).items():
+        expected[name.removeprefix("tensor ").replace("-", "_")] += size * 4
+    results = ranks.run(measures, "sft", layout=layout, spec="parted", tokens_per_chunk=1000)
+    found = {kind: results[0]["measured"].get(f"sent_bytes/{kind}", 0.0) for kind in expected}
+    assert found == pytest.approx(expected, rel=0.03, abs=4096)
 
 
 @pytest.mark.parametrize("layout", ["zero2", "zero3", "zero3_once", "hybrid3", "hybrid3_once"])

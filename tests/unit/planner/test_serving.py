@@ -3,6 +3,7 @@ said to decide them."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,9 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gyre.engine.config import EngineConfig, plan_engine, plan_num_pages
+from gyre.planner.gpus import GIB, GPUS
+from gyre.planner.model_zoo import find_shape
 from gyre.planner.plan import ModelNumbers
-from gyre.planner.report.serving import describe_serving
-from gyre.planner.serving import FULL_LENGTH, QUARTER, ServingPlan, plan_serving
+from gyre.planner.report.serving import describe_ranks, describe_serving
+from gyre.planner.serving import (
+    FULL_LENGTH,
+    QUARTER,
+    RankPlan,
+    ServingPlan,
+    fewest_ranks,
+    plan_over_ranks,
+    plan_serving,
+)
 
 MODEL = ModelNumbers(
     num_parameters=3_300_000,
@@ -119,3 +130,40 @@ def test_the_text_keeps_to_its_columns(columns) -> None:
     tables = text.split("\n\n")[1:3]
     assert max(len(line) for table in tables for line in table.splitlines()) <= columns
     assert "KV on the host" in text
+
+
+def over_ranks(shape: str, device_name: str, free_bytes: int) -> tuple[RankPlan, ...]:
+    return plan_over_ranks(
+        find_shape(shape),
+        plan_engine(EngineConfig(), device_type="cuda"),
+        dtype="bfloat16",
+        free_bytes=free_bytes,
+        own_kernels=True,
+        device_name=device_name,
+    )
+
+
+def test_a_model_that_one_gpu_does_not_hold_is_served_over_several() -> None:
+    """70B on GPUs of 80 GB: on two of them there are 66 GiB of weights each, and room for KV."""
+    found = over_ranks("llama-3-70b", "NVIDIA A100-SXM4-80GB", GPUS["a100-80g"].device_bytes)
+    assert [one.tensor_ranks for one in found] == [1, 2, 4, 8]
+    assert [one.plan.fits for one in found] == [False, True, True, True]
+    assert fewest_ranks(found) == 2
+    weights = [one.plan.weights_bytes / GIB for one in found[:2]]
+    assert weights == [pytest.approx(131.4, abs=0.1), pytest.approx(65.7, abs=0.1)]
+    tokens = [one.token_s or 0.0 for one in found]
+    assert all(more < fewer for fewer, more in pairwise(tokens))
+    text = describe_ranks(found, num_gpus=2)
+    assert "Set engine.tensor_ranks = 2." in text and "does not" not in text
+    assert "Take 2 of these GPUs, here 1, and engine.tensor_ranks = 2." in describe_ranks(
+        found, num_gpus=1
+    )
+    assert max(map(len, describe_ranks(found, num_gpus=2, columns=90).splitlines())) <= 90
+
+
+def test_ranks_of_unknown_gpus_have_no_time_and_some_models_fit_on_no_host() -> None:
+    found = over_ranks("llama-3-70b", "some device", 12 * GIB)
+    assert {one.token_s for one in found} == {None} and fewest_ranks(found) is None
+    text = describe_ranks(found, num_gpus=8)
+    assert "No number of GPUs of a host holds it" in text
+    assert fewest_ranks(over_ranks("qwen3-0.6b", "NVIDIA H200", 100 * GIB)) == 1

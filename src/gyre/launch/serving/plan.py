@@ -22,8 +22,8 @@ from gyre.models.hub.folders import CONFIG_FILE, refuse_reward_model
 from gyre.models.layers.tensor_parallel import ReplicatedRows
 from gyre.models.spec import spec_from_hub_config
 from gyre.planner.model_zoo import model_numbers
-from gyre.planner.report.serving import describe_serving
-from gyre.planner.serving import plan_serving
+from gyre.planner.report.serving import describe_ranks, describe_serving
+from gyre.planner.serving import RankPlan, fewest_ranks, plan_over_ranks, plan_serving
 from gyre.runconfig import RunConfig
 
 
@@ -61,11 +61,23 @@ def plan_serve(
         replicas=replicas,
         own_kernels=reason is None,
     )
+    over: tuple[RankPlan, ...] = ()
+    if on_gpu and not plan.fits:
+        over = plan_over_ranks(
+            spec,
+            settings,
+            dtype=plan.dtype,
+            free_bytes=plan.free_bytes,
+            own_kernels=reason is None,
+            device_name=torch.cuda.get_device_name(machine.device),
+        )
     ours = "the fused kernels" if on_gpu else "the C kernels"
+    num_gpus = torch.cuda.device_count()
     kernels = ours if reason is None else f"torch's kernels ({reason})"
     return {
         "text": f"{name}: {spec.family}, {spec.num_parameters:,} parameters\n\n"
-        + describe_serving(plan, kernels, columns),
+        + describe_serving(plan, kernels, columns)
+        + (f"\n{describe_ranks(over, num_gpus=num_gpus, columns=columns)}" if over else ""),
         "model": {"name": name, "family": spec.family, "num_parameters": spec.num_parameters},
         "kernels": kernels,
         **asdict(plan),
@@ -73,4 +85,5 @@ def plan_serve(
         "full_sequences": plan.full_sequences,
         "needed_bytes": plan.needed_bytes,
         "fits": plan.fits,
+        "fewest_tensor_ranks": fewest_ranks(over),
     }

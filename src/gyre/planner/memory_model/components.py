@@ -92,7 +92,7 @@ def snapshot_bytes(job: TrainingJob, layout: Layout) -> int:
         trained=job.copies,
         reference=job.reference,
         average=job.reference_average,
-        ranks=layout.gpus,
+        ranks=layout.data_ranks,  # those of a tensor group have a part each
         moments=layout.moments,
     )
 

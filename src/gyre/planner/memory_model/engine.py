@@ -35,6 +35,8 @@ class EngineDemand:
     host_slots: int = 0  # pages of host memory, for completions that wait
     own_weights: bool = False  # whole ones, although no shards keep it from the trainer's
     part: ModelNumbers | None = None  # that a rank holds of the model; None: all of it
+    # completions of an iteration that one engine generates; 0: unknown, and without a time
+    sequences: int = 0
 
     @property
     def page_bytes(self) -> int:

@@ -6,7 +6,7 @@ In: a run's PlanInputs and what was decided beside them. Out: a TrainingJob, a L
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gyre.core.records import Matmul, Moments
@@ -23,8 +23,16 @@ MODELS: tuple[ModelName, ...] = ("actor", "critic", "reference", "reward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPart:
+    """What one of several tensor ranks holds of the models that it trains or asks."""
+
+    model: ModelNumbers
+    reward_model: ModelNumbers | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """What is trained, whatever it runs on."""
+    """What is trained, whatever it runs on. Its models are whole, or one rank's part of them."""
 
     model: ModelNumbers
     dtype: Dtype
@@ -49,6 +57,10 @@ class TrainingJob:
     offload_cut_bytes: int = 128 << 20  # of offloaded state that visits the device at a time
     sum_gradients: SumGradients = "chunk"  # when ranks that hold shards sum their gradients
     leave: Mapping[str, Leave] = field(default_factory=dict)  # the config's `memory.leave`
+    # of whole models: by the tensor ranks of the trainer above one, and by those of an engine, what
+    # a search may choose
+    parts: Mapping[int, TensorPart] = field(default_factory=dict)
+    engines: Mapping[int, EngineDemand] = field(default_factory=dict)
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -65,15 +77,31 @@ class TrainingJob:
         """Models that are trained."""
         return len(self.trained)
 
+    def of_rank(self, layout: Layout) -> TrainingJob:
+        """Return what one rank of a layout does of a job with whole models. Engines of several
+        ranks, and those beside a trainer's, have weights of their own."""
+        trained, served = layout.tensor_ranks, layout.engine_tensor_ranks
+        if (trained, served) == (1, 1) or not (self.parts or self.engines):
+            return self
+        engine = self.engines[served] if served > 1 else self.engine
+        if engine is not None:
+            engine = replace(engine, own_weights=True)
+        job = replace(self, engine=engine, engine_model=self.model, parts={}, engines={})
+        if trained == 1:
+            return job
+        part = self.parts[trained]
+        return replace(job, model=part.model, reward_model=part.reward_model)
+
     def chunk_tokens(self, layout: Layout) -> int:
         """Return the tokens of a rank's fullest chunk: an update may be too small to fill one."""
-        share = max(self.longest, ceil_div(self.most_tokens_per_update, layout.gpus))
+        share = max(self.longest, ceil_div(self.most_tokens_per_update, layout.data_ranks))
         return min(layout.tokens_per_chunk, share)
 
     def most_chunks(self, layout: Layout) -> int:
         """Return the most chunks that a rank has in an update."""
         tokens, room = self.most_tokens_per_update, layout.tokens_per_chunk
-        return most_chunks(tokens, longest=self.longest, ranks=layout.gpus, tokens_per_chunk=room)
+        ranks = layout.data_ranks
+        return most_chunks(tokens, longest=self.longest, ranks=ranks, tokens_per_chunk=room)
 
     def own_weights(self, layout: Layout) -> bool:
         """Return whether the engine has weights that are not the trainer's: it reads whole ones."""
@@ -124,8 +152,10 @@ def layout_of(inputs: PlanInputs, tokens_per_chunk: int) -> Layout:
     whatever its ZeRO stage."""
     shards = {model: inputs.shards.get(model, Shards()) for model in MODELS}
     whole = {model: one if one.ranks > 1 else Shards() for model, one in shards.items()}
+    tensor_ranks = 1 if inputs.trained_part is None else inputs.trained_part.row_ranks
     return Layout(
-        gpus=inputs.ranks,
+        gpus=inputs.ranks * tensor_ranks,
+        tensor_ranks=tensor_ranks,
         zero=whole["actor"].zero,
         shard_ranks=whole["actor"].ranks,
         checkpointing=inputs.checkpointing,

@@ -40,9 +40,9 @@ CODED_BYTES = 2 * (BLOCK + FLOAT)  # both moments of a block: codes, and a scale
 class Layout:
     """One way to train."""
 
-    gpus: int  # ranks in all; each has its own sequences
+    gpus: int  # ranks in all
     zero: Zero
-    shard_ranks: int  # ranks that split the states of one copy; divides gpus; 1 for ZeRO-0
+    shard_ranks: int  # ranks that split the states of one copy; divides data_ranks; 1 for ZeRO-0
     checkpointing: Checkpointing
     tokens_per_chunk: int
     offload_optimizer: Offload  # where master weights of their own and moments live
@@ -51,6 +51,8 @@ class Layout:
     offload_parameters: tuple[str, ...] = ()  # models whose compute weights live in host memory
     sum_gradients: SumGradients = "chunk"  # when ZeRO-2 and 3 sum them over ranks
     apart: Mapping[str, Shards] = field(default_factory=dict)  # models unlike the actor
+    tensor_ranks: int = 1  # that share the trainer's layers, and so their sequences
+    engine_tensor_ranks: int = 1  # that share the layers of an engine
 
     def of(self, owner: str) -> Layout:
         """Return the layout of one model."""
@@ -65,22 +67,33 @@ class Layout:
         return self.zero >= 2 and self.sum_gradients == "update"
 
     @property
+    def data_ranks(self) -> int:
+        """Return the groups of ranks that have sequences of their own."""
+        return self.gpus // self.tensor_ranks
+
+    @property
     def replicas(self) -> int:
-        return self.gpus // self.shard_ranks
+        return self.data_ranks // self.shard_ranks
 
     @property
     def hybrid(self) -> bool:
-        return self.zero > 0 and self.shard_ranks < self.gpus
+        return self.zero > 0 and self.shard_ranks < self.data_ranks
 
     def words(self) -> str:
-        kind = "data parallel" if self.zero == 0 else f"ZeRO-{self.zero}"
-        kind = "one GPU" if self.gpus == 1 else kind
-        split = f" in {self.replicas} groups of {self.shard_ranks}" if self.hybrid else ""
         return (
-            f"{kind}{split}, checkpointing {self.checkpointing}, chunks of "
+            f"{self._ranks_words()}, checkpointing {self.checkpointing}, chunks of "
             f"{self.tokens_per_chunk:,} tokens"
             f"{self._state_words()}"
         )
+
+    def _ranks_words(self) -> str:
+        kinds = [f"tensor ranks {self.tensor_ranks}"] if self.tensor_ranks > 1 else []
+        if self.data_ranks > 1:
+            split = f" in {self.replicas} groups of {self.shard_ranks}" if self.hybrid else ""
+            kinds.append(("data parallel" if self.zero == 0 else f"ZeRO-{self.zero}") + split)
+        engines = self.engine_tensor_ranks
+        over = f", engines over {engines} GPUs" if engines > 1 else ""
+        return (" × ".join(kinds) or "one GPU") + over
 
     def _state_words(self) -> str:
         place = {"none": "", "host": "on the host", "disk": "on disk"}[self.offload_optimizer]
@@ -301,7 +314,7 @@ def unsummed_bytes(model: ModelNumbers, layout: Layout, chunks: int) -> int:
 
 
 def on_one_gpu(layout: Layout) -> Layout:
-    return replace(layout, gpus=1, zero=0, shard_ranks=1)
+    return replace(layout, gpus=1, zero=0, shard_ranks=1, tensor_ranks=1)
 
 
 def _shard(count: int, layout: Layout) -> int:

@@ -1,8 +1,7 @@
 """Checklist: the reference's training and inference checklists for one plan, each line on or off
 and why. Pure.
 
-In: a Choice, the settings that the lines ask about, the features that exist. Out: Lines, and the
-two tables of advice (strategy by size, decision tree) that they quote.
+In: a Choice, the settings that the lines ask about, the features that exist. Out: Lines.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from gyre.core.rounding import ceil_div
 from gyre.memory.errors import words
 from gyre.planner.memory_model.activations import layer_bytes
 from gyre.planner.memory_model.states import coded_parameters, on_one_gpu, state_bytes
+from gyre.planner.search.advice import over_one_gpu, strategy_for, tree_for
 from gyre.planner.search.search import SearchResult
 from gyre.planner.search.speed import FP8_GAIN
 from gyre.trainer.adamw.blocks import BLOCK
@@ -74,16 +74,28 @@ def inference_lines(choice: SearchResult, settings: Settings) -> tuple[Line, ...
         _lacking(
             "Speculative decoding", "speculative decoding", built, "no draft model or n-gram is set"
         ),
-        _lacking(
-            "Tensor parallelism",
-            "tensor parallel engine",
-            built,
-            f"{size}: {'not needed' if fits else 'needed'}",
-        ),
+        _tensor_engine(choice, built, f"{size}: {'not needed' if fits else 'needed'}"),
         _lacking(
             "Health checks", "liveness and readiness probes", built, "this plan serves nothing"
         ),
     )
+
+
+def _tensor_engine(choice: SearchResult, built: Mapping[str, bool], size: str) -> Line:
+    """Return whether engines have several ranks. Where one GPU does not hold the weights, the
+    fewest that do are named."""
+    name, feature, job = "Tensor parallelism", "tensor parallel engine", choice.job
+    ranks = choice.best.layout.engine_tensor_ranks
+    if ranks > 1:
+        held = words(job.of_rank(choice.best.layout).engine_parameters * 2)
+        return Line(
+            name=name, state="on", reason=f"engines over {ranks} GPUs, {held} on each; {size}"
+        )
+    parts = {n: part.model.num_parameters * 2 for n, part in sorted(job.parts.items())}
+    holds = [n for n, held in parts.items() if held < choice.cluster.device_budget_bytes]
+    if size.endswith(": needed") and holds:
+        size += f": {holds[0]} ranks have {words(parts[holds[0]])} each"
+    return _lacking(name, feature, built, size)
 
 
 def _engine_lines(choice: SearchResult, settings: Settings) -> tuple[Line, ...]:
@@ -100,7 +112,8 @@ def _engine_lines(choice: SearchResult, settings: Settings) -> tuple[Line, ...]:
         f"{settings.max_running} completions"
     )
     paging = (
-        f"pages of {settings.page_tokens} tokens, {pages} for a full sequence; room per GPU for "
+        f"pages of {settings.page_tokens} tokens, {pages} for a full sequence; room per "
+        f"{'engine' if choice.best.layout.engine_tensor_ranks > 1 else 'GPU'} for "
         f"{choice.best.running} of {engine.running} completions at full length"
     )
     sharing = f"{settings.completions_per_prompt} completions of a prompt share its pages"
@@ -116,37 +129,15 @@ def _engine_lines(choice: SearchResult, settings: Settings) -> tuple[Line, ...]:
     )
 
 
-def strategy_for(num_parameters: int) -> str:
-    """Return the reference's recommendation matrix, by model size."""
-    billions = num_parameters / 1e9
-    for limit, advice in (
-        (7, "DP only"),
-        (30, "TP=8, DP=N/8"),
-        (100, "TP=8, PP=2-4, DP=remaining"),
-    ):
-        if billions < limit:
-            return advice
-    return "TP=8, PP=8-16, DP=remaining"
-
-
-def tree_for(over: float) -> str:
-    """Return the reference's decision tree, by how many times the model's states are the GPU's
-    memory."""
-    if over <= 1:
-        return "DP only, ZeRO-1"
-    if over <= 4:
-        return "ZeRO-2 + gradient checkpointing"
-    return "ZeRO-3" if over <= 10 else "ZeRO-3 + offload or more GPUs"
-
-
 def _parallelism(choice: SearchResult, settings: Settings) -> Line:
     layout, gpu = choice.best.layout, choice.cluster.gpu
     advice = (
-        f"the reference's matrix says {strategy_for(choice.job.model.num_parameters)} at this size"
+        "the reference's matrix says "
+        f"{strategy_for(choice.job.model.num_parameters).says} at this size"
     )
     if layout.gpus == 1:
         return Line(name="Parallelism configured", state="off", reason=f"one GPU; {advice}")
-    inside = layout.shard_ranks <= gpu.gpus_per_host
+    inside = layout.shard_ranks * layout.tensor_ranks <= gpu.gpus_per_host
     where = "inside one host" if inside else f"across hosts, {gpu.gpus_per_host} GPUs each"
     split = f", states split over {layout.shard_ranks} {where}" if layout.zero else ""
     others = [
@@ -155,7 +146,9 @@ def _parallelism(choice: SearchResult, settings: Settings) -> Line:
         if not settings.features[name]
     ]
     missing = f"; {' and '.join(others)}: not built" if others else ""
-    reason = f"data parallel over {layout.gpus}{split}; {advice}{missing}"
+    shared = [f"tensor ranks {layout.tensor_ranks}"] if layout.tensor_ranks > 1 else []
+    data = [f"data parallel over {layout.data_ranks}{split}"] if layout.data_ranks > 1 else []
+    reason = f"{' × '.join(shared + data)}; {advice}{missing}"
     return Line(
         name="Parallelism configured", state=_state("several GPUs", settings), reason=reason
     )
@@ -164,12 +157,13 @@ def _parallelism(choice: SearchResult, settings: Settings) -> Line:
 def _memory(choice: SearchResult, settings: Settings) -> Line:
     layout, job = choice.best.layout, choice.job
     from_one = sum(state_bytes(job.model, job.dtype, on_one_gpu(layout)).values()) * job.copies
-    ratio = from_one / choice.cluster.device_budget_bytes
-    held = sum(state_bytes(job.model, job.dtype, layout).values()) * job.copies
+    ratio = over_one_gpu(job, choice.cluster, layout)
+    held = sum(state_bytes(job.of_rank(layout).model, job.dtype, layout).values()) * job.copies
     reason = (
         f"states of {words(from_one)} are {ratio:.2f} × what one GPU has to give: the reference's "
         "tree says "
-        f"{tree_for(ratio)}; the fastest that fits is {layout.words()}, {words(held)} per GPU; "
+        f"{tree_for(ratio).says}; the fastest that fits is {layout.words()}, "
+        f"{words(held)} per GPU; "
         f"{_moments(choice, settings)}; {_offload(choice)}"
     )
     offloads = (
@@ -189,7 +183,8 @@ def _moments(choice: SearchResult, settings: Settings) -> str:
     """Return what the optimizer's moments take in 8 bits, or would."""
     if not settings.features["8-bit optimizer states"]:
         return "8-bit optimizer states: not built"
-    layout, job, name = choice.best.layout, choice.job, "actor.optimizer"
+    layout, name = choice.best.layout, "actor.optimizer"
+    job = choice.job.of_rank(layout)
     wide, coded = (
         state_bytes(job.model, job.dtype, replace(layout, moments=kind))[name] * job.copies
         for kind in ("float32", "8_bit")
@@ -225,7 +220,8 @@ def _offload(choice: SearchResult) -> str:
 
 
 def _checkpointing(choice: SearchResult, settings: Settings) -> Line:
-    job, layout = choice.job, choice.best.layout
+    layout = choice.best.layout
+    job = choice.job.of_rank(layout)
     sizes = {
         mode: job.chunk_tokens(layout)
         * job.model.num_layers

@@ -12,6 +12,7 @@ from typing import Any
 
 from gyre.memory.errors import words
 from gyre.planner.memory_model.peaks import device_bytes_of
+from gyre.planner.report.advice import advice_mapping, advice_text, short_words
 from gyre.planner.report.checklist import Line
 from gyre.planner.report.explain import COLUMNS, NOTHING, table, wide_table
 from gyre.planner.search.candidates import Candidate
@@ -39,6 +40,7 @@ def describe(
             "Time of one update, predicted",
             table(("what", "seconds", "why"), _time_rows(choice), columns),
         ),
+        ("What the reference says", advice_text(choice, columns)),
         (
             "Why this layout",
             "\n".join(_fold(reason, columns, "  - ", "    ") for reason in reasons(choice)),
@@ -62,6 +64,7 @@ def as_mapping(
         "next_best": [_candidate(choice, candidate) for candidate in choice.next_best],
         "discarded": [_candidate(choice, candidate) for candidate in choice.discarded],
         "reasons": reasons(choice),
+        "advice": advice_mapping(choice),
         "checklists": {
             "training": [dataclasses.asdict(line) for line in training],
             "inference": [dataclasses.asdict(line) for line in inference],
@@ -82,17 +85,9 @@ def reasons(choice: SearchResult) -> list[str]:
     if best.residency == "phase":
         said.append(f"between phases {words(best.host_bytes)} per GPU park on the host")
     for candidate in choice.discarded:
-        short = []
-        if candidate.short_device_bytes:
-            short.append(
-                f"{words(candidate.short_device_bytes)} too little at moment "
-                f"'{candidate.peak.name}'"
-            )
-        if candidate.short_host_bytes:
-            short.append(f"{words(candidate.short_host_bytes)} of host memory too little")
         said.append(
             f"{_took(candidate, choice)}, discarded: {candidate.layout.words()}: "
-            f"{' and '.join(short)}"
+            f"{short_words(candidate)}"
         )
     for candidate in choice.next_best:
         said.append(
@@ -125,11 +120,16 @@ def _moment_rows(choice: SearchResult) -> list[tuple[str, ...]]:
 
 
 def _time_rows(choice: SearchResult) -> list[tuple[str, ...]]:
-    job, best, gpu = choice.job, choice.best, choice.cluster.gpu
+    best, gpu = choice.best, choice.cluster.gpu
     time, layout = best.time, best.layout
-    sent = (
-        ", ".join(f"{name} {words(size)}" for name, size in sent_bytes(job, layout).items())
-        or "nothing is sent"
+    job = choice.job.of_rank(layout)
+    sent, exchanged = (
+        ", ".join(
+            f"{name} {words(size)}"
+            for name, size in sent_bytes(job, layout).items()
+            if name.startswith("tensor ") is exchanges
+        )
+        for exchanges in (False, True)
     )
     sheet, fp8 = (
         gpu.bf16_flops or gpu.fp16_flops,
@@ -145,11 +145,24 @@ def _time_rows(choice: SearchResult) -> list[tuple[str, ...]]:
         ),
         ("computed again", time.again_s, "checkpointing, and logits by blocks"),
         ("exposed communication", time.exposed_s, f"of {time.traffic_s:.3f} s: {sent}"),
+        ("exposed exchanges", time.waited_s, f"of {time.exchange_s:.3f} s: {exchanged}"),
         ("optimizer and gradient sums", time.memory_s, "bound by device memory"),
         ("offload", time.host_s, "copies of state to and from host or disk"),
         ("switches", time.switch_s, "parking and waking between rollout and training"),
+        ("rollouts", time.rollout_s, _rollout_words(choice)),
     ]
     return [(name, f"{seconds:.3f}", why) for name, seconds, why in rows if seconds]
+
+
+def _rollout_words(choice: SearchResult) -> str:
+    engine, best = choice.job.of_rank(choice.best.layout).engine, choice.best
+    if engine is None:
+        return ""
+    ranks = best.layout.engine_tensor_ranks
+    over = f"over {ranks} GPUs" if ranks > 1 else "on each GPU"
+    return (
+        f"{engine.sequences:,} completions by an engine {over}, {best.running:,} at the same time"
+    )
 
 
 def _checklist(lines: Sequence[Line], columns: int) -> str:
@@ -178,7 +191,7 @@ def _candidate(choice: SearchResult, candidate: Candidate) -> dict[str, Any]:
         "tokens_per_s_per_gpu": choice.job.tokens_per_update
         / choice.cluster.gpus
         / candidate.time.seconds,
-        "sent_bytes": sent_bytes(choice.job, layout),
+        "sent_bytes": sent_bytes(choice.job.of_rank(layout), layout),
         "device_bytes": candidate.device_bytes,
         "host_bytes": candidate.host_bytes,
         "disk_bytes": candidate.disk_bytes,

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 FEATURES: Mapping[str, str] = MappingProxyType(
     {
         "several GPUs": "parallel.shard_ranks",
-        "tensor parallelism": "cluster.tensor_ranks",
-        "pipeline parallelism": "cluster.pipeline_ranks",
+        "tensor parallelism": "parallel.tensor_ranks",
+        "pipeline parallelism": "parallel.pipeline_ranks",
         "ZeRO": "parallel.zero",
         "activation checkpointing": "trainer.checkpointing",
         "optimizer offload": "trainer.offload_optimizer",

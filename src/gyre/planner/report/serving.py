@@ -3,9 +3,11 @@ Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gyre.memory.errors import words
-from gyre.planner.report.explain import COLUMNS, table
-from gyre.planner.serving import ServingPlan
+from gyre.planner.report.explain import COLUMNS, NOTHING, table
+from gyre.planner.serving import RankPlan, ServingPlan, fewest_ranks
 
 
 def describe_serving(plan: ServingPlan, kernels: str, columns: int = COLUMNS) -> str:
@@ -22,6 +24,31 @@ def describe_serving(plan: ServingPlan, kernels: str, columns: int = COLUMNS) ->
         f"Limits of one engine\n{table(('what', 'most', 'where from'), _limits(plan), columns)}",
     ]
     return "\n\n".join([*parts, *_notes(plan)]) + "\n"
+
+
+def describe_ranks(plans: Sequence[RankPlan], *, num_gpus: int, columns: int = COLUMNS) -> str:
+    """Return an engine over one GPU and over several, and how many to take on a host that has
+    `num_gpus`."""
+    rows = [
+        (
+            str(one.tensor_ranks),
+            words(one.plan.needed_bytes),
+            words(one.plan.weights_bytes),
+            f"{one.plan.kv_tokens:,}" if one.plan.fits else NOTHING,
+            f"{1e3 * one.token_s:.1f} ms" if one.plan.fits and one.token_s else NOTHING,
+            "fits" if one.plan.fits else f"more than the free {words(one.plan.free_bytes)}",
+        )
+        for one in plans
+    ]
+    head = ("GPUs", "each needs", "of it weights", "KV tokens", "a token", "")
+    found = fewest_ranks(plans)
+    if found is None:
+        advice = "No number of GPUs of a host holds it: take larger ones, or a smaller model."
+    elif found <= num_gpus:
+        advice = f"Set engine.tensor_ranks = {found}."
+    else:
+        advice = f"Take {found} of these GPUs, here {num_gpus}, and engine.tensor_ranks = {found}."
+    return f"One engine over several GPUs\n{table(head, rows, columns)}\n\n{advice}\n"
 
 
 def _memory(plan: ServingPlan) -> list[tuple[str, str, str]]:

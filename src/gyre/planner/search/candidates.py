@@ -7,7 +7,7 @@ and time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gyre.core.records import Checkpointing
 from gyre.core.rounding import ceil_div
@@ -44,6 +44,10 @@ class GpuCluster:
     def per_host(self) -> int:
         return min(self.gpus, self.gpu.gpus_per_host)
 
+    def takes(self, tensor_ranks: int) -> bool:
+        """Return whether groups of so many ranks stay within a host and share it out evenly."""
+        return self.per_host % tensor_ranks == 0 and self.gpus % tensor_ranks == 0
+
     @property
     def device_budget_bytes(self) -> int:
         return int(USABLE_SHARE * self.gpu.device_bytes)
@@ -61,6 +65,8 @@ class Fixed:
 
     zero: Zero | None = None
     shard_ranks: int | None = None
+    tensor_ranks: int | None = None
+    engine_tensor_ranks: int | None = None
     checkpointing: Checkpointing | None = None
     tokens_per_chunk: int | None = None
     offload_optimizer: Offload | None = None
@@ -78,7 +84,7 @@ class Candidate:
 
     layout: Layout
     residency: Residency
-    running: int  # completions per GPU whose pages fit; 0 when nothing is generated
+    running: int  # completions per engine whose pages fit; 0 when nothing is generated
     moments: tuple[PeakInstant, ...]
     peak: PeakInstant  # the one that needs the most
     device_bytes: int  # that it needs per GPU
@@ -95,16 +101,26 @@ class Candidate:
 
 def layouts(job: TrainingJob, cluster: GpuCluster, fixed: Fixed) -> Iterator[Layout]:
     """Return every layout that the fixed settings leave."""
-    for zero, shard_ranks in _splits(cluster.gpus, cluster.gpu.gpus_per_host, fixed):
+    for trained, served in tensor_degrees(job, cluster, fixed):
+        for one in _layouts_of(job, cluster, fixed, tensor_ranks=trained):
+            yield one if served == 1 else replace(one, engine_tensor_ranks=served)
+
+
+def _layouts_of(
+    job: TrainingJob, cluster: GpuCluster, fixed: Fixed, *, tensor_ranks: int
+) -> Iterator[Layout]:
+    ranks, per_host = cluster.gpus // tensor_ranks, cluster.gpu.gpus_per_host // tensor_ranks
+    for zero, shard_ranks in _splits(ranks, per_host, fixed):
         for checkpointing in (
             CHECKPOINTING if fixed.checkpointing is None else (fixed.checkpointing,)
         ):
             for optimizer, gradients in _offloads(fixed):
                 if job.offload_parameters and _refuses_weights_away(job, zero, optimizer):
                     continue
-                for tokens in _chunks(job, cluster.gpus, fixed):
+                for tokens in _chunks(job, ranks, fixed):
                     yield Layout(
                         gpus=cluster.gpus,
+                        tensor_ranks=tensor_ranks,
                         zero=zero,
                         shard_ranks=shard_ranks,
                         checkpointing=checkpointing,
@@ -115,6 +131,21 @@ def layouts(job: TrainingJob, cluster: GpuCluster, fixed: Fixed) -> Iterator[Lay
                         moments=job.moments,
                         sum_gradients=job.sum_gradients,
                     )
+
+
+def tensor_degrees(
+    job: TrainingJob, cluster: GpuCluster, fixed: Fixed
+) -> Iterator[tuple[int, int]]:
+    """Yield (tensor ranks of the trainer, of an engine) for which the job has parts, within a
+    host."""
+    for trained in (1, *sorted(job.parts)):
+        for served in (1, *sorted(job.engines)):
+            given = (
+                fixed.tensor_ranks in (None, trained),
+                fixed.engine_tensor_ranks in (None, served),
+            )
+            if all(given) and cluster.takes(trained) and cluster.takes(served):
+                yield trained, served
 
 
 def _refuses_weights_away(job: TrainingJob, zero: Zero, optimizer: Offload) -> bool:
@@ -130,6 +161,7 @@ def judge(
     """Return a layout's memory and time. Where `residency` leaves it open, everything stays
     resident if that fits with every completion that should run; else phases take turns, with as
     many completions as fit."""
+    job = job.of_rank(layout)
     engine, wanted = job.engine, job.engine.running if job.engine is not None else 0
     if residency != "phase":
         resident = _judge_as(job, cluster, layout, "resident", wanted)
@@ -162,7 +194,7 @@ def _judge_as(
         disk_bytes=disk_bytes_of(job, layout),
         short_device_bytes=max(0, device_bytes - cluster.device_budget_bytes),
         short_host_bytes=max(0, host_bytes - cluster.host_budget_bytes),
-        time=step_time(job, layout, cluster.gpu, residency),
+        time=step_time(job, layout, cluster.gpu, residency, running),
     )
 
 
@@ -178,26 +210,27 @@ def _offloads(fixed: Fixed) -> Iterator[tuple[Offload, bool]]:
             yield optimizer, gradients
 
 
-def _splits(gpus: int, per_host: int, fixed: Fixed) -> Iterator[tuple[Zero, int]]:
+def _splits(ranks: int, per_host: int, fixed: Fixed) -> Iterator[tuple[Zero, int]]:
     """(ZeRO stage, ranks that split the states): over everything, over a host, over parts of a
-    host. A model that no rank shares is whole, whatever its ZeRO stage."""
+    host, each by the ranks that have sequences of their own. A model that no rank shares is whole,
+    whatever its ZeRO stage."""
     stages: tuple[Zero, ...] = (0, 1, 2, 3) if fixed.zero is None else (fixed.zero,)
-    for zero in (0,) if gpus == 1 else stages:
+    for zero in (0,) if ranks == 1 else stages:
         if zero == 0:
             if fixed.shard_ranks in (None, 1):
                 yield zero, 1
             continue
-        sizes = {gpus} | {size for size in range(2, min(gpus, per_host) + 1) if gpus % size == 0}
+        sizes = {ranks} | {size for size in range(2, min(ranks, per_host) + 1) if ranks % size == 0}
         for size in sorted(sizes):
             if fixed.shard_ranks in (None, size):
                 yield zero, size
 
 
-def _chunks(job: TrainingJob, gpus: int, fixed: Fixed) -> list[int]:
+def _chunks(job: TrainingJob, ranks: int, fixed: Fixed) -> list[int]:
     """Return sizes from the longest sequence upwards, to what one rank gets of an update."""
     if fixed.tokens_per_chunk is not None:
         return [fixed.tokens_per_chunk]
-    most = max(job.longest, min(LARGEST_CHUNK, ceil_div(job.most_tokens_per_update, gpus)))
+    most = max(job.longest, min(LARGEST_CHUNK, ceil_div(job.most_tokens_per_update, ranks)))
     sizes = [job.longest]
     while 2 * sizes[-1] <= most:
         sizes.append(2 * sizes[-1])

@@ -40,8 +40,9 @@ def refusal_of(
             f"{cluster.host_budget_bytes}: "
             f"{nearest.short_host_bytes} bytes too little"
         )
-    ways = list(ways_out(_kinds(cluster, fixed), lambda asked: _best_of(job, *asked)))
-    if (tokens := _longest_that_fits(job, cluster, fixed)) >= STEP_TOKENS:
+    least = _with_widest_engines(job, fixed)
+    ways = list(ways_out(_kinds(cluster, fixed), lambda asked: _best_of(least, *asked)))
+    if (tokens := _longest_that_fits(least, cluster, fixed)) >= STEP_TOKENS:
         ways.append(f"sequences of at most {tokens} tokens instead of {job.longest}")
     return MemoryBudgetError(
         f"the model does not fit on {cluster.gpus} × {cluster.gpu.name}; the layout that comes "
@@ -52,6 +53,13 @@ def refusal_of(
         else "no number of these GPUs holds one layer of it: shorten the sequences or take a "
         "smaller model",
     )
+
+
+def _with_widest_engines(job: TrainingJob, fixed: Fixed) -> TrainingJob:
+    """Return a job whose engines have one rank, as many as are given, or the most, which take the
+    least of a GPU: for what fits, those between change nothing."""
+    kept = {max(job.engines, default=1), fixed.engine_tensor_ranks}
+    return replace(job, engines={n: one for n, one in job.engines.items() if n in kept})
 
 
 def _kinds(cluster: GpuCluster, fixed: Fixed) -> Iterator[Iterator[_Way]]:

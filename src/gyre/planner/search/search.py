@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from gyre.core.errors import ConfigError
 from gyre.planner.memory_model.job import TrainingJob
+from gyre.planner.search.advice import Advised, find_advised
 from gyre.planner.search.candidates import Candidate, Fixed, GpuCluster, in_order, judge, layouts
 from gyre.planner.search.nearest import refusal_of
 
@@ -27,6 +28,7 @@ class SearchResult:
     best: Candidate
     next_best: tuple[Candidate, ...]  # that fit, in order, one of each kind
     discarded: tuple[Candidate, ...]  # predicted faster than the best, and they do not fit
+    advised: tuple[Advised, ...] = ()  # what the reference says
 
 
 def choose(job: TrainingJob, cluster: GpuCluster, fixed: Fixed | None = None) -> SearchResult:
@@ -48,6 +50,7 @@ def choose(job: TrainingJob, cluster: GpuCluster, fixed: Fixed | None = None) ->
         best=best,
         next_best=_one_of_each_kind([c for c in fitting if _kind(c) != _kind(best)])[:4],
         discarded=_nearest_of_each_kind(faster)[:6],
+        advised=find_advised(job, cluster, judged, best),
     )
 
 
@@ -58,6 +61,7 @@ def _check(job: TrainingJob, cluster: GpuCluster, fixed: Fixed) -> None:
             "tokens",
             hint=f"set tokens_per_chunk to at least {job.longest}: a sequence is never split",
         )
+    _check_tensor_ranks(job, cluster, fixed)
     ranks = fixed.shard_ranks
     if ranks is not None and (
         cluster.gpus % ranks or (cluster.gpus > 1 and ranks == 1 and fixed.zero not in (None, 0))
@@ -82,10 +86,30 @@ def _check(job: TrainingJob, cluster: GpuCluster, fixed: Fixed) -> None:
         raise ConfigError(f"no layout of {cluster.gpus} GPUs has {given}", hint=hint)
 
 
+def _check_tensor_ranks(job: TrainingJob, cluster: GpuCluster, fixed: Fixed) -> None:
+    """Raise ConfigError for tensor ranks that are given and cannot be."""
+    for name, ranks, parts in (
+        ("parallel.tensor_ranks", fixed.tensor_ranks, job.parts),
+        ("engine.tensor_ranks", fixed.engine_tensor_ranks, job.engines),
+    ):
+        if ranks is None or ranks == 1:
+            continue
+        takes = [size for size in (1, *sorted(parts)) if cluster.takes(size)]
+        if ranks not in takes:
+            why = "the model does not divide over so many, or other settings refuse them,"
+            if not cluster.takes(ranks):
+                why = "ranks that share layers stay within a host, and there are no equal groups"
+            raise ConfigError(
+                f"{name} = {ranks}: {why} on {cluster.gpus} GPUs in hosts of {cluster.per_host}",
+                hint=f"choose one of {', '.join(map(str, takes))}",
+            )
+
+
 def _kind(candidate: Candidate) -> tuple[object, ...]:
     layout = candidate.layout
     offload = layout.offload_optimizer, layout.offload_gradients
-    return layout.zero, layout.shard_ranks, layout.checkpointing, *offload
+    ranks = layout.tensor_ranks, layout.engine_tensor_ranks, layout.zero, layout.shard_ranks
+    return *ranks, layout.checkpointing, *offload
 
 
 def _one_of_each_kind(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

@@ -23,9 +23,12 @@ from gyre.planner.memory_model.states import (
     disk_state_bytes,
     head_parameters,
     layer_item_bytes,
+    matrix_shapes,
     root_parameters,
     state_bytes,
 )
+from gyre.planner.search.exchanges import exchange_time, sent_by_tensor_ranks
+from gyre.planner.search.generation import rollout_seconds
 from gyre.trainer.offload.slices import LAYER_BUFFERS
 
 HIDDEN_SHARE = 0.8  # of the compute time under which FSDP2's traffic can hide
@@ -51,11 +54,14 @@ class StepTime:
 
     compute_s: float
     again_s: float  # work that is done twice
-    traffic_s: float  # of collectives, all of it
-    exposed_s: float  # of collectives, not hidden by compute
+    traffic_s: float  # of collectives of data ranks, all of it
+    exposed_s: float  # of these, not hidden by compute
     memory_s: float  # optimizer and gradient sums, bound by device memory
     host_s: float  # copies of offloaded state
     switch_s: float  # parking and waking between rollout and training, shared out over the updates
+    exchange_s: float = 0.0  # of collectives of tensor ranks, all of it
+    waited_s: float = 0.0  # of these, not hidden by compute
+    rollout_s: float = 0.0  # completions, shared out over the updates that learn from them
 
     @property
     def seconds(self) -> float:
@@ -66,12 +72,14 @@ class StepTime:
             + self.memory_s
             + self.host_s
             + self.switch_s
+            + self.waited_s
+            + self.rollout_s
         )
 
 
 def chunks_per_update(job: TrainingJob, layout: Layout) -> int:
     """Return the chunks of each rank in an update."""
-    return max(1, ceil_div(job.tokens_per_update, layout.gpus * layout.tokens_per_chunk))
+    return max(1, ceil_div(job.tokens_per_update, layout.data_ranks * layout.tokens_per_chunk))
 
 
 def forward_flops(job: TrainingJob) -> tuple[float, float, float]:
@@ -88,18 +96,24 @@ def sent_bytes(job: TrainingJob, layout: Layout) -> dict[str, int]:
     gradient is reduced in float32, or by FSDP2 (ZeRO-2, 3) after each chunk in the compute dtype
     that it was found in. Weights are gathered in the compute dtype; under ZeRO-3 twice per chunk,
     embedding and head once. FSDP2 gathers layers in 8 bits where they are multiplied so. Groups of
-    a hybrid are kept equal once per update."""
+    a hybrid are kept equal once per update. Tensor ranks share the model, and exchange rows."""
+    chunks = chunks_per_update(job, layout)
+    return _sent_by_data_ranks(job, layout, chunks) | sent_by_tensor_ranks(
+        job, layout, chunks=chunks
+    )
+
+
+def _sent_by_data_ranks(job: TrainingJob, layout: Layout, chunks: int) -> dict[str, int]:
     count, root = (
         job.model.num_parameters * job.copies,
         job.copies * (root_parameters(job.model) + head_parameters(job.model)),
     )
     item = ITEM_BYTES[job.dtype]
     ring = (layout.shard_ranks - 1) / layout.shard_ranks
-    chunks = chunks_per_update(job, layout)
-    if layout.gpus == 1:
+    if layout.data_ranks == 1:
         return {}
     if layout.zero == 0:
-        return {"all-reduce": int(2 * (layout.gpus - 1) / layout.gpus * FLOAT * count)}
+        return {"all-reduce": int(2 * (layout.data_ranks - 1) / layout.data_ranks * FLOAT * count)}
     reduced = ITEM_BYTES[job.dtype] * chunks if layout.zero >= 2 and not layout.sums_once else FLOAT
     layers = (layer_item_bytes(job.dtype, job.matmul) if layout.zero >= 2 else item) * (
         count - root
@@ -112,13 +126,16 @@ def sent_bytes(job: TrainingJob, layout: Layout) -> dict[str, int]:
     return sent
 
 
-def step_time(job: TrainingJob, layout: Layout, gpu: Gpu, residency: Residency) -> StepTime:
-    """Seconds of one update on one rank."""
-    tokens, chunks = job.tokens_per_update / layout.gpus, chunks_per_update(job, layout)
+def step_time(
+    job: TrainingJob, layout: Layout, gpu: Gpu, residency: Residency, running: int = 0
+) -> StepTime:
+    """Seconds of one update on one rank. `running` completions have KV pages in its engine."""
+    tokens, chunks = job.tokens_per_update / layout.data_ranks, chunks_per_update(job, layout)
     rate = (gpu.bf16_flops or gpu.fp16_flops) * gpu.training_share
     rate *= FLOAT32_SHARE if job.dtype == "float32" else 1.0
     products, attention, head = (flops * tokens / rate * job.copies for flops in forward_flops(job))
     products /= FP8_GAIN if job.matmul == "fp8" else 1.0
+    products *= _narrow(job, layout, rate, gpu)
     layers = products + attention
     compute = max(3 * (layers + head), chunks * job.model.num_layers * LAYER_LAUNCH_S)
     # selective makes it again
@@ -131,7 +148,8 @@ def step_time(job: TrainingJob, layout: Layout, gpu: Gpu, residency: Residency) 
     ):
         again += head  # log-probs by blocks make each block's logits twice
     traffic = sum(
-        size / _link_rate(name, layout, gpu) for name, size in sent_bytes(job, layout).items()
+        size / _link_rate(name, layout, gpu)
+        for name, size in _sent_by_data_ranks(job, layout, chunks).items()
     )
     gathers, scatters = (
         {0: 0, 1: 0, 2: 1, 3: 2 * chunks}[layout.zero],
@@ -143,6 +161,8 @@ def step_time(job: TrainingJob, layout: Layout, gpu: Gpu, residency: Residency) 
     per_parameter = UPDATE_BYTES / layout.shard_ranks + chunks * SUM_BYTES + gathers * COPY_BYTES
     per_parameter += LEAVE_BYTES if layout.sums_once and chunks > 1 else 0
     memory = job.model.num_parameters * job.copies * per_parameter / gpu.hbm_bytes_per_s
+    exchanges = exchange_time(job, layout, gpu, chunks=chunks, products_s=products)
+    rollouts = rollout_seconds(job, gpu, running=running, tensor_ranks=layout.engine_tensor_ranks)
     return StepTime(
         compute_s=compute,
         again_s=again,
@@ -152,7 +172,26 @@ def step_time(job: TrainingJob, layout: Layout, gpu: Gpu, residency: Residency) 
         host_s=_host_seconds(job, layout, gpu, chunks)
         + _weights_seconds(job, layout, gpu, chunks, compute),
         switch_s=_switch_seconds(job, layout, gpu, residency),
+        exchange_s=exchanges.all_s,
+        waited_s=exchanges.waited_s,
+        rollout_s=rollouts / job.updates_per_step,
     )
+
+
+def _narrow(job: TrainingJob, layout: Layout, rate: float, gpu: Gpu) -> float:
+    """Return how many times longer the products of a rank's part take, where some are so narrow
+    that they wait for memory. At 6,144 of 12,288 MLP columns none is: they were as fast as whole
+    ones (775 against 734 TFLOP/s, train_2x_..._tensor2.json and train_1x_..._16layers.json)."""
+    if layout.tensor_ranks == 1:
+        return 1.0
+    rows, item = layout.tokens_per_chunk, ITEM_BYTES[job.dtype]
+    arithmetic_s = longer_s = 0.0
+    for outputs, inputs in matrix_shapes(job.model):
+        flops_s = 2 * rows * outputs * inputs / rate
+        moved = item * (rows * (outputs + inputs) + outputs * inputs)
+        arithmetic_s += flops_s
+        longer_s += max(flops_s, moved / gpu.hbm_bytes_per_s)
+    return longer_s / arithmetic_s
 
 
 def _exposed_seconds(
@@ -165,16 +204,17 @@ def _exposed_seconds(
     exposed = max(0.0, traffic_s - HIDDEN_SHARE * chunk_s * chunks_per_update(job, layout))
     if not layout.sums_once:
         return exposed
-    scatter = sent_bytes(job, layout).get("reduce-scatter", 0) / _link_rate(
-        "reduce-scatter", layout, gpu
-    )
+    sent = _sent_by_data_ranks(job, layout, chunks_per_update(job, layout))
+    scatter = sent.get("reduce-scatter", 0) / _link_rate("reduce-scatter", layout, gpu)
     return max(exposed, scatter - HIDDEN_SHARE * chunk_s)
 
 
 def _link_rate(collective: str, layout: Layout, gpu: Gpu) -> float:
-    """Return the rate of the slowest link that the collective's group crosses."""
-    group = layout.gpus if layout.zero == 0 or "among" in collective else layout.shard_ranks
-    return gpu.collective_bytes_per_s if group <= gpu.gpus_per_host else NETWORK_BYTES_PER_S
+    """Return the rate of the slowest link that the collective's group crosses. Its ranks are as far
+    apart as there are tensor ranks."""
+    group = layout.data_ranks if layout.zero == 0 or "among" in collective else layout.shard_ranks
+    inside = group * layout.tensor_ranks <= gpu.gpus_per_host
+    return gpu.collective_bytes_per_s if inside else NETWORK_BYTES_PER_S
 
 
 def _host_seconds(job: TrainingJob, layout: Layout, gpu: Gpu, chunks: int) -> float:
@@ -188,7 +228,7 @@ def _host_seconds(job: TrainingJob, layout: Layout, gpu: Gpu, chunks: int) -> fl
     sums = away.get("actor.grads", 0)
     passes = (
         (1 if layout.sums_once else chunks) * item / FLOAT
-        + (2 if layout.gpus > 1 and (layout.zero < 2 or layout.hybrid) else 0)
+        + (2 if layout.data_ranks > 1 and (layout.zero < 2 or layout.hybrid) else 0)
         + 1
     )
     busy = min(layout.gpus, gpu.gpus_per_host)

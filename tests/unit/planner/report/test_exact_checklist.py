@@ -9,15 +9,9 @@ import pytest
 from pydantic import BaseModel
 
 from gyre.memory.errors import words
-from gyre.planner.report.checklist import (
-    Line,
-    Settings,
-    inference_lines,
-    strategy_for,
-    training_lines,
-    tree_for,
-)
+from gyre.planner.report.checklist import Line, Settings, inference_lines, training_lines
 from gyre.planner.report.features import FEATURES, built_features
+from gyre.planner.search.advice import strategy_for, tree_for
 from gyre.planner.search.candidates import Fixed, GpuCluster
 from gyre.planner.search.search import SearchResult, choose
 from unit.planner.memory_model.test_exact_bytes import CODED, TOY, WIDE, P
@@ -65,11 +59,9 @@ def test_advice_by_size() -> None:
     bounds = {7: ("DP only", "TP=8, DP=N/8"), 30: ("TP=8, DP=N/8", "TP=8, PP=2-4, DP=remaining"),
               100: ("TP=8, PP=2-4, DP=remaining", "TP=8, PP=8-16, DP=remaining")}  # fmt: skip
     for billions, (below, there) in bounds.items():
-        assert (strategy_for(billions * billion - 1), strategy_for(billions * billion)) == (
-            below,
-            there,
-        )
-    assert [tree_for(over) for over in (1, 1.01, 4, 4.01, 10, 10.01)] == [
+        found = strategy_for(billions * billion - 1), strategy_for(billions * billion)
+        assert [advice.says for advice in found] == [below, there]
+    assert [tree_for(over).says for over in (1, 1.01, 4, 4.01, 10, 10.01)] == [
         "DP only, ZeRO-1",
         "ZeRO-2 + gradient checkpointing",
         "ZeRO-2 + gradient checkpointing",

@@ -16,8 +16,8 @@ from gyre.planner.gpus import GPUS, find_gpu
 from gyre.planner.memory_model.engine import EngineDemand
 from gyre.planner.memory_model.peaks import host_bytes_of
 from gyre.planner.model_zoo import SHAPES, find_shape
-from gyre.planner.report.checklist import strategy_for, tree_for
 from gyre.planner.report.describe import as_mapping, describe, reasons
+from gyre.planner.search.advice import strategy_for, tree_for
 from gyre.planner.search.candidates import Fixed, GpuCluster, judge, layouts
 from gyre.planner.search.search import choose
 from gyre.planner.search.speed import chunks_per_update, sent_bytes, step_time
@@ -261,13 +261,13 @@ def test_names_are_found_and_near_ones_proposed() -> None:
 
 
 def test_advice_is_the_references() -> None:
-    assert [strategy_for(billions * 10**9) for billions in (1, 8, 70, 400)] == [
+    assert [strategy_for(billions * 10**9).says for billions in (1, 8, 70, 400)] == [
         "DP only",
         "TP=8, DP=N/8",
         "TP=8, PP=2-4, DP=remaining",
         "TP=8, PP=8-16, DP=remaining",
     ]
-    assert [tree_for(over) for over in (0.5, 3, 8, 20)] == [
+    assert [tree_for(over).says for over in (0.5, 3, 8, 20)] == [
         "DP only, ZeRO-1",
         "ZeRO-2 + gradient checkpointing",
         "ZeRO-3",
