@@ -266,11 +266,16 @@ class RunConfig(Section):
 
     def _why_no_tensor_engine(self) -> str | None:
         """Return what the config has that an engine over several ranks cannot do."""
-        cluster = self.cluster
-        if cluster.kind != "pod" or cluster.colocated:
+        cluster, tensor_ranks = self.cluster, self.engine.tensor_ranks
+        if cluster.kind == "ray" and self.parallel.tensor_ranks != tensor_ranks:
+            return (
+                "on Ray each rank's engine has the part of the model that its trainer has, set "
+                f"parallel.tensor_ranks = {tensor_ranks}, too"
+            )
+        if cluster.kind == "inline" or (cluster.kind == "pod" and cluster.colocated):
             return (
                 "each rank of an engine is a process with a device of its own, set cluster.kind = "
-                "'pod' and cluster.colocated = false"
+                "'pod' and cluster.colocated = false, or 'ray' and parallel.tensor_ranks alike"
             )
         if self.engine.kind == "vllm":
             return "vLLM cuts its model by itself, leave it out or set engine.kind = 'native'"

@@ -20,7 +20,7 @@ from gyre.core.contracts import CommitPolicy
 from gyre.core.errors import EngineRefused, GyreError, InputError, RankError
 from gyre.core.events import Emit
 from gyre.core.offers import Offer
-from gyre.core.records import Tier, TokenChunk
+from gyre.core.records import Phase, Tier, TokenChunk
 from gyre.engine.config import EngineConfig, plan_rates, scoring_bytes
 from gyre.engine.kv_cache.host_pool import HostKv
 from gyre.engine.kv_cache.pool import KvPool
@@ -67,6 +67,8 @@ class FollowingRanks(Protocol):
     def prepare(self, offer: Offer, *, reverts: bool) -> None: ...
 
     def rollback(self) -> None: ...
+
+    def entered(self, phase: Phase, step: int) -> None: ...
 
     def end(self, error: Exception | None) -> Exception | None: ...
 
@@ -393,6 +395,14 @@ class CoreWorker:
                     )
             if name == WEIGHTS and before == "none" and tier == "device":
                 self.weights.forget()  # they are zeros
+
+    def entered(self, phase: Phase, step: int) -> None:
+        """Tell the followers that this rank's memory is where a phase needs it. Their own is, too,
+        once they have played what was sent before."""
+        if self._followers is None or self.failure:
+            return
+        with self._together():
+            self._followers.entered(phase, step)
 
     def _make_core(self, pool: KvPool, host: HostKv | None) -> EngineCore:
         config, spec = self._config, self.decoder.spec

@@ -63,7 +63,8 @@ def plan_run(
     for model in stage.trainer.offload_parameters:
         refuse_cut(model, zero=shards[model].zero, ranks=shards[model].ranks)
     is_pod = config.cluster.kind == "pod"
-    shared = shards["actor"].zero < 2 and not is_pod and tensor_ranks == 1
+    reads_in_place = not is_pod and (tensor_ranks == 1 or has_parts(config))
+    shared = shards["actor"].zero < 2 and reads_in_place
     alone = config.cluster.engine_workers > 0 and not is_pod
     apart = tuple(
         model
@@ -80,6 +81,8 @@ def plan_run(
         lie_apart=apart,
     )
     beside = 0 if is_pod and config.cluster.engine_workers else ranks
+    if has_parts(config):
+        beside //= config.engine.tensor_ranks
     inputs = replace(inputs, engines=beside + config.cluster.engine_workers)
     inputs = replace(inputs, engine_part=cut_engine(config.engine, spec))
     if is_pod and inputs.online:
@@ -89,6 +92,13 @@ def plan_run(
         )
         inputs = replace(inputs, remarks=(*inputs.remarks, remark))
     return make_plan(inputs, cut_hardware(read_hardware(disk), share))
+
+
+def has_parts(config: RunConfig) -> bool:
+    """Return whether each rank's process has the same part of the model in its trainer and in its
+    engine, which is cut over the trainer's tensor ranks."""
+    ranks = config.engine.tensor_ranks
+    return config.cluster.kind == "ray" and ranks > 1 and ranks == config.parallel.tensor_ranks
 
 
 def cut_engine(engine: EngineConfig, spec: ModelSpec) -> ModelNumbers | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,15 +16,18 @@ from typing import TypeVar
 
 import torch
 
+from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
 from gyre.core.records import DeviceHoldings, Phase
 from gyre.core.seeds import derive_seed
 from gyre.distributed.mesh import shard_size
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.engine import NativeEngine
-from gyre.engine.tensor_group import EntryStream, Followers, enlist, follow, lead
+from gyre.engine.beside_trainer import RankBesideTrainer
+from gyre.engine.tensor_group import EntryStream, Followers, OwnOffer, enlist, follow, lead
 from gyre.launch.factories import Machine, Policy, make_engine, make_reward_model
 from gyre.launch.placement.snapshots import Snapshots, make_snapshots
+from gyre.launch.stage_plan import has_parts
 from gyre.launch.stages import Stage, trains_invariant
 from gyre.launch.train_args import MAIN
 from gyre.memory.config import MemoryConfig
@@ -42,6 +45,7 @@ from gyre.trainer.checkpoint.store import Snapshot
 from gyre.trainer.passes.forward import ChunkLogprobs
 from gyre.trainer.trainer import NativeTrainer
 from gyre.weights.gather import ShardSource
+from gyre.weights.transports.addresses import host_id
 from gyre.weights.transports.opened import Reading
 
 Result = TypeVar("Result")
@@ -60,10 +64,12 @@ class StageRuntime:
         *,
         group: RankGroup | None = None,
         tensor_group: RankGroup | None = None,
+        own_offer: OwnOffer | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`progress` is what the trainer calls where it works for long without running a layer.
-        `tensor_group` are the ranks of an engine alone, of which the first has its contract."""
+        `tensor_group` are the ranks of an engine, of which the first has its contract. `own_offer`
+        returns what the trainer of this process has registered, for an engine beside it."""
         self._config, self._plan, self._folder, self._machine, self._emit = (
             config,
             plan,
@@ -72,8 +78,11 @@ class StageRuntime:
             emit,
         )
         self._group, self._progress = group, progress
-        self._tensor_group = tensor_group
-        self._following: asyncio.Future[None] | None = None  # what a rank behind the first plays
+        self._tensor_group, self._own_offer = tensor_group, own_offer
+        self._followers: Followers | None = None  # of the first rank of an engine
+        # what a rank behind the first plays: one with an engine alone, and one beside a trainer
+        self._following: asyncio.Future[None] | None = None
+        self._beside: RankBesideTrainer | None = None
         self._manager: MemoryManager | None = None
         self._own_weights = False  # the engine's, beside the trainer's
         self._took_s: dict[str, float] = {}  # to make each part
@@ -121,11 +130,13 @@ class StageRuntime:
             )
         if generates and self._plan.kv_pages > 0:
             await self._make_engine(
-                policy, own_weights=not trains or self.cuts_weights, reading=reading
+                policy, own_weights=not trains or not self._shares_weights, reading=reading
             )
-            if self.engine is None:  # the first rank says what happens to this one's memory
+            if self._following is not None:  # the first rank says what happens to its memory
                 return policy
         await self._on_compute(partial(self._manage, neighbor_bytes))
+        if self._beside is not None:
+            self._beside.listen()
         if self.snapshots is not None:
             # after the engine's graphs are captured
             await self._on_compute(self.snapshots.prepare)
@@ -143,12 +154,20 @@ class StageRuntime:
 
     @property
     def cuts_weights(self) -> bool:
-        """Return whether the actor's weights are in shards, so that an engine cannot read them in
-        place."""
+        """Return whether no rank has the actor's weights whole."""
+        return self._config.parallel.tensor_ranks > 1 or self._shards_weights
+
+    @property
+    def _shards_weights(self) -> bool:
         ranks = 1 if self._group is None else self._group.size
         zero, shard_ranks = self._config.parallel.of("actor")
-        in_parts = self._config.parallel.tensor_ranks > 1
-        return in_parts or (ranks > 1 and zero >= 2 and shard_ranks != 1)
+        return ranks // self._config.parallel.tensor_ranks > 1 and zero >= 2 and shard_ranks != 1
+
+    @property
+    def _shares_weights(self) -> bool:
+        """Return whether an engine in this process can read the actor's weights in place: they are
+        all that it computes with."""
+        return not self.cuts_weights or (has_parts(self._config) and not self._shards_weights)
 
     def _make_trainer(
         self, stage: Stage, policy: Policy, version: int, *, resumed: bool
@@ -179,7 +198,8 @@ class StageRuntime:
                 weights=weights,
                 reward_weights=reward_weights,
                 version=version,
-                shared=not self.cuts_weights,
+                shared=self._shares_weights,
+                in_parts=has_parts(self._config),
                 disk_folder=self._disk_folder(),
                 parked=self._plan.parked_at_start,
                 group=self._group or alone(self._machine.device),
@@ -218,8 +238,8 @@ class StageRuntime:
         sizes = self._config.engine.model_copy(
             update={"num_pages": plan.kv_pages, "page_tokens": plan.page_tokens}
         )
+        tensor = await self._on_compute(partial(self._meet_peers, policy.spec))
         if own_weights:
-            tensor = await self._on_compute(partial(self._meet_peers, policy.spec))
             decoder = Decoder(
                 policy.spec,
                 device=self._machine.device,
@@ -227,6 +247,9 @@ class StageRuntime:
                 tensor=tensor,
             )
             policy = replace(policy, decoder=decoder)
+        elif tensor is not None:
+            assert self.trainer is not None, "it has the weights"
+            policy = replace(policy, decoder=self.trainer.decoder.sharing(tensor))
         with self._making("engine"):
             followers, stream = await self._on_compute(self._meet)
             engine = make_engine(
@@ -240,6 +263,9 @@ class StageRuntime:
             )
             if reading is not None:
                 engine.read_parts(reading)
+            if stream is not None and self.trainer is not None:
+                await self._follow_beside(stream, engine)
+                return
             if stream is not None:
                 assert self._tensor_group is not None
                 following = partial(follow, stream, engine.worker, self._tensor_group)
@@ -249,6 +275,18 @@ class StageRuntime:
                 return
             self.engine = engine
             await engine.start(dummy=own_weights)
+
+    async def _follow_beside(self, stream: EntryStream, engine: NativeEngine) -> None:
+        """Follow the first rank from here on, between the trainer's work."""
+        assert self._tensor_group is not None and self._own_offer is not None
+        self._beside = RankBesideTrainer(
+            stream,
+            engine.worker,
+            self._tensor_group,
+            compute=self._machine.compute,
+            own_offer=self._own_offer,
+        )
+        await self._on_compute(self._beside.start)
 
     def _meet_peers(self, spec: ModelSpec) -> ReplicatedRows | None:
         group, machine = self._tensor_group, self._machine
@@ -264,8 +302,16 @@ class StageRuntime:
         group = self._tensor_group
         if group is None:
             return None, None
+        if self.trainer is not None:
+            refuse_hosts(group.share(host_id()))
         if group.rank == 0:
-            return lead(group, timeout_s=group.timeout_s, emit=self._emit), None
+            self._followers = lead(
+                group,
+                timeout_s=group.timeout_s,
+                emit=self._emit,
+                have_trainers=self.trainer is not None,
+            )
+            return self._followers, None
         return None, enlist(group, timeout_s=group.timeout_s)
 
     def lost_rank(self) -> str:
@@ -277,7 +323,8 @@ class StageRuntime:
 
     def _manage(self, neighbor_bytes: int) -> None:
         """Take what was made so far under the memory manager."""
-        tenants = [tenant for tenant in (self.engine, self.trainer) if tenant is not None]
+        made = self.engine, self._beside, self.trainer
+        tenants = [tenant for tenant in made if tenant is not None]
         with self._making("memory"):
             self._manager = MemoryManager(
                 tenants,
@@ -297,10 +344,23 @@ class StageRuntime:
         self._took_s[part] = round(time.perf_counter() - started_s, 3)
 
     async def enter(self, phase: Phase, *, step: int, neighbor_bytes: int | None = None) -> None:
-        """PhaseGate over the memory manager, on the compute thread."""
+        """PhaseGate over the memory manager, on the compute thread. The ranks of an engine enter
+        together, each by its own ledger."""
         assert self._manager is not None
         enter = partial(self._manager.enter, phase, step=step, neighbor_bytes=neighbor_bytes)
-        await self._on_compute(enter)
+        await self._on_compute(partial(self._enter_with_ranks, phase, step, enter))
+
+    def _enter_with_ranks(self, phase: Phase, step: int, enter: Callable[[], object]) -> None:
+        """Enter a phase, and tell an engine's other ranks, whatever came of it; or hear of it."""
+        if self._beside is not None:
+            enter()
+            self._beside.entered(phase, step)
+            return
+        try:
+            enter()
+        finally:
+            if self.engine is not None and self.trainer is not None:
+                self.engine.worker.entered(phase, step)
 
     async def holdings(self) -> DeviceHoldings:
         """Return what this process has on the device."""
@@ -311,6 +371,10 @@ class StageRuntime:
     async def close(self) -> None:
         if self.engine is not None:
             await self.engine.terminate()
+        if self._beside is not None:
+            await self._beside.close()
+        if self._followers is not None:
+            self._followers.close()
         if self.trainer is not None:
             await self.trainer.close()
         if self.snapshots is not None:
@@ -369,4 +433,15 @@ class StageRuntime:
                 "disk_budget_bytes": plan.disk_budget_bytes,
                 "residency": plan.residency,
             }
+        )
+
+
+def refuse_hosts(hosts: Sequence[str]) -> None:
+    """Raise ConfigError unless all ranks of an engine are on one host. Pure."""
+    apart = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
+    if apart:
+        raise ConfigError(
+            f"engine.tensor_ranks = {len(hosts)}: ranks {apart} of an engine are on another host "
+            "than rank 0, and its ranks share one",
+            hint="start Ray on nodes with room for whole groups, or set engine.tensor_ranks = 1",
         )
