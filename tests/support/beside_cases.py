@@ -4,29 +4,47 @@ in rank processes (rank_pool), or in the test's own."""
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from gyre.cluster.worker.trainer_endpoint import TrainerEndpoint
+from gyre.core.errors import RankError
 from gyre.core.records import Phase, Request, Sampling
-from gyre.engine.core_worker import CoreWorker
 from gyre.distributed.init import RankSpec, join_neighbors
 from gyre.distributed.process_group import RankGroup
+from gyre.engine.beside_trainer import RankBesideTrainer
+from gyre.engine.config import EngineConfig
+from gyre.engine.core_worker import CoreWorker
+from gyre.engine.engine import NativeEngine
+from gyre.engine.tensor_group import enlist, lead
 from gyre.launch.factories import Machine, make_machine, make_policy
 from gyre.launch.placement.stage_runtime import StageRuntime
 from gyre.launch.stages import plan_stages
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import load_tokenizer
-from tensor_cases import answers
+from layout_cases import spec_of
+from tensor_cases import answers, decoder_of
 from trainer_cases import make_batch
 from zero_cases import whole
 
 TURN: tuple[Phase, ...] = ("handover", "rollout", "score", "train")
 SOON_S = 60.0
+SPEC = replace(
+    spec_of("qwen3", hidden_size=16, num_layers=2, vocab_size=53, mlp_size=24),
+    context_tokens=96,
+    head_dim=8,
+)
+SETTINGS = {"page_tokens": 4, "max_running": 4, "token_budget": 16, "num_pages": 30}
+KV = "engine.kv"
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +72,9 @@ def asked(turn: int) -> list[Request]:
     ]
 
 
-def neighbors_of(group: RankGroup, size: int, port: int, round_id: str) -> RankGroup:
+def neighbors_of(
+    group: RankGroup, size: int, port: int, round_id: str, *, timeout_s: float = 20.0
+) -> RankGroup:
     seat = RankSpec(
         rank=group.rank,
         world_size=group.size,
@@ -63,7 +83,7 @@ def neighbors_of(group: RankGroup, size: int, port: int, round_id: str) -> RankG
         round_id=round_id,
         backend="gloo",
         device=group.device,
-        timeout_s=20.0,
+        timeout_s=timeout_s,
     )
     return join_neighbors(seat, size, name="engine")
 
@@ -175,3 +195,86 @@ async def _all_there(group: RankGroup | None, given: Given, at: str) -> None:
 
     there = await asyncio.to_thread(group.look_for, at, look, SOON_S)
     assert there, f"not all ranks came to {at}"
+
+
+def phases_apart(
+    group: RankGroup, how: str, port: int, round_id: str, timeout_s: float
+) -> tuple[str, str]:
+    """Serve, and change the phase on two ranks, of which one does otherwise than the other. Return
+    this rank's error, and of the first one why its engine failed."""
+    return asyncio.run(_phases_apart(group, how, port, round_id, timeout_s))
+
+
+async def _phases_apart(
+    group: RankGroup, how: str, port: int, round_id: str, timeout_s: float
+) -> tuple[str, str]:
+    neighbors = neighbors_of(group, 2, port, round_id, timeout_s=timeout_s)
+    compute = ThreadPoolExecutor(1)
+    leads = neighbors.rank == 0
+
+    async def on_compute(work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(compute, work)
+
+    limits = {"timeout_s": 20.0}
+    told = {**limits, "emit": lambda kind, **fields: None, "have_trainers": True}
+    engine = NativeEngine(
+        decoder_of(SPEC, neighbors, dtype=torch.float32, scale=8.0),
+        EngineConfig.model_validate(SETTINGS),
+        compute=compute,
+        emit=lambda kind, **fields: None,
+        device=neighbors.device,
+        dtype=torch.float32,
+        shared_weights=True,
+        followers=await on_compute(lambda: lead(neighbors, **told)) if leads else None,
+    )
+    if leads:
+        return await _lead_apart(engine, how, on_compute)
+    stream = await on_compute(lambda: enlist(neighbors, **limits))
+    follower = RankBesideTrainer(
+        stream, engine.worker, neighbors, compute=compute, own_offer=lambda version: None
+    )
+    await on_compute(follower.start)
+    follower.listen()
+
+    def change() -> None:
+        if how != "more":
+            follower.move([KV], "host" if how == "elsewhere" else "none")
+        follower.entered("train", 0)
+
+    if how == "alike":
+        await on_compute(change)
+        await on_compute(lambda: follower.move([KV], "device"))
+        await on_compute(lambda: follower.entered("rollout", 1))
+        await follower.close()
+        return "", ""
+    try:
+        await on_compute(change)
+    except RankError as error:
+        return f"{error}", ""
+    return "", ""
+
+
+async def _lead_apart(engine: NativeEngine, how: str, on_compute: Any) -> tuple[str, str]:
+    await engine.start(dummy=False)
+    before = await answers(engine, asked(0))
+
+    def change() -> None:
+        if how != "fewer":
+            engine.move([KV], "none")
+        engine.worker.entered("train", 0)
+
+    if how == "gone":
+        os._exit(1)
+    if how == "late":
+        await asyncio.sleep(4.0)
+        return "", ""
+    await on_compute(change)
+    if how != "fewer":
+        await on_compute(lambda: engine.move([KV], "device"))
+    if how == "alike":
+        await on_compute(lambda: engine.worker.entered("rollout", 1))
+    after = await answers(engine, asked(0))
+    assert (after == before) == (how == "alike")
+    failure = engine.failure
+    await engine.terminate()
+    return "", failure

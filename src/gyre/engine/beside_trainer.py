@@ -24,8 +24,8 @@ from gyre.engine.scheduler.journal import MoveComponent, Start
 from gyre.engine.tensor_group import (
     WHAT,
     EndCore,
-    EntryStream,
     EnteredPhase,
+    EntryStream,
     Message,
     OwnOffer,
     cause_of,
@@ -74,9 +74,9 @@ class RankBesideTrainer:
         await asyncio.get_running_loop().run_in_executor(self._compute, self._finish)
 
     def _arm(self) -> None:
-        if self._loop is not None and not self._closed and self._error is None:
-            if self._held is None:
-                self._loop.add_reader(self._stream.fileno(), self._hear)
+        if self._loop is None or self._closed or self._error is not None or self._held is not None:
+            return
+        self._loop.add_reader(self._stream.fileno(), self._hear)
 
     def _hear(self) -> None:
         assert self._loop is not None

@@ -114,9 +114,9 @@ class EngineConfig(Section):
     tensor_ranks: int = Field(
         default=1,
         ge=1,
-        description="Ranks over which each engine's model is cut, each a process with a device of "
-        "its own; more than one needs cluster.kind = 'pod' with colocated = false. Evaluation, "
-        "chat and serving use one.",
+        description="Ranks over which each engine's model is cut. cluster.kind = 'pod' with "
+        "colocated = false: each a process with a device of its own. 'ray': each beside a trainer's "
+        "rank, with parallel.tensor_ranks alike. Others, evaluation, chat and serving use one.",
     )
     step_deadline_s: float = Field(
         default=120.0,

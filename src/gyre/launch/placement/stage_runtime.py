@@ -22,8 +22,8 @@ from gyre.core.records import DeviceHoldings, Phase
 from gyre.core.seeds import derive_seed
 from gyre.distributed.mesh import shard_size
 from gyre.distributed.process_group import RankGroup, alone
-from gyre.engine.engine import NativeEngine
 from gyre.engine.beside_trainer import RankBesideTrainer
+from gyre.engine.engine import NativeEngine
 from gyre.engine.tensor_group import EntryStream, Followers, OwnOffer, enlist, follow, lead
 from gyre.launch.factories import Machine, Policy, make_engine, make_reward_model
 from gyre.launch.placement.snapshots import Snapshots, make_snapshots

@@ -134,9 +134,7 @@ def test_two_engines_of_two_ranks_beside_shards(
     for rank in seen:
         gathered = named(rank, "weights.gathered")
         assert rank["in_place"] == (zero == 1) and len(gathered) == (3 if zero == 3 else 0)
-        part_bytes = sum(
-            row["size_bytes"] for row in named(rank, "weights.gathered")[:1]
-        )
+        part_bytes = sum(row["size_bytes"] for row in named(rank, "weights.gathered")[:1])
         whole_bytes = 4 * sum(
             array.size for name, array in seen[0]["weights"].items() if ".master." in name
         )
