@@ -288,7 +288,10 @@ class RunConfig(Section):
             return "members of other hosts have one rank, leave cluster.members_address out"
         if self.engine.batch_invariant and needs_rollouts(self.objective):
             return "the trainer sums in another order, leave engine.batch_invariant out"
-        if self.memory.disk_folder or self.memory.leave.get("engine") == "destroy":
+        if self.engine.disk_folder:
+            return "its ranks would write the same files, leave engine.disk_folder out"
+        moves = self.memory.disk_folder or self.memory.leave.get("engine") == "destroy"
+        if moves and cluster.kind == "pod":
             return "its memory stays where it is, leave memory.disk_folder and memory.leave out"
         return None
 

@@ -57,6 +57,7 @@ class Given:
     port: int = 0  # of the store
     round_id: str = ""
     turns: int = 3
+    restarts_engine: bool = False  # at each hand-over, as memory.leave may say
 
 
 def asked(turn: int) -> list[Request]:
@@ -138,11 +139,14 @@ async def _turns(
     """The driver waits for all ranks between any two calls."""
     told: list[Any] = []
     assert device.trainer is not None
+    restarts = given.restarts_engine and device.engine is not None
     for turn in range(given.turns):
         for phase in TURN:
             await device.enter(phase, step=turn)
             await _all_there(group, given, f"{turn} {phase}")
             if phase == "handover":
+                if restarts and turn and device.engine is not None:
+                    await device.engine.start(dummy=True)
                 manifest = await endpoint.register()
                 await _all_there(group, given, f"{turn} registered")
                 if device.engine is not None:
@@ -151,6 +155,8 @@ async def _turns(
                     await device.engine.commit(version, policy="drain")
             if phase == "rollout" and device.engine is not None:
                 told.append(await answers(device.engine, asked(turn)))
+                if restarts:
+                    await device.engine.terminate()
             await _all_there(group, given, f"{turn} {phase} done")
             if phase == "train":
                 await endpoint.step(make_batch(8, seed=turn, step=turn))

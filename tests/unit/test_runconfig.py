@@ -584,7 +584,12 @@ POD = {"kind": "pod", "colocated": False}
     ("tables", "words"),
     [
         ({}, "set cluster.kind = 'pod' and cluster.colocated = false"),
-        ({"cluster": {"kind": "ray"}}, "a process with a device of its own"),
+        ({"cluster": {"kind": "ray"}}, "set parallel.tensor_ranks = 2, too"),
+        (
+            {"cluster": {"kind": "ray"}, "parallel": {"tensor_ranks": 4}},
+            "the part of the model that its trainer has",
+        ),
+        ({"cluster": POD, "engine": {"disk_folder": "parked"}}, "leave engine.disk_folder out"),
         ({"cluster": {"kind": "pod"}}, "cluster.colocated = false"),
         ({"cluster": POD | {"weight_transport": "nccl"}}, "'shm' or 'cuda-ipc'"),
         ({"cluster": POD | {"members_address": "127.0.0.1:0"}}, "have one rank"),
@@ -599,6 +604,11 @@ def test_what_an_engine_over_several_ranks_cannot_do_is_refused(tables, words):
     assert told.startswith("engine.tensor_ranks = 2: ") and words in told
 
 
-def test_an_engine_over_several_ranks_is_part_of_a_pod():
-    tables = {**MODEL, "cluster": POD, "engine": {"tensor_ranks": 2}}
+@pytest.mark.parametrize(
+    "tables",
+    [{"cluster": POD}, {"cluster": {"kind": "ray"}, "parallel": {"tensor_ranks": 2}}],
+    ids=["pod", "ray"],
+)
+def test_an_engine_over_several_ranks_is_part_of_a_pod_or_beside_a_trainer_of_as_many(tables):
+    tables = {**MODEL, **tables, "engine": {"tensor_ranks": 2}}
     assert parse_run_config(tables, where="run.toml").engine.tensor_ranks == 2

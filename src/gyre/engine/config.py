@@ -115,8 +115,8 @@ class EngineConfig(Section):
         default=1,
         ge=1,
         description="Ranks over which each engine's model is cut. cluster.kind = 'pod' with "
-        "colocated = false: each a process with a device of its own. 'ray': each beside a trainer's "
-        "rank, with parallel.tensor_ranks alike. Others, evaluation, chat and serving use one.",
+        "colocated = false: each a process with a device of its own. 'ray': each beside a rank of "
+        "the trainer, with parallel.tensor_ranks alike. All else uses one.",
     )
     step_deadline_s: float = Field(
         default=120.0,

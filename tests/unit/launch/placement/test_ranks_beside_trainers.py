@@ -35,9 +35,7 @@ SHAPE = {
 }
 
 
-def given(
-    folder: Path, ranks: int = 1, *, tensor_ranks: int = 1, residency: str = "phase", **tables: Any
-) -> Given:
+def given(folder: Path, ranks: int = 1, *, tensor_ranks: int = 1, **tables: Any) -> Given:
     """What each of `ranks` is given; one is inline."""
     folder.mkdir(exist_ok=True)
     TOKENIZER.save(folder)
@@ -50,7 +48,7 @@ def given(
         parallel={**cut, **tables.pop("parallel", {})},
         engine={**cut, "num_pages": 24, "page_tokens": 4, "max_running": 4},
         trainer={"learning_rate": 1e-2, "tokens_per_chunk": 64, "steps": 3},
-        memory={"residency": residency},
+        memory={"residency": "phase", **tables.pop("memory", {})},
         **tables,
     )
     (stage,), data = plan_stages(config, "all"), load_online(config)
@@ -119,6 +117,20 @@ def test_each_rank_keeps_its_own_ledger_and_a_phase_has_the_same_bytes_each_time
         assert "engine.weights" not in last["rollout"], "they are the trainer's"
         ledgers.append(last)
     assert ledgers[0] == ledgers[1]
+
+
+@pytest.mark.slow
+def test_an_engine_that_restarts_at_each_hand_over_beside_states_on_disk(
+    pair: RankPool, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    memory = {"disk_folder": "parked", "leave": {"engine": "destroy", "actor.optimizer": "disk"}}
+    one = given(tmp_path / "run", 2, tensor_ranks=2, memory=memory)
+    for seen in run(pair, replace(one, restarts_engine=True)):
+        assert len(named(seen, "engine.started")) == 3
+        trained = [row for row in named(seen, "memory") if row["phase"] == "rollout"]
+        assert all(row["owners"]["actor.optimizer"]["disk"] > 0 for row in trained)
+        if seen["answers"]:
+            close(seen, alone)
 
 
 @pytest.mark.slow
