@@ -16,6 +16,7 @@ import torch
 
 from gyre.cluster.worker.trainer_endpoint import TrainerEndpoint
 from gyre.core.errors import RankError
+from gyre.core.offers import Offer
 from gyre.core.records import Phase, Request, Sampling
 from gyre.distributed.init import RankSpec, join_neighbors
 from gyre.distributed.process_group import RankGroup
@@ -237,7 +238,7 @@ async def _phases_apart(
         return await _lead_apart(engine, how, on_compute)
     stream = await on_compute(lambda: enlist(neighbors, **limits))
     follower = RankBesideTrainer(
-        stream, engine.worker, neighbors, compute=compute, own_offer=lambda version: None
+        stream, engine.worker, neighbors, compute=compute, own_offer=_no_offer
     )
     await on_compute(follower.start)
     follower.listen()
@@ -258,6 +259,10 @@ async def _phases_apart(
     except RankError as error:
         return f"{error}", ""
     return "", ""
+
+
+def _no_offer(version: int) -> Offer:
+    raise AssertionError(f"version {version} is not asked for")
 
 
 async def _lead_apart(engine: NativeEngine, how: str, on_compute: Any) -> tuple[str, str]:
