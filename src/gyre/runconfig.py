@@ -263,13 +263,22 @@ class RunConfig(Section):
 
     def _why_no_tensor_engine(self) -> str | None:
         """Return what the config has that an engine over several ranks cannot do."""
-        cluster = self.cluster
-        if cluster.kind != "pod":
-            return "each rank of an engine is a process of a pod, set cluster.kind = 'pod'"
-        try:
-            self.count_pod_engines(cluster.num_workers)
-        except ConfigError as error:
-            return f"{error.message}, {error.hint}"
+        cluster, tensor_ranks = self.cluster, self.engine.tensor_ranks
+        if cluster.kind == "inline":
+            return (
+                "each rank of an engine is a process, set cluster.kind = 'pod', or 'ray' and "
+                "parallel.tensor_ranks alike"
+            )
+        if cluster.kind == "ray" and self.parallel.tensor_ranks != tensor_ranks:
+            return (
+                "on Ray each rank's engine has the part of the model that its trainer has, set "
+                f"parallel.tensor_ranks = {tensor_ranks}, too"
+            )
+        if cluster.kind == "pod":
+            try:
+                self.count_pod_engines(cluster.num_workers)
+            except ConfigError as error:
+                return f"{error.message}, {error.hint}"
         if self.engine.kind == "vllm":
             return "vLLM cuts its model by itself, leave it out or set engine.kind = 'native'"
         if cluster.weight_transport == "nccl":
@@ -279,6 +288,8 @@ class RunConfig(Section):
             )
         if cluster.members_address:
             return "members of other hosts have one rank, leave cluster.members_address out"
+        if cluster.kind == "ray" and self.engine.batch_invariant and needs_rollouts(self.objective):
+            return "equal bits are not shown on Ray, set cluster.kind = 'pod'"
         if self.engine.disk_folder:
             return "its ranks would write the same files, leave engine.disk_folder out"
         return None

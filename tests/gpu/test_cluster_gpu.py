@@ -22,8 +22,9 @@ pytestmark = [
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("zero", [1, 3])
-def test_a_worker_per_gpu(tmp_path: Path, zero: int) -> None:
+@pytest.mark.parametrize(("zero", "tensor_ranks"), [(1, 1), (3, 1), (1, 2)])
+def test_a_worker_per_gpu(tmp_path: Path, zero: int, tensor_ranks: int) -> None:
+    """Over tensor ranks a worker has a part of the model, and an engine several workers."""
     sets = {
         "run.device": "cuda",
         "run.dtype": "bfloat16",
@@ -32,8 +33,10 @@ def test_a_worker_per_gpu(tmp_path: Path, zero: int) -> None:
         "model.shape.head_dim": 64,
         "model.shape.hidden_size": 128,
         "memory.residency": "phase",
-        "cluster": {"kind": "ray"},
+        "cluster": {"kind": "ray", "num_workers": tensor_ranks if tensor_ranks > 1 else 0},
         "parallel.zero": zero,
+        "parallel.tensor_ranks": tensor_ranks,
+        "engine.tensor_ranks": tensor_ranks,
     }
     # sockets: short
     with tempfile.TemporaryDirectory(prefix="gyre-ray-", ignore_cleanup_errors=True) as ray_folder:
@@ -49,7 +52,8 @@ def test_a_worker_per_gpu(tmp_path: Path, zero: int) -> None:
     assert answer.code == 0 and not answer.left_behind, told
     assert len(read_story(folder).steps) == 20, told
     gates = [row for row in events_of(folder, "cluster.memory") if row["phase"] == "rollout"]
-    assert len(gates[0]["device_bytes"]) == torch.cuda.device_count(), told
+    workers = tensor_ranks if tensor_ranks > 1 else torch.cuda.device_count()
+    assert len(gates[0]["device_bytes"]) == workers, told
     assert len({str(row["device_bytes"]) for row in gates[2:]}) == 1, (
         f"bytes grow over phase switches\n{told}"
     )

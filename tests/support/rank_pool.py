@@ -38,6 +38,7 @@ class RankPool:
     ) -> None:
         self.size = size
         self._store = hold_store()
+        self.port = self._store.port
         # which imports torch once for all ranks of all pools
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["zero_cases", "torch.distributed.fsdp"])

@@ -588,8 +588,12 @@ POD = {"kind": "pod", "colocated": False}
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({}, "set cluster.kind = 'pod'"),
-        ({"cluster": {"kind": "ray"}}, "a process of a pod"),
+        ({}, "set cluster.kind = 'pod', or 'ray'"),
+        ({"cluster": {"kind": "ray"}}, "set parallel.tensor_ranks = 2, too"),
+        (
+            {"cluster": {"kind": "ray"}, "parallel": {"tensor_ranks": 4}},
+            "the part of the model that its trainer has",
+        ),
         ({"cluster": {"kind": "pod", "num_workers": 3}}, "a multiple of 2, or cluster.engine_wo"),
         ({"cluster": POD | {"weight_transport": "nccl"}}, "'shm' or 'cuda-ipc'"),
         ({"cluster": POD | {"members_address": "127.0.0.1:0"}}, "have one rank"),
@@ -658,3 +662,9 @@ def test_how_many_engines_a_pod_has(cluster, tensor_ranks, trainer_ranks, engine
             config.count_pod_engines(trainer_ranks)
         return
     assert config.count_pod_engines(trainer_ranks) == engines
+
+
+def test_an_engine_over_several_ranks_on_ray_is_beside_a_trainer_of_as_many():
+    tables = {"cluster": {"kind": "ray"}, "parallel": {"tensor_ranks": 2}}
+    tables = {**MODEL, **tables, "engine": {"tensor_ranks": 2}}
+    assert parse_run_config(tables, where="run.toml").engine.tensor_ranks == 2

@@ -120,6 +120,46 @@ def join(seat: RankSpec) -> RankGroup:
     return world
 
 
+def join_neighbors(seat: RankSpec, size: int, *, name: str) -> RankGroup:
+    """Join `size` neighboring ranks, with a failure detector of their own: it counts operations
+    that the other ranks have no part in. All ranks call it, after `join`. RankError on a
+    timeout."""
+    first = seat.rank - seat.rank % size
+    prefix = f"gyre/{seat.round_id}/{name}-{first}"
+    try:
+        groups = [
+            dist.new_group([*range(start, start + size)])
+            for start in range(0, seat.world_size, size)
+        ]
+        process_group = groups[first // size]
+        assert isinstance(process_group, dist.ProcessGroup)
+        neighbors = RankGroup(
+            name=name,
+            rank=seat.rank - first,
+            size=size,
+            device=seat.device,
+            process_group=process_group,
+            board=FailureDetector(
+                SharedKVStore(PrefixStore(f"{prefix}/faults", _connect(seat))),
+                rank=seat.rank - first,
+                size=size,
+                grace_s=GRACE_S,
+                abort=lambda: _abort(seat.device),
+            ),
+            notes=SharedKVStore(PrefixStore(f"{prefix}/notes", _connect(seat))),
+            timeout_s=seat.timeout_s,
+        )
+        if seat.device.type == "cuda":  # before memory is measured
+            neighbors.warm_up()
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {seat.rank} could not join ranks {first} to {first + size - 1} ({name}): "
+            f"{str(error).splitlines()[0]}",
+            hint="one of them has died, or hangs; its log says why",
+        ) from error
+    return neighbors
+
+
 def leave(group: RankGroup) -> None:
     """Leave the ranks. Needs no other rank to be alive."""
     group.close()

@@ -116,10 +116,10 @@ class EngineConfig(Section):
     tensor_ranks: int = Field(
         default=1,
         ge=1,
-        description="Ranks over which each engine's model is cut, each a process of a pod "
-        "(cluster.kind = 'pod') on a device that it shares with the trainer rank of the same "
-        "number, or has for itself (cluster.colocated). `gyre serve` takes any number. Evaluation "
-        "and chat use one.",
+        description="Ranks over which each engine's model is cut. cluster.kind = 'pod': each a "
+        "process, on a device that it shares with the trainer rank of the same number, or has for "
+        "itself (cluster.colocated). 'ray': each beside a rank of the trainer, with "
+        "parallel.tensor_ranks alike. `gyre serve` takes any number. All else uses one.",
     )
     sharded_sampling: bool = Field(
         default=False,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import select
 import socket
 import struct
 import time
@@ -38,7 +39,7 @@ from gyre.engine.scheduler.journal import (
     Start,
 )
 from gyre.models.decoder import Decoder
-from gyre.weights.receive import refuse_local
+from gyre.weights.receive import is_own, refuse_local
 
 WHAT = "the engine's steps"
 LOOPBACK = "127.0.0.1"
@@ -74,6 +75,13 @@ class PrepareVersion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return Offer(manifest=self.manifest, source=source)
 
 
+class PrepareOwn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Each rank takes the version of the trainer in its own process."""
+
+    version: int
+    reverts: bool = False
+
+
 class ForgetVersion(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What was prepared is given up."""
 
@@ -89,7 +97,8 @@ class EndCore(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The core ends, and the ranks free their memory."""
 
 
-Message = Entry | PrepareVersion | ForgetVersion | EnteredPhase | EndCore
+Message = Entry | PrepareVersion | PrepareOwn | ForgetVersion | EnteredPhase | EndCore
+OwnOffer = Callable[[int], Offer]  # a version of the trainer in this process
 
 
 class EntryStream:
@@ -99,6 +108,8 @@ class EntryStream:
         """Bind the socket. `rank` is at the other end."""
         connection.settimeout(timeout_s)
         self._socket, self._rank, self._timeout_s = connection, rank, timeout_s
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
 
     def write(self, message: Message) -> None:
         """RankError if the other end takes nothing within the timeout."""
@@ -124,6 +135,28 @@ class EntryStream:
                 # callers give whole numbers for floats too, so it need not be written so again
                 yield decode(data, cast(type[Message], Message), exact=False)
 
+    def receive(self, timeout_s: float) -> Message | None:
+        """Return the next message; None if none begins within the time. EOFError once the other end
+        has closed."""
+        if not self._poll.poll(1e3 * timeout_s):
+            return None
+        try:
+            (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
+            return decode(self._read(size), cast(type[Message], Message), exact=False)
+        except OSError as error:
+            raise EOFError(f"rank {self._rank} is gone: {error}") from error
+
+    def _read(self, size_bytes: int) -> bytes:
+        data = bytearray()
+        while len(data) < size_bytes:
+            if not (part := self._socket.recv(size_bytes - len(data))):
+                raise EOFError(f"rank {self._rank} has ended")
+            data += part
+        return bytes(data)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def close(self) -> None:
         self._socket.close()
 
@@ -131,8 +164,11 @@ class EntryStream:
 class Followers:
     """The other ranks, as rank 0 sees them. For the compute thread."""
 
-    def __init__(self, group: RankGroup, streams: Sequence[EntryStream]) -> None:
-        self._group, self._streams = group, streams
+    def __init__(
+        self, group: RankGroup, streams: Sequence[EntryStream], *, have_trainers: bool = False
+    ) -> None:
+        """`have_trainers`: each rank's process has a trainer's rank, too, with the same cut."""
+        self._group, self._streams, self._have_trainers = group, streams, have_trainers
         self._life = ExitStack()
 
     def begin(self) -> None:
@@ -144,6 +180,9 @@ class Followers:
             stream.write(entry)
 
     def prepare(self, offer: Offer, *, reverts: bool) -> None:
+        if self._have_trainers and is_own(offer):
+            self.send(PrepareOwn(version=offer.version, reverts=reverts))
+            return
         self.send(PrepareVersion.of(offer, reverts=reverts))
 
     def rollback(self) -> None:
@@ -173,7 +212,9 @@ class Followers:
             stream.close()
 
 
-def lead(group: RankGroup, *, timeout_s: float, emit: Emit) -> Followers:
+def lead(
+    group: RankGroup, *, timeout_s: float, emit: Emit, have_trainers: bool = False
+) -> Followers:
     """Connect rank 0 with the others, which call `enlist`. `timeout_s`: for all of them to come,
     and for each to take an entry."""
     token, ends_at = secrets.token_bytes(TOKEN_BYTES), time.monotonic() + timeout_s
@@ -202,7 +243,8 @@ def lead(group: RankGroup, *, timeout_s: float, emit: Emit) -> Followers:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             streams[rank] = EntryStream(connection, rank, timeout_s=timeout_s)
         failing.pop_all()
-    return Followers(group, [streams[rank] for rank in sorted(streams)])
+    ordered = [streams[rank] for rank in sorted(streams)]
+    return Followers(group, ordered, have_trainers=have_trainers)
 
 
 def enlist(group: RankGroup, *, timeout_s: float) -> EntryStream:
@@ -243,9 +285,9 @@ def follow(
                 life.close()  # of the core before it
                 life.enter_context(group.guard(WHAT))
             try:
-                _play(message, worker, group)
-            except CoreFailed as failed:  # by its type the guard tells a lost rank from a cause
-                raise failed.__cause__ or failed from None
+                play_message(message, worker, group)
+            except CoreFailed as failed:
+                raise cause_of(failed) from None
             played(message)
             if isinstance(message, EndCore):
                 life.close()
@@ -253,7 +295,15 @@ def follow(
         worker.terminate()
 
 
-def _play(message: Message, worker: CoreWorker, group: RankGroup) -> None:
+def cause_of(error: BaseException) -> BaseException:
+    """Return what broke a core: by its type the guard tells a lost rank from a cause."""
+    return (error.__cause__ or error) if isinstance(error, CoreFailed) else error
+
+
+def play_message(
+    message: Message, worker: CoreWorker, group: RankGroup, own_offer: OwnOffer | None = None
+) -> None:
+    """Do what rank 0 does. A version that all ranks refuse is no error here."""
     match message:
         case Start():
             if worker.core is not None:
@@ -262,6 +312,10 @@ def _play(message: Message, worker: CoreWorker, group: RankGroup) -> None:
             worker.start(message.dummy)
         case PrepareVersion():
             _agree(lambda: worker.prepare(message.offer(), reverts=message.reverts))
+        case PrepareOwn(version=version, reverts=reverts):
+            assert own_offer is not None, "rank 0 knows which ranks have a trainer beside them"
+            offer = own_offer(version)
+            _agree(lambda: worker.prepare(offer, reverts=reverts))
         case ForgetVersion():
             worker.rollback()
         case Commit(version=version, policy=policy):

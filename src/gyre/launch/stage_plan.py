@@ -64,7 +64,8 @@ def plan_run(
     for model in stage.trainer.offload_parameters:
         refuse_cut(model, zero=shards[model].zero, ranks=shards[model].ranks)
     is_pod = config.cluster.kind == "pod"
-    shared = shards["actor"].zero < 2 and not is_pod and tensor_ranks == 1
+    reads_in_place = not is_pod and (tensor_ranks == 1 or has_parts(config))
+    shared = shards["actor"].zero < 2 and reads_in_place
     alone = config.cluster.engine_workers > 0 and not is_pod
     apart = tuple(
         model
@@ -80,7 +81,8 @@ def plan_run(
         engines_alone=alone,
         lie_apart=apart,
     )
-    engines = config.count_pod_engines(ranks) if is_pod else ranks + config.cluster.engine_workers
+    beside = ranks // config.engine.tensor_ranks if has_parts(config) else ranks
+    engines = config.count_pod_engines(ranks) if is_pod else beside + config.cluster.engine_workers
     inputs = replace(inputs, engines=engines, engine_part=cut_engine(config.engine, spec))
     if is_pod and inputs.engine_part is not None and inputs.online:
         remark = tell_devices(ranks, engines, config.engine, colocated=config.cluster.colocated)
@@ -105,6 +107,13 @@ def plan_in_turns(inputs: PlanInputs, hardware: Hardware) -> Plan:
     plan = make_plan(replace(inputs, residency="phase"), hardware)
     reason = "not everything fits at once: a process leaves the device to the other"
     return replace(plan, reasons={**plan.reasons, "residency": reason})
+
+
+def has_parts(config: RunConfig) -> bool:
+    """Return whether each rank's process has the same part of the model in its trainer and in its
+    engine, which is cut over the trainer's tensor ranks."""
+    ranks = config.engine.tensor_ranks
+    return config.cluster.kind == "ray" and ranks > 1 and ranks == config.parallel.tensor_ranks
 
 
 def cut_engine(engine: EngineConfig, spec: ModelSpec) -> ModelNumbers | None:

@@ -71,6 +71,19 @@ class Decoder(nn.Module):
             spec.head_dim, spec.rope_theta, spec.rope_scaling, device
         )
 
+    def sharing(self, tensor: TensorParallel) -> Decoder:
+        """Return a decoder of the very same parameters, whose rows lie over the ranks otherwise."""
+        assert self.tensor is not None and self.tensor.group.size == tensor.group.size
+        other = Decoder(
+            self.whole_spec, device=torch.device("meta"), dtype=self.dtype, tensor=tensor
+        )
+        for name, module in other.named_modules():
+            own = self.get_submodule(name)
+            for key in dict(module.named_parameters(recurse=False)):
+                module.register_parameter(key, own.get_parameter(key))
+        other.inv_freq_F = self.inv_freq_F
+        return other
+
     @property
     def head_weight(self) -> nn.Parameter:
         """[V, E] projection to the vocabulary; the embedding itself when tied."""

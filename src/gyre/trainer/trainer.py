@@ -102,6 +102,8 @@ class NativeTrainer:
     reward_weights: InitVar[TensorSource | None] = None
     version: int = 0
     shared: bool = True  # stored in the manifest: the engine reads this trainer's weights
+    # each tensor rank's engine has the same cut, in its process: offers are of local tensors
+    in_parts: bool = False
     disk_folder: Path | None = None  # gives components a disk tier
     parked: Mapping[str, Tier] | None = None  # components that leave the device once allocated
     # The ranks that train together (`distributed.init.join`). Each has a NativeTrainer with equal
@@ -133,6 +135,7 @@ class NativeTrainer:
         self._steps_done = 0
         # made once, since planning takes longer than a hand-over may
         self._shards: ShardSource | None = None
+        self._own_shards: ShardSource | None = None  # of this tensor rank's part, to be offered
         self._shard_entries: tuple[TensorEntry, ...] | None = None
         self._has_gradients = False  # that no update has taken
         self._lost_steps = 0  # in a row, without a finite gradient
@@ -264,8 +267,8 @@ class NativeTrainer:
         shards. On the compute thread."""
         self._assert_filled()
         actor = self.models.actor
-        if self.shards_weights:
-            shards = self.shards()
+        if actor.split.shards_weights or (self.shards_weights and not self.in_parts):
+            shards = self._offered_shards()
             if self._shard_entries is None:
                 self._shard_entries = shard_entries(shards.layout, actor.dtype)
             manifest = Manifest(
@@ -291,6 +294,14 @@ class NativeTrainer:
         if self._shards is None:
             self._shards = self.models.actor.shards()
         return self._shards
+
+    def _offered_shards(self) -> ShardSource:
+        """Return what this rank has of the whole weights, or of its tensor rank's part."""
+        if not self.in_parts:
+            return self.shards()
+        if self._own_shards is None:
+            self._own_shards = self.models.actor.shards(of_part=True)
+        return self._own_shards
 
     def snapshot_now(self) -> Mapping[str, Any]:
         """Return {"tensors": copies of this rank's Parts by key, "state": JSON-able}. The parts of

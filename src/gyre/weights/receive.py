@@ -36,6 +36,8 @@ from gyre.weights.transports.opened import PartOpener
 OpenFolder = Callable[[str], AbstractContextManager[TensorSource]]
 # that a tensor rank takes, which reads its own part
 PART_SOURCES = ("FolderTensors", "RegisteredShards")
+# of a trainer in each tensor rank's process, whose tensors are that rank's part
+OWN_SOURCES = ("SharedStorage", "LocalShards")
 
 
 def receive(
@@ -53,7 +55,7 @@ def receive(
     `shared`: the engine was built on its trainer's tensors. `parts` opens what was registered.
     `held`: what a tensor rank's `own` is of the whole tensors. InputError for a version that the
     engine cannot take, SnapshotError for one that is not whole."""
-    if held is not None:
+    if held is not None and not is_own(offer):
         refuse_local(offer)
     match offer.source:
         case SharedStorage(tensors=tensors) if shared and shares_storage(tensors, own):
@@ -92,6 +94,11 @@ def receive(
                 hint="build engine and trainer on one decoder, or make both with "
                 "shared weights off",
             )
+
+
+def is_own(offer: Offer) -> bool:
+    """Return whether a version is of the trainer in this process: each tensor rank has its own."""
+    return type(offer.source).__name__ in OWN_SOURCES
 
 
 def refuse_local(offer: Offer) -> None:

@@ -75,6 +75,8 @@ OWNED = {
     ("distributed/rendezvous/tcp_store.py", "_run"): "nothing: the task is done",
     ("distributed/rendezvous/tcp_store.py", "_follow"): "`close`, or the store's end",
     ("engine/tensor_group.py", "_greeted"): "the socket's timeout",
+    ("engine/tensor_group.py", "_read"): "the socket's timeout",
+    ("engine/beside_trainer.py", "close"): "the group's timeout, which `_until` keeps",
     ("distributed/point_to_point.py", "wait"): "`_watch`; on a GPU nothing: the stream waits",
     ("distributed/point_to_point.py", "_watch"): "the group's timeout, which Gloo keeps",
     ("distributed/process_group.py", "end"): "the group's timeout; on a GPU nothing, as above",

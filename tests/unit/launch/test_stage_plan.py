@@ -195,6 +195,25 @@ def test_a_tensor_rank_is_planned_for_with_its_part_of_each_layer(tmp_path):
         plan_stages_for(config, spec, [(stage, data)], PlanRequest(gpu="h200", gpus=3))
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_an_engine_of_as_many_ranks_is_planned_for_over_the_trainers_part(tmp_path, zero):
+    """On Ray: its weights are the trainer's, or of the same size beside shards of them; its queue
+    is that of two engines of two ranks."""
+    config = online(
+        tmp_path, parallel={"zero": zero, "tensor_ranks": 2}, cluster={"kind": "ray"},
+        engine={"tensor_ranks": 2, "num_pages": 8}, run={"device": "cpu"},
+    )  # fmt: skip
+    (stage,), data = plan_stages(config, "all"), load_online(config)
+    plan = plan_run(config, stage, WIDE, data, ranks=4, dtype="float32", folder=tmp_path)
+    sizes = {component.name: component.size_bytes for component in plan.components}
+    held = model_layout(WIDE, 2).local_shapes
+    weights = 4 * sum(math.prod(shape) for shape in held.values())
+    assert sizes.get("engine.weights") == (weights if zero == 3 else None)
+    assert sizes["actor.params"] == (weights if zero == 1 else weights // 2)
+    page_bytes = 2 * 2 * WIDE.head_dim * plan.page_tokens * 4  # keys and values of two layers
+    assert sizes["engine.kv"] == 9 * page_bytes, "one of the two KV heads"
+
+
 @pytest.mark.parametrize("inner", ["", "export"])
 def test_a_reward_model_is_planned_for_with_its_own_size(tmp_path, inner):
     """It shares the policy's tokenizer and nothing else. On the machine that is here and on GPUs

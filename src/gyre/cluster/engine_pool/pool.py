@@ -77,7 +77,7 @@ class EnginePool:
     Those in `vital` hold a trainer rank too. `revive(name)` starts a lost engine's worker again;
     without it a lost engine stays lost. `starts_with_weights`: such a worker has the weights of
     a version by itself, as one that reads them from a folder; it joins at once if that is the
-    pool's.
+    pool's. `other_ranks`: by the name of a vital engine, workers without which it is lost.
     """
 
     def __init__(
@@ -91,7 +91,9 @@ class EnginePool:
         revive: Revive | None = None,
         starts_with_weights: bool = False,
         version: int = 0,
+        other_ranks: Mapping[str, Sequence[WorkerHandle]] | None = None,
     ) -> None:
+        self._other_ranks = other_ranks or {}
         self._cluster, self._settings, self._emit, self._revive = cluster, settings, emit, revive
         self._starts_with_weights = starts_with_weights
         self._vital = vital
@@ -457,10 +459,17 @@ class EnginePool:
             if not member.watched and member.state != "lost":
                 member.watched = True
                 self._keep(self._watches, self._watch(member))
+                for other in self._other_ranks.get(member.name, ()):
+                    self._keep(self._watches, self._watch_rank(member, other))
 
     async def _watch(self, member: EngineReplica) -> None:
         """Wait for the worker's end, which may never come; `close` ends the wait."""
         self._lose(member, await self._cluster.watch(member.handle))
+
+    async def _watch_rank(self, member: EngineReplica, other: WorkerHandle) -> None:
+        """Wait for the end of another rank of an engine, as `_watch` does for the first one's."""
+        cause = await self._cluster.watch(other)
+        self._lose(member, f"{other.name} ({other.place}), a rank of its engine, ended: {cause}")
 
     def _lose(self, member: EngineReplica, cause: str) -> None:
         """Take an engine's requests from it. Once for each life, by the first notice of its

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,17 +16,20 @@ from typing import TypeVar
 
 import torch
 
+from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
 from gyre.core.records import DeviceHoldings, Phase
 from gyre.core.seeds import derive_seed
 from gyre.distributed.mesh import shard_size
 from gyre.distributed.process_group import RankGroup, alone
+from gyre.engine.beside_trainer import RankBesideTrainer
 from gyre.engine.engine import NativeEngine
-from gyre.engine.tensor_group import EntryStream, Followers
+from gyre.engine.tensor_group import EntryStream, Followers, OwnOffer
 from gyre.launch.factories import Machine, Policy, make_engine, make_reward_model
 from gyre.launch.placement.following_rank import FollowingRank
 from gyre.launch.placement.snapshots import Snapshots, make_snapshots
 from gyre.launch.placement.tensor_engine import connect, make_rows
+from gyre.launch.stage_plan import has_parts
 from gyre.launch.stages import Stage, trains_invariant
 from gyre.launch.train_args import MAIN
 from gyre.memory.config import MemoryConfig
@@ -45,6 +48,7 @@ from gyre.trainer.passes.forward import ChunkLogprobs
 from gyre.trainer.passes.tokenwise import tokenwise_logprobs
 from gyre.trainer.trainer import NativeTrainer
 from gyre.weights.gather import ShardSource
+from gyre.weights.transports.addresses import host_id
 from gyre.weights.transports.opened import Reading
 
 Result = TypeVar("Result")
@@ -63,10 +67,12 @@ class StageRuntime:
         *,
         group: RankGroup | None = None,
         tensor_group: RankGroup | None = None,
+        own_offer: OwnOffer | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         """`progress` is what the trainer calls where it works for long without running a layer.
-        `tensor_group` are the ranks of an engine alone, of which the first has its contract."""
+        `tensor_group` are the ranks of an engine, of which the first has its contract. `own_offer`
+        returns what the trainer of this process has registered, for an engine beside it."""
         self._config, self._plan, self._folder, self._machine, self._emit = (
             config,
             plan,
@@ -75,8 +81,11 @@ class StageRuntime:
             emit,
         )
         self._group, self._progress = group, progress
-        self._tensor_group = tensor_group
-        self._following: FollowingRank | None = None  # a rank behind an engine's first
+        self._tensor_group, self._own_offer = tensor_group, own_offer
+        self._followers: Followers | None = None  # of the first rank of an engine
+        # a rank behind the first: one with an engine alone, and one beside a trainer
+        self._following: FollowingRank | None = None
+        self._beside: RankBesideTrainer | None = None
         self._manager: MemoryManager | None = None
         self._own_weights = False  # the engine's, beside the trainer's
         self._took_s: dict[str, float] = {}  # to make each part
@@ -124,9 +133,11 @@ class StageRuntime:
             )
         if generates and self._plan.kv_pages > 0:
             await self._make_engine(
-                policy, own_weights=not trains or self.cuts_weights, reading=reading
+                policy, own_weights=not trains or not self._shares_weights, reading=reading
             )
         await self._aside(partial(self._manage, neighbor_bytes))
+        if self._beside is not None:
+            self._beside.listen()
         if self.snapshots is not None:
             # after the engine's graphs are captured
             await self._on_compute(self.snapshots.prepare)
@@ -150,12 +161,20 @@ class StageRuntime:
 
     @property
     def cuts_weights(self) -> bool:
-        """Return whether the actor's weights are in shards, so that an engine cannot read them in
-        place."""
+        """Return whether no rank has the actor's weights whole."""
+        return self._config.parallel.tensor_ranks > 1 or self._shards_weights
+
+    @property
+    def _shards_weights(self) -> bool:
         ranks = 1 if self._group is None else self._group.size
         zero, shard_ranks = self._config.parallel.of("actor")
-        in_parts = self._config.parallel.tensor_ranks > 1
-        return in_parts or (ranks > 1 and zero >= 2 and shard_ranks != 1)
+        return ranks // self._config.parallel.tensor_ranks > 1 and zero >= 2 and shard_ranks != 1
+
+    @property
+    def _shares_weights(self) -> bool:
+        """Return whether an engine in this process can read the actor's weights in place: they are
+        all that it computes with."""
+        return not self.cuts_weights or (has_parts(self._config) and not self._shards_weights)
 
     def _make_trainer(
         self, stage: Stage, policy: Policy, version: int, *, resumed: bool
@@ -186,7 +205,8 @@ class StageRuntime:
                 weights=weights,
                 reward_weights=reward_weights,
                 version=version,
-                shared=not self.cuts_weights,
+                shared=self._shares_weights,
+                in_parts=has_parts(self._config),
                 disk_folder=self._disk_folder(),
                 parked=self._plan.parked_at_start,
                 group=self._group or alone(self._machine.device),
@@ -227,8 +247,8 @@ class StageRuntime:
         sizes = self._config.engine.model_copy(
             update={"num_pages": plan.kv_pages, "page_tokens": plan.page_tokens}
         )
+        tensor = await self._on_compute(partial(self._make_rows, policy.spec))
         if own_weights:
-            tensor = await self._on_compute(partial(self._make_rows, policy.spec))
             decoder = Decoder(
                 policy.spec,
                 device=self._machine.device,
@@ -236,6 +256,9 @@ class StageRuntime:
                 tensor=tensor,
             )
             policy = replace(policy, decoder=decoder)
+        elif tensor is not None:
+            assert self.trainer is not None, "it has the weights"
+            policy = replace(policy, decoder=self.trainer.decoder.sharing(tensor))
         with self._making("engine"):
             followers, stream = await self._on_compute(self._connect)
             engine = make_engine(
@@ -249,6 +272,9 @@ class StageRuntime:
             )
             if reading is not None:
                 engine.read_parts(reading)
+            if stream is not None and self.trainer is not None:
+                await self._follow_beside(stream, engine)
+                return
             if stream is not None:
                 assert self._tensor_group is not None
                 compute = self._machine.compute
@@ -259,13 +285,31 @@ class StageRuntime:
             self.engine = engine
             await engine.start(dummy=own_weights)
 
+    async def _follow_beside(self, stream: EntryStream, engine: NativeEngine) -> None:
+        """Follow the first rank from here on, between the trainer's work."""
+        assert self._tensor_group is not None and self._own_offer is not None
+        self._beside = RankBesideTrainer(
+            stream,
+            engine.worker,
+            self._tensor_group,
+            compute=self._machine.compute,
+            own_offer=self._own_offer,
+        )
+        await self._on_compute(self._beside.start)
+
     def _make_rows(self, spec: ModelSpec) -> ReplicatedRows | None:
         group = self._tensor_group
         return None if group is None else make_rows(group, spec, self._machine, self._emit)
 
     def _connect(self) -> tuple[Followers | None, EntryStream | None]:
+        """Connect the ranks of an engine: the first gets the others, another its way to hear."""
         group = self._tensor_group
-        return (None, None) if group is None else connect(group, self._emit)
+        if group is None:
+            return None, None
+        if has_trainer := self.trainer is not None:
+            refuse_hosts(group.share(host_id()))
+        self._followers, stream = connect(group, self._emit, have_trainers=has_trainer)
+        return self._followers, stream
 
     def lost_rank(self) -> str:
         """Return why an engine of several ranks has ended for good, or an empty string: after any
@@ -277,8 +321,8 @@ class StageRuntime:
     def _manage(self, neighbor_bytes: int) -> None:
         """Take what was made so far under the memory manager."""
         followed = None if self._following is None else self._following.memory
-        owners = (self.engine, self.trainer, followed)
-        tenants = [owner for owner in owners if owner is not None]
+        made = self.engine, self._beside, self.trainer, followed
+        tenants = [tenant for tenant in made if tenant is not None]
         with self._making("memory"):
             self._manager = MemoryManager(
                 tenants,
@@ -306,17 +350,21 @@ class StageRuntime:
         self._took_s[part] = round(time.perf_counter() - started_s, 3)
 
     async def enter(self, phase: Phase, *, step: int, neighbor_bytes: int | None = None) -> None:
-        """PhaseGate over the memory manager. A rank behind the first of an engine is in the phase
-        once that one is: its components move with the first one's."""
+        """PhaseGate over the memory manager. The ranks of an engine enter together, each by its own
+        ledger; in a pod one behind the first once that one is in the phase."""
         assert self._manager is not None
         enter = partial(self._manager.enter, phase, step=step, neighbor_bytes=neighbor_bytes)
         if self._following is not None:
             await self._following.enter(phase, step, enter)
             return
-        await self._on_compute(partial(self._lead_into, phase, step, enter))
+        await self._on_compute(partial(self._enter_with_ranks, phase, step, enter))
 
-    def _lead_into(self, phase: Phase, step: int, enter: Callable[[], object]) -> None:
-        """Enter a phase, and tell an engine's other ranks, whatever came of it."""
+    def _enter_with_ranks(self, phase: Phase, step: int, enter: Callable[[], object]) -> None:
+        """Enter a phase, and tell an engine's other ranks, whatever came of it; or hear of it."""
+        if self._beside is not None:
+            enter()
+            self._beside.entered(phase, step)
+            return
         try:
             enter()
         finally:
@@ -332,6 +380,10 @@ class StageRuntime:
     async def close(self) -> None:
         if self.engine is not None:
             await self.engine.terminate()
+        if self._beside is not None:
+            await self._beside.close()
+        if self._followers is not None:
+            self._followers.close()
         if self.trainer is not None:
             await self.trainer.close()
         if self.snapshots is not None:
@@ -390,4 +442,15 @@ class StageRuntime:
                 "disk_budget_bytes": plan.disk_budget_bytes,
                 "residency": plan.residency,
             }
+        )
+
+
+def refuse_hosts(hosts: Sequence[str]) -> None:
+    """Raise ConfigError unless all ranks of an engine are on one host. Pure."""
+    apart = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
+    if apart:
+        raise ConfigError(
+            f"engine.tensor_ranks = {len(hosts)}: ranks {apart} of an engine are on another host "
+            "than rank 0, and its ranks share one",
+            hint="start Ray on nodes with room for whole groups, or set engine.tensor_ranks = 1",
         )

@@ -22,8 +22,12 @@ def make_rows(group: RankGroup, spec: ModelSpec, machine: Machine, emit: Emit) -
     return ReplicatedRows(group, meet_peers(group, **sizes, emit=emit))
 
 
-def connect(group: RankGroup, emit: Emit) -> tuple[Followers | None, EntryStream | None]:
-    """Connect the ranks of an engine: the first gets the others, another its way to hear."""
+def connect(
+    group: RankGroup, emit: Emit, *, have_trainers: bool = False
+) -> tuple[Followers | None, EntryStream | None]:
+    """Connect the ranks of an engine: the first gets the others, another its way to hear.
+    `have_trainers`: each process has a trainer's rank as well."""
     if group.rank == 0:
-        return lead(group, timeout_s=group.timeout_s, emit=emit), None
+        timeout_s = group.timeout_s
+        return lead(group, timeout_s=timeout_s, emit=emit, have_trainers=have_trainers), None
     return None, enlist(group, timeout_s=group.timeout_s)

@@ -27,7 +27,7 @@ from gyre.cluster.worker.trainer_endpoint import TrainerEndpoint
 from gyre.core.errors import GyreError, WorkerLost
 from gyre.core.offers import Offer
 from gyre.core.records import DeviceHoldings, Phase
-from gyre.distributed.init import RankSpec, join
+from gyre.distributed.init import RankSpec, join, join_neighbors
 from gyre.distributed.process_group import RankGroup
 from gyre.engine.frontend.admission import RequestLimits
 from gyre.launch.export import export_live, export_policy, export_shards
@@ -41,6 +41,7 @@ from gyre.launch.factories import (
 )
 from gyre.launch.placement.pod_metadata import PodMetadata, open_rendezvous
 from gyre.launch.placement.stage_runtime import StageRuntime
+from gyre.launch.stage_plan import has_parts
 from gyre.launch.stages import plan_stages
 from gyre.models.hub.folders import LoadFormat
 from gyre.models.scalar_head import ScalarHead
@@ -92,7 +93,11 @@ async def build_rank(context: Context, **fields: Any) -> RankWorker:
     policy = await loop.run_in_executor(machine.compute, make_policy, config, tokenizer, machine)
     group = tensor_group = None
     if spec.rank is not None:
-        group = await loop.run_in_executor(machine.compute, join, _seat(spec, config, machine))
+        seat = _seat(spec, config, machine)
+        group = await loop.run_in_executor(machine.compute, join, seat)
+        if has_parts(config):
+            join_engine = partial(join_neighbors, seat, config.engine.tensor_ranks, name="engine")
+            tensor_group = await loop.run_in_executor(machine.compute, join_engine)
     elif config.engine.tensor_ranks > 1:
         seat = replace(
             _seat(spec, config, machine),
@@ -156,7 +161,7 @@ class RankWorker:
         metadata: PodMetadata | None,
         tensor_group: RankGroup | None = None,
     ) -> None:
-        self._tensor_group = tensor_group  # of the ranks of an engine alone
+        self._tensor_group = tensor_group  # of the ranks of an engine
         self._metadata = metadata  # of this process at the pod's rendezvous
         self._activities = ActivityClock(None if spec.shares_process else context.emit)
         self._context, self._spec, self._machine = context, spec, machine
@@ -195,6 +200,7 @@ class RankWorker:
             self._context.emit,
             group=self._group,
             tensor_group=self._tensor_group,
+            own_offer=self._own_offer,
             progress=self._context.tick,
         )
         self._policy = await device.begin(
@@ -232,6 +238,11 @@ class RankWorker:
             starting.size_bytes = await self._held_bytes()
             starting.end()
         return version
+
+    def _own_offer(self, version: int) -> Offer:
+        """Return what this rank's trainer has registered."""
+        assert self.trainer is not None
+        return self.trainer.offer(version)
 
     async def _held_bytes(self) -> int:
         return (await self.holdings()).component_bytes
@@ -319,8 +330,7 @@ class RankWorker:
         this is an engine's first rank, and one of its ranks was lost."""
         device = self._device
         assert device is not None
-        if self._live is not None:
-            await self._on_compute(self._live.withdraw)
+        await self._on_compute(self._withdraw)
         try:
             await device.enter(phase, step=step, neighbor_bytes=neighbor_bytes)
         except GyreError as error:

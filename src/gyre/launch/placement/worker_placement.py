@@ -326,7 +326,13 @@ class WorkerPlacement:
         settings = self._settings
         extra = [f"engine-{number}" for number in range(self._fleet.engine_workers)]
         engines = await all_or_first_error([self.start_engine(name) for name in extra])
-        beside = self._handles if self._fleet.ranks_have_engines else []
+        # by its first rank each, which the pool calls
+        ranks = self._config.engine.tensor_ranks
+        beside = self._handles[::ranks] if self._fleet.ranks_have_engines else []
+        others = {
+            first.name: self._handles[ranks * number + 1 : ranks * (number + 1)]
+            for number, first in enumerate(beside)
+        }
         return EnginePool(
             self._fleet.cluster,
             [*beside, *engines],
@@ -338,6 +344,7 @@ class WorkerPlacement:
             ),
             emit=self._emit,
             vital=frozenset(handle.name for handle in beside),
+            other_ranks=others,
             revive=self.start_engine,
             version=version,
         )

@@ -112,12 +112,16 @@ class TrainedModel:
         fill(local_tensors(self.decoder), places, weights, dtype=self.dtype)
         self.optimizer.take_masters()
 
-    def shards(self) -> ShardSource:
+    def shards(self, *, of_part: bool = False) -> ShardSource:
         """Return this rank's runs of weights that no rank holds whole. Where each data rank has its
-        tensor rank's part whole, each gives an equal share of it."""
+        tensor rank's part whole, each gives an equal share of it. `of_part`: of that part alone,
+        among the ranks that hold it together."""
         optimizer, mesh = self.optimizer, self.split.mesh
         names = [name for name in optimizer.shapes if not name.startswith(HEAD_PREFIX)]
         layout, local, group = optimizer.layout.of(names), optimizer.masters(), mesh.holders
+        if of_part:
+            assert self.split.shards_weights, "each data rank holds its tensor rank's part whole"
+            return ShardSource(layout.local, local, group=mesh.shard, dtype=self.dtype)
         if not self.split.shards_weights:
             shapes = {name: optimizer.shapes[name] for name in names}
             shares = row_layout(shapes, num_ranks=mesh.data.size)

@@ -56,9 +56,17 @@ class Bench:
         )
 
     async def pool(
-        self, num: int, *, vital: tuple[str, ...] = (), revive: bool = True, **arguments: Any
+        self,
+        num: int,
+        *,
+        vital: tuple[str, ...] = (),
+        revive: bool = True,
+        behind: int = 0,
+        **arguments: Any,
     ) -> EnginePool:
+        """`behind`: further workers, which are ranks of the first engine."""
         handles = [await self.start(f"engine-{i}", **arguments) for i in range(num)]
+        others = [await self.start(f"rank-{i + 1}", **arguments) for i in range(behind)]
         made = EnginePool(
             self.cluster,
             handles,
@@ -66,6 +74,7 @@ class Bench:
             emit=self.note,
             vital=frozenset(vital),
             revive=self.start if revive else None,
+            other_ranks={"engine-0": others},
         )
         await made.start(dummy=False)
         await publish(made, 1)
@@ -320,6 +329,23 @@ def test_an_engine_beside_a_trainer_rank_is_vital() -> None:
         with pytest.raises(RankError, match="engine-1"):
             await publish(pool, 2)
         assert not (await pool.health()).ok and bench.starts == 2
+        await pool.close()
+
+    go(work)
+
+
+def test_a_vital_engine_is_lost_with_any_of_its_ranks_by_name() -> None:
+    """The pool calls the first rank alone, and sees the others end."""
+
+    async def work(bench: Bench) -> None:
+        pool = await bench.pool(2, vital=("engine-0", "engine-1"), behind=2)
+        task = asyncio.create_task(read(pool.submit(ask("a"))))
+        await asyncio.sleep(0.01)
+        bench.kill("rank-2")
+        with pytest.raises(RankError, match=r"engine-0 .* is lost: rank-2 .*killed by a test"):
+            await task
+        (lost,) = bench.kinds("engine.lost")
+        assert lost["engine"] == "engine-0" and "a rank of its engine, ended" in lost["cause"]
         await pool.close()
 
     go(work)

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from gyre.distributed.layout import ModelLayout
-from gyre.distributed.process_group import alone
+from gyre.distributed.process_group import RankGroup, alone
+from gyre.models.decoder import Decoder
+from gyre.models.layers.tensor_parallel import ReplicatedRows, SequenceParallel
 from gyre.models.layout import model_layout
 from gyre.models.spec import ModelSpec
 from layout_cases import spec_of
@@ -108,3 +110,19 @@ def test_a_layer_over_two_ranks_is_that_of_one(pair: RankPool, which, how) -> No
                 close(part, whole, name)
             continue
         close(joined(spec, "layers.0.", name, parts), whole, name)
+
+
+@pytest.mark.parametrize("which", SPECS)
+def test_a_decoder_over_ranks_shares_its_parameters(which: str) -> None:
+    """The very same objects, so that whoever moves their storage moves it for both."""
+    cpu = torch.device("cpu")
+    group = RankGroup(name="two", rank=1, size=2, device=cpu)
+    own = Decoder(SPECS[which], device=cpu, dtype=torch.float32, tensor=SequenceParallel(group))
+    other = own.sharing(ReplicatedRows(group))
+    parameters = dict(other.named_parameters())
+    assert parameters.keys() == dict(own.named_parameters()).keys()
+    assert all(parameters[name] is parameter for name, parameter in own.named_parameters())
+    assert other.device == cpu and other.inv_freq_F is own.inv_freq_F
+    assert [layer.tensor.splits_rows for layer in (*own.layers, *other.layers)] == [
+        True, True, False, False,
+    ]  # fmt: skip
