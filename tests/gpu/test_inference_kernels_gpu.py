@@ -209,7 +209,7 @@ def test_turn_and_write(heads, page_tokens, norms) -> None:
 
 def test_arrays_that_are_sent_begin_on_16_bytes() -> None:
     """Triton compiles a kernel anew for a pointer that is aligned otherwise."""
-    from gyre.kernels.gpu.split_kv import cut_slabs, send
+    from gyre.kernels.gpu.decode_attention import cut_slabs, send
 
     arrays = [np.arange(count) for count in (1, 3, 0, 4, 5, 17)]
     for sent, array in zip(send(DEVICE, *arrays), arrays, strict=True):

@@ -202,8 +202,13 @@ def test_logprobs_of_a_cut_vocabulary(pair: RankPool, vocab_size: int, how: dict
 @torch.inference_mode()
 def fused_logits(group: RankGroup, which: str, invariant: bool) -> Tensor:
     """Logits of every token of packed sequences, by the fused pass in bfloat16."""
-    from gyre.kernels.gpu.decode_attention import PROGRAMS_PER_SM, DecodeScratch, decode_attention
-    from gyre.kernels.gpu.split_kv import cut_slabs, send
+    from gyre.kernels.gpu.decode_attention import (
+        PROGRAMS_PER_SM,
+        DecodeScratch,
+        cut_slabs,
+        decode_attention,
+        send,
+    )
     from gyre.kernels.gpu.work_list import lay_out_pages
     from gyre.models.fused_forward import FusedForward
     from gyre.trainer.passes.batch_invariant import most_scratch

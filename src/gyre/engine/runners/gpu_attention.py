@@ -25,9 +25,12 @@ from gyre.engine.runners.gpu_work import cut_tiles, most_pieces
 from gyre.engine.scheduler.step import PrefillChunk
 from gyre.kernels.gpu.decode_attention import (
     PROGRAMS_PER_SM,
+    SLAB_ITEMS,
     DecodeScratch,
     DecodeWork,
+    cut_slabs,
     decode_attention,
+    send,
 )
 from gyre.kernels.gpu.flash4 import HEAD_DIMS, Flash4, find_flash4
 from gyre.kernels.gpu.flash4 import PAGE_TOKENS as FLASH4_PAGE
@@ -37,7 +40,6 @@ from gyre.kernels.gpu.prefill_attention import (
     describe_pages,
     prefill_attention,
 )
-from gyre.kernels.gpu.split_kv import SLAB_ITEMS, cut_slabs, send
 from gyre.models.fused_forward import Attend
 
 PROBE_TOKENS = 4096

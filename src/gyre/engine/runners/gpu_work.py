@@ -12,7 +12,7 @@ from gyre.core.rounding import ceil_div
 from gyre.kernels.gpu.work_list import INVARIANT_PIECE, ITEM_BITS
 
 PEER_ROWS = 256  # most that peers sum; it beats NCCL up to there, and was not measured with more
-SLAB_ITEMS = 16_384  # as in kernels.gpu.split_kv, which needs Triton
+SLAB_ITEMS = 16_384  # as in kernels.gpu.decode_attention, which needs Triton
 SAMPLE_BLOCK_TOKENS = 2048  # as in kernels.gpu.sample
 SMALLEST_PIECE, LARGEST_PIECE = 128, 1024
 MIN_WORK = 400  # (piece, kv head) pairs that keep an H200 busy; measured

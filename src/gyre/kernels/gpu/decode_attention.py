@@ -6,26 +6,30 @@ The keys of a sequence are split into pieces of a fixed size, so that the order 
 on the sequence alone. This is flash-decoding (Dao et al. 2023) with a fixed piece size instead of a
 fixed count. The host lists the pieces; a fixed number of programs processes the list, so that one
 CUDA graph serves any lengths. A sequence of one piece is finished directly; a second kernel joins
-longer ones.
+longer ones. `cut_slabs` makes every token of a batch a query of this kernel, in pieces of one size,
+so that each token is computed in one way only.
 """
 
 # B sequences, H heads, K kv heads, G = H / K, D head dim, I pieces of the work list, R rows of the
-# table, P pages each
+# table, P pages each, T tokens of a batch
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gyre.kernels.gpu.work_list import ITEM_BITS
+from gyre.core.rounding import ceil_div
+from gyre.kernels.gpu.work_list import INVARIANT_PIECE, ITEM_BITS, cut_pieces, pack
 
 TILE_TOKENS = 64  # keys of a round; 2 warps and 3 stages keep 4 programs busy on a multiprocessor
 PROGRAMS_PER_SM = 4
+SLAB_ITEMS = 16_384  # pieces that one call of the kernel leaves in its scratch, at most
 LOG2_E = 1.4426950408889634
 
 
@@ -55,6 +59,42 @@ class DecodeScratch:
             out_IHD=torch.empty(num_items, num_heads, head_dim, device=device, dtype=torch.float32),
             weight_IH=torch.empty(num_items, num_heads, device=device, dtype=torch.float32),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Slab:
+    """Tokens of one kernel call."""
+
+    span: slice  # of the tokens that were cut
+    work: DecodeWork
+    num_items: int
+
+
+def cut_slabs(
+    row_T: np.ndarray, position_T: np.ndarray, *, longest_tokens: int, device: torch.device
+) -> list[Slab]:
+    """Divide tokens into slabs. No sequence is longer than `longest_tokens`. The keys of every
+    token must be in their pages before a slab runs."""
+    slab_tokens = max(1, SLAB_ITEMS // ceil_div(longest_tokens, INVARIANT_PIECE))
+    slabs: list[Slab] = []
+    for begin in range(0, len(row_T), slab_tokens):
+        span = slice(begin, min(begin + slab_tokens, len(row_T)))
+        first_S, item_I = cut_pieces(position_T[span] + 1, INVARIANT_PIECE)
+        size_2 = np.array([len(item_I), INVARIANT_PIECE])
+        sent = send(device, row_T[span], position_T[span], first_S, item_I, size_2)
+        work = DecodeWork(
+            row_B=sent[0], position_B=sent[1], first_B=sent[2], item_I=sent[3], size_2=sent[4]
+        )
+        slabs.append(Slab(span=span, work=work, num_items=len(item_I)))
+    return slabs
+
+
+def send(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
+    """Copy the arrays to the device as int32 in one transfer, aligned as the kernels were compiled
+    for."""
+    flat, spans = pack(arrays)
+    sent = torch.from_numpy(flat).pin_memory().to(device, non_blocking=True)
+    return [sent[span] for span in spans]
 
 
 def decode_attention(

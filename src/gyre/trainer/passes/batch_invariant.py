@@ -16,9 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gyre.kernels.gpu.decode_attention import PROGRAMS_PER_SM, DecodeScratch, decode_attention
+from gyre.kernels.gpu.decode_attention import (
+    PROGRAMS_PER_SM,
+    DecodeScratch,
+    Slab,
+    cut_slabs,
+    decode_attention,
+    send,
+)
 from gyre.kernels.gpu.sample import given_logprobs
-from gyre.kernels.gpu.split_kv import Slab, cut_slabs, send
 from gyre.kernels.gpu.work_list import lay_out_pages
 from gyre.models.decoder import Decoder
 from gyre.models.fused_forward import FusedForward
