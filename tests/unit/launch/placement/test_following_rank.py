@@ -121,7 +121,8 @@ def test_a_rank_that_cannot_park_says_so_at_once(
 ) -> None:
     async def work() -> None:
         with following(Holder(error), timeout_s=30.0) as (stream, rank):
-            parked(stream)
+            # it hears no more after that
+            stream.write(MoveComponent(component="engine.weights", tier="host"))
             with pytest.raises(kind, match=words) as told:
                 await asyncio.wait_for(rank.enter("train", 3, list), 5)
             assert isinstance(told.value, InputError) or "rank 1 of the engine" in f"{told.value}"
