@@ -340,7 +340,8 @@ class StageRuntime:
         """Return whether engines have weights of their own, here or in other processes, so that a
         rollout does not want the trainer's. Whole ones of a rank without an engine stay: an export
         reads them where they are."""
-        elsewhere = self.trainer is not None and self.engine is None and self._plan.kv_pages > 0
+        has_engine = self.engine is not None or self._beside is not None
+        elsewhere = self.trainer is not None and not has_engine and self._plan.kv_pages > 0
         return self._own_weights or (elsewhere and self.cuts_weights)
 
     @contextlib.contextmanager
