@@ -142,9 +142,10 @@ if os.fork() == 0:
         (IGNORE_ALL + "while True: pass", {"timeout"}),
         (IGNORE_ALL + "import time\nwhile True: time.sleep(1)", {"timeout"}),
         ("import os\nos.close(1); os.close(2)\nwhile True: pass", {"timeout"}),
-        (
+        pytest.param(
             "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
             {"timeout", "processes", "cpu"},
+            marks=pytest.mark.slow,  # it slows what runs beside it
         ),
         (
             "import threading, time\nwhile True: threading.Thread(target=time.sleep, "
