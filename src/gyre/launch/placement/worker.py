@@ -330,7 +330,8 @@ class RankWorker:
         this is an engine's first rank, and one of its ranks was lost."""
         device = self._device
         assert device is not None
-        await self._on_compute(self._withdraw)
+        if self._live is not None:  # an engine's rank behind the first has no free compute thread
+            await self._on_compute(self._live.withdraw)
         try:
             await device.enter(phase, step=step, neighbor_bytes=neighbor_bytes)
         except GyreError as error:
