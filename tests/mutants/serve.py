@@ -37,7 +37,7 @@ from hypothesis import Phase, settings
 LIMIT_S = 60  # of one test; an endless loop is noticed by it
 PATCHED_LIMIT_S = 15
 WHOLE_LIMIT_S = 200  # of all tests of one mutant
-OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow"]
+OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not variant"]
 
 Place = tuple[str, int]  # a function's qualified name and first line
 

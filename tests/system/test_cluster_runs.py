@@ -111,7 +111,7 @@ def test_two_workers_learn(tmp_path: Path) -> None:
     assert before < 0.4 and after > before + 0.3, rewards
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.variant), 3])
 def test_an_export_between_the_steps_is_the_model(tmp_path: Path, zero: int) -> None:
     """The last one is the export at the end, to the bit, also of shards."""
     sets = {**ON_RAY, "trainer.steps": 2, "parallel.zero": zero, "snapshot.export_every_steps": 1}
@@ -126,7 +126,10 @@ def test_an_export_between_the_steps_is_the_model(tmp_path: Path, zero: int) -> 
     assert verified == [f"exports/{first.name}", f"exports/{last.name}", "export"]
 
 
-@pytest.mark.parametrize(("phase", "background"), [("train", True), ("snapshot", False)])
+@pytest.mark.parametrize(
+    ("phase", "background"),
+    [pytest.param("train", True, marks=pytest.mark.variant), ("snapshot", False)],
+)
 def test_a_killed_worker_costs_a_restart_and_nothing_else(
     tmp_path: Path, undisturbed: Story, phase: str, background: bool
 ) -> None:
@@ -145,7 +148,12 @@ def test_a_killed_worker_costs_a_restart_and_nothing_else(
 
 
 @pytest.mark.parametrize(
-    ("phase", "at"), [("train", "step_now"), ("handover", "fault-board"), ("snapshot", "saver.py")]
+    ("phase", "at"),
+    [
+        ("train", "step_now"),
+        ("handover", "fault-board"),
+        pytest.param("snapshot", "saver.py", marks=pytest.mark.variant),
+    ],
 )
 def test_a_worker_that_hangs_is_noticed_and_costs_a_restart(
     tmp_path: Path, undisturbed: Story, phase: str, at: str
@@ -347,7 +355,11 @@ def test_shards_and_engines_alone_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("own", "killed"),
-    [({"zero": 2}, False), ({"zero": 3}, True), ({"tensor_ranks": 2}, True)],
+    [
+        pytest.param({"zero": 2}, False, marks=pytest.mark.variant),
+        ({"zero": 3}, True),
+        pytest.param({"tensor_ranks": 2}, True, marks=pytest.mark.variant),
+    ],
     ids=["zero 2", "zero 3", "parts"],
 )
 def test_weights_go_from_shards_into_the_engines(
@@ -383,7 +395,7 @@ def test_weights_go_from_shards_into_the_engines(
     [
         ({"parallel.zero": 3}, True),
         ({"parallel.zero": 3, "parallel.reference": {"zero": 0}}, False),
-        ({"parallel.tensor_ranks": 2}, False),
+        pytest.param({"parallel.tensor_ranks": 2}, False, marks=pytest.mark.variant),
     ],
     ids=["shards", "other shards", "parts"],
 )

@@ -96,7 +96,7 @@ def test_the_config_of_the_pod_runs(tmp_path: Path) -> None:
     assert loaded["load_format"] == "vllm"
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.variant), 3])
 def test_ranks_and_engines_in_any_numbers(tmp_path: Path, undisturbed: Story, zero: int) -> None:
     cluster = {**IN_POD["cluster"], "num_workers": 2, "engine_workers": 1 + zero // 3}
     residency = "phase" if zero == 3 else "auto"
@@ -156,7 +156,7 @@ def test_ranks_that_share_layers_train_what_one_process_trains(
     assert events_of(run, "export.verified")
 
 
-@pytest.mark.parametrize("phase", ["train", "handover"])
+@pytest.mark.parametrize("phase", ["train", pytest.param("handover", marks=pytest.mark.variant)])
 def test_a_killed_trainer_costs_a_restart_and_nothing_else(
     tmp_path: Path, undisturbed: Story, phase: str
 ) -> None:

@@ -79,7 +79,9 @@ def test_an_engine_of_two_ranks_gives_what_one_gives(tmp_path: Path, undisturbed
     assert not events_of(undisturbed, "engine.lost")
 
 
-@pytest.mark.parametrize("worker", ["engine-0.1", "engine-0"])
+@pytest.mark.parametrize(
+    "worker", ["engine-0.1", pytest.param("engine-0", marks=pytest.mark.variant)]
+)
 def test_a_killed_rank_ends_its_engine_which_comes_back_with_all_ranks(
     tmp_path: Path, undisturbed: Path, worker: str
 ) -> None:
@@ -138,7 +140,7 @@ def held_by(run: Path, worker: str, phase: str) -> list[dict[str, Any]]:
     return [row["owners"] for row in rows if (row["worker"], row["phase"]) == (worker, phase)]
 
 
-@pytest.mark.parametrize("leave", ["park", "destroy"])
+@pytest.mark.parametrize("leave", ["park", pytest.param("destroy", marks=pytest.mark.variant)])
 def test_ranks_in_turns_on_a_device_give_what_ranks_apart_give(
     tmp_path: Path, apart: Story, leave: str
 ) -> None:
@@ -182,7 +184,9 @@ def test_ledgers_of_all_ranks_return_to_the_same_numbers(tmp_path: Path) -> None
     assert parts[0] == parts[1], "ranks of an engine hold equal parts"
 
 
-@pytest.mark.parametrize("action", ["kill_worker", "stop_worker"])
+@pytest.mark.parametrize(
+    "action", ["kill_worker", pytest.param("stop_worker", marks=pytest.mark.variant)]
+)
 def test_a_rank_that_is_lost_in_a_phase_change_is_named_and_its_engine_comes_back(
     tmp_path: Path, apart: Story, action: Any
 ) -> None:

@@ -118,7 +118,9 @@ def test_each_worker_keeps_its_own_ledger(undisturbed: Path) -> None:
     assert ledgers[0] == ledgers[1]
 
 
-@pytest.mark.parametrize("worker", ["worker-1", "worker-0"])
+@pytest.mark.parametrize(
+    "worker", ["worker-1", pytest.param("worker-0", marks=pytest.mark.variant)]
+)
 def test_a_worker_killed_in_a_rollout_costs_a_restart_and_nothing_else(
     tmp_path: Path, undisturbed: Path, worker: str
 ) -> None:
@@ -138,6 +140,7 @@ def test_a_worker_killed_in_a_rollout_costs_a_restart_and_nothing_else(
     assert worker == "worker-0" or "a rank of its engine, ended" in restart["error"]
 
 
+@pytest.mark.variant
 def test_it_learns(tmp_path: Path) -> None:
     sets = {
         **CUT,

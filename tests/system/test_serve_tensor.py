@@ -304,7 +304,7 @@ def test_weights_change_on_all_ranks_while_clients_ask(folder, tmp_path, admin) 
     none_left(processes)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_a_server_over_ranks_follows_a_folder(folder, tmp_path) -> None:
     target = tmp_path / "followed"
     shutil.copytree(folder, target)
@@ -362,7 +362,7 @@ def test_a_rank_that_dies_costs_no_token(folder, tmp_path) -> None:
     none_left(processes)
 
 
-@pytest.mark.slow
+@pytest.mark.variant
 def test_a_leader_that_is_killed_takes_its_ranks_along(folder, tmp_path) -> None:
     """Of the only engine: the streams wait for the new ranks, and go on as if nothing had been."""
     with serving(folder, tmp_path / "log", *SLOW, *CUT) as served:

@@ -26,7 +26,7 @@ from zero_cases import (
     with_a_bad_number,
 )
 
-SLOW_BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.slow)
+BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.variant)
 
 
 @pytest.mark.parametrize("each", TENSOR_LAYOUTS)
@@ -89,7 +89,7 @@ def test_training_equals_one_process(ranks: RankPool, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
-@pytest.mark.parametrize("dtype", ["float32", SLOW_BFLOAT16])
+@pytest.mark.parametrize("dtype", ["float32", BFLOAT16])
 def test_copies_stay_equal_to_the_bit(ranks: RankPool, layout: str, dtype: str) -> None:
     """Norms and KV heads that several ranks hold, after some steps."""
     results = ranks.run(copied, "ppo", layout=layout, spec="parted", dtype=dtype)
@@ -117,7 +117,7 @@ def test_evaluation_gives_every_rank_the_whole_batch(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
-@pytest.mark.parametrize("dtype", ["float32", SLOW_BFLOAT16])
+@pytest.mark.parametrize("dtype", ["float32", BFLOAT16])
 def test_snapshots_fit_any_layout(ranks: RankPool, layout: str, dtype: str) -> None:
     """One process's into four ranks and back, to the bit; and the run goes on from it."""
     settings = {"dtype": dtype, "reference_moving_average": 0.9, "spec": "parted"}
@@ -152,7 +152,7 @@ def test_ranks_read_what_others_wrote(ranks: RankPool, written: str, read: str) 
 
 
 @pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
-@pytest.mark.parametrize("dtype", ["float32", SLOW_BFLOAT16])
+@pytest.mark.parametrize("dtype", ["float32", BFLOAT16])
 def test_every_rank_gets_the_version_whole(ranks: RankPool, layout: str, dtype: str) -> None:
     """Through buckets smaller than a tensor, to the bit the numbers of a snapshot, rounded."""
     results = ranks.run(registered, layout=layout, dtype=dtype, spec="parted")
@@ -199,7 +199,7 @@ def test_checkpointing_changes_no_gradient(ranks: RankPool, layout: str, mode: s
 
 
 @pytest.mark.parametrize("layout", ["zero0_tensor2", "zero1_tensor2", "zero3_tensor2"])
-@pytest.mark.parametrize("dtype", ["float32", SLOW_BFLOAT16])
+@pytest.mark.parametrize("dtype", ["float32", BFLOAT16])
 def test_8_bit_products_over_ranks_are_those_of_one_process(
     ranks: RankPool, layout: str, dtype: str
 ) -> None:
