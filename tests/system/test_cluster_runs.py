@@ -13,6 +13,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -331,7 +332,12 @@ def test_a_killed_command_leaves_nothing_behind_where_no_init_reaps(tmp_path: Pa
 
 def alive_below(init: psutil.Process) -> list[str]:
     """What still runs there, and holds something: a zombie that nobody reaps holds nothing."""
-    return [p.name() for p in init.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    alive = []
+    for process in init.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it ends while it is looked at
+            if process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process.name())
+    return alive
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
