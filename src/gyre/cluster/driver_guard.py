@@ -16,7 +16,6 @@ find and reap it also where no init does. They end descendants of their own and 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -29,10 +28,11 @@ from types import FrameType
 
 import psutil
 
+from gyre.cluster.worker.process_group import PR_SET_PDEATHSIG, prctl
 from gyre.core.errors import RankError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 LOST = (1, -signal.SIGABRT)  # how Ray ends a driver
 END_S = 20.0  # longest wait for killed processes to be gone
 LOOK_S = 0.02
@@ -157,7 +157,7 @@ def _become_driver(*not_mine: int) -> None:
     for handle in not_mine:
         os.close(handle)
     os.setpgid(0, 0)
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(
@@ -193,10 +193,4 @@ def _read_all(handle: int) -> list[str]:
 
 
 def _become_subreaper() -> None:
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0):
-        raise OSError(ctypes.get_errno(), f"prctl({option})")
+    prctl(PR_SET_CHILD_SUBREAPER, 1)

@@ -67,7 +67,7 @@ class RankBesideTrainer:
         self._arm()
 
     async def close(self) -> None:
-        """Follow rank 0 to the end of its core, and let go of it."""
+        """Follow rank 0 to the end of its core, and close the stream."""
         if self._loop is not None:
             self._closed = True
             self._loop.remove_reader(self._stream.fileno())

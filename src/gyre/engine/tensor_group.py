@@ -296,7 +296,7 @@ def follow(
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return what broke a core: by its type the guard tells a lost rank from a cause."""
+    """Return what broke a core. The guard distinguishes a lost rank from a cause by its type."""
     return (error.__cause__ or error) if isinstance(error, CoreFailed) else error
 
 

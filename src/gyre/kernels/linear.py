@@ -5,8 +5,8 @@ In 8 bits the backward pass scales input and weight by the same numbers as the f
 receives their largest magnitudes. No 8-bit tensor is kept between the passes. Weights, and inputs
 that attention or a norm keeps anyway, are rounded again, at the cost of one read.
 
-Ranks that hold a matrix in parts scale by the whole operands' numbers: each tells the largest
-magnitudes of its parts. Of an operand that all hold whole that changes nothing.
+Ranks that hold a matrix in parts scale by the whole operands' numbers: they exchange the
+largest magnitudes of their parts. For an operand that all hold whole nothing changes.
 """
 
 # T tokens, I input features, O output features

@@ -27,7 +27,7 @@ from gyre.models.spec import ModelSpec
 from gyre.planner.batch_sizes import check_lengths
 from gyre.planner.gpus import Gpu, find_gpu
 from gyre.planner.memory_model.engine import EngineDemand, make_engine
-from gyre.planner.memory_model.job import TensorPart, TrainingJob, make_job
+from gyre.planner.memory_model.job import RankPart, TrainingJob, make_job
 from gyre.planner.model_zoo import SHAPES, find_shape, model_numbers, tensor_parts
 from gyre.planner.plan import Dtype, PlanInputs, Saving, best_dtype
 from gyre.planner.report.checklist import Settings, inference_lines, training_lines
@@ -158,7 +158,7 @@ def with_tensor_ranks(config: RunConfig, ranks: int) -> RunConfig:
 
 def parts_for(
     config: RunConfig, stage: Stage, spec: ModelSpec, cluster: GpuCluster, dtype: Dtype
-) -> dict[int, TensorPart]:
+) -> dict[int, RankPart]:
     """Return a rank's part of each model, by the tensor ranks that a run of the config takes."""
     found = {}
     for ranks, part in _parts(spec, cluster, dtype).items():
@@ -205,13 +205,13 @@ def takes(config: RunConfig, cluster: GpuCluster, section: str, ranks: int) -> b
     return True
 
 
-def _parts(spec: ModelSpec, cluster: GpuCluster, dtype: Dtype) -> dict[int, TensorPart]:
+def _parts(spec: ModelSpec, cluster: GpuCluster, dtype: Dtype) -> dict[int, RankPart]:
     """Return a rank's part of the model that is trained, where ranks may share layers. They have no
     loss scaling."""
     if dtype == "float16":
         return {}
     parts = tensor_parts(spec, cluster.gpu.gpus_per_host)
-    return {ranks: TensorPart(model=part) for ranks, part in parts.items()}
+    return {ranks: RankPart(model=part) for ranks, part in parts.items()}
 
 
 def _has_parts_of_blocks(spec: ModelSpec, ranks: int) -> bool:

@@ -110,8 +110,8 @@ def plan_in_turns(inputs: PlanInputs, hardware: Hardware) -> Plan:
 
 
 def has_parts(config: RunConfig) -> bool:
-    """Return whether each rank's process has the same part of the model in its trainer and in its
-    engine, which is cut over the trainer's tensor ranks."""
+    """Return whether each rank's trainer and engine have the same part of the model in one process.
+    The engine is then cut over the trainer's tensor ranks."""
     ranks = config.engine.tensor_ranks
     return config.cluster.kind == "ray" and ranks > 1 and ranks == config.parallel.tensor_ranks
 

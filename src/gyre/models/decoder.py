@@ -72,7 +72,7 @@ class Decoder(nn.Module):
         )
 
     def sharing(self, tensor: TensorParallel) -> Decoder:
-        """Return a decoder of the very same parameters, whose rows lie over the ranks otherwise."""
+        """Return a decoder of the same parameters, with another division of rows over the ranks."""
         assert self.tensor is not None and self.tensor.group.size == tensor.group.size
         other = Decoder(
             self.whole_spec, device=torch.device("meta"), dtype=self.dtype, tensor=tensor

@@ -5,8 +5,8 @@ models.decoder.Decoder, whose rounding it reproduces.
 Per layer four matrix products, and between them: norm; per-head norm, rotation and KV write;
 attention; gated activation. Residuals are added by the norm that follows, or at one rank by the
 products themselves. With `invariant` the products are those of kernels.gpu.matmul, and ranks sum in
-their order, so that a token's bits depend neither on the other tokens nor on which rank holds its
-row; otherwise both are the library's.
+their order; otherwise both are the library's. A token's bits then depend neither on the other
+tokens nor on which rank holds its row.
 """
 
 # T tokens, N rows that choose, E hidden size, H heads, K kv heads, D head dim, F = D / 2, M mlp

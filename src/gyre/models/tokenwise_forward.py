@@ -1,11 +1,11 @@
-"""Token by token: the decoder's inference pass in torch, so that a token's bits depend neither on
-other tokens nor on which rank holds its row of the residual stream. In: tokens and positions, flat
-over tokens, and `attend`. Out: the residual stream, hidden states, logits. Oracle:
+"""Token by token: the decoder's inference pass in torch, one token at a time. In: tokens and
+positions, flat over tokens, and `attend`. Out: the residual stream, hidden states, logits. Oracle:
 models.decoder.Decoder.
 
-Engine and trainer run it where they must agree to the bit and the fused pass cannot run: over
-several ranks on a CPU (docs/parallel.md). The engine's ranks hold all rows of the residual stream,
-the trainer's an equal run each. What is between the sums is per token, and these add in rank order.
+A token's bits depend neither on other tokens nor on which rank holds its row. Engine and trainer
+run it where they must agree to the bit and the fused pass cannot run: over several ranks on a CPU
+(docs/parallel.md). The engine's ranks hold all rows of the residual stream, the trainer's an equal
+run each. What is between the sums is per token, and these add in rank order.
 """
 
 # T tokens, E hidden size, R rows of qkv, N rows, M mlp size

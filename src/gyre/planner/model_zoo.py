@@ -120,8 +120,8 @@ def model_numbers(spec: ModelSpec) -> ModelNumbers:
 
 
 def tensor_parts(spec: ModelSpec, per_host: int) -> dict[int, ModelNumbers]:
-    """Return what one rank has of a model, by the tensor ranks above one that it divides over and
-    that share out a host of so many GPUs evenly."""
+    """Return what one rank has of a model, by tensor ranks above one. They are those that the model
+    divides over and that share out a host of `per_host` GPUs evenly."""
     fitting = [n for n in range(2, per_host + 1) if per_host % n == 0]
     return {n: model_part(spec, n) for n in fitting if find_uneven(spec, n) is None}
 

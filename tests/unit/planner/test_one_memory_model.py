@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gyre.models.layout import local_spec
 from gyre.planner.decide import make_plan
-from gyre.planner.memory_model.job import MODELS, TensorPart, TrainingJob, layout_of
+from gyre.planner.memory_model.job import MODELS, RankPart, TrainingJob, layout_of
 from gyre.planner.model_zoo import model_numbers, model_part, tensor_parts
 from gyre.planner.plan import Hardware, Plan, PlanInputs, Shards
 from gyre.planner.search.candidates import Candidate, GpuCluster, judge
@@ -116,7 +116,7 @@ def both(inputs: PlanInputs, degrees: Degrees = ONE) -> tuple[Plan, Candidate]:
     if degrees != ONE:
         rewards = tensor_parts(ASKED, 4) if inputs.reward_model is not None else {}
         parts = {
-            ranks: TensorPart(model=model, reward_model=rewards.get(ranks))
+            ranks: RankPart(model=model, reward_model=rewards.get(ranks))
             for ranks, model in tensor_parts(SPEC, 4).items()
         }
         made = {ranks: make(one_rank(inputs, (1, ranks))).engine for ranks in (2, 4)}

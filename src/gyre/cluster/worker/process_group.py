@@ -41,11 +41,15 @@ def end_group(group: int, *, wait_s: float = TRACKER_S) -> None:
 def go_on_when_orphaned() -> None:
     """Let the end of the starter's thread continue this process, should it be stopped by SIGSTOP:
     it then sees that the starter hung up. Nothing happens where it runs, or not on Linux."""
-    if sys.platform != "linux":
-        return
+    if sys.platform == "linux":
+        prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
+def prctl(option: int, value: int) -> None:
+    """Set an attribute of this process. OSError where the kernel refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT), 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
 def find_members(group: int) -> set[int]:

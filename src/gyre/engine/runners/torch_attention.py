@@ -149,7 +149,7 @@ def make_token_attend(
     pool: KvPool, layout: StepLayout, *, device: torch.device
 ) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
     """Return what `make_attend` does without windows. Each token attends by itself to the keys that
-    it sees, so its bits depend neither on its bucket nor on how its prompt was cut."""
+    it sees. So its bits depend neither on its bucket nor on how its prompt was cut."""
     write_2TK = to_device(layout.write_2TK, device)
     gathers = [(bucket, to_device(bucket.gather, device)) for bucket in layout.buckets]
 

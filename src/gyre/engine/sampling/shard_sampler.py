@@ -3,13 +3,13 @@ whole rows. In: this rank's logits, Rules, one uniform per row. Out: the same Sa
 rank, to the bit.
 
 A draw is the inverse CDF in token order, and the ranks' columns follow each other. So the ranks
-exchange three times a few numbers per row: the best logit, with which all compute the weights that
-the whole row would have; the sum of the weights, which tells whose token it is; the token. Greedy
-rows need the first exchange only. Truncation and alternatives exchange more.
+exchange a few numbers per row, three times. With the best logit all compute the weights that the
+whole row would have. The sums of the weights say which rank has the token. The third is the token.
+Greedy rows need the first exchange only. Truncation and alternatives exchange more.
 
 Equal to one rank to the bit: greedy tokens, what truncation keeps, the alternatives' ids and order.
-A drawn token is another one only where the draw lies within the rounding of a float64 sum (1e-11
-of the row's mass at most, mostly 1e-15) from the border between two. Log-probs differ by the
+A drawn token differs only where the draw is within the rounding of a float64 sum from the border
+between two: 1e-11 of the row's mass at most, mostly 1e-15. Log-probs differ by the
 rounding of their normalizer.
 """
 
@@ -42,12 +42,12 @@ class Leading:
 
 
 class ShardSampler:
-    """Chooses with the other ranks, and tells when truncation had to go by digits."""
+    """Chooses with the other ranks, and reports when truncation had to go by digits."""
 
     def __init__(self, shard: VocabularyShard, emit: Emit) -> None:
         self.shard, self._emit = shard, emit
         self._widened = 0  # choices that went by digits, since the start
-        self._told = 0  # of them
+        self._reported = 0  # of them
 
     def choose(
         self,
@@ -70,12 +70,12 @@ class ShardSampler:
         )
 
     def _note(self, rows: int) -> None:
-        """Count a choice. The first one is told, and each doubling: a flat distribution may need it
-        in every step."""
+        """Count a choice. The event comes at the first one and at each doubling, as a flat
+        distribution may need it in every step."""
         self._widened += 1
         if self._widened & (self._widened - 1) == 0:
-            self._emit("engine.wide_truncation", rows=rows, count=self._widened - self._told)
-            self._told = self._widened
+            self._emit("engine.wide_truncation", rows=rows, count=self._widened - self._reported)
+            self._reported = self._widened
 
 
 def choose_on_shard(

@@ -48,7 +48,7 @@ class Totals(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Of the whole row."""
+        """Return the vocabulary of the whole row."""
         ...
 
     def total(self, own_M1: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def _part(cut: TruncationLimits, start: int, count: int) -> TruncationLimits:
 
 def keep_by_candidates(scaled_MV: Tensor, cut: TruncationLimits) -> Tensor:
     """Count what is kept among the best C tokens; more tokens when they might not suffice."""
-    num_candidates, totals = cut.candidates, WholeRows(scaled_MV.shape[-1])
+    num_candidates, totals = cut.candidates, WholeTotals(scaled_MV.shape[-1])
     while True:
         best_MC = scaled_MV.topk(num_candidates, dim=-1).values
         count_M1, enough = count_kept(scaled_MV, best_MC, cut, totals)
@@ -165,11 +165,11 @@ def count_kept(
 def keep_by_bisection(scaled_MV: Tensor, cut: TruncationLimits) -> Tensor:
     """Find each limit's threshold by halving the range of float bits 32 times; no shape depends on
     a value."""
-    return keep_by_threshold(scaled_MV, cut, WholeRows(scaled_MV.shape[-1]))
+    return keep_by_threshold(scaled_MV, cut, WholeTotals(scaled_MV.shape[-1]))
 
 
 def keep_by_threshold(scaled_MV: Tensor, cut: TruncationLimits, totals: Totals) -> Tensor:
-    """Keep what lies above each limit's threshold, and the first ties at it."""
+    """Keep what is above each limit's threshold, and the first ties at it."""
     best_M1 = totals.largest(scaled_MV.amax(dim=-1, keepdim=True))
     alive_MV, mass_MV = _weigh(scaled_MV, best_M1, cut)
     key_MV = torch.where(alive_MV, order_key(scaled_MV), LOWEST_KEY)
@@ -213,7 +213,7 @@ def _cut_by_mass(
 
 
 @dataclass(frozen=True, slots=True)
-class WholeRows:
+class WholeTotals:
     """Totals where all tokens of a row are here."""
 
     vocab_size: int

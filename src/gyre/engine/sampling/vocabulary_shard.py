@@ -50,7 +50,7 @@ class VocabularyShard:
         self.group.all_reduce(own)
 
     def own_past(self, past: Past) -> Past:
-        """Return the past in this rank's columns. Tokens of others lie in a column behind them."""
+        """Return the past in this rank's columns. Others' tokens get one column behind them."""
         ids_LW, own = past.ids_LW, self.ids
         elsewhere_LW = (ids_LW < own.start) | (ids_LW >= own.stop)
         return replace(past, ids_LW=(ids_LW - own.start).masked_fill(elsewhere_LW, self.width))

@@ -6,8 +6,8 @@ The keys of a sequence are split into pieces of a fixed size, so that the order 
 on the sequence alone. This is flash-decoding (Dao et al. 2023) with a fixed piece size instead of a
 fixed count. The host lists the pieces; a fixed number of programs processes the list, so that one
 CUDA graph serves any lengths. A sequence of one piece is finished directly; a second kernel joins
-longer ones. `cut_slabs` makes every token of a batch a query of this kernel, in pieces of one size,
-so that each token is computed in one way only.
+longer ones. `cut_slabs` makes every token of a batch a query of this kernel, in pieces of one size:
+each token is then computed in one way only.
 """
 
 # B sequences, H heads, K kv heads, G = H / K, D head dim, I pieces of the work list, R rows of the

@@ -2,11 +2,10 @@
 rank's logits, inverse temperatures, uniforms, the ranks' all-gather. Out: what `sample` gives of
 the whole rows, the same bits on every rank.
 
-A rank's blocks of the vocabulary are to the others what their own are. Two gathers of fixed sizes,
-which a CUDA graph may hold: the blocks' four numbers, by which every rank finds the block that a
-draw lies in; the token, found by the rank that has the block. Where the columns of a rank are whole
-blocks, these are the blocks of `sample` and so are all results. Elsewhere they are cut otherwise,
-and sums are rounded otherwise.
+Two gathers of fixed sizes, which a CUDA graph may hold. The first is of four numbers for each block
+of the vocabulary, by which every rank finds the block of a draw. The second is of the token, found
+by the rank that has the block. Where a rank's columns are whole blocks, blocks and results are
+those of `sample`. Elsewhere the blocks differ, and so does the rounding of sums.
 """
 
 # N rows of logits, R rows of the engine, V columns of this rank, S blocks of them, P ranks
@@ -168,7 +167,7 @@ def _find(
     ALLP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As `sample._choose`, over the blocks of all ranks in the order of the vocabulary."""
+    """Do what `sample._choose` does, over the blocks of all ranks in vocabulary order."""
     row, count = tl.program_id(0).to(tl.int64), num_rows.to(tl.int64)
     offs_s = tl.arange(0, ALLP)
     inside = offs_s < ALL

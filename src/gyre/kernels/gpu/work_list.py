@@ -1,7 +1,6 @@
-"""Work lists of the attention kernels: two numbers per int32, splits of keys into pieces, block
-tables of whole sequences, packing of arrays for one copy, and sizes of memory that peers write. In:
-lengths, arrays. Out: work lists, tables (numpy). No Triton here, so that the host side is testable
-without it."""
+"""Work lists of the attention kernels, two numbers per int32, and other host arithmetic of kernels:
+block tables, packing of arrays for one copy, sizes of memory that peers write. In: lengths, arrays.
+Out: work lists, tables (numpy). No Triton here, so that the host side is testable without it."""
 
 # B or S sequences, I items of a work list, P pages of the longest sequence
 

@@ -5,7 +5,7 @@ processes. Imports no torch.
     pool ─calls─▶ engine-0 ─entries─▶ engine-0.1, …
 
 The first rank gets the calls. A look is at all ranks, and answered once each has. When one rank has
-ended, so has the engine: whoever stops it then ends the others.
+ended, so has the engine; stopping it then ends the others.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class EngineGroups:
 
     async def start(self, spec: RoleSpec) -> WorkerHandle:
         """Start an engine's processes, and let them meet. `spec.devices` are those of all ranks.
-        What a start that fails has begun is stopped."""
+        After an error none of them is left."""
         roles = [rank_role(spec, rank) for rank in range(self._num_ranks)]
         started: dict[int, WorkerHandle] = {}
         limits = {"deadline_s": spec.deadline_s, "key": STARTS}

@@ -23,7 +23,7 @@ MODELS: tuple[ModelName, ...] = ("actor", "critic", "reference", "reward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPart:
+class RankPart:
     """What one of several tensor ranks holds of the models that it trains or asks."""
 
     model: ModelNumbers
@@ -59,7 +59,7 @@ class TrainingJob:
     leave: Mapping[str, Leave] = field(default_factory=dict)  # the config's `memory.leave`
     # of whole models: by the tensor ranks of the trainer above one, and by those of an engine, what
     # a search may choose
-    parts: Mapping[int, TensorPart] = field(default_factory=dict)
+    parts: Mapping[int, RankPart] = field(default_factory=dict)
     engines: Mapping[int, EngineDemand] = field(default_factory=dict)
 
     @property

@@ -1,7 +1,7 @@
 """Exchanges: what the ranks that share layers send each other in one update, and how long they wait
-for it, by the table of docs/parallel.md (sequence parallel, ring algorithms). Pure arithmetic.
+for it. By the table of docs/parallel.md: sequence parallel, ring algorithms. Pure arithmetic.
 
-In: the job of one rank, a Layout, a Gpu. Out: Exchanges; bytes; seconds.
+In: the job of one rank, a Layout, a Gpu. Out: CollectiveTraffic; bytes; seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOGPROB_BYTES = 12  # a row's maximum, sum and target in float32, from each voca
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class CollectiveTraffic:
     """Collectives of one kind in an update of one trained model."""
 
     collective: Collective
@@ -43,7 +43,9 @@ class ExchangeTime:
     waited_s: float = 0.0  # of it, not hidden by products
 
 
-def list_exchanges(job: TrainingJob, layout: Layout, *, chunks: int) -> tuple[Exchange, ...]:
+def list_exchanges(
+    job: TrainingJob, layout: Layout, *, chunks: int
+) -> tuple[CollectiveTraffic, ...]:
     """Return what one rank exchanges for one trained model; nothing with one tensor rank."""
     if layout.tensor_ranks == 1:
         return ()
@@ -55,7 +57,7 @@ def list_exchanges(job: TrainingJob, layout: Layout, *, chunks: int) -> tuple[Ex
     targets = tokens * min(1.0, job.target_share)
     again = layout.checkpointing == "full"
     found = [
-        Exchange(
+        CollectiveTraffic(
             collective=collective,
             calls=calls * chunks,
             sent_bytes=row_bytes * rows * calls,
@@ -68,11 +70,11 @@ def list_exchanges(job: TrainingJob, layout: Layout, *, chunks: int) -> tuple[Ex
         )
     ]
     logprobs = ring * LOGPROB_BYTES * layout.tensor_ranks * targets
-    found.append(Exchange(collective=GATHER, calls=chunks, sent_bytes=logprobs))
+    found.append(CollectiveTraffic(collective=GATHER, calls=chunks, sent_bytes=logprobs))
     gradient = 2 * row_bytes * targets
-    found.append(Exchange(collective="all-reduce", calls=chunks, sent_bytes=gradient))
+    found.append(CollectiveTraffic(collective="all-reduce", calls=chunks, sent_bytes=gradient))
     copies = 2 * ring * FLOAT * copied_numbers(job) / layout.shard_ranks
-    return (*found, Exchange(collective="all-reduce", calls=1, sent_bytes=copies))
+    return (*found, CollectiveTraffic(collective="all-reduce", calls=1, sent_bytes=copies))
 
 
 Row = tuple[int, Collective, float, bool]  # calls, collective, rows of each, whether hidden

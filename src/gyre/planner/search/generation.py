@@ -75,7 +75,7 @@ def prompt_seconds(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class RolloutLoad:
     """What one engine generates."""
 
     sequences: int
@@ -89,7 +89,7 @@ def generation_seconds(
     part: ModelNumbers,
     dtype: Dtype,
     gpu: Gpu,
-    load: Load,
+    load: RolloutLoad,
     *,
     tensor_ranks: int,
     by_peers: bool = True,
@@ -117,7 +117,7 @@ def rollout_seconds(job: TrainingJob, gpu: Gpu, *, running: int, tensor_ranks: i
         return 0.0
     part = engine.part or job.engine_model or job.model
     mean_tokens = max(1, job.longest - job.mean_tokens)
-    load = Load(
+    load = RolloutLoad(
         sequences=engine.sequences,
         at_once=running,
         prompt_tokens=max(1, job.mean_tokens - mean_tokens),

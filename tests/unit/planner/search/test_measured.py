@@ -20,7 +20,7 @@ from gyre.planner.memory_model.peaks import train_moments
 from gyre.planner.memory_model.states import Layout
 from gyre.planner.model_zoo import find_shape, model_numbers, model_part
 from gyre.planner.search.exchanges import list_exchanges
-from gyre.planner.search.generation import Load, decode_step, generation_seconds
+from gyre.planner.search.generation import RolloutLoad, decode_step, generation_seconds
 from gyre.planner.search.speed import step_time
 from gyre.planner.serving import plan_serving
 
@@ -104,7 +104,7 @@ def test_what_tensor_ranks_wait_for() -> None:
     assert sum(each.calls for each in large) == 366, "one of them sends twice as much"
 
 
-def workload() -> Load:
+def workload() -> RolloutLoad:
     """That of bench/engine.py: 256 requests of 100 to 1,024 tokens, in and out."""
     draw = random.Random(0)
     prompts = []
@@ -114,7 +114,7 @@ def workload() -> Load:
         for _ in range(length):
             draw.randint(0, 10_000)
     outputs = [draw.randint(100, 1024) for _ in range(256)]
-    return Load(
+    return RolloutLoad(
         sequences=256,
         at_once=256,
         prompt_tokens=sum(prompts) / 256,

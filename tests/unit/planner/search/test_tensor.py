@@ -15,7 +15,7 @@ from gyre.core.errors import ConfigError, MemoryBudgetError
 from gyre.models.layout import find_uneven
 from gyre.planner.gpus import EXCHANGE_S, find_gpu
 from gyre.planner.memory_model.engine import EngineDemand
-from gyre.planner.memory_model.job import TensorPart, TrainingJob
+from gyre.planner.memory_model.job import RankPart, TrainingJob
 from gyre.planner.memory_model.states import Layout, state_bytes
 from gyre.planner.model_zoo import SHAPES, find_shape, model_numbers, model_part, tensor_parts
 from gyre.planner.report.advice import advice_text, largest_difference, verdict
@@ -37,7 +37,7 @@ def cluster(gpus: int, gpu: str = "h200", **changes: Any) -> GpuCluster:
 
 
 def with_parts(shape: str, **changes: Any) -> TrainingJob:
-    parts = {n: TensorPart(model=part) for n, part in tensor_parts(find_shape(shape), 8).items()}
+    parts = {n: RankPart(model=part) for n, part in tensor_parts(find_shape(shape), 8).items()}
     return make_job(shape, **{"parts": parts, **changes})
 
 
