@@ -280,6 +280,7 @@ def engine_config(args: argparse.Namespace, decoder: Decoder, group: RankGroup) 
         batch_invariant=args.batch_invariant,
         page_tokens=args.page_tokens,
         sharded_sampling=args.sharded_sampling,
+        tensor_ranks=args.tensor_ranks,
     )
     config = plan_engine(config, device_type=args.device)
     pages = plan_num_pages(

@@ -333,7 +333,7 @@ def test_graphs_over_two_gpus_choose_the_same_twice(
 @pytest.mark.parametrize("which", SPECS)
 def test_graphs_that_choose_from_parts_of_the_logits(pair: RankPool, which: str) -> None:
     """`engine.sharded_sampling`: both ranks have the same answers, and again in another run."""
-    entries, given = journal(sharded_sampling=True), (torch.bfloat16, 1.0)
+    entries, given = journal(sharded_sampling=True, tensor_ranks=2), (torch.bfloat16, 1.0)
     one, _ = pair.run(by_itself, played, SPECS[which], journal(), *given)[0]
     (first, kinds), (second, _) = pair.run(played, SPECS[which], entries, *given)
     (again, _), _ = pair.run(played, SPECS[which], entries, *given)

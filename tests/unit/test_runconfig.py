@@ -1,4 +1,5 @@
-"""The run's config: what is read, what is refused, and in which words."""
+"""The run's config: what is read, what is refused, and in which words. Past 500 lines: each refusal
+is a case of its own."""
 
 from __future__ import annotations
 

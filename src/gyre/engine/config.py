@@ -163,6 +163,11 @@ class EngineConfig(Section):
                 "sharded_sampling = true with batch_invariant = true: parts of the vocabulary are "
                 "summed in other blocks than the trainer's; set one of them to false"
             )
+        if self.sharded_sampling and self.tensor_ranks == 1:
+            raise ValueError(
+                "sharded_sampling = true with tensor_ranks = 1: one rank has all logits; set "
+                "sharded_sampling = false, or tensor_ranks to 2 or more"
+            )
         return self
 
 

@@ -254,7 +254,9 @@ def test_config_refuses_a_budget_below_its_rows_and_unknown_keys() -> None:
         EngineConfig(max_runing=3)  # type: ignore[call-arg]
 
 
-def test_config_refuses_parts_of_the_vocabulary_in_batch_invariant_mode() -> None:
+def test_config_refuses_parts_of_the_vocabulary_where_there_are_none_or_bits_count() -> None:
     with pytest.raises(ValidationError, match="sharded_sampling = true with batch_invariant"):
         EngineConfig(sharded_sampling=True, batch_invariant=True)
-    assert EngineConfig(sharded_sampling=True).sharded_sampling
+    with pytest.raises(ValidationError, match="sharded_sampling = true with tensor_ranks = 1: one"):
+        EngineConfig(sharded_sampling=True)
+    assert EngineConfig(sharded_sampling=True, tensor_ranks=2).sharded_sampling
