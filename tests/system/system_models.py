@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -59,6 +61,34 @@ def save_checkpoint(folder: Path, family: Family, *, context_tokens: int = 256) 
         model = Qwen3ForCausalLM(Qwen3Config(**numbers, head_dim=16))
     model.save_pretrained(folder)
     return folder
+
+
+def save_changed(folder: Path, to: Path, number: int = 1) -> Path:
+    """Another version of a checkpoint, by the seed `number`."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, to)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(number)
+    for tensor in tensors.values():
+        tensor += 0.3 * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def greedy_reference(folder: Path, messages: Sequence[Mapping[str, str]]) -> str:
+    """What transformers answers in 24 tokens."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    whole = model.generate(**prompt, max_new_tokens=24, do_sample=False)
+    return tokenizer.decode(whole[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def save_tokenizer(folder: Path, family: Family) -> tuple[int, int]:

@@ -79,6 +79,21 @@ TINY: dict[str, Any] = {
 }
 
 
+# changes of TINY with which a run learns in half a minute: the share of digits in an answer
+LEARNS = {
+    "rollout.ignore_eos": False,
+    "snapshot.every_steps": 0,
+    "rewards": {
+        "workers": 1,
+        "parts": [{"kind": "function", "path": "system_rewards:digit_share"}],
+    },
+    "trainer.steps": 25,
+    "trainer.learning_rate": 1e-2,
+    "rollout.prompts_per_step": 8,
+    "rollout.completions_per_prompt": 8,
+}
+
+
 # ---- configs
 
 
@@ -380,6 +395,13 @@ def read_story(run: Path) -> Story:
         num_dead=rows.num_dead,
         num_attempts=rows.lineage.num_attempts,
     )
+
+
+def check_learned(story: Story) -> None:
+    """The reward of a run with LEARNS has risen."""
+    rewards = [step["metrics"]["reward"] for step in story.steps]
+    before, after = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
+    assert before < 0.4 and after > before + 0.3, rewards
 
 
 def tell_cluster_run(

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import random
-import shutil
 import statistics
 import sys
 import tempfile
@@ -31,7 +30,7 @@ import httpx
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from system_models import save_checkpoint
+from system_models import save_changed, save_checkpoint
 
 from gyre.server.gateway.keys import create_key
 from gyre.server.gateway.limits import KeyLimits
@@ -300,20 +299,6 @@ def summary(found: Found, said: Sequence[str], seconds: float) -> dict[str, Any]
     }
 
 
-def copy_weights(folder: Path, to: Path) -> Path:
-    """Another checkpoint of the same model."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(folder, to)
-    tensors = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(1)
-    for tensor in tensors.values():
-        tensor += 0.3 * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
-    return to
-
-
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     options.add_argument("--minutes", type=float, default=30)
@@ -330,7 +315,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         base = Path(temporary)
         first = save_checkpoint(base / "model", "qwen3")
-        folders, keys = [first, copy_weights(first, base / "other")], base / "keys.json"
+        folders, keys = [first, save_changed(first, base / "other")], base / "keys.json"
         secrets = Secrets.make(keys)
         flags = ["--replicas", "2", "--set", "run.threads=1", "--keys", str(keys), "--access-log"]
         with serving(first, base / "log", *flags) as served:

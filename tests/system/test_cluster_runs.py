@@ -20,9 +20,11 @@ from typing import Any
 import psutil
 import pytest
 from system_runs import (
+    LEARNS,
     Answer,
     Fault,
     Story,
+    check_learned,
     events_of,
     gyre,
     read_story,
@@ -95,21 +97,7 @@ def test_two_workers_give_what_one_process_gives(tmp_path: Path, undisturbed: St
 
 
 def test_two_workers_learn(tmp_path: Path) -> None:
-    sets = {
-        **ON_RAY,
-        "snapshot.every_steps": 0,
-        "rewards": {
-            "workers": 1,
-            "parts": [{"kind": "function", "path": "system_rewards:digit_share"}],
-        },
-        "trainer.steps": 30,
-        "trainer.learning_rate": 1e-2,
-        "rollout.prompts_per_step": 8,
-        "rollout.completions_per_prompt": 8,
-    }
-    rewards = [step["metrics"]["reward"] for step in finished(tmp_path, sets).steps]
-    before, after = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
-    assert before < 0.4 and after > before + 0.3, rewards
+    check_learned(finished(tmp_path, {**ON_RAY, **LEARNS, "trainer.steps": 30}))
 
 
 @pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.variant), 3])

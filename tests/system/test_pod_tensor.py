@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from system_runs import Fault, Story, events_of, gyre, read_story, write_config
+from system_runs import (
+    LEARNS,
+    Fault,
+    Story,
+    check_learned,
+    events_of,
+    gyre,
+    read_story,
+    write_config,
+)
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="shared memory is a folder on Linux"),
@@ -212,19 +221,4 @@ def test_a_rank_that_is_lost_in_a_phase_change_is_named_and_its_engine_comes_bac
 
 
 def test_a_run_over_an_engine_of_two_ranks_learns(tmp_path: Path) -> None:
-    sets = {
-        **CUT,
-        "rollout.ignore_eos": False,
-        "snapshot.every_steps": 0,
-        "rewards": {
-            "workers": 1,
-            "parts": [{"kind": "function", "path": "system_rewards:digit_share"}],
-        },
-        "trainer.steps": 25,
-        "trainer.learning_rate": 1e-2,
-        "rollout.prompts_per_step": 8,
-        "rollout.completions_per_prompt": 8,
-    }
-    rewards = [step["metrics"]["reward"] for step in finished(tmp_path, sets).steps]
-    before, after = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
-    assert before < 0.4 and after > before + 0.3, rewards
+    check_learned(finished(tmp_path, {**CUT, **LEARNS}))

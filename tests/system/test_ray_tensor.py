@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from system_runs import Fault, Story, events_of, gyre, read_story, tell_cluster_run, write_config
+from system_runs import (
+    LEARNS,
+    Fault,
+    Story,
+    check_learned,
+    events_of,
+    gyre,
+    read_story,
+    tell_cluster_run,
+    write_config,
+)
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
@@ -142,19 +152,4 @@ def test_a_worker_killed_in_a_rollout_costs_a_restart_and_nothing_else(
 
 @pytest.mark.variant
 def test_it_learns(tmp_path: Path) -> None:
-    sets = {
-        **CUT,
-        "rollout.ignore_eos": False,
-        "snapshot.every_steps": 0,
-        "rewards": {
-            "workers": 1,
-            "parts": [{"kind": "function", "path": "system_rewards:digit_share"}],
-        },
-        "trainer.steps": 25,
-        "trainer.learning_rate": 1e-2,
-        "rollout.prompts_per_step": 8,
-        "rollout.completions_per_prompt": 8,
-    }
-    rewards = [step["metrics"]["reward"] for step in finished(tmp_path, sets).steps]
-    before, after = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
-    assert before < 0.4 and after > before + 0.3, rewards
+    check_learned(finished(tmp_path, {**CUT, **LEARNS}))

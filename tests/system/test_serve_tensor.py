@@ -18,10 +18,7 @@ import httpx
 import openai
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from system_models import save_checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from system_models import greedy_reference, save_changed, save_checkpoint
 from typer.testing import CliRunner
 
 from gyre.cli.main import app
@@ -43,28 +40,6 @@ ROUNDING = 2e-4  # of log-probs: two parts are summed in another order than a wh
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("model") / "qwen", "qwen3")
-
-
-def changed_copy(source: Path, target: Path, number: int) -> Path:
-    """Another version of a model."""
-    shutil.copytree(source, target)
-    tensors = load_file(source / "model.safetensors")
-    generator = torch.Generator().manual_seed(number)
-    for tensor in tensors.values():
-        tensor += 0.3 * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return target
-
-
-def reference(folder: Path) -> str:
-    """What transformers answers."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    prompt = tokenizer.apply_chat_template(
-        ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    whole = model.generate(**prompt, max_new_tokens=24, do_sample=False)
-    return tokenizer.decode(whole[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 @contextlib.contextmanager
@@ -172,7 +147,7 @@ def test_two_ranks_answer_as_one_does(folder, tmp_path) -> None:
         expected = rich_answers(served)
     with serving(folder, tmp_path / "two", *EXACT, *CUT) as served:
         same_answers(rich_answers(served), expected)
-        assert greedy(served) == (reference(folder), "version-0")
+        assert greedy(served) == (greedy_reference(folder, ASKED), "version-0")
         assert stream_text(served) == expected[0].choices[0].message.content
         late = {"model": "qwen", "prompt": [5, 6], "max_tokens": 200, "n": 8, "ignore_eos": True}
         url = f"{served.url}/v1/completions"
@@ -274,8 +249,8 @@ class Clients:
 def test_weights_change_on_all_ranks_while_clients_ask(folder, tmp_path, admin) -> None:
     """By both policies; a damaged checkpoint changes nothing. An engine that has lost a rank comes
     back with the newest version."""
-    folders = [folder, *(changed_copy(folder, tmp_path / f"{n}", n) for n in (1, 2))]
-    expected = {f"version-{n}": reference(one) for n, one in enumerate(folders)}
+    folders = [folder, *(save_changed(folder, tmp_path / f"{n}", n) for n in (1, 2))]
+    expected = {f"version-{n}": greedy_reference(one, ASKED) for n, one in enumerate(folders)}
     assert len(set(expected.values())) == 3, "the versions cannot be told apart"
     with serving(folder, tmp_path / "log", *EXACT, *CUT, *admin) as served:
         with Clients(served, 3) as clients:
@@ -308,13 +283,13 @@ def test_weights_change_on_all_ranks_while_clients_ask(folder, tmp_path, admin) 
 def test_a_server_over_ranks_follows_a_folder(folder, tmp_path) -> None:
     target = tmp_path / "followed"
     shutil.copytree(folder, target)
-    newer = changed_copy(folder, tmp_path / "newer", 1)
+    newer = save_changed(folder, tmp_path / "newer", 1)
     options = "--follow", "--poll-s", "0.2"
     with serving(target, tmp_path / "log", *EXACT, *CUT, *options) as served:
-        assert greedy(served) == (reference(folder), "version-0")
+        assert greedy(served) == (greedy_reference(folder, ASKED), "version-0")
         (newer / "model.safetensors").rename(target / "model.safetensors")
         until(lambda: events_of(served, "serve.weights_updated"))
-        assert greedy(served) == (reference(target), "version-1")
+        assert greedy(served) == (greedy_reference(target, ASKED), "version-1")
 
 
 def ask_many(served: Served, *, then: Callable[[], Any] = lambda: None) -> list[str]:

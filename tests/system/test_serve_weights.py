@@ -18,10 +18,9 @@ import openai
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from system_models import save_checkpoint
+from system_models import greedy_reference, save_changed, save_checkpoint
 from system_runs import gyre, write_config
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from gyre.text.tokenizer import load_tokenizer
 from served import Served, serving
@@ -37,13 +36,7 @@ def folders(tmp_path_factory) -> list[Path]:
     base = tmp_path_factory.mktemp("models")
     first = save_checkpoint(base / "0", "qwen3")
     for number in (1, 2):
-        folder = base / str(number)
-        shutil.copytree(first, folder)
-        tensors = load_file(first / "model.safetensors")
-        generator = torch.Generator().manual_seed(number)
-        for tensor in tensors.values():
-            tensor += 0.3 * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_changed(first, base / str(number), number)
     return [base / str(number) for number in range(3)]
 
 
@@ -59,19 +52,9 @@ def greedy(url: str, model: str, **more: Any) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def expected(folders) -> list[str]:
     """What transformers answers with each."""
-    found = [greedy_reference(folder) for folder in folders]
+    found = [greedy_reference(folder, ASKED) for folder in folders]
     assert len(set(found)) == len(found), "the versions cannot be told apart"
     return found
-
-
-def greedy_reference(folder: Path) -> str:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    prompt = tokenizer.apply_chat_template(
-        ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    whole = model.generate(**prompt, max_new_tokens=24, do_sample=False)
-    return tokenizer.decode(whole[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def change(served: Served, folder: Path, **more: Any) -> httpx.Response:
