@@ -21,7 +21,7 @@ from gyre.cluster.worker.rpc import STARTS, ask
 from gyre.core.contracts import Cluster, WorkerHandle
 from gyre.core.events import Emit
 from gyre.core.records import RoleSpec
-from gyre.launch.placement.engine_ranks import all_or_first_error
+from gyre.launch.placement.engine_ranks import all_or_first_error, name_rank
 
 
 class EngineGroup:
@@ -97,7 +97,7 @@ def rank_role(spec: RoleSpec, rank: int) -> RoleSpec:
     """Return the role of one rank of an engine. Pure."""
     return replace(
         spec,
-        name=f"{spec.name}.{rank}" if rank else spec.name,
+        name=name_rank(spec.name, rank),
         arguments={**spec.arguments, "tensor_rank": rank},
         devices=spec.devices[rank : rank + 1],
     )
