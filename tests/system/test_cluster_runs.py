@@ -140,7 +140,7 @@ def test_a_killed_worker_costs_a_restart_and_nothing_else(
     ("phase", "at"),
     [
         ("train", "step_now"),
-        ("handover", "fault-board"),
+        pytest.param("handover", "fault-board", marks=pytest.mark.variant),
         pytest.param("snapshot", "saver.py", marks=pytest.mark.variant),
     ],
 )
@@ -168,6 +168,7 @@ def test_a_worker_that_hangs_is_noticed_and_costs_a_restart(
     )
 
 
+@pytest.mark.variant
 def test_a_rank_killed_at_a_random_moment_changes_nothing(
     tmp_path: Path, undisturbed: Story
 ) -> None:
@@ -266,6 +267,7 @@ def test_a_lost_raylet_costs_a_restart_and_nothing_else(tmp_path: Path, undistur
     assert "Traceback" not in answer.err, answer.err
 
 
+@pytest.mark.variant
 def test_a_raylet_lost_once_too_often_ends_with_one_message(tmp_path: Path) -> None:
     fault = Fault(point="event", match="phase.started rollout", number=2, action="kill_raylet")
     answer = run(
@@ -388,7 +390,11 @@ def test_weights_go_from_shards_into_the_engines(
     ("own", "alike"),
     [
         ({"parallel.zero": 3}, True),
-        ({"parallel.zero": 3, "parallel.reference": {"zero": 0}}, False),
+        pytest.param(
+            {"parallel.zero": 3, "parallel.reference": {"zero": 0}},
+            False,
+            marks=pytest.mark.variant,
+        ),
         pytest.param({"parallel.tensor_ranks": 2}, False, marks=pytest.mark.variant),
     ],
     ids=["shards", "other shards", "parts"],

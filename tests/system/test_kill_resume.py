@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from system_runs import Command, Fault, Story, events_of, gyre, read_story, write_config
 
+from shown_settings import show
+
 pytestmark = pytest.mark.slow
 
 LONG_SYSTEM = (
@@ -153,7 +155,11 @@ def test_killed_twice(tmp_path: Path, finished: Finished, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in VARIANTS if name not in ("grpo", "partial", "kl", "cached_prefixes")]
+    "name",
+    show(
+        ("ppo", "refilled", "parked"),
+        [name for name in VARIANTS if name not in ("grpo", "partial", "kl", "cached_prefixes")],
+    ),
 )
 def test_killed_twice_in_other_runs(tmp_path: Path, finished: Finished, name: str) -> None:
     faults = [
@@ -163,7 +169,7 @@ def test_killed_twice_in_other_runs(tmp_path: Path, finished: Finished, name: st
     kill_and_compare(tmp_path, finished, name, faults)
 
 
-@pytest.mark.parametrize("name", OFFLINE)
+@pytest.mark.parametrize("name", show(("rm",), OFFLINE))
 def test_killed_twice_without_rollouts(tmp_path: Path, finished: Finished, name: str) -> None:
     faults = [
         Fault(point="event", match="phase.started train", number=4),
@@ -224,6 +230,14 @@ def whole(finished: Finished) -> Story:
 
 
 QUICK_POINTS = ("snapshot, rename",)
+SHOWN_POINTS = (
+    "cold start, first step",
+    "half a sample",
+    "snapshot, manifest",
+    "between the stages",
+    "handover",
+    "export, swap",
+)
 
 
 @pytest.mark.parametrize("where", QUICK_POINTS)
@@ -231,7 +245,9 @@ def test_killed_at(tmp_path: Path, whole: Story, where: str) -> None:
     killed_at(tmp_path, whole, where)
 
 
-@pytest.mark.parametrize("where", [where for where in POINTS if where not in QUICK_POINTS])
+@pytest.mark.parametrize(
+    "where", show(SHOWN_POINTS, [where for where in POINTS if where not in QUICK_POINTS])
+)
 def test_killed_at_other_points(tmp_path: Path, whole: Story, where: str) -> None:
     killed_at(tmp_path, whole, where)
 
@@ -247,7 +263,9 @@ def killed_at(folder: Path, whole: Story, where: str) -> None:
     assert go_on_to_the_end(folder) == whole
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.variant) for seed in (2, 3))]
+)
 def test_killed_at_random_moments(tmp_path: Path, whole: Story, seed: int) -> None:
     """By a clock, from outside, again and again: whatever the process was doing."""
     draws = random.Random(seed)
