@@ -11,8 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from system_models import save_checkpoint
-from system_soak import Secrets, Soak, SoakPlan, copy_weights, judge
+from system_models import save_changed, save_checkpoint
+from system_soak import Secrets, Soak, SoakPlan, judge
 
 from gyre.server.gateway.keys import create_key
 from gyre.server.gateway.limits import KeyLimits
@@ -132,7 +132,7 @@ def test_a_mixed_load_with_changes_and_a_kill_leaves_nothing_behind(
 ) -> None:
     """Three rounds of load, with two changes of the weights and a kill of an engine between them.
     Every answer is as it should be; between the rounds no handle is more than before."""
-    other = copy_weights(folder, tmp_path / "other")
+    other = save_changed(folder, tmp_path / "other")
     said = served.log.stat().st_size
     plan = SoakPlan(rounds=3, round_s=3.0, requests_per_s=15)
     found = Soak(served, secrets, [folder, other], plan).run()
