@@ -263,9 +263,7 @@ def killed_at(folder: Path, whole: Story, where: str) -> None:
     assert go_on_to_the_end(folder) == whole
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.variant) for seed in (2, 3))]
-)
+@pytest.mark.parametrize("seed", show((0, 1), range(4)))
 def test_killed_at_random_moments(tmp_path: Path, whole: Story, seed: int) -> None:
     """By a clock, from outside, again and again: whatever the process was doing."""
     draws = random.Random(seed)
