@@ -25,7 +25,7 @@ from gyre.server.openapi import OPERATIONS, make_document
 
 DOCUMENT = make_document()
 POSTS = [one.path for one in OPERATIONS if one.method == "post"]
-CASES, MANY_CASES = 60, 300  # of each kind and route: 900 and 4,500 in all
+CASES, MANY_CASES = 60, 700  # of each kind and route: 900 and 10,500 in all
 TOKEN = {"type": "integer", "minimum": 0, "maximum": TOKENIZER.vocab_size - 1}
 WORD = {"type": "string", "minLength": 1, "maxLength": 8}
 IDS = {"type": "array", "items": TOKEN, "minItems": 1, "maxItems": 20}
