@@ -4,6 +4,7 @@
 
 The goal of arith_grpo_cpu is the demo's, that of arith_grpo_1gpu a GPU's; gsm8k_grpo_1gpu needs a
 hub too: its path is run on stand-ins. grpo_8b_ray has none: it is what bench/ring.py measures.
+CI runs two configs and two variants; the others are part of `make test-variants`.
 """
 
 from __future__ import annotations
