@@ -66,9 +66,8 @@ class FailureDetector:
         began_s = time.monotonic()
         while True:
             reports = self._reports()
-            for rank, report in reports.items():
-                if report["own"] and rank != self._rank:
-                    return f"rank {rank} failed: {report['message']}"
+            if cause := self._cause(reports):
+                return cause
             waits_s = {f"{rank}": began_s for rank in range(self._size) if rank not in reports}
             verdict = decide(time.monotonic(), waits_s, self._grace_s)
             if not waits_s or verdict.has_failed:
@@ -99,6 +98,13 @@ class FailureDetector:
             self.broken = self.broken or error.message
         return found
 
+    def _cause(self, reports: dict[int, dict]) -> str:
+        """Return which other rank reported its own cause, and what; an empty string if none did."""
+        for rank, report in reports.items():
+            if report["own"] and rank != self._rank:
+                return f"rank {rank} failed: {report['message']}"
+        return ""
+
     def _watch(self) -> None:
         while not self._end.wait(POLL_S):
             operation, inside = self._operation, self._inside and not self.broken
@@ -116,7 +122,8 @@ class FailureDetector:
                 and self._inside
                 and self._operation == operation
             ):
-                self.broken = self.broken or "another rank failed"
+                cause = self._cause(self._reports()) or "another rank failed"
+                self.broken = self.broken or cause
                 self._abort()
 
     def _live(self) -> None:
