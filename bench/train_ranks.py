@@ -57,6 +57,9 @@ from ranks import Ranks, RanksFailed, Tell, print_line, settle, timed
 from record import RECORDS, circumstances, parser, say
 from train import FP8_FLOPS, MATMUL_FLOPS, PARTS, PEAK_FLOPS, SPECS
 
+SHAPE_14B = replace(
+    SPECS["8b"], hidden_size=5120, num_layers=40, num_heads=40, mlp_size=17_408
+)  # of Qwen3
 TINY = replace(
     SPECS["0.6b"],
     vocab_size=512,
@@ -67,7 +70,7 @@ TINY = replace(
     head_dim=32,
     mlp_size=256,
 )
-SHAPES = SPECS | {"tiny": TINY}
+SHAPES = SPECS | {"14b": SHAPE_14B, "tiny": TINY}
 OBJECTIVES: dict[str, AnyObjective] = {"sft": SftConfig(), "grpo": GrpoConfig()}
 TITAN = "torchtitan 0.2.2 on 8 H200, compiled, its best checkpointing"
 PEERS = {  # tokens/s per GPU, by shape, matmul and tokens of a sequence; by its own counters
@@ -83,7 +86,7 @@ LOGPROB = -8.0  # of a rollout's tokens; behind a fresh model they all look alik
 class Row(Section):
     """What is measured."""
 
-    shape: Literal["tiny", "0.6b", "4b", "8b"]
+    shape: Literal["tiny", "0.6b", "4b", "8b", "14b"]
     checkpointing: Checkpointing
     matmul: Matmul
     tokens: int = Field(ge=16)  # of a chunk of each rank
@@ -94,6 +97,7 @@ class Row(Section):
     layers: int = Field(default=0, ge=0)  # 0: all
     sum: SumGradients = "chunk"
     tensor: int = Field(default=1, ge=1)  # ranks that share layers
+    offload: Literal["none", "host"] = "none"  # where AdamW's state lives
 
     @property
     def spec(self) -> ModelSpec:
@@ -125,6 +129,7 @@ class Row(Section):
         parts += [f"{self.chunks}chunks"] if self.chunks > 1 else []
         parts += ["summed_once"] if self.sum == "update" else []
         parts += [f"tensor{self.tensor}"] if self.tensor > 1 else []
+        parts += [f"state_on_{self.offload}"] if self.offload != "none" else []
         return "_".join(
             str(part) for part in parts + ([f"{self.layers}layers"] if self.layers else [])
         )
@@ -304,6 +309,7 @@ def make_trainer(
         checkpointing=row.checkpointing,
         matmul=row.matmul,
         tokens_per_chunk=row.tokens,
+        offload_optimizer=row.offload,
     )
     return NativeTrainer(
         decoder=decoder or blank_decoder(row),
@@ -383,7 +389,7 @@ def predicted_gib(row: Row, group: RankGroup) -> dict[str, float]:
         shard_ranks=ranks if row.zero else 1,
         checkpointing=row.checkpointing,
         tokens_per_chunk=row.tokens,
-        offload_optimizer="none",
+        offload_optimizer=row.offload,
         offload_gradients=False,
     )
     tokens, length = row.step_tokens * ranks, row.lengths[0]
