@@ -1,6 +1,6 @@
 """An engine of a pod in a process of its own: tensors on a device, filled from registered shared
-memory, or by checkpoint-engine. In: commands over a pipe. Out: what each took. Caller:
-bench/pod_handover.py, which starts one on each GPU.
+memory, or by checkpoint-engine. In: commands over a pipe. Out: what each took. Callers:
+bench/pod_handover.py, which starts one on each GPU; bench/tensor_engine.py, which is another kind.
 """
 
 from __future__ import annotations
@@ -40,10 +40,19 @@ START_S, ANSWER_S = 90.0, 60.0
 class EngineProcess:
     """The trainer rank's end."""
 
-    def __init__(self, *, rank: int, device: torch.device, shapes: dict[str, Any], task: Any):
+    def __init__(
+        self,
+        *,
+        rank: int,
+        device: torch.device,
+        shapes: dict[str, Any],
+        task: Any,
+        script: str = __file__,
+    ) -> None:
+        """`script`: what the process runs; it serves an Engine of its own kind."""
         self._end, theirs = Pipe()
         given = {"rank": rank, "device": str(device), "shapes": shapes, "task": asdict(task)}
-        argv = [sys.executable, __file__, str(theirs.fileno()), json.dumps(given)]
+        argv = [sys.executable, script, str(theirs.fileno()), json.dumps(given)]
         self._process = subprocess.Popen(argv, pass_fds=[theirs.fileno()])
         theirs.close()
 
@@ -156,13 +165,15 @@ class Engine:
         return result
 
 
-def serve(end: Connection, given: dict[str, Any]) -> None:
+def serve(
+    end: Connection, given: dict[str, Any], make: Callable[[dict[str, Any]], Any] = Engine
+) -> None:
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() == 1:
         return  # the parent was gone already
     if given["device"] == "cpu":
         torch.set_num_threads(1)
-    engine = Engine(given)
+    engine = make(given)
     while True:
         try:
             name, arguments = end.recv()
