@@ -149,7 +149,7 @@ def main() -> None:
 def measured(args: argparse.Namespace) -> tuple[list[float], dict[str, Any]]:
     """Measure in this process, or in one process per rank."""
     if args.tensor_ranks == 1:
-        device = torch.device(args.device)
+        device = torch.device(args.device, 0 if args.device == "cuda" else None)
         return asyncio.run(measure(args, alone(device), lambda told: None))
     with Ranks(args.tensor_ranks, device=args.device, wall_s=WALL_S) as ranks:
         return ranks.call(over_ranks, args, deadline_s=WALL_S)[0]
