@@ -3,8 +3,12 @@ it."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
+from gyre.distributed.failure_detector import FailureDetector
+from gyre.distributed.kv_store import LocalKVStore
 from rank_pool import RankPool
 from zero_cases import broken_step, steps_again, warmed
 
@@ -17,6 +21,30 @@ def ranks():
     pool = RankPool(3, timeout_s=TIMEOUT_S)
     yield pool
     pool.close()
+
+
+def test_an_aborted_rank_names_the_rank_at_fault_and_not_the_first_to_report():
+    store, aborted = LocalKVStore(), threading.Event()
+    detectors = [
+        FailureDetector(store, rank=rank, size=3, grace_s=SOON_S, abort=aborted.set)
+        for rank in range(3)
+    ]
+    try:
+        for detector in detectors:
+            detector.enter()
+        detectors[2].report("collective: another rank failed", own=False)
+        detectors[2].leave()
+        detectors[1].report("ValueError: a fault of its own", own=True)
+        detectors[1].leave()
+        assert aborted.wait(SOON_S), "rank 0 was left in its collective"
+        cause = "rank 1 failed: ValueError: a fault of its own"
+        assert detectors[0].broken == detectors[0].blame() == cause
+        detectors[0].break_off(detectors[0].blame())
+        detectors[1].enter()
+        assert detectors[1].broken == cause, "the others refuse the next step for that reason"
+    finally:
+        for detector in detectors:
+            detector.close()
 
 
 @pytest.mark.slow
