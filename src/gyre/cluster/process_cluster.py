@@ -2,10 +2,10 @@
 Out: handles. Implements Cluster.
 
 Calls cross by `worker/link.py`. A worker may run in another environment's Python. Of the packages
-here it then sees gyre alone. A worker that crashes takes nobody with it; one whose starter is gone
-ends by itself. The processes that a worker starts are of its group, and end with it. A worker that
-joined from elsewhere is adopted: it is called, watched and stopped like the others, but not started
-here.
+here it then sees gyre alone. A worker that crashes takes no other with it; one whose starter is
+gone ends by itself. The processes that a worker starts are of its group, and end with it. A worker
+that joined from elsewhere is adopted: it is called, watched and stopped like the others, but not
+started here.
 """
 
 from __future__ import annotations

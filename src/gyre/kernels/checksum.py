@@ -7,11 +7,11 @@ tensor has the weight T(i % 1024) · M(i // 1024), both fixed, random and odd; t
 pass at about the speed of memory: in C on a CPU, in Triton on a GPU. The plain form in torch, equal
 to the bit, is slower.
 
-It always detects one changed number. Other changes, swaps and moves stay unseen with a probability
-of at most 2^-41 for words of 16 bits and 2^-25 for 32, over weights drawn at random. The family is
-multilinear (Carter and Wegman 1979; Lemire and Kaser, "Strongly universal string hashing is fast").
-It loses a bit of the sum for each trailing zero bit of a difference. The weights are public: it
-detects faults of memory, software and networks, and is no cryptographic hash.
+It always detects one changed number. Other changes, swaps and moves can stay unseen. Over weights
+drawn at random the probability is at most 2^-41 for words of 16 bits and 2^-25 for 32. The family
+is multilinear (Carter and Wegman 1979; Lemire and Kaser, "Strongly universal string hashing is
+fast"). It loses a bit of the sum for each trailing zero bit of a difference. The weights are
+public: it detects faults of memory, software and networks, and is no cryptographic hash.
 """
 
 # N numbers of the run, W words, B blocks

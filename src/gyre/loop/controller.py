@@ -1,16 +1,16 @@
 """The training loop. In: parts that satisfy the contracts. Out: a policy that was rolled out,
 scored, trained and published to the engine.
 
-    source.take ─▶ Collector ─Request─▶ engine         rollout    engine on the device
+    source.take ─▶ Collector ─Request─▶ engine         rollout:   engine on the device
         ▲             │  ◀─TokenChunk──┘   ▲                      (rule rewards run from the first
         │             │                    │                      on; uninformative groups are
         │             │                    │                      replaced)
         │          Pipeline                │
         │             ▼                    │
-        │        Scoring ◀─ rollouts       │           score      the models: forward passes
+        │        Scoring ◀─ rollouts       │           score:     forward passes of the models
         │             │                    │
-        │             ▼                Handover        handover   weights to the engine
-        │        assemble ─TrainBatch─▶ trainer.step   train      actor, optimizer, critic
+        │             ▼                Handover        handover:  weights to the engine
+        │        assemble ─TrainBatch─▶ trainer.step   train:     actor, optimizer, critic
         │                                  │
         └──────── snapshot ◀───────────────┘           between steps: evaluation, snapshot
 

@@ -1,6 +1,7 @@
 """Objectives: the loss of any kind. In: an objective config and one micro-batch's tensors. Out: a
 loss to be divided by one global denominator, metric sums.
 
+The denominator is 0.0 when no sequence has a target. Skip the update then, and emit an event.
 Usage, for one optimizer step over any split into micro-batches:
 
     whole = denominator(config, token_counts_S)          # all sequences of the update, all ranks
@@ -9,8 +10,6 @@ Usage, for one optimizer step over any split into micro-batches:
         (loss / whole).backward()
         total = add_sums(total, sums)
     report = finish_sums(total)                          # name -> mean
-
-`whole` is 0.0 when no sequence has a target. Skip the update then, and emit an event.
 """
 
 from __future__ import annotations

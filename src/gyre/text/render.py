@@ -33,8 +33,8 @@ def render_prompt(
     a text with {prompt}, and {system} if `system` is given. A conversation needs "chat". `system`
     precedes the prompt's messages. `tools` need "chat". Raises ConfigError for a template without a
     placeholder for the prompt or the system message. Raises InputError for `system` next to a
-    system message of the prompt, for a later system message that the chat template omits, and for
-    tools that it does not show.
+    system message of the prompt. Raises it, too, for what the chat template does not show: a later
+    system message, or tools.
     """
     check_template(template, system)
     if template == "chat" and (

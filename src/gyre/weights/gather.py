@@ -49,7 +49,7 @@ def gather_runs(
 
 
 class _Slot:
-    """Room for a bucket. What this rank sends of it lies where it arrives."""
+    """Room for a bucket. This rank sends its part from where it also arrives."""
 
     def __init__(self, longest: int, group: RankGroup, dtype: torch.dtype) -> None:
         self._group = group

@@ -1,13 +1,13 @@
 """Protocol: the messages about a version, and what publisher and receiver do with them. In: a state
 and a message. Out: the next state, or InputError for a message that the state refuses. Pure.
 
-    publisher     registered ──▶ offered ──▶ withdrawn by the next step ──▶ written
+    publisher:    registered ──▶ offered ──▶ withdrawn by the next step ──▶ written
                                     │ fetch began          fetches ended ┘
-    receiver      serving ──▶ prepared ──▶ swapping ──▶ serving the next
+    receiver:     serving ──▶ prepared ──▶ swapping ──▶ serving the next
                      ▲            │            │ failed and undone
                      └────────────┴────────────┘
 
-A version belongs to an epoch, the number of its publisher's attempt at the run. A receiver that has
+A version belongs to an epoch: the number of its publisher's attempt at the run. A receiver that has
 prepared a version of one epoch refuses all older ones, so a replaced publisher cannot come back.
 Where another receiver could not swap, one that has goes back: it is offered its last version again.
 """

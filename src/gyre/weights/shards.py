@@ -32,7 +32,7 @@ class Place:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLayout:
     """Who holds what. Tensors that are not sharded have the same whole Place on every rank. Over
-    tensor ranks these are local tensors, and `table` says where they lie in the whole ones."""
+    tensor ranks these are local tensors, and `table` gives their places in the whole ones."""
 
     shapes: Mapping[str, Shape]
     ranks: tuple[Mapping[str, Place], ...]  # of the shard axis

@@ -1,12 +1,11 @@
 """Ejection: what share of new requests an engine may have. In: how long its requests have stood
 still, the time. Out: its standing, and a share from 0 to 1. Pure.
 
-    active ──stands still──▶ ejected ──goes on, or restarted──▶ returning ──▶ active
+    active ──stands still──▶ ejected ──resumes, or restarted──▶ returning ──▶ active
                                 ▲───────────stands still────────────┘
 
-The share of one that returns grows evenly, as in Envoy's slow start. Whether it is well is not
-known yet, and its cache may be empty. Each ejection soon after another doubles the time that this
-takes.
+A returning engine's share grows evenly, as in Envoy's slow start. Whether it is well is not known
+yet, and its cache may be empty. Each ejection soon after another doubles the time that this takes.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
 Past 500 lines: it implements RolloutEngine and EngineLifecycle over one state of its engines.
 
-    submit ──▶ router, load balancer ──▶ replica ──▶ engine ──▶ request log ──▶ stream
-                      ▲                                │ lost
-                      └── again, from what has come ◀──┘
-
 An engine that is lost costs its own requests only: the others go on with them. It is started again
 where that is possible, and takes work once it has the weights that the others have. An engine
 beside a trainer rank is vital: with it the rank is gone, so every stream ends with RankError and
 the run restarts. A guest was started elsewhere, and comes and goes: it is not started again, and
 what it cannot do costs itself alone. A fault in the pool itself, such as a full disk under the
 events, ends every stream with that fault.
+
+    submit ──▶ router, load balancer ──▶ replica ──▶ engine ──▶ request log ──▶ stream
+                      ▲                                │ lost
+                      └── again, from what has come ◀──┘
 """
 
 from __future__ import annotations

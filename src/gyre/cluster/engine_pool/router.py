@@ -65,7 +65,7 @@ class RequestRouter:
         """`find_engines`: an empty sequence refuses, an error is raised to the readers, None lets
         requests wait, at most `max_waiting` completions. `call_or_break(work, *args)` runs what the
         event loop calls, and breaks the pool where that raises. `on_broken` takes an engine that
-        ended requests which nobody asked to end."""
+        ended requests without a call to abort them."""
         self._find_engines, self._abort, self._emit = find_engines, abort, emit
         self._call_or_break, self._on_broken = call_or_break, on_broken
         self.balancer = balancer

@@ -1,7 +1,7 @@
 """Weight change: one version after another on every engine of a pool, or on none. In: an offer, a
 commit policy. Out: the pool's version; after an error it is the last one.
 
-    prepared on all ──▶ [drain: requests under way end, new ones wait] ──▶ committed on all
+    prepared on all ──▶ [drain: running requests end; new ones wait] ────▶ committed on all
          │ fails on one         │ past its deadline                           │ fails on one
          └──────────────────────┴──▶ rolled back on all ◀─────────────────────┘
 """

@@ -61,8 +61,8 @@ class WorkerProcess:
         self._loop.run_forever()
 
     def _read(self) -> None:
-        """Take frames until the starter hangs up. That ends the process at once, since nobody is
-        left to answer to."""
+        """Take frames until the starter hangs up. That ends the process at once, since no
+        reply could arrive."""
         while True:
             try:
                 number, payload = frames.receive(self._link)

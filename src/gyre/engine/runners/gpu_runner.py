@@ -378,7 +378,7 @@ class GpuRunner:
 
     @torch.inference_mode()
     def _compile_sampling(self) -> None:
-        """Compile the sampling kernels, on a stream of their own. What they choose is nobody's."""
+        """Compile the sampling kernels, on a stream of their own. Their choice is discarded."""
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
             self._sample(self._logits_NV)

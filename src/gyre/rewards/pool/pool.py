@@ -1,18 +1,18 @@
 """Pool: worker processes that are killed on time. In: tickets (one check each). Out: every ticket
 with its result.
 
-    run ──▶ batches waiting ──▶ idle worker ──▶ results one by one ──▶ the call is done
-                   ▲                 │ silent over the limit, or dead
-                   └── what is left ─┘ the first check without a result is to blame;
-                                     the worker is replaced
+A worker is lost when it is silent over the limit, or dead. The first check without a result is to
+blame; the worker is replaced. A worker may be killed from outside (SIGKILL, as by the out-of-memory
+killer, or SIGTERM). The first time that costs no result: the check that it was at is retried. What
+comes from a worker and is no result on the check that it is at is blamed on that check. A worker in
+which rewards leave too much memory or too many processes is replaced. Waits and their owners: a
+check by its part's limit, a call by its deadline, the workers' start by the call's deadline. Only
+the loop's thread touches a pool. Events: reward.worker_replaced, reward.retried,
+reward.fork_server_replaced, reward.fork_server_killed, reward.output_dropped.
 
-A worker may be killed from outside (SIGKILL, as by the out-of-memory killer, or SIGTERM). The first
-time that costs no result: the check that it was at is retried. What comes from a worker and is no
-result on the check that it is at is blamed on that check. A worker in which rewards leave too much
-memory or too many processes is replaced. Waits and their owners: a check by its part's limit, a
-call by its deadline, the workers' start by the call's deadline. Only the loop's thread touches a
-pool. Events: reward.worker_replaced, reward.retried, reward.fork_server_replaced,
-reward.fork_server_killed, reward.output_dropped.
+    run ──▶ batches waiting ──▶ idle worker ──▶ results one by one ──▶ the call is done
+                   ▲                 │ lost
+                   └── what is left ─┘
 """
 
 from __future__ import annotations

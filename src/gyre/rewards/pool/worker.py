@@ -1,12 +1,12 @@
 """Worker: the processes that judge. In: a setup, jobs. Out: a result for each check.
 
-    scorer ── StartChild + channel, Kill ──▶ fork server ──fork──▶ worker ◀─ Job, CheckResult
-           ◀── Ended ───────────────────────                           ─▶ scorer
-
 The fork server loads the libraries once and runs no reward, so a killed worker costs little. When
 the scorer or the supervisor goes, it ends every worker with all that they started, then itself. A
 worker inherits its own orphans; the fork server inherits those of a worker that has ended. It kills
 them after a moment in which sandboxes clean up. Imports no torch, numpy or pydantic.
+
+    scorer ── StartChild + channel, Kill ──▶ fork server ──fork──▶ worker ◀─ Job, CheckResult
+           ◀── Ended ───────────────────────                           ─▶ scorer
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class KeyStore:
 
     def find(self, secret: str) -> ApiKey | None:
         """Return the key, None where it is unknown, revoked or expired. How long it takes says
-        nothing of any key: the digest is looked up, and nobody can choose a digest."""
+        nothing of any key: the digest is looked up, and a client cannot choose a digest."""
         self._look()
         key = self._by_digest.get(digest(secret))
         return key if key is not None and key.is_valid(as_time(self._now())) else None

@@ -41,8 +41,8 @@ class CallScanner:
         return self._json.state == "done"
 
     def push(self, character: str) -> Kind | None:
-        """Return what the character belongs to; None when the text is no call, or goes on as none
-        could. After None the scanner is of no use."""
+        """Return what the character belongs to; None when the text is no call, or can no longer
+        become one. After None the scanner is of no use."""
         json = self._json
         depth, before = json.depth, json.state
         if before == "done" or not json.push(character):

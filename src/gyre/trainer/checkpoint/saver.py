@@ -1,15 +1,14 @@
 """Saver: a snapshot by all ranks together. In: each rank's parts, the loop's state. Out: a snapshot
 on a disk that all ranks see, or one SnapshotError, the same on every rank.
 
-    first rank makes a folder ─▶ all place ─▶ copy ─▶ write their file
-        ─▶ first rank writes the manifest ─▶ outcome
-                                        (in the background training continues from here;
-                                         changes to the state wait until it is copied)
-
 Ranks agree by collectives until each has memory for its parts, and through the key-value store
 afterwards. A background thread may use no collective, and a slow rank must not block others in one.
 A rank that fails stores an error; the others poll for it before every block and stop. A full disk
-on one rank thus ends the save on all ranks in seconds.
+on one rank thus ends the save on all ranks in seconds. In the background training continues once
+all have placed their parts; changes to the state wait until it is copied.
+
+    first rank makes a folder ─▶ all place ─▶ copy ─▶ write their file
+        ─▶ first rank writes the manifest ─▶ outcome
 """
 
 from __future__ import annotations
