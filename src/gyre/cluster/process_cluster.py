@@ -34,7 +34,7 @@ from gyre.cluster.worker.server import OnEvent
 from gyre.core.contracts import WorkerHandle
 from gyre.core.errors import ConfigError
 from gyre.core.records import RoleSpec
-from gyre.distributed.interpreters import show_gyre_alone, variables_for
+from gyre.distributed.environment import show_gyre_alone, variables_for
 
 LEAVE_S = 3.0  # for a worker to end after its socket was closed
 STOP_S = 20.0  # longest wait for a killed worker to be gone

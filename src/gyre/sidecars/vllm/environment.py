@@ -22,7 +22,7 @@ from pathlib import Path
 
 from gyre.core.errors import ConfigError, DeadlineError
 from gyre.core.files import read_json, write_text
-from gyre.distributed.interpreters import show_gyre_alone, variables_for
+from gyre.distributed.environment import show_gyre_alone, variables_for
 from gyre.sidecars.vllm.versions import VllmBuild
 
 RECORD, HALF_MADE = "gyre-sidecar.json", "gyre-sidecar.half-made"
