@@ -27,9 +27,8 @@ from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.memory.pools.storage import PoolTenant, StoragePool
 from gyre.models.config import ShapeConfig
-from gyre.models.decoder import Decoder
+from gyre.models.decoder import Decoder, ScalarHead
 from gyre.models.init import init_weights
-from gyre.models.scalar_head import ScalarHead
 from gyre.models.spec import spec_from_shape
 from gyre.objectives.config import GrpoConfig, PpoConfig
 from gyre.trainer.config import TrainerConfig

@@ -21,9 +21,8 @@ from fakes.trainer import CountingTrainer
 from gyre.cluster.trainer_group import TrainerGroup
 from gyre.core.errors import InputError
 from gyre.core.records import RoleSpec, TrainBatch, TrainSequence
-from gyre.models.decoder import Decoder
+from gyre.models.decoder import Decoder, ScalarHead
 from gyre.models.init import init_weights
-from gyre.models.scalar_head import ScalarHead
 from gyre.models.spec import ModelSpec
 from gyre.objectives.config import DpoConfig, GrpoConfig, PpoConfig
 from gyre.trainer.config import TrainerConfig

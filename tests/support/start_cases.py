@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from gyre.distributed.process_group import RankGroup, alone
-from gyre.models.decoder import Decoder
+from gyre.models.decoder import Decoder, ScalarHead
 from gyre.models.hub.checkpoint import Checkpoint
 from gyre.models.init import FreshWeights
-from gyre.models.scalar_head import ScalarHead
 from gyre.models.spec import ModelSpec
 from gyre.trainer.trainer import NativeTrainer
 from gyre.weights.tensor_source import TensorSource

@@ -27,12 +27,11 @@ from gyre.core.records import StepReport, TrainBatch, Which
 from gyre.distributed.config import ParallelConfig, Zero
 from gyre.distributed.devices import DeviceRecord, refuse_mixture
 from gyre.distributed.process_group import RankGroup, alone
-from gyre.models.decoder import Decoder
+from gyre.models.decoder import Decoder, ScalarHead
 from gyre.models.hub import tensors as hub_tensors
 from gyre.models.hub.export import export_runs
 from gyre.models.hub.verify import verify_runs
 from gyre.models.init import init_weights
-from gyre.models.scalar_head import ScalarHead
 from gyre.trainer.metrics.throughput import ThroughputMeter
 from gyre.trainer.trainer import NativeTrainer
 from gyre.weights.boxes import local_source

@@ -18,10 +18,10 @@ import torch
 from gyre.core.errors import DeadlineError
 from gyre.distributed.process_group import RankGroup
 from gyre.launch.factories import Machine, Policy
+from gyre.models.decoder import ScalarHead
 from gyre.models.hub.export import decoder_runs, export_hub, export_runs
 from gyre.models.hub.load import verify_export
 from gyre.models.hub.verify import verify_runs
-from gyre.models.scalar_head import ScalarHead
 from gyre.models.spec import ModelSpec
 from gyre.weights.gather import ShardSource, TensorRun
 

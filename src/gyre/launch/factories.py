@@ -34,13 +34,12 @@ from gyre.launch.stages import Stage, reward_folder, trains_invariant
 from gyre.loop.collect import Window
 from gyre.loop.evaluate import Rollouts
 from gyre.loop.ports import TextPort
-from gyre.models.decoder import Decoder
+from gyre.models.decoder import Decoder, ScalarHead
 from gyre.models.hub.checkpoint import Checkpoint
 from gyre.models.hub.folders import CONFIG_FILE, LoadFormat, find_folder
 from gyre.models.hub.load import load_hub, load_scalar_head
 from gyre.models.hub_keys import keys_without_effect
 from gyre.models.init import FreshWeights, init_dummies
-from gyre.models.scalar_head import ScalarHead
 from gyre.models.spec import ModelSpec, spec_from_hub_config, spec_from_shape
 from gyre.observability.events import EventLog
 from gyre.observability.hardware import describe_hardware

@@ -1,5 +1,5 @@
 """Decoder: one definition of Llama 3, Qwen2.5 and Qwen3 for trainer and engine. In: token ids and
-positions, flat over tokens, and `attend`. Out: hidden states and logits.
+positions, flat over tokens, and `attend`. Out: hidden states; logits, or a critic's values.
 
 The caller provides attention: `attend(layer, q_THD, k_TKD, v_TKD) -> out_THD` gets rotated heads
 and knows the sequence boundaries. Everything else is per token, so the same code serves a packed
@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from gyre.core.records import Checkpointing, Projection
 from gyre.kernels.norm import rms_norm
 from gyre.kernels.rope import rope_frequencies, rope_tables
-from gyre.models.layers.layer import NOTHING, Attend, Layer
+from gyre.models.layers.layer import NOTHING, Attend, Layer, Weights
 from gyre.models.layers.tensor_parallel import TensorParallel, padded_rows, whole_rows
 from gyre.models.layers.vocabulary import embedded, joined_logits, without_padding
-from gyre.models.layers.weights import Weights
 from gyre.models.layout import local_spec
 from gyre.models.spec import ModelSpec
 
@@ -37,6 +36,19 @@ class Head(Weights):
         """Return run(hidden_NE, weight). Here the weight is whole, also where ranks hold shards of
         it."""
         return run(hidden_NE, self.weight)
+
+
+class ScalarHead(nn.Module):
+    """The head of a critic or a reward model: a [1, E] projection in float32. It is zero at first,
+    so a new one returns 0."""
+
+    def __init__(self, hidden_size: int, *, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size, device=device, dtype=torch.float32))
+
+    def forward(self, hidden_NE: Tensor) -> Tensor:
+        """Return one number per row, values_N in float32."""
+        return (hidden_NE.float() @ self.weight.t()).squeeze(-1)
 
 
 class Decoder(nn.Module):

@@ -40,8 +40,7 @@ from gyre.core.records import (
 from gyre.distributed.config import ParallelConfig
 from gyre.distributed.mesh import Mesh, Splitter
 from gyre.distributed.process_group import RankGroup, alone
-from gyre.models.decoder import Decoder
-from gyre.models.scalar_head import ScalarHead
+from gyre.models.decoder import Decoder, ScalarHead
 from gyre.objectives.config import AnyObjective, needs_critic, needs_reference, trains_scores
 from gyre.trainer.batching.epoch_plan import BatchPlanner, EpochPlan, Update
 from gyre.trainer.checkpoint.shards import (

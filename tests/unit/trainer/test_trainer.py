@@ -16,8 +16,7 @@ from gyre.core.errors import ConfigError, DivergedError, InputError, SnapshotErr
 from gyre.core.records import TrainBatch
 from gyre.distributed.process_group import alone
 from gyre.memory.pools.storage import StoragePool
-from gyre.models.decoder import Decoder
-from gyre.models.scalar_head import ScalarHead
+from gyre.models.decoder import Decoder, ScalarHead
 from gyre.objectives.config import GrpoConfig
 from gyre.trainer.batching.microbatch import MicroBatch
 from gyre.trainer.checkpoint.saver import Saver

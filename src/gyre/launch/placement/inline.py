@@ -17,7 +17,7 @@ from gyre.launch.placement.stage_runtime import StageRuntime
 from gyre.launch.placement.step_exports import make_exports
 from gyre.launch.stages import Stage
 from gyre.loop.ports import StageParts
-from gyre.models.scalar_head import ScalarHead
+from gyre.models.decoder import ScalarHead
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig
 from gyre.text.tokenizer import Tokenizer

@@ -43,8 +43,8 @@ from gyre.launch.placement.pod_metadata import PodMetadata, open_rendezvous
 from gyre.launch.placement.stage_runtime import StageRuntime
 from gyre.launch.stage_plan import has_parts
 from gyre.launch.stages import plan_stages
+from gyre.models.decoder import ScalarHead
 from gyre.models.hub.folders import LoadFormat
-from gyre.models.scalar_head import ScalarHead
 from gyre.observability.spans import ActivityClock
 from gyre.planner.plan import Plan
 from gyre.runconfig import RunConfig

@@ -22,7 +22,7 @@ from torch import Tensor
 from gyre.core.errors import InputError, SnapshotError
 from gyre.core.files import replacing_folder
 from gyre.distributed.layout import BoxRun
-from gyre.models.decoder import Decoder
+from gyre.models.decoder import Decoder, ScalarHead
 from gyre.models.hub.files import SCALAR_HEAD_TENSOR
 from gyre.models.hub.folders import (
     CHECKSUMS_FILE,
@@ -33,7 +33,6 @@ from gyre.models.hub.folders import (
 )
 from gyre.models.hub.tensors import HubTensors, plan_shards
 from gyre.models.names import HubEntry, hub_entries
-from gyre.models.scalar_head import ScalarHead
 from gyre.models.spec import ModelSpec, hub_config_from_spec
 
 SHARD_BYTES = 5_000_000_000

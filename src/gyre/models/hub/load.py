@@ -17,7 +17,7 @@ from torch import Tensor
 from gyre.core.errors import GyreError, InputError, SnapshotError
 from gyre.core.files import read_json
 from gyre.kernels.attention import PackedLayout, varlen_attention
-from gyre.models.decoder import Decoder
+from gyre.models.decoder import Decoder, ScalarHead
 from gyre.models.hub.checkpoint import Checkpoint
 from gyre.models.hub.export import checksum, export_hub, rows_of, save_scalar_head
 from gyre.models.hub.files import (
@@ -28,7 +28,6 @@ from gyre.models.hub.files import (
 from gyre.models.hub.folders import CHECKSUMS_FILE, CONFIG_FILE, SCALAR_HEAD_FILE
 from gyre.models.init import init_weights
 from gyre.models.names import hub_entries
-from gyre.models.scalar_head import ScalarHead
 from gyre.models.spec import ModelSpec
 
 __all__ = [

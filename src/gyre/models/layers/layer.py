@@ -2,7 +2,7 @@
 rotary tables, `attend`. Out: the residual stream after the layer.
 """
 
-# T tokens, E hidden size, N rows, D head dim
+# T tokens, E hidden size, N rows, R rows of a weight, D head dim
 
 from __future__ import annotations
 
@@ -19,12 +19,28 @@ from gyre.kernels.recompute import RecomputeLayer, RecomputeQK
 from gyre.models.layers.blocks import attention_inputs, attention_output
 from gyre.models.layers.mlp import mlp
 from gyre.models.layers.tensor_parallel import TensorParallel, selected_rows
-from gyre.models.layers.weights import Weights
 from gyre.models.spec import ModelSpec
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-MakeWeights = Callable[..., Weights]
 NOTHING: frozenset[Projection] = frozenset()
+
+
+class Weights(nn.Module):
+    """A named weight, with a bias where the family has one. A checkpoint or an initializer fills
+    it."""
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, *shape: int, bias: bool = False, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+        bias_R = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", bias_R)
+
+
+MakeWeights = Callable[..., Weights]
 
 
 class Layer(nn.Module):

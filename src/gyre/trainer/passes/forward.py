@@ -18,9 +18,8 @@ from gyre.core.records import Checkpointing, Projection, TrainSequence
 from gyre.distributed.process_group import RankGroup
 from gyre.kernels.attention import varlen_attention
 from gyre.kernels.logprobs import token_logprobs
-from gyre.models.decoder import NOTHING, Decoder
+from gyre.models.decoder import NOTHING, Decoder, ScalarHead
 from gyre.models.layers.vocabulary_logprobs import vocabulary_logprobs
-from gyre.models.scalar_head import ScalarHead
 from gyre.trainer.batching.microbatch import MicroBatch, target_mask
 from gyre.trainer.parallelize.sharded_module import is_sharded, reshard
 

@@ -12,8 +12,7 @@ from gyre.core.records import Tier
 from gyre.distributed.mesh import ModelSharding
 from gyre.memory.pools.fixed import FixedPool
 from gyre.memory.pools.storage import PoolTenant, StoragePool
-from gyre.models.decoder import Decoder
-from gyre.models.scalar_head import ScalarHead
+from gyre.models.decoder import Decoder, ScalarHead
 from gyre.trainer.config import TrainerConfig
 from gyre.trainer.offload.weight_stream import WeightStream
 from gyre.trainer.parallelize.sharded_module import local_tensors

@@ -18,8 +18,7 @@ from gyre.distributed.mesh import ModelSharding
 from gyre.memory.pools.cuda_vmm import find_driver
 from gyre.memory.pools.fixed import FixedPool
 from gyre.memory.pools.storage import StoragePool
-from gyre.models.decoder import Decoder
-from gyre.models.scalar_head import ScalarHead
+from gyre.models.decoder import Decoder, ScalarHead
 from gyre.trainer.adamw.adamw import update_spans
 from gyre.trainer.adamw.adamw_8bit import CodedUpdate
 from gyre.trainer.adamw.blocks import check_codes, check_parts

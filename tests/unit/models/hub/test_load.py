@@ -18,14 +18,13 @@ from torch import Tensor
 
 from gyre.core.errors import InputError, SnapshotError
 from gyre.models.config import ShapeConfig
-from gyre.models.decoder import Decoder
+from gyre.models.decoder import Decoder, ScalarHead
 from gyre.models.hub.checkpoint import Checkpoint
 from gyre.models.hub.export import export_hub
 from gyre.models.hub.load import load_hub, load_scalar_head, verify_export
 from gyre.models.hub.tensors import plan_shards
 from gyre.models.init import init_weights
 from gyre.models.names import hub_entries
-from gyre.models.scalar_head import ScalarHead
 from gyre.models.spec import ModelSpec, hub_config_from_spec, spec_from_hub_config, spec_from_shape
 
 CPU = torch.device("cpu")
