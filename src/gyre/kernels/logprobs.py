@@ -191,28 +191,9 @@ class TokenLogprobs(torch.autograd.Function):
                 None,
                 logits_NV,
             )
-        totals, means, kept_NV = [], [], None
-        target_N = None
-        for start, stop in blocks:
-            logits_NW = block_logits(
-                hidden_NE, head_weight_VE, temperature_N, rows_Z, ids_Z, start, stop
-            )
-            probs_NW, total_N, mean_N = block_statistics(logits_NW)
-            totals.append(total_N)
-            means.append(mean_N)
-            found_N = logits_NW.gather(
-                1, (targets_N - start).clamp(0, stop - start - 1)[:, None]
-            ).squeeze(1)
-            target_N = (
-                found_N if target_N is None else torch.where(targets_N < start, target_N, found_N)
-            )
-            if len(blocks) == 1:
-                kept_NV = probs_NW.to(hidden_NE.dtype)
-        assert target_N is not None
-        totals_BN = torch.stack(totals)
-        total_N = totals_BN.logsumexp(0)
-        entropy_N = total_N - ((totals_BN - total_N).exp() * torch.stack(means)).sum(0)
-        logprobs_N = target_N - total_N
+        logprobs_N, entropy_N, total_N, kept_NV = logprobs_forward(
+            hidden_NE, head_weight_VE, targets_N, temperature_N, rows_Z, ids_Z, blocks
+        )
         return keep(
             ctx,
             blocks,
@@ -317,6 +298,41 @@ def keep(
         hidden_NE, weight_VE, targets_N, temperature_N, total_N, logprobs_N, entropy_N, *more
     )  # fmt: skip
     return logprobs_N, entropy_N
+
+
+def logprobs_forward(
+    hidden_NE: Tensor,
+    head_weight_VE: Tensor,
+    targets_N: Tensor,
+    temperature_N: Tensor,
+    rows_Z: Tensor | None,
+    ids_Z: Tensor | None,
+    blocks: tuple[tuple[int, int], ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return logprobs_N, entropy_N and total_N, the log of the sum over the vocabulary, of which
+    one block is there at a time. Also returns the probabilities where there is one block."""
+    totals, means, kept_NV = [], [], None
+    target_N = None
+    for start, stop in blocks:
+        logits_NW = block_logits(
+            hidden_NE, head_weight_VE, temperature_N, rows_Z, ids_Z, start, stop
+        )
+        probs_NW, total_N, mean_N = block_statistics(logits_NW)
+        totals.append(total_N)
+        means.append(mean_N)
+        found_N = logits_NW.gather(
+            1, (targets_N - start).clamp(0, stop - start - 1)[:, None]
+        ).squeeze(1)
+        target_N = (
+            found_N if target_N is None else torch.where(targets_N < start, target_N, found_N)
+        )
+        if len(blocks) == 1:
+            kept_NV = probs_NW.to(hidden_NE.dtype)
+    assert target_N is not None
+    totals_BN = torch.stack(totals)
+    total_N = totals_BN.logsumexp(0)
+    entropy_N = total_N - ((totals_BN - total_N).exp() * torch.stack(means)).sum(0)
+    return target_N - total_N, entropy_N, total_N, kept_NV
 
 
 def logprobs_backward(
