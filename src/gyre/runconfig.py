@@ -157,71 +157,98 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def check_together(self, info: ValidationInfo) -> RunConfig:
-        objective, size = self.objective, self.rollout.completions_per_prompt
-        per_prompt = size if needs_rollouts(objective) else 2 if is_pairwise(objective) else 1
-        if (sequences := self.rollout.prompts_per_step * per_prompt) > MOST_SEQUENCES:
-            raise ValueError(
-                f"rollout.prompts_per_step = {self.rollout.prompts_per_step:,} with "
-                f"{per_prompt:,} sequences each: "
-                f"{sequences:,} sequences, and a step has {MOST_SEQUENCES:,} at most; take fewer "
-                "prompts per step and "
-                "more steps (trainer.steps)"
+        """Raise ValueError with the first reason why values of several tables do not go together.
+        The context SERVED stands for a server, which asks less of an engine over ranks."""
+        reason = (
+            self._why_no_batch()
+            or self._why_no_state_file()
+            or self._why_no_weights_away()
+            or self._why_no_tensor_ranks()
+            or self._why_nothing_to_compare()
+            or self._why_no_rollouts()
+            or self._why_no_engine(is_served=info.context == SERVED)
+            or self._why_no_float8()
+        )
+        if reason:
+            raise ValueError(reason)
+        return self
+
+    def _why_no_batch(self) -> str | None:
+        """Return what is wrong with the sequences of a step and of an update."""
+        objective, rollout = self.objective, self.rollout
+        per_prompt = 2 if is_pairwise(objective) else 1
+        if needs_rollouts(objective):
+            per_prompt = rollout.completions_per_prompt
+        if (sequences := rollout.prompts_per_step * per_prompt) > MOST_SEQUENCES:
+            return (
+                f"rollout.prompts_per_step = {rollout.prompts_per_step:,} with "
+                f"{per_prompt:,} sequences each: {sequences:,} sequences, and a step has "
+                f"{MOST_SEQUENCES:,} at most; take fewer prompts per step and more steps "
+                "(trainer.steps)"
             )
         if needs_rollouts(objective) and not self.rewards.parts:
-            raise ValueError(
+            return (
                 f"objective.kind = '{objective.kind}' learns from rewards: name at least one "
                 "[[rewards.parts]]"
             )
         if is_pairwise(objective) and self.trainer.sequences_per_update % 2:
-            raise ValueError(
+            return (
                 f"trainer.sequences_per_update = {self.trainer.sequences_per_update}: pairs stay "
-                "together, "
-                "give an even number"
+                "together, give an even number"
             )
+        return None
+
+    def _why_no_state_file(self) -> str | None:
         if self.trainer.offload_optimizer == "disk" and not self.memory.disk_folder:
-            raise ValueError(
+            return (
                 "trainer.offload_optimizer = 'disk' needs a folder for its file: set "
                 "memory.disk_folder"
             )
-        if reason := self._why_no_weights_away() or self._why_no_tensor_ranks():
-            raise ValueError(reason)
+        return None
+
+    def _why_nothing_to_compare(self) -> str | None:
+        """Return that an objective compares the completions of a prompt, of which there is one."""
+        objective, size = self.objective, self.rollout.completions_per_prompt
         compares = isinstance(objective, GrpoConfig) and objective.baseline != "none"
         if size < 2 and (compares or (objective.kind == "dpo" and needs_rollouts(objective))):
-            raise ValueError(
+            return (
                 f"rollout.completions_per_prompt = {size}: objective.kind = '{objective.kind}' "
-                "compares completions of "
-                "one prompt with each other, give 2 or more"
+                "compares completions of one prompt with each other, give 2 or more"
             )
-        if (
-            self.engine.batch_invariant
-            and needs_rollouts(objective)
-            and (reason := self._why_not_invariant())
-        ):
-            raise ValueError(f"{INVARIANT_REFUSAL}: {reason}. {INVARIANT_HINT}")
-        if reason := why_not_asynchronous(
+        return None
+
+    def _why_no_rollouts(self) -> str | None:
+        """Return why rollouts cannot have the trainer's bits, or cannot run beside it, as asked."""
+        samples = needs_rollouts(self.objective)
+        if self.engine.batch_invariant and samples and (reason := self._why_not_invariant()):
+            return f"{INVARIANT_REFUSAL}: {reason}. {INVARIANT_HINT}"
+        return why_not_asynchronous(
             self.rollout,
             separate_weights=self.cluster.kind == "pod" and not self.cluster.colocated,
-            needs_rollouts=needs_rollouts(objective),
+            needs_rollouts=samples,
             batch_invariant=self.engine.batch_invariant,
             restarts_engine=self.memory.leave.get("engine") == "destroy",
-        ):
-            raise ValueError(reason)
+        )
+
+    def _why_no_engine(self, *, is_served: bool) -> str | None:
+        """Return why the engine cannot run in this cluster."""
         if self.engine.kind == "vllm" and self.cluster.kind != "pod":
-            raise ValueError(
+            return (
                 f"engine.kind = 'vllm' with cluster.kind = '{self.cluster.kind}': vLLM runs as a "
                 "sidecar of a pod, set cluster.kind = 'pod' or engine.kind = 'native'"
             )
-        is_served = info.context == SERVED
         cut = self.engine.tensor_ranks > 1 and not is_served
         if cut and (reason := self._why_no_tensor_engine()):
-            raise ValueError(f"engine.tensor_ranks = {self.engine.tensor_ranks}: {reason}")
+            return f"engine.tensor_ranks = {self.engine.tensor_ranks}: {reason}"
+        return None
+
+    def _why_no_float8(self) -> str | None:
         if self.trainer.matmul == "fp8" and self.run.dtype == "float16":
-            raise ValueError(
+            return (
                 "trainer.matmul = 'fp8' with run.dtype = 'float16': a GPU that has the one has "
-                "bfloat16, give "
-                "run.dtype = 'bfloat16', 'float32' or 'auto'"
+                "bfloat16, give run.dtype = 'bfloat16', 'float32' or 'auto'"
             )
-        return self
+        return None
 
     def _why_no_weights_away(self) -> str | None:
         """Return a model on the list that the run has not."""
