@@ -96,7 +96,7 @@ def _read_row(
     where: str, row: Mapping[str, Any], count: Callable[[str], int] | None, *, needed: bool
 ) -> Rollout:
     """Read one row. `needed`: a part judges by the number of tokens."""
-    text, prompt, num_tokens = row.get("completion"), row.get("prompt") or "", row.get("num_tokens")
+    text, prompt = row.get("completion"), row.get("prompt") or ""
     if not isinstance(text, str):
         state = "is missing" if "completion" not in row else f"is {type(text).__name__}"
         raise InputError(
@@ -109,24 +109,7 @@ def _read_row(
             f"{where}: field 'prompt' is {type(prompt).__name__}",
             hint="give a text, or leave it out",
         )
-    if num_tokens is None and count is None and needed:
-        raise InputError(
-            f"{where}: a length part needs the number of tokens, and there is neither num_tokens "
-            "nor a tokenizer here",
-            hint='add "num_tokens" to the row, or set tokenizer.path to a folder with '
-            "tokenizer.json",
-        )
-    if num_tokens is None:
-        num_tokens = count(text) if count is not None else len(text.split())
-    if (
-        not isinstance(num_tokens, int)
-        or isinstance(num_tokens, bool)
-        or not 0 <= num_tokens < 1 << 24
-    ):
-        raise InputError(
-            f"{where}: num_tokens = {num_tokens!r}",
-            hint="give a whole number of tokens, 0 to 16,777,215",
-        )
+    num_tokens = _read_num_tokens(where, row, text, count, needed=needed)
     finish = row.get("finish", "stop")
     if finish not in get_args(Finish):
         accepted = ", ".join(get_args(Finish))
@@ -153,6 +136,38 @@ def _read_row(
         finish=cast(Finish, finish),
         text=text,
     )
+
+
+def _read_num_tokens(
+    where: str,
+    row: Mapping[str, Any],
+    text: str,
+    count: Callable[[str], int] | None,
+    *,
+    needed: bool,
+) -> int:
+    """Return the row's number of tokens, else what `count` finds in `text`, else its words.
+    InputError where a number is needed and words would stand for it."""
+    num_tokens = row.get("num_tokens")
+    if num_tokens is None and count is None and needed:
+        raise InputError(
+            f"{where}: a length part needs the number of tokens, and there is neither num_tokens "
+            "nor a tokenizer here",
+            hint='add "num_tokens" to the row, or set tokenizer.path to a folder with '
+            "tokenizer.json",
+        )
+    if num_tokens is None:
+        num_tokens = count(text) if count is not None else len(text.split())
+    if (
+        not isinstance(num_tokens, int)
+        or isinstance(num_tokens, bool)
+        or not 0 <= num_tokens < 1 << 24
+    ):
+        raise InputError(
+            f"{where}: num_tokens = {num_tokens!r}",
+            hint="give a whole number of tokens, 0 to 16,777,215",
+        )
+    return num_tokens
 
 
 def _find_counter(folders: Sequence[Path]) -> Callable[[str], int] | None:

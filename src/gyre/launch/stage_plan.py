@@ -173,14 +173,8 @@ def read_inputs(
         stage.name == MAIN and uses_engine(config, stage.objective),
     )
     memory = config.memory
-    if with_engine and "actor" in stage.trainer.offload_parameters:
-        raise ConfigError(
-            f"trainer.offload_parameters = {list(stage.trainer.offload_parameters)} in a stage "
-            "with an engine, which "
-            "computes with the actor's own weights",
-            hint="take 'actor' off the list; for an offline stage set eval.num_problems = 0, or "
-            "leave the rewards out",
-        )
+    if with_engine:
+        _refuse_offloaded_actor(stage)
     if stage.trainer.moments == "8_bit":
         check_codes("model", matrix_shapes(model))
     return PlanInputs(
@@ -230,6 +224,17 @@ def read_inputs(
         reference_average=bool(stage.trainer.reference_moving_average),
         sum_gradients=config.parallel.sum_gradients,
     )
+
+
+def _refuse_offloaded_actor(stage: Stage) -> None:
+    """Raise ConfigError where the actor's weights leave the device: an engine reads them there."""
+    if "actor" in stage.trainer.offload_parameters:
+        raise ConfigError(
+            f"trainer.offload_parameters = {list(stage.trainer.offload_parameters)} in a stage "
+            "with an engine, which computes with the actor's own weights",
+            hint="take 'actor' off the list; for an offline stage set eval.num_problems = 0, or "
+            "leave the rewards out",
+        )
 
 
 def not_given(config: RunConfig, stage: Stage) -> dict[str, str]:
