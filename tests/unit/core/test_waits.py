@@ -48,7 +48,7 @@ OWNED = {
     ("launch/python/engine_thread.py", "close"): "the compute thread, which plays the aborts",
     ("launch/python/engine_thread.py", "complete"): "nothing: the tasks are done",
     ("launch/python/engine.py", "aclose"): "`close`, which has a deadline",
-    ("launch/serving/server.py", "_serve"): "a signal; the parts before it have deadlines",
+    ("launch/serving/server.py", "running_engines"): "the start, whose parts have deadlines",
     ("cluster/engine_pool/probe.py", "ask"): "nothing: the call is done",
     ("server/batch.py", "interleave"): "the engine, which ends every stream, or the client",
     ("server/respond.py", "__call__"): "arithmetic on a thread: an answer is formed",

@@ -45,6 +45,7 @@ from gyre.core.files import read_json
 from gyre.core.records import RoleSpec
 from gyre.distributed.environment import child_environment
 from gyre.engine.config import engine_part
+from gyre.engine.frontend.admission import RequestLimits
 from gyre.launch.serving.access import Access, bind, find_url, make_access, refuse_open_bind
 from gyre.launch.serving.engine_groups import EngineGroups
 from gyre.launch.serving.follow import Follower
@@ -163,20 +164,83 @@ async def _serve(
     gpus: int,
     as_json: bool,
 ) -> dict[str, Any]:
+    """Serve on the listener, from the engines' start to their end. Returns the URL and the model.
+    Waits for: the engines' start, a signal."""
     imports_s, begun_s = time.time() - psutil.Process().create_time(), time.monotonic()
     traces = make_traces(args)
     emit = write_server_event if traces is None else traces.stamped(write_server_event)
+    served = ServedFolder(args.folder)
+    async with running_engines(args, served, emit, gpus=gpus) as running:
+        pool = running.pool
+        model = served_model(
+            running.tokenizer,
+            args.config,
+            args.name,
+            running.limits,
+            tool_parser=args.tool_parser,
+            reasoning_parser=args.reasoning_parser,
+            find_version=lambda: pool.version,
+        )
+        weights = ServedWeights(pool, served, args.config, tokenizer=model.tokenizer, emit=emit)
+        metrics = ServerMetrics(
+            model.name, context_tokens=model.context_tokens, inspect=pool.inspect
+        )
+        app = make_app(
+            pool,
+            model,
+            emit=emit,
+            metrics=metrics,
+            gate=access.gate,
+            logs_access=args.access_log,
+            more_routes=[*access.admin_routes(weights, args.name), *page_routes(page)],
+        )
+        url = find_url(listener, has_tls=args.tls_cert is not None)
+        async with (
+            contextlib.aclosing(weights),
+            following(weights, args, emit),
+            tracing(app, args.otlp_endpoint, traces, metrics, emit) as traced,
+        ):
+            emit(
+                "serve.ready",
+                url=url,
+                imports_s=imports_s,
+                workers_s=running.workers_s,
+                engines_s=running.engines_s,
+                seconds=imports_s + time.monotonic() - begun_s,
+            )
+            say_ready(url, args, as_json=as_json)
+            await HttpServer(http_config(traced, args, metrics)).serve(sockets=[listener])
+    return {"url": url, "model": args.name}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningEngines:
+    """The replicas as one engine, and what was read beside their start."""
+
+    pool: EnginePool
+    tokenizer: Tokenizer
+    limits: RequestLimits
+    workers_s: float  # that the processes took to start
+    engines_s: float  # that the engines took in them
+
+
+@contextlib.asynccontextmanager
+async def running_engines(
+    args: ServeArgs, served: ServedFolder, emit: Emit, *, gpus: int
+) -> AsyncIterator[RunningEngines]:
+    """Start the replicas, and stop them at the end of the block. Waits for: their start, and a
+    tokenizer's files."""
+    begun_s = time.monotonic()
     cluster = ProcessCluster(gpus=gpus, on_event=worker_events(emit))
     ranks = args.config.engine.tensor_ranks
     engines = cluster if ranks == 1 else EngineGroups(cluster, ranks, emit=emit)
+
+    def start(name: str) -> Awaitable[WorkerHandle]:
+        served.refuse_changed()
+        return engines.start(engine_spec(args, name, served, gpus=gpus))
+
     try:
-        served = ServedFolder(args.folder)
         names = [f"engine-{number}" for number in range(args.replicas)]
-
-        def start(name: str) -> Awaitable[WorkerHandle]:
-            served.refuse_changed()
-            return engines.start(engine_spec(args, name, served, gpus=gpus))
-
         # read meanwhile, in a process of its own for a hub folder: transformers takes seconds
         tokenizer, handles = await asyncio.gather(
             asyncio.to_thread(read_tokenizer, args),
@@ -187,51 +251,18 @@ async def _serve(
         try:
             await pool.start(dummy=False)
             engines_s = time.monotonic() - begun_s - workers_s
-            limits = await ask(handles[0], "limits", deadline_s=60.0)
-            model = served_model(
-                tokenizer,
-                args.config,
-                args.name,
-                limits,
-                tool_parser=args.tool_parser,
-                reasoning_parser=args.reasoning_parser,
-                find_version=lambda: pool.version,
+            yield RunningEngines(
+                pool=pool,
+                tokenizer=tokenizer,
+                limits=await ask(handles[0], "limits", deadline_s=60.0),
+                workers_s=workers_s,
+                engines_s=engines_s,
             )
-            weights = ServedWeights(pool, served, args.config, tokenizer=model.tokenizer, emit=emit)
-            metrics = ServerMetrics(
-                model.name, context_tokens=model.context_tokens, inspect=pool.inspect
-            )
-            app = make_app(
-                pool,
-                model,
-                emit=emit,
-                metrics=metrics,
-                gate=access.gate,
-                logs_access=args.access_log,
-                more_routes=[*access.admin_routes(weights, args.name), *page_routes(page)],
-            )
-            url = find_url(listener, has_tls=args.tls_cert is not None)
-            async with (
-                contextlib.aclosing(weights),
-                following(weights, args, emit),
-                tracing(app, args.otlp_endpoint, traces, metrics, emit) as traced,
-            ):
-                emit(
-                    "serve.ready",
-                    url=url,
-                    imports_s=imports_s,
-                    workers_s=workers_s,
-                    engines_s=engines_s,
-                    seconds=imports_s + time.monotonic() - begun_s,
-                )
-                say_ready(url, args, as_json=as_json)
-                await HttpServer(http_config(traced, args, metrics)).serve(sockets=[listener])
         finally:
             await pool.terminate()
             await pool.close()
     finally:
         await cluster.close()
-    return {"url": url, "model": args.name}
 
 
 @contextlib.asynccontextmanager
