@@ -213,6 +213,14 @@ class RankWorker:
             neighbor_bytes=neighbor_bytes,
             reading=self._reading() if self._spec.rank is None else None,
         )
+        self._make_endpoints(device)
+        if self._spec.rank is None:
+            starting.size_bytes = await self._held_bytes()
+            starting.end()
+        return version if device.trainer is None else device.trainer.version
+
+    def _make_endpoints(self, device: StageRuntime) -> None:
+        """Make what the driver calls, of the trainer and the engine that the stage has here."""
         if device.trainer is not None:
             assert self._spec.rank is not None
             self.trainer = TrainerEndpoint(
@@ -223,7 +231,6 @@ class RankWorker:
                 withdraw=self._withdraw,
                 activities=self._activities,
             )
-            version = device.trainer.version
         if device.engine is not None:
             self.engine = EngineEndpoint(
                 device.engine,
@@ -234,10 +241,6 @@ class RankWorker:
                 held_bytes=self._held_bytes,
                 lost=device.lost_rank,
             )
-        if self._spec.rank is None:
-            starting.size_bytes = await self._held_bytes()
-            starting.end()
-        return version
 
     def _own_offer(self, version: int) -> Offer:
         """Return what this rank's trainer has registered."""
