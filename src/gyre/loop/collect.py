@@ -64,6 +64,21 @@ class SubmittedRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRules:
+    """What the requests of one step have in common."""
+
+    sampling: Sampling  # `n` completions of each group
+    cap_tokens: int = 0  # that a completion may take in this step; 0 for no bound
+    repetition: RepetitionRule | None = None  # what ends a completion early; None lets it run
+    tenant_salt: str = ""  # requests with the same salt share cached prefixes
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Return after how many tokens the loop looks at a completion; 0 for its end alone."""
+        return 0 if self.repetition is None else CHECK_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
     """Upper bounds on the loop's unanswered work over all engines, so that none refuses a
     request."""
@@ -92,13 +107,7 @@ def open_groups(
 
 
 def requests_for(
-    group: InFlightGroup,
-    sampling: Sampling,
-    *,
-    cap: int,
-    tenant_salt: str = "",
-    most: int = MOST_COMPLETIONS,
-    chunk_tokens: int = 0,
+    group: InFlightGroup, rules: RequestRules, *, most: int = MOST_COMPLETIONS
 ) -> list[SubmittedRequest]:
     """Build the requests for the unfinished completions of a group.
 
@@ -106,13 +115,12 @@ def requests_for(
     completions of an interrupted step are included, so that all draws equal those of the first
     request.
 
-    `cap` bounds the tokens that a completion may take in this step (0: no bound). With it each
-    completion is its own request from the start, so its draws do not depend on how often it is
-    carried over. The same holds for groups with more than `most` completions, and with
-    `chunk_tokens`: completions that are looked at as they grow end one by one. Requests of one
-    `tenant_salt` share cached prefixes.
+    With a cap each completion is its own request from the start, so its draws do not depend on how
+    often it is carried over. The same holds for groups with more than `most` completions, and with
+    `chunk_tokens`: completions that are looked at as they grow end one by one.
     """
-    if not cap and not chunk_tokens and sampling.n <= most:
+    sampling = rules.sampling
+    if not rules.cap_tokens and not rules.chunk_tokens and sampling.n <= most:
         if len(group.rollouts) == sampling.n:
             return []
         done = (_beginning(i, rollout) for i, rollout in group.rollouts.items())
@@ -122,16 +130,14 @@ def requests_for(
             sampling=sampling,
             seed=group.seed,
             chunk_tokens=0,
-            tenant_salt=tenant_salt,
+            tenant_salt=rules.tenant_salt,
             partials=tuple(
                 sorted((*done, *group.partials.values()), key=lambda partial: partial.index)
             ),
         )
         return [SubmittedRequest(group=group, request=request, samples=tuple(range(sampling.n)))]
     open_samples = [sample for sample in range(sampling.n) if sample not in group.rollouts]
-    return [
-        _ask_one(group, sample, sampling, cap, tenant_salt, chunk_tokens) for sample in open_samples
-    ]
+    return [_ask_one(group, sample, rules) for sample in open_samples]
 
 
 def count_begun(group: InFlightGroup, size: int) -> dict[int, int]:
@@ -159,25 +165,19 @@ def _beginning(sample: int, rollout: Rollout) -> Partial:
     )
 
 
-def _ask_one(
-    group: InFlightGroup,
-    sample: int,
-    sampling: Sampling,
-    cap: int,
-    tenant_salt: str,
-    chunk_tokens: int,
-) -> SubmittedRequest:
+def _ask_one(group: InFlightGroup, sample: int, rules: RequestRules) -> SubmittedRequest:
+    longest = rules.sampling.max_tokens
     begun = group.partials.get(sample)
     taken = group.begun_tokens.get(sample, 0 if begun is None else len(begun.tokens))
     request = Request(
         request_id=f"{group.group_id}.{sample}",
         tokens=group.prompt.tokens,
         sampling=replace(
-            sampling, n=1, max_tokens=min(sampling.max_tokens, taken + (cap or sampling.max_tokens))
+            rules.sampling, n=1, max_tokens=min(longest, taken + (rules.cap_tokens or longest))
         ),
         seed=derive_seed(group.seed, sample),
-        chunk_tokens=chunk_tokens,
-        tenant_salt=tenant_salt,
+        chunk_tokens=rules.chunk_tokens,
+        tenant_salt=rules.tenant_salt,
         partials=() if begun is None else (replace(begun, index=0),),
     )
     return SubmittedRequest(group=group, request=request, samples=(sample,))
@@ -218,33 +218,28 @@ class Collector:
         engine: RolloutEngine,
         scoring: Scoring,
         text: TextPort,
+        rules: RequestRules,
         *,
-        sampling: Sampling,
-        cap: int,
         deadline_s: float,
         emit: Emit,
-        tenant_salt: str = "",
         length_key: str = "rollout.max_tokens",
         window: Window | None = None,
-        repetition: RepetitionRule | None = None,
     ) -> None:
-        """Bind the engine and the limits of one step.
+        """Bind the engine and the rules of one step.
 
-        `cap`: tokens that a completion may take in this step, 0 for no bound. `tenant_salt`:
-        requests with the same salt share cached prefixes. `length_key`: the config key of the
-        completion length, for error messages. `window`: the engine's capacity; None submits
-        everything together. `repetition`: what ends a completion early; None lets it run.
+        `length_key`: the config key of the completion length, for error messages. `window`: the
+        engine's capacity; None submits everything together. ConfigError for sampling that the
+        trainer cannot follow.
         """
-        self._window, self._repetition = window, repetition
-        self._tenant_salt, self._length_key = tenant_salt, length_key
-        if sampling.shapes_logits:
+        self._window, self._length_key = window, length_key
+        if rules.sampling.shapes_logits:
             raise ConfigError(
                 "rollouts with penalties, logit_bias or min_tokens: the trainer cannot compute "
                 "their log-probs again",
                 hint="sample rollouts with temperature, top_p, top_k and min_p only",
             )
         self._engine, self._scoring, self._text, self._emit = engine, scoring, text, emit
-        self._sampling, self._cap, self._deadline_s = sampling, cap, deadline_s
+        self._rules, self._sampling, self._deadline_s = rules, rules.sampling, deadline_s
         self._breaking = False  # completions that end as interrupted are kept as they are
 
     async def run(self, groups: Sequence[InFlightGroup]) -> None:
@@ -268,17 +263,13 @@ class Collector:
             )
 
     def _ask(self, groups: Sequence[InFlightGroup]) -> Iterator[SubmittedRequest]:
-        sampling, cap, salt = self._sampling, self._cap, self._tenant_salt
         most = (
             MOST_COMPLETIONS
             if self._window is None
             else min(MOST_COMPLETIONS, self._window.completions)
         )
-        chunk_tokens = 0 if self._repetition is None else CHECK_TOKENS
         for group in groups:
-            yield from requests_for(
-                group, sampling, cap=cap, tenant_salt=salt, most=most, chunk_tokens=chunk_tokens
-            )
+            yield from requests_for(group, self._rules, most=most)
 
     async def _run_part(self, asked: Sequence[SubmittedRequest], timeout_s: float) -> None:
         """Wait for the last answer to these requests, until the step's deadline."""
@@ -342,7 +333,8 @@ class Collector:
 
     async def _listen(self, asked: SubmittedRequest, stream: AsyncIterator[TokenChunk]) -> None:
         chunks: dict[int, list[TokenChunk]] = {}
-        finder = None if self._repetition is None else RepetitionFinder(self._repetition)
+        rule = self._rules.repetition
+        finder = None if rule is None else RepetitionFinder(rule)
         if finder is not None:
             for partial in asked.request.partials:
                 finder.find(partial.tokens.tolist())

@@ -54,7 +54,7 @@ from gyre.loop.asynchronous.collection import Collection
 from gyre.loop.asynchronous.credits import Credits
 from gyre.loop.asynchronous.pipeline import Pipeline
 from gyre.loop.asynchronous.staleness import StalenessBound
-from gyre.loop.collect import Collector, InFlightGroup, Window, as_group, keep_scores
+from gyre.loop.collect import Collector, InFlightGroup, RequestRules, Window, as_group, keep_scores
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.evaluate import Rollouts
 from gyre.loop.failures import find_failures, lower_failed, refuse_failures
@@ -326,12 +326,14 @@ class Ring:
             self._engine,
             scoring,
             self._parts.text,
-            sampling=config.sampling(),
-            cap=config.max_tokens_per_iteration,
+            RequestRules(
+                sampling=config.sampling(),
+                cap_tokens=config.max_tokens_per_iteration,
+                repetition=config.repetition,
+            ),
             deadline_s=config.deadline_s,
             emit=self._emit,
             window=self._config.window,
-            repetition=config.repetition,
         )
 
     async def _passes(

@@ -13,7 +13,7 @@ from gyre.core.errors import InputError
 from gyre.core.events import Emit
 from gyre.core.records import Prompt, Sampling, TrainBatch
 from gyre.core.scores import AccuracyMetric, is_right
-from gyre.loop.collect import Collector, Window, as_group, keep_scores, open_groups
+from gyre.loop.collect import Collector, RequestRules, Window, as_group, keep_scores, open_groups
 from gyre.loop.config import EvalConfig, RolloutConfig
 from gyre.loop.failures import find_failures, lower_failed
 from gyre.loop.ports import TextPort
@@ -87,11 +87,9 @@ class Rollouts:
                 self._engine,
                 scoring,
                 self._text,
-                sampling=self._sampling,
-                cap=0,
+                RequestRules(sampling=self._sampling, tenant_salt=EVALUATION),
                 deadline_s=self._rollout.deadline_s,
                 emit=self._emit,
-                tenant_salt=EVALUATION,
                 length_key=self._length_key,
                 window=self._window,
             )

@@ -22,6 +22,7 @@ from gyre.launch.factories import engine_window
 from gyre.loop.collect import (
     Collector,
     InFlightGroup,
+    RequestRules,
     SubmittedRequest,
     Window,
     cut_to_window,
@@ -70,8 +71,8 @@ def test_requests_are_cut_in_order_into_parts_that_fit(requests, completions, to
 
 
 def test_a_group_beyond_one_request_is_asked_for_one_by_one():
-    whole = requests_for(GROUP, Sampling(n=8), cap=0, most=8)
-    single = requests_for(GROUP, Sampling(n=8), cap=0, most=7)
+    whole = requests_for(GROUP, RequestRules(sampling=Sampling(n=8)), most=8)
+    single = requests_for(GROUP, RequestRules(sampling=Sampling(n=8)), most=7)
     assert [one.samples for one in whole] == [tuple(range(8))]
     assert [one.samples for one in single] == [(i,) for i in range(8)]
     assert len({one.request.seed for one in single} | {whole[0].request.seed}) == 9
@@ -127,8 +128,7 @@ def collect(config: EngineConfig, window: Window | None, *, n: int, num_prompts:
                 engine,
                 scoring,
                 TOKENIZER,
-                sampling=Sampling(n=n, max_tokens=6),
-                cap=0,
+                RequestRules(sampling=Sampling(n=n, max_tokens=6)),
                 deadline_s=60.0,
                 emit=silent,
                 window=window,

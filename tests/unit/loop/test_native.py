@@ -13,7 +13,7 @@ from fakes.scorer import TableScorer
 from gyre.core.records import Sampling
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
-from gyre.loop.collect import Collector, InFlightGroup, open_groups, split_whole
+from gyre.loop.collect import Collector, InFlightGroup, RequestRules, open_groups, split_whole
 from gyre.loop.evaluate import EVALUATION
 from gyre.loop.scoring import Scoring
 from gyre.models.decoder import Decoder
@@ -74,7 +74,12 @@ async def collect(
             TableScorer(lambda rollout: 1.0, emit=silent), deadline_s=20.0
         ) as scoring:
             collector = Collector(
-                engine, scoring, TOKENIZER, sampling=sampling, cap=cap, deadline_s=60.0, emit=silent
+                engine,
+                scoring,
+                TOKENIZER,
+                RequestRules(sampling=sampling, cap_tokens=cap),
+                deadline_s=60.0,
+                emit=silent,
             )
             await collector.run(waiting)
             await scoring.finish()
@@ -186,11 +191,9 @@ def test_an_evaluation_leaves_no_trace_in_the_rollouts_that_follow(num_pages):
                 engine,
                 scoring,
                 TOKENIZER,
-                sampling=sampling,
-                cap=0,
+                RequestRules(sampling=sampling, tenant_salt=salt),
                 deadline_s=60.0,
                 emit=silent,
-                tenant_salt=salt,
             )
             await collector.run(groups)
             await scoring.finish()

@@ -15,7 +15,7 @@ from gyre.core.chunks import as_partial, join_supports
 from gyre.core.codec import encode
 from gyre.core.errors import SnapshotError
 from gyre.core.records import Partial, Support
-from gyre.loop.collect import open_groups, requests_for, split_whole
+from gyre.loop.collect import RequestRules, open_groups, requests_for, split_whole
 from gyre.loop.config import EvalConfig
 from gyre.loop.resume import IN_FLIGHT, StageProgress, from_snapshot, is_due, to_snapshot
 from gyre.objectives.config import GrpoConfig
@@ -183,7 +183,8 @@ def test_what_is_due_follows_from_the_step(step, every):
 def test_requests_of_a_fresh_group_cover_each_sample_once(num_prompts, size, cap):
     sampling = GROUPS_OF_4.model_copy(update={"completions_per_prompt": size}).sampling()
     groups = open_groups(TRAIN[:num_prompts], run_seed=3, step=9)
-    asked = [one for group in groups for one in requests_for(group, sampling, cap=cap)]
+    rules = RequestRules(sampling=sampling, cap_tokens=cap)
+    asked = [one for group in groups for one in requests_for(group, rules)]
     covered = [(one.group.group_id, sample) for one in asked for sample in one.samples]
     assert covered == [(group.group_id, sample) for group in groups for sample in range(size)]
     assert (

@@ -16,7 +16,7 @@ from gyre.core.codec import encode
 from gyre.core.errors import EngineRefused
 from gyre.core.seeds import derive_seed
 from gyre.loop.assemble import Passes, assemble
-from gyre.loop.collect import Collector, as_group, keep_scores, open_groups
+from gyre.loop.collect import Collector, RequestRules, as_group, keep_scores, open_groups
 from gyre.loop.config import EvalConfig
 from gyre.loop.resume import from_snapshot
 from gyre.loop.scoring import Scoring
@@ -89,8 +89,7 @@ def test_staleness_0_is_a_loop_without_tasks_to_the_bit(tmp_path):
                     plain.engine,
                     scoring,
                     TOKENIZER,
-                    sampling=rollout.sampling(),
-                    cap=0,
+                    RequestRules(sampling=rollout.sampling()),
                     deadline_s=20.0,
                     emit=plain.events.emit,
                 ).run(groups)
