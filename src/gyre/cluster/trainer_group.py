@@ -9,8 +9,7 @@ and ends one that hangs with all their stacks. After either the group is of no u
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,8 +50,6 @@ class TrainerGroup:
         call_deadline_s: float,
         hang_s: float,
         registers_shards: bool = False,
-        version: int = 0,
-        clock: Callable[[], float] = time.monotonic,
         look_s: float = LOOK_S,
         grace_s: float = GRACE_S,
     ) -> None:
@@ -66,9 +63,9 @@ class TrainerGroup:
             grace_s,
         )
         self._calls = StallLimit(key=CALLS, seconds=call_deadline_s)
-        self._watchdog = Watchdog(handles, emit=emit, hang_s=hang_s, clock=clock, look_s=look_s)
+        self._watchdog = Watchdog(handles, emit=emit, hang_s=hang_s, look_s=look_s)
         self._failed: RankError | None = None
-        self.version = version
+        self.version = 0  # whoever begins the ranks sets what they resume from
 
     # PolicyTrainer
     # ----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from gyre.cluster.worker.rpc import HANGS, LOOK_S, LOSSES, arrive, read_stacks
@@ -34,10 +34,9 @@ class Watchdog:
         *,
         emit: Emit,
         hang_s: float,
-        clock: Callable[[], float] = time.monotonic,
         look_s: float = LOOK_S,
     ) -> None:
-        self._handles, self._emit, self._clock, self._look_s = tuple(handles), emit, clock, look_s
+        self._handles, self._emit, self._look_s = tuple(handles), emit, look_s
         self.hang = StallLimit(key=HANGS, seconds=hang_s)
 
     async def settle(
@@ -71,12 +70,12 @@ class Watchdog:
         self, what: str, calls: Mapping[str, asyncio.Future[Any]], stall_limit: StallLimit
     ) -> NoReturn:
         """Raise when the calls hang. Waits for: looks, each with a deadline."""
-        began_s, looks = self._clock(), 0
+        began_s, looks = time.monotonic(), 0
         work, answers = LastProgress(calls, began_s), LastProgress(calls, began_s)
         while True:
             await asyncio.sleep(self._look_s)
             counts, looks = await self._look(calls), looks + 1
-            now_s = self._clock()
+            now_s = time.monotonic()
             work.observe(counts, now_s)
             answers.observe(dict.fromkeys(counts, looks), now_s)
             busy = [name for name, call in calls.items() if not call.done()]
