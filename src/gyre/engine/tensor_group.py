@@ -255,6 +255,17 @@ def enlist(group: RankGroup, *, timeout_s: float) -> EntryStream:
     return EntryStream(connection, 0, timeout_s=timeout_s)
 
 
+def connect(
+    group: RankGroup, emit: Emit, *, have_trainers: bool = False
+) -> tuple[Followers | None, EntryStream | None]:
+    """Connect the ranks of an engine: the first gets the others, another its way to hear.
+    `have_trainers`: each process has a trainer's rank as well."""
+    if group.rank == 0:
+        timeout_s = group.timeout_s
+        return lead(group, timeout_s=timeout_s, emit=emit, have_trainers=have_trainers), None
+    return None, enlist(group, timeout_s=group.timeout_s)
+
+
 def agree_on_pages(
     config: EngineConfig, decoder: Decoder, group: RankGroup, *, dtype: torch.dtype
 ) -> EngineConfig:

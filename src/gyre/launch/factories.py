@@ -23,6 +23,7 @@ from gyre.core.files import read_json, replacing_folder
 from gyre.core.records import Prompt, Rollout
 from gyre.core.seeds import derive_seed
 from gyre.data.examples import tokenizer_texts
+from gyre.distributed.process_group import RankGroup
 from gyre.engine.config import EngineConfig
 from gyre.engine.core_worker import FollowingRanks
 from gyre.engine.engine import NativeEngine
@@ -40,6 +41,7 @@ from gyre.models.hub.folders import CONFIG_FILE, LoadFormat, find_folder
 from gyre.models.hub.load import load_hub, load_scalar_head
 from gyre.models.hub_keys import keys_without_effect
 from gyre.models.init import FreshWeights, init_dummies
+from gyre.models.layers.tensor_parallel import ReplicatedRows
 from gyre.models.spec import ModelSpec, spec_from_hub_config, spec_from_shape
 from gyre.observability.events import EventLog
 from gyre.observability.hardware import describe_hardware
@@ -267,6 +269,17 @@ def find_reward_model(path: str, policy: Policy | Facts) -> Path:
         )
     load_scalar_head(folder, device=torch.device("cpu"))  # refused now if there is none
     return folder
+
+
+def make_rows(group: RankGroup, spec: ModelSpec, machine: Machine, emit: Emit) -> ReplicatedRows:
+    """Return what sums the rows of an engine's ranks: on GPUs few of them by peers' memory. All
+    ranks call it."""
+    if machine.device.type != "cuda":
+        return ReplicatedRows(group)
+    from gyre.engine.runners.peer_memory import meet_peers  # needs Triton
+
+    sizes = {"width": spec.hidden_size, "dtype": machine.dtype}
+    return ReplicatedRows(group, meet_peers(group, **sizes, emit=emit))
 
 
 def make_engine(

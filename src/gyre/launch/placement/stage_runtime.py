@@ -24,11 +24,10 @@ from gyre.distributed.mesh import shard_size
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.beside_trainer import RankBesideTrainer
 from gyre.engine.engine import NativeEngine
-from gyre.engine.tensor_group import EntryStream, Followers, OwnOffer
-from gyre.launch.factories import Machine, Policy, make_engine, make_reward_model
+from gyre.engine.tensor_group import EntryStream, Followers, OwnOffer, connect
+from gyre.launch.factories import Machine, Policy, make_engine, make_reward_model, make_rows
 from gyre.launch.placement.following_rank import FollowingRank
 from gyre.launch.placement.snapshots import Snapshots, make_snapshots
-from gyre.launch.placement.tensor_engine import connect, make_rows
 from gyre.launch.stage_plan import has_parts
 from gyre.launch.stages import Stage, trains_invariant
 from gyre.launch.train_args import MAIN

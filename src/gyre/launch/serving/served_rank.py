@@ -31,10 +31,9 @@ from gyre.distributed.process_group import RankGroup
 from gyre.engine.config import plan_engine
 from gyre.engine.engine import NativeEngine
 from gyre.engine.frontend.admission import RequestLimits
-from gyre.engine.tensor_group import EntryStream, agree_on_pages, follow
+from gyre.engine.tensor_group import EntryStream, agree_on_pages, connect, follow
 from gyre.engine.weights import read_weights
-from gyre.launch.factories import Machine, Policy, make_engine, make_machine
-from gyre.launch.placement.tensor_engine import connect, make_rows
+from gyre.launch.factories import Machine, Policy, make_engine, make_machine, make_rows
 from gyre.launch.serving.served_weights import find_signature
 from gyre.models.decoder import Decoder
 from gyre.models.hub.checkpoint import Checkpoint
