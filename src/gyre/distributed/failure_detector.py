@@ -26,6 +26,7 @@ POLL_S = 0.1
 OWN_FAULT_S = 1.0  # how long a rank may take to come to the same error by itself
 BEAT_S = 1.0  # between two signs of life
 LIFE_S = 15.0  # without one a rank is dead; no call may hold Python's lock for longer
+UNKNOWN = "another rank failed"  # until the one at fault has reported why
 
 
 class FailureDetector:
@@ -48,7 +49,7 @@ class FailureDetector:
     def enter(self) -> None:
         """Enter a guarded operation. Raises if the others have aborted without this rank."""
         self._operation += 1
-        if not self.broken:
+        if self.broken in ("", UNKNOWN):
             self.broken = self._store.get("broken") or self.broken
         self._inside = True
 
@@ -79,8 +80,10 @@ class FailureDetector:
         return "all ranks lost their connections"
 
     def break_off(self, culprit: str) -> None:
-        """Forbid further collectives on every rank."""
-        self.broken = self.broken or culprit
+        """Forbid further collectives on every rank. `culprit` is the reason, unless this rank
+        knows another."""
+        if self.broken in ("", UNKNOWN):
+            self.broken = culprit
         with contextlib.suppress(RankError):  # the store may be what was lost
             self._store.put("broken", self.broken)
 
@@ -122,7 +125,7 @@ class FailureDetector:
                 and self._inside
                 and self._operation == operation
             ):
-                cause = self._cause(self._reports()) or "another rank failed"
+                cause = self._cause(self._reports()) or UNKNOWN
                 self.broken = self.broken or cause
                 self._abort()
 

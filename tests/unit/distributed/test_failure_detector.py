@@ -3,7 +3,9 @@ it."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,7 +15,25 @@ from rank_pool import RankPool
 from zero_cases import broken_step, steps_again, warmed
 
 TIMEOUT_S = 120.0  # of a collective
+CAUSE = "rank 1 failed: ValueError: a fault of its own"
 SOON_S = 20.0  # far below it, and far above the second or two that it takes on an idle machine
+
+
+@contextlib.contextmanager
+def entered_detectors(size: int) -> Iterator[tuple[list[FailureDetector], threading.Event]]:
+    """Detectors of ranks that are in one operation, and what their abort sets."""
+    store, aborted = LocalKVStore(), threading.Event()
+    detectors = [
+        FailureDetector(store, rank=rank, size=size, grace_s=SOON_S, abort=aborted.set)
+        for rank in range(size)
+    ]
+    try:
+        for detector in detectors:
+            detector.enter()
+        yield detectors, aborted
+    finally:
+        for detector in detectors:
+            detector.close()
 
 
 @pytest.fixture
@@ -24,27 +44,29 @@ def ranks():
 
 
 def test_an_aborted_rank_names_the_rank_at_fault_and_not_the_first_to_report():
-    store, aborted = LocalKVStore(), threading.Event()
-    detectors = [
-        FailureDetector(store, rank=rank, size=3, grace_s=SOON_S, abort=aborted.set)
-        for rank in range(3)
-    ]
-    try:
-        for detector in detectors:
-            detector.enter()
+    with entered_detectors(3) as (detectors, aborted):
         detectors[2].report("collective: another rank failed", own=False)
         detectors[2].leave()
         detectors[1].report("ValueError: a fault of its own", own=True)
         detectors[1].leave()
         assert aborted.wait(SOON_S), "rank 0 was left in its collective"
-        cause = "rank 1 failed: ValueError: a fault of its own"
-        assert detectors[0].broken == detectors[0].blame() == cause
+        assert detectors[0].broken == detectors[0].blame() == CAUSE
         detectors[0].break_off(detectors[0].blame())
         detectors[1].enter()
-        assert detectors[1].broken == cause, "the others refuse the next step for that reason"
-    finally:
+        assert detectors[1].broken == CAUSE, "the others refuse the next step for that reason"
+
+
+def test_an_aborted_rank_names_the_rank_at_fault_when_that_reports_late():
+    with entered_detectors(3) as (detectors, aborted):
+        detectors[2].report("collective: another rank failed", own=False)
+        detectors[2].leave()
+        assert aborted.wait(SOON_S), "the others were left in their collective"
+        detectors[1].report("ValueError: a fault of its own", own=True)
+        detectors[1].leave()
+        detectors[0].break_off(detectors[0].blame())
         for detector in detectors:
-            detector.close()
+            detector.enter()
+            assert detector.broken == CAUSE, "all refuse the next step for that reason"
 
 
 @pytest.mark.slow
