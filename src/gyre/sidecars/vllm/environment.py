@@ -111,7 +111,7 @@ def verify(folder: Path) -> Mapping[str, str]:
             [str(python_of(folder)), "-P", "-c", CHECK, *CHECKED],
             limit_s=VERIFY_S,
             environment=variables_for(
-                Path(package), {**os.environ, "CUDA_VISIBLE_DEVICES": "", **QUIET}
+                Path(package), {**os.environ, "CUDA_VISIBLE_DEVICES": "", **QUIET, **KEEP_BYTECODE}
             ),
         )
     if done.returncode:
@@ -124,11 +124,14 @@ def verify(folder: Path) -> Mapping[str, str]:
 
 
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+# pip compiled nothing: the first import of a module does, for all later starts, whatever the user
+# has for other Pythons; without it each process compiles thousands of files
+KEEP_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 
 
 def process_variables(build: VllmBuild, *, threads: int, eager: bool) -> dict[str, str]:
     """Return the variables that vLLM's processes are started with. Pure."""
-    found = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    found = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **KEEP_BYTECODE}
     # a start waits for its memory as long as the policy trains; the sidecar has its own deadline
     found["VLLM_ENGINE_READY_TIMEOUT_S"] = str(READY_S)
     if build.device == "cpu":
