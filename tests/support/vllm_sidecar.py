@@ -39,6 +39,8 @@ from offers import offer_of
 ENVIRONMENT = Path(__file__).parents[2] / ".venvs" / "vllm"
 BUILDER = "gyre.launch.placement.vllm_worker:build_vllm_engine"
 START_S = 240.0
+# vLLM with a process for each worker, as where there are several of them
+WITH_WORKERS = {"distributed_executor_backend": "mp"}
 
 
 def environment() -> Path:
@@ -55,6 +57,7 @@ def role_spec(
     name: str = "vllm",
     builder: str = BUILDER,
     limits: ProcessLimits | None = None,
+    extra: Mapping[str, str] | None = None,
     **changes: Any,
 ) -> RoleSpec:
     """The role of a tiny float32 vLLM on a CPU."""
@@ -70,7 +73,7 @@ def role_spec(
         "enforce_eager": True,
         "start_deadline_s": START_S,
         "update_deadline_s": 60.0,
-        "extra": {"block_size": 32},
+        "extra": {"block_size": 32, **(extra or {})},
     }
     role = VllmRole(
         settings=VllmSettings(**{**settings, **changes}),

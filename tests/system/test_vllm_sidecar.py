@@ -1,5 +1,6 @@
 """vLLM in its sidecar: the numbers of transformers and of the native engine, weights by shared memory,
-and what follows when vLLM hangs, dies or is not whole. One vLLM serves the first half of the tests."""
+and what follows when vLLM hangs, dies or is not whole. One vLLM, whose worker has a process, serves the
+first half of the tests."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from gyre.core.errors import DeadlineError, InputError, SnapshotError
 from gyre.core.records import Completion, DeviceHoldings, Request
 from native_cases import VOCAB, by_transformers, make_requests, run, tokens_of
 from vllm_sidecar import (
+    WITH_WORKERS,
     Sidecar,
     environment,
     register,
@@ -45,7 +47,8 @@ def folders(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def sidecar(folders) -> Iterator[Sidecar]:
-    with closing(Sidecar(role_spec(folders[0], vocab_size=VOCAB))) as started:
+    spec = role_spec(folders[0], vocab_size=VOCAB, extra=WITH_WORKERS)
+    with closing(Sidecar(spec)) as started:
         yield started
 
 

@@ -83,7 +83,7 @@ def test_a_role_has_the_sizes_of_the_config_and_its_own_environment(tmp_path: Pa
     assert spec_from_hub_config(found) == spec_of()
 
 
-def test_a_cpu_computes_a_prompt_whole() -> None:
+def test_a_cpu_computes_a_prompt_whole_and_in_one_process() -> None:
     config = RolloutEngineConfig(max_running=4, token_budget=64)
     role = {
         "folder": "f",
@@ -103,6 +103,11 @@ def test_a_cpu_computes_a_prompt_whole() -> None:
     on_cuda = engine_arguments(VllmSettings(**role), CUDA, Path("open"))
     assert "enable_chunked_prefill" not in on_cuda and on_cuda["enable_sleep_mode"]
     assert on_cuda["max_num_batched_tokens"] == 64 and "kv_cache_memory_bytes" not in on_cuda
+    # one worker is in the engine's process; several have theirs, which vLLM decides on
+    executor = "distributed_executor_backend"
+    assert executor in on_cpu and executor not in on_cuda
+    two = VllmSettings(**role, extra={"tensor_parallel_size": 2})
+    assert executor not in engine_arguments(two, CPU, Path("open"))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,9 @@ from gyre.sidecars.vllm.requests import TokenLimits
 from gyre.sidecars.vllm.versions import VllmBuild, find_build
 
 EXTENSION = "gyre.sidecars.vllm.worker_side.WorkerExtension"
+# vLLM's executor of one GPU. On a CPU it would start a process of its own for the worker, to set
+# threads that are set already, and that one imports all of vLLM once more.
+ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 KILL_S = 10.0  # longest wait for killed processes to be gone
 LEAVE_S = 1.0  # for vLLM's processes to end by themselves
 STOP_S = 20.0  # for vLLM to have ended them
@@ -95,6 +98,8 @@ def engine_arguments(settings: VllmSettings, build: VllmBuild, gate: Path) -> di
         if build.device == "cuda":
             # what must be free at its start, while the trainer has the device; it sizes nothing
             arguments["gpu_memory_utilization"] = LEAST_UTILIZATION
+    if build.device == "cpu" and settings.extra.get("tensor_parallel_size", 1) == 1:
+        arguments["distributed_executor_backend"] = ONE_PROCESS
     return {**arguments, **settings.extra}
 
 
