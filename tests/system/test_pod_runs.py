@@ -81,7 +81,8 @@ def test_weights_go_from_the_ranks_to_the_engines_by_broadcast(
 
 def test_the_config_of_the_pod_runs(tmp_path: Path) -> None:
     vllm = f'engine.vllm.environment="{environment()}"'
-    sets = ["trainer.steps=2", "cold_start.steps=10", "eval.num_problems=16", vllm]
+    sets = ["trainer.steps=2", "cold_start.steps=10", "eval.num_problems=16"]
+    sets += ["data.num_problems=2400", vllm]
     argv = [part for one in [f"run.folder={tmp_path / 'runs'}", *sets] for part in ("--set", one)]
     config = Path(__file__).parents[2] / "configs" / "arith_grpo_pod.toml"
     answer = gyre("train", config, "--plain", *argv, folder=tmp_path)
