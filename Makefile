@@ -7,7 +7,8 @@ GYRE := $(BIN)/gyre
 # Test files that run side by side, each worker with one thread of arithmetic. Three for two cores: a third of the time a
 # test waits for processes and timers.
 WORKERS ?= 3
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Hundreds of processes import the package: its bytecode is kept, even where the user's shell says otherwise.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 .PHONY: demo install install-dev test test-all test-failed test-variants peers vllm test-every docs check style types mutants gpu-test bench bench-gpu bench-gpus clean
 
