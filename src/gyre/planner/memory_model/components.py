@@ -6,12 +6,12 @@ In: a TrainingJob, a Layout, KV pages. Out: ComponentPlans. What a run really ho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
 from dataclasses import dataclass
 
-from gyre.core.records import Moments, Tier
+from gyre.core.records import Moments, Phase, Tier
 from gyre.core.rounding import ceil_div
-from gyre.memory.phases import Need, default_needs, leave_tiers, match_name, needing_phases
+from gyre.memory.phases import default_needs, leave_tiers, match_name, needing_phases
 from gyre.planner.memory_model.activations import ITEM_BYTES
 from gyre.planner.memory_model.job import TrainingJob
 from gyre.planner.memory_model.states import (
@@ -59,8 +59,8 @@ def predict_components(
     for owner, model in job.frozen.items():
         rows += _frozen(owner, model, job, layout, keeping)
     rows += _engine(job, layout, kv_pages, keeping)
-    needs = default_needs(shared_weights=not job.own_weights(layout))
-    return tuple(_component(row, needs, job) for row in rows)
+    shared_weights = not job.own_weights(layout)
+    return tuple(_component(row, shared_weights, job) for row in rows)
 
 
 def staging_bytes(
@@ -195,14 +195,28 @@ def _engine(
     return rows
 
 
-def _component(row: _Row, needs: Mapping[str, Need], job: TrainingJob) -> ComponentPlan:
-    need = match_name(needs, row.name)
-    assert need is not None, row.name
+def _component(row: _Row, shared_weights: bool, job: TrainingJob) -> ComponentPlan:
+    chosen = job.leave
     return ComponentPlan(
         name=row.name,
         size_bytes=row.size_bytes,
         tiers=row.tiers,
-        phases=needing_phases(need, row.tiers),
-        leave=leave_tiers(row.name, row.tiers, job.leave),
+        phases=_phases(row.name, row.tiers, shared_weights),
+        leave=leave_tiers(row.name, row.tiers, chosen) if chosen else _leave(row.name, row.tiers),
         formula=row.formula,
     )
+
+
+# a search asks for few names, for each of thousands of layouts
+
+
+@functools.cache
+def _phases(name: str, tiers: tuple[Tier, ...], shared_weights: bool) -> tuple[Phase, ...]:
+    need = match_name(default_needs(shared_weights=shared_weights), name)
+    assert need is not None, name
+    return needing_phases(need, tiers)
+
+
+@functools.cache
+def _leave(name: str, tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
+    return leave_tiers(name, tiers, {})

@@ -284,6 +284,8 @@ def host_bytes_of(job: TrainingJob, layout: Layout, residency: Residency) -> int
 
 def disk_bytes_of(job: TrainingJob, layout: Layout) -> int:
     """Return the bytes of a rank's file of offloaded state."""
+    if layout.offload_optimizer != "disk":
+        return 0
     components = predict_components(job, layout, kv_pages=0)
     return sum(c.size_bytes for c in components if c.tiers == ("disk",))
 
