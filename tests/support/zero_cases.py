@@ -3,6 +3,7 @@ test's own. Past 500 lines: they share how a model is split, trained and compare
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -194,6 +195,13 @@ def taken(trainer: NativeTrainer) -> dict[str, Any]:
         "tensors": gathered_parts(trainer.mesh.all_ranks, state["tensors"]),
         "state": state["state"],
     }
+
+
+@functools.cache
+def of_one_process(case: Callable[..., Any], *given: Any, **settings: Any) -> Any:
+    """What a case gives without ranks, computed once for all layouts that are compared with it.
+    Nobody changes it."""
+    return case(None, *given, **settings)
 
 
 def train(

@@ -27,6 +27,7 @@ from zero_cases import (
     held_bytes,
     measures,
     moved,
+    of_one_process,
     overflowed,
     refused_mixture,
     resume,
@@ -46,7 +47,7 @@ PAIRS += [(kind, layout) for kind in OBJECTIVES if kind != "ppo" for layout in (
 
 @pytest.mark.parametrize(("kind", "layout"), PAIRS)
 def test_gradients_equal_one_process(ranks, kind, layout):
-    expected, norms = gradients(None, kind, spec="odd")
+    expected, norms = of_one_process(gradients, kind, spec="odd")
     results = ranks.run(gradients, kind, spec="odd", layout=layout)
     assert_close(results[0][0], expected, relative=1e-5)
     assert all(result[1] == results[0][1] for result in results)
@@ -56,7 +57,7 @@ def test_gradients_equal_one_process(ranks, kind, layout):
 @pytest.mark.parametrize("layout", ["zero1", "zero3", "zero3_once"])
 @pytest.mark.parametrize("tokens_per_chunk", [16, 45, 10_000])
 def test_any_split_into_chunks_gives_the_same_gradient(pair, layout, tokens_per_chunk):
-    expected, _ = gradients(None, "grpo", tokens_per_chunk=10_000)
+    expected, _ = of_one_process(gradients, "grpo", tokens_per_chunk=10_000)
     found, _ = pair.run(gradients, "grpo", layout=layout, tokens_per_chunk=tokens_per_chunk)[0]
     assert_close(found, expected, relative=1e-5)
 
@@ -65,14 +66,14 @@ def test_any_split_into_chunks_gives_the_same_gradient(pair, layout, tokens_per_
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_checkpointing_changes_no_gradient(pair, layout, mode):
     """What a pass runs again needs its weights again, wherever they lie."""
-    expected, _ = gradients(None, "ppo", spec="odd")
+    expected, _ = of_one_process(gradients, "ppo", spec="odd")
     found, _ = pair.run(gradients, "ppo", spec="odd", layout=layout, checkpointing=mode)[0]
     assert_close(found, expected, relative=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "zero3"])
 def test_two_ranks_train_as_one_process(pair, layout):
-    expected, state = train(None, "dpo", spec="odd")
+    expected, state = of_one_process(train, "dpo", spec="odd")
     results = pair.run(train, "dpo", spec="odd", layout=layout)
     assert results[0][0] == results[1][0]
     assert [r.metrics["loss"] for r in results[0][0]] == pytest.approx(
@@ -98,7 +99,7 @@ def test_training_equals_one_process(ranks, layout):
         "weight_decay": 0.1,
         "reference_moving_average": 0.5,
     }
-    expected, state = train(None, "grpo", **settings)
+    expected, state = of_one_process(train, "grpo", **settings)
     results = ranks.run(train, "grpo", layout=layout, **settings)
     assert all(reports == results[0][0] for reports, _ in results)
     for report, one in zip(results[0][0], expected, strict=True):
@@ -119,7 +120,7 @@ def test_training_equals_one_process(ranks, layout):
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
 @pytest.mark.parametrize("num_sequences", [2, 6])
 def test_ranks_without_work_stay_in_step(ranks, layout, num_sequences):
-    expected, state = train(None, "ppo", num_sequences=num_sequences, tokens_per_chunk=16)
+    expected, state = of_one_process(train, "ppo", num_sequences=num_sequences, tokens_per_chunk=16)
     results = ranks.run(
         train, "ppo", num_sequences=num_sequences, tokens_per_chunk=16, layout=layout
     )
@@ -135,14 +136,14 @@ def test_evaluation_gives_every_rank_the_whole_batch(ranks, kind, which, layout)
     """Before a step and after it: nothing that was gathered for the first pass is read by the
     second."""
     settings = {"reference_refresh_steps": 1} if which == "reference" else {}
-    expected = evaluate(None, kind, which, **settings)
+    expected = of_one_process(evaluate, kind, which, **settings)
     for found in ranks.run(evaluate, kind, which, layout=layout, **settings):
         for own, one in zip(found, expected, strict=True):
             np.testing.assert_allclose(own, one, atol=2e-4)
 
 
 def test_the_policy_is_evaluated_with_its_new_weights(ranks):
-    expected = evaluate(None, "grpo", "policy", learning_rate=1e-2)
+    expected = of_one_process(evaluate, "grpo", "policy", learning_rate=1e-2)
     assert np.abs(expected[0] - expected[9]).max() > 1e-2
     for layout in ("zero1", "zero2", "zero3"):
         for found in ranks.run(evaluate, "grpo", "policy", layout=layout, learning_rate=1e-2):
@@ -154,7 +155,7 @@ def test_the_policy_is_evaluated_with_its_new_weights(ranks):
 def test_bfloat16_follows_float32_masters(ranks, dtype):
     """Every split rounds and sums in its own order; they stay as near to each other as bfloat16
     lets them."""
-    expected, norms = gradients(None, "rm", dtype=dtype)
+    expected, norms = of_one_process(gradients, "rm", dtype=dtype)
     for layout in ("zero1", "zero3"):
         found, own = ranks.run(gradients, "rm", dtype=dtype, layout=layout)[0]
         assert_close(found, expected, relative=1e-5 if dtype == "float32" else 0.03)
@@ -164,7 +165,7 @@ def test_bfloat16_follows_float32_masters(ranks, dtype):
 def test_a_head_that_no_pass_reads_may_be_summed_once_per_update(pair):
     """A scalar head's trunk has a head of its own, which is never gathered."""
     settings = {"spec": "odd", "dtype": "bfloat16", "tokens_per_chunk": 40}
-    expected, _ = gradients(None, "rm", **settings)
+    expected, _ = of_one_process(gradients, "rm", **settings)
     found, _ = pair.run(gradients, "rm", layout="zero3_once", **settings)[0]
     assert_close(found, expected, relative=0.03)
 
@@ -182,7 +183,7 @@ def test_8_bit_products_are_the_same_over_ranks(pair, layout, dtype):
         "longer_than": 8,
         "num_sequences": 16,
     }
-    expected, norms = gradients(None, "ppo", **settings)
+    expected, norms = of_one_process(gradients, "ppo", **settings)
     results = pair.run(gradients, "ppo", layout=layout, **settings)
     assert_close(results[0][0], expected, relative=1e-5 if dtype == "float32" else 0.02)
     assert (
@@ -266,7 +267,7 @@ def test_8_bit_products_of_parked_components_and_of_the_reference(pair, layout):
 
 @pytest.mark.parametrize("layout", ["zero0", "zero1", "zero2", "zero3"])
 def test_an_overflow_in_float16_is_skipped_on_all_ranks_alike(pair, layout):
-    expected, state = overflowed(None)
+    expected, state = of_one_process(overflowed)
     results = pair.run(overflowed, layout=layout)
     assert results[0][0] == results[1][0]
     assert [row[:2] for row in results[0][0]] == [row[:2] for row in expected] and expected[1][
@@ -309,7 +310,9 @@ def test_every_rank_gets_the_version_whole(ranks, layout, dtype):
     versions = ranks.run(
         gathered, bucket_bytes=1000, layout=layout, dtype=dtype, spec="odd", learning_rate=1e-2
     )
-    manifest, expected = gathered(None, bucket_bytes=0, dtype=dtype, spec="odd", learning_rate=1e-2)
+    manifest, expected = of_one_process(
+        gathered, bucket_bytes=0, dtype=dtype, spec="odd", learning_rate=1e-2
+    )
     for own, found in versions:
         assert {(e.name, e.dtype, e.shape) for e in own.entries} == {
             (e.name, e.dtype, e.shape) for e in manifest.entries
@@ -359,14 +362,14 @@ def test_gradients_in_host_memory_are_summed_over_ranks_by_parts(pair):
 
 
 def test_parked_components_of_state_away_come_back(ranks, tmp_path):
-    _, expected = train(None, "ppo")
+    _, expected = of_one_process(train, "ppo")
     found = ranks.run(away, moved, "ppo", "disk and gradients", str(tmp_path), layout="zero1")[0]
     assert_close(found, expected, relative=2e-4)
 
 
 @pytest.mark.parametrize("layout", ["zero1", "zero3", "mixed"])
 def test_parked_components_come_back(ranks, layout):
-    _, expected = train(None, "ppo")
+    _, expected = of_one_process(train, "ppo")
     assert_close(ranks.run(moved, "ppo", layout=layout)[0], expected, relative=2e-4)
 
 

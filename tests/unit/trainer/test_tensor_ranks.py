@@ -19,6 +19,7 @@ from zero_cases import (
     evaluate,
     gradients,
     measures,
+    of_one_process,
     registered,
     resume,
     saved,
@@ -33,7 +34,7 @@ BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.variant)
 def test_gradients_and_norms_are_those_of_one_process(ranks: RankPool, each: str) -> None:
     """Of copied norms and KV heads, too: summed, counted once, and equal on all ranks. `make test`
     runs every layout."""
-    expected, norms = gradients(None, "ppo", spec="parted")
+    expected, norms = of_one_process(gradients, "ppo", spec="parted")
     results = ranks.run(gradients, "ppo", spec="parted", layout=each)
     assert_close(results[0][0], expected, relative=1e-5)
     assert all(result[1] == results[0][1] for result in results)
@@ -48,7 +49,7 @@ def test_gradients_of_every_objective(
 ) -> None:
     """Where two ranks have the only KV head and the embedding is the head, too; and where four have
     padding of a head of their own."""
-    expected, norms = gradients(None, kind, spec=spec)
+    expected, norms = of_one_process(gradients, kind, spec=spec)
     pool, layout = (pair, "zero1_tensor2") if spec == "tied" else (ranks, "tensor4")
     results = pool.run(gradients, kind, spec=spec, layout=layout)
     assert_close(results[0][0], expected, relative=1e-5)
@@ -68,7 +69,7 @@ def test_training_equals_one_process(ranks: RankPool, layout: str) -> None:
         "grad_clip": 0.1,
         "reference_moving_average": 0.5,
     }
-    expected, state = train(None, "grpo", **settings)
+    expected, state = of_one_process(train, "grpo", **settings)
     results = ranks.run(train, "grpo", layout=layout, **settings)
     for reports, _ in results:
         assert [replace(report, measured={}) for report in reports] == [
@@ -109,7 +110,7 @@ def test_evaluation_gives_every_rank_the_whole_batch(
     ranks: RankPool, kind: str, which: str, layout: str
 ) -> None:
     settings = {"reference_refresh_steps": 1} if which == "reference" else {}
-    expected = evaluate(None, kind, which, spec="parted", **settings)
+    expected = of_one_process(evaluate, kind, which, spec="parted", **settings)
     for found in ranks.run(evaluate, kind, which, layout=layout, spec="parted", **settings):
         for own, one in zip(found, expected, strict=True):
             np.testing.assert_allclose(own, one, atol=2e-4)
@@ -193,7 +194,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update_on_all(
 @pytest.mark.parametrize("layout", ["zero1_tensor2", "zero3_tensor2"])
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_checkpointing_changes_no_gradient(ranks: RankPool, layout: str, mode: str) -> None:
-    expected, _ = gradients(None, "ppo", spec="parted")
+    expected, _ = of_one_process(gradients, "ppo", spec="parted")
     found, _ = ranks.run(gradients, "ppo", spec="parted", layout=layout, checkpointing=mode)[0]
     assert_close(found, expected, relative=1e-5)
 
@@ -214,8 +215,8 @@ def test_8_bit_products_over_ranks_are_those_of_one_process(
         "divided_by": 2,
         "num_sequences": 24,
     }
-    wide, _ = gradients(None, "ppo", **settings)
-    expected, norms = gradients(None, "ppo", matmul="fp8", **settings)
+    wide, _ = of_one_process(gradients, "ppo", **settings)
+    expected, norms = of_one_process(gradients, "ppo", matmul="fp8", **settings)
     results = ranks.run(gradients, "ppo", layout=layout, matmul="fp8", **settings)
     for name, whole in expected.items():
         cost = np.linalg.norm(whole - wide[name])

@@ -9,7 +9,7 @@ import pytest
 
 from rank_pool import RankPool
 from trainer_cases import assert_close
-from zero_cases import gradients, registered
+from zero_cases import gradients, of_one_process, registered
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ def eight() -> Iterator[RankPool]:
 @pytest.mark.parametrize("zero", [1, 3])
 def test_copies_of_shards_of_parts(eight: RankPool, zero: int) -> None:
     """Two replicas of two shards of two tensor ranks."""
-    expected, norms = gradients(None, "ppo", spec="parted")
+    expected, norms = of_one_process(gradients, "ppo", spec="parted")
     results = eight.run(gradients, "ppo", spec="parted", layout=f"hybrid{zero}_tensor2")
     versions = eight.run(registered, spec="parted", layout=f"hybrid{zero}_tensor2")
     assert_close(results[0][0], expected, relative=1e-5)
