@@ -79,9 +79,11 @@ class Decoder(nn.Module):
             self.head = Head(spec.vocab_size, spec.hidden_size, device=device, dtype=dtype)
         # A float32 constant and no buffer, so that a change of dtype or a move of the weights
         # leaves it alone.
+        # Arithmetic on the meta device would import torch's compiler.
+        made_on = torch.device("cpu") if device.type == "meta" else device
         self.inv_freq_F = rope_frequencies(
-            spec.head_dim, spec.rope_theta, spec.rope_scaling, device
-        )
+            spec.head_dim, spec.rope_theta, spec.rope_scaling, made_on
+        ).to(device)
 
     def sharing(self, tensor: TensorParallel) -> Decoder:
         """Return a decoder of the same parameters, with another division of rows over the ranks."""
