@@ -2,8 +2,8 @@
 points, and what a run left behind. In: config keys to change, argv. Out: exit code, stdout, stderr;
 a run's story.
 
-Processes are forked from one server that has loaded torch already, so that a run that is killed ten
-times costs seconds.
+Processes are forked from one server that has loaded torch and the tasks already, so that a run that
+is killed ten times costs seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ from safetensors import safe_open
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["gyre.launch.commands", "gyre.cli.train", "gyre.cli.main", "gyre.observability.report.build"]
+    [
+        "gyre.launch.commands",
+        "gyre.cli.train",
+        "gyre.cli.main",
+        "gyre.observability.report.build",
+        "reasoning_gym",  # brings matplotlib
+    ]
 )
 MARK = "GYRE_SYSTEM_TEST"
 SIGNALS = {

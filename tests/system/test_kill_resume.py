@@ -264,21 +264,25 @@ def killed_at(folder: Path, whole: Story, where: str) -> None:
 
 
 @pytest.mark.parametrize("seed", show((0, 1), range(4)))
-def test_killed_at_random_moments(tmp_path: Path, whole: Story, seed: int) -> None:
+def test_killed_at_random_moments(
+    tmp_path: Path, finished: Finished, whole: Story, seed: int
+) -> None:
     """By a clock, from outside, again and again: whatever the process was doing."""
-    draws = random.Random(seed)
+    draws, codes = random.Random(seed), []
+    times = [row["t"] for row in events_of(finished("grpo"))]
     command = begin(tmp_path, {})
     for _ in range(6):
-        time.sleep(draws.uniform(0.1, 2.5))
+        time.sleep(draws.uniform(0.0, 0.9 * (times[-1] - times[0])))
         if command.process.exitcode is not None:
             break
         command.kill()
-        command.wait()
+        codes.append(command.wait().code)
         command = (
             resume(tmp_path) if (tmp_path / "runs" / "killed").exists() else begin(tmp_path, {})
         )
     answer = command.wait()
     assert answer.code == 0, answer.err
+    assert -9 in codes, "the run was killed at least once"
     assert read_story(tmp_path / "runs" / "killed") == whole
 
 
