@@ -2,13 +2,14 @@
 tells of, and no fault of the server.
 
 Three kinds: bodies within ranges that an engine accepts, any bodies that the document allows, and
-bodies that it does not allow. `--hypothesis-seed=N` repeats a run; `-m slow` runs many more.
+bodies that it does not allow. `--hypothesis-seed=N` repeats a run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import json
 from collections import Counter
 from typing import Any
@@ -25,7 +26,7 @@ from gyre.server.openapi import OPERATIONS, make_document
 
 DOCUMENT = make_document()
 POSTS = [one.path for one in OPERATIONS if one.method == "post"]
-CASES, MANY_CASES = 60, 700  # of each kind and route: 900 and 10,500 in all
+CASES = 700  # of each kind and route: 10,500 in all
 TOKEN = {"type": "integer", "minimum": 0, "maximum": TOKENIZER.vocab_size - 1}
 WORD = {"type": "string", "minLength": 1, "maxLength": 8}
 IDS = {"type": "array", "items": TOKEN, "minItems": 1, "maxItems": 20}
@@ -105,13 +106,20 @@ async def send(on: Api, path: str, body: Any) -> httpx.Response:
     return await asyncio.wait_for(on.client.post(path, content=data), 60)
 
 
+@functools.cache
+def validator_of(path: str, status: str, kind: str) -> Draft202012Validator:
+    """Of the answers that the document tells of."""
+    answer = DOCUMENT["paths"][path]["post"]["responses"][status]
+    schema = answer["content"][kind]["schema"]
+    return Draft202012Validator({**schema, "components": DOCUMENT["components"]})
+
+
 def check(answer: httpx.Response, path: str) -> None:
     """It is one that the document tells of."""
-    answers = DOCUMENT["paths"][path]["post"]["responses"]
-    assert str(answer.status_code) in answers, answer.text
+    status = str(answer.status_code)
+    assert status in DOCUMENT["paths"][path]["post"]["responses"], answer.text
     kind = answer.headers["content-type"].split(";")[0]
-    schema = answers[str(answer.status_code)]["content"][kind]["schema"]
-    validator = Draft202012Validator({**schema, "components": DOCUMENT["components"]})
+    validator = validator_of(path, status, kind)
     if kind == "application/json":
         validator.validate(answer.json())
         return
@@ -122,10 +130,9 @@ def check(answer: httpx.Response, path: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MANY_CASES, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", POSTS)
-def test_no_request_makes_the_server_fail(path: str, kind: str, cases: int) -> None:
+def test_no_request_makes_the_server_fail(path: str, kind: str) -> None:
     document, mode = KINDS[kind]
     operation = schemathesis.openapi.from_dict(document)[path]["POST"]
     statuses: Counter[int] = Counter()
@@ -134,7 +141,7 @@ def test_no_request_makes_the_server_fail(path: str, kind: str, cases: int) -> N
         on = runner.run(opened.__aenter__())
 
         @settings(
-            max_examples=cases,
+            max_examples=CASES,
             deadline=None,
             database=None,
             suppress_health_check=list(HealthCheck),
@@ -154,6 +161,6 @@ def test_no_request_makes_the_server_fail(path: str, kind: str, cases: int) -> N
 
         fuzz()
         runner.run(opened.__aexit__(None, None, None))
-    assert sum(statuses.values()) >= min(cases, 20)
+    assert sum(statuses.values()) >= 20
     if kind == "accepted":
         assert statuses[200] > 0.8 * sum(statuses.values()), statuses
