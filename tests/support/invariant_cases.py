@@ -192,6 +192,21 @@ def stepped(
     return [dict(step.metrics) for step in steps], grads
 
 
+def joined(results: Sequence[tuple[Any, dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
+    """Each rank's gradients; those of the stream's norms are of a rank's own rows, and summed."""
+    norms = ("attn_norm.weight", "mlp_norm.weight", "final_norm.weight")
+    every = [grads for _, grads in results]
+    return [
+        {
+            name: torch.stack([each[name].cpu() for each in every]).sum(0)
+            if name.endswith(norms)
+            else grad.cpu()
+            for name, grad in grads.items()
+        }
+        for grads in every
+    ]
+
+
 def summed(group: RankGroup, rows: int, dtype: str) -> dict[str, Tensor]:
     """The sum of random partial rows of each rank: as the engine's ranks hold it, and the trainer's
     runs of it joined; alone, the parts."""

@@ -4,15 +4,12 @@ On GPUs: tests/gpu/test_invariant_tensor_gpu.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from gyre.trainer.passes.tokenwise import tokenwise_logprobs
-from invariant_cases import batch_of, gaps, rollouts, stepped
+from invariant_cases import batch_of, gaps, joined, rollouts, stepped
 from rank_pool import RankPool
 
 COMPANY: list[dict[str, Any]] = [
@@ -99,18 +96,3 @@ def test_the_first_step_finds_no_gap_and_the_ordinary_gradient(
         for name, grad in expected.items():
             limit = 1e-4 * grad.abs().max().clamp(min=1e-3)
             assert (found[name] - grad).abs().max() < limit, name
-
-
-def joined(results: Sequence[tuple[Any, dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
-    """Each rank's gradients; those of the stream's norms are of a rank's own rows, and summed."""
-    norms = ("attn_norm.weight", "mlp_norm.weight", "final_norm.weight")
-    every = [grads for _, grads in results]
-    return [
-        {
-            name: torch.stack([each[name] for each in every]).sum(0)
-            if name.endswith(norms)
-            else grad
-            for name, grad in grads.items()
-        }
-        for grads in every
-    ]
