@@ -50,6 +50,9 @@ from gyre.weights.gather import ShardSource
 from gyre.weights.transports.addresses import host_id
 from gyre.weights.transports.opened import Reading
 
+# context and NCCL's buffers of an engine's rank: 1.5 GiB on an H200 with two ranks, of which the
+# default tolerance takes 1 GiB
+ENGINE_GROUP_BYTES = 1 << 30
 Result = TypeVar("Result")
 
 
@@ -441,8 +444,20 @@ class StageRuntime:
                 "host_budget_bytes": plan.host_budget_bytes,
                 "disk_budget_bytes": plan.disk_budget_bytes,
                 "residency": plan.residency,
+                "outside_tolerance_bytes": outside_tolerance_bytes(
+                    self._config, has_trainer=self.trainer is not None
+                ),
             }
         )
+
+
+def outside_tolerance_bytes(config: RunConfig, *, has_trainer: bool) -> int:
+    """Return by how much device memory outside torch may grow. A trainer's rank takes
+    its first reading before an engine over ranks comes to its device. NCCL's buffers of that engine
+    are in no process's report. Pure."""
+    shares = config.cluster.kind == "pod" and config.cluster.colocated
+    with_group = has_trainer and shares and config.engine.tensor_ranks > 1
+    return config.memory.outside_tolerance_bytes + (ENGINE_GROUP_BYTES if with_group else 0)
 
 
 def refuse_hosts(hosts: Sequence[str]) -> None:
