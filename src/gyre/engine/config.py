@@ -124,8 +124,8 @@ class EngineConfig(Section):
     sharded_sampling: bool = Field(
         default=False,
         description="On GPUs, let tensor ranks choose tokens from their parts of the logits inside "
-        "the graphs; false: from gathered logits, as long as this has not been run on GPUs. Other "
-        "runners always choose from parts. Refused with batch_invariant, whose log-probs are of "
+        "the graphs; false: from gathered logits, which is as fast over NVLink. Other runners "
+        "always choose from parts. Refused with batch_invariant, whose log-probs are of "
         "the whole vocabulary's blocks.",
     )
     step_deadline_s: float = Field(
