@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import json
 import math
 import statistics
 import tempfile
@@ -48,7 +47,7 @@ from gyre.weights.transports.publish import join_parts, publish_part
 from gyre.weights.transports.shared_memory import SLOTS, SharedMemoryStore
 from peers.checkpoint_engine_gpu import BUCKETS_GIB, PeerServer, bucket_size, find_peer
 from pod_engine import EngineProcess
-from ranks import Ranks, RanksFailed, Tell, print_line, settle, timed
+from ranks import Tell, call_and_read, keep_in, settle, timed
 from record import circumstances, parser, say
 from train_ranks import SHAPES
 
@@ -97,16 +96,10 @@ def main() -> None:
             found=f"{folder}/found.json",
             pin=args.device == "cuda",
         )
-        with Ranks(args.gpus, device=args.device, wall_s=args.wall_s) as ranks:
-            try:
-                ranks.call(measure, task, deadline_s=args.wall_s)
-            except RanksFailed as error:
-                told = {str(rank): dict(failed) for rank, failed in error.by_rank.items()}
-                print_line({"failed": told})
-        kept = Path(task.found)
-        if not kept.is_file():
+        found = call_and_read(args, measure, task)
+        if not found:
             raise SystemExit("nothing was measured")
-        report(args, json.loads(kept.read_text()))
+        report(args, found)
 
 
 def report(args: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -149,15 +142,7 @@ def report(args: argparse.Namespace, found: dict[str, Any]) -> None:
 
 
 def measure(group: RankGroup, tell: Tell, task: Task) -> None:
-    began_s, found = time.monotonic(), dict[str, Any]()
-
-    def keep(**parts: Any) -> None:
-        """Keep what was measured: a part that hangs takes the ranks with it."""
-        found.update(parts, script_s=round(time.monotonic() - began_s, 1))
-        tell(parts)
-        if group.rank == 0:
-            Path(task.found).write_text(json.dumps(found))
-
+    began_s, keep = time.monotonic(), keep_in(Path(task.found), group, tell)
     shapes = task.shapes()
     engine = EngineProcess(rank=group.rank, device=group.device, shapes=shapes, task=task)
     try:

@@ -1,7 +1,7 @@
 """Ranks: processes, one per GPU of this host, that a bench calls alike. In: how many, a device
 type. Out: what a function returned on every rank, and what rank 0 told meanwhile, printed at once
 as lines of JSON. Callers: bench/engine.py, bench/train_ranks.py, bench/handover.py,
-bench/snapshot.py.
+bench/pod_handover.py, bench/snapshot.py, bench/weights_tensor.py.
 
 Ranks that wait in a collective for one that failed never come back: a call that fails anywhere, or
 is late, ends all processes, and the next call starts fresh ones. So one measurement that runs out
@@ -10,6 +10,7 @@ of memory loses no other.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import json
@@ -20,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -157,6 +159,35 @@ class Ranks:
 
 def print_line(told: Mapping[str, Any]) -> None:
     print(json.dumps(told), flush=True)
+
+
+def keep_in(path: Path, group: RankGroup, tell: Tell) -> Callable[..., None]:
+    """Return what tells parts that were measured, and keeps them in a file as they come: a part
+    that hangs takes the ranks with it."""
+    began_s, found = time.monotonic(), dict[str, Any]()
+
+    def keep(**parts: Any) -> None:
+        found.update(parts, script_s=round(time.monotonic() - began_s, 1))
+        tell(parts)
+        if group.rank == 0:
+            path.write_text(json.dumps(found))
+
+    return keep
+
+
+def call_and_read(
+    args: argparse.Namespace, measure: Callable[..., None], task: Any
+) -> dict[str, Any]:
+    """Measure on `args.gpus` ranks, and return what was kept in the file `task.found`, also where
+    they failed, which is printed."""
+    with Ranks(args.gpus, device=args.device, wall_s=args.wall_s) as ranks:
+        try:
+            ranks.call(measure, task, deadline_s=args.wall_s)
+        except RanksFailed as error:
+            told = {str(rank): dict(failed) for rank, failed in error.by_rank.items()}
+            print_line({"failed": told})
+    kept = Path(task.found)
+    return json.loads(kept.read_text()) if kept.is_file() else {}
 
 
 def settle(group: RankGroup) -> None:

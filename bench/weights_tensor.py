@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import json
 import math
 import statistics
 import tempfile
@@ -70,7 +69,7 @@ from gyre.weights.transports.publish import join_parts, publish_part
 from gyre.weights.transports.shared_memory import SharedMemoryStore
 from pod_engine import EngineProcess
 from pod_handover import device_name, next_version, rounded, watch
-from ranks import Ranks, RanksFailed, Tell, print_line, timed
+from ranks import Tell, call_and_read, keep_in, print_line, timed
 from record import circumstances, parser, say
 from tensor_engine import SHAPES, spec_of
 
@@ -91,7 +90,6 @@ class Task:
     folder: str  # of the slots
     found: str  # a file: what was measured so far, if a part hangs
     pin: bool
-    peer_site: str = ""
 
 
 def main() -> None:
@@ -123,14 +121,7 @@ def main() -> None:
             found=f"{folder}/found.json",
             pin=args.device == "cuda",
         )
-        with Ranks(args.gpus, device=args.device, wall_s=args.wall_s) as ranks:
-            try:
-                ranks.call(measure, task, deadline_s=args.wall_s)
-            except RanksFailed as error:
-                told = {str(rank): dict(failed) for rank, failed in error.by_rank.items()}
-                print_line({"failed": told})
-        kept = Path(task.found)
-        found = json.loads(kept.read_text()) if kept.is_file() else {}
+        found = call_and_read(args, measure, task)
         if "ours" not in found or "equal" not in found:
             raise SystemExit("ours was not measured, or not found equal")
         report(args, task, found)
@@ -177,15 +168,7 @@ def report(args: argparse.Namespace, task: Task, found: dict[str, Any]) -> None:
 
 
 def measure(group: RankGroup, tell: Tell, task: Task) -> None:
-    began_s, found = time.monotonic(), dict[str, Any]()
-
-    def keep(**parts: Any) -> None:
-        """Keep what was measured: a part that hangs takes the ranks with it."""
-        found.update(parts, script_s=round(time.monotonic() - began_s, 1))
-        tell(parts)
-        if group.rank == 0:
-            Path(task.found).write_text(json.dumps(found))
-
+    began_s, keep = time.monotonic(), keep_in(Path(task.found), group, tell)
     engine = EngineProcess(
         rank=group.rank,
         device=group.device,
