@@ -7,8 +7,9 @@ A row is SHAPE:CHECKPOINTING:MATMUL:TOKENS, TOKENS of a chunk of each rank, and 
 without) or grpo, zero=0 to 3 (without: 3), sequence=TOKENS (all in one), chunks=N of an update
 (one), layers=N (all that the shape has), sum=update (chunk): when gradients are summed; once per
 update they travel in float32, also those of one chunk; tensor=N: ranks that share layers, and so a
-chunk of TOKENS. A row that fails or is late loses no other. With --device cpu and the shape "tiny"
-everything runs over gloo, which shows only that it runs.
+chunk of TOKENS; offload=host: AdamW's state lives there (none: on the device). A row that fails or
+is late loses no other. With --device cpu and the shape "tiny" everything runs over gloo, which
+shows only that it runs.
 
 A step takes as long as its slowest rank, from a barrier to the end of the device's work; the median
 of the steps counts. MFU and its limit are those of bench/train.py. Exposed communication is the
