@@ -523,6 +523,13 @@ EVENTS = {
             )
         },
     ),
+    "memory.tolerance_raised": EventKind(
+        "A trainer's rank shares its device with an engine over ranks, whose communication buffers "
+        "no process reports: more may be outside than memory.outside_tolerance_bytes.",
+        "size_bytes",
+        own={"size_bytes": Field("int", "bytes", "what may be outside now")},
+        counted=True,
+    ),
     "memory.move": EventKind(
         "A component moved between tiers.",
         "component source target size_bytes seconds reason step",

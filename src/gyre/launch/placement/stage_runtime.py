@@ -325,10 +325,14 @@ class StageRuntime:
         followed = None if self._following is None else self._following.memory
         made = self.engine, self._beside, self.trainer, followed
         tenants = [tenant for tenant in made if tenant is not None]
+        budgets = self._budgets()
+        raised = budgets.outside_tolerance_bytes > self._config.memory.outside_tolerance_bytes
+        if raised and self._machine.device.type == "cuda":
+            self._emit("memory.tolerance_raised", size_bytes=budgets.outside_tolerance_bytes)
         with self._making("memory"):
             self._manager = MemoryManager(
                 tenants,
-                self._budgets(),
+                budgets,
                 self._machine.device,
                 self._emit,
                 needs=default_needs(shared_weights=not self._engine_has_weights),
@@ -452,9 +456,9 @@ class StageRuntime:
 
 
 def outside_tolerance_bytes(config: RunConfig, *, has_trainer: bool) -> int:
-    """Return by how much device memory outside torch may grow. A trainer's rank takes
-    its first reading before an engine over ranks comes to its device. NCCL's buffers of that engine
-    are in no process's report. Pure."""
+    """Return by how much device memory outside torch may grow. A trainer's rank takes its first
+    reading before an engine over ranks comes to its device. NCCL's buffers of that engine are in no
+    process's report. Pure."""
     shares = config.cluster.kind == "pod" and config.cluster.colocated
     with_group = has_trainer and shares and config.engine.tensor_ranks > 1
     return config.memory.outside_tolerance_bytes + (ENGINE_GROUP_BYTES if with_group else 0)
