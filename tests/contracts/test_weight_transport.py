@@ -18,6 +18,7 @@ from gyre.weights.swap import VersionBump
 from gyre.weights.tensor_source import LiveTensors
 from gyre.weights.transports.addresses import CUDA_IPC, GLOO, LIVE_SCHEMES, SHM, TCP, host_id
 from gyre.weights.transports.opened import PartOpener, Reading, open_shards
+from gyre.weights.transports.part_layout import part_bytes
 from gyre.weights.transports.tcp_server import PartServer
 from offers import FailAt, Fault, offer_of
 from part_cases import (
@@ -105,6 +106,22 @@ def test_tensors_arrive_to_the_bit(publish, reading, sharded):
     with open_shards(offer, reading) as tensors:
         assert list(tensors) == list(whole)
         assert same(tensors, expected)
+
+
+@pytest.mark.parametrize("step", [64, 192, 960])
+def test_what_is_read_next_may_be_said_before(publish, reading, step):
+    whole = whole_tensors(1)
+    with PartOpener(reading).open_parts(publish(whole, version=1)) as parts:
+        for part in parts:
+            found_N = torch.zeros(part_bytes(part.placed), dtype=torch.uint8)
+            cuts = list(range(0, len(found_N), step))
+            for start, after in zip(cuts, [*cuts[1:], None], strict=True):
+                then = None if after is None else (after, min(step, len(found_N) - after))
+                part.reader.read(start, found_N[start : start + step], then=then)
+            part.reader.check()
+            for one in part.placed:
+                values_N = whole[one.entry.name].view(-1)[one.segment.start : one.segment.stop]
+                assert torch.equal(found_N[one.start : one.stop], values_N.view(torch.uint8))
 
 
 def test_the_last_version_is_there_until_the_next_but_one_begins(publish, scheme, shared_memory):

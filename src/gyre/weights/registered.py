@@ -1,7 +1,7 @@
 """Registered: the swap to a version that its publisher has registered. In: an Offer of
 RegisteredShards, the engine's own tensors. Out: a Swap.
 
-A bucket is copied over the engine's numbers while a thread reads the next one; what comes from
+A bucket is copied over the engine's numbers while a thread reads the next ones; what comes from
 shared memory is copied from the publisher's own pages. The numbers are verified where they end up,
 on the engine's device, while further buckets come.
 
@@ -13,11 +13,13 @@ bit. Without one the bytes are kept in host memory.
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -43,7 +45,9 @@ from gyre.weights.transports.part_layout import (
 )
 
 BUCKET_BYTES = 64 << 20
+NUM_ROOMS = 3  # one is copied from, and two are read into or wait
 SPARE_BYTES = 1 << 30  # of a device, left free for everything else
+PADDING_BYTES = 4 << 20  # of what is kept: 64 for each of many thousand runs
 
 UndoFrom = Literal["device", "publisher", "host"]
 
@@ -172,31 +176,52 @@ class _VersionReader:
                 assert bytes_N is not None
                 yield bucket, bytes_N
             return
-        pin = self._device.type == "cuda"
         longest = max((one.stop - one.start for one in self.buckets), default=0)
-        rooms = self._make_rooms(longest)
+        rooms, thens, stream = self._make_rooms(longest), self._thens(), self._reading_stream()
+        copied: list[Any] = [None] * NUM_ROOMS  # event: the room may be read into again
 
         def read(number: int) -> Tensor:
-            bucket = self.buckets[number]
+            bucket, room = self.buckets[number], number % NUM_ROOMS
             part = self._parts[bucket.owner]
-            bytes_N = rooms[part.on_device][number % 2][: bucket.stop - bucket.start]
-            with self._using_device():
-                part.reader.read(bucket.start, bytes_N)
+            bytes_N = rooms[part.on_device][room][: bucket.stop - bucket.start]
+            if copied[room] is not None:
+                copied[room].synchronize()
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                part.reader.read(bucket.start, bytes_N, then=thens[number])
             return bytes_N
 
         with ThreadPoolExecutor(1, thread_name_prefix="read-parts") as reading:
-            ahead = reading.submit(read, 0) if self.buckets else None
-            for number, bucket in enumerate(self.buckets):
-                assert ahead is not None
-                bytes_N = ahead.result()  # each read has a deadline
-                if number + 1 < len(self.buckets):
-                    ahead = reading.submit(read, number + 1)
-                yield bucket, bytes_N
-                if pin:  # the room is read into again when the next bucket is taken
-                    torch.cuda.current_stream(self._device).synchronize()
+            numbers = range(len(self.buckets))
+            ahead = deque(reading.submit(read, number) for number in numbers[:NUM_ROOMS])
+            for number in numbers:
+                yield self.buckets[number], ahead.popleft().result()  # each read has a deadline
+                if stream is not None:
+                    copied[number % NUM_ROOMS] = torch.cuda.current_stream(
+                        self._device
+                    ).record_event()
+                if number + NUM_ROOMS < len(self.buckets):
+                    ahead.append(reading.submit(read, number + NUM_ROOMS))
+
+    def _thens(self) -> list[tuple[int, int] | None]:
+        """Return for each bucket the start and the bytes of the next one of its owner."""
+        thens: list[tuple[int, int] | None] = []
+        nexts: dict[int, tuple[int, int]] = {}
+        for bucket in reversed(self.buckets):
+            thens.append(nexts.get(bucket.owner))
+            nexts[bucket.owner] = bucket.start, bucket.stop - bucket.start
+        return thens[::-1]
+
+    def _reading_stream(self) -> Any:
+        """Return the stream that buckets are read on, behind what uses the rooms' memory now; None
+        on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        stream = _stream_of_reads(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        return stream
 
     def _make_rooms(self, size_bytes: int) -> dict[bool, list[Tensor]]:
-        """Return room for two buckets: by False in host memory, by True on the engine's device."""
+        """Return room for some buckets: by False in host memory, by True on the engine's device."""
         is_cuda = self._device.type == "cuda"
         rooms: dict[bool, list[Tensor]] = {}
         for on_device in {part.on_device for part in self._parts}:
@@ -204,41 +229,48 @@ class _VersionReader:
             pin = is_cuda and not on_device
             rooms[on_device] = [
                 torch.empty(size_bytes, dtype=torch.uint8, device=device, pin_memory=pin)
-                for _ in range(2)
+                for _ in range(NUM_ROOMS)
             ]
         return rooms
 
-    def _using_device(self) -> AbstractContextManager[object]:
-        """Make the engine's device the current one of a thread."""
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+@functools.cache
+def _stream_of_reads(device: torch.device) -> Any:
+    """Return one stream per device."""
+    return torch.cuda.Stream(device)
 
 
 def nothing() -> None: ...
 
 
 class _Keeper:
-    """The bytes that a swap overwrites, a bucket at a time."""
+    """The bytes that a swap overwrites, a bucket at a time, in one piece of memory: a device needs
+    longer for many allocations than for the copies."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, size_bytes: int) -> None:
+        """Take room for tensors of so many bytes."""
         self._device = device
+        self._room_N = self._take(size_bytes + PADDING_BYTES)
         self._homes: list[Tensor] = []
         self._kept: list[Tensor] = []
 
     def keep(self, homes: list[Tensor]) -> None:
-        starts = [0]
-        for home in homes:
-            starts.append(round_up(starts[-1] + home.nbytes, ALIGN_BYTES))
-        if self._device.type == "cpu":
-            room_N = huge_pages(starts[-1])
-        else:
-            room_N = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
-        kept = [
-            room_N[start : start + home.nbytes].view(home.dtype).view(home.shape)
-            for start, home in zip(starts, homes, strict=False)
-        ]
+        kept = [self._place(home) for home in homes]
         torch._foreach_copy_(kept, homes)
         self._homes += homes
         self._kept += kept
+
+    def _place(self, home: Tensor) -> Tensor:
+        taken = round_up(home.nbytes, ALIGN_BYTES)
+        if taken > len(self._room_N):  # of more runs than the padding is for
+            self._room_N = self._take(max(taken, PADDING_BYTES))
+        placed_N, self._room_N = self._room_N[: home.nbytes], self._room_N[taken:]
+        return placed_N.view(home.dtype).view(home.shape)
+
+    def _take(self, size_bytes: int) -> Tensor:
+        if self._device.type == "cpu":
+            return huge_pages(size_bytes)
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def put_back(self) -> None:
         if self._homes:
@@ -289,7 +321,7 @@ class ReadOver:
         undo_from = choose(has_last=self._last is not None)
         if undo_from != "publisher":
             keep_on = self._device if undo_from == "device" else torch.device("cpu")
-            self._keeper = _Keeper(keep_on)
+            self._keeper = _Keeper(keep_on, size_bytes)
         self._next.copy_over(self._keep)
         self._has_run = True
         self._emit(

@@ -156,7 +156,8 @@ OWNED = {
     ("launch/serving/served_rank.py", "_on_compute"): "the compute thread",
     ("trainer/trainer.py", "_computed"): "the compute thread",
     # CUDA, whose synchronize has no deadline: at a start, an end or a move, not in an engine's step
-    ("weights/registered.py", "_read_ahead"): "the device; the thread's reads have deadlines",
+    ("weights/registered.py", "_read_ahead"): "the thread, whose reads have deadlines",
+    ("weights/registered.py", "read"): "the device, which copies",
     ("weights/landed.py", "finish"): "the device, which copies from host memory and sums",
     ("weights/transports/publish.py", "_to_host"): "the device, which copies to host memory",
     ("distributed/comm_stats.py", "take"): "the device, behind a step that has ended",

@@ -47,8 +47,11 @@ def same(found, expected) -> bool:
     num_tensor_ranks=st.sampled_from([1, 2, 4]),
     num_shards=st.integers(1, 3),
     bucket_bytes=st.integers(64, 2000),
+    padding_bytes=st.sampled_from([0, 512, 4 << 20]),
 )
-def test_any_layout_arrives_and_is_undone(num_tensor_ranks, num_shards, bucket_bytes):
+def test_any_layout_arrives_and_is_undone(
+    num_tensor_ranks, num_shards, bucket_bytes, padding_bytes
+):
     spec = spec_of(num_heads=4, num_kv_heads=2, vocab_size=13)
     whole, model = numbered(spec), model_layout(spec, num_tensor_ranks)
     layout = replace(row_layout(model.local_shapes, num_ranks=num_shards), table=model)
@@ -56,7 +59,12 @@ def test_any_layout_arrives_and_is_undone(num_tensor_ranks, num_shards, bucket_b
     own = {name: torch.full_like(tensor, -1.0) for name, tensor in expected.items()}
     before = copies(own)
     told = []
-    with shared_folder() as folder, stores_of(folder, layout.num_holders) as stores:
+    with (
+        shared_folder() as folder,
+        stores_of(folder, layout.num_holders) as stores,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr("gyre.weights.registered.PADDING_BYTES", padding_bytes)
         parts = [
             publish_part(
                 shard_offer(layout, whole, rank, version=4),

@@ -4,14 +4,16 @@ have. In: its address, how such memory is opened. Out: a PartReader.
     reader      Asks for bucket n + 1, copies bucket n out, asks for bucket n + 2.
     publisher   Rounds bucket n + 1 into the other half meanwhile.
 
-A copy has ended before its half is asked for again, and a fill before it is answered: each side
-waits for its own device, and neither for the other's.
+The first bucket of the next read is asked for within this one. A copy has ended before its half is
+asked for again, and a fill before it is answered: each side waits for its own device, and neither
+for the other's.
 """
 
 # N bytes
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -28,6 +30,8 @@ from gyre.weights.transports.device.control import (
 )
 from gyre.weights.transports.device.cuda_ipc import Staging
 
+NUM_HALVES = 2  # buckets
+_Fill = tuple[int, int]  # start and bytes
 # (bytes, handle) → memory; InputError where it cannot be opened here
 OpenStaging = Callable[[int, bytes], Staging]
 
@@ -48,7 +52,8 @@ class StagedPart:
         """Connect and open the buckets. InputError where the version is no longer on its
         publisher's device, or its memory cannot be opened."""
         self._link = ControlLink(address, deadline_s=deadline_s)
-        self._num_fills = 0  # that were asked for
+        self._asked: deque[_Fill] = deque()  # whose answers have not been read
+        self._num_copied = 0
         try:
             answer = self._link.ask(
                 ControlRequest(
@@ -68,9 +73,9 @@ class StagedPart:
     def view(self, start: int, stop: int) -> None:
         return None
 
-    def read(self, start: int, out_N: Tensor) -> None:
+    def read(self, start: int, out_N: Tensor, *, then: tuple[int, int] | None = None) -> None:
         try:
-            self._read(start, out_N)
+            self._read(start, out_N, self._cut(*then)[:1] if then else [])
         except BaseException:
             self._link.give_up()  # what it would answer next is not known
             raise
@@ -83,21 +88,29 @@ class StagedPart:
         self._staging.close()
         self._link.close()
 
-    def _read(self, start: int, out_N: Tensor) -> None:
-        self._ask(start, out_N)
-        for at in range(0, len(out_N), self._bucket_bytes):
-            half = (self._num_fills - 1) % 2  # of the fill that is answered next
-            if at + self._bucket_bytes < len(out_N):
-                self._ask(start + at + self._bucket_bytes, out_N[at + self._bucket_bytes :])
+    def _cut(self, start: int, size_bytes: int) -> list[_Fill]:
+        step, stop = self._bucket_bytes, start + size_bytes
+        return [(at, min(step, stop - at)) for at in range(start, stop, step)]
+
+    def _read(self, start: int, out_N: Tensor, then: list[_Fill]) -> None:
+        fills = self._cut(start, len(out_N))
+        assert list(self._asked) == fills[: len(self._asked)], "another place was asked for"
+        asking = deque((fills + then)[len(self._asked) :])
+        for at, size_bytes in fills:
+            while asking and len(self._asked) < NUM_HALVES:
+                self._ask(asking.popleft())
             self._link.answer()
-            home_N = out_N[at : at + self._bucket_bytes]
-            first = half * self._bucket_bytes
-            bucket_N = self._staging.bytes_N[first : first + len(home_N)]
-            home_N.copy_(bucket_N)
+            first = self._num_copied % NUM_HALVES * self._bucket_bytes
+            bucket_N = self._staging.bytes_N[first : first + size_bytes]
+            out_N[at - start : at - start + size_bytes].copy_(bucket_N)
             if bucket_N.is_cuda:
                 torch.cuda.current_stream(bucket_N.device).synchronize()
+            self._asked.popleft()
+            self._num_copied += 1
+        while asking and len(self._asked) < NUM_HALVES:
+            self._ask(asking.popleft())
 
-    def _ask(self, start: int, rest_N: Tensor) -> None:
-        size_bytes = min(self._bucket_bytes, len(rest_N))
+    def _ask(self, fill: _Fill) -> None:
+        start, size_bytes = fill
         self._link.send(ControlRequest(op=FILL, first=start, second=size_bytes))
-        self._num_fills += 1
+        self._asked.append(fill)
