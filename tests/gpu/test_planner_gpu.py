@@ -21,7 +21,7 @@ from gyre.models.spec import hub_config_from_spec, spec_from_shape
 from gyre.planner.hardware import saving_on_cuda
 from gyre.planner.memory_model.activations import saved_bytes
 from gyre.planner.model_zoo import find_shape, model_numbers
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 
 pytestmark = [
     pytest.mark.gpu,

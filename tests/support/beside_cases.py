@@ -29,7 +29,7 @@ from gyre.launch.factories import Machine, make_machine, make_policy
 from gyre.launch.placement.stage_runtime import StageRuntime
 from gyre.launch.stages import plan_stages
 from gyre.planner.plan import Plan
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from gyre.text.tokenizer import load_tokenizer
 from layout_cases import spec_of
 from tensor_cases import answers, decoder_of

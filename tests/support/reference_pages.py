@@ -22,7 +22,7 @@ from gyre.core.config import Section
 from gyre.core.events import ANYWHERE, EVENTS, FIELDS, Field
 from gyre.objectives.config import VARIANTS, GrpoConfig
 from gyre.observability.metric_catalog import MEASURED, PANELS
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 
 SOURCE = Path(gyre.__file__).parent
 DOCS = Path(__file__).parents[2] / "docs"
@@ -202,7 +202,7 @@ def config_page() -> str:
     lines = [
         "# Config keys",
         "",
-        "<!-- Made by `make docs` from RunConfig in src/gyre/runconfig.py. Edit the models there. -->",
+        "<!-- Made by `make docs` from RunConfig in src/gyre/runconfig/run_config.py. Edit the models there. -->",
         "",
         "A run is one TOML file. Each table below belongs to one room of the code. Any key can be",
         "set on the command line: `--set trainer.steps=10`. A key that does not exist is refused,",

@@ -17,7 +17,7 @@ from system_models import gsm8k_rows, save_checkpoint, save_rows
 from system_runs import Command, events_of
 
 from gyre.objectives.config import VARIANTS
-from gyre.runconfig import RunConfig, load_run_config
+from gyre.runconfig.run_config import RunConfig, load_run_config
 from shown_settings import show
 
 CONFIGS = Path(__file__).parents[2] / "configs"

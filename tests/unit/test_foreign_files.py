@@ -22,7 +22,8 @@ from gyre.models.config import ShapeConfig
 from gyre.models.decoder import Decoder
 from gyre.models.hub.load import export_hub, init_weights, load_hub
 from gyre.models.spec import spec_from_hub_config, spec_from_shape
-from gyre.runconfig import apply_overrides, load_run_config, parse_run_config, read_toml
+from gyre.runconfig.run_config import load_run_config, parse_run_config
+from gyre.runconfig.toml_tree import apply_overrides, read_toml
 from gyre.text.tokenizer import load_tokenizer
 from unit.data.test_sources import Events
 from unit.text.test_hub import hub_folder

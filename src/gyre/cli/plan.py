@@ -11,7 +11,7 @@ from typing import Any
 from gyre.cli.answer import loading
 from gyre.core.errors import ConfigError
 from gyre.launch.names import refuse_missing_names
-from gyre.runconfig import load_run_config
+from gyre.runconfig.run_config import load_run_config
 
 SHAPE_ONLY = ("sequence_tokens", "update_tokens")  # a config says these itself
 # columns: no text is folded below the first; the second where there is no terminal

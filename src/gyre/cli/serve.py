@@ -11,7 +11,7 @@ from typing import Any
 from gyre.cli.answer import loading
 from gyre.core.errors import ConfigError
 from gyre.launch.run_folder.run_folder import find_model, is_model_name
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 
 # columns of the text: no cell is folded below the first; the second where there is no terminal
 FOLDED, UNFOLDED = 72, 120

@@ -24,7 +24,7 @@ from gyre.launch.factories import (
     make_machine,
 )
 from gyre.models.hub.folders import refuse_reward_model
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from gyre.text.detokenizer import Detokenizer
 from gyre.text.messages import Message
 from gyre.text.render import render_prompt

@@ -36,7 +36,7 @@ from gyre.loop.stopping import StopRequest
 from gyre.models.hub.folders import refuse_reward_model
 from gyre.observability.events import count_events
 from gyre.planner.report.explain import explain
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 
 
 def train(

@@ -53,7 +53,7 @@ from gyre.observability.trackers import TensorBoardSink, Tracker, WandbSink
 from gyre.planner.plan import DeviceKind, Dtype, best_dtype
 from gyre.rewards.pool.validate import check_rewards
 from gyre.rewards.score import RuleScorer
-from gyre.runconfig import INVARIANT_HINT, INVARIANT_REFUSAL, RunConfig
+from gyre.runconfig.run_config import INVARIANT_HINT, INVARIANT_REFUSAL, RunConfig
 from gyre.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from gyre.weights.gather import ShardSource
 

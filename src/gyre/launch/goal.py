@@ -11,7 +11,7 @@ from typing import Any
 from gyre.core.errors import ConfigError
 from gyre.core.scores import AccuracyMetric
 from gyre.objectives.config import needs_rollouts, trains_scores
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 
 OFFLINE_METRICS = {"rm": "pair_accuracy", "dpo": "preference_accuracy", "sft": "loss"}
 

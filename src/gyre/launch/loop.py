@@ -18,7 +18,7 @@ from gyre.loop.ports import Observers, Parts, StageParts, StageSpec, TextPort
 from gyre.loop.stopping import StopRequest
 from gyre.objectives.config import needs_rollouts
 from gyre.rewards.score import RuleScorer
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 
 
 class StageInputs:

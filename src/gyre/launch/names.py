@@ -12,7 +12,7 @@ from gyre.core.hub import is_hub_name, near_folders, refuse_unknown
 from gyre.data.config import DataConfig
 from gyre.data.rows import refuse_missing_data
 from gyre.models.hub import folders
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 
 
 def refuse_missing_names(config: RunConfig) -> None:

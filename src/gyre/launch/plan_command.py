@@ -36,7 +36,7 @@ from gyre.planner.report.explain import COLUMNS
 from gyre.planner.report.features import built_features
 from gyre.planner.search.candidates import Fixed, GpuCluster
 from gyre.planner.search.search import SearchResult, choose
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from gyre.trainer.adamw.blocks import check_parts
 from gyre.trainer.config import SnapshotConfig
 

@@ -22,7 +22,7 @@ from gyre.data.rows import as_json, check_values, read_rows
 from gyre.launch.run_folder.run_folder import read_overrides
 from gyre.observability.events import count_events
 from gyre.rewards.score import RuleScorer
-from gyre.runconfig import RunConfig, load_run_config
+from gyre.runconfig.run_config import RunConfig, load_run_config
 
 _NOT_TASK = ("completion", "prompt")
 

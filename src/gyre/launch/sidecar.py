@@ -24,7 +24,7 @@ from gyre.distributed.environment import child_environment
 from gyre.models.hub.export import write_json
 from gyre.models.hub.folders import CONFIG_FILE
 from gyre.models.spec import ModelSpec, hub_config_from_spec
-from gyre.runconfig import RolloutEngineConfig, RunConfig
+from gyre.runconfig.run_config import RolloutEngineConfig, RunConfig
 from gyre.sidecars.vllm.device_memory import ProofLimits
 from gyre.sidecars.vllm.environment import (
     default_folder,

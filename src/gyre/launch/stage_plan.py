@@ -34,7 +34,7 @@ from gyre.planner.memory_model.job import MODELS
 from gyre.planner.memory_model.states import matrix_shapes
 from gyre.planner.model_zoo import model_numbers, model_part
 from gyre.planner.plan import Dtype, Hardware, ModelNumbers, Plan, PlanInputs, Shards
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from gyre.trainer.adamw.blocks import check_codes, check_parts
 from gyre.trainer.config import HIGH_RATE, refuse_cut
 from gyre.weights.transports.shared_memory import SLOTS

@@ -27,7 +27,7 @@ from gyre.objectives.config import (
     needs_rollouts,
     trains_scores,
 )
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from gyre.text.tokenizer import Tokenizer
 from gyre.trainer.config import TrainerConfig
 

@@ -15,7 +15,7 @@ from gyre.launch.goal import why_unjudged
 from gyre.launch.run_folder.attempts import find_changes, read_changes, refuse_edited
 from gyre.launch.run_folder.run_folder import read_overrides, read_stage
 from gyre.observability.trackers import refuse_trackers
-from gyre.runconfig import RunConfig, load_run_config
+from gyre.runconfig.run_config import RunConfig, load_run_config
 
 MAIN, COLD_START = "main", "cold_start"
 STAGES = ("all", COLD_START, MAIN)

@@ -18,7 +18,7 @@ from gyre.cli.chat import _typed
 from gyre.core.errors import EngineRefused
 from gyre.launch.chat import chat
 from gyre.models.hub.export import export_hub
-from gyre.runconfig import RunConfig, parse_run_config
+from gyre.runconfig.run_config import RunConfig, parse_run_config
 from unit.data.test_examples import TOKENIZER
 
 CONTEXT = 96

@@ -24,7 +24,7 @@ from gyre.launch.stages import plan_stages
 from gyre.planner.gpus import find_gpu
 from gyre.planner.model_zoo import model_numbers
 from gyre.planner.search.candidates import GpuCluster
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from unit.launch.test_stages import load_online, online
 from zero_cases import BLOCKS_PARTED
 

@@ -14,7 +14,7 @@ from gyre.core.errors import ConfigError
 from gyre.launch.sidecar import check_vllm, make_vllm_role, refuse_unsupported
 from gyre.models.config import ShapeConfig
 from gyre.models.spec import ModelSpec, spec_from_hub_config, spec_from_shape
-from gyre.runconfig import RolloutEngineConfig, RunConfig
+from gyre.runconfig.run_config import RolloutEngineConfig, RunConfig
 from gyre.sidecars.vllm.device_memory import ProofLimits
 from gyre.sidecars.vllm.environment import RECORD, EnvironmentRecord
 from gyre.sidecars.vllm.llm import VllmRole, VllmSettings, engine_arguments

@@ -20,7 +20,8 @@ from gyre.models.layout import local_spec, model_layout
 from gyre.models.spec import hub_config_from_spec, spec_from_shape
 from gyre.planner.plan import Hardware, Shards
 from gyre.planner.report.explain import explain
-from gyre.runconfig import apply_overrides, parse_run_config
+from gyre.runconfig.run_config import parse_run_config
+from gyre.runconfig.toml_tree import apply_overrides
 from unit.data.test_examples import TOKENIZER
 from unit.data.test_sources import Events, write_jsonl
 from unit.launch.test_stages import CONTEXT_TOKENS, GRADED, SHAPE, load_online, online

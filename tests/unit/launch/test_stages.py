@@ -17,7 +17,7 @@ from gyre.launch.factories import Machine, check_invariant
 from gyre.launch.stages import MAIN_STAGE_ONLY, load_stage_data, plan_stages
 from gyre.loop.evaluate import share_outcome
 from gyre.observability.events import is_counted
-from gyre.runconfig import RunConfig, parse_run_config
+from gyre.runconfig.run_config import RunConfig, parse_run_config
 from gyre.trainer.config import TrainerConfig
 from unit.data.test_examples import TOKENIZER
 from unit.data.test_sources import Events, write_jsonl

@@ -15,7 +15,7 @@ from gyre.cli.main import app
 from gyre.core.errors import ConfigError, SnapshotError
 from gyre.launch.goal import judge_goal, main_metrics, why_unjudged
 from gyre.launch.train_args import read_train_args
-from gyre.runconfig import RunConfig, parse_run_config
+from gyre.runconfig.run_config import RunConfig, parse_run_config
 
 MODEL = {"model": {"path": "somewhere"}}
 GOAL = {"metric": "accuracy", "at_most_before": 0.6, "at_least_after": 0.9}

@@ -27,7 +27,7 @@ from gyre.core.errors import InputError
 from gyre.launch.factories import tell_ignored_keys
 from gyre.models.hub.load import load_hub
 from gyre.models.hub_keys import IRRELEVANT, READ, keys_without_effect
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from unit.models.test_transformers import CPU, LLAMA3, SIZES, hidden_of, some_tokens
 
 CLASSES: dict[str, type[PreTrainedConfig]] = {

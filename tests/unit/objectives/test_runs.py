@@ -8,7 +8,7 @@ import pytest
 
 from gyre.data.pairs import load_pairs
 from gyre.loop.evaluate import preferred
-from gyre.runconfig import apply_overrides
+from gyre.runconfig.toml_tree import apply_overrides
 from unit.data.test_examples import CHAIN, TOKENIZER
 from unit.data.test_sources import Events
 

@@ -19,7 +19,7 @@ from gyre.launch.stages import Stage
 from gyre.loop.ports import StageParts
 from gyre.models.decoder import ScalarHead
 from gyre.planner.plan import Plan
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from gyre.text.tokenizer import Tokenizer
 from gyre.trainer.checkpoint.store import Fault, Snapshot, find_faults
 

@@ -38,7 +38,7 @@ from gyre.launch.placement.pod_members import (
 )
 from gyre.launch.placement.worker import RankWorker, WorkerSpec
 from gyre.models.spec import ModelSpec
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from gyre.text.tokenizer import load_tokenizer
 from gyre.weights.transports.addresses import host_id
 from gyre.weights.transports.opened import Reading

@@ -35,7 +35,7 @@ from gyre.launch.factories import Facts
 from gyre.launch.placement.pod_metadata import PodMetadata
 from gyre.launch.stages import Stage
 from gyre.planner.plan import Dtype, Plan
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from gyre.weights.transports.tcp_server import PartServer
 
 MEMBER_BUILDER = "gyre.launch.placement.member:build_member"

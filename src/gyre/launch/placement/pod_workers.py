@@ -22,7 +22,7 @@ from gyre.launch.placement.pod_members import PodMembers
 from gyre.launch.placement.pod_metadata import PodMetadata
 from gyre.launch.placement.worker_placement import LOOPBACK, WorkerDevices, name_run
 from gyre.planner.plan import Dtype
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from gyre.weights.transports.addresses import SHARED_MEMORY
 from gyre.weights.transports.shared_memory import remove_leftovers
 

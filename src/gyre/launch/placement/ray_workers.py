@@ -17,7 +17,7 @@ from gyre.launch.factories import Facts
 from gyre.launch.placement.pod_metadata import PodMetadata
 from gyre.launch.placement.worker_placement import LOOPBACK, WorkerDevices
 from gyre.planner.plan import Dtype
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 
 
 class RayWorkers:

@@ -14,7 +14,7 @@ from typing import Any
 from gyre.core.events import Emit
 from gyre.distributed.process_group import RankGroup, alone
 from gyre.launch.factories import Machine
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from gyre.trainer.checkpoint.saver import Saver
 from gyre.trainer.checkpoint.store import SnapshotStore
 from gyre.trainer.trainer import NativeTrainer

@@ -41,7 +41,7 @@ from gyre.models.layers.tensor_parallel import ReplicatedRows
 from gyre.models.spec import ModelSpec
 from gyre.planner.gpus import peak_flops
 from gyre.planner.plan import Plan
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from gyre.trainer.checkpoint.store import Snapshot
 from gyre.trainer.passes.forward import ChunkLogprobs
 from gyre.trainer.passes.tokenwise import tokenwise_logprobs

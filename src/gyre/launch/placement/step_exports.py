@@ -16,7 +16,7 @@ from gyre.core.errors import SnapshotError
 from gyre.core.events import Emit
 from gyre.core.files import sync
 from gyre.launch.run_folder.run_folder import EXPORTS, export_paths
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 
 # writes the current weights to a folder with the tokenizer's files, and reads them back
 Write = Callable[[Path, Path], Awaitable[None]]

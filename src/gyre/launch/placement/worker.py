@@ -47,7 +47,7 @@ from gyre.models.decoder import ScalarHead
 from gyre.models.hub.folders import LoadFormat
 from gyre.observability.spans import ActivityClock
 from gyre.planner.plan import Plan
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from gyre.text.tokenizer import load_tokenizer
 from gyre.trainer.checkpoint.store import Fault, find_faults, load
 from gyre.weights.gather import ShardSource

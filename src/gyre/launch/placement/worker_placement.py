@@ -38,7 +38,7 @@ from gyre.launch.stages import Stage
 from gyre.loop.ports import StageParts
 from gyre.observability.hardware import describe_hardware
 from gyre.planner.plan import Dtype, Plan
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from gyre.text.tokenizer import Tokenizer
 from gyre.trainer.checkpoint.store import Fault, Snapshot, join_faults
 

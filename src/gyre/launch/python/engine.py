@@ -35,7 +35,7 @@ from gyre.launch.python.results import RequestOutput
 from gyre.launch.python.streams import AsyncTextStream, OpenCompletion, TextStream
 from gyre.launch.run_folder.run_folder import find_model
 from gyre.models.hub.folders import find_folder, refuse_reward_model
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from gyre.server.schema import ApiError
 
 RUN_KEYS = ("device", "dtype", "threads")  # settings of [run]; all others are of [engine]

@@ -23,7 +23,7 @@ from gyre.engine.engine import NativeEngine
 from gyre.engine.frontend.admission import Load, find_overload
 from gyre.launch.factories import load_policy, make_engine, make_machine
 from gyre.launch.serving.model import served_model
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from gyre.server.generation import ServedModel, TextDelta, TokenUsage, pieces
 
 Result = TypeVar("Result")

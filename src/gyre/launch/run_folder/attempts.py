@@ -17,7 +17,7 @@ from typing import Any
 
 from gyre.core.errors import ConfigError, SnapshotError
 from gyre.core.files import write_text
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 
 RESOLVED, ATTEMPTS, OVERRIDES = "resolved.json", "attempts", "overrides.json"
 # Nothing that was computed so far would have been another number with another value of these. "*":

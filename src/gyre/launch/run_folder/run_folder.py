@@ -30,7 +30,7 @@ from gyre.launch.run_folder.attempts import (
     texts_of,
 )
 from gyre.models.hub.folders import find_folder
-from gyre.runconfig import RunConfig, load_run_config
+from gyre.runconfig.run_config import RunConfig, load_run_config
 
 EXPORT, EXPORTS = "export", "exports"  # the one at the end; those between the steps
 EXPORT_NAME = re.compile(r"version-(\d{8,})")

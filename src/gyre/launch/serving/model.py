@@ -11,7 +11,7 @@ import numpy as np
 
 from gyre.core.errors import InputError
 from gyre.engine.frontend.admission import RequestLimits, find_refusal
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from gyre.server.generation import ServedModel
 from gyre.server.parsers.choose import choose_format
 from gyre.text.messages import Message, Tool

@@ -24,7 +24,7 @@ from gyre.models.spec import spec_from_hub_config
 from gyre.planner.model_zoo import model_numbers
 from gyre.planner.report.serving import describe_ranks, describe_serving
 from gyre.planner.serving import RankPlan, fewest_ranks, plan_over_ranks, plan_serving
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 
 
 def plan_serve(

@@ -40,7 +40,7 @@ from gyre.models.hub.checkpoint import Checkpoint
 from gyre.models.hub.folders import CONFIG_FILE, LoadFormat
 from gyre.models.init import init_dummies
 from gyre.models.spec import spec_from_hub_config
-from gyre.runconfig import RunConfig, read_served_config
+from gyre.runconfig.run_config import RunConfig, read_served_config
 from gyre.text.tokenizer import load_tokenizer
 
 Result = TypeVar("Result")

@@ -15,7 +15,7 @@ from gyre.core.events import Emit
 from gyre.core.offers import FolderTensors, Offer
 from gyre.core.records import Manifest
 from gyre.models.hub.folders import CHECKSUMS_FILE, CONFIG_FILE
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from gyre.server.admin import ChangeRunning
 from gyre.text.hub_child import load_apart
 from gyre.text.tokenizer import Tokenizer, load_tokenizer

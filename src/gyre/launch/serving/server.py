@@ -62,7 +62,7 @@ from gyre.models.spec import spec_from_hub_config
 from gyre.observability.hardware import count_gpus as count_visible_gpus
 from gyre.observability.hardware import describe_hardware
 from gyre.observability.tracing.otlp_sender import read_endpoint
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from gyre.server.app import make_app
 from gyre.server.gateway.bounded_http import BoundedHttp, ConnectionLimits
 from gyre.server.gateway.tls import check_tls_files

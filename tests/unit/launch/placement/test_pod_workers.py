@@ -10,7 +10,7 @@ import torch
 
 from gyre.core.errors import ConfigError
 from gyre.launch.placement.pod_workers import PodWorkers, refuse_transport
-from gyre.runconfig import parse_run_config
+from gyre.runconfig.run_config import parse_run_config
 
 ENGINES = ("native", "vllm")
 REFUSED = {

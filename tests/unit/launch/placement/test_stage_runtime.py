@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gyre.launch.placement.stage_runtime import ENGINE_GROUP_BYTES, outside_tolerance_bytes
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 
 TOLERANCE = 3 << 20
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from gyre.core.errors import InputError, SnapshotError
 from gyre.launch.run_folder.run_folder import find_model, hold, make_run_folder, read_overrides
 from gyre.launch.train_args import read_train_args
-from gyre.runconfig import RunConfig, apply_overrides, load_run_config
+from gyre.runconfig.run_config import RunConfig, load_run_config
+from gyre.runconfig.toml_tree import apply_overrides
 
 BASE = '[model]\npath = "x"\n'
 

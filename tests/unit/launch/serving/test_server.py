@@ -24,7 +24,7 @@ from gyre.launch.serving.server import (
 )
 from gyre.launch.stage_plan import cut_engine
 from gyre.models.spec import spec_from_hub_config
-from gyre.runconfig import RunConfig, load_run_config
+from gyre.runconfig.run_config import RunConfig, load_run_config
 from gyre.text.messages import Message, Tool
 from gyre.text.tokenizer import train_tokenizer
 

@@ -18,7 +18,7 @@ from gyre.planner.report.checklist import Line, Settings, inference_lines, train
 from gyre.planner.report.features import FEATURES, built_features
 from gyre.planner.search.candidates import Fixed, GpuCluster
 from gyre.planner.search.search import choose
-from gyre.runconfig import RunConfig
+from gyre.runconfig.run_config import RunConfig
 from planner_cases import make_job
 
 GIB = 1 << 30

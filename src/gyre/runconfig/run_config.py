@@ -5,19 +5,15 @@ torch.
 
 from __future__ import annotations
 
-import copy
-import difflib
-import re
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from gyre.cluster.config import ClusterConfig
-from gyre.core.config import UNKNOWN_KEY, Section
+from gyre.core.config import Section
 from gyre.core.errors import ConfigError
 from gyre.data.config import DataConfig
 from gyre.distributed.config import ParallelConfig
@@ -43,18 +39,11 @@ from gyre.objectives.config import (
 )
 from gyre.observability.config import ObserveConfig
 from gyre.rewards.config import RewardsConfig
+from gyre.runconfig.faults import describe_faults, find_conversions
+from gyre.runconfig.toml_tree import apply_overrides, read_toml
 from gyre.sidecars.vllm.config import VllmConfig
 from gyre.text.config import TokenizerConfig
 from gyre.trainer.config import SnapshotConfig, TrainerConfig
-
-MOST_PLACES = 3  # that an error names for a key in the wrong table
-MOST_LEVELS = 64  # of tables and lists in each other, in a file and by --set
-# tomllib takes quadratic time for a key of many parts, so one with more than MOST_LEVELS is found
-# before it: in the text without its strings and comments, whose dots part no keys.
-QUOTED = re.compile(
-    r"""\"{3}(?:\\.|[^\\])*?"{3}|'{3}.*?'{3}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*""", re.DOTALL
-)
-LONG_KEY = re.compile(rf"(?:\.[ \t]*+[\w-]++[ \t]*+){{{MOST_LEVELS}}}")
 
 CHECK_HINT = "`gyre plan` checks a config without running it"
 # context of a check for `gyre serve`, whose engines are no run's
@@ -67,34 +56,6 @@ INVARIANT_HINT = (
     "Training in this mode needs a GPU with bfloat16, or several tensor ranks on a CPU; a model "
     "without sliding windows, and rollouts without truncation; "
     "leave it out to train, serving can use it"
-)
-
-KINDS: Mapping[type, str] = MappingProxyType(
-    {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
-)
-
-# What pydantic's refusals mean, in the words of the TOML; values in braces come with the refusal.
-ACCEPTED: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            ("int_type", "int_parsing", "int_from_float", "int_parsing_size"), KINDS[int]
-        ),
-        **dict.fromkeys(("float_type", "float_parsing"), KINDS[float]),
-        **dict.fromkeys(("bool_type", "bool_parsing"), KINDS[bool]),
-        **dict.fromkeys(("tuple_type", "list_type"), "a list"),
-        **dict.fromkeys(
-            ("model_type", "model_attributes_type", "dict_type", "dict_attributes_type"), "a table"
-        ),
-        "string_type": KINDS[str],
-        "finite_number": "a finite number",
-        "greater_than": "more than {gt}",
-        "greater_than_equal": "{ge} or more",
-        "less_than": "less than {lt}",
-        "less_than_equal": "{le} or less",
-        "multiple_of": "a multiple of {multiple_of}",
-        "too_long": "a list of {max_length} at most",
-        "too_short": "a list of {min_length} at least",
-    }
 )
 
 
@@ -378,239 +339,14 @@ def read_served_config(text: str) -> RunConfig:
     return RunConfig.model_validate_json(text, context=SERVED)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return the file's tables. ConfigError: no file, no TOML, or tables more than MOST_LEVELS deep
-    in each other."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        if LONG_KEY.search(QUOTED.sub("q", text)):
-            raise _too_deep(str(path))
-        tree = tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read {path}: {error.strerror}", hint="give the path of a run's TOML file"
-        ) from error
-    # ValueError: of UTF-8, of TOML, of a number with too many digits
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path} is no TOML: {_first(error)}", hint="gyre init writes an example"
-        ) from error
-    _check_depth(tree, str(path))
-    return tree
-
-
-def _check_depth(tree: Mapping[str, Any], where: str) -> None:
-    """Measure the depth without recursion: what reads the tree later recurses."""
-    level: list[Any] = [tree]
-    for _ in range(MOST_LEVELS):
-        inside = (
-            value
-            for node in level
-            for value in (node.values() if isinstance(node, Mapping) else node)
-        )
-        level = [value for value in inside if isinstance(value, Mapping | list)]
-    if level:
-        raise _too_deep(where)
-
-
-def _too_deep(where: str) -> ConfigError:
-    return ConfigError(
-        f"{where}: tables and lists lie more than {MOST_LEVELS} deep in each other",
-        hint="shorten the key's path",
-    )
-
-
-def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the tree with each "a.b=c" set; c is read as TOML, or as a plain text, line breaks and
-    all, where that fails. A number in the path counts the tables of a list from 0, as in
-    "rewards.parts.1.weight=0.2". Of model.path and model.shape, which exclude each other, the one
-    that is set drops the one that the file has."""
-    changed = copy.deepcopy(dict(tree))
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        path = [name.strip() for name in key.split(".")]
-        if not equals or not all(path):
-            raise ConfigError(
-                f"--set {override}: need KEY=VALUE", hint="for example --set trainer.steps=10"
-            )
-        node: Any = changed
-        for name in path[:-1]:
-            node = _step_into(node, name, override)
-        last = path[-1]
-        if not isinstance(node, dict):
-            _step_into(node, last, override)
-            node[int(last)] = _read_value(text.strip(" \t"))
-        else:
-            node[last] = _read_value(text.strip(" \t"))
-        for kept, dropped in (("path", "shape"), ("shape", "path")):
-            if path[:2] == ["model", kept]:
-                changed["model"].pop(dropped, None)
-    _check_depth(changed, "--set")
-    return changed
-
-
 def parse_run_config(tree: Mapping[str, Any], *, where: str, served: bool = False) -> RunConfig:
     """Check a tree of plain values. ConfigError with one sentence for each key at fault."""
     try:
         config = RunConfig.model_validate(tree, context=SERVED if served else None)
     except ValidationError as error:
-        faults = _describe_faults(error, tree)
+        faults = describe_faults(error, tree, RunConfig)
         raise ConfigError(f"{where}: " + "; ".join(faults), hint=CHECK_HINT) from error
-    converted = list(_find_conversions(tree, config, ""))
+    converted = list(find_conversions(tree, config, ""))
     if converted:
         raise ConfigError(f"{where}: " + "; ".join(converted), hint=CHECK_HINT)
     return config
-
-
-def _step_into(node: Any, name: str, override: str) -> Any:
-    """Return the table or list entry that `name` means; a table that is not there yet is made."""
-    if isinstance(node, dict):
-        return node.setdefault(name, {})
-    if not isinstance(node, list):
-        raise ConfigError(
-            f"--set {override}: no table there to hold '{name}'", hint="check the key's path"
-        )
-    if not name.isdecimal() or len(name) > 9 or int(name) >= len(node):
-        raise ConfigError(
-            f"--set {override}: '{name}' is no place in a list of {len(node)}",
-            hint=f"count from 0 to {len(node) - 1}"
-            if node
-            else "the list is empty: name its parts in the file",
-        )
-    return node[int(name)]
-
-
-def _read_value(text: str) -> Any:
-    try:
-        read = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    # a number with too many digits, lists too deep in each other
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"--set with a value that begins {text[:40]!r}: {_first(error)}",
-            hint="give a value that the key takes",
-        ) from error
-    return read["value"] if len(read) == 1 else text
-
-
-def _first(error: Exception) -> str:
-    return "nested too deep" if isinstance(error, RecursionError) else str(error)[:300]
-
-
-def _describe_faults(error: ValidationError, tree: Mapping[str, Any]) -> list[str]:
-    """Return one sentence per key: what it holds and what is accepted. Members of a union that
-    refuse the same value ("a whole number", "'auto'") become one sentence."""
-    sentences: list[str] = []
-    refused: dict[str, tuple[Any, list[str]]] = {}
-    for fault in error.errors():
-        context: Mapping[str, Any] = fault.get("ctx", {})
-        key = _find_key(fault["loc"], tree, missing=fault["type"] == "missing")
-        if fault["type"] == "value_error":
-            message = fault["msg"].removeprefix("Value error, ")
-            sentences.append(f"{key}: {message}" if key else message)
-        elif fault["type"] == UNKNOWN_KEY:
-            sentences.append((f"{key}: " if key else "") + _unknown(key, context))
-        elif fault["type"] == "missing":
-            sentences.append(f"{key} is missing")
-        elif fault["type"] == "union_tag_not_found":
-            sentences.append(f"{key}.kind is missing: it says which keys '{key}' takes")
-        elif fault["type"] == "union_tag_invalid":
-            tag, tags = context["tag"], context["expected_tags"]
-            refused[f"{key}.kind"] = (tag, [tags + _nearest(tag, tags)])
-        else:
-            refused.setdefault(key, (fault["input"], []))[1].append(_accepted(fault))
-    for key, (value, accepted) in refused.items():
-        got = "" if isinstance(value, dict | list) else f" = {_show(value)}"
-        sentences.append(f"{key}{got}: need {' or '.join(dict.fromkeys(accepted))}")
-    return sentences
-
-
-def _unknown(table: str, context: Mapping[str, Any]) -> str:
-    """Return what an unknown key of a table may have been meant for: the same name in other tables,
-    or a name like it here."""
-    other = [
-        f"{place}.{context['key']}"
-        for place in _places_of(context["key"], RunConfig, "")
-        if place != table
-    ]
-    meant = other if 0 < len(other) <= MOST_PLACES else context["near"]
-    did_you_mean = f"; did you mean {' or '.join(repr(name) for name in meant)}?" if meant else ""
-    return f"unknown key '{context['key']}'{did_you_mean} (accepted: {context['accepted']})"
-
-
-def _places_of(key: str, annotation: Any, place: str) -> Iterator[str]:
-    """Return the tables that take a key, each once; those in lists, whose place has a number, left
-    out."""
-    if get_origin(annotation) in (list, tuple, dict):
-        return
-    if not (isinstance(annotation, type) and issubclass(annotation, Section)):
-        yield from dict.fromkeys(
-            found for part in get_args(annotation) for found in _places_of(key, part, place)
-        )
-        return
-    if place and key in annotation.model_fields:
-        yield place
-    for name, field in annotation.model_fields.items():
-        yield from _places_of(key, field.annotation, f"{place}.{name}" if place else name)
-
-
-def _find_key(place: Sequence[int | str], tree: Any, *, missing: bool) -> str:
-    """Return the key in the file. A place also names members of unions, which no file holds."""
-    names: list[str] = []
-    for part in place:
-        inside = _look_inside(tree, part)
-        if inside is None and not (missing and part == place[-1]):
-            continue
-        tree = inside
-        names.append(str(part))
-    return ".".join(names)
-
-
-def _look_inside(tree: Any, part: int | str) -> Any:
-    """Return what a table holds under a name or a list at an index; None for neither (TOML knows no
-    None)."""
-    if isinstance(tree, Mapping):
-        return tree.get(part)
-    return (
-        tree[part]
-        if isinstance(tree, list) and isinstance(part, int) and part < len(tree)
-        else None
-    )
-
-
-def _show(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _accepted(fault: Any) -> str:
-    """Return what a key accepts, in the words of the TOML."""
-    context = fault.get("ctx", {})
-    if fault["type"] == "literal_error":
-        return context["expected"] + _nearest(fault["input"], context["expected"])
-    words = ACCEPTED.get(fault["type"])
-    if words is None:
-        return fault["msg"].removeprefix("Input should be ")
-    return words.format(**context)
-
-
-def _nearest(given: Any, expected: str) -> str:
-    """Return "; did you mean …" for a text that is close to one of the quoted ones."""
-    near = difflib.get_close_matches(
-        str(given), re.findall(r"'([^']*)'", expected), n=1, cutoff=0.5
-    )
-    return f"; did you mean '{near[0]}'?" if near else ""
-
-
-def _find_conversions(given: Any, made: Any, key: str) -> Iterator[str]:
-    """Values that were taken for something else than they are, such as "10" or true for a
-    number."""
-    if isinstance(given, Mapping):
-        for name, value in given.items():
-            inside = made[name] if isinstance(made, Mapping) else getattr(made, name)
-            yield from _find_conversions(value, inside, f"{key}.{name}" if key else name)
-    elif isinstance(given, list):
-        for index, (value, inside) in enumerate(zip(given, made, strict=True)):
-            yield from _find_conversions(value, inside, f"{key}.{index}")
-    elif type(given) is not type(made) and not (type(given) is int and type(made) is float):
-        yield f"{key} = {_show(given)}: need {KINDS.get(type(made), type(made).__name__)}"

@@ -1,0 +1,1 @@
+"""Run config: one file's sections, read and checked."""
