@@ -6,6 +6,7 @@ tokenizer, model ─▶ each stage: plan, trainer, memory manager, loop ─▶ e
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -147,7 +148,7 @@ class Run:
                     self._emit("warn.tokenizer_misread", family=policy.spec.family, reason=MISREAD)
                 tell_ignored_keys(self._config, self._emit)
                 version, result = 0, progress
-                for ready in [self._prepare(stage, policy) for stage in stages[at:]]:
+                for ready in [await self._prepare(stage, policy) for stage in stages[at:]]:
                     last = ready.stage is stages[-1]
                     result, version = await self._run_stage(
                         ready, policy, result, found, version, last
@@ -290,11 +291,12 @@ class Run:
             stage_index=at,
         )
 
-    def _prepare(self, stage: Stage, policy: Facts | Policy) -> ReadyStage:
+    async def _prepare(self, stage: Stage, policy: Facts | Policy) -> ReadyStage:
         """Read, plan and try what a stage needs. Done for all stages before the first one
-        trains."""
-        data = load_stage_data(
-            self._config, stage, policy.tokenizer, policy.spec.context_tokens, self._emit
+        trains. Records are read on a thread, since the loop keeps leases alive meanwhile."""
+        context = policy.spec.context_tokens
+        data = await asyncio.to_thread(
+            load_stage_data, self._config, stage, policy.tokenizer, context, self._emit
         )
         plan = self._plan(stage, policy, data)
         if plan.kv_pages:
