@@ -115,6 +115,7 @@ def _serve(
         timeout_s=timeout_s,
     )
     group = join(seat)
+    gc.freeze()  # what was imported needs no look at the end of each call
     end.send((False, None))
     while True:
         try:
