@@ -3,6 +3,7 @@ together. And the engines' accounts, looked at after every test."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 
@@ -30,6 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """The thousands of tests and modules that are there now stay: no collection looks at them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
