@@ -15,7 +15,17 @@ LONGEST = (
     "test_objectives_learn.py",
     "test_cluster_runs.py",
     "test_kill_resume.py",
+    "server/test_fuzz.py",
+    "test_serve_tensor.py",
+    "adamw/test_moments.py",
+    "test_pod_runs.py",
+    "test_serve_lasting.py",
+    "test_serve_weights.py",
+    "trainer/test_tensor_ranks.py",
     "trainer/test_ranks.py",
+    "offload/test_weight_stream.py",
+    "test_pod_tensor.py",
+    "passes/test_tokenwise.py",
 )
 
 

@@ -20,7 +20,7 @@ hypothesis.settings.load_profile("gyre")
 
 
 # whole weights, and weights in shards
-QUICK_LAYOUTS = ("zero1", "zero3", "zero1_tensor2", "zero3_tensor2")
+QUICK_LAYOUTS = ("zero1", "zero3", "zero3_tensor2")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -77,7 +77,11 @@ def instructions(request) -> Iterator[InstructionSet]:
         yield request.param
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids=["1 thread", "3 threads"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, marks=pytest.mark.slow), 3],
+    ids=["1 thread", "3 threads"],
+)
 def team(request) -> Iterator[int]:
     """Run the test with so many threads, whatever the machine has: a team of one hides races."""
     before = torch.get_num_threads()

@@ -99,6 +99,7 @@ def refuse(job, there: GpuCluster, fixed: Fixed | None = None) -> MemoryBudgetEr
     return refusal.value
 
 
+@pytest.mark.slow
 def test_a_refusal_names_the_shortfall_and_the_fewest_gpus_that_do() -> None:
     job = make_job("llama-3-70b")
     error = refuse(job, cluster(1, "h100"))

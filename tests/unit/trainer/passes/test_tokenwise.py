@@ -40,7 +40,7 @@ def one_answer(pool: RankPool, which: str, **settings: Any) -> Any:
     ("which", "size"),
     [
         ("qwen2", 2),
-        ("qwen3", 4),
+        pytest.param("qwen3", 4, marks=pytest.mark.slow),
         *(
             pytest.param(*case, marks=pytest.mark.variant)
             for case in (("llama", 2), ("qwen3", 2), ("llama", 4), ("qwen2", 4))
