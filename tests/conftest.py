@@ -20,12 +20,12 @@ LONGEST = (
     "adamw/test_moments.py",
     "test_pod_runs.py",
     "test_serve_lasting.py",
-    "test_serve_weights.py",
     "trainer/test_tensor_ranks.py",
+    "test_serve_weights.py",
+    "test_engine.py",
+    "trainer/test_trainer.py",
     "trainer/test_ranks.py",
-    "offload/test_weight_stream.py",
     "test_pod_tensor.py",
-    "passes/test_tokenwise.py",
 )
 
 
