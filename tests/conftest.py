@@ -43,8 +43,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-def pytest_collection_finish() -> None:
-    """The thousands of tests and modules that are there now stay: no collection looks at them."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The thousands of tests and modules that are there now stay: no collection looks at them.
+    tests/mutants/serve.py does, after it has collected tests only."""
+    if session.config.option.collectonly:
+        return
     gc.collect()
     gc.freeze()
 

@@ -71,6 +71,7 @@ def test_the_mode_is_what_makes_them_equal(pair: RankPool) -> None:
         assert other > 0 and largest < 1e-4
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_gives_other_bits(pair: RankPool, ranks: RankPool) -> None:
     """Bounded by rounding, not equal: sums have other parts."""
     answers = ranks.run(rollouts, "qwen3")[0][0]
