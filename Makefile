@@ -51,8 +51,9 @@ style: install-dev
 types: install-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# The GPU's tests are not even imported.
 test: style
-	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not variant and not gpu"
+	$(PYTEST) --ignore tests/gpu -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not variant and not gpu"
 
 # Types are checked beside the tests: that takes a minute of one core, and a fault in either fails the whole.
 # Without the package index the tests that need the peers fail, and those of vLLM are skipped, each with the reason; the

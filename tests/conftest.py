@@ -3,6 +3,7 @@ together. And the engines' accounts, looked at after every test."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 
@@ -14,7 +15,17 @@ LONGEST = (
     "test_objectives_learn.py",
     "test_cluster_runs.py",
     "test_kill_resume.py",
+    "server/test_fuzz.py",
+    "test_serve_tensor.py",
+    "adamw/test_moments.py",
+    "test_pod_runs.py",
+    "test_serve_lasting.py",
+    "trainer/test_tensor_ranks.py",
+    "test_serve_weights.py",
+    "test_engine.py",
+    "trainer/test_trainer.py",
     "trainer/test_ranks.py",
+    "test_pod_tensor.py",
 )
 
 
@@ -30,6 +41,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
 
     items.sort(key=place)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The thousands of tests and modules that are there now stay: no collection looks at them.
+    tests/mutants/serve.py does, after it has collected tests only."""
+    if session.config.option.collectonly:
+        return
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

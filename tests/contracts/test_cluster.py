@@ -58,7 +58,7 @@ def cluster(request) -> Iterator[Any]:
 
 def spec(name: str, **fields: Any) -> RoleSpec:
     path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
-    fields = {"builder": "cluster_roles:odd", "cpus": 0.5, "deadline_s": 60.0, **fields}
+    fields = {"builder": "odd_role:odd", "cpus": 0.5, "deadline_s": 60.0, **fields}
     return RoleSpec(name=name, environment={"PYTHONPATH": path, "GYRE_SAID": name}, **fields)
 
 

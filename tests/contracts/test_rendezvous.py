@@ -27,7 +27,10 @@ from rendezvous_cases import KINDS, LEASE_S, SOON_S, Meeting, keep, meetings
 Go = Callable[[Callable[[Meeting], Awaitable[None]]], None]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=pytest.mark.slow if kind == "etcd" else ()) for kind in KINDS],
+)
 def meet(request, tmp_path_factory) -> Iterator[Callable[[], Meeting]]:
     with meetings(request.param, tmp_path_factory.mktemp("rendezvous")) as make:
         yield make

@@ -44,7 +44,13 @@ def _available(mode: str) -> bool:
 MODES = ["weak", *(mode for mode in ("strong", "bubblewrap") if _available(mode))]
 
 
-@pytest.fixture(scope="module", params=MODES)
+# make test has one that isolates strongly
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(mode, marks=pytest.mark.slow if mode == "bubblewrap" else ()) for mode in MODES
+    ],
+)
 def cells(request):
     others = _below()  # what other tests of this process left running
     sandbox = Cells(request.param, in_flight=2)

@@ -23,7 +23,7 @@ from gyre.cluster.worker.endpoints import EngineEndpoint
 from gyre.cluster.worker.server import Context
 from gyre.cluster.worker.trainer_endpoint import TrainerEndpoint
 from gyre.core.contracts import WorkerHandle
-from gyre.core.errors import InputError, MemoryBudgetError
+from gyre.core.errors import MemoryBudgetError
 from gyre.core.records import DeviceHoldings, Request, RoleSpec
 from gyre.core.seeds import derive_seed
 from local_cluster import LocalCluster
@@ -84,50 +84,6 @@ def fake_trainer(
     return SimpleNamespace(
         trainer=TrainerEndpoint(trainer, rank=rank, compute=ThreadPoolExecutor(1))
     )
-
-
-class Odd:
-    """What a worker may do wrong, on demand."""
-
-    def __init__(self, context: Context) -> None:
-        self._context, self._noted = context, []
-
-    def note(self, number: int, value: Any) -> None:
-        self._noted.append(number)
-
-    def noted(self) -> list[int]:
-        return self._noted
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def environment(self, name: str) -> str | None:
-        return os.environ.get(name)
-
-    def echo(self, value: Any) -> Any:
-        self._context.emit("engine.prefix_cleared", pages=len(str(value)), reason="echo")
-        return value
-
-    def lock(self) -> Any:
-        return threading.Lock()  # which no cluster of processes can send
-
-    def refuse(self) -> None:
-        raise InputError("not this", hint="something else")
-
-    def break_(self) -> None:
-        raise ValueError("broken inside")
-
-    async def block(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    def die(self) -> None:
-        os._exit(3)
-
-
-def odd(context: Context, *, fail: bool = False) -> Odd:
-    if fail:
-        raise InputError("the builder was told to fail", hint="do not tell it")
-    return Odd(context)
 
 
 class Stuck(CountingTrainer):

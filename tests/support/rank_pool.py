@@ -20,6 +20,15 @@ from gyre.distributed.init import RankSpec, hold_store, join, leave
 
 START_S = 120.0
 CALL_S = 180.0
+# ranks would import the latter at their first calls
+PRELOADED = [
+    "zero_cases",
+    "torch.distributed.fsdp",
+    "gyre.trainer.parallelize.fsdp",
+    "torch._dynamo",
+    "numpy.random",
+    "torch.utils.serialization",
+]
 
 
 class RankFailed(Exception):
@@ -41,9 +50,9 @@ class RankPool:
         self.size = size
         self._store = hold_store()
         self.port = self._store.port
-        # which imports torch once for all ranks of all pools
+        # which imports these once for all ranks of all pools
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["zero_cases", "torch.distributed.fsdp"])
+        context.set_forkserver_preload(PRELOADED)
         pipes = [context.Pipe() for _ in range(size)]
         self._ends = [ours for ours, _ in pipes]
         self.processes = [
@@ -115,6 +124,7 @@ def _serve(
         timeout_s=timeout_s,
     )
     group = join(seat)
+    gc.freeze()  # what was imported needs no look at the end of each call
     end.send((False, None))
     while True:
         try:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -60,10 +61,10 @@ class EmitCall:
     is_whole: bool  # no fields come from a mapping
 
 
-def find_emits(source: str, module: str, constants: dict[str, str]) -> Iterator[EmitCall]:
+def find_emits(tree: ast.Module, module: str, constants: dict[str, str]) -> Iterator[EmitCall]:
     """Yield every call that emits a kind which can be read from the source, and every pair of a
     kind and its fields."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if (
             isinstance(node, ast.Tuple)
             and len(node.elts) == 2
@@ -105,13 +106,15 @@ def kind_of(node: ast.expr, constants: dict[str, str]) -> str:
     )
 
 
+@cache
 def all_emits() -> list[EmitCall]:
     """Return every place in the package that emits."""
-    sources = {path: path.read_text(encoding="utf-8") for path in sorted(SOURCE.rglob("*.py"))}
+    paths = sorted(SOURCE.rglob("*.py"))
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
     constants = {
         target.id: node.value.value
-        for source in sources.values()
-        for node in ast.parse(source).body
+        for tree in trees.values()
+        for node in tree.body
         if isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
@@ -120,8 +123,8 @@ def all_emits() -> list[EmitCall]:
     }
     return [
         call
-        for path, source in sources.items()
-        for call in find_emits(source, str(path.relative_to(SOURCE)), constants)
+        for path, tree in trees.items()
+        for call in find_emits(tree, str(path.relative_to(SOURCE)), constants)
     ]
 
 

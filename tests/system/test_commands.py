@@ -281,6 +281,7 @@ def test_help_lists_commands(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_plan_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     answer = gyre(
         "plan", write_config(tmp_path), "--gpus", "8", "--gpu", "h200", "--json", folder=tmp_path

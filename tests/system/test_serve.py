@@ -419,6 +419,7 @@ def test_it_listens_on_loopback_alone(served) -> None:
     assert heard == {"127.0.0.1"}
 
 
+@pytest.mark.slow
 def test_an_address_that_others_reach_is_refused(folder, tmp_path) -> None:
     said = r"(?s)--host 0\.0\.0\.0.*--insecure"
     with (

@@ -141,6 +141,7 @@ def same_answers(found: list[Any], expected: list[Any]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_answer_as_one_does(folder, tmp_path) -> None:
     """Tokens, log-probs, streams, deadlines and hang-ups; then everything ends with the server."""
     with serving(folder, tmp_path / "one", *EXACT) as served:

@@ -19,18 +19,22 @@ hypothesis.settings.register_profile("gyre", deadline=None)
 hypothesis.settings.load_profile("gyre")
 
 
-# whole weights, and weights in shards
-QUICK_LAYOUTS = ("zero1", "zero3", "zero1_tensor2", "zero3_tensor2")
+# weights in shards
+QUICK_LAYOUTS = ("zero3", "zero3_tensor2")
+# and whole ones, of tests that compare with one process
+QUICK_WHOLE = "zero1", ("test_gradients_equal_one_process", "test_training_equals_one_process")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test of several layouts of ranks, make test runs those that differ most, and make
+    """Of a test of several layouts of ranks, make test runs one or two that differ most, and make
     test-all every one."""
+    whole, compared = QUICK_WHOLE
     for item in items:
         layout = item.callspec.params.get("layout") if hasattr(item, "callspec") else None
         known = isinstance(layout, str) and layout in (LAYOUTS | TENSOR_LAYOUTS)
-        if known and layout not in QUICK_LAYOUTS:
+        is_compared = layout == whole and getattr(item, "originalname", "") in compared
+        if known and layout not in QUICK_LAYOUTS and not is_compared:
             item.add_marker(pytest.mark.slow)
 
 
@@ -77,7 +81,11 @@ def instructions(request) -> Iterator[InstructionSet]:
         yield request.param
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids=["1 thread", "3 threads"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, marks=pytest.mark.slow), 3],
+    ids=["1 thread", "3 threads"],
+)
 def team(request) -> Iterator[int]:
     """Run the test with so many threads, whatever the machine has: a team of one hides races."""
     before = torch.get_num_threads()

@@ -116,7 +116,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("model name", "data file")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+)
 def test_a_run_names_what_is_not_there(case: str, tmp_path: Path) -> None:
     given, words = CASES[case]
     error, loaded = gyre(
@@ -133,7 +139,16 @@ def test_offline_is_said(tmp_path: Path) -> None:
     assert "HF_HUB_OFFLINE is set" in error["message"] and "hf download" in error["hint"]
 
 
-@pytest.mark.parametrize("command", [["chat"], ["eval"], ["report"], ["train", "--resume"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["chat"],
+        *(
+            pytest.param(command, marks=pytest.mark.slow)
+            for command in (["eval"], ["report"], ["train", "--resume"])
+        ),
+    ],
+)
 def test_a_run_folder_that_is_not_there_has_near_names(command: list[str], tmp_path: Path) -> None:
     (tmp_path / "runs" / "arith-grpo").mkdir(parents=True)
     for name in ("runs/arith-gpro", "arith-gpro"):

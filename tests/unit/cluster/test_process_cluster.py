@@ -138,6 +138,7 @@ def test_what_a_worker_has_started_ends_with_it(way: str) -> None:
     go(main)
 
 
+@pytest.mark.slow
 def test_a_call_to_a_process_that_stands_still_ends_before_its_deadline() -> None:
     async def main(cluster: ProcessCluster) -> None:
         handle = await cluster.start(spec())

@@ -250,7 +250,7 @@ def test_an_event_that_cannot_be_written_fails_the_call_that_brought_it() -> Non
             raise OSError(errno.ENOSPC, "No space left on device")
 
         cluster = LocalCluster(on_event=on_event)
-        handle = await cluster.start(RoleSpec(name="odd", builder="cluster_roles:odd"))
+        handle = await cluster.start(RoleSpec(name="odd", builder="odd_role:odd"))
         with pytest.raises(OSError, match="No space left"):
             await ask(handle, "echo", 1, deadline_s=20)
         assert isinstance(await ask(handle, "pid", deadline_s=20), int)

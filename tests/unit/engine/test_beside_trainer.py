@@ -34,10 +34,16 @@ def test_ranks_that_change_alike_go_on(pair: RankPool) -> None:
     [
         ("elsewhere", "it comes to the move of engine.kv to tier 'host', and rank 0 to the move of "
          "engine.kv to tier 'none'"),
-        ("more", "it comes to phase train of step 0, and rank 0 to the move of engine.kv to tier "
-         "'none'"),
-        ("fewer", "it comes to the move of engine.kv to tier 'none', and rank 0 to phase train of "
-         "step 0"),
+        pytest.param(
+            "more",
+            "it comes to phase train of step 0, and rank 0 to the move of engine.kv to tier 'none'",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "fewer",
+            "it comes to the move of engine.kv to tier 'none', and rank 0 to phase train of step 0",
+            marks=pytest.mark.slow,
+        ),
     ],
 )  # fmt: skip
 def test_a_ledger_that_decides_otherwise_ends_the_engine_by_name(
@@ -50,6 +56,7 @@ def test_a_ledger_that_decides_otherwise_ends_the_engine_by_name(
     assert "rank 1 failed: RankError" in leader[1][1] and words in leader[1][1]
 
 
+@pytest.mark.slow
 def test_a_first_rank_that_does_not_come_is_named_in_time(mortal: RankPool) -> None:
     _, follower = told(mortal, "late", TIMEOUT_S)
     assert "rank 0 did not come to the move of engine.kv to tier 'none' in 3 s" in follower[1][0]

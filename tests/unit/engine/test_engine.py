@@ -35,7 +35,16 @@ from sampling_cases import CPU, with_engine
 pytestmark = pytest.mark.usefixtures("both_kernels")
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "windows", "all_windows"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("llama", marks=pytest.mark.slow),
+        pytest.param("qwen2", marks=pytest.mark.slow),
+        "qwen3",
+        "windows",
+        pytest.param("all_windows", marks=pytest.mark.slow),
+    ],
+)
 def hub_folder(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     save_tiny(folder, request.param)
@@ -88,7 +97,7 @@ MIXES: dict[str, Callable[[Path, list[Request]], list[tuple[Completion, ...]]]] 
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_tokens_do_not_depend_on_what_else_runs(qwen3: Path, mix: str, temperature: float) -> None:
     requests = make_requests(10, temperature=temperature, n=2 if temperature else 1)
     assert tokens_of(MIXES[mix](qwen3, requests)) == tokens_of(run(qwen3, requests))
@@ -99,7 +108,7 @@ def test_tokens_do_not_depend_on_what_else_runs(qwen3: Path, mix: str, temperatu
     [
         {},
         pytest.param({"temperature": 1.0}, marks=pytest.mark.slow),
-        {"temperature": 0.9, "top_p": 0.9},
+        pytest.param({"temperature": 0.9, "top_p": 0.9}, marks=pytest.mark.slow),
     ],
 )
 def test_preemption_swap_chunks_and_overlap_do_not_change_tokens(qwen3: Path, rules: dict) -> None:
@@ -306,7 +315,10 @@ def test_interrupted_completions_go_on_as_if_nothing_had_happened(
             assert had.support.offsets.tolist() == part.support.offsets[: count + 1].tolist()
 
 
-@pytest.mark.parametrize("rules", [{}, {"temperature": 0.9, "top_p": 0.9, "n": 3}])
+@pytest.mark.parametrize(
+    "rules",
+    [{}, pytest.param({"temperature": 0.9, "top_p": 0.9, "n": 3}, marks=pytest.mark.slow)],
+)
 def test_overlap_changes_no_token(qwen3: Path, rules: dict) -> None:
     """The same steps, booked one launch later. Stops come at different lengths, so surplus is
     dropped all the time."""

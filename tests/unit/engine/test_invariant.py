@@ -101,7 +101,8 @@ def run_trials(temperature: float, **changes: object) -> tuple[set[bytes], Count
     return answers, happened
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_fifty_trials_one_answer(temperature: float) -> None:
     if isinstance(library := load_decoder(torch.float32), Unavailable):
         pytest.skip(library.reason)

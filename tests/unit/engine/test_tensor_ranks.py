@@ -3,6 +3,7 @@ on its part of the model and its logits, and choose what one core with the whole
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,12 +108,21 @@ def check_choices(pool: RankPool, tmp_path: Path, which: str, overlap: bool) -> 
     assert sum(len(chunk[0]) for chunks in one.values() for chunk in chunks) > 150
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("which", SPECS)
+QUICK = ("llama", False), ("qwen3", True)
+
+
+@pytest.mark.parametrize(
+    ("which", "overlap"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(SPECS, (False, True))
+    ],
+)
 def test_two_ranks_choose_as_one(pair: RankPool, tmp_path: Path, which: str, overlap: bool) -> None:
     check_choices(pair, tmp_path, which, overlap)
 
 
+@pytest.mark.slow
 def test_four_ranks_choose_as_one(ranks: RankPool, tmp_path: Path) -> None:
     check_choices(ranks, tmp_path, "qwen3", overlap=False)
 

@@ -55,23 +55,27 @@ def in_a_process(folder: Path, *arguments: str) -> subprocess.CompletedProcess[s
     )
 
 
+REFUSED = [
+    ("train", "nowhere.toml"),
+    ("train", "torn.toml"),
+    ("train", "typo.toml"),
+    ("train", "good.toml", "--set", "trainer.stpes=1"),
+    ("train", "good.toml", "--stage", "cold_start"),
+    ("train", "good.toml", "--check-goal"),
+    ("train", "--resume", "nowhere"),
+    ("plan", "nowhere.toml"),
+    ("plan", "typo.toml"),
+    ("eval", "nowhere"),
+    ("eval", "model", "--config", "typo.toml"),
+    ("chat", "nowhere", "--prompt", "1"),
+    ("report", "nowhere"),
+]
+QUICK = ("train", "typo.toml"), ("plan", "nowhere.toml"), ("eval", "nowhere")
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ("train", "nowhere.toml"),
-        ("train", "torn.toml"),
-        ("train", "typo.toml"),
-        ("train", "good.toml", "--set", "trainer.stpes=1"),
-        ("train", "good.toml", "--stage", "cold_start"),
-        ("train", "good.toml", "--check-goal"),
-        ("train", "--resume", "nowhere"),
-        ("plan", "nowhere.toml"),
-        ("plan", "typo.toml"),
-        ("eval", "nowhere"),
-        ("eval", "model", "--config", "typo.toml"),
-        ("chat", "nowhere", "--prompt", "1"),
-        ("report", "nowhere"),
-    ],
+    [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in REFUSED],
 )
 def test_a_bad_path_or_key_is_refused_before_anything_heavy_is_loaded(tmp_path, arguments):
     (tmp_path / "torn.toml").write_text("[model\n")

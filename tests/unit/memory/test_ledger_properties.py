@@ -165,6 +165,7 @@ def test_with_room_elsewhere_only_a_true_shortage_is_refused(ledger: Ledger, pha
             plan_phase(ledger, phase)
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(ledger=ledgers(), phase=st.sampled_from(PHASES))
 def test_the_named_setting_is_the_nearest_that_fits(ledger: Ledger, phase) -> None:

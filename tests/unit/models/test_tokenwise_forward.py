@@ -35,7 +35,7 @@ def test_a_sum_of_two_commutes(pair: RankPool) -> None:
             assert torch.equal(of_rank["sequence"], expected_TE)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("which", SPECS)
 def test_hidden_states_are_the_decoders_and_do_not_depend_on_company(
     request: pytest.FixtureRequest, which: str, size: int

@@ -72,6 +72,7 @@ def test_tensorboard_forgets_what_a_resume_lives_through_again(tmp_path: Path) -
     assert values == {"cold_start": [0.5], "main": [11.0, 12.0, 13.0, 24.0, 25.0, 26.0, 27.0]}
 
 
+@pytest.mark.slow
 def test_wandb_offline_keeps_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "home"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -136,6 +137,7 @@ def test_the_device_holds_the_same_bytes_in_each_phase(inputs: PlanInputs) -> No
     same_device_bytes(inputs, ONE)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(asked_over_ranks())
 def test_a_tensor_rank_holds_the_same_bytes_in_each_phase(
@@ -159,6 +161,7 @@ def same_device_bytes(inputs: PlanInputs, degrees: Degrees) -> None:
     assert start.allocated_bytes == plan.start.peak_device_bytes
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(asked())
 def test_host_and_disk_hold_the_same_bytes(inputs: PlanInputs) -> None:
@@ -182,6 +185,7 @@ def same_bytes_elsewhere(inputs: PlanInputs, degrees: Degrees) -> None:
     assert found.disk_bytes == sum(disk.values())
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(asked())
 def test_no_evaluation_needs_more_than_what_the_search_looks_at(inputs: PlanInputs) -> None:

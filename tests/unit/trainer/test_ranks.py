@@ -130,7 +130,12 @@ def test_ranks_without_work_stay_in_step(ranks, layout, num_sequences):
 
 @pytest.mark.parametrize("layout", ["zero1", "zero2", "zero3", "mixed"])
 @pytest.mark.parametrize(
-    ("kind", "which"), [("ppo", "critic"), ("grpo", "reference"), ("rm", "reward")]
+    ("kind", "which"),
+    [
+        ("ppo", "critic"),
+        pytest.param("grpo", "reference", marks=pytest.mark.slow),
+        pytest.param("rm", "reward", marks=pytest.mark.slow),
+    ],
 )
 def test_evaluation_gives_every_rank_the_whole_batch(ranks, kind, which, layout):
     """Before a step and after it: nothing that was gathered for the first pass is read by the
@@ -233,6 +238,7 @@ def test_gradients_travel_as_computed_and_are_summed_in_float32(pair, dtype):
     assert half == whole / 2 > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
 def test_training_with_8_bit_products_goes_on_from_another_layout_s_snapshot(pair, layout):
     """The scales of gathered weights follow the weights that were read."""
@@ -252,6 +258,7 @@ def test_training_with_8_bit_products_goes_on_from_another_layout_s_snapshot(pai
     assert_close(on[0][1], on[1][1], relative=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zero1", "zero3"])
 def test_8_bit_products_of_parked_components_and_of_the_reference(pair, layout):
     """Shards that were away are gathered as before; the reference, never trained, multiplies what

@@ -104,7 +104,12 @@ def test_copies_stay_equal_to_the_bit(ranks: RankPool, layout: str, dtype: str) 
 
 @pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
 @pytest.mark.parametrize(
-    ("kind", "which"), [("ppo", "critic"), ("grpo", "reference"), ("rm", "reward")]
+    ("kind", "which"),
+    [
+        ("ppo", "critic"),
+        pytest.param("grpo", "reference", marks=pytest.mark.slow),
+        pytest.param("rm", "reward", marks=pytest.mark.slow),
+    ],
 )
 def test_evaluation_gives_every_rank_the_whole_batch(
     ranks: RankPool, kind: str, which: str, layout: str
@@ -230,6 +235,7 @@ def test_8_bit_products_over_ranks_are_those_of_one_process(
     assert results[0][1] == pytest.approx(norms, rel=3e-2)
 
 
+@pytest.mark.slow
 def test_snapshots_of_8_bit_products_fit_any_layout(ranks: RankPool) -> None:
     settings = {"spec": "blocks_parted", "matmul": "fp8", "dtype": "bfloat16"}
     state = saved(None, "sft", steps=1, **settings)
@@ -238,7 +244,7 @@ def test_snapshots_of_8_bit_products_fit_any_layout(ranks: RankPool) -> None:
     assert_same(results[0][1], {name: each.float().numpy() for name, each in written.items()})
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["selective", pytest.param("full", marks=pytest.mark.slow)])
 def test_8_bit_products_are_made_again_from_the_same_numbers(ranks: RankPool, mode: str) -> None:
     settings = {"spec": "blocks_parted", "matmul": "fp8", "layout": "zero3_tensor2"}
     expected = ranks.run(gradients, "grpo", **settings)[0][0]

@@ -39,6 +39,13 @@ from trainer_cases import (
 )
 
 DTYPES = [torch.float32, torch.bfloat16]
+# the one with a critic, and one without
+QUICK_POLICIES = [
+    pytest.param(kind, marks=() if kind in ("grpo", "ppo") else pytest.mark.slow)
+    for kind in OBJECTIVES
+]
+# the one with masters beside the weights
+QUICK_BFLOAT16 = [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,7 +97,7 @@ def test_learning_rate_0_leaves_weights_bit_equal(kind, dtype):
     assert_bits_equal(weights_of(trainer), before)
 
 
-@pytest.mark.parametrize("kind", OBJECTIVES)
+@pytest.mark.parametrize("kind", QUICK_POLICIES)
 def test_each_objective_learns_its_batch(kind):
     trainer, batch = make_trainer(kind, learning_rate=3e-3), make_batch()
     losses = [trainer.step_now(batch).metrics for _ in range(15)]
@@ -236,6 +243,7 @@ def test_training_that_stays_without_a_finite_gradient_ends_and_names_the_learni
     )
 
 
+@pytest.mark.slow
 def test_a_loss_scale_may_fall_for_as_long_as_it_must():
     trainer = make_trainer("ppo", dtype=torch.float16)
     bad = make_batch()
@@ -315,8 +323,8 @@ def test_a_reference_that_is_forbidden_says_so():
     assert make_trainer("dpo", reference="none").step_now(batch).num_updates == 1
 
 
-@pytest.mark.parametrize("kind", OBJECTIVES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", QUICK_POLICIES)
+@pytest.mark.parametrize("dtype", QUICK_BFLOAT16)
 def test_resume_from_a_snapshot_is_bit_equal(kind, dtype, tmp_path):
     """Six steps in one go, or three, a snapshot on disk, and three in a new trainer with other
     weights."""
@@ -367,7 +375,7 @@ def test_snapshots_of_another_run_are_refused():
         make_trainer("grpo").restore_now({**taken, "tensors": missing})
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", QUICK_BFLOAT16)
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_moving_components_keeps_bits_and_identity(dtype, tier, tmp_path, monkeypatch):
     moved = make_trainer("ppo", dtype=dtype, disk_folder=tmp_path, reward_model=reward_model(dtype))

@@ -23,7 +23,10 @@ MANY = 9_000  # tensors, whose text is longer than etcd takes in one commit
 Go = Callable[[Callable[[Meeting], Awaitable[None]]], None]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=pytest.mark.slow if kind == "etcd" else ()) for kind in KINDS],
+)
 def meet(request, tmp_path_factory) -> Iterator[Callable[[], Meeting]]:
     with meetings(request.param, tmp_path_factory.mktemp("rendezvous")) as make:
         yield make

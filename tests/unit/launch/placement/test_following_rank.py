@@ -152,6 +152,7 @@ def test_components_move_where_rank_0_says_and_nowhere_else() -> None:
         followed.move(["engine.kv"], "none")
 
 
+@pytest.mark.slow
 def test_ledgers_of_both_ranks_return_to_the_same_numbers(pair: RankPool) -> None:
     """Over 20 switches, with work between them. A rank holds its part of the weights and of KV, and
     nothing of them while the trainer has the device."""

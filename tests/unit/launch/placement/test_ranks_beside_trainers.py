@@ -82,6 +82,7 @@ def named(seen: dict[str, Any], kind: str) -> list[dict[str, Any]]:
     return [fields for name, fields in seen["events"] if name == kind]
 
 
+@pytest.mark.slow
 def test_a_ring_of_two_ranks_gives_what_one_process_gives_and_copies_no_weight(
     pair: RankPool, tmp_path: Path, alone: dict[str, Any]
 ) -> None:

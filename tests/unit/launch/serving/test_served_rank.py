@@ -79,6 +79,7 @@ def test_ranks_meet_and_are_an_engine_of_the_version(folder: Path) -> None:
     assert stats.version == 3 and stats.pages_total > 0
 
 
+@pytest.mark.slow
 def test_gpus_of_two_sizes_are_no_group(folder: Path) -> None:
     error, seconds = met(folder, "rank_roles:build_mixed", memories=[80, 40])
     assert type(error) is ConfigError and seconds < START_S
@@ -86,6 +87,7 @@ def test_gpus_of_two_sizes_are_no_group(folder: Path) -> None:
     assert "rank 1 (here): H with 40.0 GiB" in error.message
 
 
+@pytest.mark.slow
 def test_ranks_that_see_other_files_are_refused(folder: Path) -> None:
     error, _ = met(folder, "rank_roles:build_torn")
     assert type(error) is InputError and "other files for one rank" in error.message

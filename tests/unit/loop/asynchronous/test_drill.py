@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +34,7 @@ def begun_prompts(benches: list[Bench]) -> dict[tuple[int, int], tuple[int, ...]
     return dict(sorted(found.items()))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     bound=st.integers(0, 3),

@@ -4,6 +4,7 @@ config."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Literal
 
 import pytest
@@ -17,7 +18,7 @@ from gyre.planner.model_zoo import find_shape, model_numbers
 from gyre.planner.report.checklist import Line, Settings, inference_lines, training_lines
 from gyre.planner.report.features import FEATURES, built_features
 from gyre.planner.search.candidates import Fixed, GpuCluster
-from gyre.planner.search.search import choose
+from gyre.planner.search.search import SearchResult, choose
 from gyre.runconfig.run_config import RunConfig
 from planner_cases import make_job
 
@@ -57,6 +58,11 @@ SETTINGS = Settings(
 )
 
 
+@cache
+def chosen(gpus: int, gpu: str, fixed: Fixed | None, **job) -> SearchResult:
+    return choose(make_job(**job), GpuCluster(gpus=gpus, gpu=find_gpu(gpu)), fixed)
+
+
 def lines(
     gpus: int = 8,
     gpu: str = "h200",
@@ -64,9 +70,7 @@ def lines(
     fixed: Fixed | None = None,
     **job,
 ):
-    choice = choose(
-        make_job(**{"longest": 4096, **job}), GpuCluster(gpus=gpus, gpu=find_gpu(gpu)), fixed
-    )
+    choice = chosen(gpus, gpu, fixed, **{"longest": 4096, **job})
     training, inference = training_lines(choice, settings), inference_lines(choice, settings)
     assert [line.name for line in training] == TRAINING
     assert [line.name for line in inference] == INFERENCE

@@ -48,7 +48,7 @@ JOBS = given(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, derandomize=True)  # what is drawn takes 4 s or 70
 @JOBS
 def test_the_best_is_the_fastest_that_fits(shape, gpus, gpu, longest, host, fixed, rollout) -> None:
     best_is_the_fastest(shape, gpus, gpu, longest, host, fixed, rollout)
@@ -99,6 +99,7 @@ def refuse(job, there: GpuCluster, fixed: Fixed | None = None) -> MemoryBudgetEr
     return refusal.value
 
 
+@pytest.mark.slow
 def test_a_refusal_names_the_shortfall_and_the_fewest_gpus_that_do() -> None:
     job = make_job("llama-3-70b")
     error = refuse(job, cluster(1, "h100"))

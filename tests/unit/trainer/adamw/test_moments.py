@@ -308,6 +308,7 @@ def batch_of_rules(seed: int) -> TrainBatch:
     return TrainBatch(sequences=tuple(sequences), step=seed)
 
 
+@pytest.mark.slow
 def test_a_model_learns_as_with_float32_moments():
     losses = {}
     for moments in ("float32", "8_bit"):
@@ -468,7 +469,9 @@ def test_a_snapshot_in_files_comes_back_to_the_bit(tmp_path):
     assert_bits_equal(saved_tensors(first), saved_tensors(second))
 
 
-@pytest.mark.parametrize("how", ["host", "disk and gradients"])
+@pytest.mark.parametrize(
+    "how", ["host", pytest.param("disk and gradients", marks=pytest.mark.slow)]
+)
 def test_snapshots_go_both_ways_with_state_away(tmp_path, how):
     decoders = [decoder_on(CPU, torch.bfloat16, spec="blocks") for _ in range(3)]
     plain, again = (make_trainer("sft", decoder=decoder, **CODED) for decoder in decoders[:2])

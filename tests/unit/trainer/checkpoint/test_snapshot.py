@@ -287,7 +287,7 @@ save()
 
 @pytest.mark.parametrize(
     "moment",
-    [1, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow), 11],
+    [1, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 8, 11))],
 )
 def test_a_kill_while_writing_leaves_the_one_before(moment, tmp_path):
     store, _ = save(tmp_path, 1)
