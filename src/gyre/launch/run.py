@@ -6,7 +6,6 @@ tokenizer, model ─▶ each stage: plan, trainer, memory manager, loop ─▶ e
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -47,7 +46,7 @@ from gyre.launch.run_folder.attempts import write_changes
 from gyre.launch.run_folder.run_folder import hold, read_all_overrides, refuse_damaged
 from gyre.launch.signals import StopSignals
 from gyre.launch.stage_plan import plan_run, rate_remarks
-from gyre.launch.stages import Stage, StageData, load_stage_data, plan_stages
+from gyre.launch.stages import Stage, StageData, plan_stages, read_stage_data
 from gyre.launch.train_args import MAIN, TrainArgs
 from gyre.loop.ports import Observers
 from gyre.loop.resume import StageProgress, from_snapshot
@@ -293,10 +292,9 @@ class Run:
 
     async def _prepare(self, stage: Stage, policy: Facts | Policy) -> ReadyStage:
         """Read, plan and try what a stage needs. Done for all stages before the first one
-        trains. Records are read on a thread, since the loop keeps leases alive meanwhile."""
-        context = policy.spec.context_tokens
-        data = await asyncio.to_thread(
-            load_stage_data, self._config, stage, policy.tokenizer, context, self._emit
+        trains."""
+        data = await read_stage_data(
+            self._config, stage, policy.tokenizer, policy.spec.context_tokens, self._emit
         )
         plan = self._plan(stage, policy, data)
         if plan.kv_pages:

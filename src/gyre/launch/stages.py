@@ -3,6 +3,7 @@ StageData."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,6 +160,13 @@ def load_stage_data(
         sample_prompts=prompts[:3],
         eval_batch=TrainBatch(sequences=held_out_sequences, step=0) if held_out_sequences else None,
     )
+
+
+async def read_stage_data(
+    config: RunConfig, stage: Stage, tokenizer: Tokenizer, context_tokens: int, emit: Emit
+) -> StageData:
+    """Load them on a thread: the event loop keeps leases alive meanwhile."""
+    return await asyncio.to_thread(load_stage_data, config, stage, tokenizer, context_tokens, emit)
 
 
 def load_problems(

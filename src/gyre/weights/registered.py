@@ -193,14 +193,17 @@ class _VersionReader:
         with ThreadPoolExecutor(1, thread_name_prefix="read-parts") as reading:
             numbers = range(len(self.buckets))
             ahead = deque(reading.submit(read, number) for number in numbers[:NUM_ROOMS])
-            for number in numbers:
-                yield self.buckets[number], ahead.popleft().result()  # each read has a deadline
-                if stream is not None:
-                    copied[number % NUM_ROOMS] = torch.cuda.current_stream(
-                        self._device
-                    ).record_event()
-                if number + NUM_ROOMS < len(self.buckets):
-                    ahead.append(reading.submit(read, number + NUM_ROOMS))
+            try:
+                for number in numbers:
+                    yield self.buckets[number], ahead.popleft().result()  # a read has a deadline
+                    if stream is not None:
+                        copying = torch.cuda.current_stream(self._device)
+                        copied[number % NUM_ROOMS] = copying.record_event()
+                    if number + NUM_ROOMS < len(self.buckets):
+                        ahead.append(reading.submit(read, number + NUM_ROOMS))
+            finally:
+                for waiting in ahead:  # after an error none of them is begun
+                    waiting.cancel()
 
     def _thens(self) -> list[tuple[int, int] | None]:
         """Return for each bucket the start and the bytes of the next one of its owner."""

@@ -150,7 +150,7 @@ OWNED = {
     ("launch/commands.py", "evaluate"): "the compute thread, whose work has ended",
     ("launch/commands.py", "plan"): "the compute thread, whose work has ended",
     ("launch/serving/plan.py", "plan_serve"): "the compute thread, which has no work",
-    ("launch/run.py", "_prepare"): "the disk or the hub, which give a run's records",
+    ("launch/stages.py", "read_stage_data"): "the disk or the hub, which give a run's records",
     ("launch/run.py", "close"): "the compute thread, whose work has ended",
     ("launch/placement/inline.py", "look_through"): "the compute thread",
     ("launch/placement/snapshots.py", "finish"): "the compute thread; snapshot.deadline_s in it",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +14,14 @@ import torch
 
 import trainer_cases
 from gyre.core.errors import ConfigError
-from gyre.launch import commands
+from gyre.launch import commands, stages
 from gyre.launch.factories import Machine, check_invariant
-from gyre.launch.stages import MAIN_STAGE_ONLY, load_stage_data, plan_stages
+from gyre.launch.stages import (
+    MAIN_STAGE_ONLY,
+    load_stage_data,
+    plan_stages,
+    read_stage_data,
+)
 from gyre.loop.evaluate import share_outcome
 from gyre.observability.events import is_counted
 from gyre.runconfig.run_config import RunConfig, parse_run_config
@@ -286,3 +293,19 @@ def test_every_trainer_key_reaches_the_cold_start_or_is_named_as_one_that_does_n
     assert cold.model_dump() == {**NOT_DEFAULT, **defaults, **own}
     assert main.model_dump() == NOT_DEFAULT
     assert TrainerConfig.model_validate(cold.model_dump()) == cold, "the copy breaks a rule"
+
+
+def test_the_loop_goes_on_while_records_are_read(tmp_path, monkeypatch) -> None:
+    went_on, config = threading.Event(), config_for(tmp_path, "sft", 4)
+
+    def load(*given):
+        assert went_on.wait(30.0), "the loop stands still"
+        return load_stage_data(*given)
+
+    async def read():
+        asyncio.get_running_loop().call_later(0.01, went_on.set)
+        (stage,) = plan_stages(config, "main")
+        return await read_stage_data(config, stage, TOKENIZER, 64, Events())
+
+    monkeypatch.setattr(stages, "load_stage_data", load)
+    assert len(asyncio.run(read()).eval_batch.sequences) == 4
