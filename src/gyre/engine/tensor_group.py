@@ -17,7 +17,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from typing import cast
 
 import msgspec
@@ -46,6 +46,7 @@ LOOPBACK = "127.0.0.1"
 TOKEN_BYTES = 16
 # for a connection to show the token; for one look once the deadline has passed
 GREETING_S, LEAST_S = 5.0, 1e-3
+TOLD_S = 3.0  # for a rank that has ended to be known as the one at fault, and why
 _LENGTH = struct.Struct("<I")  # bytes of the entry that follows
 
 
@@ -176,8 +177,17 @@ class Followers:
         self._life.enter_context(self._group.guard(WHAT))
 
     def send(self, entry: Message) -> None:
+        """RankError if a rank takes nothing within the timeout. One that has ended may have said
+        why: that error is the one that the failure detector knows."""
         for stream in self._streams:
-            stream.write(entry)
+            try:
+                stream.write(entry)
+            except RankError as error:
+                with suppress(RuntimeError):  # `fault` has the same words
+                    self._group.look_for(WHAT, lambda: None, TOLD_S)
+                if fault := self._group.fault:
+                    raise RankError(f"{WHAT} ended: {fault}") from error
+                raise
 
     def prepare(self, offer: Offer, *, reverts: bool) -> None:
         if self._have_trainers and is_own(offer):

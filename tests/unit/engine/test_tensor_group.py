@@ -27,7 +27,15 @@ from gyre.distributed.process_group import RankGroup, alone
 from gyre.engine.config import EngineConfig
 from gyre.engine.engine import NativeEngine
 from gyre.engine.scheduler.journal import Abort, Entry, Steps
-from gyre.engine.tensor_group import LOOPBACK, TOKEN_BYTES, EntryStream, agree_on_pages, lead
+from gyre.engine.tensor_group import (
+    LOOPBACK,
+    TOKEN_BYTES,
+    EndCore,
+    EntryStream,
+    Followers,
+    agree_on_pages,
+    lead,
+)
 from gyre.models.hub.export import export_hub
 from gyre.models.hub.folders import WEIGHTS_FILE
 from layout_cases import spec_of
@@ -320,3 +328,26 @@ def pages_of(group: RankGroup, own: list[int]) -> int:
 
 def test_ranks_take_the_pages_that_all_have_room_for(pair: RankPool) -> None:
     assert pair.run(pages_of, [9, 7]) == [7, 7]
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [("rank 1 failed: its reason", "rank 1 failed: its reason"), ("", "took no entry within 9 s")],
+)
+def test_a_rank_that_ended_is_named_by_what_it_told(told: str, words: str) -> None:
+    """A reset connection may be seen before the failure detector knows the reason."""
+
+    class Group:
+        fault = ""
+
+        def look_for(self, what: str, look: Callable[[], None], within_s: float) -> None:
+            assert look() is None and within_s >= 2.0, "shorter than a report takes"
+            self.fault = told
+            if told:
+                raise RuntimeError("it looks no further")
+
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    group: Any = Group()
+    with closing(ours), pytest.raises(RankError, match=words):
+        Followers(group, [EntryStream(ours, 1, timeout_s=9.0)]).send(EndCore())
