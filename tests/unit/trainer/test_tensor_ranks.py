@@ -213,9 +213,9 @@ def test_8_bit_products_over_ranks_are_those_of_one_process(
     parts now and then moves a number by a step of its format, and what follows with it: by norm,
     less than half of what 8 bits cost. A sum in BF16 is off by up to 2^-8 and a step is 2^-3, so it
     moves some 3 % of the numbers, each by √12 times the error of rounding: √(12 · 0.03) = 0.6 of
-    what 8 bits cost, and less than the whole for each tensor. Scales that differ by rank would make
-    errors that are independent, √2 apart. Of one product test_tensor_float8 has the bits."""
-    share = 0.5 if dtype == "float32" else 1.0
+    what 8 bits cost at the median, and less than the whole for each tensor. Scales of each rank's
+    own give 0.8 to 1.3, the median past 1. Of one product test_tensor_float8 has the bits."""
+    share, median = (0.5, 0.5) if dtype == "float32" else (1.0, 0.8)
     settings: dict[str, Any] = {
         "spec": "blocks_apart",
         "dtype": dtype,
@@ -227,10 +227,13 @@ def test_8_bit_products_over_ranks_are_those_of_one_process(
     wide, _ = of_one_process(gradients, "ppo", **settings)
     expected, norms = of_one_process(gradients, "ppo", matmul="fp8", **settings)
     results = ranks.run(gradients, "ppo", layout=layout, matmul="fp8", **settings)
+    ratios = []
     for name, whole in expected.items():
         cost = np.linalg.norm(whole - wide[name])
-        assert np.linalg.norm(results[0][0][name] - whole) <= share * cost, name
         assert cost > 1e-3 * np.linalg.norm(whole), name
+        ratios.append(np.linalg.norm(results[0][0][name] - whole) / cost)
+        assert ratios[-1] <= share, name
+    assert np.median(ratios) <= median
     assert all(result[1] == results[0][1] for result in results)
     assert results[0][1] == pytest.approx(norms, rel=3e-2)
 
