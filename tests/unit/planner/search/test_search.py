@@ -48,7 +48,7 @@ JOBS = given(
 )
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)  # what is drawn takes 4 s or 70
+@settings(max_examples=12, deadline=None, derandomize=True)  # the slow one draws anew
 @JOBS
 def test_the_best_is_the_fastest_that_fits(shape, gpus, gpu, longest, host, fixed, rollout) -> None:
     best_is_the_fastest(shape, gpus, gpu, longest, host, fixed, rollout)
