@@ -116,8 +116,8 @@ def test_what_is_read_next_may_be_said_before(publish, reading, step):
             found_N = torch.zeros(part_bytes(part.placed), dtype=torch.uint8)
             cuts = list(range(0, len(found_N), step))
             for start, after in zip(cuts, [*cuts[1:], None], strict=True):
-                then = None if after is None else (after, min(step, len(found_N) - after))
-                part.reader.read(start, found_N[start : start + step], then=then)
+                next_read = None if after is None else (after, min(step, len(found_N) - after))
+                part.reader.read(start, found_N[start : start + step], next_read=next_read)
             part.reader.check()
             for one in part.placed:
                 values_N = whole[one.entry.name].view(-1)[one.segment.start : one.segment.stop]

@@ -68,7 +68,7 @@ class CopiesInTurn:
         self._streams: tuple[Any, Any] | None = None  # of the copies, and the other
         self._landed: tuple[Callable[[], None], Any] | None = None  # to be summed; its copy's event
         if device.type == "cuda":
-            copying, beside = torch.cuda.current_stream(device), _stream_beside(device)
+            copying, beside = torch.cuda.current_stream(device), stream_for("keep and sum", device)
             beside.wait_stream(copying)
             self._streams = copying, beside
 
@@ -109,6 +109,6 @@ class CopiesInTurn:
 
 
 @functools.cache
-def _stream_beside(device: torch.device) -> Any:
-    """Return one stream per device: each keeps freed memory of its own."""
+def stream_for(purpose: str, device: torch.device) -> Any:
+    """Return the stream of a purpose, one per device: each keeps freed memory of its own."""
     return torch.cuda.Stream(device)

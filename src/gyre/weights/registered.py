@@ -13,7 +13,6 @@ bit. Without one the bytes are kept in host memory.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +29,7 @@ from gyre.core.events import Emit
 from gyre.core.offers import Offer
 from gyre.core.rounding import round_up
 from gyre.weights.boxes import views
-from gyre.weights.landed import CopiesInTurn, LandedSums
+from gyre.weights.landed import CopiesInTurn, LandedSums, stream_for
 from gyre.weights.manifest import find_faults, verify_manifest
 from gyre.weights.tensor_part import TensorPart
 from gyre.weights.transports.mapped import huge_pages
@@ -177,7 +176,8 @@ class _VersionReader:
                 yield bucket, bytes_N
             return
         longest = max((one.stop - one.start for one in self.buckets), default=0)
-        rooms, thens, stream = self._make_rooms(longest), self._thens(), self._reading_stream()
+        rooms, stream = self._make_rooms(longest), self._reading_stream()
+        next_reads = self._next_reads()
         copied: list[Any] = [None] * NUM_ROOMS  # event: the room may be read into again
 
         def read(number: int) -> Tensor:
@@ -187,7 +187,7 @@ class _VersionReader:
             if copied[room] is not None:
                 copied[room].synchronize()
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                part.reader.read(bucket.start, bytes_N, then=thens[number])
+                part.reader.read(bucket.start, bytes_N, next_read=next_reads[number])
             return bytes_N
 
         with ThreadPoolExecutor(1, thread_name_prefix="read-parts") as reading:
@@ -205,21 +205,21 @@ class _VersionReader:
                 for waiting in ahead:  # after an error none of them is begun
                     waiting.cancel()
 
-    def _thens(self) -> list[tuple[int, int] | None]:
+    def _next_reads(self) -> list[tuple[int, int] | None]:
         """Return for each bucket the start and the bytes of the next one of its owner."""
-        thens: list[tuple[int, int] | None] = []
-        nexts: dict[int, tuple[int, int]] = {}
+        found: list[tuple[int, int] | None] = []
+        later: dict[int, tuple[int, int]] = {}  # by owner
         for bucket in reversed(self.buckets):
-            thens.append(nexts.get(bucket.owner))
-            nexts[bucket.owner] = bucket.start, bucket.stop - bucket.start
-        return thens[::-1]
+            found.append(later.get(bucket.owner))
+            later[bucket.owner] = bucket.start, bucket.stop - bucket.start
+        return found[::-1]
 
     def _reading_stream(self) -> Any:
         """Return the stream that buckets are read on, behind what uses the rooms' memory now; None
         on a CPU."""
         if self._device.type != "cuda":
             return None
-        stream = _stream_of_reads(self._device)
+        stream = stream_for("read", self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         return stream
 
@@ -235,12 +235,6 @@ class _VersionReader:
                 for _ in range(NUM_ROOMS)
             ]
         return rooms
-
-
-@functools.cache
-def _stream_of_reads(device: torch.device) -> Any:
-    """Return one stream per device."""
-    return torch.cuda.Stream(device)
 
 
 def nothing() -> None: ...

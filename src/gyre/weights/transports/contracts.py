@@ -68,10 +68,10 @@ class PartReader(Protocol):
         read."""
         ...
 
-    def read(self, start: int, out_N: Tensor, *, then: tuple[int, int] | None = None) -> None:
-        """Fill `out_N` from byte `start` on; they are there when this returns. `then`: start and
-        bytes of the next read, which the publisher may prepare meanwhile. SnapshotError once the
-        version is gone, DeadlineError when no byte comes in time."""
+    def read(self, start: int, out_N: Tensor, *, next_read: tuple[int, int] | None = None) -> None:
+        """Fill `out_N` from byte `start` on; they are there when this returns. `next_read`: start
+        and bytes of the next read, which the publisher may prepare meanwhile. SnapshotError once
+        the version is gone, DeadlineError when no byte comes in time."""
         ...
 
     def check(self) -> None:

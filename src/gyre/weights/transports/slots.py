@@ -127,7 +127,7 @@ class SharedMemoryPart:
     def view(self, start: int, stop: int) -> Tensor:
         return self._slot.view(start, stop)
 
-    def read(self, start: int, out_N: Tensor, *, then: tuple[int, int] | None = None) -> None:
+    def read(self, start: int, out_N: Tensor, *, next_read: tuple[int, int] | None = None) -> None:
         out_N.copy_(self.view(start, start + len(out_N)))
         self.check()
 

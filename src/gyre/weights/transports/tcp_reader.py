@@ -77,7 +77,7 @@ class TcpPart:
     def view(self, start: int, stop: int) -> None:
         return None
 
-    def read(self, start: int, out_N: Tensor, *, then: tuple[int, int] | None = None) -> None:
+    def read(self, start: int, out_N: Tensor, *, next_read: tuple[int, int] | None = None) -> None:
         out = memoryview(cast(Any, out_N.numpy()))
         share = max(1, ceil_div(len(out), len(self._connections)))
         calls = [

@@ -140,7 +140,7 @@ class GroupPart:
     def view(self, start: int, stop: int) -> None:
         return None
 
-    def read(self, start: int, out_N: Tensor, *, then: tuple[int, int] | None = None) -> None:
+    def read(self, start: int, out_N: Tensor, *, next_read: tuple[int, int] | None = None) -> None:
         """Fill `out_N` with bytes that follow those read before. InputError for bytes that came
         before them: a broadcast is not repeated."""
         try:

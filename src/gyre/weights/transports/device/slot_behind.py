@@ -32,12 +32,12 @@ class SlotBehind:
     def view(self, start: int, stop: int) -> None:
         return None
 
-    def read(self, start: int, out_N: Tensor, *, then: tuple[int, int] | None = None) -> None:
+    def read(self, start: int, out_N: Tensor, *, next_read: tuple[int, int] | None = None) -> None:
         try:
-            self._reader.read(start, out_N, then=then)
+            self._reader.read(start, out_N, next_read=next_read)
         except GyreError as error:
             self._change(error)
-            self._reader.read(start, out_N, then=then)
+            self._reader.read(start, out_N, next_read=next_read)
 
     def check(self) -> None:
         try:

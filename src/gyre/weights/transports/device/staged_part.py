@@ -30,7 +30,7 @@ from gyre.weights.transports.device.control import (
 )
 from gyre.weights.transports.device.cuda_ipc import Staging
 
-NUM_HALVES = 2  # buckets
+NUM_BUCKETS = 2  # of staging memory, filled in turn
 _Fill = tuple[int, int]  # start and bytes
 # (bytes, handle) → memory; InputError where it cannot be opened here
 OpenStaging = Callable[[int, bytes], Staging]
@@ -73,9 +73,9 @@ class StagedPart:
     def view(self, start: int, stop: int) -> None:
         return None
 
-    def read(self, start: int, out_N: Tensor, *, then: tuple[int, int] | None = None) -> None:
+    def read(self, start: int, out_N: Tensor, *, next_read: tuple[int, int] | None = None) -> None:
         try:
-            self._read(start, out_N, self._cut(*then)[:1] if then else [])
+            self._read(start, out_N, self._cut(*next_read)[:1] if next_read else [])
         except BaseException:
             self._link.give_up()  # what it would answer next is not known
             raise
@@ -92,22 +92,22 @@ class StagedPart:
         step, stop = self._bucket_bytes, start + size_bytes
         return [(at, min(step, stop - at)) for at in range(start, stop, step)]
 
-    def _read(self, start: int, out_N: Tensor, then: list[_Fill]) -> None:
+    def _read(self, start: int, out_N: Tensor, after: list[_Fill]) -> None:
         fills = self._cut(start, len(out_N))
         assert list(self._asked) == fills[: len(self._asked)], "another place was asked for"
-        asking = deque((fills + then)[len(self._asked) :])
+        asking = deque((fills + after)[len(self._asked) :])
         for at, size_bytes in fills:
-            while asking and len(self._asked) < NUM_HALVES:
+            while asking and len(self._asked) < NUM_BUCKETS:
                 self._ask(asking.popleft())
             self._link.answer()
-            first = self._num_copied % NUM_HALVES * self._bucket_bytes
+            first = self._num_copied % NUM_BUCKETS * self._bucket_bytes
             bucket_N = self._staging.bytes_N[first : first + size_bytes]
             out_N[at - start : at - start + size_bytes].copy_(bucket_N)
             if bucket_N.is_cuda:
                 torch.cuda.current_stream(bucket_N.device).synchronize()
             self._asked.popleft()
             self._num_copied += 1
-        while asking and len(self._asked) < NUM_HALVES:
+        while asking and len(self._asked) < NUM_BUCKETS:
             self._ask(asking.popleft())
 
     def _ask(self, fill: _Fill) -> None:
