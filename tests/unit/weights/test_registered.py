@@ -3,6 +3,8 @@ size: whole, or undone to the bit."""
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -277,3 +279,42 @@ def test_slots_stay_mapped_from_version_to_version(folder):
         swap.settle()
     assert same(own, whole_tensors(9))
     opener.close()
+
+
+def test_after_an_error_no_further_bucket_is_read(folder, monkeypatch) -> None:
+    """What the thread has begun ends; the buckets behind it would each have a deadline to wait."""
+    has_failed, begun = threading.Event(), list[int]()
+
+    class Slow:
+        """Reads the first bucket at once, and the second only when the swap has failed."""
+
+        def view(self, start: int, stop: int) -> None:
+            return None
+
+        def read(self, start: int, out_N: torch.Tensor, *, next_read: object = None) -> None:
+            begun.append(start)
+            if len(begun) > 1:
+                assert has_failed.wait(20.0), "the swap goes on"
+                time.sleep(0.2)  # it is on its way out
+
+        def check(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    def fail(*given: object, **settings: object) -> None:
+        has_failed.set()
+        raise Fault
+
+    own = whole_tensors(0)
+    with stores_of(folder, 1) as stores:
+        offer = register(stores, whole_tensors(1), version=1)
+        opener = opener_of(folder)
+        monkeypatch.setattr(
+            "gyre.weights.transports.opened.SharedMemoryPart", lambda *a, **k: Slow()
+        )
+        swap = ReadOver(offer, own, parts=opener, emit=silent, bucket_bytes=64)
+        monkeypatch.setattr(torch, "_foreach_copy_", fail)
+        with pytest.raises(Fault):
+            swap.run()
+        swap.settle()
+    assert len(begun) <= 2
