@@ -165,7 +165,7 @@ def load_stage_data(
 async def read_stage_data(
     config: RunConfig, stage: Stage, tokenizer: Tokenizer, context_tokens: int, emit: Emit
 ) -> StageData:
-    """Load them on a thread: the event loop keeps leases alive meanwhile."""
+    """Load a stage's records on a thread: the event loop keeps leases alive meanwhile."""
     return await asyncio.to_thread(load_stage_data, config, stage, tokenizer, context_tokens, emit)
 
 
