@@ -312,7 +312,8 @@ class CoreWorker:
     def describe_start(self, dummy: bool) -> Start:
         """Return the entry of a core that starts now."""
         return Start(
-            settings=self._config.model_dump(mode="json"),
+            # a run's config has more keys, which decide nothing here
+            settings=self._config.model_dump(mode="json", include=set(EngineConfig.model_fields)),
             num_pages=self.memory.num_pages,
             num_slots=self.memory.num_slots,
             version=self.weights.version,

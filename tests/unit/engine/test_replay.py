@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from engine_cases import Bench, ask, go, make_decoder, tensors_of
+from engine_cases import CPU, Bench, ask, go, make_decoder, tensors_of
 from gyre.core.records import Sampling, TokenChunk
-from gyre.engine.core_worker import CoreFailed
+from gyre.engine.config import EngineConfig
+from gyre.engine.core_worker import CoreFailed, CoreWorker
 from gyre.engine.replay import replay
 from gyre.engine.scheduler.journal import (
     Abort,
@@ -18,6 +20,7 @@ from gyre.engine.scheduler.journal import (
     Expire,
     Interrupt,
     MoveComponent,
+    Start,
     read_journal,
 )
 from gyre.models.decoder import Decoder
@@ -153,6 +156,34 @@ def test_a_failure_is_replayed_as_it_was(tmp_path: Path) -> None:
                 emit=lambda kind, **fields: None,
             )
         )
+
+
+def test_a_start_has_the_engine_s_keys_and_none_of_what_a_run_adds(tmp_path: Path) -> None:
+    class RunsEngineConfig(EngineConfig):
+        """A run's config of its engine, which chooses between engines, too."""
+
+        kind: str = "native"
+
+    bench = Bench(shared=True)
+    config = RunsEngineConfig(num_pages=60, page_tokens=4, max_running=8, token_budget=64)
+    worker = CoreWorker(
+        bench.decoder,
+        config,
+        None,
+        emit=lambda kind, **fields: None,
+        device=CPU,
+        dtype=torch.float32,
+        version=0,
+        shared_weights=True,
+        eos_ids=(),
+        journal_folder=tmp_path,
+    )
+    worker.start(dummy=False)
+    worker.terminate()
+    (path,) = tmp_path.iterdir()
+    (start,) = read_journal(path)
+    assert isinstance(start, Start) and set(start.settings) == set(EngineConfig.model_fields)
+    assert play(tmp_path, {0: bench.decoder}) == {}
 
 
 def test_no_journal_is_kept_unless_asked(tmp_path: Path) -> None:
