@@ -140,7 +140,8 @@ class EngineConfig(Section):
     )
     journal: bool = Field(
         default=False,
-        description="Keep every input of a run's engine under journal/ in the run folder.",
+        description="Keep every input of a run's engine under journal/ in the run folder. "
+        "`gyre serve` refuses it; `gyre eval` and `gyre chat` keep none.",
     )
     disk_folder: str | None = Field(
         default=None,

@@ -119,7 +119,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def check_together(self, info: ValidationInfo) -> RunConfig:
         """Raise ValueError with the first reason why values of several tables do not go together.
-        The context SERVED stands for a server, which asks less of an engine over ranks."""
+        The context SERVED stands for a server, which may cut its engine over ranks whatever the
+        cluster is, and keeps no journal."""
         reason = (
             self._why_no_batch()
             or self._why_no_state_file()
@@ -197,6 +198,11 @@ class RunConfig(Section):
             return (
                 f"engine.kind = 'vllm' with cluster.kind = '{self.cluster.kind}': vLLM runs as a "
                 "sidecar of a pod, set cluster.kind = 'pod' or engine.kind = 'native'"
+            )
+        if is_served and self.engine.journal:
+            return (
+                "engine.journal = true: `gyre serve` has no run folder to keep a journal in, set "
+                "engine.journal = false"
             )
         cut = self.engine.tensor_ranks > 1 and not is_served
         if cut and (reason := self._why_no_tensor_engine()):

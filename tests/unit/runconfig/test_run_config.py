@@ -631,6 +631,13 @@ def test_a_served_engine_may_have_several_ranks_whatever_the_run_works_on():
     assert read_served_config(config.model_dump_json()) == config
 
 
+def test_a_server_which_keeps_no_journal_refuses_to():
+    tables = {**MODEL, "engine": {"journal": True}}
+    assert parse_run_config(tables, where="run.toml").engine.journal
+    with pytest.raises(ConfigError, match=r"engine.journal = true: `gyre serve` has no run folder"):
+        parse_run_config(tables, where="run.toml", served=True)
+
+
 def test_an_engine_over_several_ranks_is_part_of_a_pod():
     tables = {**MODEL, "engine": {"tensor_ranks": 2}, "memory": {"disk_folder": "parked"}}
     for pod in (POD, {"kind": "pod"}, {"kind": "pod", "num_workers": 3, "engine_workers": 1}):
