@@ -299,8 +299,8 @@ def _settings(
     *,
     completions_per_prompt: int,
 ) -> Settings:
-    """Several GPUs are workers of Ray, whatever the config says: it is read for one GPU or for as
-    many as there are."""
+    """Several GPUs have a worker each, though the config be inline: it is read for one GPU or for
+    as many as there are."""
     decided = plan_engine(engine, device_type="cuda")
     return Settings(
         features=built_features(RunConfig),
@@ -311,7 +311,7 @@ def _settings(
         page_tokens=decided.page_tokens,
         prefix_cache=decided.prefix_cache,
         completions_per_prompt=completions_per_prompt,
-        cluster_kind="ray" if cluster.gpus > 1 else workers.kind,
+        cluster_kind="ray" if cluster.gpus > 1 and workers.kind == "inline" else workers.kind,
         max_restarts=workers.max_restarts,
     )
 

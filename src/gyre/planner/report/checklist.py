@@ -46,13 +46,26 @@ class Line:
     reason: str
 
 
+# the lines that no config changes
+LOADING = Line(
+    name="Data loading",
+    state="on",
+    reason="records are read and encoded before the first step, and no step waits for a file",
+)
+HEALTH = Line(
+    name="Health checks",
+    state="off",
+    reason="this plan serves nothing; gyre serve answers GET /health/live and GET /health/ready",
+)
+
+
 def training_lines(choice: SearchResult, settings: Settings) -> tuple[Line, ...]:
     return (
         _parallelism(choice, settings),
         _memory(choice, settings),
         _checkpointing(choice, settings),
         _precision(choice, settings),
-        _loading(settings),
+        LOADING,
         _snapshots(settings),
         _faults(settings),
     )
@@ -67,7 +80,7 @@ def inference_lines(choice: SearchResult, settings: Settings) -> tuple[Line, ...
         *_engine_lines(choice, settings),
         _lacking(
             "Quantization",
-            "quantised weights",
+            "quantized weights",
             built,
             "generation uses the weights as they are trained",
         ),
@@ -75,9 +88,7 @@ def inference_lines(choice: SearchResult, settings: Settings) -> tuple[Line, ...
             "Speculative decoding", "speculative decoding", built, "no draft model or n-gram is set"
         ),
         _tensor_engine(choice, built, f"{size}: {'not needed' if fits else 'needed'}"),
-        _lacking(
-            "Health checks", "liveness and readiness probes", built, "this plan serves nothing"
-        ),
+        HEALTH,
     )
 
 
@@ -282,13 +293,6 @@ def _fp8(choice: SearchResult, settings: Settings) -> str:
         f"FP8 off: trainer.matmul = 'same', where 'fp8' makes the layers' products {FP8_GAIN} "
         "× as fast"
     )
-
-
-def _loading(settings: Settings) -> Line:
-    built = settings.features["overlapped data loading"]
-    reason = "records are read before the run and packed between steps"
-    reason = "the next batch is read while one trains" if built else reason
-    return Line(name="Data loading", state="on" if built else "not built", reason=reason)
 
 
 def _snapshots(settings: Settings) -> Line:

@@ -24,13 +24,11 @@ FEATURES: Mapping[str, str] = MappingProxyType(
         "FP8 training": "trainer.matmul=fp8",
         "8-bit optimizer states": "trainer.moments=8_bit",
         "FP16 with loss scaling": "run.dtype=float16",
-        "overlapped data loading": "data.prefetch",
         "asynchronous snapshots": "snapshot.background",
         "restart by itself": "cluster.max_restarts",
-        "quantised weights": "engine.quantise",
+        "quantized weights": "engine.quantize",
         "speculative decoding": "engine.speculate",
         "tensor parallel engine": "engine.tensor_ranks",
-        "liveness and readiness probes": "gateway.probes",
     }
 )
 

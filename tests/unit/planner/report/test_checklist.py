@@ -3,6 +3,7 @@ config."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Literal
@@ -21,6 +22,7 @@ from gyre.planner.search.candidates import Fixed, GpuCluster
 from gyre.planner.search.search import SearchResult, choose
 from gyre.runconfig.run_config import RunConfig
 from planner_cases import make_job
+from reference_pages import DOCS
 
 GIB = 1 << 30
 TRAINING = [
@@ -240,19 +242,25 @@ def test_lines_follow_the_engine() -> None:
     [
         ("several GPUs", "training", "Parallelism configured"),
         ("ZeRO", "training", "Memory optimization"),
-        ("overlapped data loading", "training", "Data loading"),
         ("asynchronous snapshots", "training", "Checkpointing"),
         ("restart by itself", "training", "Fault detection"),
-        ("quantised weights", "inference", "Quantization"),
+        ("quantized weights", "inference", "Quantization"),
         ("speculative decoding", "inference", "Speculative decoding"),
         ("tensor parallel engine", "inference", "Tensor parallelism"),
-        ("liveness and readiness probes", "inference", "Health checks"),
     ],
 )
 def test_a_line_whose_feature_is_missing_says_so(feature: str, part: str, name: str) -> None:
     lacking = replace(SETTINGS, features={**SETTINGS.features, feature: False})
     assert lines(settings=lacking)[part, name].state == "not built"
     assert lines()[part, name].state != "not built"
+
+
+def test_the_line_of_health_names_what_a_server_answers() -> None:
+    """A run serves nothing, and the probes are there for who serves its model."""
+    health = lines()["inference", "Health checks"]
+    there = set(re.findall(r"GET (\S+)", health.reason))
+    assert health.state == "off" and there == {"/health/live", "/health/ready"}
+    assert there <= set(re.findall(r"## GET (\S+)", (DOCS / "api.md").read_text()))
 
 
 def test_a_layout_that_offloads_needs_offload() -> None:
