@@ -63,7 +63,7 @@ class Watch:
 
     def finish(self) -> None:
         """After a step; a step has one chunk or more, and then one update."""
-        self._end("optimiser step")
+        self._end("optimizer step")
 
     def _on_gradient(self, tensor: Tensor, moment: str) -> None:
         if tensor.requires_grad:

@@ -32,7 +32,7 @@ STUBBORN = {
     "  except OSError: pass\nwhile True: pass",
     "forks": "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
     "holds memory": "import time\nblock = bytearray(200 << 20)\ntime.sleep(1000)",
-    "daemonises": "import os, time\nif os.fork() == 0:\n  os.setsid()\n  "
+    "daemonizes": "import os, time\nif os.fork() == 0:\n  os.setsid()\n  "
     "os.fork()\ntime.sleep(1000)",
     "closes its streams": "import os\nfor fd in (0, 1, 2): os.close(fd)\nwhile True: pass",
 }

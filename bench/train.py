@@ -57,7 +57,7 @@ SPECS = SHAPES | {
         hidden_size=2560, num_layers=36, num_heads=32, mlp_size=9728, tied=True, **COMMON
     ),
 }
-LAYERS = {"0.6b": 28, "4b": 36, "8b": 16}  # what fits 139 GiB with optimiser state and 8 k tokens
+LAYERS = {"0.6b": 28, "4b": 36, "8b": 16}  # what fits 139 GiB with optimizer state and 8 k tokens
 TITAN = "torchtitan 0.2.2, whole step on 8 H200, compiled, attention at half"
 PEERS = {  # 9,515, 8,808 and, with its layers' products in FP8, 12,218 tokens/s per GPU
     ("8b", "none", "same"): 0.507,
@@ -88,7 +88,7 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--shape", choices=tuple(SPECS), default="8b")
     options.add_argument(
-        "--layers", type=int, default=0, help="0: as many as fit one H200 with optimiser state"
+        "--layers", type=int, default=0, help="0: as many as fit one H200 with optimizer state"
     )
     options.add_argument("--tokens", type=int, default=8192)
     options.add_argument(

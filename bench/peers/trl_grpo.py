@@ -27,7 +27,7 @@ def digit_share(completions: list[str], **_: object) -> list[float]:
 
 
 class Clock(TrainerCallback):
-    """Seconds from the end of one optimiser step to the end of the next: generation, scoring, both
+    """Seconds from the end of one optimizer step to the end of the next: generation, scoring, both
     passes, update."""
 
     def __init__(self) -> None:

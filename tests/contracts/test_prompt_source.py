@@ -148,7 +148,7 @@ def test_state_of_other_data_is_refused(make: Maker) -> None:
         make().restore({})
 
 
-def test_masks_are_part_of_what_is_recognised() -> None:
+def test_masks_are_part_of_what_is_recognized() -> None:
     other = sequence(0)
     changed = TrainSequence(
         tokens=other.tokens, columns={"loss_mask": np.array([True, True, True])}

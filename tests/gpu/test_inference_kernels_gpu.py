@@ -280,7 +280,7 @@ def test_sample_chooses_as_the_sampler_does(vocab_size) -> None:
     )  # fmt: skip
     same = tokens == expected.tokens_N
     assert same.float().mean() > 0.9, (
-        "only a uniform at the very edge of a token may fall to its neighbour"
+        "only a uniform at the very edge of a token may fall to its neighbor"
     )
     assert torch.equal(last[int32(rows).long()], tokens) and (last != -1).sum() == count
     assert torch.allclose(logprobs[0][same], expected.logprobs_N[same].float(), atol=2e-4)

@@ -1,4 +1,4 @@
-"""Optimiser state, gradients and weights away from a GPU: the same bits as on it, and less of its
+"""Optimizer state, gradients and weights away from a GPU: the same bits as on it, and less of its
 memory."""
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ BUILD = ROOT / "build" / "mutants"
 BIN = ROOT / ".venvs" / "mutants" / "bin"
 TIMEOUT_S = 240.0
 
-# One change for each operator: to its neighbour, which hides best. No | and no exceptions: they
+# One change for each operator: to its neighbor, which hides best. No | and no exceptions: they
 # stand in annotations and messages. Names are not exchanged.
 KEPT = (
     r"Comparison\w+_(Lt_LtE|LtE_Lt|Gt_GtE|GtE_Gt|Eq_NotEq|NotEq_Eq|Is_IsNot|IsNot_Is)",

@@ -63,10 +63,10 @@ def verl_policy(data: Data, args: dict[str, Any]) -> torch.Tensor:
     old, weights = data["old"], None
     mode = args.get("mode", "vanilla")
     if mode == "bypass_mode":
-        old = data["behaviour"]
+        old = data["behavior"]
     elif "is" in args or "rs" in args:
         proto, mask, _ = compute_rollout_correction_and_rejection_mask(
-            data["old"], data["behaviour"], mask, **correction
+            data["old"], data["behavior"], mask, **correction
         )
         weights = None if proto is None else proto.batch["rollout_is_weights"]
     call = core_algos.get_policy_loss_fn(mode)
@@ -168,7 +168,7 @@ def trl_weights(data: Data, args: dict[str, Any]) -> torch.Tensor:
         "math": math,
         "mask": data["mask"],
         "old_per_token_logps": data["old"],
-        "sampling_per_token_logps": data["behaviour"],
+        "sampling_per_token_logps": data["behavior"],
     }
     exec(textwrap.dedent(source[begin:end]), names)
     return names["vllm_importance_sampling_ratio"]
@@ -230,7 +230,7 @@ def trl_policy(data: Data, args: dict[str, Any]) -> torch.Tensor:
         "ref_per_token_logps": data["reference"], "num_items_in_batch": mask.sum(),
     }  # fmt: skip
     if "off_policy" in args:
-        inputs["sampling_per_token_logps"] = data["behaviour"]
+        inputs["sampling_per_token_logps"] = data["behavior"]
     if "is" in args:
         inputs["importance_sampling_ratio"] = trl_weights(data, args)
     return trainer.loss(inputs)

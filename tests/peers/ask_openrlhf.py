@@ -43,7 +43,7 @@ def policy(data: Data, args: dict[str, Any]) -> torch.Tensor:
         vllm_is_truncated_threshold=args.get("band"),
         vllm_is_correction_type=args.get("is", "tis"),
     )
-    given = data["logprobs"], data["old"], data["advantages"], data["mask"], data["behaviour"]
+    given = data["logprobs"], data["old"], data["advantages"], data["mask"], data["behavior"]
     loss = made(*given)[0]
     if "kl" in args:
         kl = helpers.compute_approx_kl(

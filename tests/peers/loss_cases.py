@@ -43,11 +43,10 @@ def random_data(
         mask[1] = 0.0
     logprobs = -rng.exponential(1.0, shape)
     moved = {
-        name: logprobs + rng.normal(0.0, spread, shape)
-        for name in ("old", "behaviour", "reference")
+        name: logprobs + rng.normal(0.0, spread, shape) for name in ("old", "behavior", "reference")
     }
     if far:
-        moved["old"][0, 0], moved["old"][3, 1], moved["behaviour"][0, 4] = -40.0, 25.0, -45.0
+        moved["old"][0, 0], moved["old"][3, 1], moved["behavior"][0, 4] = -40.0, 25.0, -45.0
         moved["reference"][0, 1], moved["reference"][4, 0] = -31.0, 30.0
     values = rng.normal(0.0, 1.0, shape)
     made = {

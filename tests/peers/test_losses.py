@@ -42,7 +42,7 @@ KEPT = json.loads((HERE / "losses.json").read_text())
 CONFIG = TypeAdapter(ObjectiveConfig)
 COLUMNS = {
     "old_logprobs_N": "old",
-    "behavior_logprobs_N": "behaviour",
+    "behavior_logprobs_N": "behavior",
     "advantages_N": "advantages",
     "entropy_N": "entropy",
     "old_values_N": "old_values",
@@ -423,7 +423,7 @@ def check_chi2() -> None:
         data["logprobs"].grad = None
         loss_sum(config, inputs(config, data, row))[0].backward()
         grads.append(data["logprobs"].grad.clone())
-    ratio = (data["logprobs"] - data["behaviour"]).exp().detach()
+    ratio = (data["logprobs"] - data["behavior"]).exp().detach()
     np.testing.assert_allclose(
         grads[1] - grads[0], 0.5 * 2 * (ratio - 1) * ratio * mask, rtol=1e-9, atol=1e-12
     )

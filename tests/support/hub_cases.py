@@ -4,7 +4,7 @@ Callers: test_engine_hub (CPU, float32), tests/gpu/test_transformers_gpu and
 tests/gpu/test_rules_gpu (BF16).
 
 The oracle reads transformers' float32 logits along what the engine chose, and knows the engine's
-draws by seed. Logits may differ by `bound`; every judgement below allows for that and for no more.
+draws by seed. Logits may differ by `bound`; every judgment below allows for that and for no more.
 """
 
 # C chosen tokens, P prompt tokens, V vocabulary

@@ -24,7 +24,7 @@ class Sequence:
 
     logprobs: Tensor
     old: Tensor
-    behaviour: Tensor
+    behavior: Tensor
     reference: Tensor
     advantages: Tensor
     values: Tensor
@@ -67,7 +67,7 @@ def random_sequences(
             Sequence(
                 logprobs=torch.tensor(logprobs, requires_grad=True),
                 old=torch.tensor(noisy(spread)),
-                behaviour=torch.tensor(noisy(spread)),
+                behavior=torch.tensor(noisy(spread)),
                 reference=torch.tensor(noisy(spread)),
                 advantages=torch.tensor(advantages),
                 values=torch.tensor(values, requires_grad=True),
@@ -81,7 +81,7 @@ def random_sequences(
 
 
 def chunk_inputs(sequences: list[Sequence], *, old: bool = True) -> LossInputs:
-    """Pack sequences into one chunk. As pairs, neighbours are (chosen, rejected)."""
+    """Pack sequences into one chunk. As pairs, neighbors are (chosen, rejected)."""
     lengths = [len(s) for s in sequences]
     cat = lambda name: torch.cat([getattr(s, name) for s in sequences])  # noqa: E731
     return LossInputs(
@@ -93,7 +93,7 @@ def chunk_inputs(sequences: list[Sequence], *, old: bool = True) -> LossInputs:
         logprobs_N=cat("logprobs"),
         entropy_N=cat("entropy"),
         advantages_N=cat("advantages"),
-        behavior_logprobs_N=cat("behaviour"),
+        behavior_logprobs_N=cat("behavior"),
         old_logprobs_N=cat("old") if old else None,
         reference_logprobs_N=cat("reference"),
         values_N=cat("values"),
@@ -165,8 +165,8 @@ def slow_average(per_sequence: list[list[Tensor]], aggregation: str, fixed_lengt
 
 def slow_weight(config, s: Sequence, t: int) -> float:
     """Truncated importance weight of a token, 0 outside the band; the engine's log-probs are
-    `behaviour`."""
-    gaps = [number(gap) for gap in s.old - s.behaviour]
+    `behavior`."""
+    gaps = [number(gap) for gap in s.old - s.behavior]
     ratios = {
         "token": math.exp(gaps[t]),
         "sequence": math.exp(sum(gaps)),
@@ -213,12 +213,12 @@ def slow_policy(config, sequences: list[Sequence]) -> Tensor:
             else:
                 loss = -advantage * s.logprobs[t]
             loss = loss * slow_weight(config, s, t)
-            gaps = [number(s.behaviour[i]) - number(s.logprobs[i]) for i in range(len(s))]
+            gaps = [number(s.behavior[i]) - number(s.logprobs[i]) for i in range(len(s))]
             delta = config.off_policy_mask_threshold
             if delta and advantage < 0 and sum(gaps) / len(s) > delta:
                 loss = 0.0 * s.logprobs[t]
             if config.chi2_coef:
-                ratio_to_engine = torch.exp(s.logprobs[t] - number(s.behaviour[t]))
+                ratio_to_engine = torch.exp(s.logprobs[t] - number(s.behavior[t]))
                 loss = loss + config.chi2_coef * (ratio_to_engine - 1) ** 2
             if config.kl_coef and config.kl_in == "loss":
                 kl = slow_bounded_kl(config, s.logprobs[t], number(s.reference[t]))

@@ -107,7 +107,7 @@ def random_sequence(rng: np.random.Generator, length: int, **extra: Any) -> Trai
 
 
 def make_batch(num_sequences: int = 12, *, seed: int = 0, step: int = 0) -> TrainBatch:
-    """Sequences of 3 to 30 tokens; neighbours are siblings of a pair."""
+    """Sequences of 3 to 30 tokens; neighbors are siblings of a pair."""
     rng = np.random.default_rng(seed)
     sequences = tuple(
         random_sequence(

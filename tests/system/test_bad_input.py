@@ -1,5 +1,5 @@
 """What users get wrong: refused before anything expensive, in words that say what was got, what is
-accepted, what to do. A reward that breaks later costs labelled scores and nothing else."""
+accepted, what to do. A reward that breaks later costs labeled scores and nothing else."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_bad_reward_function_is_refused_before_the_cold_start(tmp_path: Path) ->
     refused(tmp_path, with_reward("raises"), kind="input", words=("KeyError",))
 
 
-def test_reward_that_starts_failing_costs_labelled_scores(tmp_path: Path) -> None:
+def test_reward_that_starts_failing_costs_labeled_scores(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     sets = {
         **with_reward("fails_later", options={"flag": str(flag)}),

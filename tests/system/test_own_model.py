@@ -58,7 +58,7 @@ def test_trains_and_exports(tmp_path: Path, family: str) -> None:
         name: a.shape for name, a in after.items()
     }
     assert any(not np.array_equal(before[name], after[name]) for name in before), (
-        "it learnt something"
+        "it learned something"
     )
 
     check_export(run, family)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gyre.launch.score import Scored
 
 MOST_TEXT_CHARS = 300  # of a completion that is shown
-COLOURS = {"ok": "green", "timeout": "yellow", "error": "red", "invalid": "red"}
+COLORS = {"ok": "green", "timeout": "yellow", "error": "red", "invalid": "red"}
 
 
 def run_score(
@@ -78,7 +78,7 @@ def _table(score: Score) -> Table:
     table.add_column("outcome", no_wrap=True)
     table.add_column("reason", overflow="fold")
     for part in score.parts:
-        outcome = Text(part.outcome, style=COLOURS[part.outcome])
+        outcome = Text(part.outcome, style=COLORS[part.outcome])
         seconds = (
             f"{part.seconds:.2f} s" if part.seconds >= 1.0 else f"{part.seconds * 1000:.1f} ms"
         )

@@ -54,7 +54,7 @@ def take_prompt(row: Mapping[str, Any], where: str, config: DataConfig) -> Promp
             raise InputError(
                 f"{where}: data.prompt_field and data.{key} are both '{field}', which holds a "
                 "text: the prompt would "
-                "show what is to be learnt",
+                "show what is to be learned",
                 hint="name two fields, or give a conversation: its last assistant turn is the "
                 "response",
             )

@@ -263,7 +263,8 @@ def not_given(config: RunConfig, stage: Stage) -> dict[str, str]:
 
 
 def rate_remarks(stage: Stage) -> tuple[str, ...]:
-    """Learning rates that leave nothing of what a model has learnt, with the keys that set them."""
+    """Return learning rates that leave nothing of what a model learned, with the keys that set
+    them."""
     cold, trainer = stage.name == COLD_START, stage.trainer
     rates = {"cold_start.learning_rate" if cold else "trainer.learning_rate": trainer.learning_rate}
     if needs_critic(stage.objective) and trainer.critic_learning_rate is not None:
@@ -290,7 +291,7 @@ def filter_remarks(config: RunConfig, objective: AnyObjective) -> tuple[str, ...
     )
     refills = config.rollout.max_refills
     if metric is None and config.rewards.model_part() is not None:
-        then = "none is replaced, because the learnt reward comes after the rollouts"
+        then = "none is replaced, because the learned reward comes after the rollouts"
     else:
         then = (
             f"further prompts replace them, {refills} times a step at most"

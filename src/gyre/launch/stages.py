@@ -122,7 +122,7 @@ def load_stage_data(
     config: RunConfig, stage: Stage, tokenizer: Tokenizer, context_tokens: int, emit: Emit
 ) -> StageData:
     """Load the stage's records, and what it is judged on."""
-    learnt = bound_lengths(stage.data, prompt=context_tokens, sequence=context_tokens)
+    learned = bound_lengths(stage.data, prompt=context_tokens, sequence=context_tokens)
     seed, num = derive_seed(config.run.seed, "data", stage.name), config.eval.num_problems
     prompts: tuple[Prompt, ...] = ()
     if stage.name == MAIN and uses_engine(config, stage.objective):
@@ -139,7 +139,7 @@ def load_stage_data(
                 sample_prompts=found.train[:3],
             )
     if is_pairwise(stage.objective):
-        pairs = load_pairs(learnt, tokenizer, emit=emit)
+        pairs = load_pairs(learned, tokenizer, emit=emit)
         judged = _take_records(stage, pairs.held_out, num, pairs.source, emit)
         held_out = tuple(sequence for pair in judged for sequence in pair)
         return StageData(
@@ -151,7 +151,7 @@ def load_stage_data(
             sample_prompts=prompts[:3],
             eval_batch=TrainBatch(sequences=held_out, step=0) if held_out else None,
         )
-    examples = load_examples(learnt, tokenizer, emit=emit)
+    examples = load_examples(learned, tokenizer, emit=emit)
     held_out_sequences = _take_records(stage, examples.held_out, num, examples.source, emit)
     return StageData(
         source=ShuffledSource(examples.train, seed, examples.source),

@@ -264,15 +264,15 @@ class Ring:
             await self._enter("score", step)
             with self._phase("score", step=step):
                 kept = [group for group in whole if group.group_id not in dropped]
-                passes, learnt = await self._passes(kept, whole, step)
+                passes, learned = await self._passes(kept, whole, step)
                 score_to_s = time.monotonic()
                 keep_scores(rollouts.groups, await self._parts.stop.within(scoring.finish()))
             account = scoring.account(
                 rollout=rollouts.windows, reference=(rollout_to_s, score_to_s)
             )
         done = [as_group(group) for group in whole]
-        if learnt is not None and self._config.reward_model is not None:
-            done = add_part(done, *self._config.reward_model, learnt)
+        if learned is not None and self._config.reward_model is not None:
+            done = add_part(done, *self._config.reward_model, learned)
         done = lower_failed(done)
         return ScoredCollection(
             groups=[group for group in done if group.group_id not in dropped],
@@ -343,7 +343,7 @@ class Ring:
         scores all complete groups. Rule rewards run meanwhile."""
         bare = bare_batch([as_group(group, scored=False) for group in kept], step=step)
         trainer, objective = self._parts.trainer, self._stage.objective
-        policy = reference = critic = learnt = None
+        policy = reference = critic = learned = None
         if needs_policy_logprobs(objective) and kept:
             with self._phase("policy", step=step):
                 policy = await trainer.evaluate(bare, "policy")
@@ -353,11 +353,11 @@ class Ring:
         if self._config.reward_model is not None and whole:
             every = bare_batch([as_group(group, scored=False) for group in whole], step=step)
             with self._phase("reward", step=step):
-                learnt = (await trainer.evaluate(every, "reward")).per_sequence
+                learned = (await trainer.evaluate(every, "reward")).per_sequence
         if needs_critic(objective) and kept:
             with self._phase("critic", step=step):
                 critic = await trainer.evaluate(bare, "critic")
-        return Passes(policy=policy, reference=reference, critic=critic), learnt
+        return Passes(policy=policy, reference=reference, critic=critic), learned
 
     async def publish(self, step: int) -> None:
         """Hand the trainer's version over. Under "drain" rollouts under way end first; under

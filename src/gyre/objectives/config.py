@@ -103,7 +103,7 @@ class DpoConfig(Section):
     beta: float = Field(default=0.1, gt=0.0)
     """How strongly the policy is held to the reference."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
-    """Share of pairs taken to be labelled the wrong way round (cDPO); sigmoid only."""
+    """Share of pairs taken to be labeled the wrong way round (cDPO); sigmoid only."""
     average_logprobs: bool = False
     """Divide each sequence's log-prob by its number of target tokens before pairs are compared
     (TRL's sigmoid_norm, and its ipo)."""
@@ -335,7 +335,7 @@ class PpoConfig(PolicyConfig):
     verdict on such completions. Rewards that score them as they stand make max_tokens the end of
     the episode: the value after it is 0."""
     lam: float = Field(default=0.95, ge=0.0, le=1.0)
-    """Weight of longer returns in generalised advantage estimation; 1 is Monte Carlo, 0
+    """Weight of longer returns in generalized advantage estimation; 1 is Monte Carlo, 0
     one-step."""
     whiten: bool = True
     """Shift and scale the advantages of a step to mean 0 and variance 1 over its N tokens; the

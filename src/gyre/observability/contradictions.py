@@ -197,7 +197,7 @@ def describe(measure: str, found: Contradiction, show: Callable[[str, float], st
 
     if found.rule == "opposed":
         cause = (
-            "the policy may have learnt its training problems by heart, or a reward that "
+            "the policy may have learned its training problems by heart, or a reward that "
             "does not hold elsewhere"
         )
         return (

@@ -24,7 +24,7 @@ class Panel:
 
     panel_id: str
     title: str
-    unit: str  # "" for plain numbers, "fraction" for what reads as per cent
+    unit: str  # "" for plain numbers, "fraction" for what reads as percent
     help: str  # one sentence for who has not met it
     metrics: tuple[str, ...]
     per_stage: bool = False  # stages measure it on different scales: one chart each
@@ -149,7 +149,7 @@ PANELS = (
         panel_id="loss",
         title="Loss",
         unit="",
-        help="What the optimizer minimises. Stages with different objectives are not comparable.",
+        help="What the optimizer minimizes. Stages with different objectives are not comparable.",
         metrics=("loss", "policy_loss", "value_loss", "preference_loss", "loss/*"),
         per_stage=True,
     ),
@@ -220,7 +220,7 @@ MEASURED = (
 
 # What an evaluation is judged by: the first that it has.
 EVAL_MEASURES = ("accuracy", "pair_accuracy", "preference_accuracy", "reward", "loss")
-# of trials: shown as per cent; the others are means
+# of trials: shown as percent; the others are means
 SHARES = ("accuracy", "pair_accuracy", "preference_accuracy")
 
 

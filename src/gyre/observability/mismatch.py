@@ -39,7 +39,7 @@ FADES = 0.5  # without stale tokens the gap is at most this share of what it is 
 ADVICE: Mapping[Cause, str] = {
     "not a number": "a log-prob is no number: look for overflow in the model, and at the events "
     "of skipped updates.",
-    "truncation set": "the trainer is below the engine wherever they differ, so it normalises "
+    "truncation set": "the trainer is below the engine wherever they differ, so it normalizes "
     "over more tokens: "
     "check that top_k, top_p, min_p, penalties and temperature reach the trainer (rollout "
     "support).",
@@ -52,7 +52,7 @@ ADVICE: Mapping[Cause, str] = {
     "rollout.max_tokens_per_iteration, or set objective.correction.",
     "precision": "the gap lies on both sides and is small on nearly every token, so the two round "
     "differently: "
-    "use one dtype on both sides (FP8 products, quantised weights and cache widen it), or keep "
+    "use one dtype on both sides (FP8 products, quantized weights and cache widen it), or keep "
     "objective.tis_cap.",
 }
 

@@ -176,7 +176,7 @@ def find_gpu(name: str) -> Gpu:
 PLAIN_WORDS = re.compile(r"nvidia|tesla|geforce|sxm\d?|pcie?|hbm\d\w?|\d+gb?")
 
 
-def recognise_gpu(device_name: str) -> Gpu | None:
+def recognize_gpu(device_name: str) -> Gpu | None:
     """Return the GPU that a driver calls so, such as "NVIDIA A100-SXM4-80GB". None for what the
     table does not have."""
     words = re.split(r"[\s\-]+", device_name.lower())
@@ -193,6 +193,6 @@ def recognise_gpu(device_name: str) -> Gpu | None:
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Data-sheet FLOPs per second of a device in a torch dtype ("bfloat16"), dense: the base of
     MFU, with FP8 layers too. None where none is known, as for float32 and for CPUs."""
-    gpu = recognise_gpu(device_name)
+    gpu = recognize_gpu(device_name)
     rates = {} if gpu is None else {"bfloat16": gpu.bf16_flops, "float16": gpu.fp16_flops}
     return rates.get(dtype) or None

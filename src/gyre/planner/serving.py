@@ -11,7 +11,7 @@ from gyre.core.rounding import ceil_div
 from gyre.engine.config import EngineConfig, plan_num_pages, plan_num_slots
 from gyre.engine.runners.gpu_work import buffer_bytes
 from gyre.models.spec import ModelSpec
-from gyre.planner.gpus import recognise_gpu
+from gyre.planner.gpus import recognize_gpu
 from gyre.planner.memory_model.activations import ITEM_BYTES
 from gyre.planner.memory_model.engine import GRAPH_BYTES, engine_bytes, kv_bytes_per_page
 from gyre.planner.model_zoo import model_numbers, tensor_parts
@@ -145,7 +145,7 @@ def plan_over_ranks(
 ) -> tuple[RankPlan, ...]:
     """Return the plan of an engine on one GPU, and on each number of them in a host that the model
     divides over. Each rank has the logits of the whole vocabulary."""
-    gpu = recognise_gpu(device_name)
+    gpu = recognize_gpu(device_name)
     per_host = GPUS_PER_HOST if gpu is None else gpu.gpus_per_host
     found = []
     for ranks, part in ({1: model_numbers(spec)} | tensor_parts(spec, per_host)).items():

@@ -303,7 +303,7 @@ class RewardsConfig(Section):
     """Texts of end tokens; removed from the end of a completion before it is judged."""
 
     def model_part(self) -> ModelPart | None:
-        """Return the learnt reward, if there is one."""
+        """Return the learned reward, if there is one."""
         return next((part for part in self.parts if isinstance(part, ModelPart)), None)
 
     @field_validator("parts")

@@ -90,7 +90,7 @@ def call_function(
     """Call it and judge what comes back. Never raises. `name` is what reasons call it."""
     try:
         result = function(task, text, **extras, **options)
-    except BaseException as error:  # noqa: BLE001 - becomes a labelled score and an event
+    except BaseException as error:  # noqa: BLE001 - becomes a labeled score and an event
         return (
             0.0,
             f"{name} raised {type(error).__name__}{place_of(error)}: {_text(error)}"[:500],

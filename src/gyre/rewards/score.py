@@ -3,11 +3,11 @@ one Score each.
 
 A score is the weighted sum of its parts. Each part of each rollout is a check in a worker process
 (rewards.pool.pool); the event loop stays free. A check that hangs, dies or raises costs
-that one part of that one rollout. It is labelled and counts as the least that the part can give, so
+that one part of that one rollout. It is labeled and counts as the least that the part can give, so
 it is never worth more than a wrong answer. For a reward function, whose least value is not known,
 that is `failed`, or the least that it gave in the same call (core.scores). Parts of kind "model"
 are not scored here: the trainer evaluates the reward model, and the loop adds its ScorePart.
-Events: reward.timeout, reward.error and reward.invalid, one per labelled part, with the rollout and
+Events: reward.timeout, reward.error and reward.invalid, one per labeled part, with the rollout and
 the reason. warn.tests_decided_inside, per call and part: `count` tests of code that the tested
 programs could forge. sandbox.call_refused, one per part whose programs made such system calls, by
 name and with counts. Those of rewards.pool.pool and of rewards.sandbox.executors.choose_mode come

@@ -67,7 +67,7 @@ class TrainerConfig(Section):
     """How AdamW keeps its two moments. float32: 8 bytes per parameter. 8_bit: a code of 8 bits for
     each number and a float32 scale for each 256 of them, 2.03 bytes per parameter, by the library
     bitsandbytes (extra `moments`). It is for matrices whose rows are whole blocks of 256 numbers;
-    what else is trained stays float32, as do master weights. Changes what is learnt by a little. A
+    what else is trained stays float32, as do master weights. Changes what is learned by a little. A
     snapshot of the one is no snapshot of the other."""
     offload_optimizer: Literal["none", "host", "disk"] = "none"
     """Where master weights of their own and both moments live. none: on the device. host: in pinned

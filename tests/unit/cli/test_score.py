@@ -19,7 +19,7 @@ REWARDS = """
 def score(task, completion, prompt):
     print("a reward prints")
     if task.get("level") == 3:
-        raise KeyError("colour")
+        raise KeyError("color")
     return float(len(prompt)), f"level {task.get('level')}"
 """
 CONFIG = """
@@ -89,7 +89,7 @@ def test_every_part_s_value_outcome_and_reason(folder: Path) -> None:
     )
     broken = third["parts"]["function"]
     assert broken["outcome"] == "error" and broken["value"] == -5.0
-    assert broken["reason"] == "my_score:score raised KeyError at my_score.py:5: 'colour'"
+    assert broken["reason"] == "my_score:score raised KeyError at my_score.py:5: 'color'"
     assert all(
         part["seconds"] >= 0.0 and part["reason"]
         for row in (first, second)

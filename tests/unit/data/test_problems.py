@@ -79,7 +79,7 @@ def test_the_fraction_is_kept_and_grows_by_adding() -> None:
 
 def test_sides_of_known_prompts_never_change() -> None:
     """A release that moved prompts across the split would let old checkpoints be tested on what
-    they learnt."""
+    they learned."""
     keys = ("1 + 1 =", "2 + 2 =", "3 + 3 =", "4 + 4 =", "5 + 5 =")
     assert [is_held_out(key, 0.5) for key in keys] == [False, False, True, False, True]
 

@@ -47,7 +47,7 @@ def watched(temperature: float) -> Request:
 
 
 def others(trial: int) -> list[Request]:
-    """Neighbours with rules of their own; some begin as the watched one does."""
+    """Neighbors with rules of their own; some begin as the watched one does."""
     rng = np.random.default_rng(trial)
     shared = watched(1.0).tokens[: 8 * (trial % 4)]
     return [

@@ -297,7 +297,7 @@ def test_a_learnt_reward_scores_what_the_rules_could_not_and_a_nan_does_not():
     groups = [with_outcomes([0.0, 0.0, 1.0], ["timeout", "timeout", "ok"])]
     made = assemble(
         GrpoConfig(),
-        add_part(groups, "learnt", 1.0, np.array([0.5, np.nan, np.nan])),
+        add_part(groups, "learned", 1.0, np.array([0.5, np.nan, np.nan])),
         Passes(),
         step=1,
     )
@@ -366,7 +366,7 @@ def test_the_filter_looks_at_the_part_that_judges():
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "fixed_length"])
 def test_mask_truncated_leaves_the_loss_and_stays_in_the_baseline(aggregation):
-    """TRL's mask_truncated_completions: the loss mask is 0, rewards are normalised before. The mean
+    """TRL's mask_truncated_completions: the loss mask is 0, rewards are normalized before. The mean
     over sequences is verl's: a sequence without a target does not count."""
     groups = cut_off(
         [group("a", [1.0, 0.0, 0.0], [2, 4, 3]), group("b", [0.0, 1.0], [5, 1])], "a.1", "b.0"
@@ -397,9 +397,9 @@ def test_mask_truncated_leaves_the_critic_out_as_well():
             np.testing.assert_allclose(one.columns[name], other.columns[name], atol=1e-6)
 
 
-def test_a_reward_model_s_nan_is_a_labelled_zero():
+def test_a_reward_model_s_nan_is_a_labeled_zero():
     groups = [group("a", [1.0, 0.0]), group("b", [0.0])]
-    made = add_part(groups, "learnt", 2.0, np.array([0.5, np.nan, -1.0]))
+    made = add_part(groups, "learned", 2.0, np.array([0.5, np.nan, -1.0]))
     assert [s.value for g in made for s in g.scores] == [2.0, 0.0, -2.0]
     assert [s.parts[-1].outcome for g in made for s in g.scores] == ["ok", "invalid", "ok"]
     assert [len(s.parts) for g in groups for s in g.scores] == [1, 1, 1], (

@@ -91,7 +91,7 @@ def test_an_engine_that_cannot_be_stopped_is_said_and_the_first_error_counts(tmp
     assert [row["requests"] for row in bench.rows("warn.engine_not_stopped")] == [1]
 
 
-def test_a_scorer_past_its_deadline_costs_labelled_scores(tmp_path):
+def test_a_scorer_past_its_deadline_costs_labeled_scores(tmp_path):
     delays = {f"1.0.{sample}": 5.0 for sample in range(4)}
     bench = Bench(tmp_path, rollout=HURRIED, delays_s=delays, steps=1)
     turn(bench)

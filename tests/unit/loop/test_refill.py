@@ -188,10 +188,10 @@ def test_only_what_is_trained_on_goes_through_the_reference(tmp_path):
 
 
 def test_a_learnt_reward_scores_the_groups_that_are_dropped_too(tmp_path):
-    bench = Bench(tmp_path, steps=2, reward_model=("learnt", 1.0), **refilled(20))
+    bench = Bench(tmp_path, steps=2, reward_model=("learned", 1.0), **refilled(20))
     turn(bench)
     assert [len(groups_of(batch)) for batch in bench.trainer.batches] == [4, 4]
-    assert all("learnt" in {part["name"] for part in row["parts"]} for row in bench.sample_rows())
+    assert all("learned" in {part["name"] for part in row["parts"]} for row in bench.sample_rows())
 
 
 @pytest.mark.parametrize("cap", [0, 3], ids=["whole", "partial"])

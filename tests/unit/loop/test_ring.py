@@ -280,13 +280,17 @@ def test_ppo_brings_values_and_returns(tmp_path):
 
 def test_a_reward_model_adds_its_part(tmp_path):
     bench = Bench(
-        tmp_path, objective=GrpoConfig(), reward_model=("learnt", 2.0), table=lambda r: 0.5, steps=1
+        tmp_path,
+        objective=GrpoConfig(),
+        reward_model=("learned", 2.0),
+        table=lambda r: 0.5,
+        steps=1,
     )
     turn(bench)
     assert ("score", "evaluate reward") in bench.trainer.calls
     parts = {part["name"]: part for part in bench.sample_rows()[0]["parts"]}
-    assert set(parts) == {"table", "learnt"} and parts["learnt"]["weight"] == 2.0
-    assert bench.steps()[0]["reward/learnt"] == 0.0 and bench.steps()[0]["reward"] == 0.5
+    assert set(parts) == {"table", "learned"} and parts["learned"]["weight"] == 2.0
+    assert bench.steps()[0]["reward/learned"] == 0.0 and bench.steps()[0]["reward"] == 0.5
 
 
 def test_the_engine_is_ended_before_scoring_and_started_on_dummy_weights(tmp_path):

@@ -54,7 +54,7 @@ def test_group_advantages_equal_the_slow_ones(groups, variant):
 
 
 @given(groups=rewards_lists)
-def test_reinforce_pp_normalises_over_the_batch(groups):
+def test_reinforce_pp_normalizes_over_the_batch(groups):
     flat = [r for g in groups for r in g]
     mean, std = statistics.fmean(flat), statistics.pstdev(flat)
     ours = np.concatenate(advantages(config_of("reinforce_pp"), [np.array(g) for g in groups]))

@@ -107,7 +107,7 @@ def test_corrections_say_what_they_did():
     """Shares of the tokens by hand, and the effective sample size of the weights as applied."""
     sequences = random_sequences(5, [4, 1, 9, 6], spread=0.6)
     config = GrpoConfig(tis_cap=1.3, rejection_level="token", rejection_band=(0.6, 1.8))
-    ratios = torch.cat([(s.old - s.behaviour).exp() for s in sequences])
+    ratios = torch.cat([(s.old - s.behavior).exp() for s in sequences])
     kept = (ratios >= 0.6) & (ratios <= 1.8)
     weights = torch.where(kept, ratios.clamp(max=1.3), torch.zeros(()))
     metrics = finish_sums(loss_sum(config, chunk_inputs(sequences))[1])
@@ -133,7 +133,7 @@ def test_the_sequence_mask_says_what_it_took_and_asks_for_both_signs():
     sequences = random_sequences(3, [4, 4, 4, 4])
     shifts, signs = [-0.3, -0.3, 0.0, 0.3], [-1.0, 1.0, -1.0, -1.0]
     for sequence, shift, sign in zip(sequences, shifts, signs, strict=True):
-        sequence.behaviour[:] = sequence.logprobs.detach() - shift
+        sequence.behavior[:] = sequence.logprobs.detach() - shift
         sequence.advantages[:] = sign
     loss, sums = loss_sum(config, chunk_inputs(sequences))
     loss.backward()
@@ -288,7 +288,7 @@ def test_first_step_identities(config, old_given):
     config = config.model_copy(update={"kl_coef": 0.04, "kl_in": "loss", "kl_estimator": "k3"})
     sequences = random_sequences(3, [5, 2, 8])
     for s in sequences:
-        s.old = s.behaviour = s.reference = s.logprobs.detach().clone()
+        s.old = s.behavior = s.reference = s.logprobs.detach().clone()
     inputs = chunk_inputs(sequences, old=old_given)
     loss, sums = loss_sum(config, inputs)
     (loss / denominator(config, [5, 2, 8])).backward()
@@ -330,7 +330,7 @@ def test_the_ratio_can_start_from_the_engine():
     config = GrpoConfig(ratio_base="engine")
     loss, sums = loss_sum(config, chunk_inputs(sequences))
     for s in sequences:
-        s.old = s.behaviour
+        s.old = s.behavior
     expected = slow_policy(GrpoConfig(tis_cap=0.0), sequences)
     assert loss.item() / denominator(config, [4, 4]) == pytest.approx(expected.item())
     assert "tis_weight" not in sums
@@ -354,7 +354,7 @@ def _without(inputs, name):
 def test_a_far_policy_gives_finite_gradients_and_is_counted():
     sequences = random_sequences(2, [4])
     s = sequences[0]
-    s.old, s.behaviour, s.reference = (
+    s.old, s.behavior, s.reference = (
         s.logprobs.detach() + shift for shift in (-300.0, -300.0, 400.0)
     )
     for estimator in ("k2", "k3", "k3_plus"):

@@ -133,7 +133,7 @@ def test_k3_plus_has_the_gradient_of_k2(clamp):
     assert grads["k2"] == pytest.approx((logprobs - reference).tolist())
 
 
-def test_dpo_at_initialisation():
+def test_dpo_at_initialization():
     logprobs = torch.tensor([-1.0, -2.0, -0.5, -3.0, -0.25])
     inputs = LossInputs(
         num_sequences=2,

@@ -337,8 +337,8 @@ def test_what_the_policy_loss_is_a_mean_over(aggregation, loss, mean):
 def test_the_gap_to_the_engine():
     """The trainer is 1.0 above at one token and 0.5 below at another; a factor of two exactly is no
     large gap."""
-    behaviour = [-2.0, -0.5, -1.0 + LOG2]
-    metrics = worked(plain(), policy_inputs([0.3] * 3, [1.0] * 3, behavior_logprobs_N=behaviour))[1]
+    behavior = [-2.0, -0.5, -1.0 + LOG2]
+    metrics = worked(plain(), policy_inputs([0.3] * 3, [1.0] * 3, behavior_logprobs_N=behavior))[1]
     assert metrics["logprob_gap"] == pytest.approx((1.0 + 0.5 + LOG2) / 3)
     assert metrics["logprob_gap_mult"] == pytest.approx((math.e + math.exp(0.5) + 2.0) / 3)
     assert metrics["logprob_gap_above"] == pytest.approx(1 / 3)
@@ -360,12 +360,12 @@ def test_the_gap_to_the_engine():
 def engine_inputs(log_weights: list[float], lengths=None, **more) -> LossInputs:
     """The policy has not moved; trainer / engine probabilities have these logarithms. Every
     advantage is 1."""
-    behaviour = [-1.0 - one for one in log_weights]
+    behavior = [-1.0 - one for one in log_weights]
     return policy_inputs(
         [0.0] * len(log_weights),
         [1.0] * len(log_weights),
         lengths,
-        behavior_logprobs_N=behaviour,
+        behavior_logprobs_N=behavior,
         **more,
     )
 

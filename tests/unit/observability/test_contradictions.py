@@ -66,7 +66,7 @@ RISING = shares([0.2 + 0.03 * step for step in range(20)])  # to 0.77
         (shares([0.5] * 8), judged(0.5, 0.1), GREEDY, "gap"),
         (shares([0.5] * 8), judged(0.5, 0.1), (0.5, 1.5), None),  # hotter answers are worse
         (shares([0.5] * 8, prompts=1), judged(0.8, n=16), SAMPLED, None),  # so few prove nothing
-        # a policy that just learnt
+        # a policy that just learned
         (shares([0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.9]), judged(0.88), SAMPLED, None),
         ([], judged(0.1, 0.9), SAMPLED, None),
         (RISING, [], SAMPLED, None),

@@ -21,7 +21,7 @@ from gyre.planner.gpus import (
     NETWORK_BYTES_PER_S,
     find_gpu,
     peak_flops,
-    recognise_gpu,
+    recognize_gpu,
 )
 from gyre.planner.hardware import read_hardware, saving_on_cpu, saving_on_cuda, usable_cores
 from gyre.planner.model_zoo import SHAPES, find_shape, model_numbers
@@ -102,7 +102,7 @@ def test_names_of_gpus() -> None:
     with pytest.raises(ConfigError, match=r"is known$"):
         find_gpu("zzzzzz")
     told = ["NVIDIA A100 80GB PCIe", "NVIDIA H100 PCIe", "NVIDIA H100", "NVIDIA L4", "NVIDIA L4 X"]
-    found = [recognise_gpu(name) for name in told]
+    found = [recognize_gpu(name) for name in told]
     assert [gpu.name if gpu else None for gpu in found] == [
         "a100-80g",
         "h100-pcie",
@@ -110,7 +110,7 @@ def test_names_of_gpus() -> None:
         "l4",
         None,
     ]
-    alone = recognise_gpu("L4")
+    alone = recognize_gpu("L4")
     assert alone is not None and alone.name == "l4"
     assert peak_flops("Tesla T4", "float16") == 65e12 and peak_flops("Tesla T4", "bfloat16") is None
     assert (

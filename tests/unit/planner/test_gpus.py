@@ -11,7 +11,7 @@ from gyre.core.errors import ConfigError
 from gyre.distributed.devices import DeviceRecord, find_mixture
 from gyre.launch.placement.ray_workers import find_mixed_types
 from gyre.launch.plan_command import PlanRequest, plan_shape
-from gyre.planner.gpus import GPUS, peak_flops, recognise_gpu
+from gyre.planner.gpus import GPUS, peak_flops, recognize_gpu
 from gyre.planner.model_zoo import SHAPES
 
 DRIVER_NAMES = {  # as torch.cuda.get_device_name tells them
@@ -42,14 +42,14 @@ OTHERS = [
 ]
 
 
-def test_every_gpu_of_the_table_is_recognised() -> None:
-    assert {name: gpu.name for name in DRIVER_NAMES if (gpu := recognise_gpu(name))} == DRIVER_NAMES
+def test_every_gpu_of_the_table_is_recognized() -> None:
+    assert {name: gpu.name for name in DRIVER_NAMES if (gpu := recognize_gpu(name))} == DRIVER_NAMES
     assert set(DRIVER_NAMES.values()) == set(GPUS)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_part_with_another_data_sheet_is_not_taken_for_one_that_we_know(name) -> None:
-    assert recognise_gpu(name) is None and peak_flops(name, "bfloat16") is None
+    assert recognize_gpu(name) is None and peak_flops(name, "bfloat16") is None
 
 
 def test_the_base_of_mfu_is_the_data_sheet_of_the_compute_dtype() -> None:

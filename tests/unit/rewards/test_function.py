@@ -1,4 +1,4 @@
-"""Function rewards: the check before a run, and labelled scores during it."""
+"""Function rewards: the check before a run, and labeled scores during it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def with_extras(task, completion, prompt, num_tokens):
 
 def raises(task, completion):
     if "bad" in completion:
-        raise KeyError("colour")
+        raise KeyError("color")
     return 1.0
 
 def raises_on_empty(task, completion):
@@ -83,7 +83,7 @@ def test_accepts_what_keeps_the_contract(name):
     [
         (
             "raises",
-            ["raised KeyError at ", "my_rewards.py:16: 'colour'", "'a bad one'", "'level': 3"],
+            ["raised KeyError at ", "my_rewards.py:16: 'color'", "'a bad one'", "'level': 3"],
         ),
         ("raises_on_empty", ["IndexError", "on the completion ''"]),
         ("nan", ["returned nan (", "my_rewards.py:22)", "'a bad one'"]),
@@ -145,7 +145,7 @@ def test_results_are_judged(result, outcome, value):
     assert (label, got) == (outcome, value) and reason
 
 
-def test_anything_raised_is_a_labelled_score():
+def test_anything_raised_is_a_labeled_score():
     for error in (ValueError("x"), SystemExit(1), KeyboardInterrupt(), RecursionError()):
 
         def function(task, text, error=error):

@@ -1,4 +1,4 @@
-"""Rule scorer: sums and reasons; hangs, deaths and deadlines cost one labelled part and leave no
+"""Rule scorer: sums and reasons; hangs, deaths and deadlines cost one labeled part and leave no
 process."""
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def test_labels_that_cannot_be_read_are_invalid():
     assert events.kinds() == ["reward.invalid"]
 
 
-def test_tasks_may_hold_numpy_and_bad_ones_are_labelled():
+def test_tasks_may_hold_numpy_and_bad_ones_are_labeled():
     rollouts = [
         rollout(0, "<answer>5</answer>", {"answer": np.int64(5), "more": np.arange(3)}),
         rollout(1, "<answer>5</answer>", {"answer": "5", "file": object()}),

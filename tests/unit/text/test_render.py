@@ -19,7 +19,7 @@ from unit.text.test_tokenizer import TOKENIZER
 
 
 def sentencepiece_like() -> Tokenizer:
-    """Metaspace with byte fallback: what a token adds depends on its neighbours."""
+    """Metaspace with byte fallback: what a token adds depends on its neighbors."""
     backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Sequence(
@@ -47,8 +47,8 @@ def chunks(ids: list[int], cuts: list[int]) -> list[list[int]]:
 def streamed(
     tokenizer: Tokenizer, pieces: list[list[int]], *, skip_special: bool = False
 ) -> list[str]:
-    detokeniser = Detokenizer(tokenizer, skip_special=skip_special)
-    return [*(detokeniser.push(piece) for piece in pieces), detokeniser.flush()]
+    detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
+    return [*(detokenizer.push(piece) for piece in pieces), detokenizer.flush()]
 
 
 @given(
@@ -68,10 +68,10 @@ def test_pieces_join_to_the_decoded_whole(
 @given(st.text(), st.integers(0, 60))
 def test_text_given_out_is_a_prefix_that_never_changes(text: str, at: int) -> None:
     ids = TOKENIZER.encode(text).tolist()
-    detokeniser = Detokenizer(TOKENIZER)
-    given_out = detokeniser.push(ids[:at])
+    detokenizer = Detokenizer(TOKENIZER)
+    given_out = detokenizer.push(ids[:at])
     assert text.startswith(given_out)  # no half character, so no U+FFFD that is not in the text
-    assert given_out + detokeniser.push(ids[at:]) == text
+    assert given_out + detokenizer.push(ids[at:]) == text
 
 
 @given(st.text(), st.lists(st.integers(0, 99), max_size=8))

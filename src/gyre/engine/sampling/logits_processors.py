@@ -117,17 +117,17 @@ def shape_logits(
         at = (shaping.bias.rows_B, shaping.bias.ids_B)
         shaped_MV[at] = shaped_MV[at] + shaping.bias.numbers_B
     if past is not None:
-        _penalise(shaped_MV, shaping, past, rows_at_once)
+        _penalize(shaped_MV, shaping, past, rows_at_once)
     return shaped_MV
 
 
-def _penalise(shaped_MV: Tensor, shaping: Shaping, past: Past, rows_at_once: int) -> None:
+def _penalize(shaped_MV: Tensor, shaping: Shaping, past: Past, rows_at_once: int) -> None:
     """Penalize in place, a few rows at a time."""
     assert shaping.back_L is not None and shaping.repetition_L1 is not None
     assert shaping.frequency_L1 is not None and shaping.presence_L1 is not None
     for first in range(0, len(shaping.back_L), rows_at_once):
         part = slice(first, first + rows_at_once)
-        shaped_MV[shaping.back_L[part]] = penalise(
+        shaped_MV[shaping.back_L[part]] = penalize(
             shaped_MV[shaping.back_L[part]],
             Past(
                 ids_LW=past.ids_LW[part],
@@ -140,7 +140,7 @@ def _penalise(shaped_MV: Tensor, shaping: Shaping, past: Past, rows_at_once: int
         )
 
 
-def penalise(
+def penalize(
     logits_LV: Tensor,
     past: Past,
     *,
@@ -163,5 +163,5 @@ def penalise(
     )
     seen_LV, times_LV = seen_LV[:, :-1], times_LV[:, :-1]
     repeated_LV = torch.where(logits_LV > 0, logits_LV / repetition_L1, logits_LV * repetition_L1)
-    penalised_LV = torch.where(seen_LV, repeated_LV, logits_LV)
-    return penalised_LV - times_LV * frequency_L1 - (times_LV > 0) * presence_L1
+    penalized_LV = torch.where(seen_LV, repeated_LV, logits_LV)
+    return penalized_LV - times_LV * frequency_L1 - (times_LV > 0) * presence_L1

@@ -165,7 +165,7 @@ def _choose_shaped(
 
 
 def _draw(weights_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse CDF over unnormalised weights, summed in float64. Returns tokens_N and their
+    """Inverse CDF over unnormalized weights, summed in float64. Returns tokens_N and their
     log-probs."""
     mass_NV = weights_NV.cumsum(dim=-1, dtype=torch.float64)
     total_N1 = mass_NV[:, -1:]

@@ -181,7 +181,7 @@ def _weigh(
 def _draw(
     weights_NV: Tensor, logits_NV: Tensor, uniform_N: Tensor, shard: VocabularyShard
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Inverse CDF over unnormalised weights, summed in float64. Returns tokens_N, their log-probs,
+    """Inverse CDF over unnormalized weights, summed in float64. Returns tokens_N, their log-probs,
     and their logits (float64)."""
     mass_NV = weights_NV.cumsum(dim=-1, dtype=torch.float64)
     upto = [torch.zeros_like(uniform_N)]

@@ -107,7 +107,7 @@ def check_names_and_shapes(
             for name in tensors
             if name not in wanted and not name.endswith("rotary_emb.inv_freq")
         ),
-        "no floating-point weights, as quantised models have": [
+        "no floating-point weights, as quantized models have": [
             f"{name} is {stored.dtype}" for name, stored in ours.items() if not is_float(stored)
         ],
         "of another shape": [

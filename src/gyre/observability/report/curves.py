@@ -185,7 +185,7 @@ def curve_notes(everything: Sequence[Series]) -> list[str]:
         notes.append(
             f"{len(long)} curves have more than {MAX_POINTS:,} points, up to {most:,}: they are "
             "drawn through means of "
-            "neighbours, evaluations through every n-th. events.jsonl has all points."
+            "neighbors, evaluations through every n-th. events.jsonl has all points."
         )
     lost = {
         series.name: sum(1 for point in series.points if point[2] is None) for series in everything

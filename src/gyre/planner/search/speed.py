@@ -218,7 +218,7 @@ def _link_rate(collective: str, layout: Layout, gpu: Gpu) -> float:
 
 
 def _host_seconds(job: TrainingJob, layout: Layout, gpu: Gpu, chunks: int) -> float:
-    """Optimiser state there and back once per update, both ways at once; what is in a file waits
+    """Optimizer state there and back once per update, both ways at once; what is in a file waits
     for the disk, which a host's GPUs share. Gradients go as often as they are summed, once there
     and back to be summed over flat ranks, and come for the update."""
     states = state_bytes(job.model, job.dtype, layout)

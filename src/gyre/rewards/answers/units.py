@@ -1,7 +1,7 @@
 """Units: what may stand after the number of an answer. In: the words after it, the question. Out: a
 Unit, or None.
 
-A unit is a unit or currency of the list below, also as "km/h", "cm^2", "square metres", "miles per
+A unit is a unit or currency of the list below, also as "km/h", "cm^2", "square meters", "miles per
 hour". A word of the question ("42 sheep") and a plural of one word ("42 apples") are units as well.
 Words that change the number ("dozen", "halves", "percent", "squared") or doubt it ("not", "or") are
 none. Some plurals ("squares", "pairs") are units only of a question that has them.
@@ -127,7 +127,7 @@ def _simple(text: str, question: str) -> Unit | None:
 
 
 def _listed(word: str) -> tuple[str, str] | None:
-    """Look a word up. Those of one or two letters must be written as listed: "m" is the metre, "M"
+    """Look a word up. Those of one or two letters must be written as listed: "m" is the meter, "M"
     a million."""
     if len(word) <= 2:
         return _UNITS.get(word)

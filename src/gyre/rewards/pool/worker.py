@@ -198,7 +198,7 @@ def judge(index: int, check: Check, item: Item, *, token: bytes = b"") -> CheckR
     except MemoryError:
         value, reason, outcome = 0.0, "it needs more memory than a worker may use", "error"
     except Exception as error:  # noqa: BLE001
-        # becomes a labelled score, and an event at the scorer
+        # becomes a labeled score, and an event at the scorer
         value, reason, outcome = (
             0.0,
             f"{type(error).__name__}{place_of(error)}: {error}"[:500],

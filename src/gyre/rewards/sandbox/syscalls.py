@@ -241,7 +241,7 @@ def _meter(*, notify: bool) -> Line:
 
 
 def _ranges(numbers: list[int]) -> list[tuple[int, int]]:
-    """Neighbouring numbers as (first, last)."""
+    """Neighboring numbers as (first, last)."""
     found: list[tuple[int, int]] = []
     for number in numbers:
         if found and found[-1][1] == number - 1:

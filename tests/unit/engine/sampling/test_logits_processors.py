@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from choice_cases import choose_many, column
 from gyre.core.records import Request, Sampling
-from gyre.engine.sampling.logits_processors import Past, penalise
+from gyre.engine.sampling.logits_processors import Past, penalize
 from gyre.engine.sampling.logprobs import find_best
 from gyre.engine.scheduler.random import draw_key, uniforms
 from sampling_cases import VOCAB, Events, Letters, answer_all, save_tiny, some_tokens, with_engine
@@ -50,7 +50,7 @@ def test_repetition_equals_transformers(seed, penalty) -> None:
     generator = np.random.default_rng(seed)
     logits = torch.from_numpy(generator.normal(size=(3, 40)).astype(np.float32)) * 4
     ids = torch.from_numpy(generator.integers(0, 40, (3, 12)))
-    ours = penalise(
+    ours = penalize(
         logits,
         Past(
             ids_LW=ids.int(),
@@ -245,7 +245,7 @@ SHAPED = [
 @pytest.mark.parametrize(
     "config", [{}, SCARCE, {**SCARCE, "kv_host_bytes": 10**6, "prefill_tokens_per_s": 1.0}]
 )
-def test_penalised_greedy_equals_the_definition_through_batching_and_preemption(
+def test_penalized_greedy_equals_the_definition_through_batching_and_preemption(
     qwen3, config, overlap
 ) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from gyre.core.records import Sampling
 from gyre.engine.config import EngineConfig, scoring_bytes
-from gyre.engine.sampling.logits_processors import Past, make_shaping, penalise
+from gyre.engine.sampling.logits_processors import Past, make_shaping, penalize
 from gyre.engine.sampling.logprobs import find_best, score_targets
 from gyre.engine.sampling.sampler import Rules, choose, make_rules
 from gyre.engine.sampling.truncation import BYTES_EACH, ROWS_AT_ONCE, keep_by_bisection, make_cut
@@ -89,7 +89,7 @@ def test_memory_stays_within_what_is_stated() -> None:
             )
         ),
         "alternatives": peak(lambda: find_best(logits_NV, 5, rows_at_once=8)),
-        "penalties": peak(lambda: penalise(logits_NV, past, **rates)),
+        "penalties": peak(lambda: penalize(logits_NV, past, **rates)),
     }
     small = 64 * 11 * 8 * 4  # the results, and what goes by the token
     assert bound * 0.4 < max(measured.values()) < bound + small, {

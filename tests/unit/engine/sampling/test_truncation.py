@@ -33,7 +33,7 @@ def cut_of(limits: list[tuple[int, float, float]], vocab: int) -> TruncationLimi
 def keep_in_float64(
     scaled_V: np.ndarray, top_k: int, top_p: float, min_p: float
 ) -> tuple[np.ndarray, bool]:
-    """The kept ids of a vectorised float64 reading, and whether a boundary lies within rounding of
+    """The kept ids of a vectorized float64 reading, and whether a boundary lies within rounding of
     a token."""
     wide = scaled_V.astype(np.float64)
     order = np.lexsort((np.arange(len(wide)), -wide))

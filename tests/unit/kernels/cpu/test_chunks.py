@@ -239,7 +239,7 @@ def test_logprobs(dtype: torch.dtype, rows: int, vectors: int, seed: int, scale:
             assert mine.isfinite().all() and (mine.double() - theirs).norm() <= bound
 
 
-def test_bits_do_not_depend_on_the_neighbours() -> None:
+def test_bits_do_not_depend_on_the_neighbors() -> None:
     """A sequence's attention is the same alone and packed; a row's norm and log-prob too."""
     lengths = [70, 5, 130]
     q, k, v = (

@@ -131,7 +131,7 @@ def test_flops_count_the_matrix_products() -> None:
         ({"head_dim": 7}, "head_dim"),
     ],
 )
-def test_config_that_we_cannot_honour_is_refused_by_key(
+def test_config_that_we_cannot_honor_is_refused_by_key(
     export: Path, change: dict[str, object], named: str
 ) -> None:
     edit_config(export, **change)

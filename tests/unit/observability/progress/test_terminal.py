@@ -94,13 +94,13 @@ def test_a_failure_of_a_reward_is_told_once_and_counted_at_the_end(tmp_path: Pat
         log.subscribe(progress)
         log.emit("stage.started", stage="main", steps=3)
         for step in (1, 2, 3):
-            failure(log, step, step, f"'colour {step}'")
+            failure(log, step, step, f"'color {step}'")
         failure(log, 3, 1, "'size'", line=9)
         log.emit("run.done")
         told = [line.strip() for line in stream.getvalue().splitlines() if "reward" in line]
         assert told == [
             "reward failed: f error, 1 of 16 completions at step 1: m:f raised KeyError at "
-            "r.py:7: 'colour 1'",
+            "r.py:7: 'color 1'",
             "reward failed: f error, 1 of 16 completions at step 3: m:f raised KeyError at "
             "r.py:9: 'size'",
         ]

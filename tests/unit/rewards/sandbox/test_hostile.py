@@ -1,5 +1,5 @@
 """Reward functions that fork, write to their channel, leak, print without end or leave daemons;
-workers killed from outside. Each costs at most the check that did it, is labelled, and leaves no
+workers killed from outside. Each costs at most the check that did it, is labeled, and leaves no
 process."""
 
 from __future__ import annotations

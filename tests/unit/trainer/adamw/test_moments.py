@@ -76,10 +76,10 @@ def moments_of(span: Span) -> list[tuple[bool, Tensor, Tensor]]:
 
 def decoded(span: Span) -> list[Tensor]:
     """Both moments, as the library decodes them."""
-    dequantise = torch.ops.bitsandbytes.dequantize_blockwise
+    dequantize = torch.ops.bitsandbytes.dequantize_blockwise
     maps = [functional.create_dynamic_map(signed=signed) for signed in (True, False)]
     return [
-        dequantise(codes_N, scale_B, values, BLOCK, torch.float32)
+        dequantize(codes_N, scale_B, values, BLOCK, torch.float32)
         for values, (_, codes_N, scale_B) in zip(maps, moments_of(span), strict=True)
     ]
 

@@ -1,4 +1,4 @@
-"""Optimiser state and gradients away from the device: cuts, files and their faults, memory,
+"""Optimizer state and gradients away from the device: cuts, files and their faults, memory,
 overlap."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Base: data, elements, numbers for people, colours. Everything else on the page is built from these.
+// Base: data, elements, numbers for people, colors. Everything else on the page is built from these.
 // Text of the run enters the page as text nodes only, never as markup.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
@@ -97,41 +97,41 @@ function byteTicks(high, parts) {
   return ticks(0, high / unit, parts).map((value) => value * unit);
 }
 
-// Colours -----------------------------------------------------------------------------------------------------------
+// Colors -----------------------------------------------------------------------------------------------------------
 
-const PHASE_COLOURS = { rollout: 1, score: 2, train: 3, handover: 4, evaluate: 5, snapshot: 6 };
-const SERIES_COLOURS = [3, 4, 1, 2, 5, 7, 6, 8];
-const OWNER_COLOURS = { engine: 1, actor: 3, critic: 4, reference: 2, reward: 5 };
-const cssColour = (index) => `var(--c${index})`;
-const seriesColour = (at) => cssColour(SERIES_COLOURS[at % SERIES_COLOURS.length]);
+const PHASE_COLORS = { rollout: 1, score: 2, train: 3, handover: 4, evaluate: 5, snapshot: 6 };
+const SERIES_COLORS = [3, 4, 1, 2, 5, 7, 6, 8];
+const OWNER_COLORS = { engine: 1, actor: 3, critic: 4, reference: 2, reward: 5 };
+const cssColor = (index) => `var(--c${index})`;
+const seriesColor = (at) => cssColor(SERIES_COLORS[at % SERIES_COLORS.length]);
 
 const phaseNumbers = new Map();
-function phaseColour(phase) {
+function phaseColor(phase) {
   const parent = phase.split("/")[0];
   if (parent === "idle") return "var(--line)";
-  if (PHASE_COLOURS[parent]) return cssColour(PHASE_COLOURS[parent]);
+  if (PHASE_COLORS[parent]) return cssColor(PHASE_COLORS[parent]);
   if (!phaseNumbers.has(parent)) phaseNumbers.set(parent, [7, 8, 6, 5][phaseNumbers.size % 4]);
-  return cssColour(phaseNumbers.get(parent));
+  return cssColor(phaseNumbers.get(parent));
 }
 
 // Owners of one part of the system share a hue and differ in strength.
-function ownerColours(owners) {
+function ownerColors(owners) {
   const seen = new Map();
   const spare = [7, 8, 6];
   return owners.map((owner) => {
     const part = owner.split(".")[0];
-    if (!seen.has(part)) seen.set(part, { hue: OWNER_COLOURS[part] || spare[seen.size % spare.length], used: 0 });
+    if (!seen.has(part)) seen.set(part, { hue: OWNER_COLORS[part] || spare[seen.size % spare.length], used: 0 });
     const entry = seen.get(part);
     const [strength, other] = [[100, "surface"], [62, "surface"], [58, "text"], [38, "surface"]][Math.min(3, entry.used)];
     entry.used += 1;
-    return `color-mix(in oklab, ${cssColour(entry.hue)} ${strength}%, var(--${other}))`;
+    return `color-mix(in oklab, ${cssColor(entry.hue)} ${strength}%, var(--${other}))`;
   });
 }
 
-// What a canvas needs: the colour that a CSS expression means under the present theme.
-function resolve(colour) {
+// What a canvas needs: the color that a CSS expression means under the present theme.
+function resolve(color) {
   const probe = document.getElementById("live");
-  probe.style.color = colour;
+  probe.style.color = color;
   const value = getComputedStyle(probe).color;
   probe.style.color = "";
   return value;
@@ -144,7 +144,7 @@ function textWidth(text) {
   return ruler.measureText(text).width;
 }
 
-const dot = (colour, round) => el("span", { class: round ? "dot round" : "dot", style: { "--dot": colour } });
+const dot = (color, round) => el("span", { class: round ? "dot round" : "dot", style: { "--dot": color } });
 
 // Stages and events -------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ function fitText(text, room) {
   return `${cut}…`;
 }
 
-// Straight lines fitted to the neighbours on both sides, twice: a mean where both sides are there, and no pull towards
+// Straight lines fitted to the neighbors on both sides, twice: a mean where both sides are there, and no pull towards
 // the inside where a stage begins or ends. `amount` from 0 to 1 sets the reach as a share of the stage, so that it means
 // the same for short and long runs.
 function smoothed(values, xs, amount) {
@@ -30,14 +30,14 @@ function smoothed(values, xs, amount) {
     let to = from;
     while (to < values.length && stageAt(xs[to]) === stage) to += 1;
     const reach = Math.round(amount ** 2 * (to - from) * 0.09);
-    const part = fitNeighbours(fitNeighbours(values.slice(from, to), reach), reach);
+    const part = fitNeighbors(fitNeighbors(values.slice(from, to), reach), reach);
     part.forEach((value, at) => { result[from + at] = value; });
     from = to;
   }
   return result;
 }
 
-function fitNeighbours(values, reach) {
+function fitNeighbors(values, reach) {
   // Running sums of 1, x, x², y, xy over the values that are there.
   const sums = [[0, 0, 0, 0, 0]];
   values.forEach((y, x) => { const last = sums[x]; sums.push(y === null ? last : [last[0] + 1, last[1] + x, last[2] + x * x, last[3] + y, last[4] + x * y]); });
@@ -69,7 +69,7 @@ class LineChart {
   constructor(panel, series, stage) {
     this.panel = panel;
     this.stage = stage;
-    this.lines = series.map((line, at) => ({ ...line, colour: seriesColour(at) }));
+    this.lines = series.map((line, at) => ({ ...line, color: seriesColor(at) }));
     this.wide = false;
     this.height = 196;
     this.value = el("div", { class: "chart-value" });
@@ -242,8 +242,8 @@ class LineChart {
 
   lineParts(line) {
     const xs = this.xs(line);
-    const style = { fill: "none", stroke: line.colour, "stroke-linejoin": "round", "stroke-linecap": "round" };
-    if (line.v.length === 1) return svg("circle", { cx: this.sx(xs[0]), cy: this.sy(line.v[0] ?? 0), r: 3.5, style: { fill: line.colour } });
+    const style = { fill: "none", stroke: line.color, "stroke-linejoin": "round", "stroke-linecap": "round" };
+    if (line.v.length === 1) return svg("circle", { cx: this.sx(xs[0]), cy: this.sy(line.v[0] ?? 0), r: 3.5, style: { fill: line.color } });
     if (!this.isSmooth(line)) return svg("path", { d: this.path(line, line.v), "stroke-width": 1.8, style });
     return [
       svg("path", { d: this.path(line, line.v), "stroke-width": 1, opacity: 0.3, style }),
@@ -256,11 +256,11 @@ class LineChart {
 
   dotParts(line) {
     const xs = this.xs(line);
-    const style = { stroke: line.colour };
+    const style = { stroke: line.color };
     const whiskers = line.v.map((value, at) => value !== null && line.lo && line.lo[at] !== null
       ? svg("line", { x1: this.sx(xs[at]), x2: this.sx(xs[at]), y1: this.sy(line.lo[at]), y2: this.sy(line.hi[at]), "stroke-width": 1.4, opacity: 0.6, style }) : null);
     const dots = line.v.map((value, at) => value === null ? null
-      : svg("circle", { cx: this.sx(xs[at]), cy: this.sy(value), r: xs.length > 40 ? 2 : 3.6, "stroke-width": 1.5, style: { fill: line.colour, stroke: "var(--surface)" } }));
+      : svg("circle", { cx: this.sx(xs[at]), cy: this.sy(value), r: xs.length > 40 ? 2 : 3.6, "stroke-width": 1.5, style: { fill: line.color, stroke: "var(--surface)" } }));
     // Two evaluations say nothing of what lies between them.
     const joined = line.v.filter((value) => value !== null).length >= FEWEST_JOINED
       ? svg("path", { d: this.path(line, line.v), "stroke-width": 1.6, "stroke-dasharray": "1 4", "stroke-linecap": "round", style: { ...style, fill: "none" } }) : [];
@@ -289,15 +289,15 @@ class LineChart {
     const hits = this.lines.map((line) => {
       const at = this.at(line);
       if (at !== null && parts.length && line.v[at] !== null)
-        parts.push(svg("circle", { cx: this.sx(this.xs(line)[at]), cy: this.sy(line.v[at]), r: 3.6, "stroke-width": 2, style: { fill: line.colour, stroke: "var(--surface)" } }));
+        parts.push(svg("circle", { cx: this.sx(this.xs(line)[at]), cy: this.sy(line.v[at]), r: 3.6, "stroke-width": 2, style: { fill: line.color, stroke: "var(--surface)" } }));
       return at;
     });
     this.cursor.replaceChildren(...parts);
     const main = this.lines.findIndex((line, at) => hits[at] !== null && line.v[hits[at]] !== null);
     this.value.textContent = main < 0 ? "–" : shown(this.lines[main].v[hits[main]], this.panel.unit);
-    this.value.style.color = main < 0 ? "" : this.lines[main].colour;
+    this.value.style.color = main < 0 ? "" : this.lines[main].color;
     this.legend.replaceChildren(...(this.lines.length === 1 && !this.lines[0].dots ? [] : this.lines.map((line, at) =>
-      el("span", {}, dot(line.colour, line.dots), line.name, " ", el("b", {}, hits[at] === null ? "–" : shown(line.v[hits[at]], this.panel.unit))))));
+      el("span", {}, dot(line.color, line.dots), line.name, " ", el("b", {}, hits[at] === null ? "–" : shown(line.v[hits[at]], this.panel.unit))))));
   }
 
   describe() {

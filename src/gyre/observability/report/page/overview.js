@@ -99,8 +99,8 @@ function lossCard() {
 
 function shares() {
   const { seconds: spent, unaccounted_s: rest } = DATA.timeline;
-  const outer = DATA.timeline.outer.map((phase) => ({ name: phase, seconds: spent[phase], colour: phaseColour(phase) }));
-  if (rest > 0.005 * RUN.seconds) outer.push({ name: "between phases", seconds: rest, colour: "var(--line)" });
+  const outer = DATA.timeline.outer.map((phase) => ({ name: phase, seconds: spent[phase], color: phaseColor(phase) }));
+  if (rest > 0.005 * RUN.seconds) outer.push({ name: "between phases", seconds: rest, color: "var(--line)" });
   const total = sum(outer.map((part) => part.seconds)) || 1;
   return outer.map((part) => ({ ...part, share: part.seconds / total }));
 }
@@ -115,7 +115,7 @@ function ringCard() {
     turn += part.share * Math.PI * 2;
     const end = Math.min(to, from + Math.PI * 2 - 0.001);
     const large = end - from > Math.PI ? 1 : 0;
-    return svg("path", { d: `M${point(84, from)}A84 84 0 ${large} 1 ${point(84, end)}`, style: { fill: "none", stroke: part.colour, "stroke-width": 19 } },
+    return svg("path", { d: `M${point(84, from)}A84 84 0 ${large} 1 ${point(84, end)}`, style: { fill: "none", stroke: part.color, "stroke-width": 19 } },
       svg("title", {}, `${part.name}: ${seconds(part.seconds)}, ${percent(part.share)}`));
   });
   const label = parts.map((part) => `${part.name} ${percent(part.share, 0)}`).join(", ");
@@ -124,7 +124,7 @@ function ringCard() {
       svg("text", { class: "ring-center", x: 100, y: 104, "text-anchor": "middle", style: { "font-size": `${Math.min(27, 230 / seconds(RUN.seconds).length)}px` } }, seconds(RUN.seconds)),
       svg("text", { class: "ring-sub", x: 100, y: 123, "text-anchor": "middle" }, RUN.gaps.length ? "of running" : "wall time")),
     el("ul", { class: "share", "aria-label": "Time by phase" }, parts.map((part) =>
-      el("li", {}, dot(part.colour), el("span", {}, part.name), el("span", { class: "num" }, seconds(part.seconds)), el("b", {}, percent(part.share, part.share < 0.0995 ? 1 : 0))))));
+      el("li", {}, dot(part.color), el("span", {}, part.name), el("span", { class: "num" }, seconds(part.seconds)), el("b", {}, percent(part.share, part.share < 0.0995 ? 1 : 0))))));
 }
 
 function tiles() {

@@ -33,7 +33,7 @@ class RolloutBrowser {
   }
 
   // Red for the run's lowest score, green for its highest.
-  colour(score) {
+  color(score) {
     if (score === null || score === undefined) return "var(--muted)";
     const share = this.high > this.low ? (score - this.low) / (this.high - this.low) : 1;
     return `color-mix(in oklab, var(--good) ${Math.round(share * 100)}%, var(--bad))`;
@@ -77,7 +77,7 @@ class RolloutBrowser {
     this.list.replaceChildren(...groups.map((group) => el("li", {},
       el("button", { class: "group", type: "button", "aria-current": String(group === this.at.group), on: { click: () => { this.at.group = group; this.listGroups(); this.setRollout(0); } } },
         el("span", { class: "group-text" }, group.excerpt),
-        el("span", { class: "group-dots" }, group.rollouts.map((rollout) => el("i", { style: { "--dot": this.colour(rollout.score) } })), el("span", {}, `mean ${points(group.mean)}`))))));
+        el("span", { class: "group-dots" }, group.rollouts.map((rollout) => el("i", { style: { "--dot": this.color(rollout.score) } })), el("span", {}, `mean ${points(group.mean)}`))))));
     this.setRollout(Math.min(this.at.rollout, this.at.group.rollouts.length - 1));
   }
 
@@ -87,7 +87,7 @@ class RolloutBrowser {
     const tabs = group.rollouts.map((rollout, number_) => el("button", {
       class: "tab", type: "button", role: "tab", id: `rollout-tab-${number_}`, "aria-selected": String(number_ === at), tabindex: number_ === at ? 0 : -1, "aria-controls": "rollout-panel",
       on: { click: () => this.setRollout(number_), keydown: (event) => this.tabKey(event, number_) },
-    }, el("i", { style: { "--dot": this.colour(rollout.score) } }), el("span", {}, `#${number_ + 1}`), el("b", {}, points(rollout.score))));
+    }, el("i", { style: { "--dot": this.color(rollout.score) } }), el("span", {}, `#${number_ + 1}`), el("b", {}, points(rollout.score))));
     this.main.replaceChildren(
       el("div", {}, el("div", { class: "block-label" }, el("span", {}, "Prompt"), group.promptCut ? el("span", {}, `${count(group.promptCut)} more characters are not on this page`) : null), el("div", { class: "prompt", tabindex: 0, role: "region", "aria-label": "Prompt" }, group.prompt)),
       el("div", { class: "tabs", role: "tablist", "aria-label": "Completions" }, tabs),

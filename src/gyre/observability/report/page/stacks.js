@@ -1,7 +1,7 @@
 // Stacks: columns piled up by part: seconds per step by phase, bytes by owner, how much of the rules' time was hidden.
 
 class StackChart {
-  // parts: [{name, colour, values}]; columns share their index. options: label(at), format, ticks(high, n), marks, ribbon(at), line
+  // parts: [{name, color, values}]; columns share their index. options: label(at), format, ticks(high, n), marks, ribbon(at), line
   constructor(parts, options) {
     this.parts = parts;
     this.options = options;
@@ -55,7 +55,7 @@ class StackChart {
         }
         base[at] += value;
       }
-      return svg("path", { d: text, "shape-rendering": "geometricPrecision", style: { fill: part.colour } });
+      return svg("path", { d: text, "shape-rendering": "geometricPrecision", style: { fill: part.color } });
     });
   }
 
@@ -71,8 +71,8 @@ class StackChart {
     const [from, to] = this.window;
     const made = [];
     for (let at = from; at < to; at += 1) {
-      const colour = this.options.ribbon(at);
-      if (colour) made.push(svg("rect", { x: this.sx(at), y: this.frame.bottom + 3, width: Math.max(0.6, this.sx(at + 1) - this.sx(at)), height: 5, style: { fill: colour } }));
+      const color = this.options.ribbon(at);
+      if (color) made.push(svg("rect", { x: this.sx(at), y: this.frame.bottom + 3, width: Math.max(0.6, this.sx(at + 1) - this.sx(at)), height: 5, style: { fill: color } }));
     }
     return made;
   }
@@ -177,14 +177,14 @@ function stageMarks(xs) {
 
 function stackLegend(parts, format) {
   const values = parts.map(() => el("b", {}));
-  const node = el("div", { class: "legend" }, parts.map((part, at) => el("span", {}, dot(part.colour), part.name, " ", values[at])));
+  const node = el("div", { class: "legend" }, parts.map((part, at) => el("span", {}, dot(part.color), part.name, " ", values[at])));
   return { node, show: (at) => values.forEach((value, part) => { value.textContent = at === null ? "" : format(parts[part].values[at]); }) };
 }
 
 function perStepCard() {
   const { columns } = DATA.timeline;
   if (columns.x.length < 2) return null;
-  const parts = columns.phases.map((phase) => ({ name: phase, colour: phaseColour(phase), values: columns.seconds[phase] }));
+  const parts = columns.phases.map((phase) => ({ name: phase, color: phaseColor(phase), values: columns.seconds[phase] }));
   const legend = stackLegend(parts, seconds);
   const where = el("p", {});
   const unit = columns.size > 1 ? `mean of each ${columns.size} steps` : "each step";
@@ -202,9 +202,9 @@ function overlapCard() {
   const { total, steps } = data;
   const open = steps.rule_s.map((value, at) => Math.max(0, value - steps.hidden_s[at]));
   const parts = [
-    { name: "while rollouts ran", colour: cssColour(1), values: steps.rollout_s, total: total.rollout_s },
-    { name: "while the reference ran", colour: cssColour(2), values: steps.reference_s, total: total.reference_s },
-    { name: "waited for", colour: cssColour(8), values: open, total: Math.max(0, total.rule_s - total.hidden_s) },
+    { name: "while rollouts ran", color: cssColor(1), values: steps.rollout_s, total: total.rollout_s },
+    { name: "while the reference ran", color: cssColor(2), values: steps.reference_s, total: total.reference_s },
+    { name: "waited for", color: cssColor(8), values: open, total: Math.max(0, total.rule_s - total.hidden_s) },
   ];
   const whole = sum(parts.map((part) => part.total)) || 1;
   const where = el("p", {});
@@ -223,8 +223,8 @@ function overlapCard() {
   return el("div", { class: "card" },
     el("div", { class: "card-head" }, el("h3", {}, `${percent(total.rule_s ? total.hidden_s / total.rule_s : 1, 0)} of the rules' time was hidden`), where),
     el("div", { class: "bar", role: "img", "aria-label": parts.map((part) => `${part.name}: ${seconds(part.total)}`).join(", ") },
-      parts.filter((part) => part.total > 0).map((part) => el("i", { style: { "--dot": part.colour, flex: `${part.total / whole} 0 0` } }))),
-    el("ul", { class: "share", style: { margin: "12px 0 4px" } }, parts.map((part, at) => el("li", {}, dot(part.colour), el("span", {}, part.name), values[at]))),
+      parts.filter((part) => part.total > 0).map((part) => el("i", { style: { "--dot": part.color, flex: `${part.total / whole} 0 0` } }))),
+    el("ul", { class: "share", style: { margin: "12px 0 4px" } }, parts.map((part, at) => el("li", {}, dot(part.color), el("span", {}, part.name), values[at]))),
     chart ? chart.plot : null);
 }
 
@@ -233,8 +233,8 @@ function rolesCard() {
   if (!data) return null;
   const { total, steps } = data;
   const parts = [
-    { name: "collector waited for a credit", colour: cssColour(1), values: steps.collector_idle_s, total: total.collector_idle_s },
-    { name: "learner waited for rollouts", colour: cssColour(2), values: steps.learner_idle_s, total: total.learner_idle_s },
+    { name: "collector waited for a credit", color: cssColor(1), values: steps.collector_idle_s, total: total.collector_idle_s },
+    { name: "learner waited for rollouts", color: cssColor(2), values: steps.learner_idle_s, total: total.learner_idle_s },
   ];
   const where = el("p", {});
   const values = parts.map(() => [el("span", { class: "num" }), el("b", {})]);
@@ -255,7 +255,7 @@ function rolesCard() {
   show(null);
   return el("div", { class: "card" },
     el("div", { class: "card-head" }, el("h3", {}, `The synchronous order would take ${percent(total.seconds ? total.synchronous_s / total.seconds : 1, 0)} of the time`), where),
-    el("ul", { class: "share", style: { margin: "12px 0 4px" } }, parts.map((part, at) => el("li", {}, dot(part.colour), el("span", {}, part.name), values[at]))),
+    el("ul", { class: "share", style: { margin: "12px 0 4px" } }, parts.map((part, at) => el("li", {}, dot(part.color), el("span", {}, part.name), values[at]))),
     chart ? chart.plot : null);
 }
 
@@ -278,8 +278,8 @@ function memorySection() {
 
 function memoryParts(memory, tier) {
   const values = memory.tiers[tier];
-  const colours = ownerColours(memory.owners);
-  const parts = memory.owners.map((owner, at) => ({ name: owner, colour: colours[at], values: values[owner] })).filter((part) => part.values.some((value) => value > 0));
+  const colors = ownerColors(memory.owners);
+  const parts = memory.owners.map((owner, at) => ({ name: owner, color: colors[at], values: values[owner] })).filter((part) => part.values.some((value) => value > 0));
   if (!parts.length) return [el("p", { class: "muted" }, `Nothing was ever on the ${tier} tier.`)];
   const peak = peakOf(tier);
   const place = (at) => [memory.stage[at] && RUN.stages.length > 1 ? words(memory.stage[at]) : "", memory.step[at] === null ? "" : `step ${memory.step[at]}`, memory.phase[at]].filter(Boolean).join(" · ");
@@ -298,7 +298,7 @@ function memoryParts(memory, tier) {
   const reset = el("button", { class: "btn", type: "button", hidden: true, on: { click: () => chart.zoom(0, chart.size) } }, "Whole run");
   const chart = new StackChart(parts, {
     height: 328, format: bytes, yName: "Held by components (bytes)", xName: "Ends of phases, in order", ticks: byteTicks, label: place, line, step: (at) => memory.step[at],
-    ribbon: (at) => (memory.phase[at] ? phaseColour(memory.phase[at]) : null),
+    ribbon: (at) => (memory.phase[at] ? phaseColor(memory.phase[at]) : null),
     marks: [{ at: peak.at, value: peak.total, text: `most held ${bytes(peak.total)}` }, ...RUN.stages.slice(1).map((stage) => ({ at: memory.stage.indexOf(stage.name), text: words(stage.name) })).filter((mark) => mark.at > 0)],
     describe: `Bytes on the ${tier} by owner; most held ${bytes(peak.total)} at ${place(peak.at)}. Arrow keys read values.`,
     onhover: show, onzoom: (zoomed) => { reset.hidden = !zoomed; strip?.show(); },
@@ -307,11 +307,11 @@ function memoryParts(memory, tier) {
   if (strip) chart.zoom(...fewSteps(memory));
   const phases = [...new Set(memory.phase)].filter(Boolean);
   const table = el("table", { class: "owners" }, el("thead", {}, el("tr", {}, head)),
-    el("tbody", {}, rows.slice().reverse().map((row) => el("tr", {}, el("td", {}, dot(row.part.colour), " ", el("span", { class: "mono", style: { "font-size": "12.5px" } }, row.part.name)), row.now, row.share)),
+    el("tbody", {}, rows.slice().reverse().map((row) => el("tr", {}, el("td", {}, dot(row.part.color), " ", el("span", { class: "mono", style: { "font-size": "12.5px" } }, row.part.name)), row.now, row.share)),
       el("tr", {}, el("td", {}, "all"), el("td", { class: "r" }, allNow), el("td", {}))));
   show(null);
   return [el("div", { class: "memory" },
-    el("div", {}, strip ? strip.plot : null, chart.plot, el("div", { class: "legend" }, phases.map((phase) => el("span", {}, dot(phaseColour(phase)), phase)), whole ? el("span", {}, `${line ? "┄ " : ""}${whole.name}: ${bytes(whole.bytes)}`) : null, reset)), table)];
+    el("div", {}, strip ? strip.plot : null, chart.plot, el("div", { class: "legend" }, phases.map((phase) => el("span", {}, dot(phaseColor(phase)), phase)), whole ? el("span", {}, `${line ? "┄ " : ""}${whole.name}: ${bytes(whole.bytes)}`) : null, reset)), table)];
 }
 
 // Boundaries of a few steps from the middle of the last stage, where each phase can be seen.
@@ -322,7 +322,7 @@ function fewSteps(memory) {
   return [first, Math.min(memory.phase.length, first + 20)];
 }
 
-// The whole run above the chart: peaks of neighbouring boundaries, and a window that moves the chart.
+// The whole run above the chart: peaks of neighboring boundaries, and a window that moves the chart.
 class MemoryStrip {
   constructor(parts, chart) {
     this.parts = parts;
@@ -362,7 +362,7 @@ class MemoryStrip {
         const [x1, x2, y1, y2] = [(column / columns) * width, ((column + 1) / columns) * width + 0.3, 43 - (low / high) * 33, 43 - (top / high) * 33];
         return top > low ? `M${x1.toFixed(1)} ${y1.toFixed(1)}V${y2.toFixed(1)}H${x2.toFixed(1)}V${y1.toFixed(1)}Z` : "";
       }).join("");
-      return svg("path", { d: text, opacity: 0.75, style: { fill: part.colour } });
+      return svg("path", { d: text, opacity: 0.75, style: { fill: part.color } });
     }), this.window);
     this.show();
   }

@@ -85,7 +85,7 @@ class Timeline {
   }
 
   draw() {
-    this.paint = new Map(this.phases.map((phase) => [phase, resolve(phaseColour(phase))]));
+    this.paint = new Map(this.phases.map((phase) => [phase, resolve(phaseColor(phase))]));
     this.ink = Object.fromEntries(["text", "muted", "line", "grid", "raised", "surface", "focus"].map((name) => [name, resolve(`var(--${name})`)]));
     this.drawStrip();
     this.drawDetail();
@@ -206,7 +206,7 @@ class Timeline {
       const [from, to] = this.window;
       this.readout.replaceChildren(el("span", {}, "Window ", el("b", {}, `${moment(from, (to - from) / 20)} – ${moment(to, (to - from) / 20)}`), ` of ${moment(this.end, 1)}`));
     } else {
-      this.readout.replaceChildren(dot(phaseColour(span.phase)), el("b", {}, span.phase), el("span", {}, seconds(span.length)),
+      this.readout.replaceChildren(dot(phaseColor(span.phase)), el("b", {}, span.phase), el("span", {}, seconds(span.length)),
         el("span", {}, span.x >= 0 ? stepName(span.x) : words(span.stage)), el("span", {}, `began at ${moment(span.start, 0.01)}`));
     }
   }
@@ -257,7 +257,7 @@ class Timeline {
 
   key(event) {
     const act = {
-      ArrowLeft: () => this.neighbour(-1), ArrowRight: () => this.neighbour(1), "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2),
+      ArrowLeft: () => this.neighbor(-1), ArrowRight: () => this.neighbor(1), "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2),
       0: () => this.setWindow(0, this.end), Home: () => this.setWindow(0, this.window[1] - this.window[0]), End: () => this.setWindow(this.end, this.end + this.window[1] - this.window[0]),
     }[event.key];
     if (!act) return;
@@ -265,7 +265,7 @@ class Timeline {
     act();
   }
 
-  neighbour(move) {
+  neighbor(move) {
     const from = this.selected ? this.spans.indexOf(this.selected) : this.firstAfter(this.window[0]) - (move > 0 ? 1 : 0);
     const span = this.spans[clamp(from + move, 0, this.spans.length - 1)];
     this.select(span);
