@@ -4,19 +4,22 @@ the search takes it by itself."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from gyre.memory.config import Residency
 from gyre.models.layout import local_spec
 from gyre.planner.decide import make_plan
 from gyre.planner.memory_model.job import MODELS, RankPart, TrainingJob, layout_of
+from gyre.planner.memory_model.states import Layout
 from gyre.planner.model_zoo import model_numbers, model_part, tensor_parts
 from gyre.planner.plan import Hardware, Plan, PlanInputs, Shards
-from gyre.planner.search.candidates import Candidate, GpuCluster, judge
+from gyre.planner.search.candidates import Candidate, Fixed, GpuCluster, judge
+from gyre.planner.search.search import choose
 from planner_cases import job_of, make_spec
 from unit.planner.memory_model.test_exact_bytes import TOY, UNTIED, WIDE, make_inputs
 from unit.planner.search.test_exact_search import make_gpu
@@ -104,7 +107,11 @@ def one_rank(inputs: PlanInputs, degrees: Degrees) -> PlanInputs:
     )
 
 
-def both(inputs: PlanInputs, degrees: Degrees = ONE) -> tuple[Plan, Candidate]:
+def both(
+    inputs: PlanInputs, degrees: Degrees = ONE, *, searched: bool = False
+) -> tuple[Plan, Candidate]:
+    """The plan, and the layout as the search judges it: this one, or, `searched`, the best of a
+    search that has no other choice."""
     part = one_rank(inputs, degrees) if degrees != ONE else inputs
     plan = make_plan(part, GPU)
     assert inputs.tokens_per_chunk is not None
@@ -128,7 +135,16 @@ def both(inputs: PlanInputs, degrees: Degrees = ONE) -> tuple[Plan, Candidate]:
     assert layout.gpus == inputs.ranks * degrees[0] and layout.data_ranks == inputs.ranks
     cluster = GpuCluster(gpus=layout.gpus, gpu=gpu)
     layout = replace(layout, engine_tensor_ranks=degrees[1])
+    if searched:
+        assert inputs.residency is not None
+        return plan, choose(job, cluster, wholly_fixed(layout, inputs.residency)).best
     return plan, judge(job, cluster, layout, inputs.residency)
+
+
+def wholly_fixed(layout: Layout, residency: Residency) -> Fixed:
+    """What leaves the search this layout alone."""
+    names = [field.name for field in fields(Fixed) if field.name != "residency"]
+    return Fixed(**{name: getattr(layout, name) for name in names}, residency=residency)
 
 
 @settings(max_examples=150, deadline=None)
@@ -146,8 +162,22 @@ def test_a_tensor_rank_holds_the_same_bytes_in_each_phase(
     same_device_bytes(*given)
 
 
-def same_device_bytes(inputs: PlanInputs, degrees: Degrees) -> None:
-    plan, found = both(inputs, degrees)
+@settings(max_examples=100, deadline=None)
+@given(asked_over_ranks())
+def test_a_search_that_has_no_choice_finds_the_bytes_of_the_plan(
+    given: tuple[PlanInputs, Degrees],
+) -> None:
+    """A layout of the search goes for all models, so the reward model is spread as the actor is;
+    docs/planning.md says so."""
+    inputs, degrees = given
+    assume(inputs.ranks * degrees[0] % degrees[1] == 0)  # there is an engine's last GPU
+    inputs = replace(inputs, shards=dict.fromkeys(MODELS, inputs.shards["actor"]))
+    same_device_bytes(inputs, degrees, searched=True)
+    same_bytes_elsewhere(inputs, degrees, searched=True)
+
+
+def same_device_bytes(inputs: PlanInputs, degrees: Degrees, *, searched: bool = False) -> None:
+    plan, found = both(inputs, degrees, searched=searched)
     in_plan = {one.phase: sum(one.device.values()) + one.working_bytes for one in plan.phases}
     names = {**dict.fromkeys(TRAIN, "train"), "start": None}
     in_search: dict[str, int] = {}
@@ -176,8 +206,8 @@ def test_host_and_disk_of_a_tensor_rank_hold_the_same_bytes(
     same_bytes_elsewhere(*given)
 
 
-def same_bytes_elsewhere(inputs: PlanInputs, degrees: Degrees) -> None:
-    plan, found = both(inputs, degrees)
+def same_bytes_elsewhere(inputs: PlanInputs, degrees: Degrees, *, searched: bool = False) -> None:
+    plan, found = both(inputs, degrees, searched=searched)
     host = {name: size for phase in plan.phases for name, size in phase.host.items()}
     disk = {name: size for phase in plan.phases for name, size in phase.disk.items()}
     staged = PLENTY - plan.host_budget_bytes  # by background snapshots
