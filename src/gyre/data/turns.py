@@ -35,8 +35,6 @@ CALLS = ("tool_calls", "function_call")  # of a message; only its role and conte
 REASONING = ("reasoning_content", "reasoning", "thinking")
 SHOWN_CHARS = 60
 
-Turns = Sequence[Mapping[str, str]]
-
 
 def take_prompt(row: Mapping[str, Any], where: str, config: DataConfig) -> Prompting:
     """Return the row's prompt. Raises InputError if there is none, or if it may contain the

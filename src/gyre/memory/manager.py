@@ -86,17 +86,9 @@ class MemoryManager:
             self._neighbor_bytes = neighbor_bytes
         return self._change(lambda ledger: plan_phase(ledger, phase), phase, step)
 
-    def move(self, targets: Mapping[str, Tier], *, step: int = 0) -> MovePlan:
+    def move(self, targets: Mapping[str, Tier]) -> MovePlan:
         """Move components by name: offload, save to disk, destroy, reload, reallocate."""
-        return self._change(lambda ledger: plan_moves(ledger, targets), self._phase, step)
-
-    def make_room(self, size_bytes: int, *, step: int = 0) -> MovePlan:
-        """Free that much of the device budget, so that its owner may allocate a new component."""
-        return self._change(
-            lambda ledger: plan_phase(replace(ledger, working={"idle": size_bytes}), "idle"),
-            self._phase,
-            step,
-        )
+        return self._change(lambda ledger: plan_moves(ledger, targets), self._phase, step=0)
 
     def _start_from_here(self) -> None:
         """Record the device memory outside the components as the allowance at each boundary."""

@@ -44,10 +44,11 @@ def normal_interval(mean: float, error: float | None) -> tuple[float, float] | N
     return None if error is None else (mean - Z95 * error, mean + Z95 * error)
 
 
-def wilson_interval(share: float | None, n: int, z: float = Z95) -> tuple[float, float] | None:
+def wilson_interval(share: float | None, n: int) -> tuple[float, float] | None:
     """Return the 95 % interval of a share over n trials (Wilson 1927), or None without trials."""
     if share is None or n <= 0 or not 0.0 <= share <= 1.0:
         return None
+    z = Z95
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return (max(0.0, middle - half), min(1.0, middle + half))

@@ -252,25 +252,22 @@ def train_tokenizer(
     texts: Iterable[str],
     *,
     vocab_size: int,
-    special: Sequence[str] = SPECIAL,
     min_share: float = 0.1,
     style: Style = "clauses",
 ) -> Tokenizer:
     """Train our own tokenizer on rendered prompts and responses. A pure function of its arguments.
 
-    `special` holds PAD and END; their ids are 0, 1, … in order. A merge needs `min_share`
-    occurrences per text. Style "qwen2" splits text into words as that family's readers do; see
-    QWEN2_CUTS.
+    The ids of SPECIAL are 0, 1, … in order. A merge needs `min_share` occurrences per text. Style
+    "qwen2" splits text into words as that family's readers do; see QWEN2_CUTS.
     """
-    assert PAD in special and END in special and len(set(special)) == len(special)
-    smallest = len(special) + 256
+    smallest = len(SPECIAL) + 256
     if vocab_size < smallest:
         raise InputError(
-            f"tokenizer.vocab_size = {vocab_size}: {len(special)} special tokens and 256 bytes "
+            f"tokenizer.vocab_size = {vocab_size}: {len(SPECIAL)} special tokens and 256 bytes "
             f"need {smallest}",
             hint=f"set it to {smallest} or more; 512 suits one procedural task",
         )
-    splitter = re.compile("|".join(re.escape(token) for token in special))
+    splitter = re.compile("|".join(re.escape(token) for token in SPECIAL))
     texts = list(texts)
     if not texts:
         raise InputError(
@@ -280,7 +277,7 @@ def train_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=max(2, round(min_share * len(texts))),
-        special_tokens=[AddedToken(token, normalized=False) for token in special],
+        special_tokens=[AddedToken(token, normalized=False) for token in SPECIAL],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

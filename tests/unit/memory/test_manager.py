@@ -185,8 +185,8 @@ def test_the_ring_turns_in_a_small_budget(
         residency=residency,
         leave=policy,
     )
-    manager = manage([started], limits, events)
-    manager.make_room(32 * KIB)
+    manager = manage([started], limits, events, working={"idle": 32 * KIB})
+    manager.enter("idle")  # makes room for the second
     second = engine(tmp_path)
     before |= contents([second])
     manager.add(second)

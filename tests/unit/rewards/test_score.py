@@ -23,6 +23,8 @@ MODULE = """
 import os, signal, subprocess, sys, time
 
 def misbehave(task, completion):
+    if "begun" in task:
+        open(task["begun"], "w").close()
     if "sleep" in completion:
         time.sleep(1000)
     if "spin" in completion:
@@ -170,18 +172,18 @@ def test_the_deadline_ends_a_call():
     assert events.kinds() == ["reward.worker_replaced"] + ["reward.timeout"] * 4
 
 
-def test_calls_overlap_and_a_cancelled_one_frees_its_workers():
+def test_calls_overlap_and_a_cancelled_one_frees_its_workers(tmp_path):
     events = Events()
+    begun = tmp_path / "begun"
 
     async def go():
         config = RewardsConfig.model_validate(
             {"parts": [{**MISBEHAVE, "limit_s": 100.0}], "workers": 1}
         )
         scorer = RuleScorer(config, emit=events.emit, clock=time.monotonic)
-        hanging = asyncio.create_task(scorer.score([rollout(0, "sleep", {})], deadline_s=100.0))
-        await scorer.score([], deadline_s=1.0)
-        assert scorer.pool is not None
-        while not scorer.pool.num_busy:
+        asked = rollout(0, "sleep", {"begun": str(begun)})
+        hanging = asyncio.create_task(scorer.score([asked], deadline_s=100.0))
+        while not begun.exists():
             await asyncio.sleep(0.01)
         second = asyncio.create_task(scorer.score([rollout(1, "fine", {})], deadline_s=60.0))
         await asyncio.sleep(0.01)

@@ -22,10 +22,10 @@ LOOK_S = 0.01  # between two looks at the group
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def end_group(group: int, *, wait_s: float = TRACKER_S) -> None:
+def end_group(group: int) -> None:
     """Kill the processes of a group but for this one, and let its resource trackers end. Of this
     process's own group they end after it, as it holds them open. Blocks."""
-    is_own, until_s = group == os.getpgrp(), time.monotonic() + wait_s
+    is_own, until_s = group == os.getpgrp(), time.monotonic() + TRACKER_S
     while members := find_members(group) - {os.getpid()}:
         others = {pid for pid in members if not is_tracker(pid)}
         for pid in others:

@@ -38,6 +38,7 @@ __all__ = [
     "save_scalar_head",
     "verify_export",
 ]
+PROBE_TOKENS = 8  # of the text that a loaded model is compared on
 
 
 def load_hub(
@@ -125,10 +126,10 @@ def checksums_on_disk(folder: Path) -> dict[str, str]:
         }
 
 
-def probe_logits(decoder: Decoder, num_tokens: int = 8) -> Tensor:
+def probe_logits(decoder: Decoder) -> Tensor:
     """Return the last logits_V of a fixed short text."""
     device = decoder.device
-    num_tokens = min(num_tokens, decoder.spec.context_tokens)
+    num_tokens = min(PROBE_TOKENS, decoder.spec.context_tokens)
     tokens_T = (torch.arange(num_tokens, device=device) * 7919 + 1) % decoder.spec.vocab_size
     layout = PackedLayout.of([num_tokens], device)
 

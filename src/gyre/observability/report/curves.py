@@ -272,9 +272,9 @@ def outcomes(story: Story) -> list[dict[str, Any]]:
     )
 
 
-def significant(value: float | None, digits: int = 6) -> float | None:
-    """Round to the significant figures that a chart can show."""
-    return None if value is None else float(f"{value:.{digits}g}")
+def significant(value: float | None) -> float | None:
+    """Round to the six significant figures that a chart can show."""
+    return None if value is None else float(f"{value:.6g}")
 
 
 def _finite(value: float) -> float | None:

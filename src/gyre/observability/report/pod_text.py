@@ -69,7 +69,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def draw_step(step: Mapping[str, Any], width: int = WIDTH) -> list[str]:
+def draw_step(step: Mapping[str, Any]) -> list[str]:
     """Return one step as two lanes, of the first trainer and the first engine, a letter for each
     activity."""
     lanes = [
@@ -84,7 +84,7 @@ def draw_step(step: Mapping[str, Any], width: int = WIDTH) -> list[str]:
     others = f"; {more} more processes are not drawn" if more else ""
     lines = [f"A typical step: {where}, {seconds_text(seconds)}{others}"]
     lines += [
-        f"{lane['worker']:<{left}}  {draw_lane(lane['pieces'], seconds, width)}" for lane in shown
+        f"{lane['worker']:<{left}}  {draw_lane(lane['pieces'], seconds, WIDTH)}" for lane in shown
     ]
     used = dict.fromkeys(piece[0] for lane in shown for piece in lane["pieces"])
     legend = [f"{CODES[name]} {name.replace('_', ' ')}" for name in used]

@@ -412,11 +412,6 @@ class Pool:
         for call in self._calls:
             call.done.set()
 
-    @property
-    def num_busy(self) -> int:
-        """Workers that are at a batch."""
-        return sum(worker.batch is not None for worker in self._workers.values())
-
     async def close(self) -> None:
         """End the fork server, every worker and what workers started. Calls that still wait end
         with timeouts."""
