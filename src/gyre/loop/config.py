@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from gyre.core.config import Section
 from gyre.core.records import Sampling
-from gyre.loop.asynchronous.credits import lead_of, most_carries
+from gyre.core.rounding import ceil_div
 from gyre.loop.repetition import RepetitionRule
 
 SERVING_ONLY = (
@@ -142,6 +142,22 @@ class RolloutConfig(Section):
             ignore_eos=self.ignore_eos,
             n=self.completions_per_prompt,
         )
+
+
+def most_carries(*, max_tokens: int, max_tokens_per_iteration: int) -> int:
+    """Return how often a completion can be set aside by the bound of one iteration (0: none)."""
+    if not max_tokens_per_iteration:
+        return 0
+    return ceil_div(max_tokens, max_tokens_per_iteration) - 1
+
+
+def lead_of(max_staleness: int, carries: int) -> int:
+    """Return how many collections may run ahead.
+
+    A completion that is carried over ages by one version each time. Where the bound allows it, as
+    much is left for that; a bound above 0 always lets one collection run ahead.
+    """
+    return max(1, max_staleness - carries) if max_staleness else 0
 
 
 def why_not_asynchronous(

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gyre.core.errors import InputError
-from gyre.models.hub.schema import ConfigKeys
+from gyre.models.hub_schema import ConfigKeys
 
 READ = {*ConfigKeys.model_fields, "model_type", "original_max_position_embeddings"} - {
     "dtype",

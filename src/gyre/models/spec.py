@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol
 
 from gyre.core.errors import InputError
 from gyre.models.config import ShapeConfig
-from gyre.models.hub.schema import check_config
 from gyre.models.hub_keys import refuse_unsupported
+from gyre.models.hub_schema import check_config
 
 Family = Literal["llama", "qwen2", "qwen3"]
 

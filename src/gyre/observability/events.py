@@ -131,6 +131,18 @@ class LiveRows:
         return len(self.rows)
 
 
+class StageTracker:
+    """Tracks the stage of each row, including rows that do not name it."""
+
+    def __init__(self) -> None:
+        self._stage = "main"
+
+    def stage(self, row: Row) -> str:
+        if row.get("stage"):
+            self._stage = str(row["stage"])
+        return self._stage
+
+
 def read_events(path: Path | str) -> LiveRows:
     """Read a log, finished or not. A file that does not exist has no rows."""
     rows: list[dict[str, Any]] = []

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gyre.core.errors import ConfigError
-from gyre.observability.events import is_counted, weight_of
+from gyre.observability.events import StageTracker, is_counted, weight_of
 from gyre.observability.metric_catalog import place
-from gyre.observability.trackers import StageTracker, scalars
+from gyre.observability.trackers import scalars
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

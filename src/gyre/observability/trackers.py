@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 from gyre.core.errors import ConfigError
 from gyre.core.events import Emit
 from gyre.observability.config import ObserveConfig
-from gyre.observability.events import RESERVED
+from gyre.observability.events import RESERVED, StageTracker
 from gyre.observability.jsonl import as_number
 from gyre.observability.tracing.otlp_sender import read_endpoint
 
@@ -88,18 +88,6 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     else:
         return {}
     return {name: value for name, value in numbers.items() if value is not None}
-
-
-class StageTracker:
-    """Tracks the stage of each row, including rows that do not name it."""
-
-    def __init__(self) -> None:
-        self._stage = "main"
-
-    def stage(self, row: Mapping[str, Any]) -> str:
-        if row.get("stage"):
-            self._stage = str(row["stage"])
-        return self._stage
 
 
 class TensorBoardSink:

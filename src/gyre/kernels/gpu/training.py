@@ -23,15 +23,18 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gyre.kernels.float8 import Amax
 from gyre.kernels.gpu.float8 import raise_to, sizes
 from gyre.kernels.gpu.token_logprobs import block_statistics, logits_gradient
+
+if TYPE_CHECKING:
+    from gyre.kernels.float8 import Amax
 
 DTYPES = (torch.bfloat16, torch.float16)
 PROGRAMS_PER_SM = 4  # of the kernels that walk over rows with sums of their own

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gyre.core.rounding import ceil_div
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credits:
@@ -71,19 +69,3 @@ class Credits:
         """Let collections begin again."""
         assert self.held, "released without a hold"
         return replace(self, held=False)
-
-
-def most_carries(*, max_tokens: int, max_tokens_per_iteration: int) -> int:
-    """Return how often a completion can be set aside by the bound of one iteration (0: none)."""
-    if not max_tokens_per_iteration:
-        return 0
-    return ceil_div(max_tokens, max_tokens_per_iteration) - 1
-
-
-def lead_of(max_staleness: int, carries: int) -> int:
-    """Return how many collections may run ahead.
-
-    A completion that is carried over ages by one version each time. Where the bound allows it, as
-    much is left for that; a bound above 0 always lets one collection run ahead.
-    """
-    return max(1, max_staleness - carries) if max_staleness else 0

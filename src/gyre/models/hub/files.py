@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gyre.core.errors import InputError
 from gyre.models.hub.folders import INDEX_FILE, WEIGHTS_FILE
-from gyre.models.hub.schema import read_weight_map
+from gyre.models.hub_schema import read_weight_map
 
 SCALAR_HEAD_TENSOR = "scalar_head.weight"
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that weights have

@@ -15,8 +15,8 @@ from gyre.core.files import read_json
 from gyre.models.hub.export import Run
 from gyre.models.hub.files import open_tensors
 from gyre.models.hub.folders import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
-from gyre.models.hub.schema import read_weight_map
 from gyre.models.hub.tensors import HubTensors
+from gyre.models.hub_schema import read_weight_map
 from gyre.models.names import HubEntry, hub_entries
 from gyre.models.spec import ModelSpec, spec_from_hub_config
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gyre.observability.events import StageTracker
 from gyre.observability.tracing.span_queue import SpanQueue
 from gyre.observability.tracing.span_record import AttributeValue, SpanRecord
 from gyre.observability.tracing.trace_context import new_id
-from gyre.observability.trackers import StageTracker
 
 CLOSE_S = 5.0  # for the spans that are left at the end of a run
 

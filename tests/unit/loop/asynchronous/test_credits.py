@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gyre.loop.asynchronous.credits import Credits, lead_of, most_carries
+from gyre.loop.asynchronous.credits import Credits
+from gyre.loop.config import lead_of, most_carries
 
 
 class Model:
