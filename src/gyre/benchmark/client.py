@@ -34,7 +34,8 @@ class Client:
     """Asks one server, over a pool of connections."""
 
     def __init__(self, pool: ConnectionPool, settings: ClientSettings) -> None:
-        self._pool, self._settings = pool, settings
+        self._pool = pool
+        self._settings = settings
         self._post_head = _head(pool, "POST", settings.path, settings.api_key)
 
     async def ask(self, body: bytes, due_s: float) -> RequestResult:

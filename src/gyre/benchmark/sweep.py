@@ -102,7 +102,8 @@ class _Sweep:
     def __init__(
         self, settings: SweepSettings, pool: ConnectionPool, model: str, on_progress: OnProgress
     ) -> None:
-        self._settings, self._on_progress = settings, on_progress
+        self._settings = settings
+        self._on_progress = on_progress
         self._template = RequestTemplate(
             endpoint=settings.endpoint,
             model=model,

@@ -52,8 +52,12 @@ class MemberListener:
         """Listen at once; ConfigError where the address cannot be had. `refuse` raises InputError
         for a member that may not join."""
         assert len(token) >= 16, "a token shorter than 16 bytes can be guessed"
-        self._token, self._refuse, self._on_admitted = token, refuse, on_admitted
-        self._emit, self._handshake_s, self._silence_s = emit, handshake_s, silence_s
+        self._token = token
+        self._refuse = refuse
+        self._on_admitted = on_admitted
+        self._emit = emit
+        self._handshake_s = handshake_s
+        self._silence_s = silence_s
         self._most_handshakes = most_handshakes
         try:
             self._listening = socket.create_server(
@@ -69,7 +73,8 @@ class MemberListener:
         self.place = f"[{bound}]:{taken_port}" if ":" in bound else f"{bound}:{taken_port}"
         self._handshakes: set[asyncio.Task[None]] = set()
         self._untold: tuple[str, str] | None = None  # peer and reason of the last one
-        self._num_untold, self._told_s = 0, -TELL_S
+        self._num_untold = 0
+        self._told_s = -TELL_S
         self._accepting = asyncio.create_task(self._accept())
 
     async def close(self) -> None:

@@ -45,9 +45,12 @@ class ClusterGate:
         what the others have."""
         self._neighbors = neighbors or {}
         self._held: dict[str, DeviceHoldings] = {}  # by name, as last heard
-        self._ranks, self._on_lost = tuple(ranks), on_lost
-        self._engines, self._behind = engines, behind
-        self._emit, self._calls = emit, StallLimit(key=CALLS, seconds=deadline_s)
+        self._ranks = tuple(ranks)
+        self._on_lost = on_lost
+        self._engines = engines
+        self._behind = behind
+        self._emit = emit
+        self._calls = StallLimit(key=CALLS, seconds=deadline_s)
         self._hang_s = hang_s
         self._watchdog = Watchdog(ranks, emit=emit, hang_s=hang_s)
 

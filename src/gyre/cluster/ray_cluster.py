@@ -89,9 +89,12 @@ class RayHandle:
 
     def __init__(self, spec: RoleSpec, actor: Any, on_event: OnEvent, *, here: str) -> None:
         """Keep `here`, this process's address as workers on its machine give theirs."""
-        self.name, self.place, self._here = spec.name, "starting", here
+        self.name = spec.name
+        self.place = "starting"
+        self._here = here
         self.process: psutil.Process | None = None  # on this machine
-        self.actor, self._on_event = actor, on_event
+        self.actor = actor
+        self._on_event = on_event
         self._number = 0
         # the worker waits for every number: none may be taken twice or left out
         self._sending = threading.Lock()

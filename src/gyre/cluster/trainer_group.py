@@ -56,12 +56,10 @@ class TrainerGroup:
         """Make a group of started ranks. With `registers_shards` they copy each version to where
         other processes read it; else engines beside the ranks read it in place."""
         self._registers_shards = registers_shards
-        self._cluster, self._handles, self._emit, self._grace_s = (
-            cluster,
-            tuple(handles),
-            emit,
-            grace_s,
-        )
+        self._cluster = cluster
+        self._handles = tuple(handles)
+        self._emit = emit
+        self._grace_s = grace_s
         self._calls = StallLimit(key=CALLS, seconds=call_deadline_s)
         self._watchdog = Watchdog(handles, emit=emit, hang_s=hang_s, look_s=look_s)
         self._failed: RankError | None = None

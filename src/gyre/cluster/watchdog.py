@@ -36,7 +36,9 @@ class Watchdog:
         hang_s: float,
         look_s: float = LOOK_S,
     ) -> None:
-        self._handles, self._emit, self._look_s = tuple(handles), emit, look_s
+        self._handles = tuple(handles)
+        self._emit = emit
+        self._look_s = look_s
         self.hang = StallLimit(key=HANGS, seconds=hang_s)
 
     async def settle(

@@ -94,7 +94,8 @@ class RunStopped(Exception):
         """Set the message, which follows the signal's name: "at step 3 of main"."""
         by = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
         super().__init__(f"stopped by {by}{message and f' {message}'}")
-        self.signum, self.hint = signum, hint
+        self.signum = signum
+        self.hint = hint
 
     @property
     def exit_code(self) -> int:

@@ -35,10 +35,15 @@ class FailureDetector:
     def __init__(
         self, store: KVStore, *, rank: int, size: int, grace_s: float, abort: Callable[[], None]
     ) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        self._grace_s, self._abort = grace_s, abort
-        self._operation, self._inside = 0, False
-        self._beat, self._next_beat = 0, 0.0
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._grace_s = grace_s
+        self._abort = abort
+        self._operation = 0
+        self._inside = False
+        self._beat = 0
+        self._next_beat = 0.0
         self._neighbor = (rank + 1) % size
         self._life = LastProgress([f"{self._neighbor}"], time.monotonic())  # of the neighbor
         self.broken = ""  # why no collective of this group may run any more

@@ -26,7 +26,8 @@ class SharedKVStore:
     """A key-value store over a separate store connection."""
 
     def __init__(self, store: Store) -> None:
-        self._store, self._lock = store, threading.Lock()
+        self._store = store
+        self._lock = threading.Lock()
 
     def put(self, key: str, text: str) -> None:
         try:

@@ -58,15 +58,14 @@ class RankGroup:
         timeout_s: float = math.inf,
     ) -> None:
         """Bind the ranks. `timeout_s`: longest wait for the others in one collective."""
-        self.name, self.rank, self.size, self.device, self.timeout_s = (
-            name,
-            rank,
-            size,
-            device,
-            timeout_s,
-        )
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.timeout_s = timeout_s
         self.notes: KVStore = notes or LocalKVStore()
-        self._group, self._board = process_group, board
+        self._group = process_group
+        self._board = board
         self.traffic = traffic or Traffic()  # of all groups of this rank
         self._captured: Captured | None = None  # while a graph is captured
 

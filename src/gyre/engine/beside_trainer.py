@@ -51,8 +51,11 @@ class RankBesideTrainer:
         own_offer: OwnOffer,
     ) -> None:
         """`own_offer` returns a version of the trainer in this process."""
-        self._stream, self._worker, self._group = stream, worker, group
-        self._compute, self._own_offer = compute, own_offer
+        self._stream = stream
+        self._worker = worker
+        self._group = group
+        self._compute = compute
+        self._own_offer = own_offer
         self._loop: asyncio.AbstractEventLoop | None = None
         self._held: PhaseMessage | None = None
         self._life = ExitStack()  # of a core, which the failure detector watches

@@ -52,7 +52,10 @@ class EngineMemory:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._decoder, self._config, self._device, self._dtype = decoder, config, device, dtype
+        self._decoder = decoder
+        self._config = config
+        self._device = device
+        self._dtype = dtype
         self._folder = Path(config.disk_folder) if config.disk_folder else None
         spec = decoder.spec
         self.page_bytes = spec.kv_bytes_per_token(dtype) * config.page_tokens

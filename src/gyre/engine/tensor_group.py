@@ -108,7 +108,9 @@ class EntryStream:
     def __init__(self, connection: socket.socket, rank: int, *, timeout_s: float) -> None:
         """Bind the socket. `rank` is at the other end."""
         connection.settimeout(timeout_s)
-        self._socket, self._rank, self._timeout_s = connection, rank, timeout_s
+        self._socket = connection
+        self._rank = rank
+        self._timeout_s = timeout_s
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
@@ -169,7 +171,9 @@ class Followers:
         self, group: RankGroup, streams: Sequence[EntryStream], *, have_trainers: bool = False
     ) -> None:
         """`have_trainers`: each rank's process has a trainer's rank, too, with the same cut."""
-        self._group, self._streams, self._have_trainers = group, streams, have_trainers
+        self._group = group
+        self._streams = streams
+        self._have_trainers = have_trainers
         self._life = ExitStack()
 
     def begin(self) -> None:

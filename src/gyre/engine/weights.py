@@ -63,7 +63,9 @@ class EngineWeights:
     def __init__(
         self, decoder: Decoder, *, shared: bool, version: int, device: torch.device, emit: Emit
     ) -> None:
-        self.decoder, self.shared, self.emit = decoder, shared, emit
+        self.decoder = decoder
+        self.shared = shared
+        self.emit = emit
         self.state = ReceiverState(version=version)
         self._device = device
         self._held = part_of(decoder)

@@ -71,7 +71,9 @@ class Float8Weight(torch.Tensor):
         )
 
     def __init__(self, data_OI: Tensor, amax: Tensor, inverse: Tensor, dtype: torch.dtype) -> None:
-        self.data_OI, self.amax, self.inverse = data_OI, amax, inverse
+        self.data_OI = data_OI
+        self.amax = amax
+        self.inverse = inverse
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Float8Weight({tuple(self.shape)}, {self.dtype})"

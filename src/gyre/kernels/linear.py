@@ -104,7 +104,8 @@ class OutputGradient:
         amax: Amax | None = None,
         share: Share | None = None,
     ) -> None:
-        self._grad_TO, (self._x_amax, self._weight_amax) = grad_TO, amaxes
+        self._grad_TO = grad_TO
+        self._x_amax, self._weight_amax = amaxes
         self._grad = self._x = None
         if self._x_amax is not None:
             found = _found(amax)

@@ -96,9 +96,14 @@ class Conversation:
         temperature: float,
         seed: int,
     ) -> None:
-        self._engine, self._policy, self._data, self._write = engine, policy, config.data, write
+        self._engine = engine
+        self._policy = policy
+        self._data = config.data
+        self._write = write
         self._stop = config.rollout.stop
-        self._max_tokens, self._temperature, self._seed = max_tokens, temperature, seed
+        self._max_tokens = max_tokens
+        self._temperature = temperature
+        self._seed = seed
         self._messages: list[Message] = []
         self._notes: list[str] = []
         self._number = 0

@@ -98,8 +98,11 @@ class _Passes:
         deadline_s: float,
         progress: Callable[[], None],
     ) -> None:
-        self._source, self._group, self._folder = source, group, folder
-        self._deadline_s, self._progress = deadline_s, progress
+        self._source = source
+        self._group = group
+        self._folder = folder
+        self._deadline_s = deadline_s
+        self._progress = progress
         # differs from that of an export before
         self._key = f"export/{group.share(uuid.uuid4().hex)[0]}"
 

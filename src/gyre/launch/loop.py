@@ -25,7 +25,9 @@ class StageInputs:
     """What one stage needs beside its trainer and engine."""
 
     def __init__(self, config: RunConfig, emit: Emit, *, rewards_log: Path) -> None:
-        self._config, self._emit, self._rewards_log = config, emit, rewards_log
+        self._config = config
+        self._emit = emit
+        self._rewards_log = rewards_log
         self._scorer: RuleScorer | None = None
 
     def parts(

@@ -96,7 +96,10 @@ class Run:
     ) -> None:
         """Make the run. With a `fleet` the trainer and the engines are its workers."""
         config = args.config
-        self._args, self._config, self._folder, self._stage = args, config, folder, args.stage
+        self._args = args
+        self._config = config
+        self._folder = folder
+        self._stage = args.stage
         self._signals = signals
         refuse_damaged(folder)
         self._lock = hold(folder)

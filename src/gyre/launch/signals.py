@@ -37,7 +37,8 @@ class StopSignals:
 
     def __init__(self, stop: StopRequest, *, say: Callable[[RunStopped], None]) -> None:
         """`say` prints why a process that ends at once has ended."""
-        self.stop, self.hint = stop, ""
+        self.stop = stop
+        self.hint = ""
         self.signum = 0  # of the first one
         self.close_display: Callable[[], None] = lambda: None
         self._say = say

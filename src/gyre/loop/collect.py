@@ -231,15 +231,21 @@ class Collector:
         engine's capacity; None submits everything together. ConfigError for sampling that the
         trainer cannot follow.
         """
-        self._window, self._length_key = window, length_key
+        self._window = window
+        self._length_key = length_key
         if rules.sampling.shapes_logits:
             raise ConfigError(
                 "rollouts with penalties, logit_bias or min_tokens: the trainer cannot compute "
                 "their log-probs again",
                 hint="sample rollouts with temperature, top_p, top_k and min_p only",
             )
-        self._engine, self._scoring, self._text, self._emit = engine, scoring, text, emit
-        self._rules, self._sampling, self._deadline_s = rules, rules.sampling, deadline_s
+        self._engine = engine
+        self._scoring = scoring
+        self._text = text
+        self._emit = emit
+        self._rules = rules
+        self._sampling = rules.sampling
+        self._deadline_s = deadline_s
         self._breaking = False  # completions that end as interrupted are kept as they are
 
     async def run(self, groups: Sequence[InFlightGroup]) -> None:

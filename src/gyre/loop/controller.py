@@ -114,8 +114,11 @@ class Ring:
 
     def __init__(self, stage: StageSpec, parts: Parts, config: RingConfig) -> None:
         assert parts.engine is not None and parts.lifecycle is not None and parts.scorer is not None
-        self._stage, self._parts, self._config = stage, parts, config
-        self._engine, self._scorer = parts.engine, parts.scorer
+        self._stage = stage
+        self._parts = parts
+        self._config = config
+        self._engine = parts.engine
+        self._scorer = parts.scorer
         self._emit = parts.observers.events.emit
         self._phase = parts.observers.spans.phase
         self._overlaps = config.rollout.max_staleness > 0

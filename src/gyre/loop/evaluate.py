@@ -63,13 +63,11 @@ class Rollouts:
         window: Window | None = None,
     ) -> None:
         self._window = window
-        self._engine, self._scorer, self._text, self._seed, self._emit = (
-            engine,
-            scorer,
-            text,
-            seed,
-            emit,
-        )
+        self._engine = engine
+        self._scorer = scorer
+        self._text = text
+        self._seed = seed
+        self._emit = emit
         self._accuracy = accuracy
         self._rollout = rollout
         self._length_key = "eval.max_tokens" if config.max_tokens else "rollout.max_tokens"

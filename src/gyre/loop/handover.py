@@ -33,8 +33,10 @@ class Handover:
     ) -> None:
         """`epoch` marks each version with the attempt at the run that publishes it."""
         self._versions = versions
-        self._trainer, self._lifecycle = trainer, lifecycle
-        self._emit, self._epoch = emit, epoch
+        self._trainer = trainer
+        self._lifecycle = lifecycle
+        self._emit = emit
+        self._epoch = epoch
         self._restart_engine = restart_engine
         self._running = True
 

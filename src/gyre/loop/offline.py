@@ -44,7 +44,10 @@ class OfflineLoop:
     def __init__(
         self, stage: StageSpec, parts: Parts, config: OfflineConfig, *, judge: Rollouts | None
     ) -> None:
-        self._stage, self._parts, self._config, self._judge = stage, parts, config, judge
+        self._stage = stage
+        self._parts = parts
+        self._config = config
+        self._judge = judge
         self._emit = parts.observers.events.emit
         self._phase = parts.observers.spans.phase
         self._handover = None

@@ -110,7 +110,9 @@ class PromptFeed:
     """Rolls out a step's prompts, and replacements for groups without a learning signal."""
 
     def __init__(self, source: PromptSource, config: RolloutConfig, *, seed: int) -> None:
-        self._source, self._config, self._seed = source, config, seed
+        self._source = source
+        self._config = config
+        self._seed = seed
 
     async def roll_out(
         self,

@@ -26,7 +26,8 @@ class Scoring:
     """The rewards of one loop step. Leaving the block cancels every unanswered request."""
 
     def __init__(self, scorer: Scorer, *, deadline_s: float) -> None:
-        self._scorer, self._deadline_s = scorer, deadline_s
+        self._scorer = scorer
+        self._deadline_s = deadline_s
         self._waiting: list[Rollout] = []  # bounded by the rollouts of a step
         self._asked: list[asyncio.Task[None]] = []
         self._scores: dict[str, Score] = {}

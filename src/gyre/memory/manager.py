@@ -63,7 +63,10 @@ class MemoryManager:
         """
         self._keep_pages = device.type == "cuda" if keep_pages is None else keep_pages
         self._tenants = list(tenants)
-        self._config, self._device, self._emit, self._needs = config, device, emit, dict(needs)
+        self._config = config
+        self._device = device
+        self._emit = emit
+        self._needs = dict(needs)
         self._working = dict(working or {})
         self._budgets = _budgets(config, device)
         self._home: dict[str, MemoryTenant] = {}

@@ -58,8 +58,10 @@ class FusedForward:
     def __init__(
         self, decoder: Decoder, pages_of: PagesOf, table_RP: Tensor, *, invariant: bool
     ) -> None:
-        self.decoder, self.invariant = decoder, invariant
-        self._pages_of, self._table_RP = pages_of, table_RP
+        self.decoder = decoder
+        self.invariant = invariant
+        self._pages_of = pages_of
+        self._table_RP = table_RP
         spec = decoder.spec
         position_P = torch.arange(spec.context_tokens, device=decoder.device)
         cos_P1D, sin_P1D = rope_tables(position_P, decoder.inv_freq_F, decoder.dtype)
@@ -68,7 +70,8 @@ class FusedForward:
         # the second half is the one that is not negated
         self._sin_PF = sin_P1D[:, 0, half:].contiguous()
         tensor = decoder.tensor
-        self._reduce, self._peers = reducer_of(tensor), None
+        self._reduce = reducer_of(tensor)
+        self._peers = None
         if tensor is not None and invariant:
             self._reduce = partial(summed_in_rank_order, tensor=tensor)
         elif tensor is not None:

@@ -38,7 +38,8 @@ class FreshWeights:
     """
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
-        self.spec, self._seed = spec, seed
+        self.spec = spec
+        self._seed = seed
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -32,7 +32,8 @@ class TokenwiseForward:
 
     def __init__(self, decoder: Decoder) -> None:
         assert decoder.tensor is not None, "one rank has kernels of a fixed order"
-        self.decoder, self._tensor = decoder, decoder.tensor
+        self.decoder = decoder
+        self._tensor = decoder.tensor
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Return hidden_TE with the final norm applied, of this rank's rows."""

@@ -135,7 +135,9 @@ class ContradictionWatch:
         show: Callable[[str, float], str],
         history: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        self._emit, self._temperatures, self._show = emit, temperatures, show
+        self._emit = emit
+        self._temperatures = temperatures
+        self._show = show
         self._stage = ""
         self._steps: dict[str, list[MeasuredStep]] = {}
         self._held_out: dict[str, list[Figure]] = {}

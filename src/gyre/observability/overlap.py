@@ -83,7 +83,8 @@ class IdleTime:
     """Seconds that one task has waited."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._past_s = clock, 0.0
+        self._clock = clock
+        self._past_s = 0.0
         self._since_s: float | None = None  # while it waits
 
     @contextmanager

@@ -70,7 +70,9 @@ class RunningActivity:
     def __init__(
         self, activity: Activity, emit: Emit, clock: Callable[[], float], *, ago_s: float
     ) -> None:
-        self._activity, self._emit, self._clock = activity, emit, clock
+        self._activity = activity
+        self._emit = emit
+        self._clock = clock
         self._began_s = clock() - ago_s
         self.size_bytes: int | None = None  # that it moves, takes or frees; None: it does not
 

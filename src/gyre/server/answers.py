@@ -31,8 +31,10 @@ class ChatAnswer:
         kept_ids: frozenset[int] = frozenset(),
     ):
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
-        self._tokenizer, self._logprobs = tokenizer, logprobs
-        self._make_parser, self.kept_ids = make_parser, kept_ids
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        self._make_parser = make_parser
+        self.kept_ids = kept_ids
         self._parsers: dict[int, AnswerParser] = {}  # by the index of the completion
 
     def first(self, n: int) -> list[dict[str, Any]]:
@@ -148,8 +150,10 @@ class TextAnswer:
         n: int = 1,
     ) -> None:
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
-        self._tokenizer, self._logprobs = tokenizer, logprobs
-        self._echoes, self._n = echoes, n
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        self._echoes = echoes
+        self._n = n
         self._places: dict[int, TokenOffsets] = {}  # of completions that have begun
 
     def first(self, n: int) -> list[dict[str, Any]]:

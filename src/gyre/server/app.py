@@ -70,7 +70,9 @@ class Api:
     """The handlers, over one engine and one model."""
 
     def __init__(self, service: Service, *, gate: Gate) -> None:
-        self._service, self._model, self._gate = service, service.model, gate
+        self._service = service
+        self._model = service.model
+        self._gate = gate
         self._document = make_document()
         self._started_s = int(time.time())
 

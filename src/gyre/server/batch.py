@@ -19,7 +19,9 @@ class RequestBatch:
     """Requests that count into the same usage. Completion j of request i has index i × n + j."""
 
     def __init__(self, name: str, parts: Sequence[ActiveRequest], usage: TokenUsage) -> None:
-        self.name, self._parts, self.usage = name, parts, usage
+        self.name = name
+        self._parts = parts
+        self.usage = usage
         self.metrics = parts[0].metrics
 
     @property

@@ -60,7 +60,8 @@ class TokenOffsets:
     begins where the character does."""
 
     def __init__(self, tokenizer: Tokenizer, start: int, *, skip_special: bool) -> None:
-        self._words, self._place = Detokenizer(tokenizer, skip_special=skip_special), start
+        self._words = Detokenizer(tokenizer, skip_special=skip_special)
+        self._place = start
 
     def push(self, tokens: Iterable[int]) -> list[int]:
         """Return the places of the tokens that follow."""

@@ -77,9 +77,13 @@ class ActiveRequest:
         prompt_only: bool = False,
         kept_ids: frozenset[int] = frozenset(),  # special tokens that the answer's text shows
     ) -> None:
-        self._service, self.request, self.usage = service, request, usage
-        self.name, self.metrics = request.request_id, service.metrics
-        self._prompt_only, self._kept_ids = prompt_only, kept_ids
+        self._service = service
+        self.request = request
+        self.usage = usage
+        self.name = request.request_id
+        self.metrics = service.metrics
+        self._prompt_only = prompt_only
+        self._kept_ids = kept_ids
 
     @property
     def num_choices(self) -> int:
@@ -137,9 +141,13 @@ class ReservedSource:
 
     def __init__(self, work: AnswerSource, reservation: AbstractContextManager[None]) -> None:
         """`reservation` reads the work's usage at its end."""
-        self._work, self._reservation = work, reservation
-        self.name, self.usage, self.metrics = work.name, work.usage, work.metrics
-        self.num_choices, self.most_tokens = work.num_choices, work.most_tokens
+        self._work = work
+        self._reservation = reservation
+        self.name = work.name
+        self.usage = work.usage
+        self.metrics = work.metrics
+        self.num_choices = work.num_choices
+        self.most_tokens = work.most_tokens
 
     @contextlib.asynccontextmanager
     async def open(self, trace: RequestTrace | None) -> AsyncIterator[AsyncIterator[TextDelta]]:
@@ -158,7 +166,8 @@ class WholeAnswer(Response):
     """An answer in one body. The request is aborted when the client hangs up before."""
 
     def __init__(self, work: AnswerSource, answer: Answer) -> None:
-        self._work, self._answer = work, answer
+        self._work = work
+        self._answer = answer
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -203,7 +212,9 @@ class EventStream(Response):
     def __init__(
         self, work: AnswerSource, answer: Answer, *, includes_usage: bool, emit: Emit
     ) -> None:
-        self._work, self._answer, self._emit = work, answer, emit
+        self._work = work
+        self._answer = answer
+        self._emit = emit
         self._includes_usage = includes_usage
         self.background = None
 

@@ -312,7 +312,9 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param = status, message, param
+        self.status = status
+        self.message = message
+        self.param = param
         self.code = code or _CODES[status]
         self.headers = {"retry-after": str(RETRY_S)} if status in (429, 503) else {}
         self.headers |= headers or {}

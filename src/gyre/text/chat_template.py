@@ -52,7 +52,8 @@ class ChatTemplate:
     def __init__(self, source: str, variables: Mapping[str, Any], *, where: str) -> None:
         """Bind the template. `variables` are the special tokens by name; `where` is the template's
         file."""
-        self.source, self.where = source, where
+        self.source = source
+        self.where = where
         self._variables = dict(variables)
         self._lock = threading.Lock()
         self._names: frozenset[str] = frozenset()  # that the template takes from outside

@@ -22,7 +22,8 @@ class Detokenizer:
     ) -> None:
         """Begin a text. `kept_ids` are special tokens that are not skipped."""
         self._tokenizer = tokenizer
-        self._skip_special, self._kept_ids = skip_special, kept_ids
+        self._skip_special = skip_special
+        self._kept_ids = kept_ids
         # Byte-level vocabularies are exact by a table. Others (sentencepiece) decode a window of
         # recent tokens, since what a token adds may depend on the one before it.
         self._bytes = (

@@ -89,14 +89,17 @@ class LoadBalancer:
         emit: Emit,
     ) -> None:
         self._policy: RoutingPolicy = policy
-        self._ejection, self._emit = ejection, emit
-        self._hasher, self._sessions = PrefixHasher(seed), SessionTable()
+        self._ejection = ejection
+        self._emit = emit
+        self._hasher = PrefixHasher(seed)
+        self._sessions = SessionTable()
         self._engines: dict[str, EngineLife] = {}
         self._places = {name: place for place, name in enumerate(names)}
         self._standings = dict.fromkeys(names, Standing())
         self._counts = dict.fromkeys(names, RoutingStats())
         self._answered: Counter[str] = Counter()
-        self._lives, self._turn = 0, 0
+        self._lives = 0
+        self._turn = 0
         self._mean_answer: float | None = None
         self._ignores_ejections = False
 

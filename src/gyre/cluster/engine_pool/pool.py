@@ -94,7 +94,10 @@ class EnginePool:
         other_ranks: Mapping[str, Sequence[WorkerHandle]] | None = None,
     ) -> None:
         self._other_ranks = other_ranks or {}
-        self._cluster, self._settings, self._emit, self._revive = cluster, settings, emit, revive
+        self._cluster = cluster
+        self._settings = settings
+        self._emit = emit
+        self._revive = revive
         self._starts_with_weights = starts_with_weights
         self._vital = vital
         ranks = [handle for handle in engines if handle.name in vital]

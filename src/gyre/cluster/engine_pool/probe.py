@@ -20,7 +20,8 @@ class Probe:
     """One question to one engine process."""
 
     def __init__(self, handle: WorkerHandle, method: str) -> None:
-        self._handle, self._method = handle, method
+        self._handle = handle
+        self._method = method
         self._open: asyncio.Future[Any] | None = None
 
     def _begin(self) -> Future[Any]:

@@ -38,7 +38,9 @@ class EngineReplica:
         on_news: Callable[[EngineReplica, News], None],
         on_lost: Callable[[EngineReplica, str], None],
     ) -> None:
-        self.name, self.handle, self.vital = handle.name, handle, vital
+        self.name = handle.name
+        self.handle = handle
+        self.vital = vital
         self.state: Literal["up", "fresh", "lost"] = state
         self.guest = guest  # started elsewhere
         self.leaves = False  # it is asked to end what it has, and nothing more
@@ -46,11 +48,14 @@ class EngineReplica:
         self.prepared: int | None = None  # the version that waits for its commit
         self.catching_up = False  # somebody brings it to the current weights
         self.watched = False
-        health, stats = Probe(handle, "engine.health"), Probe(handle, "engine.stats")
+        health = Probe(handle, "engine.health")
+        stats = Probe(handle, "engine.stats")
         self.probes = (health, stats, PulseProbe(handle))
         self._progress = LastProgress([self.name], time.monotonic())
-        self._deadline_s, self._hang_s = deadline_s, hang_s
-        self._on_news, self._on_lost = on_news, on_lost
+        self._deadline_s = deadline_s
+        self._hang_s = hang_s
+        self._on_news = on_news
+        self._on_lost = on_lost
         self._pump: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 

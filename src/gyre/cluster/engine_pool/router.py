@@ -66,10 +66,14 @@ class RequestRouter:
         requests wait, at most `max_waiting` completions. `call_or_break(work, *args)` runs what the
         event loop calls, and breaks the pool where that raises. `on_broken` takes an engine that
         ended requests without a call to abort them."""
-        self._find_engines, self._abort, self._emit = find_engines, abort, emit
-        self._call_or_break, self._on_broken = call_or_break, on_broken
+        self._find_engines = find_engines
+        self._abort = abort
+        self._emit = emit
+        self._call_or_break = call_or_break
+        self._on_broken = on_broken
         self.balancer = balancer
-        self._progress_tokens, self._max_waiting = progress_tokens, max_waiting
+        self._progress_tokens = progress_tokens
+        self._max_waiting = max_waiting
         self._live: dict[str, Live] = {}
         self._incoming: list[Live] = []
         self._held: list[Live] = []  # came while `holding`; no engine has had them

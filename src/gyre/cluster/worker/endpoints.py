@@ -53,14 +53,20 @@ class EngineEndpoint:
         is seen to go on. `on_commit` hears the epoch and version that the engine serves from now
         on. `held_bytes` returns what it has on its device. `lost` returns why the engine must be
         started anew, in another process; its requests have no answer then."""
-        self.engine, self._trainer, self._ticks = engine, trainer, ticks
+        self.engine = engine
+        self._trainer = trainer
+        self._ticks = ticks
         # calls that are the engine's own
-        self.abort, self.stats, self.rollback = engine.abort, engine.stats, engine.rollback
-        self._activities, self._held_bytes = activities or ActivityClock(), held_bytes
+        self.abort = engine.abort
+        self.stats = engine.stats
+        self.rollback = engine.rollback
+        self._activities = activities or ActivityClock()
+        self._held_bytes = held_bytes
         self._lost = lost
         self._rollout: RunningActivity | None = None  # while requests are unanswered
         self._unanswered: set[str] = set()
-        self._on_commit, self._epoch = on_commit, 0  # of what was prepared last
+        self._on_commit = on_commit
+        self._epoch = 0  # of what was prepared last
         self._update_bytes = 0
         self._chunks: list[TokenChunk] = []
         self._ended: list[str] = []

@@ -41,7 +41,9 @@ class LinkHandle:
     ) -> None:
         """Let the worker build its object: `built` is its answer. A frame of more than `most_bytes`
         ends the link."""
-        self.name, self.place, self._on_event = spec.name, place, on_event
+        self.name = spec.name
+        self.place = place
+        self._on_event = on_event
         self._link = link
         self.gone: Future[str] = Future()
         self.gone.set_running_or_notify_cancel()  # whoever stops waiting for it does not end it

@@ -49,7 +49,9 @@ class WorkerProcess:
     ) -> None:
         """Refuse all but `builders`, by name, where they are given. `on_end` ends the process, once
         the starter has hung up or does not read."""
-        self._link, self._builders, self._on_end = link, builders, on_end
+        self._link = link
+        self._builders = builders
+        self._on_end = on_end
         self._sending = threading.Lock()  # the event loop and the reader thread send
         self._server: WorkerServer | None = None
         self._loop = asyncio.new_event_loop()

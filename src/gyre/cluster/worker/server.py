@@ -81,7 +81,9 @@ class WorkerServer:
         self, spec: RoleSpec, *, builders: Mapping[str, Callable[..., Any]] | None = None
     ) -> None:
         """Call and import no other builder than `builders`, by name, where they are given."""
-        self._spec, self._context, self._builders = spec, Context(spec.name), builders
+        self._spec = spec
+        self._context = Context(spec.name)
+        self._builders = builders
         self._role: Any = None
 
     async def build(self) -> Reply:

@@ -54,10 +54,15 @@ class TrainerEndpoint:
         """`trainer` is a PolicyTrainer and a MemoryTenant. `publish` copies this rank's part of an
         offer to where other processes read it, on the compute thread. `withdraw` ends what reads
         the tensors themselves, before they change or leave the device."""
-        self.trainer, self._rank, self._compute = trainer, rank, compute
+        self.trainer = trainer
+        self._rank = rank
+        self._compute = compute
         self._activities = activities or ActivityClock()
-        self._publish, self._end_reads = publish, withdraw
-        self.snapshot, self.close = trainer.snapshot, trainer.close  # calls that are its own
+        self._publish = publish
+        self._end_reads = withdraw
+        # calls that are its own
+        self.snapshot = trainer.snapshot
+        self.close = trainer.close
         self._state = PublisherState()
         self._offer: Offer | None = None
         self._may_write = asyncio.Event()

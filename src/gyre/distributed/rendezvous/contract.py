@@ -102,7 +102,8 @@ class CommitRefused(RankError):
             f"rendezvous key '{check.key}' {what}, and the commit needs {describe(check)}",
             hint="another process has written it since; read it again",
         )
-        self.check, self.found = check, found
+        self.check = check
+        self.found = found
 
 
 class LeaseLost(RankError):
@@ -125,7 +126,9 @@ class HistoryLost(RankError):
             f"the rendezvous has no changes after revision {after}: {reason}",
             hint="list the keys again; whoever owns a record writes it again",
         )
-        self.after, self.reason, self.went_back = after, reason, went_back
+        self.after = after
+        self.reason = reason
+        self.went_back = went_back
 
 
 class Rendezvous(Protocol):

@@ -58,7 +58,9 @@ class EtcdRendezvous:
     def __init__(self, gateway: EtcdGateway, *, prefix: str, emit: Emit) -> None:
         """Take the run's prefix, such as "/gyre/NAME/"."""
         assert prefix.endswith("/"), prefix
-        self._gateway, self._prefix, self._emit = gateway, prefix, emit
+        self._gateway = gateway
+        self._prefix = prefix
+        self._emit = emit
         self._revision = 0  # the highest that etcd has answered with
         # key, value and revision of the newest entry that this process wrote or saw
         self._known: tuple[str, str, int] | None = None
@@ -66,7 +68,8 @@ class EtcdRendezvous:
         self._is_unsure = False  # whether etcd was away, and its history is to be confirmed
         # a key of this process alone, beside the run's: the number of its last commit
         self._session = f"{prefix[:-1]}.sessions/{uuid.uuid4().hex}"
-        self._number, self._marked = 0, 0
+        self._number = 0
+        self._marked = 0
         self._committing = asyncio.Lock()
 
     async def get(self, key: str, *, deadline_s: float) -> KeyEntry | None:

@@ -61,7 +61,9 @@ class EtcdGateway:
         self, endpoints: Sequence[str], *, emit: Emit, tls: TlsFiles | None = None
     ) -> None:
         assert endpoints, "config.RendezvousConfig wants one"
-        self._endpoints, self._at, self._emit = tuple(endpoints), 0, emit
+        self._endpoints = tuple(endpoints)
+        self._at = 0
+        self._emit = emit
         self._client = httpx2.AsyncClient(
             verify=make_context(tls or TlsFiles()), trust_env=False, timeout=None
         )

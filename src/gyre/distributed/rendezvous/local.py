@@ -23,7 +23,8 @@ class LocalRendezvous:
     """Entries in memory. Nothing can be lost, so no call meets its deadline."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._table, self._clock = KeyTable(), clock
+        self._table = KeyTable()
+        self._clock = clock
         self._alive_until_s: dict[int, float] = {}
         self._next_lease = 1
         self._changed = asyncio.Event()  # replaced at each change, so that every watcher sees it

@@ -73,7 +73,9 @@ class MetadataStore:
     ) -> None:
         assert name and "/" not in name, name
         self.name = name
-        self._rendezvous, self._emit, self._deadline_s = rendezvous, emit, deadline_s
+        self._rendezvous = rendezvous
+        self._emit = emit
+        self._deadline_s = deadline_s
         self._keeper = RecordKeeper(
             rendezvous, name=name, emit=emit, lease_s=lease_s, deadline_s=deadline_s
         )

@@ -56,8 +56,11 @@ class RecordKeeper:
         deadline_s: float,
     ) -> None:
         self.process = uuid.uuid4().hex[:12]
-        self._rendezvous, self._name, self._emit = rendezvous, name, emit
-        self._lease_s, self._deadline_s = lease_s, deadline_s
+        self._rendezvous = rendezvous
+        self._name = name
+        self._emit = emit
+        self._lease_s = lease_s
+        self._deadline_s = deadline_s
         self._own: dict[str, OwnRecord] = {}
         self._writing: list[str] = []  # keys whose commits are under way
         self._passed_over = asyncio.Event()  # a comparison left out such a key

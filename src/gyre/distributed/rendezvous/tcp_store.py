@@ -97,9 +97,12 @@ class StoreRendezvous:
         self, store: Store, *, emit: Emit, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Take a store under the run's own prefix (PrefixStore), on a connection of its own."""
-        self._store, self._emit, self._clock = store, emit, clock
+        self._store = store
+        self._emit = emit
+        self._clock = clock
         self._lost_s: float | None = None  # since when the store has not answered
-        self._table, self._next = KeyTable(), 0
+        self._table = KeyTable()
+        self._next = 0
         self._leases = StillLeases(most_step_s=2 * OBSERVE_S)
         self._observed_s = clock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rendezvous")

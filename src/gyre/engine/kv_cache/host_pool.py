@@ -24,7 +24,8 @@ class HostKv:
     order is all that matters."""
 
     def __init__(self, pool: KvPool, num_slots: int, *, name: str) -> None:
-        self.pool, self.num_slots = pool, num_slots
+        self.pool = pool
+        self.num_slots = num_slots
         layers, _, *page_shape = pool.tensor.shape
         page_bytes = layers * int(np.prod(page_shape)) * pool.tensor.element_size()
         self.buffer = HostBuffer(

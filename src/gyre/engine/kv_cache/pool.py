@@ -30,7 +30,9 @@ class KvPool:
     ) -> None:
         shape = (num_layers, num_pages + 1, 2, num_kv_heads, page_tokens, head_dim)
         self.tensor = zeros(shape, device=device, dtype=dtype)
-        self.num_pages, self.num_kv_heads, self.page_tokens = num_pages, num_kv_heads, page_tokens
+        self.num_pages = num_pages
+        self.num_kv_heads = num_kv_heads
+        self.page_tokens = page_tokens
         self._slots = [layer.view(-1, head_dim) for layer in self.tensor]  # rows that take writes
         # rows that are gathered
         self._planes = [layer.view(-1, page_tokens * head_dim) for layer in self.tensor]

@@ -39,7 +39,8 @@ class PromptLogprobStore:
     """What is known of the prompt of one completion that asks for it."""
 
     def __init__(self, num_tokens: int, best: int) -> None:
-        self.num_tokens, self.best = num_tokens, best
+        self.num_tokens = num_tokens
+        self.best = best
         self._logprobs_P = np.zeros(num_tokens, dtype=np.float32)
         self._versions_P = np.full(num_tokens, UNKNOWN, dtype=np.int32)
         self._top_ids_PK = np.zeros((num_tokens, best), dtype=np.int32)
@@ -139,7 +140,8 @@ class ScoreStore:
     first. An entry goes with its page (`drop`), so it never outlives the KV that it belongs to."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.num_bytes = max_bytes, 0
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
         self.blocks: OrderedDict[bytes, BlockScores] = OrderedDict()
 
     def __len__(self) -> int:

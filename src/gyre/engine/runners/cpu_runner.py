@@ -37,7 +37,8 @@ class CpuRunner:
     on its logits."""
 
     def __init__(self, decoder: Decoder, pool: KvPool, *, rows_at_once: int) -> None:
-        self.decoder, self.pool = decoder, pool
+        self.decoder = decoder
+        self.pool = pool
         self._step = CpuStep(decoder, pool)
         self.instructions = self._step.instructions
         self._rows_at_once = rows_at_once  # of logits, where prompts are scored

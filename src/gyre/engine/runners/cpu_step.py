@@ -59,18 +59,22 @@ class CpuStep:
     def __init__(self, decoder: Decoder, pool: KvPool) -> None:
         library = load_decoder(decoder.dtype)
         assert isinstance(library, DecoderLibrary), "ask why_not_c first"
-        self._decoder, self._pool, self._library = decoder, pool, library
+        self._decoder = decoder
+        self._pool = pool
+        self._library = library
         self.instructions = library.instructions.name
         spec = decoder.spec
-        self._model, self._step = CModel(), CStep()
+        self._model = CModel()
+        self._step = CStep()
         model = self._model
-        model.layers, model.hidden, model.mlp = spec.num_layers, spec.hidden_size, spec.mlp_size
-        model.heads, model.kv_heads, model.head_dim = (
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-        )
-        model.vocab, model.norm_eps = spec.vocab_size, spec.norm_eps
+        model.layers = spec.num_layers
+        model.hidden = spec.hidden_size
+        model.mlp = spec.mlp_size
+        model.heads = spec.num_heads
+        model.kv_heads = spec.num_kv_heads
+        model.head_dim = spec.head_dim
+        model.vocab = spec.vocab_size
+        model.norm_eps = spec.norm_eps
         self._parts = list_parts(decoder)
         self._ends = (decoder.embed.weight, decoder.final_norm.weight, decoder.head_weight)
         self._weights_P = np.zeros(len(self._parts), dtype=np.uint64)  # addresses

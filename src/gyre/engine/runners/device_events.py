@@ -26,7 +26,8 @@ class ResultEvent:
     """When a step's results are on the host."""
 
     def __init__(self, step: Step, deadline_s: float) -> None:
-        self._step, self._deadline_s = step, deadline_s
+        self._step = step
+        self._deadline_s = deadline_s
         self.event: torch.cuda.Event | None = None
 
     def mark(self) -> None:

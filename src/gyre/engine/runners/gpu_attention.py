@@ -85,14 +85,18 @@ class GpuAttention:
         context_tokens: int,
         invariant: bool,
     ) -> None:
-        self.pool, self.invariant = pool, invariant
-        self._table_RP, self._num_heads = table_RP, num_heads
+        self.pool = pool
+        self.invariant = invariant
+        self._table_RP = table_RP
+        self._num_heads = num_heads
         device = pool.tensor.device
         self._programs = (
             PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
         )
-        num_kv, head_dim = pool.num_kv_heads, pool.tensor.shape[-1]
-        self.pool_tokens, self._context_tokens = pool.num_pages * pool.page_tokens, context_tokens
+        num_kv = pool.num_kv_heads
+        head_dim = pool.tensor.shape[-1]
+        self.pool_tokens = pool.num_pages * pool.page_tokens
+        self._context_tokens = context_tokens
         bound_tokens = max_running * context_tokens if invariant else self.pool_tokens
         items = self.max_items = max_running + most_pieces(
             bound_tokens, num_kv, invariant=invariant

@@ -36,7 +36,8 @@ class MirroredBuffer:
         deadline_s: float,
         mirrors: int = 3,
     ) -> None:
-        offset, spans = 0, {}
+        offset = 0
+        spans = {}
         for name, (dtype, length) in sections.items():
             size_bytes = np.dtype(dtype).itemsize * length
             spans[name] = (dtype, offset, size_bytes)
@@ -58,7 +59,8 @@ class MirroredBuffer:
             for mirror in self._mirrors
         ]
         self._sent = [torch.cuda.Event() for _ in range(mirrors)]
-        self._turn, self._deadline_s = 0, deadline_s
+        self._turn = 0
+        self._deadline_s = deadline_s
 
     def begin(self) -> dict[str, np.ndarray]:
         """Return a mirror to write, once the copy that last read it is done."""
@@ -82,7 +84,8 @@ class DeviceRows:
     it."""
 
     def __init__(self, *, max_running: int, pages_per_row: int, device: torch.device) -> None:
-        self.max_running, self.pages_per_row = max_running, pages_per_row
+        self.max_running = max_running
+        self.pages_per_row = pages_per_row
         self.table_RP = torch.zeros(
             max_running + 1, pages_per_row, dtype=torch.int32, device=device
         )

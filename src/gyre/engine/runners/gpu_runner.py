@@ -51,7 +51,9 @@ class GpuFlight:
     """A launched step whose tokens are copied to `host_3B` (int32 bits) by its arrival."""
 
     def __init__(self, host_3B: Tensor, count: int, arrival: ResultEvent) -> None:
-        self._host_3B, self._count, self._arrival = host_3B, count, arrival
+        self._host_3B = host_3B
+        self._count = count
+        self._arrival = arrival
 
     def fetch(self) -> SampledTokens:
         self._arrival.wait()
@@ -83,8 +85,12 @@ class GpuRunner:
     ) -> None:
         """Make the runner. Graphs are captured on the stream `capture`. With `sharded`, tensor
         ranks choose from their parts of the logits."""
-        self.decoder, self.pool, self.emit, self.capture_stream = decoder, pool, emit, capture
-        self._deadline_s, self._token_budget = deadline_s, token_budget  # of a step
+        self.decoder = decoder
+        self.pool = pool
+        self.emit = emit
+        self.capture_stream = capture
+        self._deadline_s = deadline_s  # of a step
+        self._token_budget = token_budget  # of a step
         self.device = decoder.device
         spec = decoder.spec
         self._rows = DeviceRows(

@@ -59,7 +59,8 @@ class ShardSampling:
         self, decoder: Decoder, forward: FusedForward, *, max_running: int, sharded: ShardSampler
     ) -> None:
         self.width = sharded.shard.width
-        self._forward, self._group = forward, sharded.shard.group
+        self._forward = forward
+        self._group = sharded.shard.group
         self._scratch = ShardScratch.make(
             max_running,
             sharded.shard.vocab_size,

@@ -40,7 +40,10 @@ class TorchFlight:
         scores: Scores | None,
         arrival: ResultEvent | None = None,
     ) -> None:
-        self._choice, self._rules, self._scores, self._arrival = choice, rules, scores, arrival
+        self._choice = choice
+        self._rules = rules
+        self._scores = scores
+        self._arrival = arrival
         self._packed_3N: Tensor | None = None
         self._top_A2K: Tensor | None = None
         self._scored: Tensor | None = None
@@ -126,7 +129,10 @@ class Runner:
     ) -> None:
         """Make the runner. `sharded` chooses from this rank's part of the logits; without it, ranks
         gather them."""
-        self.decoder, self.pool, self.device, self.dtype = decoder, pool, device, dtype
+        self.decoder = decoder
+        self.pool = pool
+        self.device = device
+        self.dtype = dtype
         self._forward = TokenwiseForward(decoder) if tokenwise else decoder
         self._logits = self._forward.logits if sharded is None else decoder.own_logits
         self._deadline_s = deadline_s  # of a step

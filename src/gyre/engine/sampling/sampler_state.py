@@ -32,7 +32,8 @@ class SamplerState:
     ) -> None:
         """Make the state. With `sharded`, logits are this rank's part, and all ranks choose
         together."""
-        self._vocab_size, self._device = vocab_size, device
+        self._vocab_size = vocab_size
+        self._device = device
         self._choose = choose if sharded is None else sharded.choose
         self._own_ids = None if sharded is None else sharded.shard.ids
         # of logits, where alternatives or penalties need more than one

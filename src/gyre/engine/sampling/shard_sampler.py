@@ -45,7 +45,8 @@ class ShardSampler:
     """Chooses with the other ranks, and reports when truncation had to go by digits."""
 
     def __init__(self, shard: VocabularyShard, emit: Emit) -> None:
-        self.shard, self._emit = shard, emit
+        self.shard = shard
+        self._emit = emit
         self._widened = 0  # choices that went by digits, since the start
         self._reported = 0  # of them
 

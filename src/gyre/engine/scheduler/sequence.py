@@ -96,7 +96,10 @@ class Sequence:
     def __init__(
         self, request: Request, index: int, *, arrival: int, stop_ids: tuple[int, ...]
     ) -> None:
-        self.request, self.index, self.arrival, self.stop_ids = request, index, arrival, stop_ids
+        self.request = request
+        self.index = index
+        self.arrival = arrival
+        self.stop_ids = stop_ids
         self.state = State.WAITING
         self.row: int | None = None
         self.chosen = NOTHING_CHOSEN  # meaningful while row is None

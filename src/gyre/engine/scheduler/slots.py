@@ -27,7 +27,8 @@ class InputBatch:
     """`max_running` rows. A free row has sequences[row] None and active False."""
 
     def __init__(self, max_running: int, page_tokens: int) -> None:
-        self.max_running, self.page_tokens = max_running, page_tokens
+        self.max_running = max_running
+        self.page_tokens = page_tokens
         self.sequences: list[Sequence | None] = [None] * max_running
         # a heap: the lowest row first, whatever was taken and left before
         self._free = list(range(max_running))

@@ -55,12 +55,10 @@ class SchedulerState:
         self.clock = clock  # tells when a completion began; nothing is decided by it
         # tokens that the widest layer looks back at; None: some layer looks at all
         self.window = window
-        self.page_tokens, self.prefix_cache, self.emit, self.rates = (
-            page_tokens,
-            prefix_cache,
-            emit,
-            rates,
-        )
+        self.page_tokens = page_tokens
+        self.prefix_cache = prefix_cache
+        self.emit = emit
+        self.rates = rates
         self.rows = InputBatch(max_running, page_tokens)
         self.pages = Pages(num_pages, score_bytes=score_bytes)
         self.slots = HostSlots(num_slots)

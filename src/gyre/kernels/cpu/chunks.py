@@ -74,14 +74,13 @@ class ChunkKernels:
     """The functions of trainer.c for one dtype. None of them computes `amax`."""
 
     def __init__(self, built: CompiledLibrary) -> None:
-        library, self.instructions = built.functions, built.instructions
+        library = built.functions
+        self.instructions = built.instructions
         for name, (numbers, addresses) in FUNCTIONS.items():
             function = getattr(library, name)
             kinds = {"i": c_int64, "f": c_float}
-            function.restype, function.argtypes = (
-                None,
-                [*(kinds[n] for n in numbers), *[c_void_p] * addresses],
-            )
+            function.restype = None
+            function.argtypes = [*(kinds[n] for n in numbers), *[c_void_p] * addresses]
         library.gyre_attention_scratch.restype = c_int64
         library.gyre_attention_scratch.argtypes = [c_int64] * 3
         library.gyre_attention.restype = None

@@ -56,7 +56,8 @@ class DecoderLibrary:
     """The functions of decoder.c for one dtype."""
 
     def __init__(self, built: CompiledLibrary) -> None:
-        library, self.instructions = built.functions, built.instructions
+        library = built.functions
+        self.instructions = built.instructions
         self.scratch_bytes = library.gyre_scratch_bytes
         self.scratch_bytes.restype = c_int64
         self.scratch_bytes.argtypes = [ctypes.POINTER(CModel), c_int64, c_int64, c_int64, c_int64]

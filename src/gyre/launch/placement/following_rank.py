@@ -30,7 +30,8 @@ class FollowedMemory:
     """MemoryTenant of what this rank holds. It moves where rank 0's entries say, and only there."""
 
     def __init__(self, memory: EngineMemory, rank: int) -> None:
-        self._memory, self._rank = memory, rank
+        self._memory = memory
+        self._rank = rank
 
     def components(self) -> Sequence[Component]:
         return self._memory.components()
@@ -54,11 +55,13 @@ class FollowingRank:
         self, stream: EntryStream, worker: CoreWorker, group: RankGroup, compute: Executor
     ) -> None:
         """Begin to play. The wait for rank 0 in one phase change is at most the group's timeout."""
-        self._rank, self._timeout_s = group.rank, group.timeout_s
+        self._rank = group.rank
+        self._timeout_s = group.timeout_s
         self.memory = FollowedMemory(worker.memory, group.rank)
         self._has_started = False
         self._entered: tuple[Phase, int] | None = None  # the phase and step that rank 0 is in
-        self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        self._news = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         playing = partial(follow, stream, worker, group, played=self._hear)
         self._following = self._loop.run_in_executor(compute, playing)
         self._following.add_done_callback(self._note_end)

@@ -75,7 +75,10 @@ class Inline:
     share = ranks = 1
 
     def __init__(self, config: RunConfig, folder: Path, machine: Machine, emit: Emit) -> None:
-        self._config, self._folder, self._machine, self._emit = config, folder, machine, emit
+        self._config = config
+        self._folder = folder
+        self._machine = machine
+        self._emit = emit
         self._policy: Policy | None = None
         self._head: ScalarHead | None = None  # of a reward model, once its stage is done
         self._device: StageRuntime | None = None

@@ -67,7 +67,9 @@ class MemberWorker:
     def __init__(
         self, worker: RankWorker, reading: Reading, *, drain_s: float, end: MemberEnd
     ) -> None:
-        self._worker, self._reading, self._drain_s = worker, reading, drain_s
+        self._worker = worker
+        self._reading = reading
+        self._drain_s = drain_s
         self._end = end
         self._leaves = asyncio.Event()
         self._turn = asyncio.Lock()  # a stage may end while it begins

@@ -65,7 +65,8 @@ class PodMembers:
         is there."""
         self._metadata = metadata
         settings = config.cluster
-        self._cluster, self._emit = cluster, emit
+        self._cluster = cluster
+        self._emit = emit
         self._start_deadline_s = settings.start_deadline_s
         self._arguments = describe_member(config, folder / "tokenizer", facts, dtype)
         token = keep_token(folder / TOKEN_FILE)

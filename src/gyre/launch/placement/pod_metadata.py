@@ -67,7 +67,9 @@ class PodMetadata:
     def __init__(
         self, rendezvous: Rendezvous, *, name: str, role: str, config: RendezvousConfig, emit: Emit
     ) -> None:
-        self._rendezvous, self._role, self._emit = rendezvous, role, emit
+        self._rendezvous = rendezvous
+        self._role = role
+        self._emit = emit
         self._store = MetadataStore(
             rendezvous,
             name=name,

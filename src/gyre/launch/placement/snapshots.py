@@ -60,12 +60,10 @@ class Snapshots:
     ) -> None:
         """Make the writer. Without `prepares` the only save is the last one, which may wait for its
         memory."""
-        self._saver, self._trainer, self._compute, self._prepares = (
-            saver,
-            trainer,
-            compute,
-            prepares,
-        )
+        self._saver = saver
+        self._trainer = trainer
+        self._compute = compute
+        self._prepares = prepares
 
     def prepare(self) -> None:
         """Begin to make the memory that saves need; after the engine's graphs are captured."""

@@ -75,15 +75,15 @@ class StageRuntime:
         """`progress` is what the trainer calls where it works for long without running a layer.
         `tensor_group` are the ranks of an engine, of which the first has its contract. `own_offer`
         returns what the trainer of this process has registered, for an engine beside it."""
-        self._config, self._plan, self._folder, self._machine, self._emit = (
-            config,
-            plan,
-            folder,
-            machine,
-            emit,
-        )
-        self._group, self._progress = group, progress
-        self._tensor_group, self._own_offer = tensor_group, own_offer
+        self._config = config
+        self._plan = plan
+        self._folder = folder
+        self._machine = machine
+        self._emit = emit
+        self._group = group
+        self._progress = progress
+        self._tensor_group = tensor_group
+        self._own_offer = own_offer
         self._followers: Followers | None = None  # of the first rank of an engine
         # a rank behind the first: one with an engine alone, and one beside a trainer
         self._following: FollowingRank | None = None

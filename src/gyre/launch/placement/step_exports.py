@@ -38,8 +38,11 @@ class StepExports:
     def __init__(
         self, folder: Path, write: Write, find_version: Callable[[], int], *, keep: int, emit: Emit
     ) -> None:
-        self._folder, self._write, self._emit = folder, write, emit
-        self._find_version, self._keep = find_version, keep
+        self._folder = folder
+        self._write = write
+        self._emit = emit
+        self._find_version = find_version
+        self._keep = keep
 
     async def export(self) -> None:
         name = f"version-{self._find_version():08d}"

@@ -64,8 +64,10 @@ class VllmWorker:
             held_bytes=self._held_bytes,
         )
         self._beginning: asyncio.Task[None] | None = None
-        self._receive, self.engine.prepare = self.engine.prepare, self._prepare
-        self._start_engine, self.engine.start = self.engine.start, self._start
+        self._receive = self.engine.prepare
+        self.engine.prepare = self._prepare
+        self._start_engine = self.engine.start
+        self.engine.start = self._start
 
     async def begin(
         self,

@@ -164,8 +164,12 @@ class RankWorker:
         self._tensor_group = tensor_group  # of the ranks of an engine
         self._metadata = metadata  # of this process at the pod's rendezvous
         self._activities = ActivityClock(None if spec.shares_process else context.emit)
-        self._context, self._spec, self._machine = context, spec, machine
-        self._config, self._policy, self._group = config, policy, group
+        self._context = context
+        self._spec = spec
+        self._machine = machine
+        self._config = config
+        self._policy = policy
+        self._group = group
         self._device: StageRuntime | None = None
         self._head: ScalarHead | None = None
         self._store: SharedMemoryStore | None = None  # of versions that engines elsewhere take
@@ -412,7 +416,8 @@ class ServedEngine:
     """One engine over the weights of a folder."""
 
     def __init__(self, engine: EngineEndpoint, limits: RequestLimits) -> None:
-        self.engine, self._limits = engine, limits
+        self.engine = engine
+        self._limits = limits
 
     def limits(self) -> RequestLimits:
         """Return what bounds a request."""

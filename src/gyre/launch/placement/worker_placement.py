@@ -109,13 +109,11 @@ class WorkerPlacement:
     def __init__(
         self, config: RunConfig, folder: Path, machine: Machine, emit: Emit, fleet: Fleet
     ) -> None:
-        self._config, self._folder, self._machine, self._emit, self._fleet = (
-            config,
-            folder,
-            machine,
-            emit,
-            fleet,
-        )
+        self._config = config
+        self._folder = folder
+        self._machine = machine
+        self._emit = emit
+        self._fleet = fleet
         self._settings = config.cluster
         self._handles: list[WorkerHandle] = []  # of the trainer's ranks, by rank
         self._store: Any = None
@@ -458,7 +456,8 @@ class SpreadSnapshots:
     """SnapshotPort: every rank writes its part, to a disk that all nodes see."""
 
     def __init__(self, group: TrainerGroup, *, stall_limit: StallLimit) -> None:
-        self._group, self._stall_limit = group, stall_limit
+        self._group = group
+        self._stall_limit = stall_limit
 
     async def save(
         self, *, step: int, state: Mapping[str, Any], blobs: Mapping[str, bytes]

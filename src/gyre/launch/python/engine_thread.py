@@ -36,7 +36,8 @@ class LocalEngine:
     """An engine and the model that it serves. Every method runs on the engine's event loop."""
 
     def __init__(self, engine: NativeEngine, model: ServedModel, most: Load) -> None:
-        self.engine, self.model = engine, model
+        self.engine = engine
+        self.model = model
         self._most = most  # unanswered, that the engine accepts
         self._room = asyncio.Condition()
 
@@ -85,7 +86,10 @@ class EngineThread:
 
     def __init__(self, folder: Path, config: RunConfig, *, name: str, emit: Emit) -> None:
         """Load the model and start the engine. Errors of either are raised here."""
-        self._folder, self._config, self._name, self._emit = folder, config, name, emit
+        self._folder = folder
+        self._config = config
+        self._name = name
+        self._emit = emit
         # over the next three; the collector may drop a stream, and so spawn, while it is held
         self._lock = threading.RLock()
         self._is_closed = False

@@ -20,7 +20,8 @@ class OpenCompletion:
 
     def __init__(self, local: LocalEngine, asked: Asked) -> None:
         self.completion: CompletionOutput | None = None  # once it has ended
-        self._local, self._asked = local, asked
+        self._local = local
+        self._asked = asked
         self._parts: list[TextDelta] = []
         self._stream: TokenStream | None = None
         self._pieces: AsyncIterator[TextDelta] | None = None
@@ -64,7 +65,9 @@ class _Stream:
     """What both kinds have in common. `owner` is kept alive by its streams."""
 
     def __init__(self, thread: EngineThread, work: OpenCompletion, owner: object) -> None:
-        self._thread, self._work, self._owner = thread, work, owner
+        self._thread = thread
+        self._work = work
+        self._owner = owner
         # not at the end of the program, where the loop may be gone
         weakref.finalize(self, _abandon, thread, work).atexit = False
 

@@ -47,7 +47,9 @@ class EngineGroups:
     """A cluster whose workers are engines of `num_ranks` processes each."""
 
     def __init__(self, cluster: Cluster, num_ranks: int, *, emit: Emit) -> None:
-        self._cluster, self._num_ranks, self._emit = cluster, num_ranks, emit
+        self._cluster = cluster
+        self._num_ranks = num_ranks
+        self._emit = emit
 
     async def start(self, spec: RoleSpec) -> WorkerHandle:
         """Start an engine's processes, and let them meet. `spec.devices` are those of all ranks.

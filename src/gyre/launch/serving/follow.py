@@ -73,7 +73,9 @@ class Follower:
 
     def __init__(self, weights: ServedWeights, target: Path, *, poll_s: float) -> None:
         """`target` is a run folder or a model folder."""
-        self._weights, self._target, self._poll_s = weights, target.absolute(), poll_s
+        self._weights = weights
+        self._target = target.absolute()
+        self._poll_s = poll_s
         self._is_run = (target / "events.jsonl").is_file()
         served = weights.served.signature
         self._state = FollowState(known=frozenset({served}), served=served)

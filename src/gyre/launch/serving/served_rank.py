@@ -97,8 +97,12 @@ class ServedRank:
         load_format: LoadFormat,
         rank: int,
     ) -> None:
-        self._context, self._config, self._folder = context, config, folder
-        self._version, self._load_format, self._rank = version, load_format, rank
+        self._context = context
+        self._config = config
+        self._folder = folder
+        self._version = version
+        self._load_format = load_format
+        self._rank = rank
         self._imports_s = time.time() - psutil.Process().create_time()
         self._machine = make_machine(config)
         self._store: torch.distributed.TCPStore | None = None

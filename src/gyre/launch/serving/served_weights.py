@@ -40,7 +40,8 @@ class ServedFolder:
     """Where the weights of the version that answers are. Workers start from it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.version = folder.resolve(), 0
+        self.folder = folder.resolve()
+        self.version = 0
         self.signature = find_signature(self.folder)
 
     def move_to(self, folder: Path, version: int, signature: Signature) -> None:
@@ -67,8 +68,11 @@ class ServedWeights:
         tokenizer: Tokenizer,
         emit: Emit,
     ) -> None:
-        self._pool, self._config, self._emit = pool, config, emit
-        self.served, self._tokenizer = served, tokenizer.fingerprint
+        self._pool = pool
+        self._config = config
+        self._emit = emit
+        self.served = served
+        self._tokenizer = tokenizer.fingerprint
         self._change: asyncio.Task[int] | None = None
 
     @property

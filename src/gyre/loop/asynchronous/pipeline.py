@@ -49,15 +49,20 @@ class Pipeline:
     ) -> None:
         """`drop_stale` returns the carried groups that a step keeps; `size` is the number of
         completions per prompt."""
-        self._roll_out, self._open_scoring, self._drop_stale = roll_out, open_scoring, drop_stale
-        self._credits, self._size = credits, size
-        self._stop, self._emit = stop, emit
+        self._roll_out = roll_out
+        self._open_scoring = open_scoring
+        self._drop_stale = drop_stale
+        self._credits = credits
+        self._size = size
+        self._stop = stop
+        self._emit = emit
         self._live: list[Collection] = []  # begun and not trained on, in order: at most 2 + lead
         self._carried: list[InFlightGroup] = []  # what the next one begins with
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._has_raised = False  # the learner knows the collector's error
-        self._collector_idle, self._learner_idle = IdleTime(clock), IdleTime(clock)
+        self._collector_idle = IdleTime(clock)
+        self._learner_idle = IdleTime(clock)
 
     # -- from one attempt to the next
 

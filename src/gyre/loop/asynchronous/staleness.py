@@ -95,7 +95,8 @@ class StalenessBound:
     old. A bound of 0, the synchronous order, drops and reports nothing."""
 
     def __init__(self, max_staleness: int, *, emit: Emit) -> None:
-        self._max_staleness, self._emit = max_staleness, emit
+        self._max_staleness = max_staleness
+        self._emit = emit
         self._step = 0  # that published the newest version
         self.published: tuple[int, ...] = ()  # versions, ascending
 

@@ -218,7 +218,8 @@ class VirtualMemory:
         assert size_bytes > 0, owner
         granularity = driver.granularity(owner=owner)
         self.size_bytes = round_up(size_bytes, granularity)
-        self.driver, self.owner = driver, owner
+        self.driver = driver
+        self.owner = owner
         address = ctypes.c_uint64()
         driver.call(
             "cuMemAddressReserve", ctypes.byref(address), self.size_bytes, 0, 0, 0, owner=owner

@@ -28,7 +28,9 @@ class FixedPool:
         held_bytes: Callable[[], int],
     ) -> None:
         """Declare the component. `held_bytes` measures the bytes actually present."""
-        self.name, self.size_bytes, self._held_bytes = name, size_bytes, held_bytes
+        self.name = name
+        self.size_bytes = size_bytes
+        self._held_bytes = held_bytes
         self.tier: Tier = tier
         self.tiers: tuple[Tier, ...] = (tier,)
 

@@ -48,7 +48,9 @@ class StoragePool:
         assert "device" in tiers and set(tiers) <= set(ALL_TIERS), tiers
         if "disk" in tiers and folder is None:
             tiers = tuple(tier for tier in tiers if tier != "disk")
-        self.name, self.tiers, self.device = name, tiers, device
+        self.name = name
+        self.tiers = tiers
+        self.device = device
         self.tier: Tier = "device"
         self._refill = refill
         self._sharers = _group_by_storage(name, tensors, device)

@@ -52,7 +52,8 @@ class HubTensors:
         new: bool = True,
     ) -> None:
         """Open the files. `new` creates them; otherwise they exist and are only read."""
-        self._dtype, self._handles = dtype, list[int]()
+        self._dtype = dtype
+        self._handles = list[int]()
         # hub name → handle, offset in the file, bytes
         self._at: dict[str, tuple[int, int, int]] = {}
         self._entries: dict[str, list[HubEntry]] = {}  # by our parameter

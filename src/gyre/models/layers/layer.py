@@ -56,8 +56,10 @@ class Layer(nn.Module):
     ) -> None:
         """Make the parameters. `spec` is of the local model where `tensor` joins several ranks."""
         super().__init__()
-        self.spec, self.tensor = spec, tensor
-        hidden, q_rows = spec.hidden_size, spec.num_heads * spec.head_dim
+        self.spec = spec
+        self.tensor = tensor
+        hidden = spec.hidden_size
+        q_rows = spec.num_heads * spec.head_dim
         kv_rows = spec.num_kv_heads * spec.head_dim
         make = partial(Weights, device=device, dtype=dtype)
         self.attn_norm = make(hidden)

@@ -69,7 +69,8 @@ class ReplicatedRows:
     splits_rows = False
 
     def __init__(self, group: RankGroup, peers: PeerBuffers | None = None) -> None:
-        self.group, self.peers = group, peers
+        self.group = group
+        self.peers = peers
 
     def begin_gather_rows(self, x_TE: Tensor) -> Rows:
         return lambda: x_TE

@@ -64,7 +64,10 @@ class SpanQueue:
         settings: QueueSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._sender, self._emit, self._count, self._clock = sender, emit, count, clock
+        self._sender = sender
+        self._emit = emit
+        self._count = count
+        self._clock = clock
         self._settings = settings or QueueSettings()
         self._spans: deque[SpanRecord] = deque()
         self._num_in_hand = 0  # spans of the batch that is being sent

@@ -124,7 +124,8 @@ class StepTraceSink:
     """Sends the traces of a run's steps."""
 
     def __init__(self, queue: SpanQueue) -> None:
-        self._queue, self._steps = queue, StepSpans()
+        self._queue = queue
+        self._steps = StepSpans()
         self._is_open = True
 
     def write(self, row: Mapping[str, Any]) -> None:

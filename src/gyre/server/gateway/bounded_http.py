@@ -58,7 +58,8 @@ class BoundedHttp(HttpToolsProtocol):
     ) -> None:
         """`count` gets the code of each request that is refused or cut off here."""
         super().__init__(config, server_state, app_state, _loop)
-        self._limits, self._count = limits, count
+        self._limits = limits
+        self._count = count
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._in_head = self._in_message = self._is_refused = False

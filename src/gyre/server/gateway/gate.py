@@ -81,7 +81,8 @@ class KeyGate:
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`open_paths`, each as a whole, need no key."""
-        self._store, self._clock_ns = store, clock_ns
+        self._store = store
+        self._clock_ns = clock_ns
         self._open_paths = frozenset(open_paths)
         self._meters: dict[str, KeyMeter] = {}  # by key id: as many as the file has keys
 

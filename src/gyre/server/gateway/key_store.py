@@ -31,7 +31,10 @@ class KeyStore:
     ) -> None:
         """Read the file. ConfigError where it is not whole. `clock_s` decides when to look at it
         again, `now` whether a key has expired."""
-        self._path, self._emit, self._clock_s, self._now = path, emit, clock_s, now
+        self._path = path
+        self._emit = emit
+        self._clock_s = clock_s
+        self._now = now
         self._stamp = stamp(path)  # before the file is read: a change in between is seen later
         self._by_digest = {key.sha256: key for key in read_keys(path)}
         self._looked_s = clock_s()

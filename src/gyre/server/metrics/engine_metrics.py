@@ -85,7 +85,8 @@ class EngineMetrics(Collector):
     """What is known of the engines."""
 
     def __init__(self, model_name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._model, self._clock = model_name, clock
+        self._model = model_name
+        self._clock = clock
         self._replicas: Sequence[ReplicaStatus] = ()
         self._known: dict[str, tuple[EngineStats, float]] = {}  # newest stats, and when they came
 

@@ -29,7 +29,10 @@ class MeasuredApp:
         metrics: ServerMetrics,
         emit: Emit | None,
     ) -> None:
-        self._app, self._routes, self._metrics, self._emit = app, routes, metrics, emit
+        self._app = app
+        self._routes = routes
+        self._metrics = metrics
+        self._emit = emit
         self._paths = {route.path for route in routes if isinstance(route, Route)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

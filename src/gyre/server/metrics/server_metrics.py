@@ -55,7 +55,9 @@ class ServerMetrics:
         inspect: Inspect,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.registry, self._inspect, self.clock = CollectorRegistry(), inspect, clock
+        self.registry = CollectorRegistry()
+        self._inspect = inspect
+        self.clock = clock
         self._model = {"model_name": model_name}
         tokens = token_buckets(context_tokens)
         success = self._counter(
@@ -134,7 +136,8 @@ class FollowedRequest:
     """One request, from its submit to its end."""
 
     def __init__(self, metrics: ServerMetrics, request: Request) -> None:
-        self._metrics, self._request = metrics, request
+        self._metrics = metrics
+        self._request = request
         self._open = set(range(request.sampling.n))
         self._tokens = dict.fromkeys(self._open, 0)
         self._last_s: dict[int, float] = {}  # of each completion's newest chunk

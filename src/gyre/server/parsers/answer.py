@@ -42,7 +42,9 @@ class AnswerParser:
         most_calls: int | None = None,
     ) -> None:
         """Begin a message. Calls after the first `most_calls` are left out."""
-        self._reasoning, self._tools, self._most_calls = reasoning, tools, most_calls
+        self._reasoning = reasoning
+        self._tools = tools
+        self._most_calls = most_calls
         self._calls = 0  # that have begun, with those that are left out
 
     @property

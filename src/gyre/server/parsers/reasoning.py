@@ -15,7 +15,8 @@ class ReasoningParser:
     def __init__(self, *, is_open: bool) -> None:
         """Begin a completion; with `is_open` the prompt ended with the opening tag."""
         self._is_open = is_open
-        self._text, self._start = "", 0  # what no span has yet, and the characters before it
+        self._text = ""  # what no span has yet
+        self._start = 0  # the characters before it
         self._step = self._begin
 
     def push(self, text: str) -> list[TextSpan]:

@@ -45,7 +45,8 @@ class XmlCallParser:
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = {tool.name: tool.parameters.get("properties") for tool in tools}
-        self._text, self._start = "", 0  # what no span has yet, and the characters before it
+        self._text = ""  # what no span has yet
+        self._start = 0  # the characters before it
         self._step = self._seek
         self._at_begin = True  # nothing but calls came so far, or since the last one
         self._has_call = False

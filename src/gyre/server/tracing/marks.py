@@ -39,7 +39,8 @@ class EngineMarks:
     """One request in the engines, from submit to its end."""
 
     def __init__(self, request: Request, clock: Callable[[], float]) -> None:
-        self.request, self._clock = request, clock
+        self.request = request
+        self._clock = clock
         self.submitted_s = self.ended_s = clock()
         self.completions: dict[int, CompletionMarks] = {}
         self.visits: Sequence[EngineVisit] = ()  # of the engines of a pool, in order
@@ -73,7 +74,8 @@ class MarkedStream(AsyncIterator[TokenChunk]):
     """A stream that can be read on after a reader was cancelled, as the one below can."""
 
     def __init__(self, stream: AsyncIterator[TokenChunk], marks: EngineMarks) -> None:
-        self._stream, self._marks = stream, marks
+        self._stream = stream
+        self._marks = marks
 
     async def __anext__(self) -> TokenChunk:
         chunk = await anext(self._stream)
@@ -116,7 +118,9 @@ class RequestTrace:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.context, self._open_ids, self._clock = context, open_ids, clock
+        self.context = context
+        self._open_ids = open_ids
+        self._clock = clock
         self.arrived_s = clock()
         self.answer_id: str | None = None  # None: it was refused before it had one
         self.works: list[EngineMarks] = []

@@ -53,7 +53,9 @@ class SpanMaker:
         self, context: TraceContext, offset_ns: int, new_span_id: Callable[[], int]
     ) -> None:
         """`offset_ns`: unix time less the monotonic clock's."""
-        self._context, self._offset_ns, self._new_id = context, offset_ns, new_span_id
+        self._context = context
+        self._offset_ns = offset_ns
+        self._new_id = new_span_id
         self.spans: list[SpanRecord] = []
 
     def add(

@@ -40,7 +40,8 @@ class RequestTraces:
 
     def __init__(self, model: str, *, ratio: float = 1.0) -> None:
         """Record a share of `ratio` of those that begin here."""
-        self.model, self.ratio = model, ratio
+        self.model = model
+        self.ratio = ratio
         self.open_ids: dict[str, str] = {}  # of requests in the engines: their traces
         self._families = (
             Counter("gyre_trace_spans_sent", "Sent spans.", ["model_name"], registry=None),
@@ -90,7 +91,10 @@ class TracedApp:
         spans: TakesSpans,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._app, self._traces, self._spans, self._clock = app, traces, spans, clock
+        self._app = app
+        self._traces = traces
+        self._spans = spans
+        self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] not in OPERATIONS or scope["method"] != "POST":

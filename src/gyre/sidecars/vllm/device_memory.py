@@ -119,7 +119,9 @@ class VllmMemory:
     ) -> None:
         """`ask` returns the processes that are there now, and `begun_bytes` what a start that waits
         may have. `open_device` is None for a CPU."""
-        self._ask, self._emit, self._limits = ask, emit, limits
+        self._ask = ask
+        self._emit = emit
+        self._limits = limits
         self._begun_bytes = begun_bytes
         self._open_device = open_device
         self._read: Callable[[], DeviceUse] | None = None

@@ -81,8 +81,11 @@ class VllmEngine:
         version: int = 0,
     ) -> None:
         """`version` is that of the weights in the settings' folder."""
-        self.limits, self._settings, self._emit = limits, settings, emit
-        self._abilities, self._drain_deadline_s = build.abilities(), drain_deadline_s
+        self.limits = limits
+        self._settings = settings
+        self._emit = emit
+        self._abilities = build.abilities()
+        self._drain_deadline_s = drain_deadline_s
         self._initial_version = version
         self._begun_bytes = BEGUN_BYTES if build.device == "cuda" else 0
         self._state = ReceiverState(version=version, is_whole=False)

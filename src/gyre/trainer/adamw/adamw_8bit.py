@@ -54,7 +54,8 @@ class CodedUpdate:
         self._map, self._map_sq = (
             functional.create_dynamic_map(signed=signed).to(device) for signed in (True, False)
         )
-        self._codec, self._codec_sq = Codec(self._map), Codec(self._map_sq)
+        self._codec = Codec(self._map)
+        self._codec_sq = Codec(self._map_sq)
         if device.type == "cuda":
             self._try_kernel(device)
 

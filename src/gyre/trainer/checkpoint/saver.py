@@ -100,14 +100,19 @@ class Saver:
         memory, and `finish` once the last snapshot is on disk. `progress` is called while a step
         waits for a copy or the disk, which may take long. Copies go to `staging`, and `write`
         writes a rank's file."""
-        self._store, self._group, self._background = store, group, background
-        self._deadline_s, self._emit, self._progress = deadline_s, emit, progress
+        self._store = store
+        self._group = group
+        self._background = background
+        self._deadline_s = deadline_s
+        self._emit = emit
+        self._progress = progress
         self._staging = staging or StagingBuffer(group.device, deadline_s=deadline_s)
         self._write_shard = write
         self._has_memory = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._writing, self._outcome = -1, ""  # step in flight, and the note that ends it
+        self._writing = -1  # step in flight
+        self._outcome = ""  # the note that ends it
         self._last_outcome = ""  # its note, which a rank may still be about to read
 
     def save(

@@ -63,7 +63,8 @@ class StagingBuffer:
     def __init__(self, device: torch.device, *, deadline_s: float) -> None:
         """Set the device that memory is pinned for (not on a CPU). `deadline_s` bounds how long
         `place` waits for the allocation."""
-        self._device, self._deadline_s = device, deadline_s
+        self._device = device
+        self._deadline_s = deadline_s
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of copies, one for each device
         self._buffer: HostBuffer | None = None
         self._coming: Future[HostBuffer] | None = None

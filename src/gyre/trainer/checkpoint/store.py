@@ -81,7 +81,9 @@ class SnapshotStore:
         """Open the store. `resumed_step`: step of the snapshot that the run resumed from, 0 for
         none; later snapshots were skipped. None: unknown."""
         assert keep > 0
-        self._folder, self._keep, self._emit = Path(folder), keep, emit
+        self._folder = Path(folder)
+        self._keep = keep
+        self._emit = emit
         self._passed = (
             ()
             if resumed_step is None
@@ -178,7 +180,8 @@ class SnapshotTensors:
     reads."""
 
     def __init__(self, path: Path, manifest: SnapshotManifest) -> None:
-        self._path, self._manifest = path, manifest
+        self._path = path
+        self._manifest = manifest
 
     def kinds(self) -> dict[str, Kind]:
         return {name: tensor.kind for name, tensor in self._manifest.tensors.items()}

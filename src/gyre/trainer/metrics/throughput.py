@@ -28,7 +28,8 @@ class ThroughputMeter:
 
     def __init__(self, group: RankGroup, *, tensor_ranks: int = 1) -> None:
         """Bind the ranks, of which `tensor_ranks` share the work of each micro-batch."""
-        self._group, self._tensor_ranks = group, tensor_ranks
+        self._group = group
+        self._tensor_ranks = tensor_ranks
         self._flops = self._seconds = 0.0
         self._wait_s = 0.0
         self._sent: dict[str, int] = {}

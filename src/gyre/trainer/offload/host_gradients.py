@@ -31,7 +31,9 @@ class HostGradients:
         self, sum_N: Tensor, buffers: Sequence[Tensor], device: torch.device, deadline_s: float
     ) -> None:
         """Bind the sums `sum_N` and the transfer `buffers`, uint8 of equal size."""
-        self._sum_N, self._device, self._deadline_s = sum_N, device, deadline_s
+        self._sum_N = sum_N
+        self._device = device
+        self._deadline_s = deadline_s
         self._free: queue.Queue[Tensor] = queue.Queue(len(buffers))
         for buffer in buffers:
             self._free.put(buffer)
@@ -41,7 +43,8 @@ class HostGradients:
         self._failure: BaseException | None = None
         self._is_zero = True
         # sent, and waited for by the computation, since last set to 0
-        self.out_bytes, self.waited_s = 0, 0.0
+        self.out_bytes = 0
+        self.waited_s = 0.0
 
     def add(self, sum_N: Tensor, grad: Tensor) -> None:
         """Enqueue the addition of a complete gradient. `grad` may be freed when this returns."""

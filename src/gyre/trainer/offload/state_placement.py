@@ -44,14 +44,20 @@ class StatePlacement:
     ) -> None:
         """Choose where state, gradients and weights are stored. `progress` is called during an
         update, which may take minutes. Raises ConfigError for a disk without a folder."""
-        self.name, self.device, self.state = name, device, config.offload_optimizer
-        self.gradients, self.weights = config.offload_gradients, name in config.offload_parameters
+        self.name = name
+        self.device = device
+        self.state = config.offload_optimizer
+        self.gradients = config.offload_gradients
+        self.weights = name in config.offload_parameters
         if self.state == "disk" and folder is None:
             raise ConfigError(
                 'trainer.offload_optimizer = "disk" has no folder for its file',
                 hint="set memory.disk_folder",
             )
-        self._config, self._folder, self._emit, self.progress = config, folder, emit, progress
+        self._config = config
+        self._folder = folder
+        self._emit = emit
+        self.progress = progress
         self._host: dict[str, list[HostBuffer]] = {}  # by component
         self._file: StateFile | None = None
         self._carrier: HostCarrier | FileCarrier | None = None

@@ -46,7 +46,8 @@ class WeightStream:
 
     def __init__(self, decoder: Decoder, head: nn.Module | None, device: torch.device) -> None:
         """Move the parameters of the decoder and the optional `head` to host memory."""
-        self._device, self._lane = device, make_lane(device)
+        self._device = device
+        self._lane = make_lane(device)
         layers = [list(layer.parameters()) for layer in decoder.layers]
         inside = {id(parameter) for layer in layers for parameter in layer}
         root = [parameter for parameter in decoder.parameters() if id(parameter) not in inside]
@@ -60,7 +61,8 @@ class WeightStream:
         first_B, *rest_B = self.buffers_B.split(sizes)
         self._root_buffer = carve(first_B, root)
         self._buffers = [LayerBuffer(tensors=carve(buffer_B, layers[0])) for buffer_B in rest_B]
-        self._visiting, self._backward_at = False, -1
+        self._visiting = False
+        self._backward_at = -1
         # in which the computation waited for weights
         self._gaps: list[tuple[DeviceEvent, DeviceEvent]] = []
         self._in_bytes = 0

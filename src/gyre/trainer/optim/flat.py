@@ -1,5 +1,5 @@
 """Optimizer state in flat buffers, and AdamW over them. In: named parameters, then gradients from
-autograd hooks. Out: new weights, in place.
+autograd hooks. Out: new weights, in place. Past 500 lines: all of it reads one layout of offsets.
 
 Master weights, gradients and the two moments have one float32 buffer each, whatever the number of
 parameters. Matrices come first and parameters without weight decay last, so decay is one slice. Of
@@ -81,7 +81,10 @@ class AdamW(ABC):
         `home` everything is on the device. `codes`: use 8-bit moments where possible.
         `update_spans` updates moments and weights."""
         self.parameters = dict(parameters)
-        self.betas, self.eps, self.weight_decay, self.mesh = betas, eps, weight_decay, mesh
+        self.betas = betas
+        self.eps = eps
+        self.weight_decay = weight_decay
+        self.mesh = mesh
         self.num_updates = 0
         self._table = table
         self.decays = {

@@ -42,7 +42,8 @@ class SlicedOptimizer(AdamW):
         )
         assert not any(self.decays[name] for name in apart), apart
         size = min((self.starts[name] for name in apart), default=self.file_size)
-        shard, self._apart = self.mesh.shard, apart
+        shard = self.mesh.shard
+        self._apart = apart
         unit = BLOCK if self.coded else ALIGN  # no slice ends within a block of moments
         layout = slice_layout(
             self.shapes,

@@ -44,7 +44,8 @@ class ExposedCommWatch:
     otherwise gathered on demand."""
 
     def __init__(self, model: Exposed, *, ahead: bool) -> None:
-        self._model, self._ahead = model, ahead
+        self._model = model
+        self._ahead = ahead
         self._needed: DeviceEvent | None = None  # a need of what is not gathered yet
         self._gathered: DeviceEvent | None = None  # gathered, and not needed yet
 

@@ -96,7 +96,10 @@ class Float8Shard(torch.Tensor):
         )
 
     def __init__(self, wide_OI: Tensor) -> None:
-        self.wide_OI, self.amax, self.inverse, self.own = wide_OI, None, None, None
+        self.wide_OI = wide_OI
+        self.amax = None
+        self.inverse = None
+        self.own = None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Float8Shard({self.wide_OI})"

@@ -89,7 +89,8 @@ class _Counted:
     returns, it is complete or enqueued on the stream."""
 
     def __init__(self, ranks: RankGroup, watch: ExposedCommWatch | None) -> None:
-        self._ranks, self._watch = ranks, watch
+        self._ranks = ranks
+        self._watch = watch
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -137,7 +138,8 @@ class CountedScatter(_Counted):
         self, ranks: RankGroup, watch: ExposedCommWatch | None, *, sends: torch.dtype, last: bool
     ) -> None:
         super().__init__(ranks, watch)
-        self._sends, self._last = sends, last
+        self._sends = sends
+        self._last = last
         self._asked = 0  # numbers that there is room for to send, until there is room for their sum
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -51,7 +51,9 @@ class InvariantForward:
     """A ChunkForward of one decoder over one micro-batch."""
 
     def __init__(self, decoder: Decoder, chunk: MicroBatch, page_tokens: int) -> None:
-        self._chunk, device, spec = chunk, decoder.device, decoder.spec
+        self._chunk = chunk
+        device = decoder.device
+        spec = decoder.spec
         lengths_S = np.asarray(chunk.layout.lengths)
         row_T = np.repeat(np.arange(len(lengths_S)), lengths_S)
         position_T = np.arange(len(row_T)) - (np.cumsum(lengths_S) - lengths_S)[row_T]

@@ -29,7 +29,8 @@ class TokenwiseChunk:
     """A ChunkForward of one decoder over one micro-batch."""
 
     def __init__(self, decoder: Decoder, chunk: MicroBatch) -> None:
-        self._forward, self._chunk = TokenwiseForward(decoder), chunk
+        self._forward = TokenwiseForward(decoder)
+        self._chunk = chunk
 
     def layer(self, index: int, x_TE: Tensor) -> Tensor:
         layout = self._chunk.layout

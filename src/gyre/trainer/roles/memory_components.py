@@ -33,7 +33,8 @@ class MemoryComponents(PoolTenant):
         """Create the components. `parked`: components that leave the device right after allocation,
         to free memory for the next model."""
         super().__init__([])
-        self.folder, self._parked = disk_folder, parked
+        self.folder = disk_folder
+        self._parked = parked
         self.streams: dict[str, WeightStream] = {}  # of models whose weights are in host memory
         # components that somebody reads beside the trainer
         self._lent: frozenset[str] = frozenset()

@@ -40,8 +40,10 @@ class Reference:
     ) -> None:
         """Allocate the reference in `decoder`, a meta-device model that it owns. Without `weights`
         it stays uninitialized until `restore`."""
-        self._config, self._split = config, split
-        self.decoder, self._dtype = decoder, decoder.dtype
+        self._config = config
+        self._split = split
+        self.decoder = decoder
+        self._dtype = decoder.dtype
         self._layout = frozen_layout(decoder, split)
         self.away = start_frozen("reference", decoder, None, config, split, weights)
         self._average: dict[str, Tensor] = {}

@@ -59,7 +59,10 @@ class TrainedModel:
         """Allocate the model. `folder`: of the disk tier, for offloaded state; `progress` as in
         StatePlacement. A meta-device decoder is filled from `weights`, or stays uninitialized until
         `restore`."""
-        self.name, self.decoder, self.head, self.split = name, decoder, head, split
+        self.name = name
+        self.decoder = decoder
+        self.head = head
+        self.split = split
         self.checkpointing: Checkpointing = config.checkpointing
         self.dtype = decoder.dtype  # that the forward pass computes in
         self.float8 = float8_projections(decoder, config.matmul, split.mesh.device)
@@ -78,16 +81,13 @@ class TrainedModel:
             heads = {HEAD_PREFIX + key: parameter for key, parameter in head.named_parameters()}
             parameters |= heads
             table = table and table.with_whole({key: tuple(p.shape) for key, p in heads.items()})
-        kind: type[AdamW] = FlatOptimizer
-        if split.shards_state:
-            kind = RowOptimizer if split.shards_weights else SlicedOptimizer
         # than on the device that it computes on
         elsewhere = is_blank(decoder) or name in config.offload_parameters
         device = split.mesh.device if elsewhere else decoder.device
         self.home = StatePlacement(
             name, device, config, folder=folder, emit=emit, progress=progress
         )
-        self.optimizer = kind(
+        self.optimizer = _optimizer_of(split)(
             parameters,
             betas=config.betas,
             eps=config.eps,
@@ -237,3 +237,10 @@ class TrainedModel:
         self.optimizer.num_updates = num_updates
         self.optimizer.refresh_compute()
         self.weights_changed()
+
+
+def _optimizer_of(split: ModelSharding) -> type[AdamW]:
+    """Return the class that keeps the state as it is split."""
+    if not split.shards_state:
+        return FlatOptimizer
+    return RowOptimizer if split.shards_weights else SlicedOptimizer
